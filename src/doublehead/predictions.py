@@ -1,0 +1,222 @@
+"""Predictions: the one currency after the network. What the numbers mean is stated, never guessed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
+
+CHUNK_ENTRIES = 1 << 18  # entries looked at together: 1 MiB of float32 stays in a core's cache
+
+
+class Predictions:
+    """The logits of a classifier and the true labels, checked once, on entry.
+
+    `Predictions(logits, labels)` takes logits; probabilities enter only through `from_probs`, a binary model's
+    single score only through `from_binary`. Half precision is widened to float32, float64 is kept.
+
+    >>> p = Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 0])
+    >>> len(p), p.n_classes, p.correct.tolist()
+    (2, 2, [True, False])
+    >>> [round(c, 3) for c in p.confidence.tolist()]
+    [0.881, 0.731]
+    """
+
+    def __init__(self, logits: ArrayLike, labels: ArrayLike) -> None:
+        self._scores = _check_scores(logits, "logits")  # (N, K)
+        self._are_probs = False
+        self.labels = _check_labels(labels, self._scores, "logits")  # (N,) int64
+
+    @classmethod
+    def from_probs(cls, probs: ArrayLike, labels: ArrayLike, *, tolerance: float = 1e-3) -> Predictions:
+        """Take class probabilities (N, K): in 0..1, each row summing to 1 within `tolerance`.
+
+        The probabilities are kept as they came, so a confidence that lies on the edge of a bin stays there.
+        Rows that sum to 1 only roughly (rounded files, half precision) are not rescaled.
+        """
+        scores = _check_scores(probs, "probs")
+        low, high = float(scores.min()), float(scores.max())
+        if low < 0 or high > 1 + 1e-6:
+            raise ValueError(
+                f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
+                "logits enter through Predictions(logits, labels)"
+            )
+        sums = scores.sum(1, dtype=torch.float64)
+        off = (sums - 1).abs()
+        if float(off.max()) > tolerance:
+            row = int(off.argmax())
+            raise ValueError(
+                f"each row of probs must sum to 1 within {tolerance:g}, got {float(sums[row]):.6g} in row {row}"
+            )
+        made = cls.__new__(cls)
+        made._scores = scores.clamp(max=1.0)
+        made._are_probs = True
+        made.labels = _check_labels(labels, scores, "probs")
+        return made
+
+    @classmethod
+    def from_binary(cls, scores: ArrayLike, labels: ArrayLike, *, are_probs: bool = False) -> Predictions:
+        """Take a binary model's single score per sample, (N,) or (N, 1): the logit of class 1, or its probability.
+
+        >>> Predictions.from_binary([0.0, 2.0], [0, 1]).probs[0].tolist()
+        [0.5, 0.5]
+        """
+        name = "probs" if are_probs else "logits"
+        column = _to_float_tensor(scores, name)
+        if column.ndim == 2 and column.shape[1] == 1:
+            column = column[:, 0]
+        if column.ndim != 1:
+            raise ValueError(f"binary {name} must have shape (N,) or (N, 1), got {tuple(column.shape)}")
+        other = 1 - column if are_probs else torch.zeros_like(column)
+        both = torch.stack([other, column], 1)
+        return cls.from_probs(both, labels) if are_probs else cls(both, labels)
+
+    def __len__(self) -> int:
+        return self._scores.shape[0]
+
+    def __repr__(self) -> str:
+        kind, dtype = "probs" if self._are_probs else "logits", str(self._scores.dtype).removeprefix("torch.")
+        return f"Predictions({kind} of shape {tuple(self._scores.shape)}, {dtype})"
+
+    def __getitem__(self, rows: Any) -> Predictions:
+        """The predictions of some rows: a slice, an index array or a mask."""
+        scores, labels = self._scores[rows], self.labels[rows]
+        if scores.ndim != 2:
+            raise IndexError(f"rows must be a slice, an index array or a mask, got {rows!r}")
+        return (
+            self.from_probs(scores, labels, tolerance=1.0) if self._are_probs else Predictions(scores, labels)
+        )
+
+    @property
+    def n_classes(self) -> int:
+        """K, the number of classes."""
+        return self._scores.shape[1]
+
+    @property
+    def are_probs(self) -> bool:
+        """Whether these predictions came in as probabilities."""
+        return self._are_probs
+
+    @property
+    def logits(self) -> Tensor:
+        """(N, K). For probabilities their logarithm, a probability of 0 taken as the smallest normal number."""
+        if not self._are_probs:
+            return self._scores
+        return self._scores.clamp(min=torch.finfo(self._scores.dtype).tiny).log()
+
+    @property
+    def probs(self) -> Tensor:
+        """(N, K), rows summing to 1."""
+        return self._scores if self._are_probs else self._scores.softmax(1)
+
+    @property
+    def predicted(self) -> Tensor:
+        """(N,) the class of the largest score, the first one where several are equal."""
+        return self._scores.argmax(1)
+
+    @property
+    def correct(self) -> Tensor:
+        """(N,) bool: whether the predicted class is the label."""
+        return self.predicted == self.labels
+
+    @property
+    def confidence(self) -> Tensor:
+        """(N,) the probability of the predicted class."""
+        return torch.cat([_top(chunk, self._are_probs) for chunk in self._chunks()])
+
+    def _chunks(self) -> Iterator[Tensor]:
+        return iter(self._scores.split(max(1, CHUNK_ENTRIES // self.n_classes)))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write an .npz without pickles; the file appears whole or not at all."""
+        path = Path(path)
+        if path.suffix != ".npz":
+            raise ValueError(f"path must end in .npz, got {path.name!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        name = "probs" if self._are_probs else "logits"
+        arrays = {name: self._scores.cpu().numpy(), "labels": self.labels.cpu().numpy()}
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Predictions:
+        """Read what `save` wrote: arrays `labels` and either `logits` or `probs`."""
+        with np.load(path, allow_pickle=False) as arrays:
+            names = set(arrays.files)
+            if "labels" not in names or len(names & {"logits", "probs"}) != 1:
+                raise ValueError(
+                    f"{path} must hold the arrays 'labels' and either 'logits' or 'probs', got {sorted(names)}"
+                )
+            if "logits" in names:
+                return cls(arrays["logits"], arrays["labels"])
+            return cls.from_probs(arrays["probs"], arrays["labels"])
+
+
+def _top(scores: Tensor, are_probs: bool) -> Tensor:
+    """(N, K) scores -> (N,) the largest probability of each row, in one pass over a chunk."""
+    largest = scores.amax(1)
+    return largest if are_probs else (scores - largest[:, None]).exp_().sum(1).reciprocal_()
+
+
+def _to_float_tensor(values: ArrayLike, name: str) -> Tensor:
+    try:
+        tensor = values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be an array of numbers, got {type(values).__name__}: {error}"
+        ) from error
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be of a floating type, got {str(tensor.dtype).removeprefix('torch.')}")
+    return tensor
+
+
+def _check_scores(values: ArrayLike, name: str) -> Tensor:
+    scores = _to_float_tensor(values, name)
+    if scores.ndim != 2 or scores.shape[1] < 2:
+        hint = "; a binary model's single score enters through from_binary" if scores.ndim in (1, 2) else ""
+        raise ValueError(f"{name} must have shape (N, K) with K >= 2, got {tuple(scores.shape)}{hint}")
+    if scores.shape[0] == 0:
+        raise ValueError(f"{name} must have at least one row, got shape {tuple(scores.shape)}")
+    # One pass: a row's sum is finite exactly when its entries are (overflow aside, which the second look settles).
+    if not bool(torch.isfinite(scores.sum())) and not bool(torch.isfinite(scores).all()):
+        bad = ~torch.isfinite(scores)
+        row, column = (int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"{name} must be finite, got {int(bad.sum())} non-finite values, "
+            f"the first one ({float(scores[row, column])}) in row {row}, column {column}"
+        )
+    return scores
+
+
+def _check_labels(values: ArrayLike, scores: Tensor, name: str) -> Tensor:
+    labels = values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"labels must be whole numbers, got {str(labels.dtype).removeprefix('torch.')}")
+    n, k = scores.shape
+    if labels.shape != (n,):
+        raise ValueError(
+            f"labels must have shape ({n},) for {name} of shape {(n, k)}, got {tuple(labels.shape)}"
+        )
+    labels = labels.to(device=scores.device, dtype=torch.int64)
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= k:
+        extreme = f"a minimum of {low}" if low < 0 else f"a maximum of {high}"
+        raise ValueError(f"labels must lie in 0..{k - 1} for {name} of shape {(n, k)}, got {extreme}")
+    return labels
