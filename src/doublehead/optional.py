@@ -17,15 +17,16 @@ def require(name: str, extra: str) -> Any:
     >>> require("math", extra="data").floor(2.5)
     2
     """
-    if name.split(".")[0] in ("torchvision", "timm"):
+    package = name.partition(".")[0]
+    if package in ("torchvision", "timm"):
         _declare_torchvision_operators()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != name.split(".")[0]:
+        if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise ImportError(
-            f"this needs the package {name.split('.')[0]!r}, which is not installed: pip install 'doublehead[{extra}]'"
+            f"this needs the package {package!r}, which is not installed: pip install 'doublehead[{extra}]'"
         ) from error
 
 
