@@ -15,6 +15,7 @@ from torch import Tensor
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
 CHUNK_ENTRIES = 1 << 18  # entries looked at together: 1 MiB of float32 stays in a core's cache
+CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
 
 
 class Predictions:
@@ -33,6 +34,7 @@ class Predictions:
     def __init__(self, logits: ArrayLike, labels: ArrayLike) -> None:
         self._scores = _check_scores(logits, "logits")  # (N, K)
         self._are_probs = False
+        self._largest_sum = 1.0  # of a row's probabilities
         self.labels = _check_labels(labels, self._scores, "logits")  # (N,) int64
 
     @classmethod
@@ -43,13 +45,13 @@ class Predictions:
         Rows that sum to 1 only roughly (rounded files, half precision) are not rescaled.
         """
         scores = _check_scores(probs, "probs")
-        low, high = float(scores.min()), float(scores.max())
+        low, high = (float(bound) for bound in scores.aminmax())
         if low < 0 or high > 1 + 1e-6:
             raise ValueError(
                 f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
                 "logits enter through Predictions(logits, labels)"
             )
-        sums = scores.sum(1, dtype=torch.float64)
+        sums = scores.sum(1)
         off = (sums - 1).abs()
         if float(off.max()) > tolerance:
             row = int(off.argmax())
@@ -57,8 +59,9 @@ class Predictions:
                 f"each row of probs must sum to 1 within {tolerance:g}, got {float(sums[row]):.6g} in row {row}"
             )
         made = cls.__new__(cls)
-        made._scores = scores.clamp(max=1.0)
+        made._scores = scores.clamp(max=1.0) if high > 1 else scores
         made._are_probs = True
+        made._largest_sum = float(sums.max())
         made.labels = _check_labels(labels, scores, "probs")
         return made
 
@@ -88,12 +91,14 @@ class Predictions:
 
     def __getitem__(self, rows: Any) -> Predictions:
         """The predictions of some rows: a slice, an index array or a mask."""
-        scores, labels = self._scores[rows], self.labels[rows]
-        if scores.ndim != 2:
+        part = Predictions.__new__(Predictions)
+        part._scores, part.labels = self._scores[rows], self.labels[rows]
+        part._are_probs, part._largest_sum = self._are_probs, self._largest_sum
+        if part._scores.ndim != 2:
             raise IndexError(f"rows must be a slice, an index array or a mask, got {rows!r}")
-        return (
-            self.from_probs(scores, labels, tolerance=1.0) if self._are_probs else Predictions(scores, labels)
-        )
+        if len(part) == 0:
+            raise IndexError(f"rows must select at least one of {len(self)} rows, got none")
+        return part
 
     @property
     def n_classes(self) -> int:
@@ -130,10 +135,41 @@ class Predictions:
     @property
     def confidence(self) -> Tensor:
         """(N,) the probability of the predicted class."""
-        return torch.cat([_top(chunk, self._are_probs) for chunk in self._chunks()])
+        return self.top_label()[0]
 
-    def _chunks(self) -> Iterator[Tensor]:
-        return iter(self._scores.split(max(1, CHUNK_ENTRIES // self.n_classes)))
+    def top_label(self) -> tuple[Tensor, Tensor]:
+        """(N,) `confidence` and (N,) `correct`, from one pass."""
+        confidence, correct = zip(*self.top_chunks())
+        return torch.cat(confidence), torch.cat(correct)
+
+    def top_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """`confidence` and `correct` of some rows after the other, in memory that does not grow with N."""
+        for scores, labels in self.score_chunks():
+            # softmax works row by row in one kernel: a row gives the same bits in whatever batch it stands
+            confidence = (scores if self._are_probs else scores.softmax(1)).amax(1)
+            yield confidence, self._correct(scores, labels, confidence)
+
+    def probs_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """`probs` and `labels` of some rows after the other, in memory that does not grow with N."""
+        for scores, labels in self.score_chunks():
+            yield (scores if self._are_probs else scores.softmax(1)), labels
+
+    def score_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The logits (or probs, as they came in) and labels of some rows after the other."""
+        entries = CHUNK_ENTRIES_GPU if self._scores.is_cuda else CHUNK_ENTRIES
+        rows = min(max(1, entries // self.n_classes), 1 << 20)
+        for scores, labels in zip(self._scores.split(rows), self.labels.split(rows)):
+            yield scores.contiguous(), labels
+
+    def _correct(self, scores: Tensor, labels: Tensor, confidence: Tensor) -> Tensor:
+        """Whether the first of the largest scores (B, K) is the label. On a CPU argmax costs more than the softmax."""
+        if scores.is_cuda:
+            return scores.argmax(1) == labels
+        correct = scores.gather(1, labels[:, None])[:, 0] == scores.amax(1)
+        # Two classes can share the largest score only if neither has more than half of the row.
+        tie = (correct & (confidence <= 0.5 * self._largest_sum)).nonzero()[:, 0]
+        correct[tie] = scores[tie].argmax(1) == labels[tie]
+        return correct
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write an .npz without pickles; the file appears whole or not at all."""
@@ -165,12 +201,6 @@ class Predictions:
             if "logits" in names:
                 return cls(arrays["logits"], arrays["labels"])
             return cls.from_probs(arrays["probs"], arrays["labels"])
-
-
-def _top(scores: Tensor, are_probs: bool) -> Tensor:
-    """(N, K) scores -> (N,) the largest probability of each row, in one pass over a chunk."""
-    largest = scores.amax(1)
-    return largest if are_probs else (scores - largest[:, None]).exp_().sum(1).reciprocal_()
 
 
 def _to_float_tensor(values: ArrayLike, name: str) -> Tensor:

@@ -1,0 +1,246 @@
+"""Bins: per bin the count, the sum of confidences and the sum of correct answers; halves add up to the whole.
+
+The edges are i / n_bins rounded to the type of the confidences (float32 or float64), and a bin is closed on the
+right: a confidence c belongs to bin i when i / n_bins < c <= (i + 1) / n_bins, and 0 belongs to the first bin. So
+exactly 1.0 lies in the last bin, and 0.2 in the bin that ends at 3/15.
+
+Sums of confidences are kept as int64 in units of 2^-32. Integers add up the same in any order, so any split of the
+data over batches, files or processes gives the same bits. A confidence is off by at most 2^-33 (1.2e-10), and a bin
+holds up to 2^31 samples of confidence 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from doublehead.predictions import ArrayLike, Predictions, _to_float_tensor
+
+UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
+
+
+@dataclass(frozen=True, eq=False)
+class Bins:
+    """Counts, confidence sums and correct sums, each int64 of shape (n_bins,) or (..., n_bins).
+
+    `a + b` are the bins of both data sets together, exactly; start a stream with `Bins.zeros`.
+
+    >>> bins = Bins.of([0.2, 0.9, 1.0], [False, True, True], n_bins=5)
+    >>> bins.counts.tolist(), bins.correct_sums.tolist()
+    ([1, 0, 0, 0, 2], [0, 0, 0, 0, 2])
+    >>> halves = Bins.of([0.2], [False], n_bins=5) + Bins.of([0.9, 1.0], [True, True], n_bins=5)
+    >>> halves == bins, round(float(bins.ece()), 6)
+    (True, 0.1)
+    """
+
+    counts: Tensor
+    conf_sums: Tensor  # in units of 2^-32
+    correct_sums: Tensor
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+                got = (
+                    str(tensor.dtype).removeprefix("torch.")
+                    if isinstance(tensor, Tensor)
+                    else type(tensor).__name__
+                )
+                raise TypeError(f"{field.name} must be an int64 tensor, got {got}")
+            if tensor.ndim == 0 or tensor.shape != self.counts.shape:
+                raise ValueError(
+                    f"{field.name} must have shape (..., n_bins) like counts {tuple(self.counts.shape)}, "
+                    f"got {tuple(tensor.shape)}"
+                )
+
+    @classmethod
+    def zeros(cls, *shape: int, device: torch.device | str | None = None) -> Bins:
+        """No data yet: `Bins.zeros(15)`, or `Bins.zeros(n_classes, 15)` for class-wise bins."""
+        return cls.from_state(torch.zeros(3, *shape, dtype=torch.int64, device=device))
+
+    @classmethod
+    def of(cls, confidence: ArrayLike, correct: ArrayLike, n_bins: int = 15) -> Bins:
+        """Bin confidences (N,) in 0..1 and whether each was correct (N,)."""
+        confidence = _check_confidence(confidence)
+        correct = torch.as_tensor(correct, device=confidence.device)
+        if correct.shape != confidence.shape:
+            raise ValueError(
+                f"correct must have the shape of confidence {tuple(confidence.shape)}, got {tuple(correct.shape)}"
+            )
+        which = bin_of(confidence, n_bins)
+        entries = torch.stack([torch.ones_like(which), quantise(confidence), correct.to(torch.int64)])
+        return cls.from_state(_sum_by(which, entries, n_bins))
+
+    @classmethod
+    def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
+        """Bins (n_bins,) of the confidence in the predicted class."""
+        state = torch.zeros(3, check_n_bins(n_bins), dtype=torch.int64, device=predictions.labels.device)
+        for confidence, correct in predictions.top_chunks():
+            which = bin_of(confidence, n_bins)
+            entries = torch.stack([torch.ones_like(which), quantise(confidence), correct.to(torch.int64)])
+            state += _sum_by(which, entries, n_bins)
+        return cls.from_state(state)
+
+    @classmethod
+    def classwise(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
+        """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
+        shape = (3, predictions.n_classes, check_n_bins(n_bins))
+        state = torch.zeros(shape, dtype=torch.int64, device=predictions.labels.device)
+        for probs, labels in predictions.probs_chunks():
+            _add_components(state, probs, labels)
+        return cls.from_state(state)
+
+    @classmethod
+    def pooled(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
+        """Bins (n_bins,) of all N*K probabilities together, each with whether its class is the label."""
+        return cls.from_state(cls.classwise(predictions, n_bins).state().sum(1))
+
+    def state(self) -> Tensor:
+        """(3, ..., n_bins) int64: counts, conf_sums, correct_sums. Sum it over processes with one all-reduce."""
+        return torch.stack([self.counts, self.conf_sums, self.correct_sums])
+
+    @classmethod
+    def from_state(cls, state: Tensor) -> Bins:
+        """The bins whose `state()` this is."""
+        if state.ndim < 2 or state.shape[0] != 3:
+            raise ValueError(f"state must have shape (3, ..., n_bins), got {tuple(state.shape)}")
+        return cls(state[0], state[1], state[2])
+
+    def __add__(self, other: Bins) -> Bins:
+        if not isinstance(other, Bins):
+            return NotImplemented
+        if self.counts.shape != other.counts.shape:
+            raise ValueError(
+                "only bins of one shape can be added, "
+                f"got {tuple(self.counts.shape)} and {tuple(other.counts.shape)}"
+            )
+        return Bins.from_state(self.state() + other.state())
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Bins) and torch.equal(self.state(), other.state())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def coarsen(self, n_bins: int) -> Bins:
+        """The same data in fewer bins, exactly; `n_bins` must divide the present number."""
+        if self.n_bins % check_n_bins(n_bins):
+            raise ValueError(f"n_bins must divide the present {self.n_bins} bins, got {n_bins}")
+        return Bins.from_state(self.state().unflatten(-1, (n_bins, self.n_bins // n_bins)).sum(-1))
+
+    def to(self, device: torch.device | str) -> Bins:
+        """The same bins on another device."""
+        return Bins.from_state(self.state().to(device))
+
+    @property
+    def n_bins(self) -> int:
+        """How many bins 0..1 is divided into."""
+        return self.counts.shape[-1]
+
+    @property
+    def n(self) -> int:
+        """How many entries were binned: N for top-label bins, N*K for class-wise and pooled ones."""
+        return int(self.counts.sum())
+
+    @property
+    def edges(self) -> Tensor:
+        """(n_bins + 1,) float64, from 0 to 1."""
+        return torch.arange(self.n_bins + 1, device=self.counts.device, dtype=torch.float64) / self.n_bins
+
+    @property
+    def accuracy(self) -> Tensor:
+        """(..., n_bins) the share of correct answers in each bin, nan where it is empty."""
+        return self.correct_sums.double() / self.counts
+
+    @property
+    def confidence(self) -> Tensor:
+        """(..., n_bins) the mean confidence in each bin, nan where it is empty."""
+        return self.conf_sums.double() / UNIT / self.counts
+
+    @property
+    def gap(self) -> Tensor:
+        """(..., n_bins) confidence minus accuracy, positive where overconfident, nan where a bin is empty."""
+        return self.excess / self.counts
+
+    @property
+    def excess(self) -> Tensor:
+        """(..., n_bins) sum of confidences minus sum of correct answers; 0 where a bin is empty."""
+        return (self.conf_sums - self.correct_sums * int(UNIT)).double() / UNIT  # the difference is exact
+
+    def ece(self) -> Tensor:
+        """(...) expected calibration error: the mean |gap|, each bin weighted by its count."""
+        return self.excess.abs().sum(-1) / self.counts.sum(-1)
+
+    def mce(self) -> Tensor:
+        """(...) maximum calibration error: the largest |gap| of any bin that is not empty."""
+        return self.gap.abs().nan_to_num(0.0).amax(-1)
+
+    def ece2(self) -> Tensor:
+        """(...) root of the mean squared gap, each bin weighted by its count."""
+        squares = self.excess.square() / self.counts.clamp(min=1)
+        return (squares.sum(-1) / self.counts.sum(-1)).sqrt()
+
+
+def quantise(confidence: Tensor) -> Tensor:
+    """Confidences as int64 in units of 2^-32. Scaling by a power of two is exact, so only `round` loses anything."""
+    return (confidence * UNIT).round_().to(torch.int64)
+
+
+def inner_edges(n_bins: int, like: Tensor) -> Tensor:
+    """(n_bins - 1,) the edges 1/n_bins .. (n_bins - 1)/n_bins, rounded to the type of `like`."""
+    return (torch.arange(1, n_bins, dtype=torch.float64, device=like.device) / n_bins).to(like.dtype)
+
+
+def bin_of(confidence: Tensor, n_bins: int) -> Tensor:
+    """The bin (int64) of each confidence, by the right-closed edges stated on top."""
+    return torch.bucketize(confidence, inner_edges(check_n_bins(n_bins), confidence))
+
+
+def check_n_bins(n_bins: int) -> int:
+    """`n_bins` itself, or an error when it is not a positive whole number."""
+    if isinstance(n_bins, bool) or not isinstance(n_bins, int) or n_bins < 1:
+        raise ValueError(f"n_bins must be a whole number >= 1, got {n_bins!r}")
+    return n_bins
+
+
+def _sum_by(which: Tensor, entries: Tensor, size: int) -> Tensor:
+    """Entries (3, M) int64 summed by index `which` (M,) -> (3, size)."""
+    return entries.new_zeros(3, size).scatter_add_(1, which.expand(3, -1), entries)
+
+
+def _add_components(state: Tensor, probs: Tensor, labels: Tensor) -> None:
+    """Add a chunk of probs (B, K) and labels (B,) to class-wise state (3, K, n_bins), in place.
+
+    Nearly all of the B*K probabilities lie in the first bin when K is large. Only those above its edge are binned
+    one by one; the first bin is the total minus the rest, exact because everything is a whole number.
+    """
+    _, n_classes, n_bins = state.shape
+    units = (probs * UNIT).round_()  # whole numbers; their float64 sum is exact below 2^53
+    totals = units.sum(0, dtype=torch.float64).to(torch.int64)  # (K,)
+    at_label = bin_of(probs.gather(1, labels[:, None])[:, 0], n_bins)  # (B,)
+    state[2].view(-1).scatter_add_(0, labels * n_bins + at_label, torch.ones_like(labels))
+    state[0, :, 0] += probs.shape[0]
+    state[1, :, 0] += totals
+    if n_bins == 1:
+        return
+    above = (probs.view(-1) > inner_edges(n_bins, probs)[0]).nonzero()[:, 0]
+    classes, conf = above % n_classes, probs.view(-1)[above]
+    where = classes * n_bins + bin_of(conf, n_bins)
+    entries = torch.stack([torch.ones_like(where), units.view(-1)[above].to(torch.int64)])  # (2, M)
+    flat = state[:2].view(2, -1)
+    flat.scatter_add_(1, where.expand(2, -1), entries)
+    flat.scatter_add_(1, (classes * n_bins).expand(2, -1), -entries)
+
+
+def _check_confidence(values: ArrayLike) -> Tensor:
+    confidence = _to_float_tensor(values, "confidence")
+    if confidence.ndim != 1:
+        raise ValueError(f"confidence must have shape (N,), got {tuple(confidence.shape)}")
+    if not bool(((confidence >= 0) & (confidence <= 1)).all()):
+        low, high = float(confidence.min()), float(confidence.max())
+        raise ValueError(
+            f"confidence must lie in 0..1 and be finite, got values from {low:.6g} to {high:.6g}"
+        )
+    return confidence
