@@ -1,0 +1,134 @@
+"""The contract every calibrator keeps: `fit(predictions) -> self`, then `calibrator(logits) -> logits`."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from doublehead.predictions import Predictions
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class NotFitted(RuntimeError):
+    """A calibrator was used before it was fitted."""
+
+
+class NotConverged(UserWarning):
+    """A fit stopped before it reached its optimum; the message says how far it came."""
+
+
+class Calibrator(nn.Module):
+    """What all calibrators share.
+
+    A subclass lists in `learned` the names of what `fit` learns. They are buffers, None until then, so a
+    `state_dict` holds them exactly when the calibrator is fitted, and loading it into a fresh instance restores
+    their shapes, values and dtype: those of the logits fitted on. Its constructor stores its arguments under their
+    own names and calls `super().__init__()`, nothing else; `_learn` and `_transform` do the work.
+    """
+
+    learned: ClassVar[tuple[str, ...]] = ()
+    keeps_argmax: ClassVar[bool] = False  # the predicted class never changes
+    never_worse: ClassVar[bool] = False  # the NLL of the data fitted on does not rise
+    binary_only: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (*self.learned, "converged_"):
+            self.register_buffer(name, None)
+
+    def fit(self, predictions: Predictions) -> Self:
+        """Learn from predictions the network was not trained on; they are left as they were."""
+        if not isinstance(predictions, Predictions):
+            raise TypeError(
+                f"predictions must be a Predictions, got {type(predictions).__name__}; "
+                "make one with Predictions(logits, labels) or Predictions.from_probs(probs, labels)"
+            )
+        if self.binary_only and predictions.n_classes != 2:
+            raise ValueError(
+                f"{type(self).__name__} needs predictions of 2 classes, got {predictions.n_classes} classes"
+            )
+        with torch.no_grad():
+            learned = self._learn(predictions)
+        like = predictions.logits[:1]
+        for name in (*self.learned, "converged_"):
+            value = torch.as_tensor(learned.get(name, True)).detach()
+            dtype = like.dtype if value.is_floating_point() else value.dtype
+            setattr(self, name, value.to(like.device, dtype))
+        return self
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Calibrated logits (..., K) for logits (..., K); half precision is widened to float32."""
+        self._check_fitted()
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        return self._transform(logits)
+
+    def calibrate(self, predictions: Predictions) -> Predictions:
+        """The same predictions with calibrated logits."""
+        with torch.no_grad():
+            return Predictions(self(predictions.logits), predictions.labels)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether `fit` has run, or a fitted state has been loaded."""
+        return self.converged_ is not None
+
+    def fresh(self) -> Self:
+        """An unfitted calibrator with the same parameters."""
+        return type(self)(**self.get_params())
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The constructor's arguments by name, as scikit-learn wants them."""
+        return {name: getattr(self, name) for name in _argument_names(type(self))}
+
+    def set_params(self, **params: Any) -> Self:
+        """Change constructor arguments; they take effect at the next `fit`."""
+        known = _argument_names(type(self))
+        for name, value in params.items():
+            if name not in known:
+                raise ValueError(f"{type(self).__name__} has the parameters {list(known)}, got {name!r}")
+            setattr(self, name, value)
+        return self
+
+    def extra_repr(self) -> str:
+        """The parameters, as the constructor takes them."""
+        params = [f"{name}={value!r}" for name, value in self.get_params().items()]
+        return ", ".join(params if self.is_fitted else [*params, "not fitted"])
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        """Learn and return the values of `learned`, and `converged_` where it is not certain."""
+        raise NotImplementedError
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _check_fitted(self) -> None:
+        if not self.is_fitted:
+            raise NotFitted(f"this {type(self).__name__} is not fitted: call fit(predictions) first")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take the shapes from the state, so that it fits a fresh instance; what it lacks becomes unfitted."""
+        for name in (*self.learned, "converged_"):
+            value, own = state_dict.get(prefix + name), getattr(self, name)
+            if value is not None:
+                value = torch.empty_like(value, device=value.device if own is None else own.device)
+            setattr(self, name, value)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return self.is_fitted
+
+
+def warn_not_converged(calibrator: Calibrator, facts: str) -> None:
+    """Say that a fit did not converge, with the facts."""
+    warnings.warn(f"{type(calibrator).__name__} did not converge: {facts}", NotConverged, stacklevel=4)
+
+
+def _argument_names(cls: type[Calibrator]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(cls.__init__).parameters if name != "self")
