@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from doublehead.data.tree_schedule import Schedule, schedule
 
 Array: TypeAlias = npt.NDArray[Any]
 IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -100,7 +102,8 @@ class TreeBatch:
     With M nodes in all: `words`, `left`, `right`, `labels` (M,) as in `Tree`, children numbered within the forest;
     `roots` (B,) the root of each tree in the order given; `tree` (M,) which tree a node belongs to;
     `levels`, a plain list: the nodes of height h are `levels[h] : levels[h + 1]`. All nodes of one height depend
-    only on lower ones, so a TreeLSTM takes one matrix product per height.
+    only on lower ones, so a TreeLSTM takes one matrix product per height, in the order of `schedule`. `targets` (T,)
+    are the nodes to classify: the roots, or every node that has a label; a network's logits are theirs, in this order.
 
     >>> batch = TreeBatch.of([parse_tree("(3 (2 a) (3 b))"), parse_tree("(1 c)")])
     >>> batch.levels, batch.words.tolist(), batch.left.tolist(), batch.roots.tolist()
@@ -114,10 +117,14 @@ class TreeBatch:
     roots: Tensor
     tree: Tensor
     levels: list[int]
+    targets: Tensor
+    schedule: Schedule
 
     @classmethod
-    def of(cls, trees: Sequence[Tree]) -> TreeBatch:
-        """Batch trees; at least one."""
+    def of(cls, trees: Sequence[Tree], nodes: Literal["root", "all"] = "root") -> TreeBatch:
+        """Batch trees, at least one; `nodes` says which of their nodes are to be classified."""
+        if nodes not in ("root", "all"):
+            raise ValueError(f"nodes must be 'root' or 'all', got {nodes!r}")
         if not trees:
             raise ValueError("trees must hold at least one tree, got none")
         sizes = np.array([len(tree) for tree in trees])
@@ -130,21 +137,31 @@ class TreeBatch:
         place = np.empty_like(order)  # old node -> new position
         place[order] = np.arange(len(order))
         levels = np.concatenate([[0], np.cumsum(np.bincount(height))]).tolist()
+        left, right = (np.where(side >= 0, place[side], -1)[order] for side in (left, right))
+        labels = np.concatenate([t.labels for t in trees])[order]
+        roots = place[starts + sizes - 1]
         return cls(
             words=torch.from_numpy(np.concatenate([t.words for t in trees])[order]),
-            left=torch.from_numpy(np.where(left >= 0, place[left], -1)[order]),
-            right=torch.from_numpy(np.where(right >= 0, place[right], -1)[order]),
-            labels=torch.from_numpy(np.concatenate([t.labels for t in trees])[order]),
-            roots=torch.from_numpy(place[starts + sizes - 1]),
+            left=torch.from_numpy(left),
+            right=torch.from_numpy(right),
+            labels=torch.from_numpy(labels),
+            roots=torch.from_numpy(roots),
             tree=torch.from_numpy(np.repeat(np.arange(len(trees)), sizes)[order]),
             levels=levels,
+            targets=torch.from_numpy(roots if nodes == "root" else np.flatnonzero(labels != IGNORED)),
+            schedule=schedule(left, right, levels),
         )
+
+    @property
+    def target_labels(self) -> Tensor:
+        """(T,) the classes of the nodes to classify."""
+        return self.labels[self.targets]
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """The same batch on a device."""
-        names = ("words", "left", "right", "labels", "roots", "tree")
+        names = ("words", "left", "right", "labels", "roots", "tree", "targets")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return TreeBatch(**moved, levels=self.levels)
+        return TreeBatch(**moved, levels=self.levels, schedule=self.schedule.to(device))
 
     def __len__(self) -> int:
         return len(self.roots)
