@@ -1,0 +1,320 @@
+"""Losses: pure functions `(logits, labels, *, hyperparameters) -> (B,)`, one number per example.
+
+The caller reduces once, with `.mean()`. Some losses add a term that belongs to the whole batch (MMCE, soft-binned
+ECE, AvUC): that scalar is added, times its weight, to the cross entropy of every example, so that `.mean()` gives
+cross entropy + weight * term. Split a batch and the term is that of each part.
+
+Labels are whole numbers (B,); cross entropy, label smoothing, Brier and the entropy penalty also take soft targets
+(B, K). Half precision is widened to float32 inside, float64 is kept; the result has the widened type. Nothing
+here waits for the device or has a shape that depends on the data, so every loss runs inside a CUDA graph. For the
+same reason label values are not checked here: one out of range fails in the indexing, -100 is no exception.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOOR = 1e-12  # under a root: keeps its gradient finite where the batch is perfectly calibrated
+MMCE_PUBLISHED_FLOOR = 1e-10  # the published code's; its term is small enough to notice
+AVUC_FLOOR = 1e-10  # the published code's: a batch without a single good answer scores about 23
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The negative log-probability of the label; for soft targets its expectation.
+
+    >>> cross_entropy(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
+    tensor([0.6931])
+    """
+    log_probs, labels = _prepare(logits, labels, soft=True)
+    return _nll(log_probs, labels)
+
+
+def label_smoothing(logits: Tensor, labels: Tensor, *, epsilon: float = 0.05) -> Tensor:
+    """Cross entropy against (1 - epsilon) * target + epsilon / K (Szegedy et al. 2016; Mueller et al. 2019).
+
+    The default of 0.05 is what Mukhoti et al. 2020 compare with (LS-0.05).
+
+    >>> label_smoothing(torch.tensor([[0.0, 0.0]]), torch.tensor([1]), epsilon=0.5)
+    tensor([0.6931])
+    """
+    _check("epsilon", epsilon, 0 <= epsilon <= 1, "in 0..1")
+    log_probs, labels = _prepare(logits, labels, soft=True)
+    return (1 - epsilon) * _nll(log_probs, labels) - epsilon * log_probs.mean(1)
+
+
+def brier(logits: Tensor, labels: Tensor) -> Tensor:
+    """The squared distance of the probabilities from the target, summed over classes (0 to 2; Brier 1950).
+
+    >>> brier(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
+    tensor([0.5000])
+    """
+    log_probs, labels = _prepare(logits, labels, soft=True)
+    targets = labels if labels.ndim == 2 else _one_hot(labels, log_probs)
+    return (log_probs.exp() - targets).square().sum(1)
+
+
+def focal(logits: Tensor, labels: Tensor, *, gamma: float = 3.0) -> Tensor:
+    """Cross entropy times (1 - p_label)^gamma (Lin et al. 2017; for calibration Mukhoti et al. 2020, gamma 3).
+
+    >>> focal(torch.tensor([[0.0, 0.0]]), torch.tensor([1]), gamma=1.0)
+    tensor([0.3466])
+    """
+    _check("gamma", gamma, gamma >= 0, "at least 0")
+    log_probs, labels = _prepare(logits, labels)
+    nll = _nll(log_probs, labels)
+    return _complement(-nll).pow(gamma) * nll
+
+
+def flsd53(logits: Tensor, labels: Tensor) -> Tensor:
+    """Focal loss with a sample-dependent gamma: 5 where p_label < 0.2, else 3 (FLSD-53, Mukhoti et al. 2020).
+
+    >>> flsd53(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
+    tensor([0.0866])
+    """
+    log_probs, labels = _prepare(logits, labels)
+    nll = _nll(log_probs, labels)
+    rest = _complement(-nll)
+    return torch.where(nll > math.log(5), rest.pow(5), rest.pow(3)) * nll  # p < 0.2 is nll > log 5
+
+
+def entropy_penalty(logits: Tensor, labels: Tensor, *, weight: float = 0.1) -> Tensor:
+    """Cross entropy - weight * entropy of the probabilities (the confidence penalty of Pereyra et al. 2017).
+
+    The default of 0.1 is theirs for CIFAR-10.
+
+    >>> entropy_penalty(torch.tensor([[0.0, 0.0]]), torch.tensor([1]), weight=1.0)
+    tensor([0.])
+    """
+    log_probs, labels = _prepare(logits, labels, soft=True)
+    return _nll(log_probs, labels) - weight * _entropy(log_probs)
+
+
+def mse_logits(logits: Tensor, labels: Tensor, *, k: float = 1.0, m: float = 1.0) -> Tensor:
+    """Squared error on the logits: (k * (z_label - m)^2 + sum of the other z^2) / K (Hui and Belkin 2021).
+
+    k weighs the true class and m is its target, 0 being that of the others. k = m = 1 is theirs up to about forty
+    classes; for ImageNet they rescale with k = 15, m = 30. The softmax of such logits is flat at m = 1: calibrate
+    it (a temperature) before reading it as confidence.
+
+    >>> mse_logits(torch.tensor([[0.5, 3.0]]), torch.tensor([1]))
+    tensor([2.1250])
+    """
+    _check("k", k, k > 0, "above 0")
+    log_probs, labels = _prepare(logits, labels)
+    true = _one_hot(labels, log_probs)  # (B, K)
+    return ((logits.to(true.dtype) - m * true).square() * (1 + (k - 1) * true)).mean(1)
+
+
+def mmce(
+    logits: Tensor, labels: Tensor, *, weight: float = 2.0, width: float = 0.4, weighted: bool = False
+) -> Tensor:
+    """Cross entropy + weight * MMCE, the maximum mean calibration error (Kumar et al. 2018).
+
+    With confidence r, correctness c and the kernel k(a, b) = exp(-|a - b| / width), MMCE is the **root** of
+    sum_ij (c_i - r_i)(c_j - r_j) k(r_i, r_j) / B^2: the published measure and objective, zero in expectation for a
+    calibrated model. `weighted=True` is their MMCE_w, which divides the correct and the wrong predictions by
+    their own counts. That one is not a calibration error (a calibrated model that is right nine times in ten at
+    confidence 0.9 scores |0.1 - 0.9|), and it is taken as 0 where a batch has only one of the two kinds.
+
+    >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])  # 0.5 confident twice, right once
+    >>> mmce(logits, torch.tensor([0, 1])).mean()
+    tensor(0.6931)
+    """
+    _check("width", width, width > 0, "above 0")
+    log_probs, labels = _prepare(logits, labels)
+    power = 1 if weighted else 0
+    term = _mmce_term(log_probs, labels, width=width, power=power, floor=FLOOR)
+    return _nll(log_probs, labels) + weight * term
+
+
+def mmce_published(logits: Tensor, labels: Tensor, *, weight: float = 2.0, width: float = 0.4) -> Tensor:
+    """Cross entropy + weight * MMCE_w as the published code computes it: divided by the pair counts twice.
+
+    The code of Kumar et al. and of Mukhoti et al. averages over the pairs and then divides by their number once
+    more. Published MMCE rows were trained with this. The term is weaker than `mmce` with `weighted=True` by about
+    the number of wrong predictions in the batch: some 24 times when 24 of 128 are wrong.
+    """
+    _check("width", width, width > 0, "above 0")
+    log_probs, labels = _prepare(logits, labels)
+    term = _mmce_term(log_probs, labels, width=width, power=2, floor=MMCE_PUBLISHED_FLOOR)
+    return _nll(log_probs, labels) + weight * term
+
+
+def soft_ece(
+    logits: Tensor, labels: Tensor, *, weight: float = 1.0, n_bins: int = 15, temperature: float = 0.01
+) -> Tensor:
+    """Cross entropy + weight * soft-binned ECE in the l2 norm (SB-ECE, Karandikar et al. 2021).
+
+    A confidence r belongs to bin j, of centre x_j, by softmax_j(-(r - x_j)^2 / temperature); the term is the root of
+    sum_j size_j / B * (accuracy_j - confidence_j)^2. As temperature falls to 0 it becomes the binned ECE2. They
+    tune weight and temperature per data set.
+    """
+    _check("n_bins", n_bins, n_bins >= 1, "at least 1")
+    _check("temperature", temperature, temperature > 0, "above 0")
+    log_probs, labels = _prepare(logits, labels)
+    confidence, rest, correct = _top(log_probs, labels)
+    gap = torch.where(correct, rest, -confidence)  # c - r
+    centres = (torch.arange(n_bins, device=gap.device, dtype=gap.dtype) + 0.5) / n_bins
+    share = (-(confidence[:, None] - centres).square() / temperature).softmax(1)  # (B, n_bins)
+    size = share.sum(0).clamp(min=1e-12)  # (n_bins,); a bin nobody is near weighs nothing
+    gaps = (share * gap[:, None]).sum(0) / size  # (n_bins,) accuracy - confidence
+    term = ((size * gaps.square()).sum() / len(gap) + FLOOR).sqrt()
+    return _nll(log_probs, labels) + weight * term
+
+
+def avuc(logits: Tensor, labels: Tensor, *, weight: float = 1.0, threshold: float | None = None) -> Tensor:
+    """Cross entropy + weight * AvUC, accuracy versus uncertainty calibration (Krishnan and Tickoo 2020).
+
+    AvUC = log(1 + (n_au + n_ic) / (n_ac + n_iu)), soft counts of accurate/inaccurate and certain/uncertain
+    predictions: each weighs r if accurate, 1 - r if not, times tanh(u) if uncertain, 1 - tanh(u) if not. Theirs is
+    for sampled networks; here the uncertainty u is the entropy (in nats) of the one softmax, and an example is
+    certain up to `threshold`. By default that is their rule on the batch at hand instead of on warm-up epochs:
+    halfway between the mean u of the accurate and of the inaccurate predictions.
+    """
+    log_probs, labels = _prepare(logits, labels)
+    confidence, rest, correct = _top(log_probs, labels)
+    uncertainty = _entropy(log_probs)
+    certain = uncertainty.detach() <= (_halfway(uncertainty, correct) if threshold is None else threshold)
+    doubt = uncertainty.tanh()
+    counts = torch.where(correct, confidence, rest) * torch.where(certain, 1 - doubt, doubt)  # (B,)
+    good = (counts * (correct == certain)).sum()
+    term = ((counts.sum() + AVUC_FLOOR) / (good + AVUC_FLOOR)).log()
+    return _nll(log_probs, labels) + weight * term
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {  # the columns of the paper's table, then what it cites
+    "cross_entropy": cross_entropy,
+    "mmce": mmce,
+    "mmce_published": mmce_published,
+    "brier": brier,
+    "focal": focal,
+    "flsd53": flsd53,
+    "label_smoothing": label_smoothing,
+    "avuc": avuc,
+    "soft_ece": soft_ece,
+    "entropy_penalty": entropy_penalty,
+    "mse_logits": mse_logits,
+}
+
+
+class MixedLabels(NamedTuple):
+    """The labels of a mixed batch: `share` of the first ones, the rest of the second ones."""
+
+    first: Tensor  # (B,)
+    second: Tensor  # (B,)
+    share: Tensor  # (), in 0..1
+
+
+def mixup(
+    inputs: Tensor, labels: Tensor, *, alpha: float = 0.2, generator: torch.Generator | None = None
+) -> tuple[Tensor, MixedLabels]:
+    """Mix every example with another one of the batch, in one proportion drawn from Beta(alpha, alpha).
+
+    Zhang et al. 2018; Thulasidasan et al. 2019 found it to calibrate, with alpha between 0.1 and 0.4. The draws are
+    made on the generator's device, or on that of the inputs. Train with `mixed(loss, logits, labels)`.
+
+    >>> x, y = mixup(torch.eye(4), torch.arange(4), generator=torch.Generator().manual_seed(0))
+    >>> bool(torch.allclose(x.sum(1), torch.ones(4))), mixed(brier, x, y).shape
+    (True, torch.Size([4]))
+    """
+    _check("alpha", alpha, alpha > 0, "above 0")
+    if not inputs.is_floating_point():
+        raise TypeError(f"inputs must be of a floating type to be mixed, got {_name(inputs.dtype)}")
+    device = inputs.device if generator is None else generator.device
+    # A Beta variable is a ratio of two Gamma variables; torch.distributions.Beta takes no generator.
+    one, other = torch._standard_gamma(torch.full((2,), alpha, device=device), generator).unbind()
+    share = (one / (one + other)).to(inputs.device)
+    order = torch.randperm(len(inputs), device=device, generator=generator).to(inputs.device)
+    mixture = share.to(inputs.dtype) * inputs + (1 - share).to(inputs.dtype) * inputs[order]
+    return mixture, MixedLabels(labels, labels[order], share)
+
+
+def mixed(loss: Callable[..., Tensor], logits: Tensor, labels: MixedLabels, **hyper: float) -> Tensor:
+    """The loss of a mixed batch: `loss` against both sets of labels, in the proportion they were mixed in."""
+    first, second, share = labels
+    return share * loss(logits, first, **hyper) + (1 - share) * loss(logits, second, **hyper)
+
+
+def _prepare(logits: Tensor, labels: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
+    """Check shapes and types; return log-probabilities (B, K) and int64 labels (B,) or soft targets (B, K)."""
+    if logits.ndim != 2 or logits.shape[0] < 1 or logits.shape[1] < 2:
+        raise ValueError(f"logits must have shape (B, K) with B >= 1 and K >= 2, got {tuple(logits.shape)}")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be of a floating type, got {_name(logits.dtype)}")
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    log_probs = logits.log_softmax(1, dtype=wide)
+    if labels.is_floating_point() and soft and labels.shape == logits.shape:
+        return log_probs, labels.to(wide)
+    shape = f"({len(logits)},)" + (f", or soft targets of shape {tuple(logits.shape)}" if soft else "")
+    if labels.is_floating_point() or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"labels must be whole numbers of shape {shape} for logits of shape {tuple(logits.shape)}, "
+            f"got {_name(labels.dtype)} of shape {tuple(labels.shape)}"
+        )
+    return log_probs, labels.long()
+
+
+def _check(name: str, value: float, fits: bool, want: str) -> None:
+    if not fits:
+        raise ValueError(f"{name} must be {want}, got {value:g}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _nll(log_probs: Tensor, labels: Tensor) -> Tensor:
+    """(B,) cross entropy. By gather and not F.cross_entropy, which silently gives 0 for a label of -100."""
+    if labels.ndim == 2:
+        return -(labels * log_probs).sum(1)
+    return -log_probs.gather(1, labels[:, None])[:, 0]
+
+
+def _one_hot(labels: Tensor, log_probs: Tensor) -> Tensor:
+    return torch.zeros_like(log_probs).scatter(1, labels[:, None], 1.0)
+
+
+def _entropy(log_probs: Tensor) -> Tensor:
+    return -(log_probs.exp() * log_probs).sum(1)
+
+
+def _complement(log_p: Tensor) -> Tensor:
+    """1 - p without cancellation; never 0, whose powers below 1 have no derivative."""
+    return (-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny)
+
+
+def _top(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B,) each: the largest probability r, 1 - r without cancellation, and whether its class is the label."""
+    log_confidence, predicted = log_probs.max(1)
+    return log_confidence.exp(), -log_confidence.expm1(), predicted == labels
+
+
+def _mmce_term(log_probs: Tensor, labels: Tensor, *, width: float, power: int, floor: float) -> Tensor:
+    """The root of sum_ij s_i s_j k(r_i, r_j), s_i = (c_i - r_i) / B, or divided by the count of its kind^power."""
+    confidence, rest, correct = _top(log_probs, labels)
+    gap = torch.where(correct, rest, -confidence)  # c - r
+    n_correct = correct.sum()
+    n_wrong = len(gap) - n_correct
+    if power == 0:
+        scaled = gap / len(gap)
+    else:
+        scaled = gap / torch.where(correct, n_correct, n_wrong).to(gap.dtype).pow(power)
+    kernel = (-(confidence[:, None] - confidence).abs() / width).exp()  # (B, B)
+    # No matrix product: autocast would round it to half precision.
+    root = ((scaled[:, None] * scaled * kernel).sum().clamp(min=0) + floor).sqrt()
+    return root if power == 0 else root * ((n_correct > 0) & (n_wrong > 0))
+
+
+def _halfway(uncertainty: Tensor, correct: Tensor) -> Tensor:
+    """Between the mean uncertainty of correct and of wrong predictions; one kind alone gives its mean."""
+    u, right = uncertainty.detach(), correct.to(uncertainty.dtype)
+    n_right, n_wrong = right.sum(), (1 - right).sum()
+    of_right = (u * right).sum() / n_right.clamp(min=1)
+    of_wrong = (u * (1 - right)).sum() / n_wrong.clamp(min=1)
+    kinds = (n_right > 0).to(u.dtype) + (n_wrong > 0).to(u.dtype)
+    return (of_right + of_wrong) / kinds

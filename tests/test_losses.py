@@ -1,0 +1,491 @@
+"""Losses: hand-worked cases, slow references, the contract they share, and the ends of the number line."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from doublehead import losses
+from doublehead.losses import (
+    LOSSES,
+    MixedLabels,
+    avuc,
+    brier,
+    cross_entropy,
+    entropy_penalty,
+    flsd53,
+    focal,
+    label_smoothing,
+    mixed,
+    mixup,
+    mmce,
+    mmce_published,
+    mse_logits,
+    soft_ece,
+)
+
+NAMES = list(LOSSES)
+TAKES_SOFT = {"cross_entropy", "label_smoothing", "brier", "entropy_penalty"}
+BATCH_TERM = {"mmce", "mmce_published", "soft_ece", "avuc"}
+
+
+def batch(
+    n: int = 24, k: int = 5, scale: float = 2.0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Random logits and labels, every other label the predicted class, the rest the least likely one."""
+    logits = scale * torch.randn(n, k, dtype=dtype)
+    right = torch.arange(n) % 2 == 0
+    return logits, torch.where(right, logits.argmax(1), logits.argmin(1))
+
+
+def of_probs(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def close(got: Tensor, want: list[float] | float, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(
+        got.double(), torch.tensor(want, dtype=torch.float64).expand_as(got), rtol=tolerance, atol=tolerance
+    )
+
+
+# By hand -------------------------------------------------------------------------------------------------------
+
+
+def test_losses_of_single_examples_by_hand() -> None:
+    logits, labels = of_probs([0.5, 0.3, 0.2], [0.1, 0.8, 0.1]), torch.tensor([0, 2])
+    close(cross_entropy(logits, labels), [math.log(2), math.log(10)])
+    close(brier(logits, labels), [0.25 + 0.09 + 0.04, 0.01 + 0.64 + 0.81])
+    close(focal(logits, labels, gamma=2.0), [0.25 * math.log(2), 0.81 * math.log(10)])
+    close(flsd53(logits, labels), [0.125 * math.log(2), 0.9**5 * math.log(10)])
+    entropy = [
+        -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)),
+        -(0.2 * math.log(0.1) + 0.8 * math.log(0.8)),
+    ]
+    close(
+        entropy_penalty(logits, labels, weight=0.5),
+        [math.log(2) - entropy[0] / 2, math.log(10) - entropy[1] / 2],
+    )
+    # epsilon 0.3 over three classes: the label gets 0.8, each other class 0.1
+    smooth = [
+        -(0.8 * math.log(0.5) + 0.1 * math.log(0.3) + 0.1 * math.log(0.2)),
+        -(0.1 * math.log(0.1) + 0.1 * math.log(0.8) + 0.8 * math.log(0.1)),
+    ]
+    close(label_smoothing(logits, labels, epsilon=0.3), smooth)
+
+
+def test_squared_error_on_logits_by_hand() -> None:
+    logits, labels = torch.tensor([[2.0, -1.0, 0.5]]).double(), torch.tensor([0])
+    close(mse_logits(logits, labels), [(1 + 1 + 0.25) / 3])
+    close(mse_logits(logits, labels, k=15.0, m=30.0), [(15 * 28**2 + 1 + 0.25) / 3])
+
+
+def test_mmce_by_hand() -> None:
+    # Confidence 0.9 and right, 0.6 and wrong: gaps 0.1 and -0.6, kernel exp(-0.3 / 0.4) between them.
+    logits, labels = of_probs([0.9, 0.1], [0.4, 0.6]), torch.tensor([0, 0])
+    k = math.exp(-0.3 / 0.4)
+    pairs = 0.1**2 + 0.6**2 - 2 * 0.06 * k
+    nll = [-math.log(0.9), -math.log(0.4)]
+    close(mmce(logits, labels), [x + 2 * math.sqrt(pairs) / 2 for x in nll])
+    # One right and one wrong: each count is 1, so dividing by it once or twice is the same.
+    close(mmce(logits, labels, weighted=True), [x + 2 * math.sqrt(pairs) for x in nll])
+    close(mmce_published(logits, labels), [x + 2 * math.sqrt(pairs) for x in nll], 1e-8)
+
+
+def test_the_published_mmce_divides_by_the_pair_counts_twice() -> None:
+    # Four equal confidences of 0.8, two right and two wrong: once 0.2 - 0.8, twice half of it.
+    logits, labels = of_probs(*[[0.8, 0.2]] * 4), torch.tensor([0, 0, 1, 1])
+    nll = cross_entropy(logits, labels)
+    close(mmce(logits, labels, weight=1.0, weighted=True) - nll, 0.6)
+    close(mmce_published(logits, labels, weight=1.0) - nll, 0.3, 1e-8)
+    close(mmce(logits, labels, weight=1.0) - nll, abs(0.5 - 0.8))
+
+
+def test_mmce_is_zero_for_a_calibrated_batch_and_its_weighted_form_is_not() -> None:
+    logits, labels = of_probs(*[[0.9, 0.1]] * 10), torch.tensor([0] * 9 + [1])
+    nll = cross_entropy(logits, labels)
+    close(mmce(logits, labels, weight=1.0) - nll, 0.0, 2e-6)
+    close(mmce(logits, labels, weight=1.0, weighted=True) - nll, 0.8)
+
+
+def test_weighted_mmce_needs_both_kinds_of_predictions() -> None:
+    logits = of_probs([0.9, 0.1], [0.6, 0.4])
+    for labels in (torch.tensor([0, 0]), torch.tensor([1, 1])):
+        nll = cross_entropy(logits, labels)
+        close(mmce_published(logits, labels) - nll, 0.0)
+        close(mmce(logits, labels, weighted=True) - nll, 0.0)
+        assert (mmce(logits, labels) - nll > 0.1).all()
+
+
+def test_soft_ece_by_hand() -> None:
+    # Two bins of centres 0.25 and 0.75, temperature 1; confidences 0.75 (right) and 0.5 (wrong).
+    logits, labels = of_probs([0.75, 0.25], [0.5, 0.5]), torch.tensor([0, 1])
+    first = 1 / (1 + math.exp(-(0.5**2)))  # share of the 0.75 in the second bin; the 0.5 is shared evenly
+    sizes = [1 - first + 0.5, first + 0.5]
+    gaps = [((1 - first) * 0.25 - 0.5 * 0.5) / sizes[0], (first * 0.25 - 0.5 * 0.5) / sizes[1]]
+    want = math.sqrt((sizes[0] * gaps[0] ** 2 + sizes[1] * gaps[1] ** 2) / 2)
+    got = soft_ece(logits, labels, n_bins=2, temperature=1.0) - cross_entropy(logits, labels)
+    close(got, want)
+
+
+def test_soft_ece_of_a_cold_temperature_is_the_binned_one() -> None:
+    # Bins of width 0.25: two in (0.75, 1] (mean 0.85, one right), one in (0.5, 0.75] (0.6, wrong).
+    logits, labels = of_probs([0.9, 0.1], [0.8, 0.2], [0.4, 0.6]), torch.tensor([0, 1, 0])
+    got = soft_ece(logits, labels, n_bins=4, temperature=1e-5) - cross_entropy(logits, labels)
+    close(got, math.sqrt((2 * (0.5 - 0.85) ** 2 + 0.6**2) / 3), 1e-6)
+
+
+def test_avuc_by_hand() -> None:
+    # Entropies: h(0.9) = 0.325 right, h(0.8) = 0.500 wrong, h(0.6) = 0.673 right, h(0.55) = 0.688 wrong.
+    logits = of_probs([0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.55, 0.45])
+    labels = torch.tensor([0, 1, 0, 1])
+    h = [-p * math.log(p) - (1 - p) * math.log(1 - p) for p in (0.9, 0.8, 0.6, 0.55)]
+    ac, ic = 0.9 * (1 - math.tanh(h[0])), 0.2 * (1 - math.tanh(h[1]))
+    au, iu = 0.6 * math.tanh(h[2]), 0.45 * math.tanh(h[3])
+    want = math.log(1 + (au + ic) / (ac + iu))
+    nll = cross_entropy(logits, labels)
+    close(avuc(logits, labels) - nll, want)  # halfway: ((h0 + h2) / 2 + (h1 + h3) / 2) / 2 = 0.547
+    close(avuc(logits, labels, threshold=0.6, weight=3.0) - nll, 3 * want)
+    everyone_certain = [p * (1 - math.tanh(u)) for p, u in zip((0.9, 0.2, 0.6, 0.45), h)]
+    want = math.log(sum(everyone_certain) / (everyone_certain[0] + everyone_certain[2]))
+    close(avuc(logits, labels, threshold=0.7) - nll, want)
+
+
+def test_avuc_threshold_of_a_batch_with_one_kind_is_its_mean() -> None:
+    logits, labels = of_probs([0.9, 0.1], [0.6, 0.4]), torch.tensor([0, 0])
+    h = [-p * math.log(p) - (1 - p) * math.log(1 - p) for p in (0.9, 0.6)]
+    close(avuc(logits, labels), avuc(logits, labels, threshold=sum(h) / 2).tolist())
+    assert (avuc(logits, labels) != avuc(logits, labels, threshold=sum(h) / 4)).all()
+
+
+# Slow references -----------------------------------------------------------------------------------------------
+
+
+def rows(logits: Tensor, labels: Tensor) -> list[tuple[list[float], int]]:
+    exps = [[math.exp(z) for z in row] for row in logits.tolist()]
+    return [([e / sum(row) for e in row], label) for row, label in zip(exps, labels.tolist())]
+
+
+def slow_mmce(data: list[tuple[list[float], int]], form: str) -> float:
+    right = [max(p) for p, y in data if p.index(max(p)) == y]
+    wrong = [max(p) for p, y in data if p.index(max(p)) != y]
+    m, n = len(right), len(wrong)
+
+    def pairs(a: list[float], b: list[float]) -> float:
+        return sum(x * y * math.exp(-abs(r - q) / 0.4) for r, x in a for q, y in b)  # type: ignore[misc]
+
+    r, w = [(x, 1 - x) for x in right], [(x, x) for x in wrong]
+    rr, ww, rw = pairs(r, r), pairs(w, w), pairs(r, w)
+    if form == "plain":
+        return math.sqrt((rr + ww - 2 * rw) / (m + n) ** 2)
+    if form == "weighted":
+        return math.sqrt(rr / m**2 + ww / n**2 - 2 * rw / (m * n))
+    twice = rr / m**2 / (m**2 + 1e-5) + ww / n**2 / (n**2 + 1e-5) - 2 * rw / (m * n) / (m * n + 1e-5)
+    return math.sqrt(twice + 1e-10)
+
+
+def slow_soft_ece(data: list[tuple[list[float], int]], n_bins: int, temperature: float) -> float:
+    size, conf, acc = [0.0] * n_bins, [0.0] * n_bins, [0.0] * n_bins
+    for p, y in data:
+        r = max(p)
+        near = [math.exp(-((r - (j + 0.5) / n_bins) ** 2) / temperature) for j in range(n_bins)]
+        for j in range(n_bins):
+            share = near[j] / sum(near)
+            size[j] += share
+            conf[j] += share * r
+            acc[j] += share * (p.index(r) == y)
+    terms = [s / len(data) * ((a - c) / s) ** 2 for s, c, a in zip(size, conf, acc) if s > 0]
+    return math.sqrt(sum(terms))
+
+
+def slow_avuc(data: list[tuple[list[float], int]], threshold: float) -> float:
+    good = bad = 0.0
+    for p, y in data:
+        u, r, accurate = -sum(x * math.log(x) for x in p), max(p), p.index(max(p)) == y
+        count = (r if accurate else 1 - r) * (math.tanh(u) if u > threshold else 1 - math.tanh(u))
+        if accurate == (u <= threshold):
+            good += count
+        else:
+            bad += count
+    return math.log(1 + bad / good)
+
+
+@pytest.mark.parametrize("n", [7, 40])
+def test_batch_terms_against_slow_references(n: int) -> None:
+    logits, labels = batch(n)
+    data, nll = rows(logits, labels), cross_entropy(logits, labels)
+    close(mmce(logits, labels, weight=1.0) - nll, slow_mmce(data, "plain"), 1e-8)
+    close(mmce(logits, labels, weight=1.0, weighted=True) - nll, slow_mmce(data, "weighted"), 1e-8)
+    close(mmce_published(logits, labels, weight=1.0) - nll, slow_mmce(data, "published"), 1e-5)
+    close(soft_ece(logits, labels, n_bins=10, temperature=0.02) - nll, slow_soft_ece(data, 10, 0.02), 1e-8)
+    close(avuc(logits, labels, threshold=0.7) - nll, slow_avuc(data, 0.7), 1e-8)
+
+
+def test_example_losses_against_slow_references() -> None:
+    logits, labels = batch()
+    data = rows(logits, labels)
+    close(cross_entropy(logits, labels), [-math.log(p[y]) for p, y in data])
+    close(focal(logits, labels), [-((1 - p[y]) ** 3) * math.log(p[y]) for p, y in data])
+    close(
+        flsd53(logits, labels), [-((1 - p[y]) ** (5 if p[y] < 0.2 else 3)) * math.log(p[y]) for p, y in data]
+    )
+    close(brier(logits, labels), [sum((q - (i == y)) ** 2 for i, q in enumerate(p)) for p, y in data])
+    assert {p[y] < 0.2 for p, y in data} == {True, False}
+
+
+def test_agreement_with_torch() -> None:
+    logits, labels = batch()
+    soft = torch.rand_like(logits).softmax(1)
+    close(cross_entropy(logits, labels), F.cross_entropy(logits, labels, reduction="none").tolist())
+    close(cross_entropy(logits, soft), F.cross_entropy(logits, soft, reduction="none").tolist())
+    for target in (labels, soft):
+        want = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.2)
+        close(label_smoothing(logits, target, epsilon=0.2), want.tolist())
+    want = cross_entropy(logits, labels) - torch.distributions.Categorical(logits=logits).entropy()
+    close(entropy_penalty(logits, labels, weight=1.0), want.tolist())
+    one_hot = F.one_hot(labels, 5).double()
+    close(mse_logits(logits, labels), F.mse_loss(logits, one_hot, reduction="none").mean(1).tolist())
+
+
+def test_the_published_mmce_is_weaker_by_the_number_of_wrong_predictions() -> None:
+    logits, _ = batch(128, 10, 3.0)
+    predicted = logits.argmax(1)
+    labels = torch.where(torch.arange(128) < 24, (predicted + 1) % 10, predicted)  # 24 wrong of 128
+    nll = cross_entropy(logits, labels).mean()
+    once = mmce(logits, labels, weighted=True).mean() - nll
+    twice = mmce_published(logits, labels).mean() - nll
+    assert 16 < once / twice < 28
+
+
+# The contract ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_number_per_example_and_one_reduction(name: str) -> None:
+    logits, labels = batch(dtype=torch.float32)
+    loss = LOSSES[name](logits, labels)
+    assert loss.shape == (24,)
+    assert loss.dtype == torch.float32
+    alone = torch.cat([LOSSES[name](logits[i : i + 1], labels[i : i + 1]) for i in range(24)])
+    if name in BATCH_TERM:
+        added = loss - cross_entropy(logits, labels)
+        torch.testing.assert_close(added, added[:1].expand(24), rtol=0, atol=1e-5)
+        assert added[0] > 1e-4
+        assert not torch.allclose(loss, alone)
+    else:
+        torch.testing.assert_close(loss, alone)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_of_any_whole_type_and_a_shift_of_the_logits(name: str) -> None:
+    logits, labels = batch()
+    torch.testing.assert_close(LOSSES[name](logits, labels.to(torch.uint8)), LOSSES[name](logits, labels))
+    if name != "mse_logits":
+        torch.testing.assert_close(LOSSES[name](logits + 100, labels), LOSSES[name](logits, labels))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_soft_targets_are_taken_where_they_mean_something(name: str) -> None:
+    logits, labels = batch()
+    soft = F.one_hot(labels, 5).double()
+    if name in TAKES_SOFT:
+        torch.testing.assert_close(LOSSES[name](logits, soft), LOSSES[name](logits, labels))
+    else:
+        with pytest.raises(
+            ValueError, match=r"labels must be whole numbers of shape \(24,\) for logits of shape"
+        ):
+            LOSSES[name](logits, soft)
+
+
+def test_soft_targets_by_hand() -> None:
+    logits, soft = of_probs([0.5, 0.5]), torch.tensor([[0.25, 0.75]], dtype=torch.float64)
+    close(brier(logits, soft), [0.125])
+    close(cross_entropy(of_probs([0.2, 0.8]), soft), [-0.25 * math.log(0.2) - 0.75 * math.log(0.8)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_against_finite_differences(name: str) -> None:
+    logits, labels = batch(8)
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: LOSSES[name](z, labels).mean(), (logits,), atol=1e-6, fast_mode=True)
+    assert LOSSES[name](logits, labels).mean().isfinite()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e4, 30.0, 0.0])
+def test_finite_at_the_ends(name: str, dtype: torch.dtype, size: float) -> None:
+    # Certain and right, certain and wrong, all equal, certain by a hair; then batches of one kind.
+    signs = torch.tensor([[1, -1, -1], [1, -1, -1], [0, 0, 0], [1, 1, -1], [1, 0, 0]], dtype=torch.float32)
+    for labels in ([0, 1, 2, 0, 0], [0, 0, 0, 0, 0], [2, 2, 2, 2, 1]):
+        logits = (size * signs).to(dtype).requires_grad_()
+        loss = LOSSES[name](logits, torch.tensor(labels))
+        loss.mean().backward()
+        assert loss.dtype == torch.float32
+        assert loss.isfinite().all(), (name, loss)
+        assert logits.grad is not None
+        assert logits.grad.isfinite().all(), (name, logits.grad)
+        for i in (0, 1):  # a batch of one
+            single = logits.detach()[i : i + 1].requires_grad_()
+            LOSSES[name](single, torch.tensor(labels[i : i + 1])).mean().backward()
+            assert single.grad is not None
+            assert single.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 5.0])
+def test_focal_gradient_where_the_label_is_certain(gamma: float) -> None:
+    logits = torch.tensor([[1e4, 0.0], [40.0, 0.0], [0.0, 1e4]], requires_grad=True)
+    focal(logits, torch.tensor([0, 0, 0]), gamma=gamma).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    close(focal(logits, torch.tensor([0, 0, 0]), gamma=gamma)[2:], [1e4], 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_is_widened_inside(name: str) -> None:
+    logits, labels = batch(16, dtype=torch.float32)
+    rounded = logits.bfloat16()
+    torch.testing.assert_close(LOSSES[name](rounded, labels), LOSSES[name](rounded.float(), labels))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = LOSSES[name](logits, labels)
+    torch.testing.assert_close(inside, LOSSES[name](logits, labels), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_as_one_graph(name: str) -> None:
+    logits, labels = batch(16, dtype=torch.float32)
+    plain, traced = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    LOSSES[name](plain, labels).mean().backward()
+    torch._dynamo.reset()
+    torch.compile(LOSSES[name], fullgraph=True, backend="aot_eager")(traced, labels).mean().backward()
+    torch.testing.assert_close(traced.grad, plain.grad)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_inside_a_cuda_graph(name: str) -> None:
+    logits, labels = (x.cuda() for x in batch(128, 10, dtype=torch.float32))
+    static = logits.clone().requires_grad_()
+
+    def step() -> Tensor:
+        static.grad = None
+        loss = LOSSES[name](static, labels).mean()
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    other = torch.randn_like(logits)
+    with torch.no_grad():
+        static.copy_(other)
+    graph.replay()
+    torch.testing.assert_close(captured, LOSSES[name](other, labels).mean())
+
+
+# Bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_named() -> None:
+    logits, labels = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=r"logits must have shape \(B, K\) with B >= 1 and K >= 2, got \(4,\)"
+    ):
+        cross_entropy(logits[:, 0], labels)
+    with pytest.raises(ValueError, match=r"K >= 2, got \(4, 1\)"):
+        brier(logits[:, :1], labels)
+    with pytest.raises(ValueError, match=r"B >= 1 and K >= 2, got \(0, 3\)"):
+        mmce(logits[:0], labels[:0])
+    with pytest.raises(TypeError, match="logits must be of a floating type, got int64"):
+        focal(logits.long(), labels)
+    with pytest.raises(
+        ValueError, match=r"shape \(4,\), or soft targets of shape \(4, 3\) for .*, got int64 of shape \(3,\)"
+    ):
+        cross_entropy(logits, labels[:3])
+    with pytest.raises(ValueError, match=r"whole numbers of shape \(4,\) .*, got float32 of shape \(4,\)"):
+        avuc(logits, labels.float())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("label", [3, -1, -100])
+def test_a_label_out_of_range_never_passes(name: str, label: int) -> None:
+    with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|index"):
+        LOSSES[name](torch.zeros(2, 3), torch.tensor([0, label]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "hyper", "message"),
+    [
+        (label_smoothing, {"epsilon": 1.5}, r"epsilon must be in 0\.\.1, got 1.5"),
+        (focal, {"gamma": -1.0}, "gamma must be at least 0, got -1"),
+        (mmce, {"width": 0.0}, "width must be above 0, got 0"),
+        (mmce_published, {"width": -0.4}, "width must be above 0, got -0.4"),
+        (soft_ece, {"n_bins": 0}, "n_bins must be at least 1, got 0"),
+        (soft_ece, {"temperature": 0.0}, "temperature must be above 0, got 0"),
+        (mse_logits, {"k": 0.0}, "k must be above 0, got 0"),
+    ],
+)
+def test_bad_hyperparameters_are_named(loss: object, hyper: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), **hyper)  # type: ignore[operator]
+
+
+# Mixup -----------------------------------------------------------------------------------------------------------
+
+
+def test_mixup_mixes_inputs_and_labels_alike() -> None:
+    inputs, labels = torch.eye(6), torch.arange(6)
+    for seed in range(20):
+        made, (first, second, share) = mixup(inputs, labels, generator=torch.Generator().manual_seed(seed))
+        assert 0 <= share <= 1
+        assert torch.equal(first, labels)
+        assert sorted(second.tolist()) == labels.tolist()
+        torch.testing.assert_close(made, share * inputs + (1 - share) * inputs[second])
+    again, _ = mixup(inputs, labels, generator=torch.Generator().manual_seed(19))
+    assert torch.equal(again, made)
+
+
+def test_mixup_proportions_follow_the_beta_distribution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack(
+        [
+            mixup(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), alpha=0.4, generator=generator)[
+                1
+            ].share
+            for _ in range(4000)
+        ]
+    )
+    assert abs(draws.mean() - 0.5) < 0.03
+    assert abs(draws.var() - 1 / (4 * (2 * 0.4 + 1))) < 0.01  # the variance of Beta(a, a) is 1 / (4 (2a + 1))
+
+
+def test_mixed_loss_is_the_share_of_each() -> None:
+    logits, labels = batch(6)
+    pair = MixedLabels(labels, labels.flip(0), torch.tensor(0.3))
+    want = 0.3 * focal(logits, labels, gamma=1.0) + 0.7 * focal(logits, labels.flip(0), gamma=1.0)
+    close(mixed(focal, logits, pair, gamma=1.0), want.tolist(), 1e-6)
+    soft = 0.3 * F.one_hot(labels, 5) + 0.7 * F.one_hot(labels.flip(0), 5)
+    close(mixed(cross_entropy, logits, pair), cross_entropy(logits, soft.double()).tolist(), 1e-6)
+
+
+def test_mixup_keeps_the_type_and_refuses_what_cannot_be_mixed() -> None:
+    made, _ = mixup(torch.ones(3, 2, 2, dtype=torch.bfloat16), torch.arange(3))
+    assert made.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="inputs must be of a floating type to be mixed, got uint8"):
+        mixup(torch.ones(3, 2, dtype=torch.uint8), torch.arange(3))
+    with pytest.raises(ValueError, match="alpha must be above 0, got 0"):
+        mixup(torch.ones(3, 2), torch.arange(3), alpha=0.0)
+
+
+def test_the_examples_in_the_docstrings_run() -> None:
+    result = doctest.testmod(losses)
+    assert result.attempted >= 8
+    assert result.failed == 0
