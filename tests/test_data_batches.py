@@ -1,0 +1,201 @@
+"""On-device batches: order, crops and flips against a slow reference, resume, sharing among processes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead.data.batches import CropFlip, DeviceBatches
+from doublehead.data.normalise import Normalise
+
+RANDOM = np.random.default_rng(0)
+IMAGES = RANDOM.integers(0, 256, (50, 6, 5, 3)).astype(np.uint8)
+LABELS = np.arange(50)  # each label names its image
+
+
+def labels_of(batches):
+    return [y.tolist() for _, y in batches]
+
+
+def flat(lists):
+    return [label for labels in lists for label in labels]
+
+
+def test_evaluation_gives_every_image_in_order_in_0_to_1():
+    batches = DeviceBatches(IMAGES, LABELS, 16)
+    images = torch.cat([x for x, _ in batches])
+    assert flat(labels_of(batches)) == list(range(50))
+    assert len(batches) == 4
+    expected = IMAGES.transpose(0, 3, 1, 2) / 255
+    np.testing.assert_allclose(images.numpy(), expected, atol=1e-6)
+
+
+def test_normalised_values():
+    normalise = Normalise((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    x, _ = next(iter(DeviceBatches(IMAGES, LABELS, 50, normalise=normalise)))
+    expected = (IMAGES / 255 - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7]
+    np.testing.assert_allclose(x.numpy(), expected.transpose(0, 3, 1, 2), atol=1e-5)
+    torch.testing.assert_close(normalise(torch.from_numpy(IMAGES).permute(0, 3, 1, 2) / 255), x)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layout_and_type(channels_last, dtype):
+    x, y = next(
+        iter(
+            DeviceBatches(
+                IMAGES, LABELS, 8, train=True, augment=CropFlip(1), dtype=dtype, channels_last=channels_last
+            )
+        )
+    )
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert x.is_contiguous(memory_format=layout)
+    assert x.shape == (8, 3, 6, 5)
+    assert x.dtype == dtype
+    assert y.dtype == torch.int64
+
+
+def test_training_shuffles_anew_and_drops_the_last_batch():
+    batches = DeviceBatches(IMAGES, LABELS, 16, train=True)
+    first, second = labels_of(batches), labels_of(batches)
+    assert len(first) == len(batches) == 3
+    assert len(set(flat(first))) == 48  # no image twice
+    assert first != second
+    assert first != labels_of(DeviceBatches(IMAGES, LABELS, 16, train=True, seed=1))
+    assert first == labels_of(DeviceBatches(IMAGES, LABELS, 16, train=True))
+
+
+def all_crops(image, padding, mode):
+    """Every crop of one image, plain and flipped, as bytes -> (top, left, flipped)."""
+    kwargs = {"mode": "reflect"} if mode == "reflect" else {"mode": "constant"}
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), **kwargs)
+    h, w, _ = image.shape
+    found = {}
+    for top in range(2 * padding + 1):
+        for left in range(2 * padding + 1):
+            crop = padded[top : top + h, left : left + w]
+            found[crop.tobytes()] = (top, left, False)
+            found[crop[:, ::-1].tobytes()] = (top, left, True)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["zero", "reflect"])
+def test_crops_and_flips_are_those_of_a_slow_reference(mode):
+    batches = DeviceBatches(IMAGES, LABELS, 10, train=True, augment=CropFlip(2, mode))
+    seen = []
+    for _ in range(20):
+        for x, y in batches:
+            pixels = (x * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+            for crop, label in zip(pixels, y.tolist()):
+                seen.append(all_crops(IMAGES[label], 2, mode)[np.ascontiguousarray(crop).tobytes()])
+    tops, lefts, flips = (np.array(column) for column in zip(*seen))  # 1,000 draws
+    assert np.bincount(tops, minlength=5).min() > 130  # 200 expected; below 130 is 5.5 deviations away
+    assert np.bincount(lefts, minlength=5).min() > 130
+    if mode == "zero":  # some mirrored crops read the same both ways, so their flips cannot be told
+        assert 400 < flips.sum() < 600
+    assert abs(np.corrcoef(tops, lefts)[0, 1]) < 0.15
+
+
+def test_without_flip_nothing_is_flipped():
+    for x, y in DeviceBatches(IMAGES, LABELS, 10, train=True, augment=CropFlip(0, flip=False)):
+        np.testing.assert_allclose(x.permute(0, 2, 3, 1).numpy(), IMAGES[y.numpy()] / 255, atol=1e-6)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3, 4, 6])
+def test_resume_is_exact(taken):
+    def make():
+        return DeviceBatches(IMAGES, LABELS, 16, train=True, augment=CropFlip(1), seed=7)
+
+    def stream(batches):
+        while True:
+            yield from batches
+
+    undisturbed, stopped, resumed = make(), make(), make()
+    whole, part = stream(undisturbed), stream(stopped)
+    for _ in range(taken):
+        next(whole), next(part)
+    resumed.load_state_dict(stopped.state_dict())
+    assert resumed.state_dict() == stopped.state_dict()
+    rest = stream(resumed)
+    for _ in range(8):
+        for mine, theirs in zip(next(whole), next(rest)):
+            assert torch.equal(mine, theirs)
+
+
+def test_chunks_do_not_show(monkeypatch):
+    def take():
+        return [
+            torch.cat([x.flatten(1), y[:, None]], 1)
+            for x, y in DeviceBatches(IMAGES, LABELS, 8, train=True, augment=CropFlip(2))
+        ]
+
+    together = take()
+    monkeypatch.setattr("doublehead.data.batches.CHUNK_IMAGES", 8)
+    assert all(torch.equal(a, b) for a, b in zip(take(), together, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_shards_see_each_image_once(world_size):
+    whole = DeviceBatches(IMAGES, LABELS, 8)
+    parts = [labels_of(whole.shard(rank, world_size)) for rank in range(world_size)]
+    assert flat(flat(parts)) == list(range(50))
+    assert [len(p) for p in parts] == [len(whole.shard(rank, world_size)) for rank in range(world_size)]
+
+
+def test_training_shards_deal_out_the_larger_batch():
+    alone = DeviceBatches(IMAGES, LABELS, 16, train=True, augment=CropFlip(1))
+    halves = DeviceBatches(IMAGES, LABELS, 8, train=True, augment=CropFlip(1))
+    parts = [halves.shard(rank, 2) for rank in range(2)]
+    for _ in range(2):
+        for (x, y), (x0, y0), (x1, y1) in zip(alone, *parts, strict=True):
+            assert torch.equal(x, torch.cat([x0, x1]))
+            assert torch.equal(y, torch.cat([y0, y1]))
+
+
+def test_shards_share_the_pixels():
+    whole = DeviceBatches(IMAGES, LABELS, 8)
+    assert whole.shard(1, 2).pixels.data_ptr() == whole.pixels.data_ptr()
+
+
+def test_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    list(DeviceBatches(IMAGES, LABELS, 8, train=True, augment=CropFlip()))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_normalise_of_images():
+    normalise = Normalise.of(IMAGES)
+    np.testing.assert_allclose(normalise.mean, (IMAGES / 255).mean((0, 1, 2)), rtol=1e-9)
+    np.testing.assert_allclose(normalise.std, (IMAGES / 255).std((0, 1, 2)), rtol=1e-9)
+    images = torch.rand(2, 3, 4, 4)
+    torch.testing.assert_close(normalise.undo(normalise(images)), images)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"images": IMAGES / 255.0}, r"images must be uint8 of shape \(N, H, W, C\), got torch.float64"),
+        ({"images": IMAGES[0]}, r"images must be uint8 .* got torch.uint8 \(6, 5, 3\)"),
+        ({"labels": LABELS[:-1]}, r"labels must be as many as the 50 images, got 49"),
+        ({"batch_size": 0}, r"batch_size must be at least 1, got 0"),
+        ({"batch_size": 51, "train": True}, r"batch_size must be at most the 50 samples .* got 51"),
+        ({"normalise": Normalise((0.5,), (1.0,))}, r"normalise must have 3 channels, got 1"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        DeviceBatches(**{"images": IMAGES, "labels": LABELS, "batch_size": 4} | kwargs)
+
+
+def test_bad_shards_and_settings_are_named():
+    with pytest.raises(ValueError, match=r"rank must lie in 0..1, got 2"):
+        DeviceBatches(IMAGES, LABELS, 4).shard(2, 2)
+    with pytest.raises(ValueError, match=r"mode 'zero' or 'reflect', got 4, 'mirror'"):
+        CropFlip(4, "mirror")
+    with pytest.raises(ValueError, match=r"std must be positive, got \(0.0,\)"):
+        Normalise((0.5,), (0.0,))
+    with pytest.raises(ValueError, match=r"one number per channel"):
+        Normalise((0.5, 0.5), (1.0,))
+    with pytest.raises(ValueError, match=r"images must have 1 channels, got shape \(3, 2, 2\)"):
+        Normalise((0.5,), (1.0,))(torch.zeros(3, 2, 2))

@@ -1,0 +1,133 @@
+"""Calibration-side perturbations: the share, the space, the ranges, and that inputs are never changed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from doublehead.data import perturb
+from doublehead.data.normalise import Normalise
+from doublehead.data.perturb import BROAD, Broad, GaussianNoise, Perturb
+
+NORMALISE = Normalise((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+
+
+def images(n=60, size=8):
+    return torch.rand(n, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("make", [GaussianNoise, Broad, lambda **k: Broad(max_sigma=0.15, **k)])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_share_of_the_batch_and_input_untouched(make, share):
+    clean = images()
+    kept = clean.clone()
+    out = make(share=share)(clean)
+    assert torch.equal(clean, kept)
+    changed = (out != clean).flatten(1).any(1)
+    n = round(share * 60)
+    assert not changed[n:].any()
+    assert changed[:n].float().mean() >= 0.9 if n else True
+    assert out.min() >= 0
+    assert out.max() <= 1
+
+
+def test_noise_has_a_uniform_deviation():
+    grey = torch.full((4000, 1, 16, 16), 0.5)
+    sigma = (GaussianNoise(0.15, share=1.0)(grey) - 0.5).flatten(1).std(1)
+    # Uniform in 0..0.15: mean 0.075, deviation 0.0433; clipping at 3.3 sigma and more hardly matters.
+    assert sigma.mean().item() == pytest.approx(0.075, abs=0.003)
+    assert sigma.std().item() == pytest.approx(0.15 / math.sqrt(12), abs=0.003)
+    assert sigma.max() < 0.18
+
+
+def test_normalised_images_get_the_same_noise():
+    clean = images()
+    torch.manual_seed(3)
+    plain = GaussianNoise()(clean)
+    torch.manual_seed(3)
+    normalised = GaussianNoise(normalise=NORMALISE)(NORMALISE(clean))
+    torch.testing.assert_close(NORMALISE.undo(normalised), plain, atol=1e-5, rtol=0)
+
+
+def test_half_precision_stays_half_precision():
+    assert GaussianNoise()(images().bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("function", BROAD, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("size", [8, 6, 7])
+def test_each_perturbation_keeps_shape_and_changes_pixels(function, size):
+    clean = images(12, size)
+    out = function(clean)
+    assert out.shape == clean.shape
+    assert torch.isfinite(out).all()
+    if not (function is perturb.shuffle_patches and size == 7):  # 7 cannot be cut evenly: left as it is
+        assert (out - clean).abs().mean() > 0.01
+
+
+def test_patches_are_moved_not_changed():
+    clean = images(5)
+    out = perturb.shuffle_patches(clean)
+    for before, after in zip(clean, out):
+        cut = [
+            p.unfold(1, 2, 2).unfold(2, 2, 2).permute(1, 2, 0, 3, 4).reshape(16, -1) for p in (before, after)
+        ]
+        rows = [sorted(map(tuple, c.tolist())) for c in cut]
+        assert rows[0] == rows[1]
+
+
+def test_posterised_images_have_few_levels():
+    out = perturb.posterise(images(200))
+    levels = torch.tensor([len(image.unique()) for image in out])
+    assert levels.min() == 2
+    assert levels.max() == 6
+
+
+def test_erased_rectangle_is_one_grey_and_the_rest_is_kept():
+    clean = images(300, 20)
+    out = perturb.erase(clean)
+    changed = (out != clean).all(1)  # (B, H, W)
+    rows, columns = changed.any(2).sum(1), changed.any(1).sum(1)
+    assert torch.equal(changed.flatten(1).sum(1), rows * columns)  # a full rectangle
+    assert 5 <= rows.min() <= 7
+    assert 13 <= rows.max() <= 15
+    assert all(len(o[:, c].unique()) == 1 for o, c in zip(out, changed))
+
+
+def test_identity_of_the_geometry_at_zero_draws(monkeypatch):
+    monkeypatch.setattr(
+        perturb, "_uniform", lambda p, low, high: torch.full((len(p), 1, 1, 1), (low + high) / 2)
+    )
+    clean = images(4)
+    torch.testing.assert_close(perturb.rotate_shear_scale(clean), clean)  # angle 0, shear 0, scale 1
+
+
+def test_rotation_by_the_largest_angle(monkeypatch):
+    draws = iter([torch.tensor(math.pi / 2), torch.tensor(0.0), torch.tensor(1.0)])
+    monkeypatch.setattr(perturb, "_uniform", lambda p, low, high: next(draws).view(1, 1, 1, 1))
+    clean = images(1)
+    torch.testing.assert_close(perturb.rotate_shear_scale(clean), clean.rot90(1, (2, 3)), atol=1e-5, rtol=0)
+
+
+def test_every_perturbation_gets_its_turn():
+    used = []
+    functions = [lambda p, i=i: used.append((i, len(p))) or p for i in range(3)]
+    Perturb(functions, share=0.5)(images(12))
+    assert sorted(used) == [(0, 2), (1, 2), (2, 2)]
+    used.clear()
+    for _ in range(30):
+        Perturb(functions, share=0.5)(images(2))  # one image: one of the three, by chance
+    assert len(used) == 30
+    assert {i for i, _ in used} == {0, 1, 2}
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"share must lie in 0..1, got 1.5"):
+        GaussianNoise(share=1.5)
+    with pytest.raises(ValueError, match=r"max_sigma must not be negative, got -1"):
+        GaussianNoise(-1)
+    with pytest.raises(ValueError, match=r"functions must hold at least one"):
+        Perturb(())
+    with pytest.raises(ValueError, match=r"images must be floating \(B, C, H, W\), got torch.uint8"):
+        Broad()(torch.zeros(2, 3, 4, 4, dtype=torch.uint8))
