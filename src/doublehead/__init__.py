@@ -1,3 +1,41 @@
-"""doublehead: deep classifiers that tell the truth about their confidence."""
+"""doublehead: deep classifiers that tell the truth about their confidence.
+
+The public names in the order data flows: a network with its calibration head, what it predicts, how good that is.
+"""
+
+from doublehead import calibrators, losses, metrics
+from doublehead.bins import Bins
+from doublehead.double_head import (
+    Alternation,
+    Annealing,
+    CalibrationHead,
+    DoubleHead,
+    Heads,
+    Readings,
+    Standardise,
+    statistics,
+)
+from doublehead.head_bank import HeadBank, HeadSpec, Selection, hold_back
+from doublehead.predictions import Predictions
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Alternation",
+    "Annealing",
+    "Bins",
+    "CalibrationHead",
+    "DoubleHead",
+    "HeadBank",
+    "HeadSpec",
+    "Heads",
+    "Predictions",
+    "Readings",
+    "Selection",
+    "Standardise",
+    "calibrators",
+    "hold_back",
+    "losses",
+    "metrics",
+    "statistics",
+]

@@ -1,0 +1,299 @@
+"""Many calibration heads on one network, trained as one: a search over beta0, lr and kind, and ensembles.
+
+Heads of the same shape are one stacked computation, so a whole sweep costs little more than one head. What came out
+best is chosen by a proper score on calibration data held back from the heads' training; one fitted scalar
+temperature is always among the candidates, so the choice is never worse there than temperature scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+from doublehead.calibrators.temperature import fit_inverse_temperature
+from doublehead.double_head import Annealing, CalibrationHead, Readings, Reads
+from doublehead.losses import brier, cross_entropy
+
+SCORES = {"nll": cross_entropy, "brier": brier}
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """One head of a bank. `lr` is relative to the learning rate of the Alternation that trains the bank."""
+
+    beta0: float = 1.0
+    lr: float = 1.0
+    kind: Literal["mlp", "temperature"] = "temperature"
+    hidden: int | None = None
+    reads: Reads | tuple[Reads, ...] = "features"
+    dropout: float = 0.0
+    standardise: bool | None = None
+    seed: int = 0
+
+    def make(self, n_features: int, n_classes: int) -> CalibrationHead:
+        """The head that this describes."""
+        return CalibrationHead(
+            n_features,
+            n_classes,
+            self.kind,
+            self.hidden,
+            reads=self.reads,
+            dropout=self.dropout,
+            standardise=self.standardise,
+            seed=self.seed,
+        )
+
+
+_AUTO_INPUTS: tuple[tuple[tuple[Reads, ...], int | None, float], ...] = (
+    (("features",), None, 0.1),
+    (("statistics",), 16, 0.3),
+    (("statistics", "features"), 32, 0.1),
+)
+AUTO = tuple(
+    HeadSpec(beta0=beta0, lr=lr, kind="temperature", reads=reads, hidden=hidden)
+    for reads, hidden, lr in _AUTO_INPUTS
+    for beta0 in (1.0, 1.1, 1.2, 1.35)
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What `select` chose: a head's number, or None for the scalar temperature, and every candidate's score."""
+
+    index: int | None
+    spec: HeadSpec | None
+    scores: tuple[float, ...]
+    temperature_score: float
+    temperature: float
+
+
+class HeadBank(nn.Module):
+    """Calibration heads of many settings on one network, in place of one head.
+
+    In training mode it gives the logits of all heads, (H, B, K). In evaluation mode it gives those of the head that
+    `select` chose, or, before that and after `ensemble()`, the logarithm of the heads' mean probabilities.
+
+    >>> specs = [HeadSpec(beta0=b) for b in (1.0, 1.2, 1.5)]
+    >>> from doublehead import DoubleHead
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    >>> model = DoubleHead(net, head=lambda n_features, n_classes: HeadBank(n_features, n_classes, specs))
+    >>> model.head.all_heads(torch.randn(5, 16), torch.randn(5, 3)).shape
+    torch.Size([3, 5, 3])
+    """
+
+    CHOSEN_TEMPERATURE = -1  # values of `chosen` that are not a head's number
+    ENSEMBLE = -2
+
+    def __init__(self, n_features: int, n_classes: int, specs: Sequence[HeadSpec]) -> None:
+        super().__init__()
+        if not specs:
+            raise ValueError("specs must hold at least one HeadSpec, got none")
+        self.specs = tuple(specs)
+        self.sizes = (n_features, n_classes)
+        groups: dict[
+            HeadSpec, list[int]
+        ] = {}  # spec without what may differ inside a stack -> numbers of its heads
+        for number, spec in enumerate(self.specs):
+            groups.setdefault(replace(spec, beta0=1.0, lr=1.0, seed=0), []).append(number)
+        self.members = list(groups.values())
+        self.stacks = nn.ModuleList(
+            _Stack([self.specs[number].make(n_features, n_classes) for number in numbers])
+            for numbers in self.members
+        )
+        order = [number for numbers in self.members for number in numbers]
+        self.register_buffer("order", torch.tensor(order).argsort(), persistent=False)
+        self.register_buffer("chosen", torch.tensor(self.ENSEMBLE))
+        self.register_buffer("inverse_temperature", torch.ones(()))
+        self.order: Tensor
+        self.chosen: Tensor
+        self.inverse_temperature: Tensor
+        self._choice = self.ENSEMBLE
+
+    @classmethod
+    def auto(cls, n_features: int, n_classes: int) -> HeadBank:
+        """The bank behind beta0="auto": per-sample temperature heads over several inputs and beta0."""
+        return cls(n_features, n_classes, AUTO)
+
+    @property
+    def annealing(self) -> Annealing:
+        """Each head's own annealing, (H, 1, 1)."""
+        beta0 = torch.tensor([spec.beta0 for spec in self.specs], device=self.chosen.device)
+        return Annealing(beta0[:, None, None])
+
+    def make_optimizer(self, lr: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
+        """One optimizer for all heads, each at its own learning rate."""
+        groups = []
+        for stack, numbers in zip(self.stacks, self.members):
+            scale = torch.tensor([self.specs[number].lr for number in numbers], device=self.chosen.device)
+            groups.append({"params": list(stack.parameters()), "scale": scale})
+        return StackedSGD(groups, lr, momentum, weight_decay)
+
+    def all_heads(self, features: Tensor, main: Tensor) -> Tensor:
+        """Features (B, F) and main logits (B, K) -> the logits of every head, (H, B, K)."""
+        return torch.cat([stack(features, main) for stack in self.stacks])[self.order]
+
+    def forward(self, features: Tensor, main: Tensor) -> Tensor:
+        """(H, B, K) of all heads in training mode, (B, K) of the chosen or mean one in evaluation mode."""
+        if self.training:
+            return self.all_heads(features, main)
+        if self._choice == self.CHOSEN_TEMPERATURE:
+            return main.float() * self.inverse_temperature
+        logits = self.all_heads(features, main)
+        if self._choice == self.ENSEMBLE:
+            return logits.log_softmax(-1).logsumexp(0) - torch.tensor(float(len(logits))).log()
+        return logits[self._choice]
+
+    @torch.no_grad()
+    def select(self, held_out: Readings, score: Literal["nll", "brier"] = "nll") -> Selection:
+        """Choose the head with the best proper score on data held back from training (see `DoubleHead.read`).
+
+        The scalar temperature it competes with is fitted to the held-back data itself: the best any could do there.
+        """
+        if score not in SCORES:
+            raise ValueError(f"score must be one of {sorted(SCORES)}, got {score!r}")
+        features, main, labels = held_out
+        was_training = self.training
+        self.eval()
+        logits = self.all_heads(features, main)  # (H, N, K)
+        self.train(was_training)
+        measured = torch.stack([SCORES[score](one, labels).mean() for one in logits])
+        scores = measured.nan_to_num(
+            float("inf"), float("inf")
+        ).tolist()  # (H,); a head that broke is never chosen
+        inverse = fit_inverse_temperature(main.float(), labels)
+        self.inverse_temperature.copy_(inverse)
+        by_temperature = float(SCORES[score](main.float() * self.inverse_temperature, labels).mean())
+        best = min(range(len(scores)), key=scores.__getitem__)
+        index = best if scores[best] < by_temperature else None
+        self._choose(self.CHOSEN_TEMPERATURE if index is None else index)
+        spec = None if index is None else self.specs[index]
+        return Selection(index, spec, tuple(scores), by_temperature, 1 / float(inverse))
+
+    def ensemble(self) -> HeadBank:
+        """From now on the mean of all heads' probabilities."""
+        self._choose(self.ENSEMBLE)
+        return self
+
+    def head(self, index: int) -> CalibrationHead:
+        """A copy of one head that stands alone."""
+        made = self.specs[index].make(*self.sizes).to(self.chosen.device)
+        for stack, numbers in zip(self.stacks, self.members):
+            if index in numbers:
+                stack.write_to(made, numbers.index(index))  # type: ignore[operator]
+        return made.train(self.training)
+
+    def _choose(self, choice: int) -> None:
+        self._choice = (
+            choice  # the buffer travels in the state, the number steers without a look at the device
+        )
+        self.chosen.fill_(choice)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._choice = int(self.chosen)
+
+    def extra_repr(self) -> str:
+        """The settings of the heads, for print(bank)."""
+        return "\n".join(str(asdict(spec)) for spec in self.specs)
+
+
+class _Stack(nn.Module):
+    """Heads of one shape as one computation: each parameter has a leading dimension for the heads."""
+
+    def __init__(self, heads: Sequence[CalibrationHead]) -> None:
+        super().__init__()
+        self.standardise = heads[0].standardise  # the heads read the same data: one set of moments
+        skeleton = heads[0]
+        skeleton.standardise = nn.Identity()
+        self._skeleton = (_Calibrate(skeleton),)  # in a tuple, so that its parameters are not registered here
+        self.names = [name for name, _ in skeleton.named_parameters()]
+        for name in self.names:
+            stacked = torch.stack([head.get_parameter(name).detach() for head in heads])
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(stacked))
+
+    def forward(self, features: Tensor, main: Tensor) -> Tensor:
+        """(B, F), (B, K) -> (h, B, K)."""
+        skeleton = self._skeleton[0].train(self.training)
+        with torch.autocast(main.device.type, enabled=False):
+            inputs = self.standardise(skeleton.head.gather(features, main))
+
+            def one(parameters: dict[str, Tensor]) -> Tensor:
+                called: Tensor = torch.func.functional_call(skeleton, parameters, (inputs, main))
+                return called
+
+            stacked: dict[str, Tensor] = {f"head.{name}": self._stacked(name) for name in self.names}
+            return torch.func.vmap(one, randomness="different")(stacked)
+
+    def _stacked(self, name: str) -> nn.Parameter:
+        return self.get_parameter(name.replace(".", "_"))
+
+    @torch.no_grad()
+    def write_to(self, head: CalibrationHead, place: int) -> None:
+        """Copy the head at `place` of the stack into one that stands alone."""
+        for name in self.names:
+            head.get_parameter(name).copy_(self._stacked(name)[place])
+        head.standardise.load_state_dict(self.standardise.state_dict())
+
+
+class _Calibrate(nn.Module):
+    """A head that starts after its inputs were gathered and standardised."""
+
+    def __init__(self, head: CalibrationHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, inputs: Tensor, main: Tensor) -> Tensor:
+        return self.head.calibrate(inputs, main)
+
+
+class StackedSGD(torch.optim.Optimizer):
+    """SGD with Nesterov momentum in which each slice of a stacked parameter has its own learning rate.
+
+    A group's `scale`, (h,), multiplies `lr`; each slice moves exactly as it would alone under torch.optim.SGD. A
+    slice whose gradient is not finite is left out of the step, so that one head's overflow does not stop the others.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 5e-5) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "scale": None}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group)
+
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        fine = torch.isfinite(gradient.flatten(1).sum(1)).view(-1, *[1] * (gradient.ndim - 1))
+        direction = torch.where(fine, gradient, 0.0).add(parameter, alpha=group["weight_decay"])
+        state = self.state[parameter]
+        if "velocity" not in state:
+            state["velocity"] = torch.clone(direction)
+        else:
+            state["velocity"].mul_(group["momentum"]).add_(direction)
+        direction = direction.add(state["velocity"], alpha=group["momentum"])
+        rate = (group["lr"] * group["scale"].to(parameter)).view_as(fine)
+        parameter.addcmul_(direction, rate, value=-1)
+
+
+def hold_back(dataset: Dataset[Any], share: float = 0.2, seed: int = 0) -> tuple[Subset[Any], Subset[Any]]:
+    """Split calibration data at random: one part to train heads on, one of `share` to choose among them.
+
+    >>> train, held_out = hold_back(torch.utils.data.TensorDataset(torch.arange(10)))
+    >>> len(train), len(held_out)
+    (8, 2)
+    """
+    n = len(dataset)  # type: ignore[arg-type]
+    n_held = round(n * share)
+    if not 0 < n_held < n:
+        raise ValueError(f"share must leave both parts some of the {n} samples, got {share}")
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
+    return Subset(dataset, order[n_held:]), Subset(dataset, order[:n_held])

@@ -1,0 +1,436 @@
+"""The method: heads, wrapper, annealing, alternation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from doublehead import Alternation, Annealing, CalibrationHead, DoubleHead, Standardise, statistics
+
+
+def small_net() -> nn.Module:
+    """A network with BatchNorm and dropout, so that both would show if they were touched."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Dropout(0.2), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4),
+    )  # fmt: skip
+
+
+def some_data(n: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(n, 1, 8, 8, generator=generator)
+    return TensorDataset(images, images.mean((1, 2, 3)).mul(8).add(2).long().clamp(0, 3))
+
+
+def noisy(images: Tensor) -> Tensor:
+    """An augmentation that draws from every global generator there is."""
+    return images + 0.1 * torch.randn_like(images) + 0.01 * random.random() + 0.01 * np.random.rand()  # noqa: NPY002
+
+
+def train(with_head: bool, epochs: int = 2, **options: object) -> tuple[nn.Module, DoubleHead | None]:
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002
+    net = small_net()
+    model: nn.Module = DoubleHead(net, **options.pop("head", {})) if with_head else net  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    calib = DataLoader(some_data(64, 2), batch_size=16, shuffle=True)
+    alternation = (
+        Alternation(model, calib, every=3, lr=optimizer, augment=noisy, **options) if with_head else None
+    )  # type: ignore[arg-type]
+    train_batches = DataLoader(some_data(96, 1), batch_size=16, shuffle=True)
+    for _ in range(epochs):
+        model.train()
+        for step, (x, y) in enumerate(train_batches):
+            x = x + 0.01 * random.random() + 0.01 * np.random.rand()  # noqa: NPY002, PLW2901
+            F.cross_entropy(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if alternation is not None:
+                alternation.step(step / len(train_batches))
+    return net, model if with_head else None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("head", [{}, {"kind": "temperature", "reads": ("statistics", "features")}])
+def test_main_network_is_bit_identical_with_and_without_the_head(head: dict[str, object]) -> None:
+    alone, _ = train(with_head=False)
+    beside, model = train(with_head=True, head=head)
+    for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().values()):
+        assert torch.equal(a, b), f"{name} differs"
+    fresh = DoubleHead(small_net(), **head)  # type: ignore[arg-type]
+    assert model is not None
+    assert any(not torch.equal(a, b) for a, b in zip(model.head.parameters(), fresh.head.parameters()))
+
+
+def test_head_has_the_papers_shape() -> None:
+    head = CalibrationHead(64, 10)
+    assert [tuple(p.shape) for p in head.parameters()] == [(32, 64), (32,), (10, 32), (10,)]
+    features = torch.randn(3, 64)
+    by_hand = F.relu(features @ head.first.weight.T + head.first.bias) @ head.last.weight.T + head.last.bias
+    torch.testing.assert_close(head(features, torch.randn(3, 10)), by_hand)
+
+
+def test_temperature_head_starts_at_one_and_keeps_every_prediction() -> None:
+    head = CalibrationHead(16, 5, kind="temperature")
+    main = torch.randn(1000, 5)
+    torch.testing.assert_close(head(torch.randn(1000, 16), main).softmax(1), main.softmax(1))
+    nn.init.normal_(head.last.weight, std=3.0)
+    main[:500] = main[:500].round()  # plenty of ties at the top
+    main[500:] = 1000 + torch.rand(500, 5) * 1e-4  # neighbours that rounding could merge
+    calib = head(torch.randn(1000, 16), main)
+    assert torch.equal(calib.argmax(1), main.argmax(1))
+    assert not torch.allclose(calib.softmax(1), main.softmax(1))
+
+
+def test_temperature_head_is_softplus_times_main_logits() -> None:
+    head = CalibrationHead(2, 3, kind="temperature", hidden=0)
+    with torch.no_grad():
+        head.last.weight.copy_(torch.tensor([[0.5, -1.0]]))
+        head.last.bias.fill_(0.25)
+    main = torch.tensor([[1.0, 3.0, 0.0]])
+    scale = math.log1p(math.exp(0.5 * 2.0 - 1.0 * 1.0 + 0.25))
+    want = (main * scale).log_softmax(1)
+    torch.testing.assert_close(head(torch.tensor([[2.0, 1.0]]), main).log_softmax(1), want)
+
+
+def test_statistics_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)]])  # probabilities 1/4 and 3/4
+    entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    want = [math.log(0.75), math.log(0.25), math.log(4.0), entropy, math.log(3.0)]
+    torch.testing.assert_close(statistics(logits), torch.tensor([want]))
+    assert statistics(torch.randn(6, 100)).shape == (6, 13)
+
+
+def test_standardise_follows_the_data_and_rests_in_evaluation() -> None:
+    moments = Standardise(2)
+    data = torch.randn(40, 50, 2, dtype=torch.float64).float() * torch.tensor([3.0, 0.1]) + torch.tensor(
+        [5.0, -1.0]
+    )
+    for batch in data:
+        moments(batch)
+    torch.testing.assert_close(moments.mean, data.flatten(0, 1).mean(0), rtol=1e-4, atol=1e-4)
+    before = copy.deepcopy(moments.state_dict())
+    out = moments.eval()(data.flatten(0, 1))
+    torch.testing.assert_close(out.mean(0), torch.zeros(2), atol=1e-3, rtol=0)
+    torch.testing.assert_close(out.std(0), torch.ones(2), atol=1e-2, rtol=0)
+    assert all(torch.equal(before[key], value) for key, value in moments.state_dict().items())
+
+
+def test_modes() -> None:
+    net = small_net()
+    model = DoubleHead(net)
+    x = torch.randn(5, 1, 8, 8)
+    model.eval()
+    main, calib = model.heads(x)
+    torch.testing.assert_close(main, net(x))
+    torch.testing.assert_close(model(x), calib)
+    assert not torch.allclose(main, calib)
+    model.train()
+    torch.manual_seed(3)
+    out = model(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(out, net(x), rtol=0, atol=0)
+    model.heads(x).calib.sum().backward()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_reads_logits_alone_needs_no_layer() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :3]
+
+    model = DoubleHead(Odd(), n_classes=3, reads="statistics", kind="temperature").eval()
+    assert model(torch.randn(4, 5)).shape == (4, 3)
+    with pytest.raises(
+        ValueError, match=r"no last layer found in Odd: looked for get_classifier\(\).*layer='...'"
+    ):
+        DoubleHead(Odd(), n_classes=3)
+
+
+def test_layer_can_be_named_and_wrong_names_are_refused() -> None:
+    model = DoubleHead(small_net(), layer="6", n_classes=4).eval()
+    assert model.head.first.in_features == 24
+    assert model.heads(torch.randn(2, 1, 8, 8)).calib.shape == (2, 4)
+    with pytest.raises(
+        ValueError, match="layer must name a module of Sequential, got 'head'; its last linear layers"
+    ):
+        DoubleHead(small_net(), layer="head")
+    with pytest.raises(
+        ValueError, match=r"n_features must be given: layer '0\.?.*' \(.*\) does not state it"
+    ):
+        DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), layer="0", n_classes=2)
+
+
+def test_layer_that_never_runs_is_named() -> None:
+    class Bypassed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    with pytest.raises(RuntimeError, match="layer 'unused' was not run in the model's forward"):
+        DoubleHead(Bypassed()).eval()(torch.randn(2, 4))
+
+
+def test_unknown_reads_and_kind() -> None:
+    with pytest.raises(ValueError, match="reads must be one or several of .* got 'pixels'"):
+        CalibrationHead(4, 3, reads="pixels")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kind must be 'mlp' or 'temperature', got 'cnn'"):
+        CalibrationHead(4, 3, kind="cnn")  # type: ignore[arg-type]
+
+
+def test_annealing_by_hand() -> None:
+    for beta0 in (0.1, 0.6, 1.0, 1.2, 3.0):
+        anneal = Annealing(beta0)
+        assert anneal(1.0) == 1.0
+        for t, s in ((0, 10), (3, 10), (7, 9)):
+            assert anneal(t / s) == pytest.approx(beta0 - (beta0 - 1) * t / s)  # Eq. 5
+    with pytest.raises(ValueError, match="beta0 must be positive, got 0"):
+        Annealing(0)
+    with pytest.raises(ValueError, match=r"progress must lie in 0..1 .* got 1.5"):
+        Annealing(1.2)(1.5)
+
+
+def test_one_step_by_hand() -> None:
+    """One calibration step equals one SGD step on cross entropy of beta * logits, worked out beside it."""
+    net = small_net().eval()
+    model = DoubleHead(net)
+    x, y = some_data(16, 5).tensors
+    reference = copy.deepcopy(model.head)
+    with torch.no_grad():
+        features = net[:8](x)
+    beta = 1.5 - 0.5 * 0.25
+    loss = F.cross_entropy(beta * reference(features, net(x).detach()), y)
+    loss.backward()
+    torch.optim.SGD(reference.parameters(), 0.1, 0.9, weight_decay=5e-5, nesterov=True).step()
+    alternation = Alternation(model, [(x, y)], every=1, annealing=Annealing(1.5), lr=0.1)
+    got = alternation.step(0.25)
+    assert got is not None
+    torch.testing.assert_close(got, loss.detach())
+    for a, b in zip(model.head.parameters(), reference.parameters()):
+        torch.testing.assert_close(a, b)
+    norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
+    torch.testing.assert_close(alternation.grad_norm, norm)
+
+
+def test_steps_every_kth_call_and_leaves_no_gradients() -> None:
+    model = DoubleHead(small_net())
+    alternation = Alternation(model, DataLoader(some_data(32, 2), 16), every=4)
+    stepped = [alternation.step(i / 12) is not None for i in range(12)]
+    assert [i + 1 for i, was in enumerate(stepped) if was] == [4, 8, 12]
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    assert all(m.training for m in model.modules())
+
+
+def test_modules_get_back_their_own_mode() -> None:
+    model = DoubleHead(small_net())
+    frozen = model.model[1].eval()  # a user who freezes BatchNorm
+    Alternation(model, [(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]))], every=1).step(0.0)
+    assert not frozen.training
+    assert model.model[0].training
+
+
+@pytest.mark.parametrize("loader", ["plain", "shuffled", "transforming"])
+def test_resume_is_exact(loader: str) -> None:
+    class Jitter(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            x, y = super().__getitem__(index)
+            return x + 0.1 * torch.randn_like(x), y
+
+    def calib() -> DataLoader:
+        data = some_data(40, 2) if loader != "transforming" else Jitter(*some_data(40, 2).tensors)
+        return DataLoader(data, batch_size=16, shuffle=loader != "plain")
+
+    def fresh() -> tuple[DoubleHead, Alternation]:
+        torch.manual_seed(1)
+        model = DoubleHead(small_net(), kind="temperature", reads=("statistics", "features"))
+        return model, Alternation(model, calib(), every=1, augment=noisy, seed=5)
+
+    model, alternation = fresh()
+    for i in range(11):
+        if i == 5:
+            saved = copy.deepcopy({"model": model.state_dict(), "alternation": alternation.state_dict()})
+        alternation.step(i / 11)
+    again, resumed = fresh()
+    torch.manual_seed(99)  # the caller's randomness must not matter
+    again.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["alternation"])
+    before = torch.get_rng_state()
+    for i in range(5, 11):
+        resumed.step(i / 11)
+    assert torch.equal(before, torch.get_rng_state())
+    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values()):
+        assert torch.equal(a, b), name
+
+
+def test_state_survives_a_safe_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model = DoubleHead(small_net())
+    alternation = Alternation(model, DataLoader(some_data(32, 2), 16), every=1)
+    alternation.step(0.0)
+    torch.save(alternation.state_dict(), tmp_path / "state.pt")
+    alternation.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    alternation.step(0.5)
+
+
+def test_follows_the_lr_of_an_optimizer() -> None:
+    model = DoubleHead(small_net())
+    optimizer = torch.optim.SGD(model.main_parameters(), lr=0.3)
+    alternation = Alternation(model, DataLoader(some_data(32, 2), 16), every=1, lr=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.07
+    alternation.step(0.0)
+    assert alternation.optimizer.param_groups[0]["lr"] == 0.07
+
+
+def test_another_optimizer() -> None:
+    model = DoubleHead(small_net())
+    alternation = Alternation(
+        model, DataLoader(some_data(32, 2), 16), every=1, lr=1e-3, optimizer=torch.optim.Adam
+    )
+    assert isinstance(alternation.optimizer, torch.optim.Adam)
+    assert alternation.step(0.0) is not None
+
+
+def test_non_finite_losses_are_skipped_counted_and_finally_raised() -> None:
+    bad = torch.full((4, 1, 8, 8), float("nan")), torch.tensor([0, 1, 2, 3])
+    good = some_data(4, 1)[:]
+    model = DoubleHead(small_net().eval())
+    alternation = Alternation(model, [bad, good], every=1, patience=3)
+    assert isinstance(model.head, CalibrationHead)
+    weights = copy.deepcopy(model.head.state_dict())
+    with pytest.warns(UserWarning, match="this step of the calibration head is skipped"):
+        alternation.step(0.0)
+    assert all(torch.equal(weights[key], value) for key, value in model.head.state_dict().items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # warned about once only
+        for i in range(1, 9):
+            alternation.step(i / 9)
+    assert alternation.skipped == 5
+    hopeless = Alternation(model, [bad], every=1, patience=3)
+    with pytest.warns(UserWarning), pytest.raises(FloatingPointError, match="not finite 3 times in a row"):
+        for _ in range(3):
+            hopeless.step(0.0)
+
+
+def test_moments_forget_what_is_not_finite() -> None:
+    moments = Standardise(2)
+    moments(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    before = copy.deepcopy(moments.state_dict())
+    moments(torch.tensor([[float("nan"), 2.0], [3.0, float("inf")]]))
+    assert all(torch.equal(before[key], value) for key, value in moments.state_dict().items())
+
+
+def test_bad_calibration_batches_are_named() -> None:
+    model = DoubleHead(small_net())
+    x = torch.randn(4, 1, 8, 8)
+    with pytest.raises(ValueError, match="calib_batches must hold at least one batch"):
+        Alternation(model, [], every=1).step(0.0)
+    with pytest.raises(ValueError, match="start again when iterated again"):
+        used_up = iter([(x, torch.zeros(4, dtype=torch.long))])
+        alternation = Alternation(model, used_up, every=1)
+        alternation.step(0.0)
+        alternation.step(0.0)
+    with pytest.raises(
+        TypeError, match=r"whole-number tensor of shape \(B,\), got torch.float32 of shape \(4,\)"
+    ):
+        Alternation(model, [(x, torch.zeros(4))], every=1).step(0.0)
+    with pytest.raises(TypeError, match="a batch must be .* got Tensor"):
+        Alternation(model, [x], every=1).step(0.0)
+    with pytest.raises(TypeError, match="model must be a DoubleHead .* got Linear"):
+        Alternation(nn.Linear(2, 2), [x])
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        Alternation(model, [x], every=0)
+
+
+def test_dict_batches_and_outputs_with_logits() -> None:
+    class Output(dict):  # the shape of a Hugging Face output
+        @property
+        def logits(self) -> Tensor:
+            return self["logits"]
+
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Output:
+            return Output(logits=self.net(pixel_values))
+
+    model = DoubleHead(Keyed())
+    x, y = some_data(8, 1)[:]
+    alternation = Alternation(model, [{"pixel_values": x, "labels": y}], every=1, augment=lambda batch: batch)
+    assert alternation.step(0.0) is not None
+    model.eval()
+    out = model(pixel_values=x)
+    assert isinstance(out, Output)
+    torch.testing.assert_close(out["logits"], model.heads(pixel_values=x).calib)
+
+
+def test_token_logits_find_their_features() -> None:
+    """A decoder that scores every token and keeps one: the features must come from the same token."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score = nn.Linear(6, 3, bias=False)
+
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:
+            return self.score(x)[torch.arange(len(x)), at]
+
+    model = DoubleHead(Decoder()).eval()
+    x, at = torch.randn(4, 7, 6), torch.tensor([0, 6, 3, 2])
+    features = model._tap.run(model.model, (x, at), {})[1]
+    torch.testing.assert_close(features, x[torch.arange(4), at])
+
+
+def test_bf16_autocast_and_channels_last() -> None:
+    model = DoubleHead(small_net().to(memory_format=torch.channels_last), kind="temperature")
+    x, y = some_data(16, 1)[:]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+        loss = Alternation(model, [(x.to(memory_format=torch.channels_last), y)], every=1).step(0.0)
+        assert loss is not None
+        assert loss.dtype == torch.float32
+        assert model.eval()(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("what", ["network", "whole"])
+def test_compiled_models(what: str) -> None:
+    torch._dynamo.reset()
+    net = small_net()
+    plain = DoubleHead(net).eval()
+    x, y = some_data(8, 1)[:]
+    want = plain.heads(x)
+    if what == "network":
+        model: nn.Module = DoubleHead(torch.compile(net, backend="aot_eager"), head=plain.head)
+    else:
+        model = torch.compile(DoubleHead(net, head=plain.head), backend="aot_eager")
+    model.eval()
+    torch.testing.assert_close(model(x), want.calib)
+    model.train()
+    alternation = Alternation(model, [(x, y)], every=1)
+    F.cross_entropy(model(x), y).backward()
+    assert alternation.step(0.0) is not None
+    model.eval()
+    assert not torch.allclose(model(x), want.calib)
+
+
+def test_deep_copy_stands_on_its_own() -> None:
+    model = DoubleHead(small_net()).eval()
+    other = copy.deepcopy(model)
+    x = torch.randn(3, 1, 8, 8)
+    nn.init.zeros_(model.model[6].weight)
+    torch.testing.assert_close(other.heads(x).main, other.model(x))
+    assert not torch.allclose(other(x), model(x))

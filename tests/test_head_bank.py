@@ -1,0 +1,173 @@
+"""Many heads on one network, trained as one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from doublehead import Alternation, Annealing, DoubleHead, HeadBank, HeadSpec, Readings, hold_back
+from doublehead.calibrators import Temperature
+from doublehead.predictions import Predictions
+
+SPECS = (
+    HeadSpec(beta0=1.0, lr=1.0, kind="mlp"),
+    HeadSpec(beta0=1.5, lr=0.3, kind="temperature"),
+    HeadSpec(beta0=0.6, lr=0.5, kind="mlp", seed=3),
+    HeadSpec(beta0=1.2, lr=0.1, kind="temperature", reads=("statistics", "features"), hidden=8),
+    HeadSpec(beta0=1.1, lr=0.2, kind="temperature", reads="statistics", hidden=0),
+)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def data(n: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 8, generator=generator)
+    return TensorDataset(x, (x[:, :3] + 0.7 * torch.randn(n, 3, generator=generator)).argmax(1))
+
+
+def bank_on(network: nn.Module, specs: tuple[HeadSpec, ...] = SPECS) -> DoubleHead:
+    return DoubleHead(network, head=lambda f, k: HeadBank(f, k, specs))
+
+
+def test_each_head_trains_as_it_would_alone() -> None:
+    model = bank_on(net())
+    calib = DataLoader(data(48, 1), 16)
+    together = Alternation(model, calib, every=1, lr=0.2)
+    for i in range(9):
+        together.step((i % 3) / 3)
+    x = data(5, 2).tensors[0]
+    model.eval()
+    all_logits = model.head.all_heads(*model._tap.run(model.model, (x,), {})[::-1])
+    for number, spec in enumerate(SPECS):
+        alone = DoubleHead(net(), head=spec.make)
+        steps = Alternation(alone, calib, every=1, lr=0.2 * spec.lr, annealing=Annealing(spec.beta0))
+        for i in range(9):
+            steps.step((i % 3) / 3)
+        torch.testing.assert_close(all_logits[number], alone.eval()(x), rtol=1e-4, atol=1e-5)
+        features, main = alone._tap.run(alone.model, (x,), {})[::-1]
+        torch.testing.assert_close(model.head.head(number)(features, main), all_logits[number])
+
+
+def trained_readings() -> tuple[DoubleHead, Readings]:
+    model = bank_on(net())
+    optimizer = torch.optim.SGD(model.main_parameters(), 0.1, 0.9)
+    fit, held = hold_back(data(600, 1), share=0.5)
+    alternation = Alternation(model, DataLoader(fit, 100, shuffle=True), every=1, lr=0.1)
+    for epoch in range(20):
+        for x, y in DataLoader(data(96, 3), 32):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            alternation.step(epoch / 20)
+    return model, model.read(DataLoader(held, 64))
+
+
+@torch.no_grad()
+def nll_of(head: nn.Module, held: Readings) -> float:
+    return float(F.cross_entropy(head.eval()(held.features, held.main), held.labels))
+
+
+def test_selection_is_the_best_held_back_score_and_never_worse_than_temperature() -> None:
+    model, held = trained_readings()
+    choice = model.head.select(held)
+    temperature = Temperature().fit(Predictions(held.main, held.labels))
+    nll = F.cross_entropy(temperature(held.main), held.labels)
+    assert choice.temperature == pytest.approx(float(temperature.temperature_))
+    assert choice.temperature_score == pytest.approx(float(nll), abs=1e-6)
+    scores = [nll_of(model.head.head(i), held) for i in range(len(SPECS))]
+    assert choice.scores == pytest.approx(scores, abs=1e-5)
+    model.eval()
+    chosen = nll_of(model.head, held)
+    assert chosen == pytest.approx(min([*scores, float(nll)]), abs=1e-5)
+    assert chosen <= float(nll) + 1e-7
+    by_brier = model.head.select(held, score="brier")
+    one_hot = F.one_hot(held.labels, 3)
+    want = ((model.head.head(1).eval()(*held[:2]).softmax(1) - one_hot) ** 2).sum(1).mean()
+    assert by_brier.scores[1] == pytest.approx(float(want), abs=1e-6)
+    with pytest.raises(ValueError, match="score must be one of .* got 'ece'"):
+        model.head.select(held, score="ece")
+
+
+def test_temperature_wins_over_useless_heads() -> None:
+    network = net()
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, 0.9)
+    for _ in range(30):
+        x, y = data(200, 3).tensors
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = bank_on(network, (HeadSpec(kind="mlp"),))  # a head that was never trained
+    held = model.read(DataLoader(data(200, 5), 50))
+    choice = model.head.select(held)
+    assert choice.index is None
+    assert choice.spec is None
+    calib = model.eval()(data(10, 6).tensors[0])
+    main = model.heads(data(10, 6).tensors[0]).main
+    torch.testing.assert_close(calib, main / choice.temperature)
+
+
+def test_ensemble_is_the_mean_of_probabilities() -> None:
+    model, held = trained_readings()
+    model.eval()
+    each = torch.stack([model.head.head(i).eval()(*held[:2]).softmax(1) for i in range(len(SPECS))])
+    torch.testing.assert_close(model.head.ensemble()(*held[:2]).exp(), each.mean(0))
+
+
+def test_choice_travels_with_the_state() -> None:
+    model, held = trained_readings()
+    model.head.select(held)
+    other = bank_on(net())
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other.eval().head(*held[:2]), model.eval().head(*held[:2]))
+    assert int(other.head.chosen) == int(model.head.chosen) != HeadBank.ENSEMBLE
+
+
+def test_a_broken_head_neither_stops_the_others_nor_is_chosen() -> None:
+    specs = (HeadSpec(kind="mlp", lr=1e9), HeadSpec(kind="mlp", lr=0.1), HeadSpec(kind="temperature", lr=0.1))
+    model = bank_on(net(), specs)
+    alternation = Alternation(model, DataLoader(data(64, 1), 32), every=1, lr=1.0)
+    for _ in range(12):
+        losses = alternation.step(0.5)
+    assert losses is not None
+    assert not torch.isfinite(losses[0])
+    assert torch.isfinite(losses[1:]).all()
+    assert all(torch.isfinite(model.head.head(i).last.weight).all() for i in (1, 2))
+    assert model.head.select(model.read(DataLoader(data(64, 2), 32))).index != 0
+
+
+def test_auto_bank_and_resume() -> None:
+    def fresh() -> tuple[DoubleHead, Alternation]:
+        model = DoubleHead(net(), head=HeadBank.auto)
+        return model, Alternation(model, DataLoader(data(64, 1), 16, shuffle=True), every=1, lr=0.1)
+
+    model, alternation = fresh()
+    for i in range(7):
+        if i == 3:
+            saved = copy.deepcopy((model.state_dict(), alternation.state_dict()))
+        alternation.step(i / 7)
+    again, resumed = fresh()
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for i in range(3, 7):
+        resumed.step(i / 7)
+    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values()):
+        assert torch.equal(a, b), name
+
+
+def test_hold_back_is_disjoint_and_refuses_empty_parts() -> None:
+    fit, held = hold_back(data(50, 0), share=0.2, seed=1)
+    assert sorted([*fit.indices, *held.indices]) == list(range(50))
+    assert len(held) == 10
+    with pytest.raises(ValueError, match="share must leave both parts some of the 3 samples, got 0.1"):
+        hold_back(data(3, 0), share=0.1)
+    with pytest.raises(ValueError, match="specs must hold at least one HeadSpec"):
+        HeadBank(4, 3, [])
