@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -166,8 +167,8 @@ class Predictions:
         if scores.is_cuda:
             return scores.argmax(1) == labels
         correct = scores.gather(1, labels[:, None])[:, 0] == scores.amax(1)
-        # Two classes can share the largest score only if neither has more than half of the row.
-        tie = (correct & (confidence <= 0.5 * self._largest_sum)).nonzero()[:, 0]
+        # Two classes can share the largest score only if neither has more than half of the row (and rounding).
+        tie = (correct & (confidence <= 0.5 * self._largest_sum + 1e-3)).nonzero()[:, 0]
         correct[tie] = scores[tie].argmax(1) == labels[tie]
         return correct
 
@@ -190,26 +191,48 @@ class Predictions:
         return path
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Predictions:
-        """Read what `save` wrote: arrays `labels` and either `logits` or `probs`."""
-        with np.load(path, allow_pickle=False) as arrays:
-            names = set(arrays.files)
-            if "labels" not in names or len(names & {"logits", "probs"}) != 1:
-                raise ValueError(
-                    f"{path} must hold the arrays 'labels' and either 'logits' or 'probs', got {sorted(names)}"
-                )
-            if "logits" in names:
-                return cls(arrays["logits"], arrays["labels"])
-            return cls.from_probs(arrays["probs"], arrays["labels"])
+    def load(cls, path: str | os.PathLike[str], *, tolerance: float = 1e-3) -> Predictions:
+        """Read what `save` wrote: arrays `labels` and either `logits` or `probs` (`tolerance` as in `from_probs`)."""
+        arrays = _read_npz(Path(path))
+        if "labels" not in arrays or ("logits" in arrays) == ("probs" in arrays):
+            raise ValueError(
+                f"{path} must hold the arrays 'labels' and either 'logits' or 'probs', got {sorted(arrays)}"
+            )
+        if "logits" in arrays:
+            return cls(arrays["logits"], arrays["labels"])
+        return cls.from_probs(arrays["probs"], arrays["labels"], tolerance=tolerance)
 
 
-def _to_float_tensor(values: ArrayLike, name: str) -> Tensor:
+def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    if not zipfile.is_zipfile(path):
+        path.open("rb").close()  # a missing or forbidden file says so itself
+        raise ValueError(
+            f"{path} must be an .npz file (a zip of arrays), got something else or a truncated file"
+        )
     try:
-        tensor = values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files if name in ("logits", "probs", "labels")}
+    except (zipfile.BadZipFile, ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} must hold plain arrays in whole, got: {error}") from error
+
+
+def _to_tensor(values: ArrayLike, name: str) -> Tensor:
+    """A tensor that shares the memory of `values` where torch can."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    try:
+        array = np.asarray(values)
+        if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+            array = array.copy()  # torch takes neither as they are
+        return torch.as_tensor(array)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} must be an array of numbers, got {type(values).__name__}: {error}"
         ) from error
+
+
+def _to_float_tensor(values: ArrayLike, name: str) -> Tensor:
+    tensor = _to_tensor(values, name)
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     if tensor.dtype not in (torch.float32, torch.float64):
@@ -236,7 +259,7 @@ def _check_scores(values: ArrayLike, name: str) -> Tensor:
 
 
 def _check_labels(values: ArrayLike, scores: Tensor, name: str) -> Tensor:
-    labels = values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    labels = _to_tensor(values, "labels")
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"labels must be whole numbers, got {str(labels.dtype).removeprefix('torch.')}")
     n, k = scores.shape

@@ -1,21 +1,85 @@
 """Numbers about predictions, as fractions: calibration errors, proper scores, floor and intervals, shift, decisions."""
 
-from doublehead.metrics.calibration import ece, ece2, mce
-from doublehead.metrics.scores import accuracy, brier, mean_confidence, mean_entropy, nll, overconfidence
+from typing import Any
+
+from doublehead.metrics.binfree import ks_error, mmce, smooth_ece
+from doublehead.metrics.calibration import adaptive_ece, debiased_ece, ece, ece2, ece_sweep, mce
+from doublehead.metrics.scores import (
+    BrierParts,
+    accuracy,
+    brier,
+    brier_decomposition,
+    mean_confidence,
+    mean_entropy,
+    nll,
+    overconfidence,
+    per_sample,
+)
+from doublehead.metrics.selective import (
+    RiskCoverage,
+    ThresholdChoice,
+    aurc,
+    choose_threshold,
+    clopper_pearson_upper,
+    risk_coverage,
+)
+from doublehead.metrics.shift import ShiftScores, aupr, auroc, fpr95, shift_detection
 from doublehead.metrics.summary import evaluate
-from doublehead.metrics.uncertainty import Floor, ece_floor
+from doublehead.metrics.uncertainty import (
+    CalibrationTest,
+    Floor,
+    Interval,
+    bootstrap,
+    calibration_test,
+    ece_floor,
+    fine_bins,
+)
 
 __all__ = [
+    "BrierParts",
+    "CalibrationError",
+    "CalibrationTest",
     "Floor",
+    "Interval",
+    "RiskCoverage",
+    "ShiftScores",
+    "ThresholdChoice",
     "accuracy",
+    "adaptive_ece",
+    "aupr",
+    "aurc",
+    "auroc",
+    "bootstrap",
     "brier",
+    "brier_decomposition",
+    "calibration_test",
+    "choose_threshold",
+    "clopper_pearson_upper",
+    "debiased_ece",
     "ece",
     "ece2",
     "ece_floor",
+    "ece_sweep",
     "evaluate",
+    "fine_bins",
+    "fpr95",
+    "ks_error",
     "mce",
     "mean_confidence",
     "mean_entropy",
+    "mmce",
     "nll",
     "overconfidence",
+    "per_sample",
+    "risk_coverage",
+    "shift_detection",
+    "smooth_ece",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CalibrationError":  # needs torchmetrics, so it is imported on first use
+        from doublehead.metrics.streaming import CalibrationError
+
+        return CalibrationError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from doublehead.bins import Bins
+from doublehead.metrics.binfree import ks_error, smooth_ece
+from doublehead.metrics.calibration import adaptive_ece, debiased_ece
 from doublehead.metrics.scores import per_sample
+from doublehead.metrics.selective import aurc
 from doublehead.metrics.uncertainty import ece_floor, fine_bins
 from doublehead.predictions import Predictions
 
@@ -30,11 +33,16 @@ def evaluate(p: Predictions, n_bins: int = 15) -> dict[str, float]:
         "ece_floor_high": floor.high,
         "ece_all": float(pooled.ece()) * p.n_classes,
         "ece_classwise": float(classwise.ece().mean()),
+        "adaptive_ece": adaptive_ece(p, n_bins),
+        "debiased_ece": debiased_ece(p, n_bins),
+        "smooth_ece": smooth_ece(p),
+        "ks_error": ks_error(p),
         "mce": float(top.mce()),
         "ece2": float(top.ece2()),
         "nll": float(scores["nll"].mean()),
         "brier": float(scores["brier"].mean()),
         "mean_entropy": float(scores["entropy"].mean()),
         "mean_confidence": float(confidence.double().mean()),
+        "aurc": aurc(p),
         "overconfidence": float(confidence.double().mean() - correct.double().mean()),
     }

@@ -1,0 +1,190 @@
+"""Decisions: answer when the confidence is high enough, hand over the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doublehead.predictions import Predictions
+
+# Where the search for a threshold starts, each time going down. Fixed before the data are seen, so that the
+# guarantee needs only be shared among these starts.
+STARTS = [1 - doubt for doubt in (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)]
+
+
+class RiskCoverage(NamedTuple):
+    """Error among the accepted samples (`risk`) when those of at least `threshold` confidence are accepted.
+
+    Each is (M,) float64, one entry per distinct confidence, from the highest threshold to accepting everything.
+    """
+
+    coverage: Tensor
+    risk: Tensor
+    threshold: Tensor
+
+
+@dataclass(frozen=True)
+class ThresholdChoice:
+    """What `choose_threshold` found; `threshold` is None where no threshold carries the guarantee.
+
+    Accept a sample when its confidence is >= `threshold`. `coverage` and `error` are what the data showed, `bound`
+    is the upper bound of the true error at that threshold (where there is none: the lowest bound that was seen).
+    """
+
+    threshold: float | None
+    coverage: float
+    n_accepted: int
+    error: float
+    bound: float
+    max_error: float
+    confidence: float
+    n: int
+
+    def __str__(self) -> str:
+        want = f"an error of at most {100 * self.max_error:g} % with {100 * self.confidence:g} % confidence"
+        if self.threshold is None:
+            return (
+                f"No confidence threshold guarantees {want} on these {self.n} samples: "
+                f"the lowest error that can be guaranteed is {100 * self.bound:.2f} %."
+            )
+        return (
+            f"Accepting confidence >= {self.threshold:.6g} guarantees {want}: it keeps {100 * self.coverage:.1f} % "
+            f"({self.n_accepted} of {self.n} samples, observed error {100 * self.error:.2f} %)."
+        )
+
+
+def risk_coverage(p: Predictions) -> RiskCoverage:
+    """The risk-coverage curve: what error is left when only the most confident share is answered.
+
+    >>> curve = risk_coverage(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 1]))
+    >>> curve.coverage.tolist(), curve.risk.tolist()
+    ([0.5, 1.0], [0.0, 0.5])
+    """
+    threshold, size, wrong = _groups(p)
+    accepted = size.cumsum(0)
+    return RiskCoverage(accepted / len(p), wrong.cumsum(0) / accepted, threshold)
+
+
+def aurc(p: Predictions) -> float:
+    """Area under the risk-coverage curve: the mean error of the n most confident samples, over n = 1..N.
+
+    Use it to compare confidences for abstaining; 0 is perfect. It rewards ranking right answers above wrong ones,
+    not calibration. Samples of equal confidence are taken in the mean over all their orders.
+
+    >>> aurc(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 1]))
+    0.25
+    """
+    _, size, wrong = _groups(p)
+    share = (wrong / size).repeat_interleave(size.long(), output_size=len(p))
+    accepted = torch.arange(1, len(p) + 1, device=share.device, dtype=torch.float64)
+    return float((share.cumsum(0) / accepted).mean())
+
+
+def choose_threshold(p: Predictions, max_error: float = 0.01, confidence: float = 0.95) -> ThresholdChoice:
+    """The lowest confidence threshold for which the error on accepted samples is guaranteed.
+
+    With a chance of at least `confidence` over the draw of `p`, the true error of the accepted samples is at most
+    `max_error`, on new data like `p`. `p` must not have been used to train or calibrate the model. Thresholds of
+    a fixed list are tested from high to low with the exact binomial (Clopper-Pearson) bound until one fails,
+    from eleven fixed starts that share the allowed chance of failure (fixed-sequence testing).
+
+    >>> sure = Predictions([[9.0, 0.0]] * 1000, [0] * 1000)
+    >>> print(choose_threshold(sure))  # doctest: +ELLIPSIS
+    Accepting confidence >= 0 guarantees an error of at most 1 % with 95 % confidence: it keeps 100.0 % ...
+    >>> print(choose_threshold(sure[:100]))  # doctest: +ELLIPSIS
+    No confidence threshold guarantees ...: the lowest error that can be guaranteed is 5.25 %.
+    """
+    _check_share(max_error, "max_error")
+    _check_share(confidence, "confidence")
+    thresholds, starts = _grid()
+    accepted, wrong = _accepted(p, thresholds)
+    level = (1 - confidence) / len(starts)
+    best, n = _lowest_passed(starts, accepted, wrong, max_error, level), len(p)
+    if best is None:
+        bound = min(clopper_pearson_upper(wrong[i], accepted[i], level) for i in starts)
+        return ThresholdChoice(None, 0.0, 0, float("nan"), bound, max_error, confidence, n)
+    kept, errors = accepted[best], wrong[best]
+    bound = clopper_pearson_upper(errors, kept, level)
+    return ThresholdChoice(
+        float(thresholds[best]), kept / n, kept, errors / kept, bound, max_error, confidence, n
+    )
+
+
+def clopper_pearson_upper(errors: int, n: int, level: float) -> float:
+    """The largest error rate under which `errors` or fewer of `n` still have a chance of `level`.
+
+    >>> round(clopper_pearson_upper(0, 299, 0.05), 4)
+    0.01
+    """
+    if not 0 <= errors <= n:
+        raise ValueError(f"errors must lie in 0..n = {n}, got {errors}")
+    if errors == n:
+        return 1.0
+    low, high = errors / n, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _binomial_cdf(errors, n, middle) > level else (low, middle)
+    return high
+
+
+def _binomial_cdf(k: int, n: int, rate: float) -> float:
+    """P(X <= k) for X binomial(n, rate), 0 < rate < 1, summed from the logarithms of its terms."""
+    i = torch.arange(k + 1, dtype=torch.float64)
+    choose = (
+        torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64))
+        - torch.lgamma(i + 1)
+        - torch.lgamma(n - i + 1)
+    )
+    return float((choose + i * np.log(rate) + (n - i) * np.log1p(-rate)).logsumexp(0).exp())
+
+
+def _lowest_passed(
+    starts: list[int], accepted: list[int], wrong: list[int], max_error: float, level: float
+) -> int | None:
+    """The last threshold reached from any start while every one on the way passes the test, or None."""
+
+    @cache
+    def passes(errors: int, n: int) -> bool:
+        return errors < max_error * n and _binomial_cdf(errors, n, max_error) <= level
+
+    reached = []
+    for start in starts:
+        on_the_way = takewhile(lambda i: passes(wrong[i], accepted[i]), range(start, len(accepted)))
+        reached += list(on_the_way)[-1:]
+    return max(reached, default=None)
+
+
+def _grid() -> tuple[Tensor, list[int]]:
+    """Thresholds from high to low, float32 so that they compare alike in both types, and the places of the starts."""
+    doubts = np.concatenate([np.geomspace(1e-6, 1, 601), np.linspace(0, 1, 201)[1:]])
+    highest_first = np.unique(np.concatenate([1 - doubts, STARTS]).astype(np.float32))[::-1].copy()
+    return torch.from_numpy(highest_first), [int(np.abs(highest_first - start).argmin()) for start in STARTS]
+
+
+def _accepted(p: Predictions, thresholds: Tensor) -> tuple[list[int], list[int]]:
+    """How many samples each threshold (falling, the last one 0) accepts, and how many of these are wrong."""
+    confidence, correct = (values.cpu() for values in p.top_label())
+    n_at_most = torch.bucketize(confidence.double(), thresholds.flip(0).double(), right=True)
+    highest = len(thresholds) - n_at_most  # the highest threshold that still accepts the sample
+    counts = [torch.bincount(place, minlength=len(thresholds)) for place in (highest, highest[~correct])]
+    accepted, wrong = (count.cumsum(0).tolist() for count in counts)
+    return accepted, wrong
+
+
+def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct confidences from high to low, how many samples have each, how many of these are wrong; float64."""
+    confidence, correct = p.top_label()
+    values, group, size = confidence.double().unique(return_inverse=True, return_counts=True)
+    wrong = torch.zeros_like(values).index_add_(0, group, (~correct).double())
+    return values.flip(0), size.double().flip(0), wrong.flip(0)
+
+
+def _check_share(value: float, name: str) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value!r}")
