@@ -1,0 +1,292 @@
+"""Corruptions against slow references: moments for noise, scipy for blurs, colorsys for colours, Pillow."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead.data import corruptions
+from doublehead.data.corruptions import FAMILIES, SEVERITIES, corrupt, corrupt_images, read_cifar10c
+from doublehead.data.filters import disk_kernel
+
+ndimage = pytest.importorskip("scipy.ndimage")
+pillow = pytest.importorskip("PIL.Image")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def pictures(n=3, size=32):
+    """Smooth colour pictures with some contrast, in 0..1, whole grey levels."""
+    noise = np.random.default_rng(5).random((n, 3, size, size))
+    smooth = ndimage.gaussian_filter(noise, (0, 0, 2, 2), mode="wrap")
+    low, high = smooth.min((1, 2, 3), keepdims=True), smooth.max((1, 2, 3), keepdims=True)
+    return torch.from_numpy(np.round((smooth - low) / (high - low) * 255) / 255)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("severity", [1, 5])
+def test_every_family_keeps_shape_range_and_input(family, severity):
+    clean = pictures()
+    kept = clean.clone()
+    out = corrupt(clean, family, severity, generator())
+    assert out.shape == clean.shape
+    assert out.min() >= 0
+    assert out.max() <= 1
+    assert torch.equal(clean, kept)
+    assert (out - clean).abs().mean() > 1e-3
+    assert torch.equal(out, corrupt(clean, family, severity, generator()))
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("saturate", "elastic_transform")])
+def test_higher_severity_changes_more(family):
+    clean = pictures()
+    change = [(corrupt(clean, family, s, generator()) - clean).square().mean().item() for s in range(1, 6)]
+    assert change == sorted(change)
+    assert change[0] < change[4]
+
+
+@pytest.mark.parametrize(("severity", "sigma"), list(enumerate([0.04, 0.06, 0.08, 0.09, 0.10], 1)))
+def test_gaussian_noise_moments(severity, sigma):
+    out = corrupt(torch.full((20, 3, 32, 32), 0.5), "gaussian_noise", severity, generator())
+    assert out.mean().item() == pytest.approx(0.5, abs=0.003)
+    assert out.std().item() == pytest.approx(sigma, rel=0.02)
+
+
+@pytest.mark.parametrize(("severity", "photons"), list(enumerate([500, 250, 100, 75, 50], 1)))
+def test_shot_noise_moments(severity, photons):
+    out = corrupt(torch.full((20, 3, 32, 32), 0.4, dtype=torch.float64), "shot_noise", severity, generator())
+    assert out.mean().item() == pytest.approx(0.4, rel=0.01)
+    assert out.var().item() == pytest.approx(0.4 / photons, rel=0.03)  # Poisson: variance of the rate
+    counts = out * photons
+    assert torch.allclose(counts, counts.round(), atol=1e-9)
+
+
+@pytest.mark.parametrize(("severity", "amount"), list(enumerate([0.01, 0.02, 0.03, 0.05, 0.07], 1)))
+def test_impulse_noise_share(severity, amount):
+    out = corrupt(torch.full((160, 3, 32, 32), 0.5), "impulse_noise", severity, generator())
+    assert (out == 1).float().mean().item() == pytest.approx(amount / 2, rel=0.1)
+    assert (out == 0).float().mean().item() == pytest.approx(amount / 2, rel=0.1)
+    assert ((out == 0.5) | (out == 0) | (out == 1)).all()
+
+
+@pytest.mark.parametrize(("severity", "sigma"), list(enumerate([0.06, 0.1, 0.12, 0.16, 0.2], 1)))
+def test_speckle_noise_grows_with_the_pixel(severity, sigma):
+    for level in (0.2, 0.4):
+        out = corrupt(torch.full((20, 3, 32, 32), level), "speckle_noise", severity, generator())
+        assert out.std().item() == pytest.approx(sigma * level, rel=0.02)
+
+
+@pytest.mark.parametrize(("severity", "sigma"), list(enumerate([0.4, 0.6, 0.7, 0.8, 1.0], 1)))
+def test_gaussian_blur_is_scipys(severity, sigma):
+    clean = pictures()
+    expected = ndimage.gaussian_filter(clean.numpy(), (0, 0, sigma, sigma), mode="nearest", truncate=4)
+    np.testing.assert_allclose(
+        corrupt(clean, "gaussian_blur", severity, generator()).numpy(), expected, atol=1e-9
+    )
+
+
+def published_disk(radius, alias_blur):
+    """The 17 x 17 disk of the published description, blurred by a 3 x 3 Gaussian."""
+    place = np.arange(-8, 9)
+    disk = (place[:, None] ** 2 + place**2 <= radius**2).astype(float)
+    weights = np.exp(-np.array([1, 0, 1]) / (2 * alias_blur**2))
+    kernel = np.outer(weights, weights) / weights.sum() ** 2
+    return ndimage.convolve(disk / disk.sum(), kernel, mode="constant")
+
+
+@pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
+def test_defocus_blur_is_a_disk(severity):
+    kernel = published_disk(*SEVERITIES["defocus_blur"][1][severity - 1])
+    clean = pictures()
+    expected = np.stack(
+        [[ndimage.convolve(c, kernel, mode="mirror") for c in image] for image in clean.numpy()]
+    )
+    np.testing.assert_allclose(
+        corrupt(clean, "defocus_blur", severity, generator()).numpy(), expected, atol=1e-9
+    )
+
+
+def test_disk_of_radius_one_by_hand():
+    kernel = disk_kernel(1, 1e-3)  # no smoothing: the centre and its four neighbours
+    assert kernel[1:4, 1:4].tolist() == [[0, 0.2, 0], [0.2, 0.2, 0.2], [0, 0.2, 0]]
+    assert kernel.sum().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("degrees", [-45, -20, 0, 33, 45])
+def test_motion_blur_follows_the_angle(degrees, monkeypatch):
+    draw = torch.full((1, 1), degrees / 90 + 0.5, dtype=torch.float64)
+    monkeypatch.setattr(corruptions, "_rand", lambda *_: draw)
+    clean = pictures(1)
+    out = corrupt(clean, "motion_blur", 4, generator())[0].numpy()
+    radius, sigma = 8, 2
+    weights = [math.exp(-(i**2) / (2 * sigma**2)) for i in range(2 * radius + 1)]
+    expected = np.zeros((3, 32, 32))
+    for r in range(32):
+        for c in range(32):
+            for i, weight in enumerate(weights):
+                row = r + math.ceil(i * math.sin(math.radians(degrees)) - 0.5)
+                column = c + math.ceil(i * math.cos(math.radians(degrees)) - 0.5)
+                source = clean[0, :, min(max(row, 0), 31), min(max(column, 0), 31)].numpy()
+                expected[:, r, c] += weight / sum(weights) * source
+    np.testing.assert_allclose(out, expected, atol=1e-9)
+
+
+def test_contrast_by_hand():
+    image = torch.tensor([0.0, 1.0, 1.0, 0.0]).view(1, 1, 2, 2)
+    out = corrupt(image, "contrast", 5, generator()).flatten().tolist()
+    assert out == pytest.approx([0.425, 0.575, 0.575, 0.425])  # 0.5 -+ 0.15 * 0.5
+
+
+def through_hsv(images, change):
+    out = np.empty_like(images)
+    for n, r, c in np.ndindex(images.shape[0], *images.shape[2:]):
+        out[n, :, r, c] = colorsys.hsv_to_rgb(*change(*colorsys.rgb_to_hsv(*images[n, :, r, c])))
+    return out
+
+
+def clip(value):
+    return min(max(value, 0.0), 1.0)
+
+
+def colourful():
+    images = pictures(2, 16)
+    images[0, :, 0, :4] = 0.0  # black
+    images[0, :, 1, :4] = 1.0  # white
+    images[0, :, 2, :4] = 0.5  # grey
+    images[0, 0, 3, :4] = 1.0
+    return images
+
+
+@pytest.mark.parametrize(("severity", "shift"), list(enumerate([0.05, 0.1, 0.15, 0.2, 0.3], 1)))
+def test_brightness_through_colorsys(severity, shift):
+    clean = colourful()
+    expected = through_hsv(clean.numpy(), lambda h, s, v: (h, s, clip(v + shift)))
+    np.testing.assert_allclose(
+        corrupt(clean, "brightness", severity, generator()).numpy(), expected, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("severity", "constants"), list(enumerate([(0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)], 1))
+)
+def test_saturate_through_colorsys(severity, constants):
+    clean = colourful()
+    factor, shift = constants
+    expected = through_hsv(clean.numpy(), lambda h, s, v: (h, clip(s * factor + shift), v))
+    np.testing.assert_allclose(corrupt(clean, "saturate", severity, generator()).numpy(), expected, atol=1e-9)
+
+
+def as_bytes(images):
+    return (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+@pytest.mark.parametrize(("severity", "quality"), list(enumerate([80, 65, 58, 50, 40], 1)))
+def test_jpeg_is_pillows(severity, quality):
+    clean = pictures(2)
+    for before, after in zip(
+        as_bytes(clean), as_bytes(corrupt(clean, "jpeg_compression", severity, generator()))
+    ):
+        buffer = io.BytesIO()
+        pillow.fromarray(before).save(buffer, "JPEG", quality=quality)
+        assert (np.asarray(pillow.open(buffer)) == after).all()
+
+
+@pytest.mark.parametrize(("severity", "factor"), list(enumerate([0.95, 0.9, 0.85, 0.75, 0.65], 1)))
+def test_pixelate_is_pillows_box_filter(severity, factor):
+    clean = pictures(2)
+    small = int(32 * factor)
+    for before, after in zip(as_bytes(clean), as_bytes(corrupt(clean, "pixelate", severity, generator()))):
+        expected = pillow.fromarray(before).resize((small, small), pillow.Resampling.BOX)
+        expected = np.asarray(expected.resize((32, 32), pillow.Resampling.BOX)).astype(int)
+        assert (expected == after).all()
+
+
+@pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
+def test_elastic_transform_is_scipys(severity, monkeypatch):
+    drawn = []
+    draw = corruptions._rand
+    monkeypatch.setattr(corruptions, "_rand", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    clean = pictures(2)
+    out = corrupt(clean, "elastic_transform", severity, generator()).numpy()
+    alpha, sigma, jitter = (32 * c for c in SEVERITIES["elastic_transform"][1][severity - 1])
+    y, x = np.mgrid[:32, :32]
+    before = np.array([[26, 26, 1], [26, 6, 1], [6, 6, 1]], float)
+    for n, image in enumerate(clean.numpy()):
+        after = before[:, :2] + (2 * drawn[0][n].numpy() - 1) * jitter
+        forward = np.linalg.solve(before, after).T  # (2, 3): maps old points to new ones
+        linear, shift = forward[:, :2], forward[:, 2]
+        source = np.linalg.inv(linear) @ (np.stack([x.ravel(), y.ravel()]) - shift[:, None])
+        places = source[::-1].reshape(2, 32, 32)
+        moved = [ndimage.map_coordinates(c, places, order=1, mode="mirror") for c in image]
+        if alpha:
+            across, down = (
+                ndimage.gaussian_filter(2 * d[n] - 1, sigma, mode="reflect", truncate=3) * alpha
+                for d in drawn[1].numpy()
+            )
+            moved = [
+                ndimage.map_coordinates(c, [y + down, x + across], order=1, mode="reflect") for c in moved
+            ]
+        np.testing.assert_allclose(out[n], np.clip(moved, 0, 1), atol=1e-6)
+
+
+def test_bytes_in_bytes_out():
+    images = as_bytes(pictures(4))
+    for family in FAMILIES:
+        out = corrupt_images(images, family, 3, seed=1)
+        assert out.dtype == np.uint8
+        assert out.shape == images.shape
+        assert (out != images).any()
+    monotone = corrupt_images(np.full((1, 4, 4, 3), 100, np.uint8), "contrast", 5)
+    assert (monotone == 100).all()  # nothing to change, and whole levels stay whole
+
+
+def test_greyscale_images():
+    clean = pictures()[:, :1]
+    for family in FAMILIES:
+        if family == "saturate":
+            with pytest.raises(ValueError, match="saturate needs images with 3 channels, got 1"):
+                corrupt(clean, family, 1, generator())
+        else:
+            assert corrupt(clean, family, 1, generator()).shape == clean.shape
+
+
+def test_bad_arguments_are_named():
+    images = torch.zeros(1, 3, 8, 8)
+    with pytest.raises(ValueError, match=r"family must be one of gaussian_noise, .* got 'fog'"):
+        corrupt(images, "fog", 1, generator())
+    with pytest.raises(ValueError, match=r"severity must be 1, 2, 3, 4 or 5, got 6"):
+        corrupt(images, "contrast", 6, generator())
+    with pytest.raises(ValueError, match=r"images must be floating \(N, C, H, W\), got torch.uint8"):
+        corrupt(images.byte(), "contrast", 1, generator())
+
+
+def test_official_files(tmp_path):
+    stacked = np.lib.format.open_memmap(tmp_path / "fog.npy", "w+", np.uint8, (50_000, 32, 32, 3))
+    stacked[30_000:40_000:1000] = 7  # sparse: the file takes no space on disk where it is zero
+    stacked.flush()
+    np.save(tmp_path / "labels.npy", np.tile(np.arange(10_000) % 10, 5).astype(np.uint8))
+    read = read_cifar10c(tmp_path, "fog", 4)
+    assert len(read) == 10_000
+    assert (read.images[::1000] == 7).all()
+    assert read.images.sum() == 10 * 7 * 32 * 32 * 3
+    assert read.labels[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+
+
+def test_official_files_that_are_missing_or_damaged(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"snow.npy is missing: unpack CIFAR-10-C.tar"):
+        read_cifar10c(tmp_path, "snow", 1)
+    (tmp_path / "snow.npy").write_bytes(b"\x93NUMPY not really")
+    with pytest.raises(ValueError, match=r"snow.npy is truncated or not a .npy file"):
+        read_cifar10c(tmp_path, "snow", 1)
+    np.save(tmp_path / "snow.npy", np.zeros((10, 32, 32, 3), np.uint8))
+    with pytest.raises(
+        ValueError, match=r"snow.npy must hold an array of shape \(50000, 32, 32, 3\), got \(10,"
+    ):
+        read_cifar10c(tmp_path, "snow", 1)
