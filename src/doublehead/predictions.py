@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -194,10 +195,6 @@ class Predictions:
     def load(cls, path: str | os.PathLike[str], *, tolerance: float = 1e-3) -> Predictions:
         """Read what `save` wrote: arrays `labels` and either `logits` or `probs` (`tolerance` as in `from_probs`)."""
         arrays = _read_npz(Path(path))
-        if "labels" not in arrays or ("logits" in arrays) == ("probs" in arrays):
-            raise ValueError(
-                f"{path} must hold the arrays 'labels' and either 'logits' or 'probs', got {sorted(arrays)}"
-            )
         if "logits" in arrays:
             return cls(arrays["logits"], arrays["labels"])
         return cls.from_probs(arrays["probs"], arrays["labels"], tolerance=tolerance)
@@ -211,9 +208,16 @@ def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         )
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files if name in ("logits", "probs", "labels")}
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError) as error:
+            names = set(file.files)
+            wanted = names & {"logits", "probs", "labels"}
+            arrays = {name: file[name] for name in wanted}
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path} must hold plain arrays in whole, got: {error}") from error
+    if len(wanted) != 2 or "labels" not in wanted:
+        raise ValueError(
+            f"{path} must hold the arrays 'labels' and either 'logits' or 'probs', got {sorted(names)}"
+        )
+    return arrays
 
 
 def _to_tensor(values: ArrayLike, name: str) -> Tensor:

@@ -1,0 +1,265 @@
+"""Predictions: what goes in comes out, and bad input is named."""
+
+from __future__ import annotations
+
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import predictions as module
+from doublehead.predictions import Predictions
+
+LOGITS = [[2.0, 0.0, -1.0], [0.0, 1.0, 3.0]]
+
+
+def test_softmax_by_hand():
+    p = Predictions([[np.log(3.0), 0.0], [0.0, np.log(9.0)]], [0, 0])
+    torch.testing.assert_close(p.probs, torch.tensor([[0.75, 0.25], [0.1, 0.9]], dtype=torch.float64))
+    torch.testing.assert_close(p.confidence, torch.tensor([0.75, 0.9], dtype=torch.float64))
+    assert p.predicted.tolist() == [0, 1]
+    assert p.correct.tolist() == [True, False]
+    assert (len(p), p.n_classes, p.are_probs) == (2, 2, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_types_are_widened_to_float32_or_kept(dtype):
+    p = Predictions(torch.tensor(LOGITS, dtype=dtype), torch.tensor([0, 1], dtype=torch.int16))
+    assert p.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert p.labels.dtype == torch.int64
+
+
+def test_numpy_and_torch_agree():
+    a = Predictions(np.array(LOGITS, dtype=np.float32), np.array([0, 1], dtype=np.uint8))
+    b = Predictions(torch.tensor(LOGITS), torch.tensor([0, 1]))
+    assert torch.equal(a.probs, b.probs)
+    assert torch.equal(a.labels, b.labels)
+
+
+def test_arrays_torch_cannot_share_are_copied():
+    array = np.array(LOGITS, dtype=np.float32)
+    array.flags.writeable = False
+    assert torch.equal(Predictions(array, [0, 1]).logits, torch.tensor(LOGITS))
+    reverse = np.array(LOGITS)[::-1]
+    assert Predictions(reverse, np.array([0, 1])[::-1]).logits[0].tolist() == LOGITS[1]
+
+
+def test_a_transposed_view_gives_the_same_numbers():
+    logits = torch.randn(500, 7)
+    view = logits.t().contiguous().t()
+    assert torch.equal(
+        Predictions(view, torch.zeros(500).long()).confidence, Predictions(logits, [0] * 500).confidence
+    )
+
+
+def test_gradients_are_left_behind():
+    logits = torch.tensor(LOGITS, requires_grad=True)
+    assert not Predictions(logits, [0, 1]).confidence.requires_grad
+
+
+def test_probabilities_are_kept_as_they_came():
+    probs = np.array([[0.2, 0.5, 0.3], [0.0, 1.0, 0.0]])
+    p = Predictions.from_probs(probs, [1, 1])
+    assert p.are_probs
+    assert np.array_equal(p.probs.numpy(), probs)
+    assert p.confidence.tolist() == [0.5, 1.0]
+    assert bool(torch.isfinite(p.logits).all())
+
+
+def test_probability_a_rounding_error_above_one_becomes_one():
+    p = Predictions.from_probs(np.array([[1 + 5e-7, 0.0]]), [0])
+    assert p.confidence.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "are_probs"), [((4,), False), ((4, 1), False), ((4,), True), ((4, 1), True)]
+)
+def test_binary_models(shape, are_probs):
+    chance = np.array([0.1, 0.5, 0.6, 0.9])
+    scores = chance if are_probs else np.log(chance / (1 - chance))
+    p = Predictions.from_binary(scores.reshape(shape), [0, 1, 1, 0], are_probs=are_probs)
+    np.testing.assert_allclose(p.probs[:, 1], chance, rtol=1e-12)
+    assert p.correct.tolist() == [True, False, True, False]  # a tie goes to the first class
+
+
+@pytest.mark.parametrize("are_probs", [False, True])
+def test_ties_go_to_the_first_of_the_largest(are_probs):
+    """Rows with exact ties, in which the one-pass path must agree with argmax."""
+    scores = torch.randint(0, 3, (5000, 6), generator=torch.Generator().manual_seed(1)).float()
+    scores[:, 0] += 0.25  # no row of zeros
+    scores = scores / scores.sum(1, keepdim=True) if are_probs else scores
+    labels = torch.randint(0, 6, (5000,))
+    p = Predictions.from_probs(scores, labels) if are_probs else Predictions(scores, labels)
+    confidence, correct = p.top_label()
+    assert torch.equal(correct, scores.argmax(1) == labels)
+    assert torch.equal(correct, p.correct)
+    assert torch.equal(confidence, p.probs.amax(1))
+    ties = (scores == scores.amax(1, keepdim=True)).sum(1) > 1
+    assert int(ties.sum()) > 1000
+
+
+def test_ties_of_rows_that_sum_to_more_than_one():
+    p = Predictions.from_probs([[0.55, 0.55, 0.0], [0.55, 0.55, 0.0]], [0, 1], tolerance=0.2)
+    assert p.top_label()[1].tolist() == [True, False]
+
+
+def test_one_pass_is_the_same_in_any_chunks(monkeypatch):
+    logits, labels = torch.randn(1000, 10) * 3, torch.randint(0, 10, (1000,))
+    whole = Predictions(logits, labels).top_label()
+    monkeypatch.setattr(module, "CHUNK_ENTRIES", 70)
+    for a, b in zip(whole, Predictions(logits, labels).top_label()):
+        assert torch.equal(a, b)
+
+
+def test_extreme_logits_stay_finite():
+    p = Predictions([[3e38, -3e38], [-1e4, 1e4]], [0, 1])
+    assert p.confidence.tolist() == [1.0, 1.0]
+
+
+def test_rows():
+    p = Predictions(np.arange(12.0).reshape(4, 3), [0, 1, 2, 0])
+    assert p[1:3].labels.tolist() == [1, 2]
+    assert p[[3, 0]].logits[0].tolist() == [9.0, 10.0, 11.0]
+    assert p[p.correct].labels.tolist() == [2]
+    assert p[np.array([True, False, False, True])].labels.tolist() == [0, 0]
+    rough = Predictions.from_probs([[0.7, 0.31], [0.2, 0.8]], [0, 1], tolerance=0.1)
+    assert rough[:1].are_probs
+    assert rough[:1].probs.tolist() == [[0.7, 0.31]]
+    with pytest.raises(IndexError, match="rows must be a slice, an index array or a mask, got 2"):
+        p[2]
+    with pytest.raises(IndexError, match="rows must select at least one of 4 rows, got none"):
+        p[4:]
+
+
+@pytest.mark.parametrize("are_probs", [False, True])
+def test_save_and_load(tmp_path, are_probs):
+    scores = torch.rand(50, 4, dtype=torch.float64)
+    scores = scores / scores.sum(1, keepdim=True)
+    labels = torch.randint(0, 4, (50,))
+    p = Predictions.from_probs(scores, labels) if are_probs else Predictions(scores, labels)
+    path = p.save(tmp_path / "new" / "p.npz")
+    q = Predictions.load(path)
+    assert q.are_probs == are_probs
+    assert torch.equal(p.probs, q.probs)
+    assert torch.equal(p.labels, q.labels)
+    assert [file.name for file in path.parent.iterdir()] == ["p.npz"]
+
+
+def test_save_leaves_nothing_half_written(tmp_path, monkeypatch):
+    p = Predictions(LOGITS, [0, 1])
+    p.save(tmp_path / "p.npz")
+    before = (tmp_path / "p.npz").read_bytes()
+
+    def fail(*_args, **_arrays):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    with pytest.raises(OSError, match="disk full"):
+        p.save(tmp_path / "p.npz")
+    assert [file.name for file in tmp_path.iterdir()] == ["p.npz"]
+    assert (tmp_path / "p.npz").read_bytes() == before
+
+
+def test_rough_probabilities_can_be_read_back(tmp_path):
+    path = Predictions.from_probs([[0.7, 0.31]], [0], tolerance=0.1).save(tmp_path / "p.npz")
+    assert len(Predictions.load(path, tolerance=0.1)) == 1
+    with pytest.raises(ValueError, match=r"each row of probs must sum to 1 within 0.001, got 1.01 in row 0"):
+        Predictions.load(path)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match=r"path must end in .npz, got 'p.csv'"):
+        Predictions(LOGITS, [0, 1]).save(tmp_path / "p.csv")
+    with pytest.raises(FileNotFoundError):
+        Predictions.load(tmp_path / "missing.npz")
+    (tmp_path / "text.npz").write_text("a,b\n1,2\n")
+    with pytest.raises(
+        ValueError, match=r"text.npz must be an .npz file .* got something else or a truncated file"
+    ):
+        Predictions.load(tmp_path / "text.npz")
+    np.savez(tmp_path / "names.npz", scores=np.zeros((2, 2)), labels=np.zeros(2, int))
+    with pytest.raises(
+        ValueError,
+        match=r"must hold the arrays 'labels' and either 'logits' or 'probs', got \['labels', 'scores'\]",
+    ):
+        Predictions.load(tmp_path / "names.npz")
+    np.savez(tmp_path / "both.npz", logits=np.zeros((2, 2)), probs=np.zeros((2, 2)), labels=np.zeros(2, int))
+    with pytest.raises(ValueError, match=r"either 'logits' or 'probs', got \['labels', 'logits', 'probs'\]"):
+        Predictions.load(tmp_path / "both.npz")
+
+
+def test_a_pickle_is_never_opened(tmp_path):
+    np.savez(tmp_path / "p.npz", logits=np.array([[1.0, None]], dtype=object), labels=np.zeros(1, int))
+    with pytest.raises(ValueError, match="must hold plain arrays in whole, got: .*allow_pickle=False"):
+        Predictions.load(tmp_path / "p.npz")
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = Predictions(np.random.default_rng(0).normal(size=(200, 5)), [0] * 200).save(tmp_path / "p.npz")
+    with zipfile.ZipFile(path) as file:
+        start = file.getinfo("logits.npy").header_offset + 60
+    broken = bytearray(path.read_bytes())
+    broken[start : start + 200] = bytes(200)
+    path.write_bytes(broken)
+    with pytest.raises(ValueError, match=r"p.npz must hold plain arrays in whole"):
+        Predictions.load(path)
+    path.write_bytes(broken[: len(broken) // 2])
+    with pytest.raises(ValueError, match="truncated file"):
+        Predictions.load(path)
+
+
+BAD = [
+    ([1.0, 2.0], [0, 1], ValueError, r"logits must have shape \(N, K\) with K >= 2, got \(2,\); .* from_binary"),
+    ([[1.0], [2.0]], [0, 1], ValueError, r"got \(2, 1\); a binary model's single score enters through from_binary"),
+    (np.zeros((2, 2, 2)), [0, 1], ValueError, r"with K >= 2, got \(2, 2, 2\)$"),
+    (np.zeros((0, 3)), [], ValueError, r"logits must have at least one row, got shape \(0, 3\)"),
+    ([[1, 2]], [0], TypeError, "logits must be of a floating type, got int64"),
+    ([["a", "b"]], [0], TypeError, "logits must be an array of numbers, got list"),
+    ([[1.0, 2.0], [1.0]], [0, 0], TypeError, "logits must be an array of numbers, got list"),
+    ([[1.0, np.nan], [1.0, np.inf]], [0, 0], ValueError,
+     r"logits must be finite, got 2 non-finite values, the first one \(nan\) in row 0, column 1"),
+    ([[1.0, 2.0], [np.inf, -np.inf]], [0, 0], ValueError, r"the first one \(inf\) in row 1, column 0"),
+    (LOGITS, [0.0, 1.0], TypeError, "labels must be whole numbers, got float64"),
+    (LOGITS, ["a", "b"], TypeError, "labels must be an array of numbers, got list"),
+    (LOGITS, [0], ValueError, r"labels must have shape \(2,\) for logits of shape \(2, 3\), got \(1,\)"),
+    (LOGITS, [[0], [1]], ValueError, r"labels must have shape \(2,\) .* got \(2, 1\)"),
+    (LOGITS, [0, 3], ValueError, r"labels must lie in 0..2 for logits of shape \(2, 3\), got a maximum of 3"),
+    (LOGITS, [-1, 2], ValueError, r"labels must lie in 0..2 .* got a minimum of -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("logits", "labels", "error", "message"), BAD)
+def test_bad_input_is_named(logits, labels, error, message):
+    with pytest.raises(error, match=message):
+        Predictions(logits, labels)
+
+
+def test_large_but_finite_logits_are_not_refused():
+    Predictions(np.full((4, 2), 3e38, dtype=np.float32), [0, 0, 1, 1])  # their sum overflows, they do not
+
+
+BAD_PROBS = [
+    ([[1.5, -0.5]], r"probs must lie in 0..1, got values from -0.5 to 1.5; logits enter through Predictions"),
+    ([[0.5, 0.5], [0.5, 0.4]], r"each row of probs must sum to 1 within 0.001, got 0.9 in row 1"),
+    ([[0.0, 0.0]], r"must sum to 1 within 0.001, got 0 in row 0"),
+]
+
+
+@pytest.mark.parametrize(("probs", "message"), BAD_PROBS)
+def test_bad_probabilities_are_named(probs, message):
+    with pytest.raises(ValueError, match=message):
+        Predictions.from_probs(probs, [0] * len(probs))
+
+
+def test_bad_binary_scores_are_named():
+    with pytest.raises(ValueError, match=r"binary logits must have shape \(N,\) or \(N, 1\), got \(1, 2\)"):
+        Predictions.from_binary([[1.0, 2.0]], [0])
+    with pytest.raises(ValueError, match="probs must lie in 0..1"):
+        Predictions.from_binary([1.5], [0], are_probs=True)
+    with pytest.raises(ValueError, match="labels must lie in 0..1"):
+        Predictions.from_binary([1.5], [2])
+
+
+def test_repr_says_what_it_holds():
+    assert repr(Predictions(LOGITS, [0, 1])) == "Predictions(logits of shape (2, 3), float64)"
