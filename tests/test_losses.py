@@ -78,6 +78,11 @@ def test_losses_of_single_examples_by_hand() -> None:
     close(label_smoothing(logits, labels, epsilon=0.3), smooth)
 
 
+def test_flsd53_changes_gamma_at_a_fifth() -> None:
+    logits, labels = of_probs([0.19, 0.81], [0.21, 0.79]), torch.tensor([0, 0])
+    close(flsd53(logits, labels), [-(0.81**5) * math.log(0.19), -(0.79**3) * math.log(0.21)])
+
+
 def test_squared_error_on_logits_by_hand() -> None:
     logits, labels = torch.tensor([[2.0, -1.0, 0.5]]).double(), torch.tensor([0])
     close(mse_logits(logits, labels), [(1 + 1 + 0.25) / 3])
