@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doublehead.predictions import ArrayLike, Predictions, _to_float_tensor
+from doublehead.predictions import ArrayLike, Predictions, _to_float_tensor, _to_tensor
 
 UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
 
@@ -65,23 +65,19 @@ class Bins:
     def of(cls, confidence: ArrayLike, correct: ArrayLike, n_bins: int = 15) -> Bins:
         """Bin confidences (N,) in 0..1 and whether each was correct (N,)."""
         confidence = _check_confidence(confidence)
-        correct = torch.as_tensor(correct, device=confidence.device)
+        correct = _check_correct(correct).to(confidence.device)
         if correct.shape != confidence.shape:
             raise ValueError(
                 f"correct must have the shape of confidence {tuple(confidence.shape)}, got {tuple(correct.shape)}"
             )
-        which = bin_of(confidence, n_bins)
-        entries = torch.stack([torch.ones_like(which), quantise(confidence), correct.to(torch.int64)])
-        return cls.from_state(_sum_by(which, entries, n_bins))
+        return cls.from_state(_state_of(confidence, correct, n_bins))
 
     @classmethod
     def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of the confidence in the predicted class."""
         state = torch.zeros(3, check_n_bins(n_bins), dtype=torch.int64, device=predictions.labels.device)
         for confidence, correct in predictions.top_chunks():
-            which = bin_of(confidence, n_bins)
-            entries = torch.stack([torch.ones_like(which), quantise(confidence), correct.to(torch.int64)])
-            state += _sum_by(which, entries, n_bins)
+            state += _state_of(confidence, correct, n_bins)
         return cls.from_state(state)
 
     @classmethod
@@ -195,7 +191,7 @@ def inner_edges(n_bins: int, like: Tensor) -> Tensor:
 
 def bin_of(confidence: Tensor, n_bins: int) -> Tensor:
     """The bin (int64) of each confidence, by the right-closed edges stated on top."""
-    return torch.bucketize(confidence, inner_edges(check_n_bins(n_bins), confidence))
+    return torch.bucketize(confidence.contiguous(), inner_edges(check_n_bins(n_bins), confidence))
 
 
 def check_n_bins(n_bins: int) -> int:
@@ -205,9 +201,11 @@ def check_n_bins(n_bins: int) -> int:
     return n_bins
 
 
-def _sum_by(which: Tensor, entries: Tensor, size: int) -> Tensor:
-    """Entries (3, M) int64 summed by index `which` (M,) -> (3, size)."""
-    return entries.new_zeros(3, size).scatter_add_(1, which.expand(3, -1), entries)
+def _state_of(confidence: Tensor, correct: Tensor, n_bins: int) -> Tensor:
+    """(3, n_bins) the state of confidences (M,) and whether each was correct (M,)."""
+    which = bin_of(confidence, n_bins)
+    entries = torch.stack([torch.ones_like(which), quantise(confidence), correct.to(torch.int64)])  # (3, M)
+    return entries.new_zeros(3, n_bins).scatter_add_(1, which.expand(3, -1), entries)
 
 
 def _add_components(state: Tensor, probs: Tensor, labels: Tensor) -> None:
@@ -244,3 +242,13 @@ def _check_confidence(values: ArrayLike) -> Tensor:
             f"confidence must lie in 0..1 and be finite, got values from {low:.6g} to {high:.6g}"
         )
     return confidence
+
+
+def _check_correct(values: ArrayLike) -> Tensor:
+    correct = _to_tensor(values, "correct")
+    want = "correct must be bool or whole numbers 0 and 1"
+    if correct.is_floating_point() or correct.is_complex():
+        raise TypeError(f"{want}, got {str(correct.dtype).removeprefix('torch.')}")
+    if correct.dtype != torch.bool and not bool(((correct == 0) | (correct == 1)).all()):
+        raise ValueError(f"{want}, got {int(correct[(correct != 0) & (correct != 1)][0])}")
+    return correct
