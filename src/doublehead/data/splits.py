@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -72,6 +73,10 @@ class Trees:
     def take(self, rows: Array) -> Trees:
         """The samples of some rows."""
         return Trees(tuple(self.trees[row] for row in rows), self.labels[rows])
+
+    def as_texts(self) -> Texts:
+        """The sentences without their structure, tokens joined by spaces."""
+        return Texts(tuple(tree.text for tree in self.trees), self.labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +173,55 @@ def carve(samples: S, n_carved: int, seed: int = SPLIT_SEED) -> tuple[S, S]:
     >>> len(rest), sorted(carved.labels.tolist())
     (2, [0, 1])
     """
-    carved = np.sort(stratified_draw(samples.labels, n_carved, seed))
-    rest = np.setdiff1d(np.arange(len(samples)), carved, assume_unique=True)
+    rest, carved = carve_rows(samples.labels, n_carved, seed)
     return samples.take(rest), samples.take(carved)
+
+
+def carve_rows(labels: Array, n_carved: int, seed: int = SPLIT_SEED) -> tuple[Array, Array]:
+    """The row numbers behind `carve`, both in rising order: those that stay and those that are carved out."""
+    carved = np.sort(stratified_draw(labels, n_carved, seed))
+    return np.setdiff1d(np.arange(len(labels)), carved, assume_unique=True), carved
+
+
+def check_disjoint(**rows: Array) -> None:
+    """Raise if a row number occurs twice in one split or in two of them.
+
+    >>> check_disjoint(train=np.array([0, 1]), calib=np.array([2]))
+    >>> check_disjoint(train=np.array([0, 1]), calib=np.array([1]))
+    Traceback (most recent call last):
+    ValueError: splits must share no row, got row 1 in both train and calib
+    """
+    owner: dict[int, str] = {}
+    for name, numbers in rows.items():
+        for row in numbers.tolist():
+            if row in owner:
+                raise ValueError(f"splits must share no row, got row {row} in both {owner[row]} and {name}")
+            owner[row] = name
+
+
+def count_duplicates(splits: Splits) -> dict[tuple[str, str], int]:
+    """How many samples of the second split are, byte for byte, also in the first: leaks in the data itself.
+
+    Splits never share a row; but many data sets hold the same image or text twice.
+    """
+    digests = {name: _digests(getattr(splits, name)) for name in ("train", "calib", "test")}
+    pairs = (("train", "calib"), ("train", "test"), ("calib", "test"))
+    return {
+        (a, b): sum(digest in set_of_a for digest in digests[b])
+        for a, b in pairs
+        for set_of_a in [set(digests[a])]
+    }
+
+
+def _digests(samples: Samples) -> list[bytes]:
+    if isinstance(samples, Images):
+        parts = (image.tobytes() for image in samples.images)
+    elif isinstance(samples, ImageFiles):
+        parts = (file.read_bytes() for file in samples.files)
+    else:
+        texts = samples.as_texts().texts if isinstance(samples, Trees) else samples.texts
+        parts = (text.encode() for text in texts)
+    return [hashlib.sha256(part).digest() for part in parts]
 
 
 def _check_labels(labels: Array, n: int, name: str) -> None:

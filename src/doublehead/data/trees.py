@@ -66,7 +66,7 @@ def parse_tree(line: str) -> Tree:
     words, left, right, labels = [], [], [], []
     open_nodes: list[tuple[int, list[int]]] = []  # (label, finished children)
     root = -1
-    for piece in re.findall(r"\(\s*\d+|\)|[^\s()]+", line):
+    for piece in re.findall(r"\(\s*\d+|\)|[^ \t\r\n()]+", line):  # a word may hold a no-break space ("8 1/2")
         if root >= 0:
             raise ValueError(f"a tree must end with its root's bracket, got {piece!r} after it")
         if piece.startswith("("):
