@@ -1,0 +1,252 @@
+"""What the pictures show, as numbers: compute here, draw in `plots`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from doublehead.bins import UNIT, Bins, bin_of
+from doublehead.metrics import Floor, RiskCoverage, ece_floor, fine_bins, risk_coverage
+from doublehead.predictions import Predictions
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+BAND = (0.05, 0.95)  # the share of perfectly calibrated models a band leaves out below and above
+CLASS_CELLS = 60  # confidences of a class within 1/60 of each other share one binomial draw
+
+
+@dataclass(frozen=True, eq=False)
+class Reliability:
+    """The numbers of a reliability diagram; the arrays are float64 (n_bins,), nan where a bin is empty.
+
+    `gap` is confidence minus accuracy, positive where overconfident. A perfectly calibrated model with the same
+    confidences has its accuracy within `band_low..band_high` in 90 % of test sets, bin by bin.
+    """
+
+    edges: Array  # (n_bins + 1,)
+    confidence: Array
+    accuracy: Array
+    counts: Array  # int64
+    gap: Array
+    band_low: Array
+    band_high: Array
+    ece: float
+    floor: Floor
+
+    @property
+    def n(self) -> int:
+        """How many samples were binned."""
+        return int(self.counts.sum())
+
+    @property
+    def outside(self) -> Array:
+        """(n_bins,) bool: where the accuracy lies outside the band of a perfectly calibrated model."""
+        slack = 1e-12  # a quantile of simulated accuracies may differ from the same accuracy by a rounding
+        outside: Array = (self.accuracy < self.band_low - slack) | (self.accuracy > self.band_high + slack)
+        return outside
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """How often each confidence occurs; `dropped` samples lie in a last bin that was left out."""
+
+    edges: Array  # (n_bins + 1,)
+    counts: Array  # (n_bins,) int64
+    dropped: int
+    mean_confidence: float  # of all samples, dropped ones included
+    accuracy: float
+
+    @property
+    def n(self) -> int:
+        """How many samples there are, dropped ones included."""
+        return int(self.counts.sum()) + self.dropped
+
+    @property
+    def shares(self) -> Array:
+        """(n_bins,) counts as shares of all samples."""
+        shares: Array = self.counts / self.n
+        return shares
+
+
+class EpochCurve(NamedTuple):
+    """One number over the epochs of a run, each (M,) float64."""
+
+    epochs: Array
+    values: Array
+
+
+@dataclass(frozen=True, eq=False)
+class ClassGaps:
+    """For each class, the samples predicted to be of it: what the model claims and how often it is right.
+
+    Arrays are float64 (K,), nan where a class is never predicted. `band_low..band_high` holds the accuracy of a
+    perfectly calibrated model in 90 % of test sets; `ece` is the one-versus-rest error of the class's probability.
+    """
+
+    counts: Array  # int64, samples predicted to be of the class
+    n_labels: Array  # int64, samples of the class
+    confidence: Array
+    accuracy: Array
+    band_low: Array
+    band_high: Array
+    ece: Array
+
+    @property
+    def gap(self) -> Array:
+        """(K,) confidence minus accuracy."""
+        gap: Array = self.confidence - self.accuracy
+        return gap
+
+    @property
+    def excess(self) -> Array:
+        """(K,) how far the accuracy lies outside the band; 0 inside it, and for classes never predicted."""
+        outside = np.fmax(self.band_low - self.accuracy, self.accuracy - self.band_high)
+        excess: Array = np.fmax(outside, 0.0)
+        return excess
+
+    def worst_first(self) -> Array:
+        """(K,) classes by falling excess; equals by falling |gap|, classes never predicted last."""
+        size = np.nan_to_num(np.abs(self.gap), nan=-1.0)
+        order: Array = np.lexsort((np.arange(len(size)), -size, -self.excess))
+        return order
+
+
+def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0, n_draws: int = 2000) -> Reliability:
+    """The reliability diagram of the predicted class, with the band of a perfectly calibrated model.
+
+    The band is simulated: answers are drawn from the confidences themselves, `n_draws` times. For a stream, pass
+    top-label bins finer than `n_bins` by a whole factor, such as `Bins.top(p, fine_bins(15))`.
+
+    >>> p = Predictions.from_probs([[0.9, 0.1]] * 100, [0] * 90 + [1] * 10)
+    >>> curve = reliability(p, n_bins=10)
+    >>> int(curve.counts[8]), round(float(curve.accuracy[8]), 3), bool(curve.outside[8])
+    (100, 0.9, False)
+    """
+    fine = p if isinstance(p, Bins) else Bins.top(p, fine_bins(n_bins))
+    fine = fine.to("cpu")
+    floor = ece_floor(fine, n_bins, seed=seed)  # checks that these are top-label bins with samples
+    bins = fine.coarsen(n_bins)
+    cells = fine.state().unflatten(-1, (n_bins, -1)).numpy()  # (3, n_bins, cells)
+    low, high = _band(cells[0], cells[1] / UNIT, n_draws, seed)
+    return Reliability(
+        edges=bins.edges.numpy(),
+        confidence=bins.confidence.numpy(),
+        accuracy=bins.accuracy.numpy(),
+        counts=bins.counts.numpy(),
+        gap=bins.gap.numpy(),
+        band_low=low,
+        band_high=high,
+        ece=float(bins.ece()),
+        floor=floor,
+    )
+
+
+def confidence_histogram(p: Predictions | Bins, n_bins: int = 15, drop_last: bool = False) -> Histogram:
+    """How the confidences in the predicted class are distributed; `drop_last` leaves the crowded last bin out.
+
+    >>> confidence_histogram(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 0]), n_bins=5).counts.tolist()
+    [0, 0, 1, 0, 1]
+    """
+    bins = (p.coarsen(n_bins) if isinstance(p, Bins) else Bins.top(p, n_bins)).to("cpu")
+    if drop_last and n_bins < 2:
+        raise ValueError(f"n_bins must be at least 2 to drop the last bin, got {n_bins}")
+    kept = n_bins - 1 if drop_last else n_bins
+    return Histogram(
+        edges=bins.edges[: kept + 1].numpy(),
+        counts=bins.counts[:kept].numpy(),
+        dropped=int(bins.counts[kept:].sum()),
+        mean_confidence=float(bins.conf_sums.sum()) / UNIT / bins.n,
+        accuracy=float(bins.correct_sums.sum()) / bins.n,
+    )
+
+
+def epoch_curves(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, EpochCurve]:
+    """One curve per key from a list with one dict per epoch, as a run writes it.
+
+    The epoch is `row["epoch"]`, or the row's place in the list where it has none. A row without a key, or with None
+    there, leaves that epoch out of that curve, so a number measured every fifth epoch gives a curve of those.
+
+    >>> epoch_curves([{"epoch": 1, "ece": 0.05}, {"epoch": 2}, {"epoch": 3, "ece": 0.02}], ["ece"])["ece"].epochs
+    array([1., 3.])
+    """
+    curves = {}
+    for key in keys:
+        points = [(row.get("epoch", i), row[key]) for i, row in enumerate(rows) if row.get(key) is not None]
+        if not points:
+            known = sorted({name for row in rows for name in row})
+            raise ValueError(f"keys must name numbers of the rows ({', '.join(known)}), got {key!r}")
+        epochs, values = np.asarray(points, dtype=np.float64).T
+        curves[key] = EpochCurve(epochs, values)
+    return curves
+
+
+def risk_coverage_curve(p: Predictions, n_points: int = 200) -> RiskCoverage:
+    """`metrics.risk_coverage` thinned to at most `n_points` of its own points, about even in coverage.
+
+    >>> curve = risk_coverage_curve(Predictions([[i / 50, 0.0] for i in range(1, 101)], [0] * 100), n_points=5)
+    >>> [round(c, 2) for c in curve.coverage.tolist()]
+    [0.01, 0.25, 0.5, 0.75, 1.0]
+    """
+    if n_points < 2:
+        raise ValueError(f"n_points must be at least 2, got {n_points}")
+    whole = RiskCoverage(*(column.cpu() for column in risk_coverage(p)))
+    if len(whole.coverage) <= n_points:
+        return whole
+    wanted = torch.linspace(0, 1, n_points, dtype=torch.float64)
+    above = torch.searchsorted(whole.coverage, wanted).clamp(1, len(whole.coverage) - 1)
+    nearer = wanted - whole.coverage[above - 1] < whole.coverage[above] - wanted
+    kept = torch.where(nearer, above - 1, above).unique()
+    return RiskCoverage(*(column[kept] for column in whole))
+
+
+def class_gaps(p: Predictions, n_bins: int = 15, seed: int = 0, n_draws: int = 1000) -> ClassGaps:
+    """Class by class: when the model says k, what does it claim and how often is it right?
+
+    >>> gaps = class_gaps(Predictions.from_probs([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]], [0, 1, 1]))
+    >>> gaps.counts.tolist(), [round(g, 2) for g in gaps.gap.tolist()]
+    ([2, 1], [0.3, -0.4])
+    """
+    confidence, correct = (column.cpu() for column in p.top_label())
+    predicted = p.predicted.cpu()
+    cell = (predicted * CLASS_CELLS + bin_of(confidence, CLASS_CELLS)).numpy()
+
+    def sums(weights: Array | None = None) -> Array:
+        flat: Array = np.bincount(cell, weights, minlength=p.n_classes * CLASS_CELLS)
+        return flat.reshape(p.n_classes, CLASS_CELLS)
+
+    counts, conf_sums, correct_sums = (
+        sums(),
+        sums(confidence.double().numpy()),
+        sums(correct.double().numpy()),
+    )
+    n, empty = counts.sum(1), np.full(p.n_classes, np.nan)
+    low, high = _band(counts, conf_sums, n_draws, seed)
+    return ClassGaps(
+        counts=n,
+        n_labels=np.bincount(p.labels.cpu().numpy(), minlength=p.n_classes),
+        confidence=np.divide(conf_sums.sum(1), n, out=empty.copy(), where=n > 0),
+        accuracy=np.divide(correct_sums.sum(1), n, out=empty.copy(), where=n > 0),
+        band_low=low,
+        band_high=high,
+        ece=Bins.classwise(p, n_bins).ece().cpu().numpy(),
+    )
+
+
+def _band(counts: Array, conf_sums: Array, n_draws: int, seed: int) -> tuple[Array, Array]:
+    """(R,) each: 5 % and 95 % quantiles of the accuracy of R groups whose answers follow their confidences.
+
+    Each group is given by the counts and sums of confidences in its cells, (R, cells): the answers of a cell are
+    drawn together, with its mean confidence.
+    """
+    generator = np.random.default_rng(seed)
+    low, high = np.full(len(counts), np.nan), np.full(len(counts), np.nan)
+    for i in np.flatnonzero(counts.sum(1)):
+        size = counts[i][counts[i] > 0]
+        chance = np.clip(conf_sums[i][counts[i] > 0] / size, 0, 1)
+        correct = generator.binomial(size, chance, size=(n_draws, len(size))).sum(1)
+        low[i], high[i] = np.quantile(correct / size.sum(), BAND)
+    return low, high

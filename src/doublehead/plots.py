@@ -1,0 +1,348 @@
+"""Draw the curves. Every `draw_*` returns the axes it drew on and touches nothing global.
+
+Without `ax` a function makes its own `Figure` outside pyplot: nothing is registered, nothing pops up, and a loop over
+thousands of runs leaks nothing. Put several into one figure by passing the axes, and write it with `save`:
+
+    figure = matplotlib.figure.Figure(figsize=(8, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_reliability(reliability(before), ax=left, title="before")
+    draw_reliability(reliability(after), ax=right, title="after")
+    save(figure, "before-after.pdf")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from doublehead.curves import Histogram, Reliability, epoch_curves
+from doublehead.metrics import RiskCoverage
+from doublehead.optional import require
+
+Axes: TypeAlias = Any  # matplotlib.axes.Axes; matplotlib is an extra
+
+# Okabe and Ito's palette, safe for colour-blind readers, in an order whose greys also differ. Every series has a
+# line style and a marker of its own besides.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "oo")
+BLUE, ORANGE, INK, GREY = "#0072b2", "#d55e00", "#333333", "#b8b8b8"
+PICTURES = (".pdf", ".png", ".svg", ".eps", ".jpg", ".webp")
+
+
+def draw_reliability(curve: Reliability, ax: Axes = None, *, title: str | None = None) -> Axes:
+    """Accuracy by confidence, the gap to what was claimed, the band of a perfect model, and counts underneath.
+
+    The strip of counts is a child of `ax` on a logarithmic scale.
+    """
+    ax = _axes(ax, (4.2, 5.0))
+    full = curve.counts > 0
+    left, width = curve.edges[:-1][full], np.diff(curve.edges)[full]
+    accuracy, gap, low = curve.accuracy[full], curve.gap[full], curve.band_low[full]
+    across = {"x": left, "width": width, "align": "edge"}
+    ax.bar(height=curve.band_high[full] - low, bottom=low, **across, color=GREY, alpha=0.6, linewidth=0)
+    ax.bar(height=gap, bottom=accuracy, **across, fill=False, edgecolor=ORANGE, hatch="////", linewidth=0.8)
+    ax.hlines(accuracy, left, left + width, color=BLUE, linewidth=3, clip_on=False, zorder=4)
+    ax.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1)
+    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", ylabel="accuracy", title=title)
+    ax.tick_params(labelbottom=False)
+    _reliability_legend(ax)
+    _note(ax, f"ECE {_percent(curve.ece)}\nfloor {_floor(curve)}\nn = {curve.n:,}")
+    _counts_strip(ax, curve)
+    return ax
+
+
+def draw_confidence(histogram: Histogram, ax: Axes = None, *, title: str | None = None) -> Axes:
+    """The share of samples at each confidence; mean confidence and accuracy as lines, which meet when calibrated."""
+    ax = _axes(ax, (4.6, 3.2))
+    ax.bar(
+        histogram.edges[:-1], histogram.shares, np.diff(histogram.edges), align="edge", color=BLUE, alpha=0.45,
+        edgecolor=INK, linewidth=0.7,
+    )  # fmt: skip
+    ax.set(xlim=(0, histogram.edges[-1]), xlabel="confidence", ylabel="share of samples", title=title)
+    if histogram.dropped:
+        share = _percent(histogram.dropped / histogram.n)
+        _note(ax, f"without the last bin\n({share} of samples)", corner="upper left")
+    else:
+        accuracy, claimed = histogram.accuracy, histogram.mean_confidence
+        ax.axvline(accuracy, color=INK, linewidth=1.6, label=f"accuracy {_percent(accuracy)}")
+        ax.axvline(
+            claimed, color=ORANGE, linestyle="--", linewidth=1.6, label=f"mean confidence {_percent(claimed)}"
+        )
+        ax.legend(loc="upper left", fontsize="small", frameon=False)
+    _percent_axis(ax.yaxis)
+    _open_frame(ax)
+    return ax
+
+
+def draw_epochs(
+    rows: Sequence[Mapping[str, Any]],
+    keys: Sequence[str],
+    ax: Axes = None,
+    *,
+    labels: Mapping[str, str] | None = None,
+    ylabel: str | None = None,
+    percent: bool = False,
+    title: str | None = None,
+) -> Axes:
+    """Numbers of a run over its epochs, one line per key of the rows (one dict per epoch)."""
+    ax = _axes(ax, (4.6, 3.2))
+    for style, (key, curve) in zip(_styles(), epoch_curves(rows, keys).items()):
+        every = max(1, len(curve.epochs) // 8)
+        ax.plot(*curve, label=(labels or {}).get(key, key), markevery=every, **style)
+    ax.set(xlabel="epoch", ylabel=ylabel or (keys[0] if len(keys) == 1 else None), title=title)
+    if percent:
+        _percent_axis(ax.yaxis)
+    _open_frame(ax)
+    ax.legend(fontsize="small", frameon=False)
+    return ax
+
+
+def draw_risk_coverage(
+    curves: RiskCoverage | Mapping[str, RiskCoverage], ax: Axes = None, *, title: str | None = None
+) -> Axes:
+    """The error left when only the most confident share of samples is answered; lower is better."""
+    ax = _axes(ax, (4.6, 3.2))
+    named = {"": curves} if isinstance(curves, RiskCoverage) else curves
+    for style, (name, curve) in zip(_styles(), named.items()):
+        coverage, risk = (column.cpu().numpy() for column in (curve.coverage, curve.risk))
+        ax.plot(coverage, risk, label=name, markevery=max(1, len(risk) // 8), **style)
+    ax.set(
+        xlim=(0, 1),
+        ylim=(0, None),
+        xlabel="coverage (share answered)",
+        ylabel="error of answers",
+        title=title,
+    )
+    _percent_axis(ax.xaxis)
+    _percent_axis(ax.yaxis)
+    _open_frame(ax)
+    if any(named):
+        ax.legend(fontsize="small", frameon=False, loc="upper left")
+    return ax
+
+
+def draw_sweep(
+    betas: Sequence[float],
+    values: Sequence[float] | Mapping[str, Sequence[float]],
+    ax: Axes = None,
+    *,
+    xlabel: str = r"$\beta_0$",
+    ylabel: str = "ECE",
+    percent: bool = True,
+    floor: tuple[float, float] | None = None,
+    ring: bool = True,
+    title: str | None = None,
+) -> Axes:
+    """A number (ECE, entropy, ...) against beta0, one line per name; `ring` marks each line's lowest point.
+
+    `floor` is the 5-95 % range of a perfectly calibrated model, drawn as a grey stripe. Pass `percent=False` for
+    what is no share.
+    """
+    ax = _axes(ax, (4.6, 3.2))
+    named = values if isinstance(values, Mapping) else {"": values}
+    order, x = np.argsort(betas), np.sort(np.asarray(betas, dtype=np.float64))
+    if floor is not None:
+        ax.axhspan(*floor, color=GREY, alpha=0.5, linewidth=0, label="perfect model, 5 to 95 %")
+    for style, (name, line) in zip(_styles(), named.items()):
+        y = np.asarray(line, dtype=np.float64)
+        if y.shape != x.shape:
+            raise ValueError(f"values must be as many as betas ({len(x)}), got shape {y.shape} for {name!r}")
+        y = y[order]
+        ax.plot(x, y, label=name, **style)
+        best = np.nanargmin(y, keepdims=True) if ring else slice(0)
+        ax.plot(x[best], y[best], "o", markersize=11, fillstyle="none", color=style["color"], label="_best")
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    if percent:
+        _percent_axis(ax.yaxis)
+    _open_frame(ax)
+    if any(named) or floor is not None:
+        ax.legend(fontsize="small", frameon=False)
+    return ax
+
+
+def draw_bars(
+    groups: Mapping[str, Mapping[str, float]],
+    ax: Axes = None,
+    *,
+    errors: Mapping[str, Mapping[str, float]] | None = None,
+    ylabel: str = "accuracy",
+    start: float = 0.0,
+    title: str | None = None,
+) -> Axes:
+    """Grouped bars of shares: `groups[network][method]`, with `errors` (half widths) of the same form.
+
+    Every bar carries its value in percent. `start` cuts the axis, which exaggerates differences: the label says so.
+    """
+    ax = _axes(ax, (1.5 + 1.2 * len(groups), 3.4))
+    methods = list(dict.fromkeys(name for group in groups.values() for name in group))
+    width = 0.8 / len(methods)
+    for i, (name, style, hatch) in enumerate(zip(methods, _styles(), cycle(HATCHES))):
+        places = [
+            j + (i - (len(methods) - 1) / 2) * width for j, g in enumerate(groups.values()) if name in g
+        ]
+        heights = [group[name] for group in groups.values() if name in group]
+        spread = None if errors is None else [errors[g][name] for g, group in groups.items() if name in group]
+        bars = ax.bar(
+            places, heights, 0.92 * width, yerr=spread, capsize=2, label=name, color=style["color"], alpha=0.75,
+            hatch=hatch, edgecolor="white", linewidth=0, error_kw={"ecolor": INK, "elinewidth": 1},
+        )  # fmt: skip
+        ax.bar_label(bars, [f"{100 * height:.1f}" for height in heights], fontsize="x-small", padding=2)
+    ax.set(xticks=range(len(groups)), ylabel=ylabel if start == 0 else f"{ylabel} (axis cut)", title=title)
+    ax.set_xticklabels(list(groups))
+    ax.set_ylim(bottom=start)
+    ax.margins(y=0.12)
+    _percent_axis(ax.yaxis)
+    _open_frame(ax)
+    ax.legend(
+        fontsize="small",
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.1),
+        ncols=min(4, len(methods)),
+    )
+    return ax
+
+
+def draw_histograms(
+    values: Mapping[str, Any],
+    ax: Axes = None,
+    *,
+    n_bins: int = 40,
+    xlabel: str = "gradient norm",
+    log: bool = True,
+    title: str | None = None,
+) -> Axes:
+    """Histograms of positive numbers (gradient norms) over common bins, one outline per name, medians as ticks.
+
+    With `log` the bins are even in the logarithm; zeros are then counted in the first bin.
+    """
+    ax = _axes(ax, (4.6, 3.2))
+    arrays = {name: np.asarray(array, dtype=np.float64).ravel() for name, array in values.items()}
+    edges = _common_edges(arrays, n_bins, log)
+    for style, (name, array) in zip(_styles(), arrays.items()):
+        shares = np.histogram(np.maximum(array, edges[0]), edges)[0] / len(array)
+        look = {"color": style["color"], "linestyle": style["linestyle"]}
+        ax.stairs(shares, edges, label=name, linewidth=1.6, **look)
+        ax.stairs(shares, edges, fill=True, alpha=0.12, color=style["color"], label="_fill")
+        ax.axvline(np.median(array), ymax=0.06, linewidth=3, color=style["color"], label="_median")
+    if log:
+        ax.set_xscale("log")
+    ax.set(xlim=(edges[0], edges[-1]), ylim=(0, None), xlabel=xlabel, ylabel="share", title=title)
+    _percent_axis(ax.yaxis)
+    _open_frame(ax)
+    ax.legend(fontsize="small", frameon=False)
+    return ax
+
+
+def save(picture: Any, path: str | os.PathLike[str], *, dpi: int = 200) -> Path:
+    """Write a figure, or the figure of some axes; the ending of `path` chooses the format."""
+    path = Path(path)
+    if path.suffix not in PICTURES:
+        raise ValueError(f"path must end in one of {' '.join(PICTURES)}, got {path.name!r}")
+    figure = getattr(picture, "figure", None) or picture
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi, bbox_inches="tight")
+    return path
+
+
+def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
+    if ax is not None:
+        return ax
+    return (
+        require("matplotlib.figure", extra="plots").Figure(figsize=size, layout="constrained").add_subplot()
+    )
+
+
+def _reliability_legend(ax: Axes) -> None:
+    """Handles of their own, since each thing shown is made of several marks."""
+    patch = require("matplotlib.patches", extra="plots").Patch
+    line = require("matplotlib.lines", extra="plots").Line2D
+    ax.legend(
+        handles=[
+            line([], [], color=BLUE, linewidth=3, label="accuracy"),
+            patch(fill=False, edgecolor=ORANGE, hatch="////", label="gap to mean confidence"),
+            patch(color=GREY, alpha=0.6, linewidth=0, label="perfect model, 5 to 95 %"),
+        ],
+        loc="upper left", fontsize="small", handlelength=1.6, framealpha=0.85, edgecolor="none",
+    )  # fmt: skip
+
+
+def _counts_strip(ax: Axes, curve: Reliability) -> None:
+    strip = ax.inset_axes((0, -0.22, 1, 0.18), sharex=ax)
+    strip.bar(
+        curve.edges[:-1],
+        curve.counts,
+        np.diff(curve.edges),
+        align="edge",
+        color=GREY,
+        edgecolor=INK,
+        linewidth=0.7,
+    )
+    top = max(10, curve.counts.max())
+    strip.set(yscale="log", ylim=(0.7, 2 * top), xlabel="confidence", ylabel="count")
+    decades = int(np.log10(top))
+    strip.set_yticks([1, 10**decades])
+    strip.minorticks_off()
+    strip.tick_params(axis="y", labelsize="small")
+    _open_frame(strip)
+
+
+def _styles() -> Any:
+    """An endless supply of looks that differ in colour, dash and marker at once."""
+    looks = zip(cycle(COLOURS), cycle(DASHES), cycle(MARKERS))
+    return ({"color": c, "linestyle": d, "marker": m, "markersize": 4, "linewidth": 1.6} for c, d, m in looks)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _floor(curve: Reliability) -> str:
+    mean, low, high = (100 * value for value in curve.floor)
+    return f"{mean:.2f} % ({low:.2f} to {high:.2f})"
+
+
+def _percent_axis(axis: Any) -> None:
+    axis.set_major_formatter(require("matplotlib.ticker", extra="plots").PercentFormatter(1.0, symbol=" %"))
+
+
+def _note(ax: Axes, text: str, corner: str = "lower right") -> None:
+    x, y, across, up = {
+        "lower right": (0.97, 0.03, "right", "bottom"),
+        "upper left": (0.03, 0.97, "left", "top"),
+    }[corner]
+    box = {"facecolor": "white", "edgecolor": GREY, "alpha": 0.9, "boxstyle": "round,pad=0.35"}
+    ax.text(
+        x,
+        y,
+        text,
+        transform=ax.transAxes,
+        ha=across,
+        va=up,
+        fontsize="small",
+        linespacing=1.4,
+        bbox=box,
+        zorder=5,
+    )
+
+
+def _open_frame(ax: Axes) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _common_edges(arrays: Mapping[str, Any], n_bins: int, log: bool) -> Any:
+    pooled = np.concatenate(list(arrays.values()))
+    if pooled.size == 0 or not np.isfinite(pooled).all() or pooled.min() < 0:
+        raise ValueError("values must be finite numbers >= 0 and not empty")
+    positive = pooled[pooled > 0]
+    if not log or positive.size == 0:
+        return np.linspace(0, max(pooled.max(), 1e-12), n_bins + 1)
+    low, high = positive.min(), positive.max()
+    return np.geomspace(low, max(high, 1.01 * low) * (1 + 1e-9), n_bins + 1)

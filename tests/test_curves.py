@@ -1,0 +1,205 @@
+"""Curves: the numbers behind the pictures, by hand, against slow references and on real predictions."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import Bins, Predictions, curves
+from doublehead.curves import (
+    class_gaps,
+    confidence_histogram,
+    epoch_curves,
+    reliability,
+    risk_coverage_curve,
+)
+from doublehead.metrics import ece, ece_floor, fine_bins, risk_coverage
+
+
+def binary(confidence: list[float], correct: list[bool]) -> Predictions:
+    """Two classes, the first predicted with these confidences."""
+    return Predictions.from_probs(
+        torch.tensor([[c, 1 - c] for c in confidence], dtype=torch.float64), [0 if r else 1 for r in correct]
+    )
+
+
+def random_predictions(n: int = 3000, k: int = 5, sharpness: float = 2.0) -> Predictions:
+    generator = torch.Generator().manual_seed(1)
+    logits = sharpness * torch.randn(n, k, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    return Predictions(logits, labels)
+
+
+def test_examples_in_docstrings_run() -> None:
+    assert doctest.testmod(curves).failed == 0
+
+
+def test_reliability_by_hand() -> None:
+    p = binary([0.6, 0.7, 0.9, 0.9], [True, False, True, True])
+    curve = reliability(p, n_bins=5)
+    # 0.6 belongs to the right-closed bin (0.4, 0.6], 0.7 to (0.6, 0.8]
+    assert curve.counts.tolist() == [0, 0, 1, 1, 2]
+    np.testing.assert_allclose(curve.edges, [0, 0.2, 0.4, 0.6, 0.8, 1])
+    np.testing.assert_allclose(curve.confidence[2:], [0.6, 0.7, 0.9], atol=1e-9)
+    np.testing.assert_allclose(curve.accuracy[2:], [1, 0, 1])
+    np.testing.assert_allclose(curve.gap[2:], [-0.4, 0.7, -0.1], atol=1e-9)
+    for column in (curve.confidence, curve.accuracy, curve.gap, curve.band_low, curve.band_high):
+        assert np.isnan(column[:2]).all()
+        assert not np.isnan(column[2:]).any()
+    assert curve.ece == pytest.approx((0.4 + 0.7 + 2 * 0.1) / 4, abs=1e-9)
+    assert curve.n == 4
+    assert curve.outside.tolist() == [False] * 5  # one or two samples prove nothing
+
+
+def test_reliability_agrees_with_the_metrics_and_with_bins_of_a_stream() -> None:
+    p = random_predictions()
+    curve = reliability(p, n_bins=10)
+    assert curve.ece == ece(p, n_bins=10)
+    assert curve.floor == ece_floor(p, n_bins=10)
+    streamed = reliability(Bins.top(p[:1000], fine_bins(10)) + Bins.top(p[1000:], fine_bins(10)), n_bins=10)
+    for name in ("counts", "confidence", "accuracy", "band_low", "band_high"):
+        np.testing.assert_array_equal(getattr(curve, name), getattr(streamed, name))
+
+
+def test_band_equals_exact_binomial_quantiles_where_all_confidences_are_equal() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    p = binary([0.85] * 400, [True] * 340 + [False] * 60)
+    curve = reliability(p, n_bins=10, n_draws=20000)
+    low, high = stats.binom(400, 0.85).ppf([0.05, 0.95]) / 400
+    assert abs(curve.band_low[8] - low) <= 1 / 400
+    assert abs(curve.band_high[8] - high) <= 1 / 400
+
+
+def test_band_covers_nine_in_ten_bins_of_calibrated_models_and_misses_overconfident_ones() -> None:
+    generator = torch.Generator().manual_seed(2)
+    inside, bins = 0, 0
+    for _ in range(25):
+        logits = 1.5 * torch.randn(2000, 3, generator=generator)
+        p = Predictions(logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0])
+        curve = reliability(p, n_bins=10, n_draws=500)
+        full = curve.counts > 50  # with few samples accuracies are coarse and the band covers more
+        inside, bins = inside + int((~curve.outside & full).sum()), bins + int(full.sum())
+    assert 0.87 < inside / bins < 0.95
+    p = random_predictions()
+    sharp = reliability(Predictions(3 * p.logits, p.labels))
+    assert sharp.outside[sharp.counts > 50].all()
+    assert (sharp.gap[sharp.counts > 50] > 0).all()
+
+
+def test_band_depends_on_the_seed_alone() -> None:
+    p = random_predictions(500)
+    one, same, other = (reliability(p, seed=seed, n_draws=200) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one.band_low, same.band_low)
+    assert not np.array_equal(one.band_low, other.band_low, equal_nan=True)
+
+
+def test_reliability_of_perfect_certainty_has_a_band_of_no_width() -> None:
+    curve = reliability(binary([1.0, 1.0], [True, False]))
+    assert (curve.band_low[-1], curve.band_high[-1]) == (1.0, 1.0)
+    assert bool(curve.outside[-1])
+
+
+def test_reliability_says_what_is_wrong() -> None:
+    p = random_predictions(50)
+    with pytest.raises(ValueError, match="n_bins must be a whole number >= 1, got 0"):
+        reliability(p, n_bins=0)
+    with pytest.raises(ValueError, match="top-label bins with samples"):
+        reliability(Bins.classwise(p, 15))
+    with pytest.raises(ValueError, match="n_bins must divide the present 16 bins, got 15"):
+        reliability(Bins.top(p, 16))
+
+
+def test_histogram_counts_match_numpy_and_the_last_bin_can_be_dropped() -> None:
+    p = random_predictions()
+    whole, cut = confidence_histogram(p, 15), confidence_histogram(p, 15, drop_last=True)
+    slow = np.histogram(p.confidence.numpy(), np.arange(16) / 15)[0]  # no confidence lies on an edge
+    assert whole.counts.tolist() == slow.tolist()
+    assert cut.counts.tolist() == slow[:-1].tolist()
+    assert cut.dropped == slow[-1]
+    assert cut.n == whole.n == len(p)
+    assert cut.edges[-1] == pytest.approx(14 / 15)
+    assert whole.shares.sum() == pytest.approx(1)
+    assert whole.accuracy == cut.accuracy == float(p.correct.double().mean())
+    assert whole.mean_confidence == pytest.approx(float(p.confidence.mean()), abs=1e-9)
+    assert confidence_histogram(Bins.top(p, 60), 15).counts.tolist() == slow.tolist()
+
+
+def test_histogram_of_one_bin_cannot_lose_it() -> None:
+    with pytest.raises(ValueError, match="n_bins must be at least 2 to drop the last bin, got 1"):
+        confidence_histogram(random_predictions(5), 1, drop_last=True)
+
+
+def test_epoch_curves_leave_out_what_was_not_measured() -> None:
+    rows = [
+        {"epoch": 1, "ece": 0.05, "nll": None},
+        {"epoch": 2, "nll": 0.3},
+        {"epoch": 3, "ece": 0.02, "nll": 0.2},
+    ]
+    curves_ = epoch_curves(rows, ["ece", "nll"])
+    assert [column.tolist() for column in curves_["ece"]] == [[1, 3], [0.05, 0.02]]
+    assert [column.tolist() for column in curves_["nll"]] == [[2, 3], [0.3, 0.2]]
+    assert epoch_curves([{"a": 1}, {"a": 4}], ["a"])["a"].epochs.tolist() == [0, 1]
+    with pytest.raises(
+        ValueError, match=r"keys must name numbers of the rows \(ece, epoch, nll\), got 'acc'"
+    ):
+        epoch_curves(rows, ["acc"])
+
+
+def test_thinned_risk_coverage_keeps_points_of_the_whole_curve() -> None:
+    p = random_predictions()
+    whole, thin = risk_coverage(p), risk_coverage_curve(p, 50)
+    assert len(thin.coverage) == 50
+    points = set(zip(whole.coverage.tolist(), whole.risk.tolist(), whole.threshold.tolist()))
+    assert points.issuperset(zip(thin.coverage.tolist(), thin.risk.tolist(), thin.threshold.tolist()))
+    assert (thin.coverage[0], thin.coverage[-1]) == (whole.coverage[0], 1.0)
+    assert float(thin.coverage.diff().max()) < 1.5 / 49
+    assert len(risk_coverage_curve(binary([0.6, 0.9], [True, True])).coverage) == 2
+    with pytest.raises(ValueError, match="n_points must be at least 2, got 1"):
+        risk_coverage_curve(p, 1)
+
+
+def test_thinning_survives_many_equal_confidences() -> None:
+    p = binary([0.9] * 500 + [0.6 + i / 5000 for i in range(500)], [True] * 1000)
+    thin = risk_coverage_curve(p, 20)
+    assert len(thin.coverage) <= 20
+    assert bool((thin.coverage.diff() > 0).all())
+    assert float(thin.coverage[0]) == 0.5
+
+
+def test_class_gaps_against_a_loop() -> None:
+    p = random_predictions(800, 4)
+    gaps = class_gaps(p, n_bins=10)
+    for k in range(4):
+        mine = (p.predicted == k).numpy()
+        confidence, correct = p.confidence.numpy()[mine], p.correct.numpy()[mine]
+        assert gaps.counts[k] == mine.sum()
+        assert gaps.n_labels[k] == int((p.labels == k).sum())
+        assert gaps.gap[k] == pytest.approx(confidence.mean() - correct.mean())
+        drawn = np.random.default_rng(k).random((4000, mine.sum())) < confidence
+        slow = np.quantile(drawn.mean(1), [0.05, 0.95])
+        np.testing.assert_allclose([gaps.band_low[k], gaps.band_high[k]], slow, atol=2.5 / mine.sum())
+        one_versus_rest = Bins.of(p.probs[:, k], p.labels == k, 10)
+        assert gaps.ece[k] == pytest.approx(float(one_versus_rest.ece()))
+
+
+def test_worst_class_first_and_never_predicted_last() -> None:
+    probs = [[0.9, 0.05, 0.05, 0.0]] * 200 + [[0.05, 0.9, 0.05, 0.0]] * 200 + [[0.0, 0.1, 0.9, 0.0]]
+    labels = [0] * 180 + [1] * 20 + [1] * 100 + [0] * 100 + [0]
+    gaps = class_gaps(Predictions.from_probs(probs, labels))
+    # class 1 claims 0.9 and is right half the time; class 0 is exact; class 2 has one sample, wrong one time in ten
+    np.testing.assert_allclose(gaps.gap, [0.0, 0.4, 0.9, np.nan], atol=1e-6)
+    assert gaps.excess[1] == pytest.approx(0.9 - 0.5 - 1.6448536 * np.sqrt(0.09 / 200), abs=0.01)
+    assert gaps.excess[[0, 2, 3]].tolist() == [0, 0, 0]
+    assert gaps.worst_first().tolist() == [1, 2, 0, 3]
+
+
+def test_real_predictions(shared: Path) -> None:
+    file = np.load(shared / "data" / "logits" / "resnet110_c10.npz")
+    curve = reliability(Predictions(file["test_logits"], file["test_labels"]))
+    assert curve.ece == pytest.approx(0.04750, abs=1e-5)  # published
+    assert curve.outside[-1]
+    assert curve.counts.sum() == 10_000

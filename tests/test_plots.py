@@ -1,0 +1,145 @@
+"""Plots: what is drawn are the numbers given, on the axes given, and nothing global changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import Predictions, plots
+from doublehead.curves import confidence_histogram, reliability, risk_coverage_curve
+
+matplotlib = pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def p() -> Predictions:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(800, 4, generator=generator)
+    return Predictions(logits, torch.multinomial((logits / 2).softmax(1), 1, generator=generator)[:, 0])
+
+
+ROWS = [{"epoch": e, "ece": 0.05 / e, "accuracy": 1 - 0.1 / e} for e in range(1, 6)]
+GROUPS = {"ResNet": {"CE": 0.94, "ours": 0.95}, "VGG": {"CE": 0.92}}
+
+DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {
+    "reliability": lambda p, ax: plots.draw_reliability(reliability(p, n_draws=100), ax=ax),
+    "confidence": lambda p, ax: plots.draw_confidence(confidence_histogram(p), ax=ax),
+    "confidence, cut": lambda p, ax: plots.draw_confidence(confidence_histogram(p, drop_last=True), ax=ax),
+    "epochs": lambda p, ax: plots.draw_epochs(ROWS, ["ece", "accuracy"], ax=ax, percent=True),
+    "risk": lambda p, ax: plots.draw_risk_coverage({"a": risk_coverage_curve(p)}, ax=ax),
+    "sweep": lambda p, ax: plots.draw_sweep([1.0, 1.2, 1.5], [0.02, 0.01, 0.03], ax=ax, floor=(0.004, 0.008)),
+    "bars": lambda p, ax: plots.draw_bars(GROUPS, ax=ax),
+    "histograms": lambda p, ax: plots.draw_histograms({"a": [0.1, 1.0, 2.0], "b": [0.0, 3.0]}, ax=ax),
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_draws_on_the_axes_given_and_returns_them(name: str, p: Predictions) -> None:
+    ax = Figure().add_subplot()
+    assert DRAWINGS[name](p, ax) is ax
+    assert ax.has_data()
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_touches_nothing_global_and_can_be_saved(name: str, p: Predictions, tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    ax = DRAWINGS[name](p, None)
+    path = plots.save(ax, tmp_path / "new" / "picture.png", dpi=40)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert dict(matplotlib.rcParams) == before
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or pyplot.get_fignums() == []
+
+
+def test_reliability_marks_stand_at_the_numbers(p: Predictions) -> None:
+    curve = reliability(p, n_bins=10, n_draws=100)
+    ax = plots.draw_reliability(curve)
+    full = curve.counts > 0
+    bands, gaps = ax.containers[:2]
+    heights = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in bands]
+    np.testing.assert_allclose(heights, np.stack([curve.band_low, curve.band_high], 1)[full], atol=1e-12)
+    np.testing.assert_allclose([bar.get_y() for bar in gaps], curve.accuracy[full])
+    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in gaps], curve.confidence[full])
+    ticks = ax.collections[0].get_segments()
+    np.testing.assert_allclose([segment[0, 1] for segment in ticks], curve.accuracy[full])
+    (strip,) = ax.child_axes
+    assert [round(bar.get_height()) for bar in strip.containers[0]] == curve.counts.tolist()
+    (note,) = [text.get_text() for text in ax.texts]
+    assert f"ECE {100 * curve.ece:.2f} %" in note
+    assert f"floor {100 * curve.floor.mean:.2f} % ({100 * curve.floor.low:.2f} to" in note
+    assert "n = 800" in note
+
+
+def test_confidence_bars_are_shares_of_all_samples(p: Predictions) -> None:
+    whole = plots.draw_confidence(confidence_histogram(p, 10))
+    assert sum(bar.get_height() for bar in whole.containers[0]) == pytest.approx(1)
+    lines = [line.get_xdata()[0] for line in whole.lines]
+    assert lines == pytest.approx([float(p.correct.double().mean()), float(p.confidence.mean())], abs=1e-6)
+    cut = plots.draw_confidence(confidence_histogram(p, 10, drop_last=True))
+    assert [b.get_height() for b in cut.containers[0]] == [b.get_height() for b in whole.containers[0]][:-1]
+    assert "without the last bin" in cut.texts[0].get_text()
+
+
+def test_lines_show_the_values_and_are_told_apart_without_colour(p: Predictions) -> None:
+    ax = plots.draw_epochs(ROWS, ["ece", "accuracy"], labels={"ece": "calibration error"})
+    assert ax.lines[0].get_ydata().tolist() == [row["ece"] for row in ROWS]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["calibration error", "accuracy"]
+    looks = {(line.get_linestyle(), line.get_marker()) for line in ax.lines}
+    assert len(looks) == 2
+    curve = risk_coverage_curve(p)
+    risk = plots.draw_risk_coverage(curve)
+    assert risk.lines[0].get_ydata().tolist() == curve.risk.tolist()
+    assert risk.get_legend() is None
+
+
+def test_sweep_sorts_by_beta_and_rings_the_lowest() -> None:
+    ax = plots.draw_sweep([1.5, 1.0, 1.2], {"ECE": [0.03, 0.02, 0.01]})
+    line, ring = ax.lines
+    assert line.get_xdata().tolist() == [1.0, 1.2, 1.5]
+    assert line.get_ydata().tolist() == [0.02, 0.01, 0.03]
+    assert (ring.get_xdata().tolist(), ring.get_ydata().tolist()) == ([1.2], [0.01])
+    plain = plots.draw_sweep([1.0, 1.2], [0.1, 0.2], ring=False)
+    assert plain.lines[1].get_xdata().tolist() == []
+    with pytest.raises(ValueError, match=r"values must be as many as betas \(2\), got shape \(3,\) for ''"):
+        plots.draw_sweep([1.0, 1.2], [0.1, 0.2, 0.3])
+
+
+def test_bars_stand_in_their_groups_with_values_and_errors() -> None:
+    errors = {"ResNet": {"CE": 0.01, "ours": 0.02}, "VGG": {"CE": 0.03}}
+    ax = plots.draw_bars(GROUPS, errors=errors, start=0.5)
+    drawn = {(round(bar.get_x() + bar.get_width() / 2), round(bar.get_height(), 4)) for bar in ax.patches}
+    assert drawn == {(0, 0.94), (0, 0.95), (1, 0.92)}
+    assert {text.get_text() for text in ax.texts} == {"94.0", "95.0", "92.0"}
+    assert ax.get_ylim()[0] == 0.5
+    assert "axis cut" in ax.get_ylabel()
+
+
+def test_histograms_share_their_bins_and_lose_nothing() -> None:
+    ax = plots.draw_histograms({"a": [0.01, 0.1, 1.0], "b": [0.0, 10.0]}, n_bins=12)
+    stairs = [patch.get_data() for patch in ax.patches if not patch.get_label().startswith("_")]
+    assert [values.sum() for values, *_ in stairs] == pytest.approx([1, 1])
+    np.testing.assert_array_equal(stairs[0].edges, stairs[1].edges)
+    assert stairs[1].values[0] == 0.5  # the zero is counted in the first bin
+    with pytest.raises(ValueError, match="values must be finite numbers >= 0 and not empty"):
+        plots.draw_histograms({"a": [1.0, float("nan")]})
+
+
+def test_save_takes_figures_and_names_the_formats(tmp_path: Path) -> None:
+    figure = Figure(figsize=(1, 1))
+    assert plots.save(figure, tmp_path / "empty.svg").stat().st_size > 0
+    with pytest.raises(ValueError, match=r"path must end in one of .pdf .png .*, got 'picture.html'"):
+        plots.save(figure, tmp_path / "picture.html")
+    assert list(tmp_path.iterdir()) == [tmp_path / "empty.svg"]
+
+
+def test_needs_the_plots_extra(monkeypatch: pytest.MonkeyPatch, p: Predictions) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"doublehead\[plots\]"):
+        plots.draw_confidence(confidence_histogram(p))
