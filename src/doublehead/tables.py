@@ -1,0 +1,240 @@
+"""Predictions from files: one, many or a folder; read in chunks, so files may be larger than memory.
+
+What the numbers are, logits or probabilities, is stated by the caller (or by an .npz that names its arrays so).
+Rows are counted from 1 below the header in everything told to a person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from doublehead.predictions import Predictions
+from doublehead.table_cells import to_labels, to_scores, to_text
+from doublehead.table_files import Array, RawBatch, Reader, Source, TableError, find_sources, open_source
+from doublehead.table_layout import Layout, choose_layout
+
+Kind: TypeAlias = Literal["logits", "probs"]
+
+CHUNK_ENTRIES = 1 << 21  # scores looked at together: 16 MiB of float64
+
+__all__ = ["Chunk", "PredictionTable", "TableError", "read_predictions"]
+
+
+class Chunk(NamedTuple):
+    """Some rows of one file."""
+
+    scores: torch.Tensor  # (B, K), logits or probs as stated
+    predictions: Predictions | None  # None where the file has no labels
+    groups: Array | None  # (B,) text: the values of the `by` column
+    raw: RawBatch
+    rows: Array  # (B,) which rows of the raw batch these are (some are left out by a filter)
+
+
+@dataclass(frozen=True)
+class PredictionTable:
+    """Where predictions lie and how to read them; nothing but the beginning has been read yet."""
+
+    sources: tuple[Source, ...]
+    kind: Kind
+    layout: Layout
+    by: str | None
+    where: Mapping[str, str]
+    tolerance: float
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of all files."""
+        return sum(open_source(source).n_bytes for source in self.sources)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self.chunks()
+
+    def chunks(self, advance: Callable[[int], None] | None = None, keep: bool = False) -> Iterator[Chunk]:
+        """Chunk after chunk, checked; `advance` is told the bytes read since the last one."""
+        seen = kept = 0
+        values: set[str] = set()
+        for source in self.sources:
+            reader = open_source(source)
+            done, first = 0, reader.first_row
+            for raw in self._raw(reader, keep):
+                n = len(next(iter(raw.columns.values())))
+                rows = _matching(raw, self.where, n, values)
+                seen, kept = seen + n, kept + len(rows)
+                if len(rows):
+                    yield self._chunk(raw, rows, first, source)
+                first += n
+                if advance is not None:
+                    advance(raw.bytes_done - done)
+                    done = raw.bytes_done
+        if not kept:
+            raise TableError(self._nothing(seen, values))
+
+    def load(self) -> Predictions:
+        """All of it in memory; it must have labels."""
+        parts = [chunk.predictions for chunk in self.chunks()]
+        whole = [part for part in parts if part is not None]
+        if len(whole) < len(parts):
+            raise TableError(f"{self.sources[0]} has no labels")
+        labels = torch.cat([part.labels for part in whole])
+        if self.kind == "logits":
+            return Predictions(torch.cat([part.logits for part in whole]), labels)
+        return Predictions.from_probs(
+            torch.cat([part.probs for part in whole]), labels, tolerance=self.tolerance
+        )
+
+    def split(self, row_groups: int = 1) -> list[PredictionTable]:
+        """The same table in pieces: every other file on its own, Parquet files every `row_groups` row groups."""
+        pieces: list[Source] = []
+        for source in self.sources:
+            reader: Any = open_source(source)
+            n = getattr(reader, "groups", None)
+            if n is None:
+                pieces.append(source)
+            else:
+                starts = range(n.start, n.stop, row_groups)
+                pieces += [source._replace(row_groups=(i, min(n.stop, i + row_groups))) for i in starts]
+        return [
+            PredictionTable((piece,), self.kind, self.layout, self.by, self.where, self.tolerance)
+            for piece in pieces
+        ]
+
+    def _raw(self, reader: Reader, keep: bool) -> Iterator[RawBatch]:
+        """Batches of the columns that matter; every file must have them."""
+        numbers, texts = list(self.layout.scores), [*([self.by] if self.by else []), *self.where]
+        if self.layout.label is not None:
+            is_number = reader.columns.get(self.layout.label) in ("number", "whole")
+            (numbers if is_number else texts).append(self.layout.label)
+        for name in (*numbers, *texts):
+            if name not in reader.columns:
+                raise TableError(f"{reader.source} has no column {name!r}, which {self.sources[0]} has")
+        width = max(len(self.layout.scores), 2)
+        if reader.columns[self.layout.scores[0]] == "matrix":
+            width = 1000  # not known before reading; enough for small chunks of wide rows
+        rows = min(max(1, CHUNK_ENTRIES // width), 1 << 18)
+        return reader.batches(list(dict.fromkeys(numbers)), list(dict.fromkeys(texts)), rows, keep)
+
+    def _chunk(self, raw: RawBatch, rows: Array, first: int, source: Source) -> Chunk:
+        columns = [raw.columns[name][rows] for name in self.layout.scores]
+        numbers = first + rows + 1  # as told to a person
+        scores = to_scores(columns, self.layout.scores, numbers, source, self.kind, self.tolerance)
+        predictions = None
+        if self.layout.label is not None:
+            labels = to_labels(
+                raw.columns[self.layout.label][rows], self.layout, scores.shape[1], numbers, source
+            )
+            predictions = self._predictions(scores, labels)
+        groups = None if self.by is None else to_text(raw.columns[self.by][rows])
+        return Chunk(scores, predictions, groups, raw, rows)
+
+    def _predictions(self, scores: torch.Tensor, labels: Array) -> Predictions:
+        if self.kind == "probs":
+            return Predictions.from_probs(scores, labels, tolerance=self.tolerance)
+        return Predictions(scores, labels)
+
+    def _nothing(self, seen: int, values: set[str]) -> str:
+        files = f"{self.sources[0]}" if len(self.sources) == 1 else f"{len(self.sources)} files"
+        if not seen:
+            return f"{files} has no rows" if len(self.sources) == 1 else f"the {files} have no rows"
+        wanted = " and ".join(f"{name}={value}" for name, value in self.where.items())
+        found = ", ".join(sorted(values)[:10])
+        return f"none of the {seen} rows of {files} has {wanted}; the values there are {found}"
+
+
+def read_predictions(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    kind: Kind | None = None,
+    label: str | None = None,
+    scores: Sequence[str] | None = None,
+    by: str | None = None,
+    where: Mapping[str, str] | None = None,
+    base: int | None = None,
+    tolerance: float = 1e-3,
+    label_needed: bool = True,
+) -> PredictionTable:
+    """Predictions in .npz, pairs of .npy, CSV or Parquet: files, folders, or one set of an .npz (`file.npz:test`).
+
+    `kind` says whether the scores are logits or probs; only an .npz whose array is called so says it by itself.
+    `label` and `scores` name columns (or arrays; * and ? stand for any characters); what is not named is guessed
+    and told in `.layout.guesses`. Labels are whole numbers from `base` on (0, or the number of the first score
+    column) or names of classes, which the score columns must bear. `where` keeps the rows with these values, `by`
+    is a column of groups. With `label_needed=False` files without labels are read too.
+
+    >>> import tempfile, pathlib
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
+    >>> _ = file.write_text("label,cat,dog\\ndog,0.25,0.75\\ncat,0.5,0.5\\n")
+    >>> table = read_predictions(file, kind="probs")
+    >>> table.layout.guesses
+    ("label column 'label'", "score columns 'cat', 'dog' (2 classes)")
+    >>> table.load().labels.tolist()
+    [1, 0]
+    """
+    if kind not in ("logits", "probs", None):
+        raise ValueError(f"kind must be 'logits' or 'probs', got {kind!r}")
+    sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
+    reader = open_source(sources[0])
+    where = dict(where or {})
+    for name in (*where, *([by] if by else [])):
+        if name not in reader.columns:
+            raise TableError(
+                f"{reader.source} has no column {name!r}, it has {', '.join(map(repr, reader.columns))}"
+            )
+    stated = _stated(sources, reader, kind)
+    layout = choose_layout(
+        reader.columns,
+        str(reader.source),
+        kind=stated,
+        label=label,
+        scores=scores,
+        base=base,
+        taken=[*where, *([by] if by else [])],
+        label_needed=label_needed,
+    )
+    table = PredictionTable(tuple(sources), stated or "logits", layout, by, where, tolerance)
+    if stated is None:
+        raise TableError(_what_it_looks_like(table))
+    return table
+
+
+def _stated(sources: Sequence[Source], reader: Reader, kind: Kind | None) -> Kind | None:
+    """What the caller or the files say, which must not contradict each other."""
+    for source in sources:
+        says = None
+        if source.path.suffix == ".npz":
+            says = (reader if source == reader.source else open_source(source)).states
+        if says is not None and kind is not None and says != kind:
+            raise TableError(f"{source} holds an array called {says!r}, but {kind} were stated with --{kind}")
+    if kind is None and reader.states in ("logits", "probs"):
+        return "logits" if reader.states == "logits" else "probs"
+    return kind
+
+
+def _what_it_looks_like(table: PredictionTable) -> str:
+    """The error for a missing statement, with what the first rows suggest."""
+    chunk = next(table.chunks())
+    scores = chunk.scores
+    low, high = float(scores.min()), float(scores.max())
+    off = float((scores.sum(1) - 1).abs().max())
+    probable = low >= 0 and high <= 1 and (off < 1e-2 or len(table.layout.scores) == 1)
+    shape = f"the scores of {table.sources[0]} lie in {low:.4g}..{high:.4g}"
+    if len(table.layout.scores) > 1 or probable:
+        shape += " and rows sum to 1" if off < 1e-2 else " and rows do not sum to 1"
+    name = "probs" if probable else "logits"
+    return f"say whether the scores are logits or probabilities: {shape}, which looks like {name}; give --{name} if so"
+
+
+def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str]) -> Array:
+    """The rows of a batch that pass the filter; up to 1000 values of its first column are remembered for an error."""
+    keep = np.ones(n, dtype=bool)
+    for i, (name, wanted) in enumerate(where.items()):
+        found = to_text(raw.columns[name])
+        if i == 0 and len(values) < 1000:
+            values.update(np.unique(found)[:1000].tolist())
+        keep &= found == wanted
+    return np.flatnonzero(keep)
