@@ -1,0 +1,241 @@
+"""build: names, options, inputs, and the parameter counts that other people have published."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from doublehead.last_layer import find_last_layer
+from doublehead.models import MODELS, build, parse_input
+
+VECTORS = {"words": {"vectors": torch.zeros(4, 8)}, "trees": {"vectors": torch.zeros(4, 8)}, "images": {}}
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="needs torchvision"
+)
+needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="needs timm")
+
+
+def built(name: str, n_classes: int, **options: object) -> nn.Module:
+    with torch.device("meta"):  # shapes without memory
+        return build(name, n_classes, **options)
+
+
+def count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+# Published: torchvision's own table of models (num_params), for 1,000 classes and 224x224.
+@needs_torchvision
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("resnet18", 11_689_512),
+        ("resnet50", 25_557_032),
+        ("resnet101", 44_549_160),
+        ("resnet152", 60_192_808),
+        ("densenet121", 7_978_856),
+    ],
+)
+def test_imagenet_parameter_counts(name, published):
+    assert count(built(name, 1000, input="224x224")) == published
+
+
+# Widely used CIFAR-10 ports of the same networks. The small stem has 64 * 3 * (49 - 9) = 7,680 weights fewer.
+# For DenseNet-121 the ports count 6,956,298: they leave out the BatchNorm behind the stem (2 * 64 numbers).
+@needs_torchvision
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("resnet18", 11_173_962),
+        ("resnet50", 23_520_842),
+        ("resnet101", 42_512_970),
+        ("resnet152", 58_156_618),
+        ("densenet121", 6_956_298 + 2 * 64),
+    ],
+)
+def test_cifar_parameter_counts(name, published):
+    assert count(built(name, 10)) == published
+
+
+# Zagoruyko and Komodakis, Table 4, in millions; 36,479,194 is what the authors' code counts.
+@pytest.mark.parametrize(
+    ("depth", "width", "published"),
+    [(28, 10, 36.5), (40, 4, 8.9), (16, 8, 11.0), (40, 1, 0.6), (22, 8, 17.2)],
+)
+def test_wide_resnet_parameter_counts(depth, width, published):
+    n = count(built("wide_resnet28_10", 10, depth=depth, width=width))
+    assert n / 1e6 == pytest.approx(published, abs=0.051)
+
+
+def test_wide_resnet_28_10_exactly():
+    assert count(built("wide_resnet28_10", 10)) == 36_479_194
+
+
+def test_text_network_parameter_counts():
+    # Kim: widths 3, 4, 5 x 100 maps over 300 numbers; then 300 -> 2.
+    textcnn = built("textcnn", 2, vectors=torch.zeros(7, 300))
+    assert count(textcnn) - 7 * 300 == (3 + 4 + 5) * 300 * 100 + 300 + 300 * 2 + 2
+    # Mukhoti et al.'s code: three convolutions of width 5 and 128 channels over 100 numbers, 128 -> 128 -> 20.
+    gp_cnn = built("gp_cnn", 20, vectors=torch.zeros(7, 100))
+    assert count(gp_cnn) - 7 * 100 == (100 + 128 + 128) * 128 * 5 + 3 * 128 + 128 * 128 + 128 + 128 * 20 + 20
+
+
+# Tai et al., Table 1: 316,800 for the constituency Tree-LSTM (150 units), 315,840 for the dependency one (168 units),
+# without word vectors and last layer. They add a bias with each matrix, so that each gate has two; ours have one.
+def test_tree_lstm_parameter_counts():
+    binary = built("tree_lstm", 5, vectors=torch.zeros(7, 300))
+    assert count(binary.cell) + 5 * 150 == 316_800
+    child_sum = built("tree_lstm", 5, vectors=torch.zeros(7, 300), cell="child_sum", hidden=168)
+    unused = 300 * 168 + 168  # the forget gate's matrix for the input, with its bias: leaves have no children
+    assert count(child_sum.cell) + 3 * 168 + unused == 315_840
+
+
+def test_small_cnn_is_small():
+    assert 100_000 < count(built("small_cnn", 10)) < 200_000
+
+
+@needs_torchvision
+@pytest.mark.parametrize("name", MODELS)
+def test_last_layer_is_the_named_one_and_a_wrapper_finds_it(name):
+    row = MODELS[name]
+    network = built(name, 7, **VECTORS[row.reads])
+    linear = [m for m in network.modules() if isinstance(m, nn.Linear) and m.out_features == 7]
+    assert linear[-1] is getattr(network, row.classifier)
+    assert find_last_layer(network, n_classes=7) == (row.classifier, linear[-1])
+    assert find_last_layer(network)[1] is linear[-1]
+
+
+@needs_torchvision
+@pytest.mark.parametrize("name", ["resnet18", "densenet121", "wide_resnet28_10", "small_cnn"])
+def test_channels_follow_the_input(name):
+    for text, channels in (("32x32x1", 1), ("96x96x4", 4)):
+        network = built(name, 7, input=text)
+        first = next(m for m in network.modules() if isinstance(m, nn.Conv2d))
+        assert first.in_channels == channels
+        assert network(torch.zeros(2, channels, *parse_input(text)[:2], device="meta")).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("resnet5O", "resnet50"),
+        ("ResNet-50", "resnet50"),
+        ("wideresnet", "wide_resnet28_10"),
+        ("treelstm", "tree_lstm"),
+    ],
+)
+def test_unknown_name_lists_near_ones(name, near):
+    with pytest.raises(
+        ValueError, match=rf"unknown network '{name}' \(did you mean .*{near}.*there are resnet18"
+    ):
+        build(name, 10)
+
+
+def test_unknown_name_far_from_all():
+    with pytest.raises(
+        ValueError, match=r"unknown network 'qqq'; there are resnet18.*package\.module:factory"
+    ):
+        build("qqq", 10)
+
+
+def test_options_are_checked():
+    with pytest.raises(
+        TypeError, match="no option 'dept' .did you mean depth.*options are depth, width, dropout"
+    ):
+        build("wide_resnet28_10", 10, dept=10)
+    with pytest.raises(TypeError, match="resnet50 has no option 'width' .*; its options are weights"):
+        build("resnet50", 10, width=2)
+    with pytest.raises(TypeError, match="no option 'size'"):
+        build("small_cnn", 10, size=(28, 28))
+    with pytest.raises(TypeError, match="textcnn needs the option 'vectors'"):
+        build("textcnn", 2)
+
+
+@pytest.mark.parametrize("n_classes", [1, 0, 2.5, True, "10"])
+def test_n_classes_is_checked(n_classes):
+    with pytest.raises(ValueError, match=r"n_classes must be a whole number of at least 2, got "):
+        build("small_cnn", n_classes)
+
+
+@pytest.mark.parametrize("text", ["32", "32x", "0x32", "32x32x3x3", "big", "32 x 32", "-1x2"])
+def test_input_is_checked(text):
+    with pytest.raises(ValueError, match=r"input must be written as '32x32' or '28x28x1', got "):
+        build("small_cnn", 10, input=text)
+
+
+def test_text_networks_take_no_input():
+    with pytest.raises(
+        ValueError, match="input is for networks that read images, gp_cnn reads words; got '32x32'"
+    ):
+        build("gp_cnn", 2, input="32x32", vectors=torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("wide_resnet28_10", {"depth": 27}, "depth must be 6 n"),
+        ("wide_resnet28_10", {"depth": 4}, "depth must be 6 n"),
+        ("wide_resnet28_10", {"depth": 10, "width": 0}, "width must be at least 1, got 0"),
+        ("small_cnn", {"channels": ()}, r"channels must be positive numbers.*got \[\]"),
+        ("small_cnn", {"hidden": 0}, "hidden must be at least 1, got 0"),
+    ],
+)
+def test_option_values_are_checked(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, 10, **options)
+
+
+@needs_timm
+def test_timm_network():
+    network = build("timm/test_resnet", 7, input="32x32x1", drop_rate=0.25)
+    assert network(torch.zeros(2, 1, 32, 32)).shape == (2, 7)
+    assert network.drop_rate == 0.25
+    with pytest.raises(ValueError, match="timm has no network 'resnet51' .did you mean .*resnet5"):
+        build("timm/resnet51", 7)
+    with pytest.raises(TypeError, match="no_such_option"):
+        build("timm/test_resnet", 7, no_such_option=1)
+
+
+def test_network_from_a_module(tmp_path, monkeypatch):
+    (tmp_path / "my_nets.py").write_text(
+        "from torch import nn\n"
+        "def ours(n_classes, width=8): return nn.Linear(width, n_classes)\n"
+        "def theirs(width, **options): return nn.Linear(width, options['num_classes'])\n"
+        "def told(num_classes, input): return nn.Linear(len(input), num_classes)\n"
+        "def silent(width): return nn.Linear(width, 3)\n"
+        "def wrong(n_classes): return 'network'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build("my_nets:ours", 7, width=5).weight.shape == (7, 5)
+    assert build("my_nets:theirs", 7, width=5).weight.shape == (7, 5)
+    assert build("my_nets:told", 7, input="32x32").weight.shape == (7, 5)
+    assert build("my_nets:ours", 7, input="32x32").weight.shape == (7, 8)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
+        build("my_nets:ours", 7, depth=5)
+    with pytest.raises(
+        TypeError, match=r"must take the number of classes as n_classes or num_classes, got \('width',\)"
+    ):
+        build("my_nets:silent", 7, width=5)
+    with pytest.raises(TypeError, match="'my_nets:wrong' must make an nn.Module, got str"):
+        build("my_nets:wrong", 7)
+    with pytest.raises(ValueError, match="module 'my_nets' has no 'our' .did you mean ours"):
+        build("my_nets:our", 7)
+    with pytest.raises(ValueError, match="cannot import the module of network 'my_net.sub:ours'"):
+        build("my_net.sub:ours", 7)
+    del sys.modules["my_nets"]
+
+
+def test_error_inside_a_module_is_not_hidden(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="package_that_is_not_there"):
+        build("needs_more:ours", 7)
+
+
+@needs_torchvision
+def test_network_from_torchvision_by_import():
+    assert build("torchvision.models:squeezenet1_1", 7)(torch.zeros(1, 3, 64, 64)).shape == (1, 7)
