@@ -4,10 +4,13 @@ from doublehead.data.batches import CropFlip, DeviceBatches
 from doublehead.data.catalog import DATASETS, load, load_test
 from doublehead.data.corruptions import FAMILIES, corrupt, corrupt_images, read_cifar10c
 from doublehead.data.fashion import fashion_subset
+from doublehead.data.files import FileBatches
+from doublehead.data.glove import Embedding, embed
 from doublehead.data.manage import check, convert, get, list_datasets
 from doublehead.data.normalise import Normalise
 from doublehead.data.perturb import Broad, GaussianNoise, Perturb
 from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, check_disjoint, count_duplicates
+from doublehead.data.text import TextBatches, TreeBatches, Vocabulary, tokenize
 from doublehead.data.trees import Tree, TreeBatch
 
 __all__ = [
@@ -16,26 +19,33 @@ __all__ = [
     "Broad",
     "CropFlip",
     "DeviceBatches",
+    "Embedding",
+    "FileBatches",
     "GaussianNoise",
     "ImageFiles",
     "Images",
     "Normalise",
     "Perturb",
     "Splits",
+    "TextBatches",
     "Texts",
     "Tree",
     "TreeBatch",
+    "TreeBatches",
     "Trees",
+    "Vocabulary",
     "check",
     "check_disjoint",
     "convert",
     "corrupt",
     "corrupt_images",
     "count_duplicates",
+    "embed",
     "fashion_subset",
     "get",
     "list_datasets",
     "load",
     "load_test",
     "read_cifar10c",
+    "tokenize",
 ]

@@ -44,6 +44,7 @@ def download(url: str, file: Path, checksum: str | None = None, progress: Progre
             raise ConnectionError(f"{url} was cut off: {received} of {expected} bytes came")
         if checksum and (found := digest(temporary, checksum)) != checksum:
             raise ValueError(f"{url} must have the checksum {checksum}, got {found}; nothing was kept")
+        temporary.chmod(0o644)
         os.replace(temporary, file)
     return file
 

@@ -89,18 +89,25 @@ def _folder(folder: Path, split_seed: int) -> Splits:
 
 def _table(path: Path, split_seed: int) -> Splits:
     texts, labels, splits = _rows(path)
-    values = sorted(set(labels), key=lambda v: (isinstance(v, str), v))
+    names = readers.read_class_names(path) if path.is_dir() else None
+    values: list[Any] = (
+        list(range(len(names))) if names else sorted(set(labels), key=lambda v: (str(type(v)), v))
+    )
     number = {value: i for i, value in enumerate(values)}
+    unknown = next((label for label in labels if label not in number), None)
+    if unknown is not None:
+        raise ValueError(f"labels in {path} must be 0..{len(values) - 1} as in classes.json, got {unknown!r}")
     samples = Texts(tuple(texts), np.array([number[label] for label in labels], np.int64))
+    names = names or tuple(str(value) for value in values)
     if splits is None:
-        return complete(f"table:{path}", {"train": samples}, [str(v) for v in values], split_seed)
+        return complete(f"table:{path}", {"train": samples}, names, split_seed)
     aliases = {"val": "calib", "valid": "calib", "validation": "calib", "dev": "calib"}
     of_row = np.array([aliases.get(split, split) for split in splits])
-    unknown = sorted(set(of_row.tolist()) - {"train", "calib", "test"})
-    if unknown:
-        raise ValueError(f"the column split of {path} must say train, calib or test, got {unknown[:5]}")
+    strange = sorted(set(of_row.tolist()) - {"train", "calib", "test"})
+    if strange:
+        raise ValueError(f"the splits of {path} must be train, calib or test, got {strange[:5]}")
     parts = {str(split): samples.take(np.flatnonzero(of_row == split)) for split in np.unique(of_row)}
-    return complete(f"table:{path}", parts, [str(v) for v in values], split_seed)
+    return complete(f"table:{path}", parts, names, split_seed)
 
 
 def _rows(path: Path) -> tuple[list[str], list[Any], list[str] | None]:
