@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -180,8 +181,8 @@ def slow_mmce(data: list[tuple[list[float], int]], form: str) -> float:
     wrong = [max(p) for p, y in data if p.index(max(p)) != y]
     m, n = len(right), len(wrong)
 
-    def pairs(a: list[float], b: list[float]) -> float:
-        return sum(x * y * math.exp(-abs(r - q) / 0.4) for r, x in a for q, y in b)  # type: ignore[misc]
+    def pairs(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
+        return sum(x * y * math.exp(-abs(r - q) / 0.4) for r, x in a for q, y in b)
 
     r, w = [(x, 1 - x) for x in right], [(x, x) for x in wrong]
     rr, ww, rw = pairs(r, r), pairs(w, w), pairs(r, w)
@@ -316,7 +317,9 @@ def test_soft_targets_by_hand() -> None:
 def test_gradients_against_finite_differences(name: str) -> None:
     logits, labels = batch(8)
     logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: LOSSES[name](z, labels).mean(), (logits,), atol=1e-6, fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda z: LOSSES[name](z, labels).mean(), (logits,), atol=1e-6, fast_mode=True
+    )
     assert LOSSES[name](logits, labels).mean().isfinite()
 
 
@@ -438,9 +441,11 @@ def test_a_label_out_of_range_never_passes(name: str, label: int) -> None:
         (mse_logits, {"k": 0.0}, "k must be above 0, got 0"),
     ],
 )
-def test_bad_hyperparameters_are_named(loss: object, hyper: dict[str, float], message: str) -> None:
+def test_bad_hyperparameters_are_named(
+    loss: Callable[..., Tensor], hyper: dict[str, float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), **hyper)  # type: ignore[operator]
+        loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), **hyper)
 
 
 # Mixup -----------------------------------------------------------------------------------------------------------

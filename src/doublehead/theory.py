@@ -1,0 +1,208 @@
+"""The paper's two theorems as functions, so that numbers can say whether they hold.
+
+Theorem 1 (how annealing rescales gradients) holds. Theorem 2 (entropy bounds the calibration error) does not:
+it is false with the entropy it names and says nothing as it is printed. docs/theory.md gives the proofs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from doublehead.predictions import ArrayLike
+
+# Three predictions, all wrong: the smallest case that breaks theorem 2. With one or two distinct confidences its
+# right side is above 1 and cannot be reached.
+COUNTEREXAMPLE = ((0.98, 0.99, 1.0), (False, False, False))
+
+
+class Theorem1(NamedTuple):
+    """Gradient factors gamma and their claimed bounds, all (..., K) and in logarithms: they overflow otherwise."""
+
+    label: Tensor  # (...,) the assumed label: the class of the largest logit
+    log_gamma: Tensor
+    log_lower: Tensor  # log c0 at the label, log c2 elsewhere
+    log_upper: Tensor  # log c1 at the label, log c3 elsewhere
+    holds: Tensor  # bool, up to rounding
+
+    @property
+    def gamma(self) -> Tensor:
+        """(..., K) the factors themselves."""
+        return self.log_gamma.exp()
+
+    @property
+    def lower(self) -> Tensor:
+        """(..., K) their lower bounds."""
+        return self.log_lower.exp()
+
+    @property
+    def upper(self) -> Tensor:
+        """(..., K) their upper bounds."""
+        return self.log_upper.exp()
+
+
+def theorem1(logits: ArrayLike, beta: float) -> Theorem1:
+    """How scaling the logits by beta changes the gradient of cross entropy, and the paper's bounds on it.
+
+    For one vector of logits (K,) or many (N, K), with the label taken as the largest logit as the theorem assumes:
+    d CE(beta z) / dz_j = gamma_j * beta * d CE(z) / dz_j. Bounds as in the paper's main text; its appendix states
+    c2, c3 and the factor beta differently, and wrongly. In float64; a bound counts as met within a few roundings.
+
+    >>> t = theorem1([2.0, 1.0, 0.0], beta=1.5)
+    >>> [round(g, 3) for g in t.gamma.tolist()], bool(t.holds.all())
+    ([0.64, 0.716, 0.434], True)
+    """
+    z = _check_logits(logits)
+    if not 0 < beta < float("inf"):
+        raise ValueError(f"beta must be positive and finite, got {beta}")
+    label = z.argmax(-1)
+    z = z - z.amax(-1, keepdim=True)  # gamma and the bounds do not change when all logits shift
+    at_label = torch.zeros_like(z, dtype=torch.bool).scatter(-1, label[..., None], True)
+    log_gamma = torch.where(
+        at_label, _log_miss(beta * z, at_label) - _log_miss(z, at_label), _log_probs(beta * z) - _log_probs(z)
+    )
+    log_lower, log_upper = _theorem1_bounds(z, beta, at_label)
+    slack = 16 * torch.finfo(z.dtype).eps * (1 + (1 + beta) * z.abs().amax(-1, keepdim=True))
+    holds = (log_lower <= log_gamma + slack) & (log_gamma <= log_upper + slack)
+    return Theorem1(label, log_gamma, log_lower, log_upper, holds)
+
+
+def _theorem1_bounds(z: Tensor, beta: float, at_label: Tensor) -> tuple[Tensor, Tensor]:
+    """Log of c0 and c1 at the label, of c2 and c3 elsewhere."""
+    n = z.shape[-1]
+    ordered = z.sort(-1).values
+    smallest, second, largest = (
+        ordered[..., :1],
+        ordered[..., -2:-1],
+        ordered[..., -1:],
+    )  # z_(1), z_(n-1), z_(n)
+    log_n = torch.tensor(float(n), dtype=z.dtype).log()
+    c0 = -log_n + (1 - beta) * (z - smallest) - (second - smallest)
+    c1 = log_n + (1 - beta) * (z - second) + (second - smallest)
+    common = (1 - beta) * (largest - z)
+    c2 = common + ((1 + (n - 1) * (smallest - largest).exp()) / n).log()
+    c3 = common + ((n - 1) * (second - largest).exp()).log1p()
+    return torch.where(at_label, c0, c2), torch.where(at_label, c1, c3)
+
+
+def _log_probs(z: Tensor) -> Tensor:
+    return z - z.logsumexp(-1, keepdim=True)
+
+
+def _log_miss(z: Tensor, at_label: Tensor) -> Tensor:
+    """log(1 - p_label), (..., 1): summed over the other classes, since 1 - p cancels to 0 in float64."""
+    others = z.masked_fill(at_label, -torch.inf)
+    return others.logsumexp(-1, keepdim=True) - z.logsumexp(-1, keepdim=True)
+
+
+class Theorem2(NamedTuple):
+    """The two sides of theorem 2 squared, under both readings of its H, and a bound that does hold."""
+
+    ece2: Tensor
+    constant: Tensor  # C = 3 - 2 E[log p] - E[f(p)]
+    shannon: Tensor  # H as the text calls it: the Shannon entropy -E[log f(p)], in nats
+    literal: Tensor  # H as the formula prints it: E[log f(p)], the negative of that
+    squared_shannon: Tensor  # C - 2 * shannon: may be negative, and then bounds nothing
+    squared_literal: Tensor  # C - 2 * literal: never below 2
+    brier: Tensor  # ECE2^2 <= E[(correct - p)^2]: the true bound, the top-label Brier score
+
+    @property
+    def holds_shannon(self) -> Tensor:
+        """Whether ECE2^2 <= C - 2 H, H the Shannon entropy."""
+        return self.ece2.square() <= self.squared_shannon + 1e-12
+
+    @property
+    def holds_literal(self) -> Tensor:
+        """Whether ECE2^2 <= C - 2 E[log f]: always, since it never asks for less than ECE2 <= sqrt(2)."""
+        return self.ece2.square() <= self.squared_literal + 1e-12
+
+    @property
+    def bound_shannon(self) -> Tensor:
+        """The claimed bound on ECE2; NaN where the root is of a negative number."""
+        return self.squared_shannon.sqrt()
+
+    @property
+    def bound_literal(self) -> Tensor:
+        """The claimed bound on ECE2 as printed: at least the root of 2."""
+        return self.squared_literal.sqrt()
+
+
+def theorem2(confidence: ArrayLike, correct: ArrayLike, n_values: int | None = None) -> Theorem2:
+    """Both sides of theorem 2 for predictions with these confidences, right or wrong.
+
+    The theorem speaks of a confidence that takes finitely many values. By default those are the distinct ones that
+    occur; with `n_values` the confidences of each of that many equal cells of 0..1 are replaced by their mean.
+
+    >>> t = theorem2(*COUNTEREXAMPLE)
+    >>> round(float(t.ece2), 3), round(float(t.bound_shannon), 3), round(float(t.bound_literal), 3)
+    (0.99, 0.7, 2.21)
+    """
+    p, right = _check_outcomes(confidence, correct)
+    keys = p if n_values is None else _cells(p, n_values)
+    values, place, count = keys.unique(return_inverse=True, return_counts=True)
+    mean = torch.zeros_like(values, dtype=p.dtype).scatter_add(0, place, p) / count
+    accuracy = torch.zeros_like(mean).scatter_add(0, place, right) / count
+    return theorem2_of(mean, count / len(p), accuracy)
+
+
+def theorem2_of(values: Tensor, mass: Tensor, accuracy: Tensor) -> Theorem2:
+    """Both sides of theorem 2 for a distribution: confidences (..., V) in (0, 1], their mass f and accuracy.
+
+    A value of mass 0 counts for nothing, so distributions of different sizes fit one tensor.
+
+    >>> five = torch.tensor([0.96, 0.97, 0.98, 0.99, 1.0])  # equally often, and perfectly calibrated
+    >>> t = theorem2_of(five, torch.full((5,), 0.2), five)
+    >>> float(t.ece2), round(float(t.squared_shannon), 3), bool(t.holds_shannon)
+    (0.0, -0.378, False)
+    """
+    values, mass, accuracy = (x.to(torch.float64) for x in (values, mass, accuracy))
+    shannon = -torch.xlogy(mass, mass).sum(-1)
+    log_p = torch.where(mass > 0, values, 1).log()
+    constant = 3 - 2 * (mass * log_p).sum(-1) - mass.square().sum(-1)
+    squared = (mass * (accuracy - values).square()).sum(-1)
+    brier = squared + (mass * accuracy * (1 - accuracy)).sum(-1)
+    return Theorem2(
+        ece2=squared.sqrt(),
+        constant=constant,
+        shannon=shannon,
+        literal=-shannon,
+        squared_shannon=constant - 2 * shannon,
+        squared_literal=constant + 2 * shannon,
+        brier=brier,
+    )
+
+
+def _cells(p: Tensor, n_values: int) -> Tensor:
+    """The cell of each confidence: right-closed, 0 in the first."""
+    if n_values < 1:
+        raise ValueError(f"n_values must be at least 1, got {n_values}")
+    return (p * n_values).ceil().clamp(min=1)
+
+
+def _check_logits(logits: ArrayLike) -> Tensor:
+    z = torch.as_tensor(logits).detach().to(torch.float64)
+    if z.ndim not in (1, 2) or z.shape[-1] < 2:
+        raise ValueError(f"logits must have shape (K,) or (N, K) with K >= 2, got {tuple(z.shape)}")
+    if not bool(z.isfinite().all()):
+        raise ValueError("logits must be finite, got NaN or infinity")
+    return z
+
+
+def _check_outcomes(confidence: ArrayLike, correct: ArrayLike) -> tuple[Tensor, Tensor]:
+    p = torch.as_tensor(confidence).detach().to(torch.float64)
+    right = torch.as_tensor(correct).detach().to(torch.float64)
+    if p.ndim != 1 or len(p) == 0:
+        raise ValueError(f"confidence must have shape (N,) with N >= 1, got {tuple(p.shape)}")
+    if right.shape != p.shape:
+        raise ValueError(
+            f"correct must have shape {tuple(p.shape)} like confidence, got {tuple(right.shape)}"
+        )
+    if not bool(((p > 0) & (p <= 1)).all()):
+        raise ValueError(
+            f"confidence must lie above 0 and at most at 1, got {float(p.min())} to {float(p.max())}"
+        )
+    if not bool(((right == 0) | (right == 1)).all()):
+        raise ValueError("correct must be true or false (1 or 0) for each prediction")
+    return p, right

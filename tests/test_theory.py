@@ -1,0 +1,296 @@
+"""The paper's theorems: theorem 1 holds in 60-digit arithmetic, theorem 2 is refuted by hand and by chance."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import mpmath
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from doublehead import theory
+from doublehead.predictions import Predictions
+from doublehead.theory import COUNTEREXAMPLE, Theorem2, theorem1, theorem2, theorem2_of
+
+BETAS = [0.1, 0.5, 0.9, 1.0, 1.2, 2.0, 4.0]
+
+
+def random_logits(n: int, seed: int = 0) -> list[Tensor]:
+    """Logit vectors of 2 to 50 classes, nearly equal to hugely different, some with ties."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(n):
+        k = int(torch.randint(2, 51, (), generator=g))
+        scale = 10 ** float(torch.empty(()).uniform_(-3, 2.5, generator=g))
+        z = scale * torch.randn(k, dtype=torch.float64, generator=g)
+        made.append(z.round() if i % 7 == 0 else z)
+    return made
+
+
+# Theorem 1 -------------------------------------------------------------------------------------------------------
+
+
+def test_theorem1_by_hand() -> None:
+    # z = (log 3, 0), beta = 2: softmax (3/4, 1/4) becomes (9/10, 1/10), so both factors are 0.1 / 0.25.
+    t = theorem1([math.log(3), 0.0], beta=2.0)
+    assert t.label == 0
+    torch.testing.assert_close(t.gamma, torch.tensor([0.4, 0.4]).double())
+    # n = 2, z_(1) = z_(n-1) = 0: c0 = exp(-log 3) / 2, c1 = 2 exp(-log 3); c2 = (1/2 + 1/6) / 3, c3 = (1 + 1/3) / 3
+    torch.testing.assert_close(t.lower, torch.tensor([1 / 6, 2 / 9]).double())
+    torch.testing.assert_close(t.upper, torch.tensor([2 / 3, 4 / 9]).double())
+    assert t.holds.all()
+
+
+def test_theorem1_factors_are_one_without_scaling() -> None:
+    for z in random_logits(20):
+        torch.testing.assert_close(theorem1(z, beta=1.0).log_gamma, torch.zeros_like(z), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_theorem1_factors_against_autograd(beta: float) -> None:
+    z = 2 * torch.randn(200, 6, dtype=torch.float64)
+    t = theorem1(z, beta)
+    scaled, plain = z.clone().requires_grad_(), z.clone().requires_grad_()
+    F.cross_entropy(beta * scaled, t.label, reduction="sum").backward()
+    F.cross_entropy(plain, t.label, reduction="sum").backward()
+    assert plain.grad is not None
+    torch.testing.assert_close(scaled.grad, t.gamma * beta * plain.grad, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_theorem1_holds_for_thousands_of_random_logits(beta: float) -> None:
+    for z in random_logits(600, seed=int(10 * beta)):
+        t = theorem1(z, beta)
+        assert t.holds.all(), (z, beta)
+    rows = torch.cat([s * torch.randn(500, 10, dtype=torch.float64) for s in (0.1, 1.0, 10.0, 300.0)])
+    assert theorem1(rows, beta).holds.all()
+
+
+def exactly(z: list[float], beta: float) -> list[tuple[mpmath.mpf, mpmath.mpf, mpmath.mpf]]:
+    """(log c_low, log gamma, log c_high) of each class in 60 digits, from the formulas as they are printed."""
+    exp, log, n = mpmath.exp, mpmath.log, len(z)
+    x, b, order = [mpmath.mpf(v) for v in z], mpmath.mpf(beta), sorted(mpmath.mpf(v) for v in z)
+    first, second, last = order[0], order[-2], order[-1]
+    y, out = z.index(max(z)), []
+    total, total_b = mpmath.fsum(exp(v) for v in x), mpmath.fsum(exp(b * v) for v in x)
+    for j, v in enumerate(x):
+        if j == y:
+            miss = mpmath.fsum(exp(w) for i, w in enumerate(x) if i != j)
+            miss_b = mpmath.fsum(exp(b * w) for i, w in enumerate(x) if i != j)
+            low = exp((1 - b) * (v - first) - (second - first)) / n
+            gamma = miss_b * total / (total_b * miss)
+            high = n * exp((1 - b) * (v - second) + (second - first))
+        else:
+            common = exp((1 - b) * (last - v))
+            low = (1 / mpmath.mpf(n) + (n - 1) / mpmath.mpf(n) * exp(first - last)) * common
+            gamma = exp((b - 1) * v) * total / total_b
+            high = (1 + (n - 1) * exp(second - last)) * common
+        out.append((log(low), log(gamma), log(high)))
+    return out
+
+
+def test_theorem1_against_sixty_digits() -> None:
+    with mpmath.workdps(60):
+        slack = mpmath.mpf(10) ** -40  # the logarithms reach a few thousand
+        for i, z in enumerate(random_logits(70, seed=3)):
+            beta = BETAS[i % len(BETAS)]
+            t = theorem1(z, beta)
+            for j, (low, gamma, high) in enumerate(exactly(z.tolist(), beta)):
+                assert low - slack <= gamma <= high + slack
+                got = [float(x[j]) for x in (t.log_lower, t.log_gamma, t.log_upper)]
+                assert got == pytest.approx([float(low), float(gamma), float(high)], rel=1e-11, abs=1e-11)
+
+
+def test_theorem1_does_not_cancel_where_the_label_is_certain() -> None:
+    # 1 - p is exp(-600) and exp(-1200): zero in float64 as 1 - p, exact when the other classes are summed.
+    t = theorem1([600.0, 0.0, 0.0], beta=2.0)
+    torch.testing.assert_close(t.log_gamma, torch.full((3,), -600.0).double())
+    assert t.holds.all()
+
+
+def test_the_appendix_statement_of_theorem1_is_wrong() -> None:
+    # Its c2 and c3 carry exp((beta - 1) z_i): they move when all logits shift, gamma does not.
+    def appendix(z: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+        n, (first, second, last) = len(z), (z.min(), z.sort().values[-2], z.max())
+        factor = ((beta - 1) * z).exp()
+        low = (1 / n + (n - 1) / n * (first - last).exp()) * factor
+        return low, (1 + (n - 1) * (second - last).exp()) * factor
+
+    z = torch.tensor([2.0, 1.0, 0.0]).double()
+    low, _ = appendix(z + 5, 1.2)
+    _, high = appendix(z - 5, 1.2)
+    gamma = theorem1(z, 1.2).gamma
+    assert (low[1:] > gamma[1:]).all()
+    assert (high[1:] < gamma[1:]).all()
+    # Without the factor beta, gamma is beta itself for equal logits, where c2 is 1: wrong for beta < 1.
+    same = torch.zeros(4).double()
+    assert (0.5 * theorem1(same, 0.5).gamma < appendix(same, 0.5)[0]).all()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_broken_bound_would_be_noticed(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+    true_bounds = theory._theorem1_bounds
+
+    def too_tight(z: Tensor, beta: float, at_label: Tensor) -> tuple[Tensor, ...]:
+        gamma = theorem1_log_gamma
+        return tuple(gamma if i == side else b for i, b in enumerate(true_bounds(z, beta, at_label)))
+
+    z = torch.randn(6, 4, dtype=torch.float64)
+    theorem1_log_gamma = theorem1(z, 1.4).log_gamma + (1e-9 if side == 0 else -1e-9)
+    monkeypatch.setattr(theory, "_theorem1_bounds", too_tight)
+    assert not theorem1(z, 1.4).holds.any()
+
+
+def test_theorem1_of_a_batch_is_that_of_its_rows() -> None:
+    z = torch.randn(5, 4)
+    whole = theorem1(z, 1.3)
+    for i in range(5):
+        for a, b in zip(whole, theorem1(z[i], 1.3)):
+            torch.testing.assert_close(a[i], b)
+
+
+def test_theorem1_names_bad_input() -> None:
+    with pytest.raises(
+        ValueError, match=r"logits must have shape \(K,\) or \(N, K\) with K >= 2, got \(1,\)"
+    ):
+        theorem1([1.0], 1.0)
+    with pytest.raises(ValueError, match="logits must be finite"):
+        theorem1([1.0, float("nan")], 1.0)
+    with pytest.raises(ValueError, match="beta must be positive and finite, got -1"):
+        theorem1([1.0, 2.0], -1.0)
+
+
+# Theorem 2 -------------------------------------------------------------------------------------------------------
+
+
+def test_the_counterexample_by_hand() -> None:
+    # Three confidences, one third each, all wrong: E[f] = 1/3, H = log 3.
+    t = theorem2(*COUNTEREXAMPLE)
+    assert float(t.ece2) ** 2 == pytest.approx((0.98**2 + 0.99**2 + 1) / 3)  # 0.980
+    mean_log = (math.log(0.98) + math.log(0.99)) / 3
+    assert float(t.squared_shannon) == pytest.approx(3 - 2 * mean_log - 1 / 3 - 2 * math.log(3))  # 0.490
+    assert float(t.squared_literal) == pytest.approx(3 - 2 * mean_log - 1 / 3 + 2 * math.log(3))
+    assert not t.holds_shannon
+    assert t.holds_literal
+    assert float(t.brier) == pytest.approx(float(t.ece2) ** 2)
+
+
+def test_no_smaller_counterexample_exists() -> None:
+    # With two values of mass q and 1 - q the squared bound is at least 3 - 1/2 - 2 log 2 = 1.11.
+    q = torch.linspace(0, 1, 1001).double()
+    mass = torch.stack([q, 1 - q], -1)
+    t = theorem2_of(torch.ones_like(mass), mass, torch.zeros_like(mass))
+    assert float(t.squared_shannon.min()) == pytest.approx(2.5 - 2 * math.log(2))
+    assert t.holds_shannon.all()
+
+
+def test_five_calibrated_confidences_have_no_bound_at_all() -> None:
+    values = torch.tensor([0.96, 0.97, 0.98, 0.99, 1.0]).double()
+    t = theorem2_of(values, torch.full((5,), 0.2), values)
+    assert t.ece2 == 0
+    assert t.squared_shannon < 0
+    assert t.bound_shannon.isnan()
+    assert not t.holds_shannon
+
+
+def test_a_value_of_no_mass_counts_for_nothing() -> None:
+    value, mass, accuracy = torch.tensor([0.5, 0.9]), torch.tensor([0.4, 0.6]), torch.tensor([0.2, 1.0])
+    padded = [F.pad(x, (0, 2)) for x in (value, mass, accuracy)]
+    for a, b in zip(theorem2_of(value, mass, accuracy), theorem2_of(*padded)):
+        torch.testing.assert_close(a, b)
+
+
+def random_cases(n: int) -> Theorem2:
+    """Distributions of 2 to 20 confidences with random masses and random accuracies."""
+    present = torch.arange(20) < torch.randint(2, 21, (n, 1))
+    mass = torch.empty(n, 20).exponential_().double() * present
+    return theorem2_of(
+        torch.rand(n, 20).clamp(min=1e-6), mass / mass.sum(-1, keepdim=True), torch.rand(n, 20)
+    )
+
+
+def test_theorem2_by_chance() -> None:
+    t = random_cases(20_000)
+    assert 0.2 < t.holds_shannon.double().mean() < 0.9  # false more than one time in ten, whatever the seed
+    assert (t.squared_shannon < 0).any()
+    assert t.holds_literal.all()
+    assert (t.squared_literal >= 2).all()  # never below 2, and ECE2 is never above 1
+    assert (t.ece2 <= 1).all()
+    assert (t.ece2.square() <= t.brier + 1e-12).all()
+
+
+def test_the_steps_of_the_proof_that_fail() -> None:
+    # With x = Acc + f - 1 the proof needs log x >= 1 - 1/x, which takes x > 0, and then 2 (1 - 1/x) >= x - 1,
+    # which for 0 < x < 1 is never true: no x but 1 passes both.
+    x = torch.linspace(0.001, 0.999, 999).double()
+    assert (x.log() >= 1 - 1 / x).all()
+    assert (2 * (1 - 1 / x) < x - 1).all()
+    negative = -x
+    assert (1 - 1 / negative > 0).all()  # claimed to lie below the logarithm of a probability
+
+
+def slow_theorem2(confidence: list[float], correct: list[bool]) -> dict[str, float]:
+    n, ece2, mean_log, mean_f, entropy, brier = len(confidence), 0.0, 0.0, 0.0, 0.0, 0.0
+    for value in sorted(set(confidence)):
+        hits = [c for p, c in zip(confidence, correct) if p == value]
+        f = len(hits) / n
+        ece2 += f * (sum(hits) / len(hits) - value) ** 2
+        mean_log += f * math.log(value)
+        mean_f += f * f
+        entropy -= f * math.log(f)
+    brier = sum((c - p) ** 2 for p, c in zip(confidence, correct)) / n
+    constant = 3 - 2 * mean_log - mean_f
+    return {"ece2": ece2**0.5, "constant": constant, "shannon": entropy, "literal": -entropy, "brier": brier}
+
+
+def test_theorem2_against_a_slow_reference() -> None:
+    confidence = (torch.randint(1, 11, (200,)) / 10).double()
+    correct = torch.rand(200) < confidence
+    t = theorem2(confidence, correct)
+    for name, want in slow_theorem2(confidence.tolist(), correct.tolist()).items():
+        assert float(getattr(t, name)) == pytest.approx(want), name
+    assert float(t.squared_shannon) == pytest.approx(float(t.constant - 2 * t.shannon))
+    assert float(t.bound_literal) ** 2 == pytest.approx(float(t.constant - 2 * t.literal))
+
+
+def test_cells_merge_confidences_into_their_mean() -> None:
+    # Cells (0, 0.5] and (0.5, 1]: 0.3 and 0.5 become 0.4, half right; 0.8 and 1.0 become 0.9, both right.
+    t = theorem2([0.3, 0.5, 0.8, 1.0], [True, False, True, True], n_values=2)
+    assert float(t.ece2) ** 2 == pytest.approx(0.5 * 0.1**2 + 0.5 * 0.1**2)
+    assert float(t.shannon) == pytest.approx(math.log(2))
+    four = theorem2([0.3, 0.5, 0.8, 1.0], [True, False, True, True])
+    assert float(four.shannon) == pytest.approx(math.log(4))
+
+
+def test_theorem2_on_real_predictions(shared: object) -> None:
+    import numpy as np
+
+    with np.load(f"{shared}/data/logits/resnet110_c10.npz") as arrays:
+        p = Predictions(arrays["test_logits"], arrays["test_labels"].reshape(-1))
+    binned = theorem2(p.confidence, p.correct, n_values=15)
+    fine = theorem2(p.confidence, p.correct, n_values=1000)
+    assert binned.squared_shannon > 1  # holds, by being larger than any ECE2 can be
+    assert binned.shannon < fine.shannon  # a finer grid has more entropy and the claimed bound sinks
+    assert fine.squared_shannon < binned.squared_shannon
+
+
+def test_theorem2_names_bad_input() -> None:
+    with pytest.raises(ValueError, match=r"confidence must have shape \(N,\) with N >= 1, got \(0,\)"):
+        theorem2([], [])
+    with pytest.raises(ValueError, match=r"correct must have shape \(2,\) like confidence, got \(1,\)"):
+        theorem2([0.5, 0.6], [True])
+    with pytest.raises(ValueError, match="confidence must lie above 0 and at most at 1, got 0.0 to 0.5"):
+        theorem2([0.5, 0.0], [True, False])
+    with pytest.raises(ValueError, match="correct must be true or false"):
+        theorem2([0.5], [2])
+    with pytest.raises(ValueError, match="n_values must be at least 1, got 0"):
+        theorem2([0.5], [True], n_values=0)
+
+
+def test_the_examples_in_the_docstrings_run() -> None:
+    result = doctest.testmod(theory)
+    assert result.attempted >= 6
+    assert result.failed == 0
