@@ -93,11 +93,12 @@ def test_confidences_are_kept_to_two_to_the_minus_33():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("probs", [False, True])
-@pytest.mark.parametrize(("k", "n_bins"), [(2, 15), (10, 15), (10, 1), (40, 4), (300, 15)])
+@pytest.mark.parametrize(("k", "n_bins"), [(2, 15), (10, 15), (10, 1), (40, 4), (120, 15)])
 def test_components_against_one_class_at_a_time(dtype, probs, k, n_bins):
-    p = random_predictions(1500, k, dtype=dtype, probs=probs)
+    p = random_predictions(800, k, dtype=dtype, probs=probs)
     bins = Bins.classwise(p, n_bins)
-    want = [Bins.of(p.probs[:, i], p.labels == i, n_bins) for i in range(k)]
+    columns = p.probs.t().contiguous()
+    want = [Bins.of(column, p.labels == i, n_bins) for i, column in enumerate(columns)]
     assert bins == Bins.from_state(torch.stack([one.state() for one in want], 1))
     assert Bins.pooled(p, n_bins) == sum(want[1:], want[0])
     assert Bins.top(p, n_bins) == Bins.of(p.confidence, p.correct, n_bins)
@@ -109,7 +110,7 @@ def test_any_split_and_order_gives_the_same_bits(make, probs):
     p = random_predictions(3000, 12, probs=probs)
     whole = make(p)
     for size in (1, 7, 64, 1000, 3000):
-        n = min(3000, 200 * size)
+        n = min(3000, 60 * size)
         parts = [make(p[i : i + size]) for i in range(0, n, size)]
         assert sum(parts[1:], parts[0]) == make(p[:n])
     assert make(p[torch.randperm(3000)]) == whole

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from doublehead.predictions import Predictions
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 # Where the search for a threshold starts, each time going down. Fixed before the data are seen, so that the
 # guarantee needs only be shared among these starts.
@@ -107,7 +110,8 @@ def choose_threshold(p: Predictions, max_error: float = 0.01, confidence: float 
     level = (1 - confidence) / len(starts)
     best, n = _lowest_passed(starts, accepted, wrong, max_error, level), len(p)
     if best is None:
-        bound = min(clopper_pearson_upper(wrong[i], accepted[i], level) for i in starts)
+        seen = {(wrong[i], accepted[i]) for i in starts}
+        bound = min(clopper_pearson_upper(errors, n_kept, level) for errors, n_kept in seen)
         return ThresholdChoice(None, 0.0, 0, float("nan"), bound, max_error, confidence, n)
     kept, errors = accepted[best], wrong[best]
     bound = clopper_pearson_upper(errors, kept, level)
@@ -126,22 +130,27 @@ def clopper_pearson_upper(errors: int, n: int, level: float) -> float:
         raise ValueError(f"errors must lie in 0..n = {n}, got {errors}")
     if errors == n:
         return 1.0
+    counts = _log_counts(errors, n)
     low, high = errors / n, 1.0
-    for _ in range(60):
+    while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _binomial_cdf(errors, n, middle) > level else (low, middle)
+        low, high = (middle, high) if _chance_at_most(counts, n, middle) > level else (low, middle)
     return high
 
 
-def _binomial_cdf(k: int, n: int, rate: float) -> float:
-    """P(X <= k) for X binomial(n, rate), 0 < rate < 1, summed from the logarithms of its terms."""
+def _log_counts(k: int, n: int) -> Array:
+    """(k + 1,) the logarithms of n over 0 .. n over k."""
     i = torch.arange(k + 1, dtype=torch.float64)
-    choose = (
-        torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64))
-        - torch.lgamma(i + 1)
-        - torch.lgamma(n - i + 1)
-    )
-    return float((choose + i * np.log(rate) + (n - i) * np.log1p(-rate)).logsumexp(0).exp())
+    logs: Array = (math.lgamma(n + 1) - torch.lgamma(i + 1) - torch.lgamma(n - i + 1)).numpy()
+    return logs
+
+
+def _chance_at_most(log_counts: Array, n: int, rate: float) -> float:
+    """P(X <= k) for X binomial(n, rate) with 0 < rate < 1 and k + 1 = len(log_counts)."""
+    i = np.arange(len(log_counts))
+    terms = log_counts + i * math.log(rate) + (n - i) * math.log1p(-rate)
+    largest = terms.max()  # beneath the mean the terms rise, so nothing underflows that matters
+    return float(np.exp(terms - largest).sum() * math.exp(largest))
 
 
 def _lowest_passed(
@@ -151,7 +160,7 @@ def _lowest_passed(
 
     @cache
     def passes(errors: int, n: int) -> bool:
-        return errors < max_error * n and _binomial_cdf(errors, n, max_error) <= level
+        return errors < max_error * n and _chance_at_most(_log_counts(errors, n), n, max_error) <= level
 
     reached = []
     for start in starts:
@@ -160,6 +169,7 @@ def _lowest_passed(
     return max(reached, default=None)
 
 
+@cache
 def _grid() -> tuple[Tensor, list[int]]:
     """Thresholds from high to low, float32 so that they compare alike in both types, and the places of the starts."""
     doubts = np.concatenate([np.geomspace(1e-6, 1, 601), np.linspace(0, 1, 201)[1:]])

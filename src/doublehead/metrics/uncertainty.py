@@ -104,6 +104,7 @@ def bootstrap(
         )
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    _check_draws(n_draws)
     statistics, bins = _statistics(p, n_bins)
     everyone = _from_sums(_sums_by_bin(torch.ones_like(statistics[:, 0])[None], statistics, bins))
     drawn = _from_sums(_resampled_sums(statistics, bins, n_draws, seed))
@@ -118,8 +119,7 @@ def fine_bins(n_bins: int) -> int:
 
 def _ece_and_floor(p: Predictions | Bins, n_bins: int, n_draws: int, seed: int) -> tuple[float, Array]:
     """The ECE of `p` and (n_draws,) those of perfectly calibrated models with its confidences."""
-    if n_draws < 1:
-        raise ValueError(f"n_draws must be at least 1, got {n_draws}")
+    _check_draws(n_draws)
     bins = p if isinstance(p, Bins) else Bins.top(p, fine_bins(n_bins))
     if bins.counts.ndim != 1 or bins.n == 0:
         raise ValueError(
@@ -191,3 +191,8 @@ def _interval(estimate: float, draws: Tensor, tails: Tensor, name: str) -> Inter
     floor = -np.inf if name == "overconfidence" else 0.0
     ceiling = 1.0 if name in ("accuracy", "mean_confidence", *BINNED) else np.inf
     return Interval(estimate, max(floor, low), min(ceiling, high))
+
+
+def _check_draws(n_draws: int) -> None:
+    if n_draws < 1:
+        raise ValueError(f"n_draws must be at least 1, got {n_draws}")

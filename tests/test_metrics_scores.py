@@ -1,0 +1,118 @@
+"""Proper scores: by hand, against scikit-learn, and the parts of the Brier score."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import metrics
+from doublehead.bins import Bins
+from doublehead.optional import require
+from doublehead.predictions import Predictions
+
+
+@pytest.fixture(scope="module")
+def p() -> Predictions:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(400, 7, generator=generator, dtype=torch.float64) * 2
+    labels = torch.where(
+        torch.rand(400, generator=generator) < 0.6, logits.argmax(1), torch.randint(7, (400,))
+    )
+    return Predictions(logits, labels)
+
+
+def test_by_hand():
+    p = Predictions.from_probs(np.array([[0.5, 0.5, 0.0], [0.2, 0.7, 0.1]]), [0, 2])
+    assert metrics.accuracy(p) == 0.5
+    assert metrics.nll(p) == pytest.approx(-(np.log(0.5) + np.log(0.1)) / 2)
+    assert metrics.brier(p) == pytest.approx((0.25 + 0.25 + 0.04 + 0.49 + 0.81) / 2)
+    entropy = -(np.log(0.5) + 0.2 * np.log(0.2) + 0.7 * np.log(0.7) + 0.1 * np.log(0.1)) / 2
+    assert metrics.mean_entropy(p) == pytest.approx(entropy)
+    assert metrics.mean_confidence(p) == pytest.approx(0.6)
+    assert metrics.overconfidence(p) == pytest.approx(0.1)
+
+
+def test_a_label_of_probability_zero_is_finite():
+    p = Predictions.from_probs(np.array([[1.0, 0.0]], dtype=np.float32), [1])
+    assert metrics.nll(p) == pytest.approx(87.336, abs=1e-3)
+    assert metrics.mean_entropy(p) == 0.0
+
+
+def test_against_sklearn(p):
+    sk = require("sklearn.metrics", extra="sklearn")
+    probs, labels = p.probs.numpy(), p.labels.numpy()
+    assert metrics.accuracy(p) == pytest.approx(sk.accuracy_score(labels, probs.argmax(1)))
+    assert metrics.nll(p) == pytest.approx(sk.log_loss(labels, probs, labels=range(7)))
+    one_hot = np.eye(7)[labels]
+    assert metrics.brier(p) == pytest.approx(((probs - one_hot) ** 2).sum(1).mean())
+
+
+def test_logits_and_their_probabilities_agree(p):
+    q = Predictions.from_probs(p.probs, p.labels)
+    assert metrics.evaluate(q) == pytest.approx(metrics.evaluate(p), abs=1e-9)
+
+
+def test_float32_logits_of_many_classes_keep_their_digits():
+    logits, labels = torch.randn(200, 1000) * 5, torch.randint(0, 1000, (200,))
+    single, double = Predictions(logits, labels), Predictions(logits.double(), labels)
+    for metric in (metrics.nll, metrics.brier, metrics.mean_entropy):
+        assert metric(single) == pytest.approx(metric(double), rel=1e-5)
+
+
+def test_brier_parts_sum_up(p):
+    parts = metrics.brier_decomposition(p, n_bins=10)
+    assert parts.calibration + parts.refinement + parts.within_bins == pytest.approx(parts.brier)
+    assert parts.brier == metrics.brier(p)
+    bins = Bins.classwise(p, 10)
+    calibration = refinement = 0.0
+    for k in range(7):
+        for b in range(10):
+            n = int(bins.counts[k, b])
+            if n:
+                hit = float(bins.accuracy[k, b])
+                calibration += n / 400 * (float(bins.confidence[k, b]) - hit) ** 2
+                refinement += n / 400 * hit * (1 - hit)
+    assert parts.calibration == pytest.approx(calibration)
+    assert parts.refinement == pytest.approx(refinement)
+
+
+def test_brier_parts_by_hand():
+    """One probability per bin: nothing is left within bins."""
+    p = Predictions.from_probs([[0.75, 0.25]] * 4, [0, 0, 1, 1])
+    parts = metrics.brier_decomposition(p)
+    assert parts == pytest.approx((0.625, 2 * 0.0625, 2 * 0.25, 0.0))
+
+
+def test_evaluate_is_a_plain_dict_of_the_single_metrics(p):
+    numbers = metrics.evaluate(p, n_bins=12)
+    assert all(type(value) in (int, float) for value in numbers.values())
+    single = {
+        "accuracy": metrics.accuracy(p),
+        "ece": metrics.ece(p, 12),
+        "ece_floor": metrics.ece_floor(p, 12).mean,
+        "ece_floor_low": metrics.ece_floor(p, 12).low,
+        "ece_floor_high": metrics.ece_floor(p, 12).high,
+        "ece_all": metrics.ece(p, 12, "all"),
+        "ece_classwise": metrics.ece(p, 12, "classwise"),
+        "adaptive_ece": metrics.adaptive_ece(p, 12),
+        "debiased_ece": metrics.debiased_ece(p, 12),
+        "smooth_ece": metrics.smooth_ece(p),
+        "ks_error": metrics.ks_error(p),
+        "mce": metrics.mce(p, 12),
+        "ece2": metrics.ece2(p, 12),
+        "nll": metrics.nll(p),
+        "brier": metrics.brier(p),
+        "aurc": metrics.aurc(p),
+        "mean_entropy": metrics.mean_entropy(p),
+        "mean_confidence": metrics.mean_confidence(p),
+        "overconfidence": metrics.overconfidence(p),
+    }
+    assert numbers == pytest.approx({"n": 400, **single}, abs=1e-12)
+
+
+def test_every_public_name_is_there():
+    for name in metrics.__all__:
+        assert getattr(metrics, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = metrics.nothing

@@ -1,0 +1,140 @@
+"""The torchmetrics.Metric: the same bits over batches and over processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from doublehead import metrics
+from doublehead.bins import Bins
+from doublehead.predictions import Predictions
+
+SHAPE = (700, 6)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(SHAPE, generator=generator) * 3
+    return logits, torch.randint(0, SHAPE[1], (SHAPE[0],), generator=generator)
+
+
+CASES = [
+    ("top", "ece", None),
+    ("top", "mce", None),
+    ("top", "ece2", None),
+    ("all", "ece", 6),
+    ("classwise", "ece", 6),
+]
+
+
+@pytest.mark.parametrize(("components", "norm", "n_classes"), CASES)
+@pytest.mark.parametrize("size", [1, 64, 700])
+def test_batches_give_the_value_of_the_whole(components, norm, n_classes, size):
+    logits, labels = data()
+    metric = metrics.CalibrationError(components=components, norm=norm, n_classes=n_classes)
+    for batch in zip(logits.split(size)[:200], labels.split(size)[:200]):
+        metric.update(*batch)
+    p = Predictions(logits, labels)[: 200 * size]
+    want = metrics.ece(p, components=components) if norm == "ece" else getattr(metrics, norm)(p)
+    assert float(metric.compute()) == want
+
+
+def test_forward_returns_the_batch_and_keeps_the_sum():
+    logits, labels = data()
+    metric = metrics.CalibrationError()
+    first = metric(logits[:100], labels[:100])
+    assert float(first) == metrics.ece(Predictions(logits[:100], labels[:100]))
+    metric(logits[100:], labels[100:])
+    assert float(metric.compute()) == metrics.ece(Predictions(logits, labels))
+    metric.reset()
+    assert int(metric.bins.sum()) == 0
+
+
+def test_probabilities_are_stated():
+    logits, labels = data()
+    metric = metrics.CalibrationError(are_probs=True)
+    metric.update(logits.softmax(1), labels)
+    assert float(metric.compute()) == metrics.ece(Predictions(logits, labels))
+    with pytest.raises(ValueError, match="probs must lie in 0..1"):
+        metric.update(logits, labels)
+
+
+def test_state_does_not_grow_and_survives_copies():
+    logits, labels = data()
+    metric = metrics.CalibrationError()
+    sizes = set()
+    for batch in zip(logits.split(100), labels.split(100)):
+        metric.update(*batch)
+        sizes.add(metric.bins.numel() * metric.bins.element_size())
+    assert sizes == {3 * 15 * 8}
+    for again in (pickle.loads(pickle.dumps(metric)), copy.deepcopy(metric)):
+        assert float(again.compute()) == float(metric.compute())
+
+
+BAD = [
+    ({"components": "both"}, "components must be 'top', 'all' or 'classwise', got 'both'"),
+    ({"norm": "l1"}, "norm must be 'ece', 'mce' or 'ece2', got 'l1'"),
+    ({"components": "all"}, "n_classes must be given exactly when components is not 'top', got None"),
+    ({"n_classes": 5}, "n_classes must be given exactly when components is not 'top', got 5"),
+    ({"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        metrics.CalibrationError(**arguments)
+
+
+def test_a_wrong_number_of_classes_is_named():
+    metric = metrics.CalibrationError(components="classwise", n_classes=5)
+    with pytest.raises(ValueError, match="logits must have 5 columns, got 6"):
+        metric.update(*data())
+
+
+def _work(rank: int, port: int, folder: str) -> None:
+    """One of two processes with unequal shares; saves what it computes."""
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=2))
+    logits, labels = data()
+    share = slice(0, 137) if rank == 0 else slice(137, None)
+    logits, labels = logits[share], labels[share]
+    values = []
+    for components, norm, n_classes in CASES:
+        metric = metrics.CalibrationError(components=components, norm=norm, n_classes=n_classes)
+        for batch in zip(logits.split(50), labels.split(50)):
+            metric.update(*batch)
+        values.append(metric.compute())
+    state = Bins.top(Predictions(logits, labels)).state()
+    dist.all_reduce(state)
+    torch.save({"values": torch.stack(values), "state": state}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_give_the_same_bits(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    other = mp.get_context("spawn").Process(target=_work, args=(1, port, str(tmp_path)))
+    other.start()
+    try:
+        _work(0, port, str(tmp_path))
+    finally:
+        other.join()
+    assert other.exitcode == 0
+    p = Predictions(*data())
+    want = [
+        metrics.ece(p, components=components) if norm == "ece" else getattr(metrics, norm)(p)
+        for components, norm, _ in CASES
+    ]
+    for rank in (0, 1):
+        saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert saved["values"].tolist() == want
+        assert Bins.from_state(saved["state"]) == Bins.top(p)

@@ -1,0 +1,147 @@
+"""Floor, test and bootstrap: against direct draws, and their promises by simulation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from doublehead import metrics
+from doublehead.bins import Bins
+from doublehead.metrics.uncertainty import BINNED, MEANS
+from doublehead.predictions import Predictions
+
+
+def binary(confidence, correct) -> Predictions:
+    confidence = np.asarray(confidence, dtype=np.float64)
+    return Predictions.from_probs(
+        np.stack([confidence, 1 - confidence], 1), 1 - np.asarray(correct, dtype=int)
+    )
+
+
+@pytest.mark.parametrize("saturated", [False, True])
+def test_floor_against_direct_draws(saturated):
+    rng = np.random.default_rng(0)
+    confidence = rng.uniform(0.5, 1, 700) ** (0.02 if saturated else 1)
+    p = binary(confidence, rng.random(700) < 0.5)  # the labels must not matter
+    draws = [float(Bins.of(confidence, rng.random(700) < confidence).ece()) for _ in range(2000)]
+    floor = metrics.ece_floor(p, n_draws=4000)
+    error = np.std(draws) / np.sqrt(2000)
+    assert floor.mean == pytest.approx(np.mean(draws), abs=5 * error)
+    assert floor.low == pytest.approx(np.quantile(draws, 0.05), abs=10 * error)
+    assert floor.high == pytest.approx(np.quantile(draws, 0.95), abs=10 * error)
+
+
+def test_floor_by_hand():
+    """One sample of confidence 0.75: the ECE is 0.25 with chance 3/4 and 0.75 with chance 1/4."""
+    floor = metrics.ece_floor(binary([0.75], [1]), n_draws=20000)
+    assert floor.mean == pytest.approx(0.375, abs=0.01)
+    assert (floor.low, floor.high) == (0.25, 0.75)
+
+
+def test_floor_is_the_same_from_a_stream():
+    rng = np.random.default_rng(0)
+    p = binary(rng.uniform(0.5, 1, 300), np.ones(300))
+    fine = Bins.top(p[:100], metrics.fine_bins(15)) + Bins.top(p[100:], metrics.fine_bins(15))
+    assert metrics.ece_floor(fine) == metrics.ece_floor(p)
+    assert metrics.ece_floor(p, seed=1) != metrics.ece_floor(p)
+    assert [metrics.fine_bins(n) for n in (15, 10, 7, 2000)] == [960, 960, 966, 2000]
+
+
+def test_floor_falls_with_the_number_of_samples():
+    confidence = np.random.default_rng(0).uniform(0.5, 1, 40000)
+    small, large = (metrics.ece_floor(binary(confidence[:n], np.ones(n))).mean for n in (400, 40000))
+    assert small == pytest.approx(10 * large, rel=0.15)
+
+
+def test_the_size_of_the_test_is_as_promised():
+    """Of calibrated models at most 5 % get a p-value of at most 0.05 (and 20 % one of 0.2)."""
+    rng = np.random.default_rng(0)
+    values = []
+    for seed in range(600):
+        confidence = np.clip(rng.uniform(0.5, 1.2, 150), 0.5, 1)  # some are sure
+        p = binary(confidence, rng.random(150) < confidence)
+        values.append(metrics.calibration_test(p, n_draws=199, seed=seed).p_value)
+    values = np.array(values)
+    for size in (0.05, 0.2, 0.5):
+        spread = np.sqrt(size * (1 - size) / 600)
+        assert size - 4 * spread < (values <= size).mean() < size + 3 * spread
+
+
+def test_the_test_finds_overconfidence():
+    rng = np.random.default_rng(0)
+    confidence = rng.uniform(0.5, 1, 1000)
+    assert metrics.calibration_test(binary(confidence, rng.random(1000) < confidence - 0.1)).p_value < 0.001
+    sure = metrics.calibration_test(binary(np.ones(50), np.ones(50)))
+    assert sure == (0.0, 1.0)
+    p = binary(confidence, np.ones(1000))
+    assert metrics.calibration_test(p).ece == pytest.approx(metrics.ece(p), abs=1e-12)
+
+
+def test_bootstrap_estimates_are_the_metrics():
+    rng = np.random.default_rng(0)
+    p = Predictions(rng.normal(size=(300, 4)) * 2, rng.integers(0, 4, 300))
+    intervals = metrics.bootstrap(p, MEANS + BINNED, n_bins=10)
+    for name, interval in intervals.items():
+        metric = getattr(metrics, name)
+        want = metric(p, 10) if name in BINNED else metric(p)
+        assert interval.estimate == pytest.approx(want, abs=1e-9), name
+        assert interval.low < interval.estimate < interval.high
+
+
+def test_bootstrap_draws_against_resampled_predictions():
+    """The same number from sums by bin as from taking the rows one draw at a time."""
+    rng = np.random.default_rng(0)
+    p = Predictions(rng.normal(size=(200, 3)) * 2, rng.integers(0, 3, 200))
+    ours = metrics.bootstrap(p, ["ece", "nll", "mce"], n_draws=3000, level=0.9)
+    rows = [p[rng.integers(0, 200, 200)] for _ in range(800)]
+    for name in ("ece", "nll", "mce"):
+        draws = np.array([getattr(metrics, name)(row) for row in rows])
+        width = np.quantile(draws, 0.95) - np.quantile(draws, 0.05)
+        assert ours[name].high - ours[name].low == pytest.approx(width, rel=0.12), name
+
+
+def test_bootstrap_of_a_mean_is_the_textbook_interval():
+    p = binary(np.full(2000, 0.9), np.arange(2000) < 1700)
+    low, high = metrics.bootstrap(p, ["accuracy"], n_draws=4000)["accuracy"][1:]
+    half = 1.96 * np.sqrt(0.85 * 0.15 / 2000)
+    assert (low, high) == pytest.approx((0.85 - half, 0.85 + half), abs=0.1 * half)
+
+
+def test_bootstrap_intervals_cover():
+    """90 % intervals of the ECE hold its mean over new test sets of the same size about nine times in ten."""
+    rng = np.random.default_rng(0)
+
+    def draw():
+        confidence = rng.uniform(0.5, 1, 300)
+        return binary(confidence, rng.random(300) < confidence - 0.1)
+
+    truth = np.mean([metrics.ece(draw()) for _ in range(1500)])
+    hits = 0
+    for seed in range(200):
+        _, low, high = metrics.bootstrap(draw(), ["ece"], level=0.9, n_draws=150, seed=seed)["ece"]
+        hits += low <= truth <= high
+    assert 0.83 < hits / 200 < 0.97
+
+
+def test_same_seed_same_interval():
+    p = binary(np.linspace(0.5, 1, 50), np.ones(50))
+    assert metrics.bootstrap(p) == metrics.bootstrap(p)
+    assert metrics.bootstrap(p) != metrics.bootstrap(p, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: metrics.bootstrap(p, ["auc"]), "metrics must be among accuracy, .*, mce, got 'auc'"),
+        (lambda p: metrics.bootstrap(p, level=95), "level must lie between 0 and 1, got 95"),
+        (lambda p: metrics.bootstrap(p, n_draws=0), "n_draws must be at least 1, got 0"),
+        (lambda p: metrics.ece_floor(p, n_draws=0), "n_draws must be at least 1, got 0"),
+        (lambda p: metrics.ece_floor(Bins.zeros(960)),
+         r"bins must be top-label bins with samples, got shape \(960,\), n 0"),
+        (lambda p: metrics.ece_floor(Bins.classwise(p, 960)), r"got shape \(2, 960\), n 4"),
+        (lambda p: metrics.ece_floor(Bins.top(p, 16)), "n_bins must divide the present 16 bins, got 15"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(binary([0.9, 0.8], [1, 0]))
