@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -54,8 +55,8 @@ class TreeLSTM(nn.Module):
         """(M, 2 * hidden): hidden state and memory of all nodes of the forest, in its order."""
         plan = batch.schedule
         leaves = self.cell.leaf(self.embedding(batch.words[: len(plan.leaf_order)]))
-        joining = leaves.index_select(0, plan.leaf_order)
-        pieces = joining.tensor_split(torch.tensor([step.leaves for step in plan.steps]).cumsum(0))
+        ends = tuple(accumulate(step.leaves for step in plan.steps))
+        pieces = leaves.index_select(0, plan.leaf_order).tensor_split(ends)
         gathers = plan.gather.split([2 * step.parents + step.kept for step in plan.steps])
         done, waiting = [leaves], leaves[:0]
         for step, piece, gather in zip(plan.steps, pieces, gathers):
