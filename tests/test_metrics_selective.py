@@ -100,7 +100,7 @@ def test_both_types_accept_the_same_samples():
 
 
 def test_the_guarantee_holds_where_every_threshold_is_just_too_low():
-    """Each threshold has a true error of 15.1 %, so any choice for 15 % is wrong; at most 10 % of draws may make one."""
+    """Each threshold has a true error of 15.1 %, so any choice for 15 % is wrong; at most 10 % of draws may."""
     rng = np.random.default_rng(0)
     confidence = 1 - 0.5 * rng.random((250, 400)) ** 2
     correct = rng.random((250, 400)) < 1 - 0.151

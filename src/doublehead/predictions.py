@@ -140,16 +140,14 @@ class Predictions:
         return self.top_label()[0]
 
     def top_label(self) -> tuple[Tensor, Tensor]:
-        """(N,) `confidence` and (N,) `correct`, from one pass."""
-        confidence, correct = zip(*self.top_chunks())
-        return torch.cat(confidence), torch.cat(correct)
-
-    def top_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """`confidence` and `correct` of some rows after the other, in memory that does not grow with N."""
-        for scores, labels in self.score_chunks():
+        """(N,) `confidence` and (N,) `correct`, from one pass in which each chunk stays in the cache."""
+        if self._are_probs:
+            largest = confidence = self._scores.amax(1)
+        else:
             # softmax works row by row in one kernel: a row gives the same bits in whatever batch it stands
-            confidence = (scores if self._are_probs else scores.softmax(1)).amax(1)
-            yield confidence, self._correct(scores, labels, confidence)
+            pairs = [(chunk.amax(1), chunk.softmax(1).amax(1)) for chunk, _ in self.score_chunks()]
+            largest, confidence = (torch.cat(parts) for parts in zip(*pairs))
+        return confidence, self._is_largest(largest, confidence)
 
     def probs_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`probs` and `labels` of some rows after the other, in memory that does not grow with N."""
@@ -163,15 +161,15 @@ class Predictions:
         for scores, labels in zip(self._scores.split(rows), self.labels.split(rows)):
             yield scores.contiguous(), labels
 
-    def _correct(self, scores: Tensor, labels: Tensor, confidence: Tensor) -> Tensor:
-        """Whether the first of the largest scores (B, K) is the label. On a CPU argmax costs more than the softmax."""
-        if scores.is_cuda:
-            return scores.argmax(1) == labels
-        correct = scores.gather(1, labels[:, None])[:, 0] == scores.amax(1)
+    def _is_largest(self, largest: Tensor, confidence: Tensor) -> Tensor:
+        """Whether the label is the first class of the largest score. On a CPU argmax costs more than the softmax."""
+        if self._scores.is_cuda:
+            return self.correct
+        is_largest = self._scores.gather(1, self.labels[:, None])[:, 0] == largest
         # Two classes can share the largest score only if neither has more than half of the row (and rounding).
-        tie = (correct & (confidence <= 0.5 * self._largest_sum + 1e-3)).nonzero()[:, 0]
-        correct[tie] = scores[tie].argmax(1) == labels[tie]
-        return correct
+        tie = (is_largest & (confidence <= 0.5 * self._largest_sum + 1e-3)).nonzero()[:, 0]
+        is_largest[tie] = self._scores[tie].argmax(1) == self.labels[tie]
+        return is_largest
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write an .npz without pickles; the file appears whole or not at all."""
