@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,4 +53,11 @@ class Normalise:
     def _channels(self, values: tuple[float, ...], images: Tensor) -> Tensor:
         if images.shape[-3] != len(values):
             raise ValueError(f"images must have {len(values)} channels, got shape {tuple(images.shape)}")
-        return torch.tensor(values, dtype=images.dtype, device=images.device)[:, None, None]
+        return _constant(values, images.dtype, images.device)
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(C, 1, 1), made once: copying it to a GPU anew for each batch would wait for the GPU."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
