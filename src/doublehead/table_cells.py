@@ -42,7 +42,9 @@ def to_labels(column: Array, layout: Layout, n_classes: int, rows: Array, source
     """(B,) int64 in 0..K-1 from whole numbers, or from names through the names of the score columns."""
     place = f"{source}, column {layout.label!r}, row"
     if column.dtype.kind in "OU":
-        return _labels_by_name(column, layout, rows, place)
+        if not all(name.isdecimal() for name in layout.classes):
+            return _labels_by_name(column, layout, rows, place)
+        column = _numbers(column, rows, place)
     if column.ndim != 1 or column.dtype.kind not in "fiub":
         raise TableError(
             f"{source}: labels in {layout.label!r} must be whole numbers of shape (N,), "
@@ -100,6 +102,27 @@ def _check_probs(table: Array, rows: Array, source: Source, tolerance: float) ->
             f"{source}, row {rows[i]}: probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}"
             f"{_others(int(off.sum()))}; a file rounded to few digits needs a larger --tolerance"
         )
+
+
+def _numbers(column: Array, rows: Array, place: str) -> Array:
+    """(B,) float64 from text, nan where there is none."""
+    try:
+        return np.array(
+            [np.nan if text in (None, "") else float(text) for text in column.tolist()], dtype=np.float64
+        )
+    except ValueError as error:
+        for row, text in zip(rows, column.tolist()):
+            if text not in (None, "") and not _is_number(text):
+                raise TableError(f"{place} {row} must hold a class (a whole number), got {text!r}") from error
+        raise
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _labels_by_name(column: Array, layout: Layout, rows: Array, place: str) -> Array:

@@ -28,6 +28,10 @@ class TableError(ValueError):
     """What is wrong with a file, in one sentence that names the file, and the column and row where there is one."""
 
 
+class NoRows(TableError):
+    """There is nothing to read: no rows at all, or none that pass the filter."""
+
+
 class Source(NamedTuple):
     """One readable thing: a file, a part of an .npz (`file.npz:test`), a pair of .npy, row groups of a Parquet file."""
 

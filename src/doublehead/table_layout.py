@@ -41,6 +41,7 @@ class Layout:
     classes: tuple[str, ...]
     base: int
     guesses: tuple[str, ...] = ()
+    binary: bool = False  # one column of a binary model's single score, of class 1
 
 
 def choose_layout(
@@ -82,7 +83,8 @@ def choose_layout(
     else:
         found = _named_scores(scores, left, where)
     classes, first = _classes(found)
-    return Layout(label, found, classes, first if base is None else base, tuple(guesses))
+    binary = len(found) == 1 and columns[found[0]] != "matrix"
+    return Layout(label, found, classes, first if base is None else base, tuple(guesses), binary)
 
 
 def _named_scores(names: Sequence[str], columns: Mapping[str, str], where: str) -> tuple[str, ...]:

@@ -16,7 +16,17 @@ import torch
 
 from doublehead.predictions import Predictions
 from doublehead.table_cells import to_labels, to_scores, to_text
-from doublehead.table_files import Array, RawBatch, Reader, Source, TableError, find_sources, open_source
+from doublehead.table_files import (
+    Array,
+    CsvReader,
+    NoRows,
+    RawBatch,
+    Reader,
+    Source,
+    TableError,
+    find_sources,
+    open_source,
+)
 from doublehead.table_layout import Layout, choose_layout
 
 Kind: TypeAlias = Literal["logits", "probs"]
@@ -48,6 +58,12 @@ class PredictionTable:
     tolerance: float
 
     @property
+    def name(self) -> str:
+        """The file, or how many there are."""
+        first = str(self.sources[0])
+        return first if len(self.sources) == 1 else f"{len(self.sources)} files ({first}, ...)"
+
+    @property
     def n_bytes(self) -> int:
         """The size of all files."""
         return sum(open_source(source).n_bytes for source in self.sources)
@@ -73,7 +89,7 @@ class PredictionTable:
                     advance(raw.bytes_done - done)
                     done = raw.bytes_done
         if not kept:
-            raise TableError(self._nothing(seen, values))
+            raise NoRows(self._nothing(seen, values))
 
     def load(self) -> Predictions:
         """All of it in memory; it must have labels."""
@@ -109,6 +125,8 @@ class PredictionTable:
         numbers, texts = list(self.layout.scores), [*([self.by] if self.by else []), *self.where]
         if self.layout.label is not None:
             is_number = reader.columns.get(self.layout.label) in ("number", "whole")
+            if keep and isinstance(reader, CsvReader):
+                is_number = False  # so that it is written back as it was
             (numbers if is_number else texts).append(self.layout.label)
         for name in (*numbers, *texts):
             if name not in reader.columns:
@@ -138,12 +156,11 @@ class PredictionTable:
         return Predictions(scores, labels)
 
     def _nothing(self, seen: int, values: set[str]) -> str:
-        files = f"{self.sources[0]}" if len(self.sources) == 1 else f"{len(self.sources)} files"
         if not seen:
-            return f"{files} has no rows" if len(self.sources) == 1 else f"the {files} have no rows"
+            return f"{self.name} {'has' if len(self.sources) == 1 else 'have'} no rows"
         wanted = " and ".join(f"{name}={value}" for name, value in self.where.items())
         found = ", ".join(sorted(values)[:10])
-        return f"none of the {seen} rows of {files} has {wanted}; the values there are {found}"
+        return f"none of the {seen} rows of {self.name} has {wanted}; the values there are {found}"
 
 
 def read_predictions(

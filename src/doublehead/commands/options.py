@@ -1,0 +1,66 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from doublehead.commands.errors import UserError
+from doublehead.tables import PredictionTable, read_predictions
+
+Logits = Annotated[
+    bool, typer.Option("--logits", help="The scores are logits (any real numbers, before softmax).")
+]
+Probs = Annotated[bool, typer.Option("--probs", help="The scores are probabilities (each row sums to 1).")]
+Label = Annotated[
+    str | None,
+    typer.Option(
+        help="Column (or array) of the true class: a number, or a name that a score column bears. "
+        "Guessed from names such as label, target, y."
+    ),
+]
+Scores = Annotated[
+    str | None,
+    typer.Option(
+        help="Score columns in the order of the classes, separated by commas; * stands for anything: "
+        "'logit_*'. One column is the score of class 1 of a binary model. Guessed from names such as "
+        "logit_0, prob_cat, or all columns of decimal numbers."
+    ),
+]
+LabelBase = Annotated[
+    int | None, typer.Option(help="The label of the first class where labels are numbers: 1 for labels 1..K.")
+]
+Tolerance = Annotated[
+    float, typer.Option(help="How far from 1 the probabilities of a row may sum (rounded files).")
+]
+BinCount = Annotated[int, typer.Option("--bins", min=1, help="Bins of equal width for calibration errors.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON (fractions, not percent) instead of tables.")
+]
+
+
+def stated_kind(logits: bool, probs: bool) -> Literal["logits", "probs"] | None:
+    """What the flags state; None where neither is given."""
+    if logits and probs:
+        raise UserError("give one of --logits and --probs, not both")
+    return "logits" if logits else "probs" if probs else None
+
+
+def open_table(paths: Sequence[Path | str], *, scores: str | None, **how: Any) -> PredictionTable:
+    """A table from the options as they were given."""
+    names = None if scores is None else [name.strip() for name in scores.split(",") if name.strip()]
+    return read_predictions(list(paths), scores=names, **how)
+
+
+def parse_where(filters: Sequence[str]) -> dict[str, str]:
+    """{"site": "A"} from ["site=A"]."""
+    pairs = {}
+    for text in filters:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"--where must read COLUMN=VALUE, got {text!r}")
+        pairs[name] = value
+    return pairs

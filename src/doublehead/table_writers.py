@@ -1,0 +1,202 @@
+"""Write calibrated probabilities in the format the scores came in; other columns stay; whole files or none."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doublehead.optional import require
+from doublehead.table_files import NoRows, NpzReader, Source, TableError, format_of, open_source
+from doublehead.tables import Chunk, PredictionTable
+
+Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
+
+
+def check_output(out: Path, table: PredictionTable, *others: PredictionTable) -> None:
+    """Refuse an output that could not be written at the end, or that would destroy an input, before any work."""
+    sources = [source for each in (table, *others) for source in each.sources]
+    inputs = {path.resolve() for source in sources for path in (source.path, source.partner) if path}
+    if out.resolve() in inputs:
+        raise TableError(f"{out} is one of the files to read: give another name to --output")
+    if not out.parent.is_dir():
+        raise TableError(f"{out} cannot be written: there is no folder {out.parent}")
+    if not os.access(out.parent, os.W_OK):
+        raise TableError(f"{out} cannot be written: the folder {out.parent} is not writable")
+    if len(table.sources) > 1:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise TableError(
+                f"{out} must be a new or empty folder, for {len(table.sources)} files are written"
+            )
+        return
+    wanted = format_of(table.sources[0].path)
+    if out.is_dir():
+        raise TableError(f"{out} is a folder: give the name of a file that ends in {wanted}")
+    if not out.name.lower().endswith(wanted):
+        raise TableError(
+            f"{out} must end in {wanted} like the file it is made from, {table.sources[0].path.name}"
+        )
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A path to write a file or a folder at; it takes the place of `out` at the end, or is gone if anything fails."""
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        yield temporary / out.name
+        if out.is_dir():
+            out.rmdir()  # it was empty, or this fails
+        os.replace(temporary / out.name, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_calibrated(
+    table: PredictionTable, out: Path, calibrate: Calibrate, advance: Callable[[int], None] | None = None
+) -> None:
+    """Write `out`, a file for one source or a folder for many, from what `calibrate` makes of each chunk."""
+    if len(table.sources) == 1:
+        _write_source(table, table.sources[0], out, calibrate, advance)
+        return
+    root = Path(os.path.commonpath([source.path.resolve().parent for source in table.sources]))
+    empty: list[NoRows] = []
+    for source in table.sources:
+        target = out / source.path.resolve().relative_to(root)
+        if target.exists():
+            raise TableError(f"{source.path} was given twice")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_source(table, source, target, calibrate, advance)
+        except NoRows as error:  # a part of a folder may be empty; then it has nothing to write
+            target.unlink(missing_ok=True)
+            empty.append(error)
+    if len(empty) == len(table.sources):
+        raise empty[0]
+
+
+def probs_name(column: str, table: PredictionTable) -> str:
+    """What a score column is called once it holds probabilities: logit_3 becomes prob_3, other names stay."""
+    if table.kind == "probs":
+        return column
+    return re.sub("(?i)logit", "prob", column)
+
+
+def _write_source(
+    table: PredictionTable,
+    source: Source,
+    target: Path,
+    calibrate: Calibrate,
+    advance: Callable[[int], None] | None,
+) -> None:
+    one = PredictionTable((source,), table.kind, table.layout, table.by, table.where, table.tolerance)
+    pairs = ((chunk, calibrate(chunk)) for chunk in one.chunks(advance, keep=True))
+    suffix = format_of(source.path)
+    write = {".npz": _write_arrays, ".npy": _write_arrays, ".parquet": _write_parquet}.get(suffix, _write_csv)
+    write(one, target, pairs)
+
+
+def _write_csv(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    """Values are quoted only in parts of the file where one needs it."""
+    arrow, arrow_csv = require("pyarrow", extra="tables"), require("pyarrow.csv", extra="tables")
+    reader: Any = open_source(table.sources[0])
+    with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
+        first = True
+        for chunk, probs in pairs:
+            batch = _replaced(table, chunk, probs)
+            if first:
+                file.write(_header(batch.schema.names, reader.delimiter))
+            first = False
+            quoting = "needed" if _needs_quotes(batch, reader.delimiter) else "none"
+            options = arrow_csv.WriteOptions(
+                include_header=False, delimiter=reader.delimiter, quoting_style=quoting
+            )
+            arrow_csv.write_csv(batch, file, options)
+
+
+def _write_parquet(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    parquet = require("pyarrow.parquet", extra="tables")
+    writer = None
+    try:
+        for chunk, probs in pairs:
+            batch = _replaced(table, chunk, probs)
+            if writer is None:
+                writer = parquet.ParquetWriter(target, batch.schema)
+            writer.write_batch(batch)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    """An .npz of `probs` and all other arrays, or an .npy of probabilities alone."""
+    reader: Any = open_source(table.sources[0])
+    probs = torch.cat([_columns(table, part) for _, part in pairs]).numpy()
+    name = table.layout.scores[0]
+    if probs.shape[1] == 1 and reader.arrays[name].ndim == 1:
+        probs = probs[:, 0]
+    with target.open("wb") as file:
+        if not isinstance(reader, NpzReader):
+            np.save(file, probs, allow_pickle=False)
+            return
+        others = {key: array for key, array in reader.arrays.items() if key != name}
+        arrays: dict[str, Any] = {probs_name(name, table): probs, **others}
+        np.savez_compressed(file, **arrays)
+
+
+def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
+    """The Arrow batch with its score columns replaced, in their places."""
+    arrow = require("pyarrow", extra="tables")
+    batch, names = chunk.raw.arrow, list(chunk.raw.arrow.schema.names)
+    columns = [batch.column(i) for i in range(batch.num_columns)]
+    values = _columns(table, probs).numpy()
+    for i, name in enumerate(table.layout.scores):
+        at, new = names.index(name), probs_name(name, table)
+        if new in names and new != name:
+            raise TableError(
+                f"{table.sources[0]} already has a column {new!r}, which the calibrated {name!r} would take"
+            )
+        if chunk.raw.columns[name].ndim == 2:
+            columns[at] = _lists(arrow, values, columns[at].type)
+        else:
+            narrow = chunk.raw.columns[name].dtype in (np.float16, np.float32)
+            columns[at] = arrow.array(values[:, i].astype(np.float32 if narrow else np.float64))
+        names[at] = new
+    schema = arrow.schema(
+        [arrow.field(name, column.type) for name, column in zip(names, columns)],
+        metadata=batch.schema.metadata,
+    )
+    return arrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _columns(table: PredictionTable, probs: Tensor) -> Tensor:
+    """Probs (B, K) as the input has them: a binary model's single column is the probability of class 1."""
+    return probs[:, 1:] if table.layout.binary else probs
+
+
+def _lists(arrow: Any, values: Any, kind: Any) -> Any:
+    offsets = np.arange(0, values.size + 1, values.shape[1])
+    return arrow.LargeListArray.from_arrays(offsets, values.reshape(-1)).cast(kind)
+
+
+def _header(names: list[str], delimiter: str) -> bytes:
+    line = io.StringIO()
+    csv.writer(line, delimiter=delimiter, lineterminator="\n").writerow(names)
+    return line.getvalue().encode()
+
+
+def _needs_quotes(batch: Any, delimiter: str) -> bool:
+    compute = require("pyarrow.compute", extra="tables")
+    pattern = f'["\\r\\n{re.escape(delimiter)}]'
+    texts = [column for column in batch.columns if str(column.type) == "string"]
+    return any(compute.any(compute.match_substring_regex(column, pattern)).as_py() for column in texts)
