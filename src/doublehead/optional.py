@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# Packages that import torchvision when they find it.
+BRING_TORCHVISION = ("torchvision", "timm", "torchmetrics", "lightning", "transformers")
+
 _torchvision_library: torch.library.Library | None = None  # kept alive: its declarations die with it
 
 
