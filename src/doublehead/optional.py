@@ -21,7 +21,7 @@ def require(name: str, extra: str) -> Any:
     2
     """
     package = name.partition(".")[0]
-    if package in ("torchvision", "timm", "torchmetrics", "lightning"):  # all of them import torchvision
+    if package in BRING_TORCHVISION:
         _declare_torchvision_operators()
     try:
         return importlib.import_module(name)
