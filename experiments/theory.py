@@ -1,0 +1,363 @@
+"""What numbers say of the paper's two theorems: the pictures and tables of docs/theory.md.
+
+    python experiments/theory.py                               # draw docs/results/theorem{1,2}.png from theory.json
+    python experiments/theory.py --compute --logits FILE.npz   # make theory.json anew (half a minute on a CPU)
+
+FILE.npz holds `test_logits` and `test_labels` of a trained classifier; the committed numbers are those of a ResNet-110
+on CIFAR-10 whose logits are public.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doublehead.predictions import Predictions
+from doublehead.theory import COUNTEREXAMPLE, Theorem2, theorem1, theorem2, theorem2_of
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+SEED = 0
+BETAS = (0.1, 0.3, 0.6, 0.9, 1.0, 1.2, 1.5, 2.0, 4.0)
+NORM_BETAS = (0.6, 1.2, 1.5)  # 0.6 and 1.5 are those of the paper's gradient histograms, 1.2 its best beta_0
+N_RANDOM = 20_000
+INK, BLUE, ORANGE, RED, GREY = "#1f2933", "#2563a8", "#d98324", "#c8372d", "#9aa5b1"
+
+
+# Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def random_logits(n: int, generator: torch.Generator) -> list[Tensor]:
+    """Logit vectors of 2 to 50 classes with scales from 0.001 to 300."""
+    made = []
+    for _ in range(n):
+        k = int(torch.randint(2, 51, (), generator=generator))
+        scale = 10 ** float(torch.empty(()).uniform_(-3, 2.5, generator=generator))
+        made.append(scale * torch.randn(k, dtype=torch.float64, generator=generator))
+    return made
+
+
+def appendix_bounds(z: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Log of c2 and c3 as the paper's appendix states them: exp((beta - 1) z_i) for exp((1 - beta)(z_(n) - z_i))."""
+    n, ordered = z.shape[-1], z.sort(-1).values
+    first, second, last = ordered[..., :1], ordered[..., -2:-1], ordered[..., -1:]
+    low = ((1 + (n - 1) * (first - last).exp()) / n).log() + (beta - 1) * z
+    return low, ((n - 1) * (second - last).exp()).log1p() + (beta - 1) * z
+
+
+def count_theorem1(vectors: list[Tensor]) -> dict[str, int]:
+    """How many bounds were checked and broken over BETAS, in the main text's and in the appendix's form."""
+    checked = broken = appendix_checked = appendix_broken = 0
+    for z in vectors:
+        for beta in BETAS:
+            t = theorem1(z, beta)
+            checked += t.holds.numel()
+            broken += int((~t.holds).sum())
+            low, high = appendix_bounds(z, beta)
+            others = torch.ones_like(t.holds).scatter(-1, t.label[..., None], False)
+            fails = others & ((t.log_gamma < low - 1e-9) | (t.log_gamma > high + 1e-9))
+            appendix_checked += int(others.sum())
+            appendix_broken += int(fails.sum())
+    return {
+        "checked": checked,
+        "violated": broken,
+        "appendix_checked": appendix_checked,
+        "appendix_violated": appendix_broken,
+    }
+
+
+def theorem1_curves(logits: Tensor) -> dict[str, Any]:
+    """Gamma and its bounds in log10 against beta: label and runner-up of an unsure and of a typical image."""
+    top = logits.softmax(-1).amax(-1)
+    betas = torch.linspace(0.1, 4.0, 79).tolist()
+    images = []
+    for confidence in (0.7, float(top.median())):
+        z = logits[int((top - confidence).abs().argmin())]
+        image: dict[str, Any] = {"confidence": round(float(z.softmax(-1).amax()), 7)}
+        for name, column in zip(("label", "runner_up"), z.argsort(descending=True)[:2].tolist()):
+            rows = [[float(x[column]) / math.log(10) for x in theorem1(z, beta)[1:4]] for beta in betas]
+            image[name] = dict(zip(("gamma", "lower", "upper"), (rounded(list(c)) for c in zip(*rows))))
+        images.append(image)
+    return {"betas": rounded(betas), "images": images}
+
+
+def gradient_norms(logits: Tensor) -> dict[str, Any]:
+    """The norm of d CE(beta z) / dz relative to beta = 1, binned by how far the confidence is from 1."""
+    label = logits.argmax(-1, keepdim=True)
+
+    def log_norm(beta: float) -> Tensor:
+        log_probs = (beta * logits).log_softmax(-1)
+        miss = (beta * logits).scatter(-1, label, -torch.inf).logsumexp(-1, keepdim=True)
+        miss = miss - (beta * logits).logsumexp(-1, keepdim=True)  # log(1 - p_label)
+        return math.log(beta) + 0.5 * (2 * log_probs.scatter(-1, label, miss)).logsumexp(-1)
+
+    miss = (logits.scatter(-1, label, -torch.inf).logsumexp(-1) - logits.logsumexp(-1)) / math.log(10)
+    edges = torch.linspace(-8, -0.2, 27).double()
+    place = torch.bucketize(miss, edges)
+    out: dict[str, Any] = {
+        "log10_miss": [],
+        **{str(b): {"low": [], "mid": [], "high": []} for b in NORM_BETAS},
+    }
+    for cell in range(1, len(edges)):
+        rows = place == cell
+        if int(rows.sum()) < 20:
+            continue
+        out["log10_miss"].append(round(float((edges[cell - 1] + edges[cell]) / 2), 3))
+        for beta in NORM_BETAS:
+            ratio = (log_norm(beta) - log_norm(1.0))[rows] / math.log(10)
+            for name, q in (("low", 0.05), ("mid", 0.5), ("high", 0.95)):
+                out[str(beta)][name].append(round(float(ratio.quantile(q)), 4))
+    for beta in NORM_BETAS:
+        shrinks = log_norm(beta) < log_norm(1.0)
+        out[str(beta)]["share_shrunk"] = round(float(shrinks.double().mean()), 4)
+    return out
+
+
+def random_distributions(n: int, least: float, generator: torch.Generator) -> Theorem2:
+    """2 to 20 confidences uniform in least..1, masses uniform on the simplex, accuracies uniform in 0..1."""
+    sizes = torch.randint(2, 21, (n, 1), generator=generator)
+    mass = torch.empty(n, 20).exponential_(generator=generator).double() * (torch.arange(20) < sizes)
+    values = (least + (1 - least) * torch.rand(n, 20, generator=generator)).clamp(min=1e-6)
+    return theorem2_of(values, mass / mass.sum(-1, keepdim=True), torch.rand(n, 20, generator=generator))
+
+
+def count_theorem2(t: Theorem2) -> dict[str, Any]:
+    return {
+        "n": len(t.ece2),
+        "violated_shannon": int((~t.holds_shannon).sum()),
+        "negative_right_side": int((t.squared_shannon < 0).sum()),
+        "violated_literal": int((~t.holds_literal).sum()),
+        "smallest_literal": round(float(t.squared_literal.min()), 4),
+        "violated_brier": int((t.ece2.square() > t.brier + 1e-12).sum()),
+    }
+
+
+def theorem2_numbers(p: Predictions, generator: torch.Generator) -> dict[str, Any]:
+    binary, wide = (random_distributions(N_RANDOM, least, generator) for least in (0.5, 0.0))
+    real = []
+    for cells in (15, 50, 100, 300, 1000, None):
+        keys = p.confidence if cells is None else (p.confidence.double() * cells).ceil()
+        sides = as_floats(theorem2(p.confidence, p.correct, n_values=cells))
+        real.append({"n_values": cells, "distinct": len(keys.unique())} | sides)
+    return {
+        "confidences_from_a_half": count_theorem2(binary),
+        "confidences_from_zero": count_theorem2(wide),
+        "shown": {
+            "ece2_squared": rounded(binary.ece2.square()[:1500].tolist()),
+            "squared_shannon": rounded(binary.squared_shannon[:1500].tolist()),
+            "squared_literal": rounded(binary.squared_literal[:1500].tolist()),
+        },
+        "counterexample": {"confidence": COUNTEREXAMPLE[0], "correct": COUNTEREXAMPLE[1]}
+        | as_floats(theorem2(*COUNTEREXAMPLE)),
+        "real": real,
+    }
+
+
+def as_floats(t: Theorem2) -> dict[str, float]:
+    return {name: round(float(value), 6) for name, value in zip(t._fields, t)}
+
+
+def rounded(values: list[float]) -> list[float]:
+    return [round(v, 4) for v in values]
+
+
+def certificate(seconds: float, source: str) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return {
+        "seed": SEED,
+        "commit": commit.stdout.strip() or "unknown",
+        "logits": source,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "device": "cpu",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "wall_seconds": round(seconds, 1),
+    }
+
+
+def compute(path: Path) -> dict[str, Any]:
+    start, generator = time.perf_counter(), torch.Generator().manual_seed(SEED)
+    with np.load(path, allow_pickle=False) as arrays:
+        p = Predictions(arrays["test_logits"], arrays["test_labels"].reshape(-1))
+    logits = p.logits.double()
+    made = {
+        "theorem1": {
+            "random": {"vectors": 4000} | count_theorem1(random_logits(4000, generator)),
+            "real": {"vectors": len(p)} | count_theorem1([logits]),
+            "betas_checked": BETAS,
+            "curves": theorem1_curves(logits),
+            "gradient_norms": gradient_norms(logits),
+        },
+        "theorem2": theorem2_numbers(p, generator),
+    }
+    return {"certificate": certificate(time.perf_counter() - start, path.name)} | made
+
+
+# Pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw_theorem1(numbers: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(style()):
+        figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.3), layout="constrained")
+        curves, norms = numbers["curves"], numbers["gradient_norms"]
+        names = (
+            ("label", "$i = y$ (the label)", "c_0", "c_1"),
+            ("runner_up", "$i \\neq y$ (the runner-up)", "c_2", "c_3"),
+        )
+        for ax, (key, title, low, high) in zip(axes, names):
+            for image, colour in zip(curves["images"], (ORANGE, BLUE)):
+                draw_bounds(ax, curves["betas"], image[key], colour, image["confidence"])
+            ax.axvline(1, ymin=0.24, color=INK, lw=0.6, ls=":")
+            ax.set(
+                xlabel="scaling factor $\\beta$",
+                ylabel="$\\log_{10}$ of the gradient factor $\\gamma$",
+                xlim=(0.1, 4),
+            )
+            ax.set_title(title)
+            ax.legend(loc="lower left", title=f"confidence (shaded: ${low}$ to ${high}$)", title_fontsize=8)
+        draw_norms(axes[2], norms)
+        for ax, letter in zip(axes, "abc"):
+            ax.set_title(letter, loc="left", fontweight="bold")
+        figure.savefig(path, dpi=170)
+        plt.close(figure)
+
+
+def draw_bounds(
+    ax: Any, betas: list[float], curve: dict[str, list[float]], colour: str, confidence: float
+) -> None:
+    ax.fill_between(betas, curve["lower"], curve["upper"], color=colour, alpha=0.18, lw=0)
+    for side in ("lower", "upper"):
+        ax.plot(betas, curve[side], color=colour, lw=0.7, alpha=0.8)
+    shown = f"{confidence:.2f}" if confidence < 0.99 else f"1 - {1 - confidence:.1e}".replace("e-0", "e-")
+    ax.plot(betas, curve["gamma"], color=colour, lw=1.8, label=shown)
+
+
+def draw_norms(ax: Any, norms: dict[str, Any]) -> None:
+    colours = {"0.6": "#8a5fbf", "1.2": "#6fbf8f", "1.5": "#2e7d4f"}
+    for beta, colour in colours.items():
+        row = norms[beta]
+        x = [10**v for v in norms["log10_miss"]]
+        low, mid, high = ([10**v for v in row[k]] for k in ("low", "mid", "high"))
+        ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
+        ax.plot(x, mid, color=colour, lw=1.8, label=f"$\\beta = {beta}$")
+    ax.axhline(1, color=INK, lw=0.6, ls=":")
+    ax.set(
+        xscale="log", yscale="log", xlabel="1 - confidence", ylabel="gradient norm relative to $\\beta = 1$"
+    )
+    ax.set_title("sure  $\\longrightarrow$  unsure")
+    ax.legend(loc="lower right")
+
+
+def draw_theorem2(numbers: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(style()):
+        figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.9), layout="constrained", width_ratios=(1.15, 1))
+        draw_scatter(axes[0], numbers)
+        draw_against_entropy(axes[1], numbers)
+        for ax, letter in zip(axes, "ab"):
+            ax.set_title(letter, loc="left", fontweight="bold")
+        figure.savefig(path, dpi=170)
+        plt.close(figure)
+
+
+def draw_scatter(ax: Any, numbers: dict[str, Any]) -> None:
+    shown, random, example = numbers["shown"], numbers["confidences_from_a_half"], numbers["counterexample"]
+    left, y = np.array(shown["squared_shannon"]), np.array(shown["ece2_squared"])
+    broken = y > left
+    share = random["violated_shannon"] / random["n"]
+    ax.axvspan(-10, 0, color=RED, alpha=0.06, lw=0)
+    ax.plot([0, 1], [0, 1], color=INK, lw=1)
+    dots = {"s": 7, "lw": 0, "alpha": 0.6}
+    ax.scatter(left[broken], y[broken], color=RED, label=f"Shannon entropy, violated ({share:.0%})", **dots)
+    ax.scatter(
+        left[~broken], y[~broken], color=BLUE, label=f"Shannon entropy, holds ({1 - share:.0%})", **dots
+    )
+    ax.scatter(shown["squared_literal"], y, color=GREY, label="as printed: never below 2", **dots)
+    point = (example["squared_shannon"], example["ece2"] ** 2)
+    ax.scatter(*point, marker="*", s=150, color=INK, zorder=5)
+    ax.text(point[0] - 0.25, point[1], "three wrong\nanswers", ha="right", va="center", fontsize=8)
+    ax.text(1.1, 1.0, "equality", va="top", fontsize=8)
+    ax.text(-2.75, 1.22, "root of a\nnegative number", color=RED, va="top", fontsize=8)
+    ax.set(
+        xlim=(-2.9, 9.5), ylim=(0, 1.25), xlabel="claimed bound, squared: $C - 2H$", ylabel="ECE$_2$ squared"
+    )
+    legend = ax.legend(loc="upper right", markerscale=2)
+    for handle in legend.legend_handles:
+        handle.set_alpha(1)
+
+
+def draw_against_entropy(ax: Any, numbers: dict[str, Any]) -> None:
+    v = np.geomspace(1, 4500, 200)
+    ax.axhspan(0, 1, color=BLUE, alpha=0.12, lw=0)
+    ax.text(3900, 1.3, "ECE$_2$ squared lies in 0..1", ha="right", va="bottom", fontsize=8, color=BLUE)
+    ax.plot(v, 3 - 1 / v + 2 * np.log(v), color=GREY, lw=1.8, label="as printed, $V$ equal shares")
+    ax.plot(v, 3 - 1 / v - 2 * np.log(v), color=RED, lw=1.8, label="Shannon, $V$ equal shares")
+    real = numbers["real"]
+    ax.plot(
+        [r["distinct"] for r in real],
+        [r["squared_shannon"] for r in real],
+        "o-", color=INK, lw=0.8, ms=4, label="Shannon, ResNet-110 on CIFAR-10",
+    )  # fmt: skip
+    example = numbers["counterexample"]
+    ax.scatter(3, example["squared_shannon"], marker="*", s=150, color=INK, zorder=5)
+    ax.axhline(0, color=INK, lw=0.6, ls=":")
+    ax.set(xscale="log", xlim=(1, 4500), ylim=(-14, 15))
+    ax.set(xlabel="distinct confidences $V$", ylabel="claimed bound, squared: $C - 2H$")
+    ax.legend(loc="lower left")
+
+
+def style() -> dict[str, Any]:
+    return {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "axes.titlesize": 9.5,
+        "legend.frameon": False,
+        "legend.fontsize": 8,
+        "text.color": INK,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compute", action="store_true", help="make theory.json anew before drawing")
+    parser.add_argument(
+        "--logits", type=Path, help="an .npz with test_logits and test_labels (with --compute)"
+    )
+    options = parser.parse_args()
+    if options.compute:
+        if options.logits is None:
+            parser.error("--compute needs --logits FILE.npz")
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / "theory.json").write_text(json.dumps(compute(options.logits), indent=1) + "\n")
+    numbers = json.loads((RESULTS / "theory.json").read_text())
+    draw_theorem1(numbers["theorem1"], RESULTS / "theorem1.png")
+    draw_theorem2(numbers["theorem2"], RESULTS / "theorem2.png")
+    print(f"wrote {RESULTS}/theorem1.png and theorem2.png")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
