@@ -43,9 +43,11 @@ def command(function: Callable[..., None], to: typer.Typer = app) -> None:
     to.command(function.__name__.strip("_"))(guarded)
 
 
-for function in (demo, train, compare, evaluate, calibrate):
+COMMANDS: tuple[Callable[..., None], ...] = (demo, train, compare, evaluate, calibrate)
+DATA_COMMANDS: tuple[Callable[..., None], ...] = (data.list_, data.get, data.check, data.convert)
+for function in COMMANDS:
     command(function)
-for function in (data.list_, data.get, data.check, data.convert):
+for function in DATA_COMMANDS:
     command(function, data_app)
 
 if __name__ == "__main__":

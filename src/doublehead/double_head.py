@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead.last_layer import FeatureTap, find_last_layer, logits_of, with_logits
+from doublehead.last_layer import FeatureTap, find_last_layer, logits_of, uncompiled, with_logits
 from doublehead.plumbing import (
     Endless,
     Randomness,
@@ -234,12 +234,15 @@ class DoubleHead(nn.Module):
 
     @torch.no_grad()
     def read(self, batches: Iterable[Any]) -> Readings:
-        """Run over `batches` of (inputs, labels) in evaluation mode and keep features, main logits and labels."""
-        rows = []
+        """Run over `batches` of (inputs, labels) in evaluation mode and keep features, main logits and labels.
+
+        The model runs as it was before any torch.compile: here batches differ in size.
+        """
+        rows, model = [], uncompiled(self.model)
         with evaluating(self):
             for batch in batches:
                 args, kwargs, labels = unpack(batch, device_of(self))
-                output, features = self._tap.run(self.model, args, kwargs)
+                output, features = self._tap.run(model, args, kwargs)
                 rows.append((features.float(), logits_of(output).float(), labels))
         if not rows:
             raise ValueError("batches must hold at least one batch, got none")
@@ -281,7 +284,8 @@ class Alternation:
 
     `calib_batches` is iterated again and again: pairs (inputs, labels) or dicts with "labels". `augment` perturbs the
     inputs (for calibration under distribution shift). `lr` is a number, or your optimizer, whose first learning
-    rate is then followed. `optimizer` makes another optimizer than SGD: `optimizer(parameters, lr=...)`.
+    rate, times `lr_scale`, is then followed. `optimizer` makes another optimizer than SGD:
+    `optimizer(parameters, lr=...)`.
     A calibration loss that is not finite skips the step, is counted in `skipped`, and raises after
     `patience` of them in a row.
     """
@@ -295,9 +299,11 @@ class Alternation:
         annealing: Annealing | None = None,
         augment: Callable[[Any], Any] | None = None,
         lr: float | torch.optim.Optimizer = 0.1,
+        lr_scale: float = 1.0,
         weight_decay: float = 5e-5,
         momentum: float = 0.9,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        watch_gradients: bool = False,
         patience: int = 20,
         seed: int = 0,
     ) -> None:
@@ -308,7 +314,8 @@ class Alternation:
         self.calib_batches, self.every, self.augment, self.patience = calib_batches, every, augment, patience
         self.annealing = annealing or getattr(self.head, "annealing", None) or Annealing()
         self._followed = lr if isinstance(lr, torch.optim.Optimizer) else None
-        rate: Any = self._followed.param_groups[0]["lr"] if self._followed else lr
+        self.lr_scale, self.watch_gradients = lr_scale, watch_gradients
+        rate: Any = (self._followed.param_groups[0]["lr"] if self._followed else lr) * lr_scale
         if optimizer is not None:
             self.optimizer = optimizer(self.head.parameters(), lr=rate)
         else:
@@ -318,7 +325,7 @@ class Alternation:
         self._batches = Endless(calib_batches, self._randomness)
         self.calls = self.skipped = self._skipped_in_a_row = 0
         self.beta: Any = None
-        self.grad_norm: Tensor | None = None  # of the last calibration step
+        self.grad_norm: Tensor | None = None  # of the last calibration step; (H,) of a bank, if watched
         same_on_all_processes(self.head)
 
     def step(self, progress: float) -> Tensor | None:
@@ -345,13 +352,17 @@ class Alternation:
         self.head.train(self.model.training)
         losses = average_over_processes(losses.detach())
         gradients = [average_over_processes(p.grad) for p in self.head.parameters() if p.grad is not None]
-        self.grad_norm = torch.nn.utils.get_total_norm(gradients)
-        fine = torch.isfinite(losses).any() if losses.ndim else torch.isfinite(losses + self.grad_norm)
+        if losses.ndim == 0:
+            self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+            fine = torch.isfinite(losses + self.grad_norm)
+        else:
+            self.grad_norm = self.head.grad_norms() if self.watch_gradients else None
+            fine = torch.isfinite(losses).any()
         if bool(fine):
             self._skipped_in_a_row = 0
             if self._followed:
                 for group in self.optimizer.param_groups:
-                    group["lr"] = self._followed.param_groups[0]["lr"]
+                    group["lr"] = self._followed.param_groups[0]["lr"] * self.lr_scale
             self.optimizer.step()
         else:
             self._skip(losses)

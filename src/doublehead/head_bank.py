@@ -133,6 +133,14 @@ class HeadBank(nn.Module):
             groups.append({"params": list(stack.parameters()), "scale": scale})
         return StackedSGD(groups, lr, momentum, weight_decay)
 
+    def grad_norms(self) -> Tensor:
+        """(H,) the 2-norm of each head's gradient."""
+        squares = []
+        for stack in self.stacks:
+            flat = [p.grad.flatten(1) for p in stack.parameters() if p.grad is not None]
+            squares.append(torch.cat(flat, 1).square().sum(1))
+        return torch.cat(squares)[self.order].sqrt()
+
     def all_heads(self, features: Tensor, main: Tensor) -> Tensor:
         """Features (B, F) and main logits (B, K) -> the logits of every head, (H, B, K)."""
         return torch.cat([stack(features, main) for stack in self.stacks])[self.order]

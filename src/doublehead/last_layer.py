@@ -85,16 +85,20 @@ class FeatureTap:
             output = model(*args, **kwargs)
         finally:
             self.recording = False
+        return output, self.take(output)
+
+    def take(self, output: Any) -> Tensor:
+        """The features (B, F) caught while the model made `output`; they are let go."""
         caught, self.caught = self.caught, None
         logits = logits_of(output)
         if self.n_features == 0:
-            return output, logits.new_empty(logits.shape[0], 0)
+            return logits.new_empty(logits.shape[0], 0)
         if caught is None:
             raise RuntimeError(
                 f"layer {self.name!r} was not run in the model's forward, so it has no features: "
                 "name another with layer='...'"
             )
-        return output, _one_per_sample(*caught, logits)
+        return _one_per_sample(*caught, logits)
 
     def _catch(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.recording:

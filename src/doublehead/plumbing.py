@@ -44,7 +44,9 @@ def _to(value: Any, device: torch.device) -> Any:
         return [_to(part, device) for part in value]
     if isinstance(value, Mapping):
         return {key: _to(part, device) for key, part in value.items()}
-    return value.to(device, non_blocking=True) if hasattr(value, "to") else value
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return value.to(device) if hasattr(value, "to") else value
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -71,25 +73,25 @@ class Randomness:
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
         with seeded(seed, device):
-            self.state = _get_random(device)
+            self.state = get_random(device)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Draw from this set; the caller's generators are back, untouched, afterwards."""
-        theirs = _get_random(self.device)
-        _set_random(self.state, self.device)
+        theirs = get_random(self.device)
+        set_random(self.state, self.device)
         try:
             yield
         finally:
-            self.state = _get_random(self.device)
-            _set_random(theirs, self.device)
+            self.state = get_random(self.device)
+            set_random(theirs, self.device)
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Every generator seeded with `seed` for a while; the caller's are back afterwards."""
     device = device or torch.device("cpu")
-    theirs = _get_random(device)
+    theirs = get_random(device)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -99,10 +101,10 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_random(theirs, device)
+        set_random(theirs, device)
 
 
-def _get_random(device: torch.device) -> dict[str, Any]:
+def get_random(device: torch.device) -> dict[str, Any]:
     """The generators' state in types that torch.load(weights_only=True) accepts."""
     name, words, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -112,7 +114,8 @@ def _get_random(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _set_random(state: Mapping[str, Any], device: torch.device) -> None:
+def set_random(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put the generators into a state that `get_random` returned."""
     random.setstate(state["python"])
     name, words, *rest = state["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), *rest))  # noqa: NPY002
@@ -133,7 +136,7 @@ class Endless:
         """The next batch; called with `randomness` swapped in."""
         for _ in range(2):  # a pass that has just ended, then a fresh one
             if self.iterator is None:
-                self.taken, self.start = 0, _get_random(self.randomness.device)
+                self.taken, self.start = 0, get_random(self.randomness.device)
                 self.iterator = iter(self.batches)
             batch = next(self.iterator, None)
             if batch is not None:

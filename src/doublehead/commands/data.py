@@ -40,7 +40,11 @@ def get(name: Name, root: Root = None) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with _told(), Progress(*columns, console=notes(), transient=True) as bar:
         task = bar.add_task(name, total=None)
-        place = data.get(name, root, lambda done, total: bar.update(task, completed=done, total=total))
+
+        def progress(file: str, done: int, total: int) -> None:
+            bar.update(task, description=file, completed=done, total=total or None)
+
+        place = data.get(name, root, progress)
     results().print(f"{name} lies in {place}")
 
 

@@ -67,7 +67,7 @@ def train(
         asked = method_named(method)
         config = asked.apply(recipe(data, model, settings))
         folder = RunFolder(output / config.name)
-        with watched(config, tensorboard and folder.path) as (report, tick):
+        with watched(config, folder.path if tensorboard else None) as (report, tick):
             made = train_run(
                 config,
                 folder,
@@ -188,10 +188,10 @@ def progress_bar() -> Progress:
 
 @contextmanager
 def watched(
-    config: Config, tensorboard: Path | bool
+    config: Config, tensorboard: Path | None
 ) -> Iterator[tuple[Callable[[dict[str, Any]], None], Callable[[int, int, int], None]]]:
     """A bar with the time left, a line per epoch, and TensorBoard where asked."""
-    writer = _tensorboard(Path(tensorboard)) if tensorboard else None
+    writer = _tensorboard(tensorboard) if tensorboard else None
     with progress_bar() as bar:
         task = bar.add_task(config.name, total=config.epochs)
 
@@ -203,9 +203,10 @@ def watched(
             bar.console.print(
                 f"epoch {row['epoch'] + 1}/{config.epochs}  loss {row['train_loss']:.4f}  {shown}"
             )
-            for name, numbers in row.get("test", {}).items() if writer else ():
-                for key, value in numbers.items():
-                    writer.add_scalar(f"{key}/{name}", value, row["epoch"])
+            if writer:
+                for name, numbers in row.get("test", {}).items():
+                    for key, value in numbers.items():
+                        writer.add_scalar(f"{key}/{name}", value, row["epoch"])
 
         yield report, lambda epoch, step, n_steps: bar.update(task, completed=epoch + step / n_steps)
     if writer:
@@ -217,7 +218,7 @@ def _tensorboard(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
-    return SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder / "tensorboard"))
 
 
 def show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:

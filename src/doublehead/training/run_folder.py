@@ -1,0 +1,200 @@
+"""The run folder: what a run leaves behind, written so that being killed at any moment loses nothing.
+
+config.json        what was asked for            environment.json   versions, device, commit, time
+metrics.jsonl      a line per epoch              predictions/       {split}-{output}.npz
+model.safetensors  network and heads             results.json       the last thing written: the run is finished
+checkpoint.pt      the newest whole state        checkpoint-previous.pt  the one before it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from doublehead.training.config import Config
+
+
+class RunError(RuntimeError):
+    """A run cannot go on; the message says what to do."""
+
+
+class RunFolder:
+    """The files of one run. Opening it with another config than it was begun with is refused."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has been trained and evaluated to the end."""
+        return (self.path / "results.json").exists()
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What results.json holds."""
+        loaded: dict[str, Any] = json.loads((self.path / "results.json").read_text())
+        return loaded
+
+    @property
+    def config(self) -> Config:
+        """The config the run was begun with."""
+        return Config.from_json((self.path / "config.json").read_text())
+
+    def begin(self, config: Config) -> None:
+        """Write the config, or see that the one written before is the same."""
+        file = self.path / "config.json"
+        if not file.exists():
+            self.write_text("config.json", config.to_json())
+            return
+        try:
+            before = Config.from_json(file.read_text())
+        except ValueError as error:
+            raise RunError(
+                f"{file} cannot be read ({error}): remove the folder or choose another one"
+            ) from error
+        if before != config:
+            differing = [key for key in vars(config) if getattr(before, key) != getattr(config, key)]
+            raise RunError(
+                f"{self.path} holds a run with other settings ({', '.join(differing)}): "
+                "choose another folder or remove it"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second process out; the lock goes with the process, however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "w") as file:
+            if not _lock(file):
+                raise RunError(f"another process is working in {self.path}")
+            yield
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file, whole or not at all."""
+        self.write(name, lambda file: file.write(text.encode()))
+
+    def write(self, name: str, writer: Callable[[IO[bytes]], Any]) -> None:
+        """Let `writer` fill a file that appears under its name only when it is safely on disk."""
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            with open(temporary, "wb") as file:
+                writer(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except OSError as error:
+            raise RunError(
+                f"could not write {target} ({error.strerror}); what was there before is kept"
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Write the newest state; the one before it stays until the new one is whole."""
+        current, previous = self.path / "checkpoint.pt", self.path / "checkpoint-previous.pt"
+        self.write("checkpoint-next.pt", lambda file: torch.save(state, file))
+        if current.exists():
+            os.replace(current, previous)
+        os.replace(self.path / "checkpoint-next.pt", current)
+
+    def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
+        """The newest state that can be read, None for a run that has none yet. No pickle is executed."""
+        found = [self.path / f"checkpoint{which}.pt" for which in ("-next", "", "-previous")]
+        found = [file for file in found if file.exists()]
+        for file in found:
+            try:
+                state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+            except Exception as error:  # whatever a damaged file makes torch say
+                warnings.warn(
+                    f"{file} cannot be read ({error}); trying the checkpoint before it", stacklevel=2
+                )
+                continue
+            return state
+        if found:
+            raise RunError(f"no checkpoint in {self.path} can be read: remove the folder to start again")
+        return None
+
+    def drop_checkpoints(self) -> None:
+        """A finished run needs none."""
+        for file in self.path.glob("checkpoint*.pt"):
+            file.unlink()
+
+    def keep_lines(self, name: str, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop lines that a killed run wrote after its last checkpoint; a half-written last line goes too."""
+        file = self.path / name
+        if file.exists():
+            rows = [
+                row for row in (_parse(line) for line in file.read_text().splitlines()) if row is not None
+            ]
+            self.write_text(name, "".join(json.dumps(row) + "\n" for row in rows if keep(row)))
+
+    def append_line(self, name: str, row: dict[str, Any]) -> None:
+        """Add one line of JSON."""
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """The lines of a file of JSON lines."""
+        return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The certificate of a result: code, versions, device and time."""
+    import doublehead
+
+    cuda = device.type == "cuda"
+    return {
+        "doublehead": doublehead.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "cuda": torch.version.cuda if cuda else None,
+        "threads": torch.get_num_threads(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def commit() -> str:
+    """The commit of the code that runs, marked where the tree has changes; DOUBLEHEAD_COMMIT states it elsewhere."""
+    if "DOUBLEHEAD_COMMIT" in os.environ:
+        return os.environ["DOUBLEHEAD_COMMIT"]
+    here = Path(__file__).resolve().parent
+    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return row
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # no such lock on this system
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
