@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +49,8 @@ def _pieces(data: Any) -> list[tuple[Any, Any]]:
     """Data as (base data set, rows of it): Subsets are followed to their base, concatenations taken apart."""
     if isinstance(data, ConcatDataset):
         return [piece for part in data.datasets for piece in _pieces(part)]
+    if isinstance(data, Mapping):
+        data = list(data.values())
     if isinstance(data, (list, tuple)):  # several loaders
         return [piece for part in data for piece in _pieces(_dataset(part))] if _holds_loaders(data) else []
     rows: Any = None

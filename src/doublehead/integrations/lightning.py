@@ -1,0 +1,249 @@
+"""Calibrate while Lightning trains: one callback, no change to the LightningModule."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads
+from doublehead.head_bank import HeadBank
+from doublehead.integrations.attach import Attachment, find_classifier
+from doublehead.integrations.overlap import check_disjoint, n_shared
+from doublehead.integrations.trackers import log_reliability
+from doublehead.integrations.watch import Watch
+from doublehead.optional import require
+from doublehead.plumbing import evaluating, unpack
+
+Callback: Any = require("lightning.pytorch", extra="lightning").Callback
+
+
+class DoubleHeadCallback(Callback):  # type: ignore[misc]
+    """Trains a calibration head beside the network of a LightningModule: `callbacks=[DoubleHeadCallback(...)]`.
+
+    The module, its optimizer and its weights after training stay bit for bit what they are without the callback.
+    The head takes one step for every `every` optimizer steps, beta anneals within each epoch, and both are saved in
+    the trainer's checkpoints and resumed from them. Validation logs `val_ece_calib`, `val_ece_main`, `val_ece_floor`,
+    NLL and accuracy of both heads, and the reliability diagram goes to the trainer's loggers. `trainer.test` and
+    `trainer.predict` see calibrated logits; `model` is the whole as a DoubleHead.
+
+    `classifier` names the submodule that gives the logits, where it is not found by itself. `wrap` makes the
+    DoubleHead from it (`partial(DoubleHead, kind="temperature")`). `lr` is the head's learning rate at the peak of the
+    main schedule, whose shape it follows. `to_pair` turns a batch into (inputs, labels) where it is not one already.
+    `held_out` chooses among the heads of a HeadBank.
+    """
+
+    def __init__(
+        self,
+        calib_dataloader: Iterable[Any],
+        *,
+        classifier: str | None = None,
+        wrap: Callable[[nn.Module], DoubleHead] = DoubleHead,
+        every: int = 10,
+        annealing: Annealing | None = None,
+        augment: Callable[[Any], Any] | None = None,
+        lr: float = 0.1,
+        weight_decay: float = 5e-5,
+        held_out: Iterable[Any] | None = None,
+        to_pair: Callable[[Any], Any] | None = None,
+        figure: bool = True,
+        n_bins: int = 15,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.calib_dataloader, self.held_out = calib_dataloader, held_out
+        self.classifier, self.wrap, self.to_pair = classifier, wrap, to_pair
+        self.every, self.annealing, self.augment = every, annealing, augment
+        self.lr, self.weight_decay, self.seed = lr, weight_decay, seed
+        self.figure, self.n_bins = figure, n_bins
+        self.alternation: Alternation | None = None
+        self._model: DoubleHead | None = None
+        self._attachment: Attachment | None = None
+        self._loaded: dict[str, Any] = {}
+        self._watch: Watch | None = None
+        self._seen: Heads | None = None
+        self._global_step, self._lr_scale = 0, 1.0
+
+    @property
+    def model(self) -> DoubleHead:
+        """The trained network with its calibration head."""
+        if self._model is None:
+            raise RuntimeError(
+                "this DoubleHeadCallback has no model yet: call trainer.fit, test or predict first"
+            )
+        return self._model
+
+    # Putting it together
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Find the classifier and put the head beside it."""
+        self._build(pl_module)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def _build(self, pl_module: Any) -> None:
+        if self._model is None or not any(part is self._model.model for part in pl_module.modules()):
+            self._model = self.wrap(find_classifier(pl_module, self.classifier))
+            self._attachment = Attachment(self._model, seen=self._note)
+            self._attachment.active = False
+        self._model.head.to(pl_module.device)
+        if "head" in self._loaded:
+            self._model.head.load_state_dict(self._loaded.pop("head"))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the alternation, now that optimizers and devices are settled."""
+        check_disjoint(self.calib_dataloader, trainer.train_dataloader)
+        self._warn_of_validation(trainer.val_dataloaders)
+        optimizer = trainer.optimizers[0]
+        self._lr_scale = self._loaded.pop("lr_scale", None) or self.lr / _peak_lr(optimizer)
+        precision = trainer.precision_plugin
+        self.alternation = Alternation(
+            self.model,
+            _pairs(self.calib_dataloader, self.to_pair),
+            every=self.every,
+            annealing=self.annealing,
+            augment=lambda inputs: precision.convert_input(self.augment(inputs) if self.augment else inputs),
+            lr=optimizer,
+            lr_scale=self._lr_scale,
+            weight_decay=self.weight_decay,
+            seed=self.seed,
+        )
+        if math.isinf(trainer.num_training_batches) and self.alternation.annealing != Annealing(1.0):
+            raise ValueError(
+                "annealing needs the number of batches in an epoch, and this train dataloader does not know it: pass "
+                "annealing=Annealing(1.0), or limit_train_batches to the Trainer"
+            )
+        if "alternation" in self._loaded:
+            self.alternation.load_state_dict(self._loaded.pop("alternation"))
+        self._global_step = trainer.global_step
+
+    def _warn_of_validation(self, val_dataloaders: Any) -> None:
+        if val_dataloaders is not None and n_shared(val_dataloaders, self.calib_dataloader):
+            warnings.warn(
+                "the validation data holds calibration data: val_ece_calib is measured on what the head learned from",
+                stacklevel=2,
+            )
+
+    # Training
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After each optimizer step (not after each batch, when gradients accumulate) it is the head's turn."""
+        if self.alternation is None or trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        n = trainer.num_training_batches
+        with trainer.precision_plugin.train_step_context():
+            loss = self.alternation.step(1.0 if math.isinf(n) else min(1.0, batch_idx / n))
+        if loss is not None:
+            pl_module.log("calib_loss", loss.mean())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let a bank of heads choose."""
+        if isinstance(self.model.head, HeadBank) and self.held_out is not None:
+            self.model.head.select(self.model.read(_pairs(self.held_out, self.to_pair)))
+
+    # Numbers and pictures
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Watch what the network says in validation; its own answers stay."""
+        self._watch = Watch(self.n_bins)
+        self._listen(active=True, answer=False)
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Take both heads' logits from the forward that was just made, or make one."""
+        seen, self._seen = self._seen, None
+        if self._watch is None or dataloader_idx != 0:
+            return
+        args, kwargs, labels = unpack(self.to_pair(batch) if self.to_pair else batch, pl_module.device)
+        if seen is None or len(seen.main) != len(labels):
+            with trainer.precision_plugin.val_step_context(), torch.no_grad(), evaluating(self.model):
+                seen = self.model.heads(*args, **kwargs)
+        self._watch.add(seen, labels)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the numbers, and the picture on the first process."""
+        watch, self._watch = self._watch, None
+        self._listen(active=False)
+        if watch is None or trainer.sanity_checking:
+            return
+        watch.gather(pl_module.device)
+        if watch.n == 0:
+            return
+        pl_module.log_dict(
+            {f"val_{name}": value for name, value in watch.numbers().items()}, rank_zero_only=False
+        )
+        if self.figure and trainer.is_global_zero:
+            title = f"calibrated, epoch {trainer.current_epoch}"
+            log_reliability(trainer.loggers, watch.reliability(), "reliability", trainer.global_step, title)
+
+    def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """From here the network answers with calibrated logits."""
+        self._listen(active=True, answer=True)
+
+    on_predict_epoch_start = on_test_epoch_start
+
+    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Its own answers again."""
+        self._listen(active=False)
+
+    on_predict_epoch_end = on_test_epoch_end
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the module as it was."""
+        self._listen(active=False)
+
+    def _listen(self, active: bool, answer: bool = False) -> None:
+        self._seen = None
+        if self._attachment is not None:
+            self._attachment.active, self._attachment.answer = active, answer
+
+    def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
+        self._seen = heads
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The head, its optimizer and its place in the calibration data, for the trainer's checkpoint."""
+        state = dict(self._loaded)
+        if self._model is not None:
+            state["head"] = self._model.head.state_dict()
+        if self.alternation is not None:
+            state["alternation"], state["lr_scale"] = self.alternation.state_dict(), self._lr_scale
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Kept until the head and its optimizer exist."""
+        self._loaded = dict(state_dict)
+
+
+def _peak_lr(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate that a schedule starts from, or the only one there is."""
+    first = optimizer.param_groups[0]
+    peak = float(first.get("initial_lr", first["lr"]))
+    if peak <= 0:
+        raise ValueError(f"the learning rate of the main optimizer must be positive at the start, got {peak}")
+    return peak
+
+
+def _pairs(batches: Any, to_pair: Callable[[Any], Any] | None) -> Any:
+    return batches if to_pair is None else _Pairs(batches, to_pair)
+
+
+class _Pairs:
+    """Batches turned into (inputs, labels); the place in the data stays that of the batches."""
+
+    def __init__(self, batches: Any, to_pair: Callable[[Any], Any]) -> None:
+        self.batches, self.to_pair = batches, to_pair
+        if hasattr(batches, "state_dict"):
+            self.state_dict, self.load_state_dict = batches.state_dict, batches.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.to_pair, self.batches)

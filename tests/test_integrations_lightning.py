@@ -1,0 +1,421 @@
+"""The Lightning callback in real Trainers."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+from doublehead import Annealing, DoubleHead, HeadBank, HeadSpec, Predictions, metrics
+from doublehead.data.fashion import fashion_subset
+from doublehead.integrations.attach import Attachment, find_classifier
+from doublehead.integrations.lightning import DoubleHeadCallback
+from doublehead.optional import require
+
+pl = require("lightning.pytorch", extra="lightning")
+CSVLogger = require("lightning.pytorch.loggers", extra="lightning").CSVLogger
+
+
+@pytest.fixture(scope="module")
+def images() -> dict[str, TensorDataset]:
+    """Real images of clothes, 7 x 7, few enough for a test."""
+    parts = fashion_subset().first(256, 96, 120)
+    made = {}
+    for name in ("train", "calib", "test"):
+        samples = getattr(parts, name)
+        pixels = torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255
+        made[name] = TensorDataset(F.avg_pool2d(pixels, 4), torch.from_numpy(samples.labels))
+    return made
+
+
+class Classifier(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """A user's module as it stands in Lightning's own tutorials."""
+
+    def __init__(self, schedule: bool = False) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(100, 10),
+        )
+        self.schedule = schedule
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.model(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.model(x), y))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test_loss", F.cross_entropy(self.model(x), y))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self.model(batch[0])
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        if not self.schedule:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def loader(data: TensorDataset, batch_size: int = 32, shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(data, batch_size, shuffle=shuffle)
+
+
+def quiet_trainer(folder: Path, **options: Any) -> Any:
+    defaults = {"max_epochs": 2, "logger": False, "enable_checkpointing": False}
+    off = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+        "log_every_n_steps": 1,
+    }
+    return pl.Trainer(default_root_dir=folder, **off, **{**defaults, **options})
+
+
+def fit(
+    images: dict[str, TensorDataset],
+    folder: Path,
+    callback: DoubleHeadCallback | None,
+    shuffle: bool = True,
+    **how: Any,
+) -> Classifier:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's hints on workers and log intervals
+        pl.seed_everything(5, verbose=False)
+        module = Classifier(how.pop("schedule", False))
+        trainer = quiet_trainer(folder, callbacks=[callback] if callback else [], **how)
+        trainer.fit(module, loader(images["train"], shuffle=shuffle), loader(images["test"]))
+    module.fitted_by = trainer
+    return module
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}]
+)
+def test_main_network_is_bit_identical_with_and_without_the_callback(
+    images: dict[str, TensorDataset], tmp_path: Path, how: dict[str, Any]
+) -> None:
+    alone = fit(images, tmp_path, None, **how)
+    callback = DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2)
+    beside = fit(images, tmp_path, callback, **how)
+    for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().values()):
+        assert torch.equal(a, b), name
+    assert callback.alternation is not None
+    assert callback.alternation.calls == 16 // how.get("accumulate_grad_batches", 1)  # 2 epochs of 8 batches
+    fresh = DoubleHead(Classifier().model).head
+    assert any(not torch.equal(a, b) for a, b in zip(callback.model.head.parameters(), fresh.parameters()))
+
+
+def test_beta_and_lr_follow_the_epoch_and_the_schedule(
+    images: dict[str, TensorDataset], tmp_path: Path
+) -> None:
+    seen = []
+
+    class Spy(DoubleHeadCallback):
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_train_batch_end(*args, **kwargs)
+            assert self.alternation is not None
+            seen.append((self.alternation.beta, self.alternation.optimizer.param_groups[0]["lr"]))
+
+    fit(
+        images,
+        tmp_path,
+        Spy(loader(images["calib"]), every=1, annealing=Annealing(1.4), lr=0.2),
+        schedule=True,
+    )
+    betas = [1 + 0.4 * (1 - step / 8) for step in range(8)]
+    assert [beta for beta, _ in seen] == pytest.approx(betas + betas)
+    # Lightning moves its schedule on before it tells of the end of an epoch's last batch.
+    assert [lr for _, lr in seen] == pytest.approx([0.2] * 7 + [0.1] * 8 + [0.05])
+
+
+def test_resume_is_exact(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    def callback() -> DoubleHeadCallback:
+        wrap = partial(DoubleHead, kind="temperature", reads=("statistics", "features"))
+        return DoubleHeadCallback(loader(images["calib"], shuffle=True), every=3, wrap=wrap)
+
+    class Saver(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 8:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    class Still(Classifier):  # without dropout: Lightning does not save the random state
+        def __init__(self) -> None:
+            super().__init__(schedule=True)
+            self.model[4] = nn.Identity()
+
+    def run(head: DoubleHeadCallback, *others: Any, checkpoint: Path | None = None) -> Still:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pl.seed_everything(1 if checkpoint is None else 2, verbose=False)
+            module = Still()
+            trainer = quiet_trainer(tmp_path, callbacks=[head, *others])
+            trainer.fit(module, loader(images["train"]), ckpt_path=checkpoint, weights_only=True)
+        return module
+
+    whole, resumed = callback(), callback()
+    first = run(whole, Saver())
+    second = run(resumed, checkpoint=tmp_path / "half.ckpt")
+    for (name, a), b in zip(first.state_dict().items(), second.state_dict().values()):
+        assert torch.equal(a, b), name
+    for (name, a), b in zip(whole.model.head.state_dict().items(), resumed.model.head.state_dict().values()):
+        assert torch.equal(a, b), name
+    assert resumed.alternation is not None
+    assert resumed.alternation.calls == 16
+
+
+def test_numbers_and_picture_are_logged(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
+    module = fit(images, tmp_path, callback, logger=CSVLogger(tmp_path, name="log"))
+    logged = module.fitted_by.callback_metrics
+    x, y = images["test"].tensors
+    with torch.no_grad():
+        main, calib = callback.model.eval().heads(x)
+    for name, logits in (("main", main), ("calib", calib)):
+        p = Predictions(logits, y)
+        assert float(logged[f"val_ece_{name}"]) == pytest.approx(metrics.ece(p), abs=1e-6)
+        assert float(logged[f"val_nll_{name}"]) == pytest.approx(metrics.nll(p), abs=1e-6)
+        assert float(logged[f"val_accuracy_{name}"]) == pytest.approx(metrics.accuracy(p), abs=1e-6)
+    assert float(logged["val_ece_floor"]) == pytest.approx(
+        metrics.ece_floor(Predictions(calib, y)).mean, abs=1e-6
+    )
+    assert "calib_loss" in logged
+    pictures = sorted(Path(module.fitted_by.logger.log_dir).glob("reliability-*.png"))
+    assert [path.name for path in pictures] == ["reliability-00000008.png", "reliability-00000016.png"]
+
+
+def test_testing_and_predicting_are_calibrated_and_the_module_stays_its_own(
+    images: dict[str, TensorDataset], tmp_path: Path
+) -> None:
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
+    module = fit(images, tmp_path, callback, max_epochs=1)
+    data = loader(images["test"])
+    x, y = images["test"].tensors
+    with torch.no_grad():
+        main, calib = callback.model.eval().heads(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = module.fitted_by
+        predicted = torch.cat(trainer.predict(module, data))
+        tested = trainer.test(module, data, verbose=False)[0]["test_loss"]
+    torch.testing.assert_close(predicted, calib)
+    assert tested == pytest.approx(float(F.cross_entropy(calib, y)), abs=1e-5)
+    torch.testing.assert_close(module.eval().model(x), main)
+    assert not torch.allclose(main, calib)
+
+
+def test_a_checkpoint_brings_the_head_to_a_new_process(
+    images: dict[str, TensorDataset], tmp_path: Path
+) -> None:
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
+    module = fit(images, tmp_path, callback, max_epochs=1)
+    module.fitted_by.save_checkpoint(tmp_path / "last.ckpt")
+    fresh, again = Classifier(), DoubleHeadCallback(loader(images["calib"]))
+    with pytest.raises(RuntimeError, match="has no model yet: call trainer.fit, test or predict first"):
+        again.model  # noqa: B018
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = quiet_trainer(tmp_path, callbacks=[again])
+        logits = torch.cat(trainer.predict(fresh, loader(images["test"]), ckpt_path=tmp_path / "last.ckpt"))
+    torch.testing.assert_close(logits, callback.model.eval()(images["test"].tensors[0]).detach())
+
+
+class Rank(DoubleHeadCallback):
+    """Writes what each process ends with."""
+
+    folder: Path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        state = {"head": self.model.head.state_dict(), "main": pl_module.state_dict(), "logged": logged}
+        torch.save(state, self.folder / f"{trainer.global_rank}.pt")
+
+
+def test_two_processes(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    callback = Rank(loader(images["calib"], shuffle=True), every=2)
+    callback.folder = tmp_path
+    how = {"devices": 2, "strategy": "ddp_fork", "max_epochs": 1}
+    fit(images, tmp_path, callback, logger=CSVLogger(tmp_path, name="log"), **how)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    for part in ("head", "main"):
+        for name, value in first[part].items():
+            if "running" not in name:  # BatchNorm's moments are each process's own
+                assert torch.equal(value, second[part][name]), name
+    assert first["logged"]["val_ece_calib"] == second["logged"]["val_ece_calib"]
+    model = DoubleHead(Classifier().model).eval()
+    model.head.load_state_dict(first["head"])
+    net = Classifier()
+    bins = []
+    for rank, part in enumerate((first, second)):  # each process saw every other sample, with its own moments
+        net.load_state_dict(part["main"])
+        model.model.load_state_dict(net.model.state_dict())
+        x, y = images["test"][rank::2]
+        bins.append(Predictions(model(x).detach(), y))
+    both = Predictions(torch.cat([p.logits for p in bins]), torch.cat([p.labels for p in bins]))
+    assert first["logged"]["val_ece_calib"] == pytest.approx(metrics.ece(both), abs=1e-6)
+    alone = fit(images, tmp_path, None, **how)
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, first["main"][name]), name
+    assert len(list((tmp_path / "log").rglob("reliability-*.png"))) == 1
+
+
+def test_a_bank_chooses_on_held_out_data(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    specs = [HeadSpec(beta0=b, lr=0.1) for b in (1.0, 1.2)]
+    wrap = partial(DoubleHead, head=lambda n_features, n_classes: HeadBank(n_features, n_classes, specs))
+    train, held_out = Subset(images["calib"], range(64)), Subset(images["calib"], range(64, 96))
+    callback = DoubleHeadCallback(
+        DataLoader(train, 32), held_out=DataLoader(held_out, 32), every=2, wrap=wrap
+    )
+    fit(images, tmp_path, callback)
+    bank = callback.model.head
+    assert isinstance(bank, HeadBank)
+    assert int(bank.chosen) != HeadBank.ENSEMBLE
+
+
+def test_other_batches_through_to_pair(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    class Keyed(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self.model(batch["image"]), batch["target"])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.model(batch["image"][:1])  # not the forward of the whole batch
+
+    def keyed(data: TensorDataset) -> Any:
+        return DataLoader([{"image": x, "target": y} for x, y in data], 32)
+
+    callback = DoubleHeadCallback(
+        keyed(images["calib"]), every=2, to_pair=lambda b: (b["image"], b["target"])
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
+        trainer.fit(Keyed(), keyed(images["train"]), keyed(images["test"]))
+    x, y = images["test"].tensors
+    want = metrics.ece(Predictions(callback.model.eval()(x).detach(), y))
+    assert float(trainer.callback_metrics["val_ece_calib"]) == pytest.approx(want, abs=1e-6)
+
+
+def test_an_attached_head_only_looks_on() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    double = DoubleHead(net, kind="temperature", reads=("statistics", "features"))
+    nn.init.normal_(double.head.last.weight)
+    attachment, x = Attachment(double), torch.randn(5, 4)
+    net.eval()  # the head itself stays in training mode
+    before = {name: value.clone() for name, value in double.head.state_dict().items()}
+    answer = net(x)
+    assert double.head.training
+    assert all(torch.equal(before[name], value) for name, value in double.head.state_dict().items())
+    with attachment.resting():
+        plain = net(x)
+    main, calib = double.eval().heads(x)
+    torch.testing.assert_close(plain, main)
+    torch.testing.assert_close(answer, calib)
+    assert not torch.allclose(plain, answer)
+    with pytest.raises(RuntimeError):
+        net(torch.randn(5, 3))  # a forward that fails leaves nothing open
+    torch.testing.assert_close(net(x), calib)
+    attachment.detach()
+    torch.testing.assert_close(net(x), main)
+
+
+def test_classifier_is_found_or_named() -> None:
+    class Whole(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.top = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.top(self.backbone(x))
+
+    class Parts(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.top = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    module, whole, parts = Classifier(), Whole(), Parts()
+    assert find_classifier(module) is module.model
+    assert find_classifier(whole) is whole
+    assert find_classifier(module, "model.0") is module.model[0]
+    with pytest.raises(
+        ValueError, match=r"no classifier found in Parts: .*'backbone', 'top'.*classifier='...'"
+    ):
+        find_classifier(parts)
+    with pytest.raises(ValueError, match="classifier must name a submodule of Classifier, got 'net'"):
+        find_classifier(module, "net")
+
+
+def test_a_module_that_is_the_classifier_itself(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    class Itself(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features, self.top = self.model[:5], self.model[5]
+            self.model = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.top(self.features(x))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self(batch[0])
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch[0])
+
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
+    module = Itself()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
+        trainer.fit(module, loader(images["train"]), loader(images["test"]))
+        predicted = torch.cat(trainer.predict(module, loader(images["test"])))
+    assert callback.model.model is module
+    torch.testing.assert_close(predicted, callback.model.eval()(images["test"].tensors[0]).detach())
+
+
+def test_bad_use_is_named(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="calibration data must not be training data: at least 256 of 256"):
+        fit(images, tmp_path, DoubleHeadCallback(loader(images["train"])))
+    with pytest.raises(ValueError, match="calib_batches must hold at least one batch"):
+        fit(images, tmp_path, DoubleHeadCallback([], every=1))
+
+    class Stream(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(images["train"])
+
+    def on_a_stream(annealing: Annealing | None) -> None:
+        callback = DoubleHeadCallback(loader(images["calib"]), every=2, annealing=annealing)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
+            trainer.fit(Classifier(), DataLoader(Stream(), 32))
+
+    with pytest.raises(ValueError, match="annealing needs the number of batches in an epoch"):
+        on_a_stream(None)
+    on_a_stream(Annealing(1.0))
+
+
+def test_validating_on_calibration_data_is_said(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
+    trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
+    with pytest.warns(UserWarning, match="the validation data holds calibration data"):
+        trainer.fit(Classifier(), loader(images["train"]), loader(images["calib"]))
