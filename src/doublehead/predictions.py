@@ -16,7 +16,9 @@ from torch import Tensor
 
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
-CHUNK_ENTRIES = 1 << 18  # entries looked at together: 1 MiB of float32 stays in a core's cache
+CHUNK_ENTRIES = (
+    1 << 17
+)  # entries looked at together: 0.5 MiB of float32 and as much again stay in a core's cache
 CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
 
 
@@ -47,13 +49,12 @@ class Predictions:
         Rows that sum to 1 only roughly (rounded files, half precision) are not rescaled.
         """
         scores = _check_scores(probs, "probs")
-        low, high = (float(bound) for bound in scores.aminmax())
+        low, high, sums = _bounds_and_sums(scores)
         if low < 0 or high > 1 + 1e-6:
             raise ValueError(
                 f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
                 "logits enter through Predictions(logits, labels)"
             )
-        sums = scores.sum(1)
         off = (sums - 1).abs()
         if float(off.max()) > tolerance:
             row = int(off.argmax())
@@ -141,13 +142,9 @@ class Predictions:
 
     def top_label(self) -> tuple[Tensor, Tensor]:
         """(N,) `confidence` and (N,) `correct`, from one pass in which each chunk stays in the cache."""
-        if self._are_probs:
-            largest = confidence = self._scores.amax(1)
-        else:
-            # softmax works row by row in one kernel: a row gives the same bits in whatever batch it stands
-            pairs = [(chunk.amax(1), chunk.softmax(1).amax(1)) for chunk, _ in self.score_chunks()]
-            largest, confidence = (torch.cat(parts) for parts in zip(*pairs))
-        return confidence, self._is_largest(largest, confidence)
+        rows = [_look_up(*chunk, are_probs=self._are_probs) for chunk in self.score_chunks()]
+        confidence, largest, at_label = (torch.cat(parts) for parts in zip(*rows))
+        return confidence, self._is_correct(confidence, at_label == largest)
 
     def probs_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`probs` and `labels` of some rows after the other, in memory that does not grow with N."""
@@ -156,17 +153,16 @@ class Predictions:
 
     def score_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The logits (or probs, as they came in) and labels of some rows after the other."""
-        entries = CHUNK_ENTRIES_GPU if self._scores.is_cuda else CHUNK_ENTRIES
-        rows = min(max(1, entries // self.n_classes), 1 << 20)
+        rows = _rows_at_once(self._scores)
         for scores, labels in zip(self._scores.split(rows), self.labels.split(rows)):
             yield scores.contiguous(), labels
 
-    def _is_largest(self, largest: Tensor, confidence: Tensor) -> Tensor:
-        """Whether the label is the first class of the largest score. On a CPU argmax costs more than the softmax."""
+    def _is_correct(self, confidence: Tensor, is_largest: Tensor) -> Tensor:
+        """Whether the first class of the largest score is the label, for labels that have (or share) that score."""
         if self._scores.is_cuda:
             return self.correct
-        is_largest = self._scores.gather(1, self.labels[:, None])[:, 0] == largest
-        # Two classes can share the largest score only if neither has more than half of the row (and rounding).
+        # On a CPU argmax costs more than the softmax, and only ties need it. Two classes can share the largest
+        # score only if neither has more than half of the row (and rounding).
         tie = (is_largest & (confidence <= 0.5 * self._largest_sum + 1e-3)).nonzero()[:, 0]
         is_largest[tie] = self._scores[tie].argmax(1) == self.labels[tie]
         return is_largest
@@ -196,6 +192,13 @@ class Predictions:
         if "logits" in arrays:
             return cls(arrays["logits"], arrays["labels"])
         return cls.from_probs(arrays["probs"], arrays["labels"], tolerance=tolerance)
+
+
+def _look_up(scores: Tensor, labels: Tensor, are_probs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(B,) confidence, largest score and score of the label of a chunk that stays in the cache."""
+    largest, at_label = scores.amax(1), scores.gather(1, labels[:, None])[:, 0]
+    # softmax works row by row in one kernel: a row gives the same bits in whatever batch it stands
+    return (largest if are_probs else scores.softmax(1).amax(1)), largest, at_label
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -258,6 +261,18 @@ def _check_scores(values: ArrayLike, name: str) -> Tensor:
             f"the first one ({float(scores[row, column])}) in row {row}, column {column}"
         )
     return scores
+
+
+def _bounds_and_sums(scores: Tensor) -> tuple[float, float, Tensor]:
+    """The smallest and the largest entry and (N,) the sums of the rows; each chunk is read from memory once."""
+    parts = [(*chunk.aminmax(), chunk.sum(1)) for chunk in scores.split(_rows_at_once(scores))]
+    lows, highs, sums = zip(*parts)
+    return float(torch.stack(lows).min()), float(torch.stack(highs).max()), torch.cat(sums)
+
+
+def _rows_at_once(scores: Tensor) -> int:
+    entries = CHUNK_ENTRIES_GPU if scores.is_cuda else CHUNK_ENTRIES
+    return min(max(1, entries // scores.shape[1]), 1 << 20)
 
 
 def _check_labels(values: ArrayLike, scores: Tensor, name: str) -> Tensor:
