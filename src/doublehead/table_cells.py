@@ -12,6 +12,12 @@ from doublehead.table_files import Array, Source, TableError
 from doublehead.table_layout import Layout
 
 MISSING = "(missing)"
+WORDS: dict[str | None, float] = {
+    None: np.nan,
+    "": np.nan,
+    **dict.fromkeys(("true", "True", "TRUE"), 1.0),
+    **dict.fromkeys(("false", "False", "FALSE"), 0.0),
+}
 
 
 def to_scores(
@@ -105,24 +111,14 @@ def _check_probs(table: Array, rows: Array, source: Source, tolerance: float) ->
 
 
 def _numbers(column: Array, rows: Array, place: str) -> Array:
-    """(B,) float64 from text, nan where there is none."""
-    try:
-        return np.array(
-            [np.nan if text in (None, "") else float(text) for text in column.tolist()], dtype=np.float64
-        )
-    except ValueError as error:
-        for row, text in zip(rows, column.tolist()):
-            if text not in (None, "") and not _is_number(text):
-                raise TableError(f"{place} {row} must hold a class (a whole number), got {text!r}") from error
-        raise
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    """(B,) float64 from text: nan where there is none, 1 and 0 for true and false."""
+    numbers = np.empty(len(column), dtype=np.float64)
+    for i, text in enumerate(column.tolist()):
+        try:
+            numbers[i] = WORDS[text] if text in WORDS else float(text)
+        except ValueError:
+            raise TableError(f"{place} {rows[i]} must hold a class (a whole number), got {text!r}") from None
+    return numbers
 
 
 def _labels_by_name(column: Array, layout: Layout, rows: Array, place: str) -> Array:

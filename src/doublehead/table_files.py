@@ -127,6 +127,7 @@ class CsvReader(Reader):
                 schema = reader.schema
         self.names = _unique(schema.names, source)
         self.columns = {field.name: _arrow_kind(field.type) for field in schema}
+        self.columns |= {field.name: "text" for field in schema if field.type == self._arrow.bool_()}
 
     def batches(
         self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False

@@ -57,9 +57,17 @@ def appearing(out: Path) -> Iterator[Path]:
         yield temporary / out.name
         if out.is_dir():
             out.rmdir()  # it was empty, or this fails
+        if (temporary / out.name).is_file():
+            (temporary / out.name).chmod(0o666 & ~_umask())  # temporary files are private, results are not
         os.replace(temporary / out.name, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)  # it can only be read by setting it
+    os.umask(mask)
+    return mask
 
 
 def write_calibrated(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -54,7 +55,7 @@ class Tally:
             Bins.top(p, fine_bins(n_bins)),
             Bins.classwise(p, n_bins) if classwise else None,
             {name: exact_sum(scores[name]) for name in SCORES},
-            {name: exact_sum(scores[name].square()) for name in SCORES},
+            {name: exact_sum(scores[name].clamp(max=1e150).square()) for name in SCORES},
         )
 
     def __add__(self, other: Tally) -> Tally:
@@ -178,10 +179,11 @@ def exact_sum(values: Tensor) -> int:
     >>> exact_sum(torch.tensor([0.5, 2.0])) == int(2.5 * 2**32)
     True
     """
-    units = (values.double() * UNIT).round()
+    values = values.double()
+    if float(values.abs().max()) * len(values) > 2.0**62:
+        return sum(round(Fraction(value) * int(UNIT)) for value in values.tolist())
+    units = (values * UNIT).round()
     high = (units / UNIT).floor()
-    if float(high.abs().max()) * len(high) > 2.0**62:
-        return sum(int(value) for value in units.tolist())
     low = units - high * UNIT  # in 0 .. 2^32
     return int(high.to(torch.int64).sum()) * int(UNIT) + int(low.to(torch.int64).sum())
 

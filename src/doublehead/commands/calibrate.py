@@ -15,7 +15,8 @@ import torch
 import typer
 
 import doublehead
-from doublehead.calibrators import Calibrator, NotConverged
+from doublehead import calibrators
+from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.commands import options
 from doublehead.commands.errors import UserError, told_to_user
 from doublehead.predictions import Predictions
@@ -25,14 +26,6 @@ from doublehead.tally import Summary, Tally
 
 
 def calibrate(
-    fit: Annotated[
-        list[str],
-        typer.Option(
-            "--fit",
-            help="Labelled predictions to learn from, which the model was not trained on.",
-            show_default=False,
-        ),
-    ],
     apply: Annotated[
         list[str],
         typer.Option("--apply", help="Predictions to repair, with labels or without.", show_default=False),
@@ -40,8 +33,19 @@ def calibrate(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File to write, or folder for several.", show_default=False)
     ],
+    fit: Annotated[
+        list[str] | None,
+        typer.Option("--fit", help="Labelled predictions to learn from, which the model was not trained on."),
+    ] = None,
+    use: Annotated[
+        Path | None,
+        typer.Option("--use", help="A calibrator written earlier (.safetensors), instead of --fit."),
+    ] = None,
     method: Annotated[
-        str, typer.Option(help="temperature, ..., or auto: the best by cross-validated NLL on --fit.")
+        str,
+        typer.Option(
+            help=f"One of {', '.join(CALIBRATORS)}; or auto: the best by cross-validated NLL on --fit."
+        ),
     ] = "temperature",
     logits: options.Logits = False,
     probs: options.Probs = False,
@@ -63,70 +67,141 @@ def calibrate(
         doublehead calibrate --fit val.csv --apply test.csv --logits -o repaired.csv
 
         doublehead calibrate --fit val.parquet --apply new/ --probs --method auto -o repaired/
+
+        doublehead calibrate --use repaired.calibrator.safetensors --apply tomorrow.csv --logits -o tomorrow_fixed.csv
     """
+    how: dict[str, Any] = {
+        "kind": options.stated_kind(logits, probs),
+        "label": label,
+        "scores": scores,
+        "base": label_base,
+        "tolerance": tolerance,
+    }
     with told_to_user():
-        how: dict[str, Any] = {
-            "kind": options.stated_kind(logits, probs),
-            "label": label,
-            "scores": scores,
-            "base": label_base,
-            "tolerance": tolerance,
-        }
-        learn = options.open_table(fit, **how)
-        repair = _open_like(learn, apply, how)
-        _repair(learn, repair, method, output, bins, as_json)
+        _check_method(method)
+        if (fit is None or not fit) == (use is None):
+            raise UserError(
+                "give either --fit FILE (predictions to learn from) or --use FILE (a saved calibrator)"
+            )
+        if use is not None:
+            repair, fitted = _load(use, apply, how)
+            _check_output(output, repair)
+        else:
+            learn = options.open_table(fit or [], **how)
+            repair = _open_like(learn, apply, how)
+            _check_output(output, repair, learn)
+            fitted = _fit(method, learn)
+        _repair(repair, fitted, output, bins, as_json)
+
+
+class Fitted(NamedTuple):
+    """A calibrator, where it comes from and why it is this one."""
+
+    method: str
+    calibrator: Calibrator
+    why: str
+    n_classes: int
+    facts: dict[str, Any]
+    saves: bool = True
+
+
+def _check_method(method: str) -> None:
+    names = ["auto", *CALIBRATORS]
+    if method not in names:
+        near = difflib.get_close_matches(method, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"--method must be one of {', '.join(names)}, got {method!r}{hint}")
+
+
+def _check_output(output: Path, repair: PredictionTable, *others: PredictionTable) -> None:
+    from doublehead.table_writers import check_output
+
+    check_output(output, repair, *others)
 
 
 def _open_like(learn: PredictionTable, paths: list[str], how: dict[str, Any]) -> PredictionTable:
     """The table to repair: the columns of the other one where it has them, else its own; the classes must agree."""
+    from doublehead.commands import show
+
     how = {**how, "kind": how["kind"] or learn.kind}
-    if how["scores"] is None:
-        try:
-            table = options.open_table(
-                paths, label_needed=False, **{**how, "scores": ",".join(learn.layout.scores)}
-            )
-        except TableError:
-            table = options.open_table(paths, label_needed=False, **how)
-    else:
-        table = options.open_table(paths, label_needed=False, **how)
+    table = options.open_table(paths, label_needed=False, like=learn.layout.scores, **how)
     ours, theirs = learn.layout.classes, table.layout.classes
     if ours and theirs and ours != theirs:
         raise TableError(
             f"the classes of {table.sources[0]} ({', '.join(theirs[:5])}, ...) must be those of {learn.sources[0]} "
             f"({', '.join(ours[:5])}, ...) in the same order: name the columns with --scores"
         )
+    show.tell_reading(learn, learn.name)
+    if table.layout.scores != learn.layout.scores:
+        show.tell_reading(table, table.name)
     return table
 
 
-class Fitted(NamedTuple):
-    """A calibrator and why it is this one."""
+def _fit(method: str, learn: PredictionTable) -> Fitted:
+    known = learn.load()
+    facts: dict[str, Any] = {
+        "reads": learn.kind,
+        "n_classes": known.n_classes,
+        "classes": list(learn.layout.classes),
+        "fitted_on": {"files": [str(source) for source in learn.sources], "n": len(known)},
+    }
+    with _warnings_told():
+        try:
+            if method == "auto":
+                choice = calibrators.choose(known)
+                facts["cross_validation"] = [score._asdict() for score in choice.scores]
+                return Fitted(
+                    choice.method, choice.calibrator, f"Chose {choice.why()}.", known.n_classes, facts
+                )
+            calibrator = calibrators.make(method).fit(known)
+        except ValueError as error:
+            raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
+    numbers = {
+        name.rstrip("_"): value for name, value in calibrator.state_dict().items() if value.numel() == 1
+    }
+    learned = [f"{name} {float(value):.4g}" for name, value in numbers.items() if value.is_floating_point()]
+    why = f"Fitted {method} on {len(known):,} predictions" + (f": {', '.join(learned)}." if learned else ".")
+    return Fitted(method, calibrator, why, known.n_classes, facts)
 
-    name: str
-    calibrator: Calibrator
-    why: str
-    choice: dict[str, Any]
+
+def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """For JSON, which has no nan: None instead."""
+    return {name: None if value != value else value for name, value in values.items()}  # noqa: PLR0124
 
 
-def _repair(
-    learn: PredictionTable, repair: PredictionTable, method: str, output: Path, n_bins: int, as_json: bool
-) -> None:
+def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionTable, Fitted]:
+    """A calibrator written by this command and the table it is to repair."""
+    from doublehead.commands import show
+
+    try:
+        calibrator = calibrators.load(use)
+        about = json.loads(use.with_suffix(".json").read_bytes())
+        n_classes, reads, classes = int(about["n_classes"]), about["reads"], tuple(about["classes"])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{use} is not a calibrator written by this command: {error}") from error
+    if how["kind"] not in (None, reads):
+        raise UserError(f"{use} was fitted on {reads}, but {how['kind']} were stated")
+    table = options.open_table(paths, label_needed=False, **how)
+    if classes and table.layout.classes and classes != table.layout.classes:
+        raise UserError(
+            f"the classes of {table.name} must be those of {use} in the same order: {', '.join(classes)}"
+        )
+    show.tell_reading(table, table.name)
+    why = f"Using {about['method']} from {use}."
+    return table, Fitted(about["method"], calibrator, why, n_classes, about, saves=False)
+
+
+def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, as_json: bool) -> None:
+    """Write everything, then say what changed."""
     from rich.markup import escape
 
     from doublehead.commands import show
-    from doublehead.table_writers import check_output
 
-    check_output(output, repair, learn)
-    _check_method(method)
-    show.tell_reading(learn, learn.name)
-    if repair.layout.scores != learn.layout.scores:
-        show.tell_reading(repair, repair.name)
-    known = learn.load()
-    fitted = _fit(method, known)
-    before, after, written = _write(learn, repair, fitted, known, output, n_bins)
+    before, after, changed, written = _write(repair, fitted, output, n_bins)
     if as_json:
-        facts = {"method": fitted.name, "why": fitted.why, "choice": fitted.choice, "written": written}
         numbers = {"before": before and show.plain(before), "after": after and show.plain(after)}
-        print(json.dumps({**facts, **numbers}, indent=2, default=str))
+        facts = {"method": fitted.method, "why": fitted.why, **fitted.facts, "changed": changed, "written": written}
+        print(json.dumps({**facts, **numbers}, indent=2))
         return
     out = show.results()
     out.print(escape(fitted.why))
@@ -136,26 +211,24 @@ def _repair(
         out.print(f"\n{escape(repair.name)}: {before.n:,} predictions\n")
         out.print(show.before_after_table(before, after, n_bins))
         out.print(f"\n{show.verdict(after)}")
+    out.print(f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed.")
     out.print("Wrote " + ", ".join(escape(name) for name in written))
 
 
 def _write(
-    learn: PredictionTable,
-    repair: PredictionTable,
-    fitted: Fitted,
-    known: Predictions,
-    output: Path,
-    n_bins: int,
-) -> tuple[Summary | None, Summary | None, list[str]]:
-    """All files or none; the numbers before and after where there are labels."""
-    from doublehead.calibrator_files import save_calibrator
+    repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int
+) -> tuple[Summary | None, Summary | None, int, list[str]]:
+    """All files or none; the numbers before and after where there are labels, and how many predictions changed."""
     from doublehead.commands import show
     from doublehead.table_writers import appearing, write_calibrated
 
     tallies: dict[str, Tally] = {}
+    changed = 0
 
     def calibrated(chunk: Chunk) -> torch.Tensor:
-        probs = _apply(fitted.calibrator, chunk.scores, repair, known.n_classes)
+        nonlocal changed
+        probs = _apply(fitted, chunk.scores, repair)
+        changed += int((probs.argmax(1) != chunk.scores.argmax(1)).sum())
         if chunk.predictions is not None:
             fixed = Predictions.from_probs(probs, chunk.predictions.labels)
             for name, p in (("before", chunk.predictions), ("after", fixed)):
@@ -163,88 +236,49 @@ def _write(
                 tallies[name] = tallies[name] + part if name in tallies else part
         return probs
 
-    stem = output.with_name(re.sub(r"\.(csv|tsv|parquet|npz|npy)(\.gz)?$", "", output.name) + ".calibrator")
-    weights, description = Path(f"{stem}.safetensors"), Path(f"{stem}.json")
-    with appearing(output) as table, appearing(weights) as tensors, appearing(description) as text:
+    with appearing(output) as table:
         with show.progress("calibrating", repair.n_bytes) as advance:
             write_calibrated(repair, table, calibrated, advance)
         before, after = (tallies[name].summary() if name in tallies else None for name in ("before", "after"))
-        facts = _facts(learn, repair, fitted, known, before, after)
-        save_calibrator(fitted.calibrator, tensors.with_suffix(""), facts)
-        tensors.with_suffix(".json").rename(text)
-    return before, after, [str(path) for path in (output, weights, description)]
+        written = _save(repair, fitted, output, before, after) if fitted.saves else []
+    return before, after, changed, [str(output), *written]
 
 
-def _facts(
-    learn: PredictionTable,
-    repair: PredictionTable,
-    fitted: Fitted,
-    known: Predictions,
-    before: Summary | None,
-    after: Summary | None,
-) -> dict[str, Any]:
-    """What a reader of the calibrator's .json should know."""
-    return {
-        "reads": learn.kind,
-        "n_classes": known.n_classes,
-        "classes": list(learn.layout.classes),
-        "fitted_on": {"files": [str(source) for source in learn.sources], "n": len(known)},
-        "applied_to": [str(source) for source in repair.sources],
+def _save(
+    repair: PredictionTable, fitted: Fitted, output: Path, before: Summary | None, after: Summary | None
+) -> list[str]:
+    """The calibrator beside the output, its .json with what a reader should know of it."""
+    from doublehead.table_writers import appearing
+
+    stem = re.sub(r"\.(csv|tsv|parquet|npz|npy)(\.gz)?$", "", output.name)
+    weights = output.with_name(f"{stem}.calibrator.safetensors")
+    description = weights.with_suffix(".json")
+    facts = {
+        **fitted.facts,
         "why": fitted.why,
-        "choice": fitted.choice,
+        "applied_to": [str(source) for source in repair.sources],
         "before": before and before.to_dict(),
         "after": after and after.to_dict(),
         "versions": {"doublehead": doublehead.__version__, "torch": torch.__version__},
     }
+    with appearing(weights) as tensors, appearing(description) as text:
+        calibrators.save(fitted.calibrator, tensors)
+        about = json.loads(tensors.with_suffix(".json").read_bytes())
+        text.write_text(json.dumps({**about, **facts}, indent=2) + "\n", encoding="utf-8")
+    return [str(weights), str(description)]
 
 
-def _check_method(method: str) -> None:
-    from doublehead.calibrator_files import methods
-
-    names = ["auto", *methods()]
-    if method.replace("-", "_") not in names:
-        near = difflib.get_close_matches(method, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--method must be one of {', '.join(names)}, got {method!r}{hint}")
-
-
-def _fit(method: str, known: Predictions) -> Fitted:
-    from doublehead.calibrator_files import methods
-
-    method = method.replace("-", "_")
-    if method == "auto":
-        return _choose(known)
-    with _warnings_told():
-        try:
-            calibrator = methods()[method]().fit(known)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{method} cannot be fitted: {error}") from error
-    learned = ", ".join(
-        f"{name.rstrip('_')} {float(value):.4g}"
-        for name, value in calibrator.state_dict().items()
-        if value.numel() == 1 and value.is_floating_point()
-    )
-    why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
-    return Fitted(method, calibrator, why, {})
-
-
-def _choose(known: Predictions) -> Fitted:
-    raise UserError("--method auto is not here yet")
-
-
-def _apply(
-    calibrator: Calibrator, scores: torch.Tensor, table: PredictionTable, n_classes: int
-) -> torch.Tensor:
+def _apply(fitted: Fitted, scores: torch.Tensor, table: PredictionTable) -> torch.Tensor:
     """Scores (B, K) as stated -> calibrated probs (B, K) in their own type, normalised in float64."""
-    if scores.shape[1] != n_classes:
+    if scores.shape[1] != fitted.n_classes:
         raise TableError(
-            f"{table.sources[0]} has scores of {scores.shape[1]} classes, the calibrator was fitted on {n_classes}"
+            f"{table.name} has scores of {scores.shape[1]} classes, the calibrator was fitted on {fitted.n_classes}"
         )
     logits = scores
     if table.kind == "probs":
         logits = scores.clamp(min=torch.finfo(scores.dtype).tiny).log()  # as Predictions.logits
     with torch.no_grad():
-        calibrated: torch.Tensor = calibrator(logits)
+        calibrated: torch.Tensor = fitted.calibrator(logits)
     return calibrated.double().softmax(1).to(scores.dtype)
 
 
@@ -255,7 +289,7 @@ def _warnings_told() -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     for warning in caught:
-        if issubclass(warning.category, NotConverged):
+        if issubclass(warning.category, calibrators.NotConverged):
             typer.echo(f"Warning: {warning.message}", err=True)
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

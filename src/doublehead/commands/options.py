@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from doublehead.commands.errors import UserError
-from doublehead.tables import PredictionTable, read_predictions
+from doublehead.tables import PredictionTable, TableError, read_predictions
 
 Logits = Annotated[
     bool, typer.Option("--logits", help="The scores are logits (any real numbers, before softmax).")
@@ -49,9 +49,16 @@ def stated_kind(logits: bool, probs: bool) -> Literal["logits", "probs"] | None:
     return "logits" if logits else "probs" if probs else None
 
 
-def open_table(paths: Sequence[Path | str], *, scores: str | None, **how: Any) -> PredictionTable:
-    """A table from the options as they were given."""
+def open_table(
+    paths: Sequence[Path | str], *, scores: str | None, like: Sequence[str] | None = None, **how: Any
+) -> PredictionTable:
+    """A table from the options as they were given; the columns `like` are tried before any are guessed."""
     names = None if scores is None else [name.strip() for name in scores.split(",") if name.strip()]
+    if names is None and like is not None:
+        try:
+            return read_predictions(list(paths), scores=like, **how)
+        except TableError:
+            pass
     return read_predictions(list(paths), scores=names, **how)
 
 

@@ -1,0 +1,96 @@
+"""The tally on a real local Dask cluster of two processes: the same bits as one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from doublehead import clusters
+from doublehead.tables import TableError, read_predictions
+from doublehead.tally import tally_table
+
+distributed = pytest.importorskip("distributed")
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with (
+        distributed.LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            silence_logs=logging.CRITICAL,
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        assert len(client.scheduler_info()["workers"]) == 2
+        yield client
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts")
+    generator = torch.Generator().manual_seed(0)
+    for part in range(3):
+        logits = 4 * torch.randn(900, 5, generator=generator)
+        labels = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
+        table = {"label": labels.numpy(), "site": [f"site {i % 2}" for i in range(900)]}
+        table |= {f"logit_{k}": logits[:, k].numpy() for k in range(5)}
+        parquet.write_table(pa.table(table), folder / f"{part}.parquet", row_group_size=250)
+    parquet.write_table(pa.table(table).slice(0, 0), folder / "empty.parquet")
+    return folder
+
+
+def test_the_same_bits_as_one_process(client: Any, folder: Path) -> None:
+    wanted = tally_table(read_predictions(folder, kind="logits", by="site"))
+    told: list[int] = []
+    found = clusters.evaluate_on(client, folder, kind="logits", by="site", advance=told.append)
+    assert len(told) == 3 * 4 + 1  # row groups, one of them empty
+    assert found.whole.n == 2700
+    assert found.whole.top == wanted.whole.top
+    assert found.whole.classwise == wanted.whole.classwise
+    assert (found.whole.sums, found.whole.squares) == (wanted.whole.sums, wanted.whole.squares)
+    assert sorted(found.groups) == sorted(wanted.groups) == ["site 0", "site 1"]
+    for site, tally in wanted.groups.items():
+        assert found.groups[site].top == tally.top
+        assert found.groups[site].sums == tally.sums
+    assert found.whole.summary().to_dict() == wanted.whole.summary().to_dict()
+
+
+def test_work_is_spread_over_processes(client: Any, folder: Path) -> None:
+    before = client.run(lambda dask_worker: len(dask_worker.state.log))
+    clusters.evaluate_on(client, folder, kind="logits")
+    after = client.run(lambda dask_worker: len(dask_worker.state.log))
+    assert len(after) == 2
+    assert all(after[worker] > before[worker] for worker in after)
+
+
+def test_errors_come_back_in_the_same_words(client: Any, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="none of the rows|no rows in 4 files .* with site=nowhere"):
+        clusters.evaluate_on(client, folder, kind="logits", where={"site": "nowhere"})
+    bad = {"label": [0, 1, 5], "logit_0": [1.0, 2.0, 3.0], "logit_1": [0.0, 1.0, 2.0]}
+    parquet.write_table(pa.table(bad), tmp_path / "bad.parquet", row_group_size=2)
+    with pytest.raises(TableError, match=r"bad.parquet, column 'label', row 3: labels of 2 classes"):
+        clusters.evaluate_on(client, tmp_path, kind="logits")
+
+
+def test_many_row_groups_become_few_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "MAX_PIECES", 6)
+    pieces = clusters._pieces(read_predictions(folder, kind="logits"))
+    assert len(pieces) == 7  # three row groups each, and what is left of each file
+    total = sum(len(chunk.scores) for piece in pieces for chunk in piece)
+    assert total == 2700
+
+
+def test_nobody_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "CONNECT_SECONDS", 0.2)
+    with pytest.raises(ConnectionError, match="no Dask scheduler answers at 'tcp://127.0.0.1:1'"):
+        clusters.evaluate_on("tcp://127.0.0.1:1", folder, kind="logits")
