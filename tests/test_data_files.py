@@ -63,6 +63,12 @@ def test_training_crops_differ_by_epoch_and_belong_to_their_image(samples):
     assert (slope < 0).any()
 
 
+def test_each_image_has_a_crop_of_its_own(samples):
+    same = ImageFiles(samples.files[:1] * 6, np.zeros(6, np.int64))
+    x, _ = next(iter(FileBatches(same, 6, train=True, size=8)))
+    assert len({image.numpy().tobytes() for image in x}) == 6
+
+
 def test_workers_do_not_change_what_comes_out(samples):
     alone = list(FileBatches(samples, 4, train=True, size=8, seed=5))
     helped = list(FileBatches(samples, 4, train=True, size=8, seed=5, workers=2))
