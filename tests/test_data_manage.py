@@ -171,7 +171,6 @@ def test_get_says_what_to_put_where(tmp_path):
 
 
 def test_sources_are_named_for_every_set_but_two():
-    pytest.importorskip("torch")
     for name in DATASETS:
         found = manage.sources(name)
         assert bool(found) == (name not in ("fashion", "imagenet"))
