@@ -33,13 +33,13 @@ class Calibrator(nn.Module):
     """
 
     learned: ClassVar[tuple[str, ...]] = ()
-    keeps_argmax: ClassVar[bool] = False  # the predicted class never changes
-    never_worse: ClassVar[bool] = False  # the NLL of the data fitted on does not rise
     binary_only: ClassVar[bool] = False
+    converged_: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
-        for name in (*self.learned, "converged_"):
+        self.register_buffer("converged_", None)
+        for name in self.learned:
             self.register_buffer(name, None)
 
     def fit(self, predictions: Predictions) -> Self:
@@ -55,6 +55,9 @@ class Calibrator(nn.Module):
             )
         with torch.no_grad():
             learned = self._learn(predictions)
+        if not learned.get("converged_", True):
+            facts = learned.get("facts", "it ran out of steps")
+            warnings.warn(f"{type(self).__name__} did not converge: {facts}", NotConverged, stacklevel=2)
         like = predictions.logits[:1]
         for name in (*self.learned, "converged_"):
             value = torch.as_tensor(learned.get(name, True)).detach()
@@ -64,7 +67,13 @@ class Calibrator(nn.Module):
 
     def forward(self, logits: Tensor) -> Tensor:
         """Calibrated logits (..., K) for logits (..., K); half precision is widened to float32."""
-        self._check_fitted()
+        if not self.is_fitted:
+            raise NotFitted(f"this {type(self).__name__} is not fitted: call fit(predictions) first")
+        wanted = self._n_classes()
+        if wanted is not None and logits.shape[-1] != wanted:
+            raise ValueError(
+                f"logits must have shape (..., {wanted}), the number of classes fitted on, got {tuple(logits.shape)}"
+            )
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         return self._transform(logits)
@@ -78,6 +87,16 @@ class Calibrator(nn.Module):
     def is_fitted(self) -> bool:
         """Whether `fit` has run, or a fitted state has been loaded."""
         return self.converged_ is not None
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """Whether the predicted class never changes."""
+        return False
+
+    @property
+    def never_worse(self) -> bool:
+        """Whether the NLL of the predictions fitted on cannot rise."""
+        return False
 
     def fresh(self) -> Self:
         """An unfitted calibrator with the same parameters."""
@@ -102,15 +121,15 @@ class Calibrator(nn.Module):
         return ", ".join(params if self.is_fitted else [*params, "not fitted"])
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        """Learn and return the values of `learned`, and `converged_` where it is not certain."""
+        """The values of `learned`; and, where it is not certain, `converged_` with the `facts` for a warning."""
         raise NotImplementedError
 
     def _transform(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _check_fitted(self) -> None:
-        if not self.is_fitted:
-            raise NotFitted(f"this {type(self).__name__} is not fitted: call fit(predictions) first")
+    def _n_classes(self) -> int | None:
+        """How many classes the fitted state is for; None where any number will do."""
+        return 2 if self.binary_only else None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the shapes from the state, so that it fits a fresh instance; what it lacks becomes unfitted."""
@@ -123,11 +142,6 @@ class Calibrator(nn.Module):
 
     def __sklearn_is_fitted__(self) -> bool:
         return self.is_fitted
-
-
-def warn_not_converged(calibrator: Calibrator, facts: str) -> None:
-    """Say that a fit did not converge, with the facts."""
-    warnings.warn(f"{type(calibrator).__name__} did not converge: {facts}", NotConverged, stacklevel=4)
 
 
 def _argument_names(cls: type[Calibrator]) -> tuple[str, ...]:

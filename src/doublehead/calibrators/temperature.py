@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from doublehead.calibrators.base import Calibrator, warn_not_converged
+from doublehead.calibrators.base import Calibrator
+from doublehead.metrics import ece, nll
 from doublehead.predictions import CHUNK_ENTRIES, Predictions
 
 MAX_PASSES = 200
@@ -32,20 +34,27 @@ class Temperature(Calibrator):
     """
 
     learned = ("temperature_", "at_bound_")
-    keeps_argmax = True
-    never_worse = True
 
     temperature_: Tensor
     at_bound_: Tensor
 
+    @property
+    def keeps_argmax(self) -> bool:
+        """Dividing by a positive number changes no order."""
+        return True
+
+    @property
+    def never_worse(self) -> bool:
+        """T = 1 is among the candidates."""
+        return True
+
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         found = solve_inverse_temperature(predictions.logits, predictions.labels)
-        if not bool(found.converged):
-            warn_not_converged(self, f"after {MAX_PASSES} passes T = {1 / float(found.inverse):.6g}")
         return {
             "temperature_": found.inverse.reciprocal(),
             "at_bound_": found.at_bound,
             "converged_": found.converged,
+            "facts": f"after {MAX_PASSES} passes T = {1 / float(found.inverse):.6g}",
         }
 
     def _transform(self, logits: Tensor) -> Tensor:
@@ -60,7 +69,6 @@ class TemperatureGrid(Calibrator):
     """
 
     learned = ("temperature_",)
-    keeps_argmax = True
 
     temperature_: Tensor
 
@@ -84,21 +92,18 @@ class TemperatureGrid(Calibrator):
             )
         steps = int((self.high - self.low) / self.step + 1e-9) + 1
         grid = self.low + self.step * torch.arange(steps, dtype=torch.float64)
-        scores = torch.stack([self._score(predictions, float(t)) for t in grid])
-        return {"temperature_": grid[int(scores.argmin())]}
-
-    def _score(self, predictions: Predictions, temperature: float) -> Tensor:
-        scaled = predictions.logits.double() / temperature
-        if self.by == "nll":
-            return torch.nn.functional.cross_entropy(scaled, predictions.labels)
-        confidence = Predictions(scaled, predictions.labels).confidence
-        which = (confidence * self.n_bins).ceil().long().clamp(1, self.n_bins) - 1  # right-closed
-        gaps = torch.zeros(self.n_bins, dtype=torch.float64, device=scaled.device)
-        gaps.index_add_(0, which, predictions.correct.double() - confidence)
-        return gaps.abs().sum() / len(predictions)
+        score = partial(ece, n_bins=self.n_bins) if self.by == "ece" else nll
+        logits = predictions.logits.double()
+        scores = [score(Predictions(logits / t, predictions.labels)) for t in grid]
+        return {"temperature_": grid[scores.index(min(scores))]}
 
     def _transform(self, logits: Tensor) -> Tensor:
         return logits / self.temperature_.to(logits.dtype)
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """Dividing by a positive number changes no order."""
+        return True
 
 
 class InverseTemperature(NamedTuple):

@@ -1,0 +1,182 @@
+"""Calibrators that replace a probability by that of its bin: histogram binning and BBQ."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from doublehead.bins import check_n_bins
+from doublehead.calibrators.base import Calibrator
+from doublehead.calibrators.maps import log_normalise, log_odds, pad, steps, top_log_odds, with_top_odds
+from doublehead.predictions import Predictions
+
+BBQ_SPAN = 10.0  # bins tried: from N^(1/3) / 10 to 10 N^(1/3), as in Naeini et al. (2015)
+BBQ_PRIOR = 2.0  # the weight of the prior in samples, as there
+BBQ_FORGET = 1e-6  # binnings with a smaller share of the posterior are left out
+
+
+class HistogramBinning(Calibrator):
+    """Replace probabilities by the frequencies of their bins (Zadrozny & Elkan 2001). Use it for a plain, sure repair.
+
+    `kind="top"` recalibrates only the confidence and keeps the predicted class; `"one-vs-rest"` every class, normalised
+    to sum to 1. `scheme="mass"` gives each bin as many samples, `"width"` cuts 0..1 evenly; bins are right-closed.
+    A bin counts `smoothing` samples of its own mean confidence more (the bin's middle if empty), so that no
+    probability becomes 0 or 1 by few samples.
+
+    >>> p = Predictions.from_binary([0.8] * 4 + [0.3] * 4, [1, 1, 0, 0, 0, 0, 0, 1], are_probs=True)
+    >>> h = HistogramBinning(n_bins=2, kind="one-vs-rest", smoothing=0).fit(p)
+    >>> h.calibrate(p).probs[[0, 4], 1].tolist()
+    [0.5, 0.25]
+    """
+
+    learned = ("edges_", "values_")
+
+    edges_: Tensor  # (1 or K, M - 1) in log odds
+    values_: Tensor  # (1 or K, M) probabilities
+
+    def __init__(
+        self,
+        n_bins: int = 15,
+        kind: Literal["top", "one-vs-rest"] = "top",
+        scheme: Literal["mass", "width"] = "mass",
+        smoothing: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.n_bins, self.kind, self.scheme, self.smoothing = n_bins, kind, scheme, smoothing
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        check_n_bins(self.n_bins)
+        if self.kind not in ("top", "one-vs-rest"):
+            raise ValueError(f"kind must be 'top' or 'one-vs-rest', got {self.kind!r}")
+        if self.scheme not in ("mass", "width"):
+            raise ValueError(f"scheme must be 'mass' or 'width', got {self.scheme!r}")
+        odds, hits = _odds_and_hits(predictions, self.kind)
+        edges = _equal_mass(odds, self.n_bins) if self.scheme == "mass" else _equal_width(odds, self.n_bins)
+        return {"edges_": edges, "values_": _frequencies(odds, hits, edges, self.smoothing)}
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        if not self._top_only:
+            return log_normalise(steps(log_odds(logits), self.edges_, self.values_))
+        probs = steps(top_log_odds(logits)[..., None], self.edges_, self.values_)[..., 0]
+        return with_top_odds(logits, probs.logit(torch.finfo(probs.dtype).eps))
+
+    def _n_classes(self) -> int | None:
+        return None if self._top_only else self.values_.shape[0]
+
+    @property
+    def _top_only(self) -> bool:
+        """Read off the fitted state where there is one, so that the state alone decides what is done."""
+        return self.values_.shape[0] == 1 if self.is_fitted else self.kind == "top"
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """The top class stays on top when only its confidence is changed."""
+        return self._top_only
+
+
+class BBQ(Calibrator):
+    """Histograms of many bin counts, averaged by their evidence (Naeini et al. 2015). Use it to choose no n_bins.
+
+    One map for every class, normalised to sum to 1. The average of step functions is one step function, and is kept
+    as such.
+    """
+
+    learned = ("edges_", "values_")
+
+    edges_: Tensor  # (K, M - 1) in log odds
+    values_: Tensor  # (K, M) probabilities
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        odds, hits = _odds_and_hits(predictions, "one-vs-rest")
+        edges, values = _average_binnings(odds, hits)
+        return {"edges_": edges, "values_": values}
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        return log_normalise(steps(log_odds(logits), self.edges_, self.values_))
+
+    def _n_classes(self) -> int:
+        return self.values_.shape[0]
+
+
+def _odds_and_hits(predictions: Predictions, kind: str) -> tuple[Tensor, Tensor]:
+    """Log odds (C, N) and whether each came true (C, N), in float64; C = 1 for the top class."""
+    logits = predictions.logits.double()
+    if kind == "top":
+        return top_log_odds(logits)[None], predictions.correct.double()[None]
+    return log_odds(logits).T.contiguous(), one_hot(predictions.labels, predictions.n_classes).T.double()
+
+
+def _equal_width(odds: Tensor, n_bins: int) -> Tensor:
+    edges = torch.arange(1, n_bins, dtype=odds.dtype, device=odds.device) / n_bins
+    return edges.logit().repeat(len(odds), 1)
+
+
+def _equal_mass(odds: Tensor, n_bins: int) -> Tensor:
+    """(C, n_bins - 1) edges midway between neighbours, where each bin gets N / n_bins of them."""
+    ordered = odds.sort(1).values
+    n = odds.shape[1]
+    cuts = (torch.arange(1, n_bins, device=odds.device) * n / n_bins).round().long().clamp(1, max(1, n - 1))
+    return (ordered[:, cuts - 1] + ordered[:, cuts.clamp(max=n - 1)]) / 2
+
+
+def _frequencies(odds: Tensor, hits: Tensor, edges: Tensor, smoothing: float) -> Tensor:
+    """(C, M) the share of hits in each bin, each bin holding `smoothing` samples of its mean confidence more."""
+    which = torch.searchsorted(edges, odds)
+    zeros = odds.new_zeros(len(odds), edges.shape[1] + 1)
+    counts = zeros.scatter_add(1, which, torch.ones_like(odds))
+    hit_sums, conf_sums = zeros.scatter_add(1, which, hits), zeros.scatter_add(1, which, odds.sigmoid())
+    bounds = torch.nn.functional.pad(edges.sigmoid(), (1, 0), value=0.0)
+    bounds = torch.nn.functional.pad(bounds, (0, 1), value=1.0)
+    prior = torch.where(counts > 0, conf_sums / counts.clamp(min=1), (bounds[:, 1:] + bounds[:, :-1]) / 2)
+    filled = (hit_sums + smoothing * prior) / (counts + smoothing).clamp(min=torch.finfo(odds.dtype).tiny)
+    return torch.where(counts + smoothing > 0, filled, prior)
+
+
+def _average_binnings(odds: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
+    """Edges (C, M - 1) and values (C, M) of the averaged step functions, from odds and hits (C, N)."""
+    odds, order = odds.sort(1)
+    n = odds.shape[1]
+    below = torch.nn.functional.pad(
+        hits.gather(1, order).cumsum(1), (1, 0)
+    )  # (C, N + 1) hits among the first i
+    root = n ** (1 / 3)
+    tried = range(max(1, int(root / BBQ_SPAN)), min(n, int(BBQ_SPAN * root) + 1) + 1)
+    fits = [_score_binning(odds, below, n_bins) for n_bins in tried]
+    weights = torch.stack([score for score, _, _ in fits]).softmax(0)  # (tried, C)
+    weights = torch.where(weights > BBQ_FORGET, weights, 0.0)
+    values, places = (
+        torch.zeros_like(odds),
+        torch.arange(n, device=odds.device).expand(len(odds), n).contiguous(),
+    )
+    for weight, (_, cuts, probs) in zip(weights / weights.sum(0), fits):
+        if bool(weight.any()):
+            values += weight[:, None] * probs.gather(1, torch.searchsorted(cuts, places, right=True))
+    maps = [_compress(*row) for row in zip(odds, values)]
+    return pad([edges for edges, _ in maps], torch.inf), pad([probs for _, probs in maps])
+
+
+def _score_binning(odds: Tensor, below: Tensor, n_bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For sorted odds (C, N): the log evidence (C,) of equal-mass bins, their inner bounds (C, B - 1) as counts of
+    samples below, and their probabilities (C, B)."""
+    edges = _equal_mass(odds, n_bins)
+    inner = torch.searchsorted(odds, edges, right=True)
+    cuts = torch.nn.functional.pad(torch.nn.functional.pad(inner, (1, 0)), (0, 1), value=odds.shape[1])
+    bounds = torch.nn.functional.pad(torch.nn.functional.pad(edges.sigmoid(), (1, 0)), (0, 1), value=1.0)
+    middle = ((bounds[:, 1:] + bounds[:, :-1]) / 2).clamp(1e-6, 1 - 1e-6)
+    strength = BBQ_PRIOR / n_bins
+    hits, counts = below.gather(1, cuts).diff(), cuts.diff()
+    ones, zeros = strength * middle, strength * (1 - middle)  # the bin's beta prior
+    evidence = torch.lgamma(hits + ones) - torch.lgamma(ones)
+    evidence += torch.lgamma(counts - hits + zeros) - torch.lgamma(zeros)
+    evidence += torch.lgamma(torch.full_like(ones, strength)) - torch.lgamma(counts + strength)
+    return evidence.sum(1), inner, (hits + ones) / (counts + strength)
+
+
+def _compress(odds: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Edges (M - 1,) and values (M,) of the step function with these values (N,) at sorted odds (N,)."""
+    change = (values.diff() != 0).nonzero()[:, 0]
+    last = change.new_tensor([len(odds) - 1])
+    return (odds[change] + odds[change + 1]) / 2, values[torch.cat([change, last])]

@@ -1,0 +1,103 @@
+"""Two optimisers in float64 that say whether they arrived: L-BFGS for any loss, Newton for small logistic fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+GRADIENT = 1e-6  # the largest gradient entry at which a fit counts as converged
+
+
+class Minimum(NamedTuple):
+    """Where a minimisation ended."""
+
+    values: list[Tensor]
+    loss: float
+    gradient: float  # the largest entry of the gradient
+    converged: bool
+
+    def verdict(self) -> dict[str, Any]:
+        """What a calibrator's `_learn` returns on convergence."""
+        wanted = f"the largest gradient entry is {self.gradient:.2g} (wanted {GRADIENT:.0g})"
+        return {"converged_": self.converged, "facts": f"{wanted}, the loss {self.loss:.6g}"}
+
+
+def minimise(
+    loss: Callable[..., Tensor], start: Sequence[Tensor], *, max_steps: int = 500, restarts: int = 3
+) -> Minimum:
+    """Minimise `loss(*values)` from `start` by L-BFGS with a strong-Wolfe line search.
+
+    A restart forgets the curvature collected so far, which is what frees a stuck line search.
+
+    >>> found = minimise(lambda x: ((x - 3) ** 2).sum(), [torch.zeros(1)])
+    >>> round(float(found.values[0]), 6), found.converged
+    (3.0, True)
+    """
+    values = [value.detach().double().clone().requires_grad_() for value in start]
+    with torch.enable_grad():
+        for _ in range(1 + restarts):
+            optimizer = torch.optim.LBFGS(
+                values,
+                max_iter=max_steps,
+                history_size=20,
+                tolerance_grad=GRADIENT / 2,
+                tolerance_change=1e-15,
+                line_search_fn="strong_wolfe",
+            )
+
+            def closure(optimizer: torch.optim.LBFGS = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                value = loss(*values)
+                value.backward()
+                return value
+
+            optimizer.step(closure)
+            last = float(closure().detach())
+            gradient = max(float(value.grad.abs().max()) for value in values if value.grad is not None)
+            if gradient <= GRADIENT:
+                break
+    return Minimum([value.detach() for value in values], last, gradient, gradient <= GRADIENT)
+
+
+def fit_logistic(
+    features: Tensor, targets: Tensor, *, towards: Tensor, ridge: float = 1e-6, max_steps: int = 100
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (C, D) of C logistic regressions on features (C, N, D) with targets (C, N) in 0..1, by damped Newton.
+
+    Each minimises its mean cross entropy plus ridge / 2 * |weights - towards|^2, the weights measured in units in
+    which each feature has mean square 1, so a separable problem has a finite answer and the scale of the features
+    is of no account. Returns weights, losses (C,) and converged (C,).
+    """
+    features, targets = features.double(), targets.double()
+    scale = features.square().mean(1).sqrt().clamp(min=1e-300)  # (C, D)
+    features, towards = features / scale[:, None], towards.double() * scale
+    weights, n = towards.clone(), features.shape[1]
+    identity = torch.eye(features.shape[2], dtype=torch.float64, device=features.device)
+
+    def losses(at: Tensor) -> Tensor:
+        odds = torch.einsum("cnd,cd->cn", features, at)
+        entropy = torch.nn.functional.softplus(odds) - targets * odds
+        return entropy.mean(1) + ridge / 2 * (at - towards).square().sum(1)
+
+    current = losses(weights)
+    for _ in range(max_steps):
+        probs = torch.einsum("cnd,cd->cn", features, weights).sigmoid()
+        gradient = torch.einsum("cnd,cn->cd", features, probs - targets) / n + ridge * (weights - towards)
+        converged = gradient.abs().amax(1) <= GRADIENT
+        if bool(converged.all()):
+            break
+        curvature = torch.einsum("cnd,cn,cne->cde", features, probs * (1 - probs), features) / n
+        step = torch.linalg.solve(curvature + ridge * identity, gradient[:, :, None])[:, :, 0]
+        size = torch.ones_like(current)
+        for _ in range(40):  # halve each step until it lowers its loss
+            proposed = losses(weights - size[:, None] * step)
+            worse = proposed > current
+            if not bool(worse.any()):
+                break
+            size = torch.where(worse, size / 2, size)
+        size = torch.where(proposed > current, 0.0, size)
+        weights, current = weights - size[:, None] * step, torch.minimum(proposed, current)
+    return weights / scale, current, converged

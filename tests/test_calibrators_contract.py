@@ -1,0 +1,288 @@
+"""What every calibrator promises, checked for all of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from doublehead.calibrators import (
+    CALIBRATORS,
+    Calibrator,
+    HistogramBinning,
+    Isotonic,
+    NotFitted,
+    Spline,
+    load,
+    save,
+)
+from doublehead.predictions import Predictions
+
+# Every class as it comes, and the variants that take another path.
+VARIANTS: dict[str, Calibrator] = {name: kind() for name, kind in CALIBRATORS.items()} | {
+    "histogram one-vs-rest": HistogramBinning(kind="one-vs-rest"),
+    "histogram width": HistogramBinning(scheme="width"),
+    "isotonic one-vs-rest": Isotonic(kind="one-vs-rest"),
+    "spline as published": Spline(temper=False),
+}
+every = pytest.mark.parametrize("name", VARIANTS)
+
+
+def overconfident(n: int = 240, k: int = 4, dtype: torch.dtype = torch.float32, seed: int = 0) -> Predictions:
+    """Logits three times too large for the labels drawn from them."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, k, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    return Predictions((3 * logits).to(dtype), labels)
+
+
+def new(name: str) -> Calibrator:
+    return VARIANTS[name].fresh()
+
+
+def suited(name: str, **options: object) -> Predictions:
+    return overconfident(k=2 if new(name).binary_only else 4, **options)  # type: ignore[arg-type]
+
+
+_fitted: dict[str, Calibrator] = {}
+
+
+def fitted(name: str) -> Calibrator:
+    """Fitted once per session; tests that change it must make their own."""
+    if name not in _fitted:
+        _fitted[name] = new(name).fit(suited(name))
+    return _fitted[name]
+
+
+def test_the_registry_names_each_class_once() -> None:
+    assert len(set(CALIBRATORS.values())) == len(CALIBRATORS)
+    assert all(issubclass(kind, Calibrator) for kind in CALIBRATORS.values())
+    assert all(kind.__doc__ for kind in CALIBRATORS.values())
+
+
+@every
+def test_fit_returns_self_and_leaves_its_data_alone(name: str) -> None:
+    p, calibrator = suited(name), new(name)
+    logits, labels = p.logits.clone(), p.labels.clone()
+    assert calibrator.fit(p) is calibrator
+    assert torch.equal(p.logits, logits)
+    assert torch.equal(p.labels, labels)
+    assert bool(calibrator.converged_)
+
+
+@every
+def test_unfitted_use_says_what_to_do(name: str) -> None:
+    calibrator = new(name)
+    assert not calibrator.is_fitted
+    with pytest.raises(NotFitted, match=r"not fitted: call fit\(predictions\) first"):
+        calibrator(suited(name).logits)
+    with pytest.raises(NotFitted, match="nothing to save"):
+        save(calibrator, "never.safetensors")
+    assert "not fitted" in repr(calibrator)
+
+
+@every
+def test_state_restores_a_fresh_instance_completely(name: str) -> None:
+    p = suited(name, seed=1)
+    state = fitted(name).state_dict()
+    restored = CALIBRATORS[_registry_name(name)]()  # default parameters: the state alone must suffice
+    restored.load_state_dict(state)
+    assert restored.is_fitted
+    assert torch.equal(restored(p.logits), fitted(name)(p.logits))
+    restored.load_state_dict(new(name).state_dict())  # an unfitted state unfits
+    assert not restored.is_fitted
+
+
+@every
+def test_state_restores_inside_another_module(name: str) -> None:
+    p = suited(name, seed=1)
+    inner = torch.nn.Sequential(torch.nn.Identity(), fitted(name))
+    outer = torch.nn.Sequential(torch.nn.Identity(), new(name))
+    outer.load_state_dict(inner.state_dict())
+    assert torch.equal(outer(p.logits), inner(p.logits))
+
+
+@every
+def test_save_and_load(name: str, tmp_path) -> None:
+    p = suited(name, seed=1)
+    path = save(fitted(name), tmp_path / "deep" / "kept.safetensors")
+    restored = load(path)
+    assert type(restored) is type(fitted(name))
+    assert restored.get_params() == fitted(name).get_params()
+    assert torch.equal(restored(p.logits), fitted(name)(p.logits))
+    assert sorted(f.name for f in path.parent.iterdir()) == ["kept.json", "kept.safetensors"]
+    assert json.loads(path.with_suffix(".json").read_text())["method"] == _registry_name(name)
+
+
+@every
+def test_float64_agrees_with_float32(name: str) -> None:
+    p = suited(name)
+    wide = Predictions(p.logits.double(), p.labels)
+    calibrator = new(name).fit(wide)
+    out = calibrator(wide.logits)
+    assert out.dtype == torch.float64
+    assert all(v.dtype == torch.float64 for v in calibrator.state_dict().values() if v.is_floating_point())
+    assert fitted(name)(p.logits).dtype == torch.float32
+    torch.testing.assert_close(out.softmax(1).float(), fitted(name)(p.logits).softmax(1), rtol=0, atol=2e-4)
+
+
+@every
+def test_half_precision_is_widened(name: str) -> None:
+    logits = suited(name, seed=1).logits.bfloat16()
+    assert torch.equal(fitted(name)(logits), fitted(name)(logits.float()))
+
+
+@every
+def test_output_is_finite_and_of_the_same_shape(name: str) -> None:
+    k = suited(name).n_classes
+    logits = torch.cat(
+        [suited(name, seed=2).logits, 300 * torch.eye(k), torch.zeros(1, k), -1e4 * torch.eye(k)]
+    )
+    out = fitted(name)(logits)
+    assert out.shape == logits.shape
+    assert torch.isfinite(out).all()
+    stacked = logits[:40].reshape(2, 20, k)
+    torch.testing.assert_close(fitted(name)(stacked).reshape(40, k), out[:40])
+
+
+@every
+def test_argmax_is_kept_where_promised(name: str) -> None:
+    calibrator = fitted(name)
+    k = suited(name).n_classes
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(2000, k, generator=generator) * torch.logspace(-3, 2, 2000)[:, None]
+    if calibrator.keeps_argmax:
+        assert torch.equal(calibrator(logits).argmax(1), logits.argmax(1))
+
+
+def test_which_calibrators_keep_the_argmax() -> None:
+    keep = {name for name, calibrator in VARIANTS.items() if calibrator.keeps_argmax}
+    assert keep == {
+        "none", "temperature", "temperature_grid", "ensemble_temperature", "histogram", "histogram width", "isotonic",
+        "spline", "spline as published",
+    }  # fmt: skip
+
+
+@every
+def test_nll_does_not_rise_where_promised(name: str) -> None:
+    calibrator = fitted(name)
+    if not calibrator.never_worse:
+        return
+    for p in (suited(name), _hard(suited(name).n_classes)):
+        out = calibrator.fresh().fit(p).calibrate(p)
+        before, after = (cross_entropy(q.logits.double(), q.labels) for q in (p, out))
+        assert after <= before + 1e-6
+
+
+def _hard(k: int) -> Predictions:
+    """Few, badly scaled and mostly wrong."""
+    logits = 50 * torch.randn(12, k, generator=torch.Generator().manual_seed(3))
+    return Predictions(logits, torch.arange(12) % k)
+
+
+def test_which_calibrators_never_make_their_own_data_worse() -> None:
+    safe = {name for name, calibrator in VARIANTS.items() if calibrator.never_worse}
+    assert safe == {"none", "temperature", "ensemble_temperature", "vector", "matrix", "dirichlet"}
+
+
+@every
+def test_overconfidence_is_repaired_on_new_data(name: str) -> None:
+    if name == "none":
+        return
+    calibrator = new(name).fit(suited(name, n=2000))
+    fresh = suited(name, n=2000, seed=9)
+    before, after = (cross_entropy(q.logits, q.labels) for q in (fresh, calibrator.calibrate(fresh)))
+    assert after < before - 0.1
+
+
+@every
+def test_scikit_learn_clones_it(name: str) -> None:
+    base = pytest.importorskip("sklearn.base")
+    copy = base.clone(fitted(name))
+    assert copy.get_params() == VARIANTS[name].get_params()
+    assert not copy.is_fitted
+
+
+@every
+def test_parameters_are_set_by_name(name: str) -> None:
+    calibrator = new(name)
+    params = calibrator.get_params()
+    assert calibrator.set_params(**params) is calibrator
+    assert calibrator.get_params() == params
+    with pytest.raises(ValueError, match="has the parameters .* got 'wrong'"):
+        calibrator.set_params(wrong=1)
+
+
+@every
+@pytest.mark.parametrize("case", ["one row", "one class", "all correct", "all wrong", "flat", "tiny", "huge"])
+def test_strange_data_gives_finite_answers(name: str, case: str) -> None:
+    p = suited(name, n=30)
+    z, y, k = p.logits, p.labels, p.n_classes
+    p = {
+        "one row": lambda: Predictions(z[:1], y[:1]),
+        "one class": lambda: Predictions(z, torch.zeros_like(y)),
+        "all correct": lambda: Predictions(z, z.argmax(1)),
+        "all wrong": lambda: Predictions(z, z.argmin(1)),
+        "flat": lambda: Predictions(torch.zeros(6, k), torch.arange(6) % k),
+        "tiny": lambda: Predictions(z * 1e-6, y),
+        "huge": lambda: Predictions(z * 1e4, y),
+    }[case]()
+    out = new(name).fit(p).calibrate(p)
+    assert torch.isfinite(out.logits).all()
+
+
+@every
+def test_it_compiles_without_breaks(name: str) -> None:
+    p = suited(name, seed=1)
+    calibrator = fitted(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(calibrator, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(p.logits), calibrator(p.logits))
+
+
+@every
+def test_a_wrong_number_of_classes_is_refused(name: str) -> None:
+    calibrator = fitted(name)
+    if calibrator._n_classes() is not None:
+        with pytest.raises(ValueError, match=r"logits must have shape \(\.\.\., \d\).* got \(3, 7\)"):
+            calibrator(torch.zeros(3, 7))
+
+
+@every
+def test_fit_wants_predictions(name: str) -> None:
+    with pytest.raises(TypeError, match="predictions must be a Predictions, got Tensor"):
+        new(name).fit(torch.zeros(3, 2))  # type: ignore[arg-type]
+
+
+@every
+def test_gradients_flow_to_the_logits(name: str) -> None:
+    """A calibrator may stand inside a network that is explained or attacked; gradients must be finite."""
+    logits = suited(name, seed=1).logits.clone().requires_grad_()
+    out = fitted(name)(logits)
+    if name in ("bbq", "histogram one-vs-rest"):  # steps have no slope
+        assert not out.requires_grad
+        return
+    out.log_softmax(1)[:, 0].sum().backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad.any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every
+def test_cuda_agrees_with_the_cpu(name: str) -> None:
+    p = suited(name)
+    on_gpu = new(name).fit(Predictions(p.logits.cuda(), p.labels.cuda()))
+    assert all(value.is_cuda for value in on_gpu.state_dict().values())
+    torch.testing.assert_close(
+        on_gpu(p.logits.cuda()).softmax(1).cpu(), fitted(name)(p.logits).softmax(1), atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(
+        fitted(name).fresh().fit(p).cuda()(p.logits.cuda()).cpu(), fitted(name)(p.logits)
+    )
+
+
+def _registry_name(name: str) -> str:
+    return next(key for key, kind in CALIBRATORS.items() if kind is type(VARIANTS[name]))
