@@ -238,7 +238,7 @@ class NpzReader(ArraysReader):
         with reading(source):
             if not zipfile.is_zipfile(source.path):
                 raise TableError(
-                    f"{source.path} must be an .npz file (a zip of arrays); it is cut off or something else"
+                    f"{source.path} must be an .npz file, a zip of arrays: it is cut off or something else"
                 )
             with np.load(source.path, allow_pickle=False) as file:
                 names = [name for name in file.files if name.startswith(prefix)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 import shutil
@@ -115,21 +113,36 @@ def _write_source(
 
 
 def _write_csv(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
-    """Values are quoted only in parts of the file where one needs it."""
-    arrow, arrow_csv = require("pyarrow", extra="tables"), require("pyarrow.csv", extra="tables")
+    arrow = require("pyarrow", extra="tables")
     reader: Any = open_source(table.sources[0])
     with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
         first = True
         for chunk, probs in pairs:
             batch = _replaced(table, chunk, probs)
             if first:
-                file.write(_header(batch.schema.names, reader.delimiter))
+                names = arrow.RecordBatch.from_pydict(
+                    {str(i): [name] for i, name in enumerate(batch.schema.names)}
+                )
+                file.write(_csv_lines(names, reader.delimiter))
+            file.write(_csv_lines(batch, reader.delimiter))
             first = False
-            quoting = "needed" if _needs_quotes(batch, reader.delimiter) else "none"
-            options = arrow_csv.WriteOptions(
-                include_header=False, delimiter=reader.delimiter, quoting_style=quoting
+
+
+def _csv_lines(batch: Any, delimiter: str) -> bytes:
+    """Lines of CSV; values are quoted where they must be, and nowhere else."""
+    compute = require("pyarrow.compute", extra="tables")
+    cells = []
+    for column in batch.columns:
+        text = compute.fill_null(column.cast("string"), "")
+        if str(column.type) == "string":
+            quoted = compute.binary_join_element_wise(
+                '"', compute.replace_substring(text, '"', '""'), '"', ""
             )
-            arrow_csv.write_csv(batch, file, options)
+            needed = compute.match_substring_regex(text, f'["\\r\\n{re.escape(delimiter)}]')
+            text = compute.if_else(needed, quoted, text)
+        cells.append(text)
+    lines = compute.binary_join_element_wise(*cells, delimiter)
+    return ("\n".join(lines.to_pylist()) + "\n").encode()
 
 
 def _write_parquet(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
@@ -195,16 +208,3 @@ def _columns(table: PredictionTable, probs: Tensor) -> Tensor:
 def _lists(arrow: Any, values: Any, kind: Any) -> Any:
     offsets = np.arange(0, values.size + 1, values.shape[1])
     return arrow.LargeListArray.from_arrays(offsets, values.reshape(-1)).cast(kind)
-
-
-def _header(names: list[str], delimiter: str) -> bytes:
-    line = io.StringIO()
-    csv.writer(line, delimiter=delimiter, lineterminator="\n").writerow(names)
-    return line.getvalue().encode()
-
-
-def _needs_quotes(batch: Any, delimiter: str) -> bool:
-    compute = require("pyarrow.compute", extra="tables")
-    pattern = f'["\\r\\n{re.escape(delimiter)}]'
-    texts = [column for column in batch.columns if str(column.type) == "string"]
-    return any(compute.any(compute.match_substring_regex(column, pattern)).as_py() for column in texts)

@@ -1,0 +1,417 @@
+"""The audit on the command line: what it prints and writes, and one sentence for everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import Predictions, calibrators, metrics
+from doublehead.tables import read_predictions
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+testing = pytest.importorskip("typer.testing")
+pytest.importorskip("safetensors")
+
+N, K = 600, 4
+
+
+def run(*arguments: str | Path) -> Any:
+    from doublehead.cli import app
+
+    return testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def overconfident(seed: int, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits three times as large as the labels were drawn from."""
+    generator = torch.Generator().manual_seed(seed)
+    honest = 2 * torch.randn(n, K, generator=generator)
+    return 3 * honest, honest.softmax(1).multinomial(1, generator=generator)[:, 0]
+
+
+def write_csv(path: Path, seed: int, names: str = "logit") -> Path:
+    logits, labels = overconfident(seed)
+    lines = ["id,label," + ",".join(f"{names}_{k}" for k in range(K)) + ",site,note"]
+    for i, (z, y) in enumerate(zip(logits.tolist(), labels.tolist())):
+        note = '"a, b"' if i == 7 else ""
+        lines.append(f"{i:04d},{y},{','.join(map(repr, z))},site {i % 3},{note}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def val(tmp_path: Path) -> Path:
+    return write_csv(tmp_path / "val.csv", 0)
+
+
+@pytest.fixture
+def test(tmp_path: Path) -> Path:
+    return write_csv(tmp_path / "test.csv", 1)
+
+
+def test_evaluate_prints_numbers_intervals_floor_and_groups(test: Path) -> None:
+    result = run("evaluate", test, "--logits", "--by", "site")
+    assert result.exit_code == 0, result.output
+    numbers = metrics.evaluate(read_predictions(test, kind="logits").load())
+    assert re.search(rf"ECE \(15 bins\) +{100 * numbers['ece']:.2f} %", result.stdout)
+    assert re.search(rf"NLL +{numbers['nll']:.4f} +\d\.\d{4} \.\. ", result.stdout)
+    assert f"{100 * numbers['ece_floor_low']:.2f} .. {100 * numbers['ece_floor_high']:.2f}" in result.stdout
+    assert re.search(r"site 2 +200 ", result.stdout)
+    assert "not calibrated" in result.stdout
+    assert "overconfident by" in result.stdout
+    assert "label column 'label', score columns 'logit_0' .. 'logit_3' (4 classes)" in result.stderr
+
+
+def test_evaluate_json_is_metrics_evaluate(test: Path) -> None:
+    result = run("evaluate", test, "--logits", "--by", "site", "--json", "--bins", "10")
+    found = json.loads(result.stdout)
+    p = read_predictions(test, kind="logits").load()
+    wanted = metrics.evaluate(p, 10)
+    assert found["n"] == N
+    for name, number in found["metrics"].items():
+        assert number["value"] == pytest.approx(wanted[name], abs=1e-9)
+    assert found["ece_floor"]["mean"] == wanted["ece_floor"]
+    ece = found["metrics"]["ece"]
+    assert ece["low"] < ece["value"] < ece["high"]
+    rows = torch.arange(N) % 3 == 1
+    assert found["groups"]["site 1"]["metrics"]["accuracy"]["value"] == pytest.approx(
+        metrics.accuracy(p[rows])
+    )
+    assert set(found["groups"]) == {"site 0", "site 1", "site 2"}
+
+
+def test_evaluate_of_a_calibrated_model_says_so(tmp_path: Path) -> None:
+    logits, labels = overconfident(2, 3000)
+    file = Predictions(logits / 3, labels).save(tmp_path / "honest.npz")
+    assert "No miscalibration can be shown on 3,000 samples" in run("evaluate", file).stdout
+
+
+def test_names_from_files_are_not_markup(tmp_path: Path) -> None:
+    file = tmp_path / "[bold]x.csv"
+    file.write_text("label,cat,dog,site\ncat,0.5,0.5,[red]A\ndog,0.5,0.5,[/red]\n")
+    result = run("evaluate", file, "--probs", "--by", "site")
+    assert result.exit_code == 0, result.output
+    assert "[bold]x.csv" in result.stdout
+    assert "[red]A" in result.stdout
+
+
+def test_calibrate_repairs_a_csv_and_keeps_the_rest(val: Path, test: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fixed.csv"
+    result = run("calibrate", "--fit", val, "--apply", test, "--logits", "-o", out)
+    assert result.exit_code == 0, result.output
+    known, new = read_predictions(val, kind="logits").load(), read_predictions(test, kind="logits").load()
+    fitted = calibrators.Temperature().fit(known)
+    fixed = read_predictions(out, kind="probs")
+    assert torch.allclose(fixed.load().probs, fitted(new.logits).softmax(1), atol=1e-12)
+    before, after = test.read_text().splitlines(), out.read_text().splitlines()
+    assert after[0] == before[0].replace("logit", "prob")
+    for old, row in zip(before[1:], after[1:]):
+        a, b = old.split(",", 2 + K), row.split(",", 2 + K)
+        assert (a[:2], a[-1]) == (b[:2], b[-1])  # 0007 stays 0007, quotes stay where they are needed
+    assert f"temperature {float(fitted.temperature_):.4g}" in result.stdout
+    assert "No predicted class changed." in result.stdout
+
+
+def test_calibrator_beside_the_output_can_be_loaded_and_used(val: Path, test: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fixed.csv"
+    run("calibrate", "--fit", val, "--apply", test, "--logits", "-o", out, "--method", "vector")
+    weights = tmp_path / "fixed.calibrator.safetensors"
+    about = json.loads((tmp_path / "fixed.calibrator.json").read_text())
+    assert (about["method"], about["reads"], about["n_classes"], about["fitted_on"]["n"]) == (
+        "vector",
+        "logits",
+        K,
+        N,
+    )
+    assert about["after"]["metrics"]["nll"]["value"] < about["before"]["metrics"]["nll"]["value"]
+    loaded = calibrators.load(weights)
+    new = read_predictions(test, kind="logits").load()
+    assert torch.allclose(
+        read_predictions(out, kind="probs").load().probs, loaded(new.logits).softmax(1), atol=1e-12
+    )
+    result = run("calibrate", "--use", weights, "--apply", test, "--logits", "-o", tmp_path / "again.csv")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "again.csv").read_bytes() == out.read_bytes()
+    assert not (tmp_path / "again.calibrator.json").exists()
+    wrong = run("calibrate", "--use", weights, "--apply", test, "--probs", "-o", tmp_path / "b.csv")
+    assert "was fitted on logits, but probs were stated" in wrong.stderr
+
+
+def test_calibrate_json_and_auto(val: Path, test: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fixed.csv"
+    result = run(
+        "calibrate", "--fit", val, "--apply", test, "--logits", "-o", out, "--method", "auto", "--json"
+    )
+    found = json.loads(result.stdout)
+    scores = found["cross_validation"]
+    assert found["method"] == scores[0]["method"]
+    assert scores[0]["nll"] == min(score["nll"] for score in scores if score["nll"] is not None)
+    assert {"none", "temperature", "vector"} <= {score["method"] for score in scores}
+    assert f"{found['method']} has the lowest cross-validated NLL" in found["why"]
+    assert found["after"]["metrics"]["nll"]["value"] < found["before"]["metrics"]["nll"]["value"]
+
+
+def test_calibrate_without_labels_writes_and_does_not_measure(val: Path, test: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.csv"
+    rows = [line.split(",") for line in test.read_text().splitlines()]
+    bare.write_text("\n".join(",".join(row[2 : 2 + K]) for row in rows) + "\n")
+    result = run("calibrate", "--fit", val, "--apply", bare, "--logits", "-o", tmp_path / "fixed.csv")
+    assert result.exit_code == 0, result.output
+    assert "has no labels, so there is nothing to measure" in result.stdout
+    assert len((tmp_path / "fixed.csv").read_text().splitlines()) == N + 1
+
+
+def test_calibrate_every_format(tmp_path: Path) -> None:
+    (z, y), (new, labels) = overconfident(0), overconfident(1)
+    known = Predictions(z, y)
+    wanted = calibrators.Temperature().fit(known)(new).double().softmax(1).float()
+    val = known.save(tmp_path / "val.npz")
+    Predictions(new, labels).save(tmp_path / "test.npz")
+    np.save(tmp_path / "z.npy", new.numpy())
+    np.save(tmp_path / "y.npy", labels.numpy())
+    wide = {f"logit_{k}": new[:, k].numpy() for k in range(K)}
+    parquet.write_table(pa.table({**wide, "label": labels.numpy()}), tmp_path / "wide.parquet")
+    parquet.write_table(
+        pa.table({"logits": new.tolist(), "label": labels.numpy()}), tmp_path / "lists.parquet"
+    )
+    for name in ("test.npz", "wide.parquet", "lists.parquet"):
+        out = tmp_path / f"fixed_{name}"
+        result = run("calibrate", "--fit", val, "--apply", tmp_path / name, "--logits", "-o", out)
+        assert result.exit_code == 0, result.output
+        p = read_predictions(out, kind="probs").load()
+        assert torch.allclose(p.probs.float(), wanted, atol=1e-6)
+        assert p.labels.tolist() == labels.tolist()
+    names = parquet.read_schema(tmp_path / "fixed_wide.parquet").names
+    assert names == ["prob_0", "prob_1", "prob_2", "prob_3", "label"]
+    assert str(parquet.read_schema(tmp_path / "fixed_wide.parquet").field("prob_0").type) == "float"
+    pair = ["--apply", tmp_path / "z.npy", "--apply", tmp_path / "y.npy"]
+    assert run("calibrate", "--fit", val, *pair, "--logits", "-o", tmp_path / "out.npy").exit_code == 0
+    assert np.allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-6)
+
+
+def test_calibrate_a_folder_and_a_binary_score(val: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    (folder / "deep").mkdir(parents=True)
+    write_csv(folder / "a.csv", 3)
+    write_csv(folder / "deep" / "b.csv", 4)
+    result = run("calibrate", "--fit", val, "--apply", folder, "--logits", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert sorted(str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*.csv")) == [
+        "a.csv",
+        "deep/b.csv",
+    ]
+    assert "1,200 predictions" in result.stdout
+    again = run("calibrate", "--fit", val, "--apply", folder, "--logits", "-o", tmp_path / "out")
+    assert "must be a new or empty folder" in again.stderr
+    binary = tmp_path / "binary.csv"
+    binary.write_text("y,prob\n" + "\n".join(f"{i % 2},{0.9 if i % 3 else 0.2}" for i in range(60)) + "\n")
+    result = run(
+        "calibrate",
+        "--fit",
+        binary,
+        "--apply",
+        binary,
+        "--probs",
+        "-o",
+        tmp_path / "b.csv",
+        "--method",
+        "platt",
+    )
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "b.csv").read_text().startswith("y,prob\n0,0.")
+
+
+BAD_CALLS: dict[str, tuple[list[str], str]] = {
+    "no statement": (
+        ["evaluate", "test.csv"],
+        "rows do not sum to 1, which looks like logits; give --logits if so",
+    ),
+    "both stated": (
+        ["evaluate", "test.csv", "--logits", "--probs"],
+        "give one of --logits and --probs, not both",
+    ),
+    "missing file": (["evaluate", "nowhere.csv", "--logits"], "nowhere.csv does not exist"),
+    "missing column": (
+        ["evaluate", "test.csv", "--logits", "--label", "truth"],
+        "no column 'truth' for the label",
+    ),
+    "missing scores": (
+        ["evaluate", "test.csv", "--logits", "--scores", "z_*"],
+        "no column 'z_*' for the scores",
+    ),
+    "missing group": (["evaluate", "test.csv", "--logits", "--by", "month"], "has no column 'month'"),
+    "no rows left": (
+        ["evaluate", "test.csv", "--logits", "--where", "site=x"],
+        "none of the 600 rows of test.csv has site=x",
+    ),
+    "bad filter": (
+        ["evaluate", "test.csv", "--logits", "--where", "site"],
+        "--where must read COLUMN=VALUE, got 'site'",
+    ),
+    "not probs": (["evaluate", "test.csv", "--probs"], "row 1: probabilities must lie in 0..1"),
+    "empty": (["evaluate", "empty.csv", "--logits"], "empty.csv is empty (0 bytes)"),
+    "header only": (["evaluate", "header.csv", "--logits"], "header.csv has no rows"),
+    "cut Parquet": (
+        ["evaluate", "cut.parquet", "--logits"],
+        "cut.parquet cannot be read as parquet, it is cut off",
+    ),
+    "cut CSV": (["evaluate", "cut.csv", "--logits"], "cut.csv, row 600 has 2 values where the header has 8"),
+    "cut npz": (["evaluate", "cut.npz"], "cut.npz must be an .npz file, a zip of arrays: it is cut off"),
+    "text": (
+        ["evaluate", "text.csv", "--logits"],
+        "text.csv, column 'logit_2', row 300 must hold a number, got 'oops'",
+    ),
+    "nan": (
+        ["evaluate", "nan.csv", "--logits"],
+        "nan.csv, column 'logit_2', row 300 must hold a finite number",
+    ),
+    "label base": (
+        ["evaluate", "base.csv", "--logits"],
+        "must lie in 0..3, got 4; if labels are counted from 1, give --label-base 1",
+    ),
+    "no cluster": (
+        ["evaluate", "test.csv", "--logits", "--cluster", "tcp://127.0.0.1:1"],
+        "no Dask scheduler answers",
+    ),
+    "no fit": (["calibrate", "--apply", "test.csv", "--logits", "-o", "out.csv"], "give either --fit FILE"),
+    "method": (
+        [
+            "calibrate",
+            "--fit",
+            "val.csv",
+            "--apply",
+            "test.csv",
+            "--logits",
+            "-o",
+            "out.csv",
+            "--method",
+            "temprature",
+        ],
+        "did you mean temperature?",
+    ),
+    "binary method": (
+        [
+            "calibrate",
+            "--fit",
+            "val.csv",
+            "--apply",
+            "test.csv",
+            "--logits",
+            "-o",
+            "out.csv",
+            "--method",
+            "platt",
+        ],
+        "platt cannot be fitted on val.csv: Platt needs predictions of 2 classes",
+    ),
+    "no folder": (
+        ["calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "no/such/out.csv"],
+        "out.csv cannot be written: there is no folder no/such",
+    ),
+    "over the input": (
+        ["calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "val.csv"],
+        "val.csv is one of the files to read",
+    ),
+    "other format": (
+        ["calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "out.parquet"],
+        "out.parquet must end in .csv like the file it is made from, test.csv",
+    ),
+    "bad apply": (
+        ["calibrate", "--fit", "val.csv", "--apply", "nan.csv", "--logits", "-o", "out.csv"],
+        "nan.csv, column 'logit_2', row 300 must hold a finite number",
+    ),
+    "other classes": (
+        ["calibrate", "--fit", "val.csv", "--apply", "three.csv", "--logits", "-o", "out.csv"],
+        "must be those of val.csv",
+    ),
+    "no calibrator": (
+        ["calibrate", "--use", "nowhere.safetensors", "--apply", "test.csv", "--logits", "-o", "out.csv"],
+        "nowhere",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    good = write_csv(folder / "test.csv", 1).read_text()
+    write_csv(folder / "val.csv", 0)
+    lines = good.splitlines()
+    (folder / "empty.csv").write_text("")
+    (folder / "header.csv").write_text(lines[0] + "\n")
+    (folder / "cut.csv").write_text("\n".join(lines[:-1]) + "\n0599,1")
+    for name, cell in (("text", "oops"), ("nan", "nan")):
+        row = lines[300].split(",")
+        row[4] = cell
+        (folder / f"{name}.csv").write_text("\n".join([*lines[:300], ",".join(row), *lines[301:]]) + "\n")
+    shifted = [re.sub(r"^(\d+),(\d)", lambda m: f"{m[1]},{int(m[2]) + 1}", line) for line in lines]
+    (folder / "base.csv").write_text("\n".join(shifted) + "\n")
+    (folder / "three.csv").write_text("label,logit_0,logit_1,logit_2\n0,1.5,2.5,3.5\n")
+    logits, labels = overconfident(1)
+    wide = pa.table({"label": labels.numpy(), **{f"logit_{k}": logits[:, k].numpy() for k in range(K)}})
+    parquet.write_table(wide, folder / "whole.parquet")
+    (folder / "cut.parquet").write_bytes((folder / "whole.parquet").read_bytes()[:2000])
+    Predictions(logits, labels).save(folder / "whole.npz")
+    (folder / "cut.npz").write_bytes((folder / "whole.npz").read_bytes()[:2000])
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_what_is_wrong_is_said_in_one_sentence(
+    case: str, bad_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bad_files)
+    monkeypatch.setattr("doublehead.clusters.CONNECT_SECONDS", 0.2)
+    arguments, message = BAD_CALLS[case]
+    files = sorted(bad_files.rglob("*"))
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    errors = [line for line in result.stderr.splitlines() if "reading" not in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("Error: ")
+    assert message in errors[0]
+    assert result.stdout == ""
+    assert sorted(bad_files.rglob("*")) == files  # nothing written, nothing left behind
+
+
+def test_installed_command_exits_with_two(bad_files: Path) -> None:
+    command = [sys.executable, "-m", "doublehead.cli", "evaluate", "text.csv", "--logits"]
+    result = subprocess.run(command, cwd=bad_files, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].endswith("row 300 must hold a number, got 'oops'")
+    assert "Traceback" not in result.stderr
+
+
+def test_real_predictions_reach_the_known_numbers(shared: Path, tmp_path: Path) -> None:
+    file = shared / "data" / "logits" / "resnet110_c10.npz"
+    arguments = [
+        "calibrate",
+        "--fit",
+        f"{file}:val",
+        "--apply",
+        f"{file}:test",
+        "-o",
+        tmp_path / "out.npz",
+        "--json",
+    ]
+    found = json.loads(run(*arguments).stdout)
+    ece = [100 * found[when]["metrics"]["ece"]["value"] for when in ("before", "after")]
+    nll = [found[when]["metrics"]["nll"]["value"] for when in ("before", "after")]
+    assert ece == pytest.approx([4.750, 1.132], abs=1e-3)
+    assert nll == pytest.approx([0.3583, 0.2093], abs=1e-4)
+    assert read_predictions(tmp_path / "out.npz").load().are_probs
+
+
+def test_help_teaches() -> None:
+    for command, wanted in (("evaluate", "--by"), ("calibrate", "--method")):
+        text = run(command, "--help").stdout
+        assert wanted in text
+        assert f"doublehead {command}" in text
