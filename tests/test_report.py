@@ -1,0 +1,336 @@
+"""The report as text: its numbers, its sentences, what it embeds and what it must never let through."""
+
+from __future__ import annotations
+
+import base64
+import doctest
+import hashlib
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import Predictions, metrics
+from doublehead.metrics import Floor, Interval
+
+pytest.importorskip("jinja2")
+from doublehead.report import build, build_report, svg, write_report
+from doublehead.report.charts import shortened
+from doublehead.report.numbers import THRESHOLDS, Method, at_thresholds, changed_answers, measure
+from doublehead.report.rows import class_rows, guaranteed_table, metrics_table
+from doublehead.report.verdict import describe, direction, grade, verdict
+
+HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
+
+
+def made(n: int = 1500, k: int = 5, sharpness: float = 1.0, seed: int = 1) -> Predictions:
+    """Calibrated at sharpness 1, overconfident above."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 4 * torch.randn(n, k, generator=generator)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    return Predictions(sharpness * logits, labels)
+
+
+@pytest.fixture(scope="module")
+def named() -> dict[str, Predictions]:
+    return {"sharp": made(sharpness=3), "honest": made()}
+
+
+@pytest.fixture(scope="module")
+def methods(named: dict[str, Predictions]) -> list[Method]:
+    return [measure(name, p, 15, 0) for name, p in named.items()]
+
+
+@pytest.fixture(scope="module")
+def html(named: dict[str, Predictions]) -> str:
+    return build_report(named, title="Two models", shift={"noise": {"sharp": made(200, sharpness=3, seed=5)}})
+
+
+class Elements(HTMLParser):
+    """Every start tag with its attributes, and the text inside script and style elements."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.inside: dict[str, list[str]] = {"script": [], "style": [], "title": [], "p": []}
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in self.inside:
+            self.inside[self.open[-1]].append(data)
+
+
+def embedded(page: str) -> Any:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("module", [svg, build], ids=["svg", "build"])
+def test_examples_in_docstrings_run(module: Any) -> None:
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+def test_page_says_what_the_metrics_say(html: str, named: dict[str, Predictions]) -> None:
+    for p in named.values():
+        for value in (metrics.ece(p), metrics.accuracy(p), metrics.aurc(p), metrics.adaptive_ece(p)):
+            assert f"{100 * value:.2f} %" in html
+        assert f"{metrics.nll(p):.4f}" in html
+        floor = metrics.ece_floor(p)
+        assert f"floor {100 * floor.low:.2f} to {100 * floor.high:.2f} %" in html
+    assert "1,500 samples, 5 classes, 2 methods" in html
+
+
+def test_same_input_same_page(html: str, named: dict[str, Predictions]) -> None:
+    shift = {"noise": {"sharp": made(200, sharpness=3, seed=5)}}
+    assert build_report(named, title="Two models", shift=shift) == html
+
+
+def test_nothing_outside_is_asked_for(html: str) -> None:
+    elements = Elements(html)
+    for tag, attributes in elements.tags:
+        assert tag not in ("iframe", "object", "embed", "img", "base", "form"), tag
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            assert name != "style", tag
+            if name in ("src", "href", "action", "xlink:href"):
+                assert value is not None
+                assert value.startswith(("#", "data:,")), (tag, name, value)
+    for text in elements.inside["style"] + elements.inside["script"]:
+        assert "http" not in text
+        assert "url(" not in text.replace("url(#hatch)", "")
+
+
+def test_policy_allows_this_style_and_script_and_nothing_else(html: str) -> None:
+    elements = Elements(html)
+    (policy,) = [a["content"] for tag, a in elements.tags if tag == "meta" and "http-equiv" in a]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    style, script = "".join(elements.inside["style"]), elements.inside["script"][-1]
+    for directive, text in (("style-src", style), ("script-src", script)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in policy
+
+
+def test_hostile_names_stay_text_everywhere() -> None:
+    p, q = made(300), made(300, sharpness=2)
+    named = {HOSTILE: p, "other": q}
+    classes = [f"{HOSTILE}{i}" for i in range(5)]
+    page = build_report(named, title=HOSTILE, classes=classes, shift={HOSTILE: {HOSTILE: q, "other": p}})
+    page.encode()  # a lone surrogate of a broken file name would fail here
+    assert "<script>alert" not in page
+    assert "</style><!--" not in page
+    elements = Elements(page)
+    assert [tag for tag, _ in elements.tags].count("script") == 2
+    assert [tag for tag, _ in elements.tags].count("style") == 1
+    shown = "<script>alert(1)</script>\"'&</style><!--\ufffd\ufffd"
+    assert elements.inside["title"][0] == shown
+    assert embedded(page)["methods"][0]["name"] == shown
+    assert page.count("alert(1)") > 20  # it is shown, as text
+
+
+def test_embedded_json_cannot_end_its_element() -> None:
+    text = build._embed({"name": "</script><script>alert(1)</script>&<!--"})
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {"name": "</script><script>alert(1)</script>&<!--"}
+
+
+def test_very_long_names_are_cut() -> None:
+    page = build_report({"a" * 5000: made(100)})
+    assert "a" * 101 not in page
+    with pytest.raises(
+        ValueError, match="names of methods must differ in their first 99 printable characters"
+    ):
+        build_report({"a" * 200: made(50), "a" * 201: made(50)})
+    assert shortened("gaussian noise, severity 5") == "gaussian …verity 5"
+    assert shortened("fog") == "fog"
+
+
+def test_page_stays_small_with_many_methods_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = Predictions(
+        torch.randn(2000, 1000, generator=generator), torch.randint(1000, (2000,), generator=generator)
+    )
+    one = measure("one", p, 15, 0)
+    monkeypatch.setattr(build, "measure", lambda name, *_: replace(one, name=name))
+    page = build_report({f"method number {i}": p for i in range(12)})
+    assert len(page.encode()) < 500_000
+    assert "The 20 worst of 1000 classes" in page
+    for method in embedded(page)["methods"]:
+        assert len(method["accepted"]) == len(THRESHOLDS) <= 201
+
+
+def test_counts_at_thresholds_against_a_loop() -> None:
+    p = Predictions.from_probs([[0.9, 0.1], [0.9, 0.1], [0.3, 0.7], [0.5, 0.5]], [0, 1, 1, 1])
+    thresholds = np.array([0.0, 0.5, 0.70001, 0.8, 0.95])
+    accepted, wrong = at_thresholds(p, thresholds)
+    assert accepted.tolist() == [4, 4, 2, 2, 0]
+    assert wrong.tolist() == [2, 2, 1, 1, 0]
+    big = made(700, sharpness=2)
+    accepted, wrong = at_thresholds(big, THRESHOLDS)
+    confidence, correct = big.confidence.double(), big.correct
+    for t, kept, errors in zip(THRESHOLDS, accepted, wrong):
+        assert kept == int((confidence >= t).sum())
+        assert errors == int(((confidence >= t) & ~correct).sum())
+
+
+def test_changed_answers_needs_the_same_samples() -> None:
+    p = made(300)
+    flipped = p.logits.clone()
+    flipped[:7] = flipped[:7].flip(1)  # five classes: the middle one stays where it is
+    moved = int((flipped[:7].argmax(1) != p.predicted[:7]).sum())
+    assert moved > 0
+    other = Predictions(flipped, p.labels)
+    table = changed_answers({"a": p, "b": other, "c": p[:100], "d": Predictions(2 * p.logits, p.labels)})
+    assert table[0] == [0, moved, None, 0]
+    assert table[1][0] == moved
+
+
+def with_numbers(method: Method, ece: float, floor: float, p_value: float, over: float) -> Method:
+    curve = replace(method.curve, ece=ece, floor=Floor(floor, floor / 2, 2 * floor))
+    intervals = {**method.intervals, "overconfidence": Interval(over, over, over)}
+    return replace(method, curve=curve, p_value=p_value, intervals=intervals)
+
+
+def test_grades_by_test_first_and_by_excess_over_the_floor(methods: list[Method]) -> None:
+    one = methods[0]
+    assert grade(with_numbers(one, 0.2, 0.01, 0.05, 0.2)).key == "good"
+    assert grade(with_numbers(one, 0.0199, 0.01, 0.01, 0.01)).key == "fair"
+    assert grade(with_numbers(one, 0.021, 0.01, 0.01, 0.01)).key == "poor"
+    assert grade(with_numbers(one, 0.061, 0.01, 0.01, 0.01)).key == "bad"
+    assert direction(with_numbers(one, 0.1, 0.01, 0.01, 0.06)) == "overconfident"
+    assert direction(with_numbers(one, 0.1, 0.01, 0.01, -0.06)) == "underconfident"
+    assert "in places" in direction(with_numbers(one, 0.1, 0.01, 0.01, 0.04))
+
+
+def test_verdict_is_one_sentence_that_names_best_and_worst(methods: list[Method]) -> None:
+    sharp, honest = methods
+    assert grade(honest).key == "good"
+    assert grade(sharp).key == "bad"
+    both = verdict(methods)
+    assert both.startswith(
+        "Of 2 methods, honest is the best calibrated: its confidences can be taken at face value"
+    )
+    assert f"the worst is sharp with an ECE of {100 * sharp.curve.ece:.2f}\u00a0%." in both
+    assert verdict([sharp]).startswith("The confidences of sharp mislead (overconfident, ECE ")
+    assert "cannot be told from that of a perfectly calibrated model on 1,500 samples" in describe(honest)
+    assert "overconfident" in describe(sharp)
+
+
+def test_star_marks_the_best_of_a_row_and_no_one_where_all_are_equal(methods: list[Method]) -> None:
+    rows = {row["label"]: [cell["best"] for cell in row["cells"]] for row in metrics_table(methods)}
+    assert rows["ECE"] == [False, True]
+    assert rows["NLL"] == [False, True]
+    assert rows["Accuracy"] == [False, False]  # the same answers
+    assert rows["p-value"] == [False, False]
+    assert not any(cell["best"] for row in metrics_table(methods[:1]) for cell in row["cells"])
+
+
+def test_guarantees_are_those_of_choose_threshold(
+    named: dict[str, Predictions], methods: list[Method]
+) -> None:
+    table = guaranteed_table(methods)
+    assert [row["limit"] for row in table] == ["5", "2", "1", "0.1"]
+    choice = metrics.choose_threshold(named["honest"], 0.05)
+    assert choice.threshold is not None
+    cell = table[0]["cells"][1]
+    assert cell["more"] == f"answers {100 * choice.coverage:.1f} %"
+    printed = float(cell["text"].removeprefix("≥ ").removesuffix(" %")) / 100
+    assert choice.threshold - 1e-6 <= printed < choice.threshold + 0.002
+    assert table[3]["cells"][0]["text"] == "none"
+
+
+def test_classes_come_worst_first_with_their_names(methods: list[Method]) -> None:
+    found = class_rows(methods[0], [f"name {k}" for k in range(5)], 3)
+    order = methods[0].classes.worst_first()[:3]
+    assert [row["name"] for row in found] == [f"name {k}" for k in order]
+    assert all(row["outside"] for row in found)
+    assert class_rows(methods[0], None, 1)[0]["name"] == f"class {order[0]}"
+
+
+def test_a_class_never_predicted_is_no_trouble() -> None:
+    p = Predictions.from_probs([[0.9, 0.1, 0.0]] * 30, [0] * 27 + [2] * 3)
+    page = build_report({"two of three": p})
+    assert "nan" not in re.sub(r"<style>.*?</style>|<script.*?</script>", "", page, flags=re.DOTALL).lower()
+
+
+def test_one_sample_makes_a_page() -> None:
+    assert "1 samples" in build_report({"one": Predictions([[3.0, 0.0]], [0])})
+
+
+def test_shift_from_predictions_and_from_numbers(named: dict[str, Predictions]) -> None:
+    shifted = made(400, sharpness=4, seed=9)
+    page = build_report(
+        named,
+        shift={
+            "blur": {"sharp": shifted},
+            "other data": {"honest": {"auroc": 0.875, "mean_confidence": 0.61}},
+        },
+    )
+    auroc = metrics.auroc(named["sharp"].confidence, shifted.confidence)
+    assert f"{100 * metrics.ece(shifted):.2f}" in page
+    assert f"<td>{100 * auroc:.1f}</td>" in page
+    assert "<td>87.5</td>" in page
+    assert "unknown" in page
+    with pytest.raises(
+        ValueError, match=r"shift\['blur'\] must be for the methods \['sharp', 'honest'\], got 'x'"
+    ):
+        build_report(named, shift={"blur": {"x": shifted}})
+
+
+def test_different_samples_are_pointed_out() -> None:
+    assert "different numbers of samples" in build_report({"a": made(100), "b": made(120)})
+    assert "different numbers of samples" not in build_report({"a": made(100), "b": made(100)})
+
+
+def test_bad_arguments_are_named(named: dict[str, Predictions]) -> None:
+    with pytest.raises(ValueError, match="named_predictions must hold 1 to 12 methods, got 0"):
+        build_report({})
+    with pytest.raises(TypeError, match=r"named_predictions\['a'\] must be a Predictions, got list"):
+        build_report({"a": [1, 2]})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="classes must be 5 names, one per class of 'sharp', got 2"):
+        build_report(named, classes=["a", "b"])
+    with pytest.raises(ValueError, match="n_bins must be a whole number >= 1, got 0"):
+        build_report(named, n_bins=0)
+
+
+def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(tmp_path / "new" / "page.html", {"a": made(60)}, title="first")
+    assert "first" in path.read_text(encoding="utf-8")
+    assert os.listdir(path.parent) == ["page.html"]
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        write_report(path, {"a": made(60)}, title="second")
+    assert "first" in path.read_text(encoding="utf-8")
+    assert os.listdir(path.parent) == ["page.html"]
+    with pytest.raises(ValueError, match=r"path must end in .html, got 'page.txt'"):
+        write_report(tmp_path / "page.txt", {"a": made(60)})
+
+
+def test_needs_the_report_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"doublehead\[report\]"):
+        build_report({"a": made(60)})
