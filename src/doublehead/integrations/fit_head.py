@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.double_head import Annealing, CalibrationHead, DoubleHead, Readings, Standardise
 from doublehead.head_bank import HeadSpec
+from doublehead.integrations.head_config import put_head
 from doublehead.integrations.nll_curves import NllCurves, inverse_softplus
 from doublehead.integrations.overlap import check_disjoint
 from doublehead.plumbing import device_of, seeded
@@ -94,9 +95,8 @@ def fit_head(
     double = DoubleHead(model, n_classes, reads=("statistics", *sorted(reads)), hidden=0, layer=layer)
     with seeded(seed, device_of(model)):
         readings = double.read(calib_loader)
-    double.head = fit_head_on(readings, candidates=candidates, folds=folds, seed=seed)
-    double._ddp_params_and_buffers_to_ignore = [f"head.{key}" for key in double.head.state_dict()]
-    return double.eval()
+    head = fit_head_on(readings, candidates=candidates, folds=folds, seed=seed)
+    return put_head(double, head).eval()
 
 
 def fit_head_on(

@@ -14,6 +14,7 @@ from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads
 from doublehead.head_bank import HeadBank
 from doublehead.integrations.attach import Attachment, find_classifier
 from doublehead.integrations.overlap import check_disjoint, n_shared
+from doublehead.integrations.schedule import follow
 from doublehead.integrations.trackers import log_reliability
 from doublehead.integrations.watch import Watch
 from doublehead.optional import require
@@ -99,7 +100,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         check_disjoint(self.calib_dataloader, trainer.train_dataloader)
         self._warn_of_validation(trainer.val_dataloaders)
         optimizer = trainer.optimizers[0]
-        self._lr_scale = self._loaded.pop("lr_scale", None) or self.lr / _peak_lr(optimizer)
+        self._lr_scale = self._loaded.pop("lr_scale", None) or follow(optimizer, self.lr)
         precision = trainer.precision_plugin
         self.alternation = Alternation(
             self.model,
@@ -222,15 +223,6 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Kept until the head and its optimizer exist."""
         self._loaded = dict(state_dict)
-
-
-def _peak_lr(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate that a schedule starts from, or the only one there is."""
-    first = optimizer.param_groups[0]
-    peak = float(first.get("initial_lr", first["lr"]))
-    if peak <= 0:
-        raise ValueError(f"the learning rate of the main optimizer must be positive at the start, got {peak}")
-    return peak
 
 
 def _pairs(batches: Any, to_pair: Callable[[Any], Any] | None) -> Any:

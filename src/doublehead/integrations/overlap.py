@@ -51,18 +51,14 @@ def _pieces(data: Any) -> list[tuple[Any, Any]]:
         return [piece for part in data.datasets for piece in _pieces(part)]
     if isinstance(data, Mapping):
         data = list(data.values())
-    if isinstance(data, (list, tuple)):  # several loaders
-        return [piece for part in data for piece in _pieces(_dataset(part))] if _holds_loaders(data) else []
+    if isinstance(data, (list, tuple)) and all(hasattr(part, "dataset") for part in data):  # several loaders
+        return [piece for part in data for piece in _pieces(_dataset(part))]
     rows: Any = None
     while isinstance(data, Subset):
         indices = [int(row) for row in data.indices]
         rows = indices if rows is None else [indices[row] for row in rows]
         data = data.dataset
     return [(data, range(_length(data)) if rows is None else rows)]
-
-
-def _holds_loaders(data: Any) -> bool:
-    return all(hasattr(part, "dataset") for part in data)
 
 
 def _common(base: Any, rows: Any, other: Any, other_rows: Any) -> set[int]:

@@ -8,7 +8,8 @@ logger is known by what it can do: W&B (`log_image`), MLflow (`run_id` and `expe
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +44,70 @@ def log_figure(logger: Any, name: str, figure: Any, step: int) -> bool:
     return True
 
 
-class ActiveRun:
-    """The run that W&B or MLflow has open in this process, where the framework hands over no logger."""
+def log_numbers(tracker: Any, numbers: Mapping[str, float], step: int) -> None:
+    """Send numbers to what `for_transformers` returned."""
+    tracker.log_metrics(dict(numbers), step)
 
-    def __init__(self, package: str) -> None:
-        self.package = package
 
-    def log(self, name: str, figure: Any, step: int) -> bool:
-        """Send a figure to the open run; False where there is none."""
-        module = sys.modules.get(self.package)  # whoever opened a run has imported it
-        if self.package == "wandb" and module is not None and module.run is not None:
-            module.run.log({name: module.Image(_pixels(figure))}, commit=False)
-            return True
-        if self.package == "mlflow" and module is not None and module.active_run() is not None:
-            module.log_figure(figure, f"{name}/{step:08d}.png")
-            return True
-        return False
+def for_transformers(args: Any) -> list[Any]:
+    """The trackers named in `TrainingArguments.report_to`, as loggers: its own callbacks hand over none.
+
+    W&B and MLflow are asked for the run that the Trainer has opened; TensorBoard gets a second event file in the
+    Trainer's folder.
+    """
+    asked = args.report_to or []
+    made: list[Any] = []
+    if "wandb" in asked and _open_run("wandb", "run"):
+        made.append(_Wandb(sys.modules["wandb"]))
+    if "mlflow" in asked and _open_run("mlflow", "active_run"):
+        made.append(_MLflow(sys.modules["mlflow"]))
+    if "tensorboard" in asked:
+        made.append(_tensorboard(getattr(args, "logging_dir", None) or str(Path(args.output_dir) / "runs")))
+    return made
+
+
+def _open_run(package: str, name: str) -> bool:
+    run = getattr(sys.modules.get(package), name, None)  # whoever opened a run has imported it
+    return (run() if callable(run) else run) is not None
+
+
+class _Wandb:
+    def __init__(self, wandb: Any) -> None:
+        self.wandb = wandb
+
+    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
+        self.wandb.run.log({**numbers, "train/global_step": step})
+
+    def log_image(self, key: str, images: list[Any]) -> None:
+        self.wandb.run.log({key: [self.wandb.Image(image) for image in images]})
+
+
+class _MLflow:
+    def __init__(self, mlflow: Any) -> None:
+        self.mlflow, self.experiment, self.run_id = mlflow, self, mlflow.active_run().info.run_id
+
+    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
+        self.mlflow.log_metrics(numbers, step=step)
+
+    def log_figure(self, run_id: str, figure: Any, file: str) -> None:
+        self.mlflow.log_figure(figure, file)
+
+
+@lru_cache
+def _tensorboard(folder: str) -> _TensorBoard:
+    return _TensorBoard(folder)
+
+
+class _TensorBoard:
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.experiment = SummaryWriter(folder)
+
+    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self.experiment.add_scalar(name, value, step)
+        self.experiment.flush()
 
 
 def _pixels(figure: Any) -> Any:

@@ -1,0 +1,250 @@
+"""Calibrate while the Hugging Face Trainer trains; the saved model brings its head along."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads
+from doublehead.integrations.attach import Attachment
+from doublehead.integrations.head_config import describe, rebuild
+from doublehead.integrations.overlap import check_disjoint
+from doublehead.integrations.schedule import follow
+from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
+from doublehead.integrations.watch import Watch
+from doublehead.optional import require
+from doublehead.plumbing import device_of, rank
+
+TrainerCallback: Any = require("transformers.trainer_callback", extra="transformers").TrainerCallback
+HEAD = "calibration_head"  # the name of the head inside the model, and so of its weights in the file
+FACTS = "doublehead"  # the entry of config.json that describes it
+
+
+class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
+    """Trains a calibration head beside the model of a Trainer: `callbacks=[DoubleHeadTrainerCallback(calib_dataset)]`.
+
+    `calib_data` is a data set like `train_dataset`, batched and collated as that one is, or a loader of batches. The
+    head becomes a part of the model: `save_model` and `save_pretrained` save it, `load_calibrated` brings both back,
+    and in evaluation mode the model answers with calibrated logits, so `evaluate`, `predict` and a pipeline see
+    them. The loss that `evaluate` reports stays that of the model itself; beside it stand ECE, its floor, NLL and
+    accuracy of both heads. The rest of the model learns exactly as it would without the head.
+
+    `wrap` makes the DoubleHead (`partial(DoubleHead, kind="temperature")`). `lr` is the head's learning rate at the
+    peak of the main schedule, whose shape it follows.
+    """
+
+    def __init__(
+        self,
+        calib_data: Dataset[Any] | Iterable[Any],
+        *,
+        wrap: Callable[[nn.Module], DoubleHead] = DoubleHead,
+        every: int = 10,
+        annealing: Annealing | None = None,
+        augment: Callable[[Any], Any] | None = None,
+        lr: float = 0.1,
+        weight_decay: float = 5e-5,
+        figure: bool = True,
+        n_bins: int = 15,
+        seed: int = 0,
+    ) -> None:
+        self.calib_data, self.wrap = calib_data, wrap
+        self.every, self.annealing, self.augment = every, annealing, augment
+        self.lr, self.weight_decay, self.seed = lr, weight_decay, seed
+        self.figure, self.n_bins = figure, n_bins
+        self.alternation: Alternation | None = None
+        self._attachment: Attachment | None = None
+        self._lr_scale = 1.0
+        self._watch = Watch(n_bins)
+        self._seen: tuple[Heads, Tensor] | None = None
+
+    @property
+    def model(self) -> DoubleHead:
+        """The network with its calibration head."""
+        if self._attachment is None:
+            raise RuntimeError("this DoubleHeadTrainerCallback has no model yet: give it to a Trainer first")
+        return self._attachment.double
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        """Make the head a part of the model, before any optimizer is made."""
+        if self._attachment is None or self._attachment.double.model is not model:
+            self._attachment = attached_to(model) or attach(model, self.wrap(model))
+            self._attachment.seen = self._note
+        self.model.head.requires_grad_(False)  # no business of the Trainer's optimizer, nor of DDP
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module,
+        optimizer: Any,
+        train_dataloader: Any,
+        **_: Any,
+    ) -> None:
+        """Make the alternation, or go on with that of the checkpoint."""
+        self.on_init_end(args, state, control, model)
+        check_disjoint(self.calib_data, train_dataloader)
+        self.model.head.to(device_of(model)).requires_grad_(True)
+        saved = _load(_checkpoint(args, state)) if state.global_step else None
+        self._lr_scale = saved["lr_scale"] if saved else follow(optimizer, self.lr)
+        self.alternation = Alternation(
+            self.model,
+            self._batches(args, train_dataloader),
+            every=self.every,
+            annealing=self.annealing,
+            augment=self.augment,
+            lr=optimizer,
+            lr_scale=self._lr_scale,
+            weight_decay=self.weight_decay,
+            seed=self.seed,
+        )
+        if saved:
+            self.model.head.load_state_dict(saved["head"])
+            self.alternation.load_state_dict(saved["alternation"])
+
+    def _batches(self, args: Any, train_dataloader: Any) -> Iterable[Any]:
+        data: Any = self.calib_data
+        if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
+            return data  # type: ignore[no-any-return]
+        return DataLoader(data, args.train_batch_size, shuffle=True, collate_fn=train_dataloader.collate_fn)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After each optimizer step it is the head's turn."""
+        if self.alternation is not None:
+            done = state.epoch % 1
+            self.alternation.step(done if done > 0 else 1.0)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The head rests."""
+        self.model.head.requires_grad_(False)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take in what the model just said, where it was told the labels."""
+        if self._seen is not None:
+            self._watch.add(*self._seen)
+            self._seen = None
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        """Add the calibrated numbers to those of `evaluate`, and send them and the picture to the trackers."""
+        watch, self._watch, self._seen = self._watch, Watch(self.n_bins), None
+        watch.gather(device_of(self.model))
+        if watch.n == 0:
+            return
+        prefix = next((key[: -len("_loss")] for key in metrics if key.endswith("_loss")), "eval")
+        numbers = {f"{prefix}_{name}": value for name, value in watch.numbers().items()}
+        metrics |= numbers
+        if state.log_history and f"{prefix}_loss" in state.log_history[-1]:
+            state.log_history[-1].update(numbers)
+        if state.is_world_process_zero:
+            trackers = for_transformers(args)
+            for tracker in trackers:
+                log_numbers(tracker, numbers, state.global_step)
+            if self.figure and trackers:
+                log_reliability(trackers, watch.reliability(), f"{prefix}_reliability", state.global_step)
+
+    on_predict = on_evaluate
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Put the head's optimizer and its place in the data beside the Trainer's own."""
+        if self.alternation is not None:
+            whole = {"head": self.model.head.state_dict(), "alternation": self.alternation.state_dict()}
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save({**whole, "lr_scale": self._lr_scale}, folder / f"doublehead-{rank()}.pt")
+
+    def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
+        labels = kwargs.get("labels")
+        if isinstance(labels, Tensor) and labels.shape == heads.main.shape[:1]:
+            self._seen = heads, labels
+
+
+def attach(model: nn.Module, double: DoubleHead) -> Attachment:
+    """Make the head of a DoubleHead a part of its model: named, saved with it, and asked in evaluation mode."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "num_labels"):
+        raise TypeError(
+            f"model must be a classifier of transformers with config.num_labels, got {type(model).__name__}"
+        )
+    facts = describe(double, config.num_labels)  # refuses a head that could not be saved
+    model.add_module(HEAD, double.head)
+    setattr(config, FACTS, facts)
+    attachment = Attachment(double)
+    object.__setattr__(model, "_doublehead", attachment)
+    return attachment
+
+
+def attached_to(model: nn.Module) -> Attachment | None:
+    """What `attach` attached to this model, if anything."""
+    found = getattr(model, "_doublehead", None)
+    return found if isinstance(found, Attachment) else None
+
+
+def load_calibrated(path: str | Path, **options: Any) -> Any:
+    """A model that was saved with its calibration head, answering with calibrated logits; in evaluation mode.
+
+    `options` go to the model's own `from_pretrained`. Works for whatever class wrote the folder, and in a pipeline.
+    """
+    transformers = require("transformers", extra="transformers")
+    path = Path(path)
+    config = transformers.AutoConfig.from_pretrained(path)
+    facts = getattr(config, FACTS, None)
+    if facts is None:
+        raise ValueError(
+            f"{path / 'config.json'} must have an entry {FACTS!r}: this model was saved without a head"
+        )
+    cls = getattr(transformers, config.architectures[0])
+    weights = _head_weights(path)
+    logger = transformers.utils.logging
+    before = logger.get_verbosity()
+    logger.set_verbosity_error()  # the head's weights are not unexpected here
+    try:
+        model = cls.from_pretrained(path, **options)
+    finally:
+        logger.set_verbosity(before)
+    double = rebuild(model, facts)
+    double.head.load_state_dict(weights)
+    double.head.to(device_of(model)).requires_grad_(False)
+    attach(model, double)
+    return model.eval()
+
+
+def _head_weights(path: Path) -> dict[str, Tensor]:
+    """The head's weights in a saved folder, whole or in shards."""
+    index = path / "model.safetensors.index.json"
+    files = ["model.safetensors"]
+    if index.exists():
+        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = sorted({file for name, file in places.items() if name.startswith(f"{HEAD}.")})
+    weights = {}
+    for file in files:
+        with require("safetensors", extra="transformers").safe_open(path / file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                if name.startswith(f"{HEAD}."):
+                    weights[name.removeprefix(f"{HEAD}.")] = tensors.get_tensor(name)
+    return weights
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    asked = args.resume_from_checkpoint
+    folder = (
+        Path(asked) if isinstance(asked, str) else Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    )
+    return folder / f"doublehead-{rank()}.pt"
+
+
+def _load(file: Path) -> dict[str, Any] | None:
+    if not file.exists():
+        warnings.warn(
+            f"{file} is not there: the calibration head goes on with its saved weights and a fresh optimizer",
+            stacklevel=2,
+        )
+        return None
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return state
