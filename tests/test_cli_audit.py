@@ -62,7 +62,7 @@ def test_evaluate_prints_numbers_intervals_floor_and_groups(test: Path) -> None:
     assert result.exit_code == 0, result.output
     numbers = metrics.evaluate(read_predictions(test, kind="logits").load())
     assert re.search(rf"ECE \(15 bins\) +{100 * numbers['ece']:.2f} %", result.stdout)
-    assert re.search(rf"NLL +{numbers['nll']:.4f} +\d\.\d{4} \.\. ", result.stdout)
+    assert re.search(rf"NLL +{numbers['nll']:.4f} +\d\.\d{{4}} \.\. ", result.stdout)
     assert f"{100 * numbers['ece_floor_low']:.2f} .. {100 * numbers['ece_floor_high']:.2f}" in result.stdout
     assert re.search(r"site 2 +200 ", result.stdout)
     assert "not calibrated" in result.stdout
@@ -331,6 +331,10 @@ BAD_CALLS: dict[str, tuple[list[str], str]] = {
     "other classes": (
         ["calibrate", "--fit", "val.csv", "--apply", "three.csv", "--logits", "-o", "out.csv"],
         "must be those of val.csv",
+    ),
+    "more classes": (
+        ["calibrate", "--fit", "three.csv", "--apply", "test.csv", "--logits", "-o", "out.csv"],
+        "the classes of test.csv (0, 1, 2, 3) must be those of three.csv (0, 1, 2)",
     ),
     "no calibrator": (
         ["calibrate", "--use", "nowhere.safetensors", "--apply", "test.csv", "--logits", "-o", "out.csv"],

@@ -166,7 +166,8 @@ class ParquetReader(Reader):
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         with reading(source):
-            self.file = require("pyarrow.parquet", extra="tables").ParquetFile(source.path)
+            # without pre_buffer: it would hold every row group read so far
+            self.file = require("pyarrow.parquet", extra="tables").ParquetFile(source.path, pre_buffer=False)
         schema = self.file.schema_arrow
         self.names = _unique(schema.names, source)
         self.columns = {field.name: _arrow_kind(field.type) for field in schema}
@@ -187,10 +188,11 @@ class ParquetReader(Reader):
         wanted = self.names if keep else list(dict.fromkeys([*numbers, *texts]))
         total, done = self._rows(self.groups), 0
         with reading(self.source):
-            for batch in self.file.iter_batches(rows, row_groups=list(self.groups), columns=wanted):
-                done += batch.num_rows
-                columns = {name: _to_numpy(batch.column(name)) for name in (*numbers, *texts)}
-                yield RawBatch(columns, batch, self.n_bytes * done // max(total, 1))
+            for group in self.groups:
+                for batch in self.file.iter_batches(rows, row_groups=[group], columns=wanted):
+                    done += batch.num_rows
+                    columns = {name: _to_numpy(batch.column(name)) for name in (*numbers, *texts)}
+                    yield RawBatch(columns, batch, self.n_bytes * done // max(total, 1))
 
     def _rows(self, groups: range) -> int:
         return sum(self.file.metadata.row_group(i).num_rows for i in groups)

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -128,13 +128,17 @@ def _open_like(learn: PredictionTable, paths: list[str], how: dict[str, Any]) ->
     ours, theirs = learn.layout.classes, table.layout.classes
     if ours and theirs and ours != theirs:
         raise TableError(
-            f"the classes of {table.sources[0]} ({', '.join(theirs[:5])}, ...) must be those of {learn.sources[0]} "
-            f"({', '.join(ours[:5])}, ...) in the same order: name the columns with --scores"
+            f"the classes of {table.sources[0]} ({_few(theirs)}) must be those of {learn.sources[0]} ({_few(ours)}) "
+            "in the same order: name the columns with --scores"
         )
     show.tell_reading(learn, learn.name)
     if table.layout.scores != learn.layout.scores:
         show.tell_reading(table, table.name)
     return table
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 5 else [*names[:4], "..."])
 
 
 def _fit(method: str, learn: PredictionTable) -> Fitted:
@@ -200,7 +204,13 @@ def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, 
     before, after, changed, written = _write(repair, fitted, output, n_bins)
     if as_json:
         numbers = {"before": before and show.plain(before), "after": after and show.plain(after)}
-        facts = {"method": fitted.method, "why": fitted.why, **fitted.facts, "changed": changed, "written": written}
+        facts = {
+            "method": fitted.method,
+            "why": fitted.why,
+            **fitted.facts,
+            "changed": changed,
+            "written": written,
+        }
         print(json.dumps({**facts, **numbers}, indent=2))
         return
     out = show.results()
@@ -211,7 +221,9 @@ def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, 
         out.print(f"\n{escape(repair.name)}: {before.n:,} predictions\n")
         out.print(show.before_after_table(before, after, n_bins))
         out.print(f"\n{show.verdict(after)}")
-    out.print(f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed.")
+    out.print(
+        f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed."
+    )
     out.print("Wrote " + ", ".join(escape(name) for name in written))
 
 

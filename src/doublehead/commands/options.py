@@ -52,14 +52,21 @@ def stated_kind(logits: bool, probs: bool) -> Literal["logits", "probs"] | None:
 def open_table(
     paths: Sequence[Path | str], *, scores: str | None, like: Sequence[str] | None = None, **how: Any
 ) -> PredictionTable:
-    """A table from the options as they were given; the columns `like` are tried before any are guessed."""
+    """A table from the options as they were given.
+
+    Where they name no scores and what is found are the columns `like`, these are taken in that order; where none are
+    found, they are tried.
+    """
     names = None if scores is None else [name.strip() for name in scores.split(",") if name.strip()]
-    if names is None and like is not None:
-        try:
-            return read_predictions(list(paths), scores=like, **how)
-        except TableError:
-            pass
-    return read_predictions(list(paths), scores=names, **how)
+    try:
+        table = read_predictions(list(paths), scores=names, **how)
+    except TableError:
+        if names is not None or like is None:
+            raise
+        return read_predictions(list(paths), scores=like, **how)
+    if names is None and like is not None and sorted(like) == sorted(table.layout.scores):
+        return read_predictions(list(paths), scores=like, **how)
+    return table
 
 
 def parse_where(filters: Sequence[str]) -> dict[str, str]:
