@@ -118,7 +118,7 @@ def set_random(state: Mapping[str, Any], device: torch.device) -> None:
     """Put the generators into a state that `get_random` returned."""
     random.setstate(state["python"])
     name, words, *rest = state["numpy"]
-    np.random.set_state((name, words.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    np.random.set_state((name, words.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
