@@ -12,6 +12,7 @@ holds up to 2^31 samples of confidence 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -83,8 +84,9 @@ class Bins:
         """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
         shape = (3, predictions.n_classes, check_n_bins(n_bins))
         state = torch.zeros(shape, dtype=torch.int64, device=predictions.labels.device)
-        for probs, labels in predictions.probs_chunks():
-            _add_components(state, probs, labels)
+        chunks, spare = predictions.probs_chunks(), not predictions.are_probs
+        while seen := [_sift(*chunk, n_bins, spare) for chunk in islice(chunks, 64)]:
+            _add_components(state, seen)
         return cls.from_state(state)
 
     @classmethod
@@ -206,37 +208,44 @@ def _state_of(confidence: Tensor, correct: Tensor, n_bins: int) -> Tensor:
     return entries.new_zeros(3, n_bins).scatter_add_(1, which.expand(3, -1), entries)
 
 
-def _add_components(state: Tensor, probs: Tensor, labels: Tensor) -> None:
-    """Add a chunk of probs (B, K) and labels (B,) to class-wise state (3, K, n_bins), in place.
+def _sift(probs: Tensor, labels: Tensor, n_bins: int, spare: bool) -> tuple[Tensor, ...]:
+    """What a chunk of probs (B, K) adds to class-wise bins, looked at while it stays in the cache.
 
-    Nearly all of the B*K probabilities lie in the first bin when K is large. Only those above its edge are binned
-    one by one; the first bin is the total minus the rest, exact because everything is a whole number.
+    A `spare` chunk may be written to.
+
+    Nearly all probabilities lie in the first bin when K is large. Only those above its edge are binned one by one;
+    the first bin is the total minus the rest, exact because everything is a whole number.
     """
-    _, n_classes, n_bins = state.shape
-    units = (probs * UNIT).round_()  # whole numbers; their float64 sum is exact below 2^53
-    totals = units.sum(0, dtype=torch.float64).to(torch.int64)  # (K,)
-    at_label = bin_of(probs.gather(1, labels[:, None])[:, 0], n_bins)  # (B,)
-    state[2].view(-1).scatter_add_(0, labels * n_bins + at_label, torch.ones_like(labels))
-    state[0, :, 0] += probs.shape[0]
-    state[1, :, 0] += totals
-    if n_bins == 1:
-        return
-    above = _where(probs.view(-1) > inner_edges(n_bins, probs)[0])
-    classes, conf = above % n_classes, probs.view(-1)[above]
-    where = classes * n_bins + bin_of(conf, n_bins)
-    entries = torch.stack([torch.ones_like(where), units.view(-1)[above].to(torch.int64)])  # (2, M)
-    flat = state[:2].view(2, -1)
-    flat.scatter_add_(1, where.expand(2, -1), entries)
-    flat.scatter_add_(1, (classes * n_bins).expand(2, -1), -entries)
+    above = _where_above(probs.view(-1), float(torch.tensor(1 / n_bins, dtype=probs.dtype)))  # (M,)
+    found = labels, probs.gather(1, labels[:, None])[:, 0], above % probs.shape[1], probs.view(-1)[above]
+    units = (probs.mul_(UNIT) if spare else probs * UNIT).round_()  # whole numbers
+    totals = units.sum(0, dtype=torch.float64)  # (K,) exact: whole numbers below 2^53
+    return totals.to(torch.int64), *found
 
 
-def _where(mask: Tensor) -> Tensor:
-    """The places where a mask (M,) that is nearly empty is true; eight entries are looked at together."""
-    if mask.is_cuda or len(mask) % 8:
-        return mask.nonzero()[:, 0]
-    words = mask.view(torch.int64).nonzero()[:, 0]
-    row, column = mask.view(-1, 8)[words].nonzero(as_tuple=True)
-    return words[row] * 8 + column
+def _where_above(values: Tensor, edge: float) -> Tensor:
+    """The places of the few values (M,) above an edge; eight of them are looked at together."""
+    if values.is_cuda or len(values) % 8:
+        return (values > edge).nonzero()[:, 0]
+    groups = (values.view(8, -1).amax(0) > edge).nonzero()[:, 0]
+    places = groups + torch.arange(8)[:, None] * (len(values) // 8)
+    return places[values[places] > edge]
+
+
+def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]]) -> None:
+    """Add sifted chunks to class-wise state (3, K, n_bins), in place."""
+    n_bins = state.shape[2]
+    totals = torch.stack([chunk[0] for chunk in seen]).sum(0)
+    labels, at_label, classes, conf = (torch.cat(parts) for parts in list(zip(*seen))[1:])
+    counts, conf_sums, correct_sums = state
+    counts[:, 0] += len(labels)
+    conf_sums[:, 0] += totals
+    correct_sums.view(-1).scatter_add_(0, labels * n_bins + bin_of(at_label, n_bins), torch.ones_like(labels))
+    entries = torch.stack([torch.ones_like(classes), quantise(conf)])  # (2, M)
+    first = (classes * n_bins).expand(2, -1)
+    state[:2].view(2, -1).scatter_add_(1, first + bin_of(conf, n_bins), entries).scatter_add_(
+        1, first, -entries
+    )
 
 
 def _check_confidence(values: ArrayLike) -> Tensor:
