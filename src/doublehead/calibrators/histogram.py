@@ -53,6 +53,8 @@ class HistogramBinning(Calibrator):
             raise ValueError(f"kind must be 'top' or 'one-vs-rest', got {self.kind!r}")
         if self.scheme not in ("mass", "width"):
             raise ValueError(f"scheme must be 'mass' or 'width', got {self.scheme!r}")
+        if not self.smoothing >= 0:
+            raise ValueError(f"smoothing must be at least 0, got {self.smoothing}")
         odds, hits = _odds_and_hits(predictions, self.kind)
         edges = _equal_mass(odds, self.n_bins) if self.scheme == "mass" else _equal_width(odds, self.n_bins)
         return {"edges_": edges, "values_": _frequencies(odds, hits, edges, self.smoothing)}

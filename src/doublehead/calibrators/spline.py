@@ -29,11 +29,12 @@ class Spline(Calibrator):
     0.75
     """
 
-    learned = ("temperature_", "knots_", "values_")
+    learned = ("temperature_", "knots_", "values_", "margin_")
 
     temperature_: Tensor
     knots_: Tensor  # (1, M) log odds of the confidence
     values_: Tensor  # (1, M) what is added to the confidence
+    margin_: Tensor  # what N samples leave uncertain at the ends: 1 / (N + 2)
 
     def __init__(self, n_knots: int = 6, temper: bool = True) -> None:
         super().__init__()
@@ -59,12 +60,17 @@ class Spline(Calibrator):
             "temperature_": inverse.reciprocal(),
             "knots_": at[rows][None],
             "values_": values[rows][None],
+            "margin_": 1 / (len(odds) + 2),
         }
 
     def _transform(self, logits: Tensor) -> Tensor:
         logits = logits / self.temperature_.to(logits.dtype)
         odds = top_log_odds(logits)
-        probs = odds.sigmoid() + lines(odds[..., None], self.knots_, self.values_)[..., 0]
+        confidence, margin = odds.sigmoid(), self.margin_.to(logits.dtype)
+        probs = confidence + lines(odds[..., None], self.knots_, self.values_)[..., 0]
+        # A spline may overshoot 0..1. It may not claim more certainty than the samples or the confidence bear.
+        probs = torch.minimum(probs, torch.maximum(confidence, 1 - margin))
+        probs = torch.maximum(probs, torch.minimum(confidence, margin))
         return with_top_odds(logits, probs.logit(torch.finfo(probs.dtype).eps))
 
     @property

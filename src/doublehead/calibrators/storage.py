@@ -27,7 +27,9 @@ def save(calibrator: Calibrator, path: str | os.PathLike[str]) -> Path:
         raise TypeError(f"calibrator must be one of {sorted(CALIBRATORS)}, got a {type(calibrator).__name__}")
     if not calibrator.is_fitted:
         raise NotFitted(f"this {type(calibrator).__name__} is not fitted: there is nothing to save")
-    state = {name: value.detach().cpu().contiguous().clone() for name, value in calibrator.state_dict().items()}
+    state = {
+        name: value.detach().cpu().contiguous().clone() for name, value in calibrator.state_dict().items()
+    }
     tensors: bytes = require("safetensors.torch", extra="export").save(state)
     about = {
         "format": FORMAT,

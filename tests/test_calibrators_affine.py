@@ -1,0 +1,224 @@
+"""Vector, matrix and Dirichlet scaling, the temperature ensemble and their optimiser, against slow references."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from doublehead.calibrators import (
+    Dirichlet,
+    EnsembleTemperature,
+    Matrix,
+    NotConverged,
+    Temperature,
+    Vector,
+    affine,
+    ensemble,
+    fit_inverse_temperature,
+)
+from doublehead.calibrators.optimise import fit_logistic, minimise
+from doublehead.predictions import Predictions
+
+
+def skewed(n: int = 300, k: int = 3, seed: int = 0) -> Predictions:
+    """Logits whose classes are scaled, shifted and mixed differently."""
+    generator = torch.Generator().manual_seed(seed)
+    true = 1.5 * torch.randn(n, k, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(true.softmax(1), 1, generator=generator)[:, 0]
+    mix = torch.eye(k, dtype=torch.float64) + 0.3 * torch.randn(
+        k, k, generator=generator, dtype=torch.float64
+    )
+    return Predictions(2 * true @ mix + torch.arange(k), labels)
+
+
+def reference(loss, size: int) -> np.ndarray:
+    """A minimiser that shares no code with ours."""
+    optimize = pytest.importorskip("scipy.optimize")
+    return optimize.minimize(loss, np.zeros(size), method="BFGS", options={"gtol": 1e-8, "maxiter": 5000}).x
+
+
+def numpy_nll(logits: np.ndarray, labels: np.ndarray) -> float:
+    shifted = logits - logits.max(1, keepdims=True)
+    return float(np.mean(np.log(np.exp(shifted).sum(1)) - shifted[np.arange(len(labels)), labels]))
+
+
+def test_vector_without_a_prior_is_the_maximum_likelihood_fit() -> None:
+    p = skewed()
+    z, y = p.logits.numpy(), p.labels.numpy()
+    best = reference(lambda v: numpy_nll(z * (1 + v[:3]) + v[3:], y), 6)
+    fitted = Vector(prior=float("inf")).fit(p)
+    torch.testing.assert_close(fitted.weight_, torch.as_tensor(1 + best[:3]), rtol=1e-4, atol=1e-4)
+    shifts = torch.as_tensor(best[3:])  # only differences count
+    torch.testing.assert_close(fitted.bias_ - fitted.bias_[0], shifts - shifts[0], rtol=1e-4, atol=1e-4)
+
+
+def test_vector_prior_pulls_towards_temperature_scaling() -> None:
+    p = skewed()
+    z, y = p.logits.numpy(), p.labels.numpy()
+    s = float(fit_inverse_temperature(p.logits, p.labels))
+    pull = 0.5 / (0.2**2 * len(p))
+    best = reference(lambda v: numpy_nll(s * z * (1 + v[:3]) + v[3:], y) + pull * (v**2).sum(), 6)
+    fitted = Vector(prior=0.2).fit(p)
+    torch.testing.assert_close(fitted.weight_, torch.as_tensor(s * (1 + best[:3])), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fitted.bias_, torch.as_tensor(best[3:]), rtol=1e-4, atol=1e-4)
+    stiff = Vector(prior=1e-5).fit(p)
+    torch.testing.assert_close(stiff(p.logits), Temperature().fit(p)(p.logits), rtol=1e-3, atol=1e-3)
+
+
+def test_matrix_with_odir_is_the_published_objective() -> None:
+    p = skewed()
+    z, y = p.logits.numpy(), p.labels.numpy()
+    s = float(fit_inverse_temperature(p.logits, p.labels))
+    off = 1 - np.eye(3)
+
+    def loss(v: np.ndarray) -> float:
+        weight, bias = np.eye(3) + v[:9].reshape(3, 3), v[9:]
+        penalty = 0.1 * ((weight * off) ** 2).sum() / 6 + 0.02 * (bias**2).sum() / 3
+        return numpy_nll(s * z @ weight.T + bias, y) + penalty
+
+    best = reference(loss, 12)
+    fitted = Matrix(odir=(0.1, 0.02)).fit(p)
+    torch.testing.assert_close(
+        fitted.weight_, torch.as_tensor(s * (np.eye(3) + best[:9].reshape(3, 3))), rtol=1e-3, atol=1e-4
+    )
+    torch.testing.assert_close(fitted.bias_, torch.as_tensor(best[9:]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Matrix, Dirichlet])
+def test_matrix_prior_turns_about_the_mean(kind: type[Matrix]) -> None:
+    p = skewed()
+    s = float(fit_inverse_temperature(p.logits, p.labels))
+    inputs = p.logits if kind is Matrix else p.logits.log_softmax(1)
+    x, y = s * inputs.numpy(), p.labels.numpy()
+    pulls = 0.5 / (0.2**2 * len(p)) * (np.eye(3) + 3 * (1 - np.eye(3)))  # off the diagonal K times as strong
+
+    def loss(v: np.ndarray) -> float:
+        drift, bias = v[:9].reshape(3, 3), v[9:]
+        out = x + (x - x.mean(0)) @ drift.T + bias
+        return numpy_nll(out, y) + (pulls * drift**2).sum() + pulls[0, 0] * (bias**2).sum()
+
+    best = reference(loss, 12)
+    fitted = kind(prior=0.2).fit(p)
+    expected = x + (x - x.mean(0)) @ best[:9].reshape(3, 3).T + best[9:]
+    torch.testing.assert_close(
+        fitted(p.logits).log_softmax(1), torch.as_tensor(expected).log_softmax(1), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("kind", [Vector, Matrix])
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_the_scale_of_the_logits_is_of_no_account(kind: type[Vector | Matrix], scale: float) -> None:
+    p = skewed()
+    q = Predictions(p.logits * scale, p.labels)
+    torch.testing.assert_close(
+        kind().fit(q).calibrate(q).probs, kind().fit(p).calibrate(p).probs, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_dirichlet_sees_only_probabilities() -> None:
+    p = skewed()
+    shifted = Predictions(p.logits + 50 * torch.randn(len(p), 1, dtype=torch.float64), p.labels)
+    same = Predictions.from_probs(p.probs, p.labels)
+    expected = Dirichlet().fit(p).calibrate(p).probs
+    for q in (shifted, same):
+        torch.testing.assert_close(Dirichlet().fit(q).calibrate(q).probs, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_matrix_beats_vector_beats_temperature_where_classes_are_mixed() -> None:
+    both = skewed(n=6000, k=4)
+    p, new = both[:3000], both[3000:]
+    losses = [
+        float(cross_entropy(kind().fit(p).calibrate(new).logits, new.labels))
+        for kind in (Matrix, Vector, Temperature)
+    ]
+    assert losses[0] < losses[1] - 0.002 < losses[2] - 0.004
+
+
+@pytest.mark.parametrize("kind", [Vector, Matrix, Dirichlet])
+def test_a_fit_cut_short_says_so(kind: type[Vector | Matrix], monkeypatch) -> None:
+    monkeypatch.setattr(affine, "minimise", partial(minimise, max_steps=1, restarts=0))
+    with pytest.warns(
+        NotConverged, match=rf"{kind.__name__} did not converge: the largest gradient entry is [\d.e-]+"
+    ):
+        fitted = kind().fit(skewed())
+    assert not bool(fitted.converged_)
+
+
+@pytest.mark.parametrize("kind", [Vector, Matrix, Dirichlet])
+def test_a_prior_must_be_positive(kind: type[Vector | Matrix]) -> None:
+    with pytest.raises(ValueError, match="prior must be above 0, got -1"):
+        kind(prior=-1).fit(skewed())
+
+
+def test_ensemble_weights_by_hand() -> None:
+    # Uniform beats both other parts where confident answers are right half of the time.
+    p = Predictions([[9.0, 0.0], [9.0, 0.0]], [0, 1])
+    assert torch.allclose(
+        EnsembleTemperature().fit(p).calibrate(p).probs, torch.full_like(p.logits, 0.5), atol=1e-3
+    )
+
+
+def test_ensemble_weights_are_the_best_of_a_fine_grid() -> None:
+    generator = torch.Generator().manual_seed(1)
+    p = skewed(n=200)
+    labels = torch.where(
+        torch.rand(200, generator=generator) < 0.15, torch.randint(3, (200,), generator=generator), p.labels
+    )
+    p = Predictions(3 * p.logits, labels)
+    fitted = EnsembleTemperature().fit(p)
+    parts = [p.logits / fitted.temperature_, p.logits, torch.zeros_like(p.logits)]
+    at_label = torch.stack([part.softmax(1).gather(1, labels[:, None])[:, 0] for part in parts])
+    steps = torch.linspace(0, 1, 201, dtype=torch.float64)
+    first, second = (grid.flatten() for grid in torch.meshgrid(steps, steps, indexing="ij"))
+    inside = first + second <= 1 + 1e-12
+    grid = torch.stack([first, second, (1 - first - second).clamp(min=0)], 1)[inside]
+    losses = -(grid @ at_label).log().mean(1)
+    own = -(fitted.weights_ @ at_label).log().mean()
+    assert own <= losses.min() + 1e-7
+    assert torch.allclose(fitted.weights_, grid[losses.argmin()], atol=0.02)
+    assert float(cross_entropy(fitted(p.logits), labels)) == pytest.approx(float(own), abs=1e-9)
+
+
+def test_ensemble_says_when_its_weights_are_unfinished(monkeypatch) -> None:
+    monkeypatch.setattr(ensemble, "MAX_STEPS", 2)
+    with pytest.warns(
+        NotConverged, match=r"EnsembleTemperature did not converge: the NLL may be .* above its minimum"
+    ):
+        EnsembleTemperature().fit(skewed())
+
+
+def test_minimise_finds_the_valley_of_rosenbrock() -> None:
+    found = minimise(lambda v: 100 * (v[1] - v[0] ** 2) ** 2 + (1 - v[0]) ** 2, [torch.tensor([-1.2, 1.0])])
+    assert found.converged
+    torch.testing.assert_close(found.values[0], torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+def test_logistic_fits_of_a_stack_agree_with_a_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(3, 80, 2, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 1e3])
+    targets = torch.rand(3, 80, generator=generator, dtype=torch.float64)
+    weights, losses, converged = fit_logistic(
+        features, targets, towards=torch.tensor([[1.0, 0.0]]), ridge=0.0
+    )
+    assert converged.all()
+    for x, y, weight, loss in zip(features.numpy(), targets.numpy(), weights, losses):
+        unit = x / np.array([1.0, 1e3])
+        best = reference(lambda v, x=unit, y=y: float(np.mean(np.logaddexp(0, x @ v) - y * (x @ v))), 2)
+        np.testing.assert_allclose(weight.numpy() * [1.0, 1e3], best, rtol=1e-4, atol=1e-5)
+        assert float(loss) == pytest.approx(
+            float(np.mean(np.logaddexp(0, unit @ best) - y * (unit @ best))), abs=1e-9
+        )
+
+
+def test_a_separable_logistic_fit_stays_finite() -> None:
+    features = torch.tensor([[-1.0, 1.0], [1.0, 1.0]])[None]
+    weights, _, converged = fit_logistic(
+        features, torch.tensor([[0.0, 1.0]]), towards=torch.tensor([[1.0, 0.0]])
+    )
+    assert converged.all()
+    assert torch.isfinite(weights).all()
+    assert float(weights[0, 0]) > 5

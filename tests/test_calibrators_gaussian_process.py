@@ -1,0 +1,141 @@
+"""The Gaussian-process calibrator: its parts against closed forms and sampling, the whole by what it learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributions import MultivariateNormal, kl_divergence
+from torch.nn.functional import cross_entropy
+
+from doublehead.calibrators import GaussianProcess, NotConverged, Temperature, gaussian_process
+from doublehead.calibrators.gaussian_process import (
+    JITTER,
+    _divergence,
+    _expected_log_likelihood,
+    _Places,
+    _posterior,
+)
+from doublehead.calibrators.optimise import Minimum
+from doublehead.predictions import Predictions
+
+
+def spd_root(m: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(m, m, generator=generator, dtype=torch.float64).tril() * 0.3 + 0.5 * torch.eye(m)
+
+
+def test_divergence_is_that_of_two_gaussians() -> None:
+    mean, root = torch.randn(4, dtype=torch.float64), spd_root(4)
+    q = MultivariateNormal(mean, root @ root.T)
+    p = MultivariateNormal(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
+    torch.testing.assert_close(_divergence(mean, root), kl_divergence(q, p))
+
+
+def test_posterior_agrees_with_the_dense_formula() -> None:
+    grid = torch.linspace(-6, 0, 13, dtype=torch.float64)
+    inducing = torch.linspace(-6, 0, 4, dtype=torch.float64)
+    mean, root = torch.randn(4, dtype=torch.float64), spd_root(4)
+    kernel = torch.tensor([1.3, 0.7], dtype=torch.float64)
+
+    def k(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return 0.7**2 * (-((a[:, None] - b) ** 2) / (2 * 1.3**2)).exp()
+
+    prior = k(inducing, inducing) + JITTER * 0.7**2 * torch.eye(4, dtype=torch.float64)
+    whiten = torch.linalg.cholesky(prior)
+    gain = k(grid, inducing) @ prior.inverse()
+    u_mean, u_cov = whiten @ mean, whiten @ root @ root.T @ whiten.T
+    expected_cov = k(grid, grid) + gain @ (u_cov - prior) @ gain.T
+    found_mean, found_variance = _posterior(grid, inducing, mean, root, kernel.log())
+    torch.testing.assert_close(found_mean, gain @ u_mean)
+    torch.testing.assert_close(found_variance, expected_cov.diagonal(), rtol=1e-6, atol=1e-9)
+
+
+def test_posterior_agrees_with_gpytorch() -> None:
+    gpytorch = pytest.importorskip("gpytorch")
+    grid, inducing = (torch.linspace(-6, 0, m, dtype=torch.float64) for m in (13, 4))
+    mean, root = torch.randn(4, dtype=torch.float64), spd_root(4)
+    distribution = gpytorch.variational.CholeskyVariationalDistribution(4)
+    distribution.variational_mean.data, distribution.chol_variational_covar.data = mean, root
+
+    class Latent(gpytorch.models.ApproximateGP):
+        def __init__(self) -> None:
+            strategy = gpytorch.variational.VariationalStrategy(
+                self,
+                inducing[:, None],
+                distribution,
+                learn_inducing_locations=False,
+                jitter_val=JITTER * 0.49,
+            )
+            super().__init__(strategy)
+            self.mean = gpytorch.means.ZeroMean()
+            self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+            self.kernel.outputscale, self.kernel.base_kernel.lengthscale = 0.49, 1.3
+
+        def forward(self, x: torch.Tensor) -> object:
+            return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
+
+    model = Latent().double().eval()
+    model.variational_strategy.variational_params_initialized.fill_(1)
+    with torch.no_grad():
+        peer = model(grid[:, None])
+        found = _posterior(grid, inducing, mean, root, torch.tensor([1.3, 0.7], dtype=torch.float64).log())
+    torch.testing.assert_close(found[0], peer.mean, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found[1], peer.variance, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(_divergence(mean, root), model.variational_strategy.kl_divergence().detach())
+
+
+def test_expected_log_likelihood_agrees_with_sampling_where_variances_are_small() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    variance = 0.05 * torch.rand(3, 4, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([0, 3, 2])
+    noise = torch.randn(100_000, 3, 4, generator=generator, dtype=torch.float64)
+    noise = torch.cat([noise, -noise])  # antithetic: the linear part cancels
+    sampled = (mean + variance.sqrt() * noise).log_softmax(-1)
+    expected = sampled.gather(2, labels.expand(200_000, 3)[..., None]).mean()
+    assert float(_expected_log_likelihood(mean, variance, labels)) == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_places_interpolate_on_the_grid() -> None:
+    grid = torch.tensor([-2.0, -1.0, 0.0])
+    places = _Places.of(torch.tensor([[-3.0, -2.0], [-1.25, 0.0]]), grid)
+    assert places(torch.tensor([10.0, 20.0, 40.0])).tolist() == [[10.0, 10.0], [17.5, 40.0]]
+
+
+def test_it_learns_a_bend_that_a_temperature_cannot() -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = (2 * torch.randn(8000, 3, generator=generator, dtype=torch.float64)).log_softmax(1)
+    labels = torch.multinomial(true.exp(), 1, generator=generator)[:, 0]
+    p = Predictions(true - 0.3 * true.square(), labels)  # small probabilities made smaller still
+    fit, new = p[:4000], p[4000:]
+    losses = {
+        kind: float(cross_entropy(kind().fit(fit).calibrate(new).logits, new.labels))
+        for kind in (Temperature, GaussianProcess)
+    }
+    best = float(cross_entropy(true[4000:], new.labels))
+    assert losses[GaussianProcess] < losses[Temperature] - 0.005
+    assert losses[GaussianProcess] < best + 0.01
+
+
+def test_it_leaves_what_is_already_right() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(4000, 3, generator=generator, dtype=torch.float64)
+    p = Predictions(logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0])
+    change = GaussianProcess().fit(p).calibrate(p).probs - p.probs
+    assert float(change.abs().mean()) < 0.01
+
+
+def test_a_fit_cut_short_says_so(monkeypatch) -> None:
+    def stop(loss: object, start: list[torch.Tensor]) -> Minimum:
+        return Minimum(start, 0.5, 0.1, False)
+
+    monkeypatch.setattr(gaussian_process, "minimise", stop)
+    with pytest.warns(
+        NotConverged, match="GaussianProcess did not converge: the largest gradient entry is 0.1"
+    ):
+        GaussianProcess().fit(Predictions([[1.0, 0.0], [0.0, 1.0]], [0, 0]))
+
+
+def test_it_refuses_a_table_smaller_than_its_inducing_points() -> None:
+    with pytest.raises(ValueError, match="2 <= n_inducing <= n_table is needed, got 12 and 5"):
+        GaussianProcess(n_table=5).fit(Predictions([[1.0, 0.0]], [0]))

@@ -1,0 +1,406 @@
+"""Calibrators that map probabilities: Platt, beta, histogram, BBQ, isotonic, spline, and the maps they share."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from doublehead.calibrators import BBQ, Beta, HistogramBinning, Isotonic, Platt, Spline, Temperature
+from doublehead.calibrators.maps import (
+    keep_top,
+    lines,
+    log_normalise,
+    log_odds,
+    pad,
+    steps,
+    top_log_odds,
+    with_top_odds,
+)
+from doublehead.calibrators.spline import _natural_basis, _slope_of_running_mean
+from doublehead.predictions import Predictions
+
+
+def binary(n: int = 200, seed: int = 0) -> Predictions:
+    """Scores of class 1, too sure by half and shifted."""
+    generator = torch.Generator().manual_seed(seed)
+    odds = 1.5 * torch.randn(n, generator=generator, dtype=torch.float64)
+    labels = (torch.rand(n, generator=generator, dtype=torch.float64) < odds.sigmoid()).long()
+    return Predictions.from_binary(2 * odds + 0.5, labels)
+
+
+def several(n: int = 300, k: int = 4, seed: int = 0) -> Predictions:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, k, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    return Predictions(2 * logits, labels)
+
+
+# The shared maps
+
+
+def test_log_odds_are_exact_where_probabilities_round_to_one() -> None:
+    logits = torch.tensor([[50.0, 0.0, 1.0], [0.0, 0.0, 0.0], [-3.0, 2.0, 2.0]])
+    wide = logits.double()
+    others = torch.stack([wide[:, [j for j in range(3) if j != k]].logsumexp(1) for k in range(3)], 1)
+    torch.testing.assert_close(log_odds(logits), (wide - others).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(top_log_odds(logits), (wide - others).amax(1).float())
+    assert float(log_odds(logits).sigmoid()[0, 0]) == 1.0  # what a probability would have lost
+
+
+def test_steps_are_right_closed_in_each_class() -> None:
+    edges = torch.tensor([[0.0, 1.0], [5.0, torch.inf]])
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    x = torch.tensor([[-1.0, 5.0], [0.0, 5.1], [1.0, 9.0], [1.1, 4.0]])
+    assert steps(x, edges, values).tolist() == [[1, 4], [1, 5], [2, 5], [3, 4]]
+
+
+def test_lines_agree_with_numpy() -> None:
+    knots = torch.tensor([[0.0, 1.0, 4.0, 4.0], [-2.0, 0.0, 1.0, 2.0]], dtype=torch.float64)
+    values = torch.tensor([[1.0, 3.0, 0.0, 0.0], [0.0, 1.0, 1.0, 5.0]], dtype=torch.float64)
+    x = torch.linspace(-3, 5, 41, dtype=torch.float64)
+    found = lines(torch.stack([x, x], 1), knots, values)
+    for c in range(2):
+        expected = np.interp(x.numpy(), knots[c].numpy(), values[c].numpy())
+        np.testing.assert_allclose(found[:, c].numpy(), expected, atol=1e-12)
+
+
+def test_top_odds_are_set_and_the_rest_keeps_its_proportions() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]], dtype=torch.float64)
+    out = with_top_odds(logits, torch.tensor([math.log(0.6 / 0.4)], dtype=torch.float64)).exp()
+    assert float(out[0, 0]) == pytest.approx(0.6)
+    assert float(out[0, 1] / out[0, 2]) == pytest.approx(math.e)
+    assert float(out.sum()) == pytest.approx(1)
+
+
+def test_top_odds_never_dethrone_the_top_class() -> None:
+    logits = torch.tensor([[2.0, 1.9, 0.0]])
+    out = with_top_odds(logits, torch.tensor([-20.0]))
+    assert out.argmax(1).tolist() == [0]
+    probs = out.exp()[0]
+    assert float(probs[0]) == pytest.approx(float(probs[1]), rel=1e-5)
+    assert float(probs.sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_keep_top_breaks_ties_for_the_predicted_class_only() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
+    out = keep_top(torch.tensor([[-1.0, -1.0, -1.0], [-3.0, -2.0, -1.0]]), logits)
+    assert out.argmax(1).tolist() == [2, 2]
+    torch.testing.assert_close(out[0], torch.full((3,), -1.0), rtol=1e-5, atol=1e-5)
+    assert out[1].tolist() == [-3.0, -2.0, -1.0]
+
+
+def test_normalising_and_padding() -> None:
+    out = log_normalise(torch.tensor([[0.2, 0.2, 0.0]]), 0.1).exp()
+    torch.testing.assert_close(out, torch.tensor([[0.4, 0.4, 0.2]]))
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    assert pad(rows).tolist() == [[1, 2], [3, 3]]
+    assert pad(rows, torch.inf).tolist() == [[1, 2], [3, torch.inf]]
+
+
+# Platt and beta
+
+
+def test_platt_agrees_with_scikit_learn() -> None:
+    calibration = pytest.importorskip("sklearn.calibration")
+    p = binary()
+    odds = (p.logits[:, 1] - p.logits[:, 0]).numpy()
+    peer = calibration._SigmoidCalibration().fit(odds, p.labels.numpy())
+    fitted = Platt().fit(p)
+    assert float(fitted.slope_) == pytest.approx(-peer.a_, rel=1e-4)
+    assert float(fitted.shift_) == pytest.approx(-peer.b_, rel=1e-4, abs=1e-5)
+    np.testing.assert_allclose(fitted.calibrate(p).probs[:, 1].numpy(), peer.predict(odds), atol=1e-5)
+
+
+def test_platt_without_smoothing_by_hand() -> None:
+    # Two scores, so the line meets both frequencies: 1/4 at 0 and 3/4 at 1 give shift -log 3 and slope 2 log 3.
+    p = Predictions.from_binary([0.0] * 4 + [1.0] * 4, [0, 0, 0, 1, 1, 1, 1, 0])
+    fitted = Platt(smooth=False).fit(p)
+    assert float(fitted.shift_) == pytest.approx(-math.log(3), rel=1e-5)
+    assert float(fitted.slope_) == pytest.approx(2 * math.log(3), rel=1e-5)
+
+
+def test_platt_wants_two_classes() -> None:
+    with pytest.raises(ValueError, match="Platt needs predictions of 2 classes, got 4 classes"):
+        Platt().fit(several())
+
+
+def test_platt_can_turn_scores_around() -> None:
+    p = binary()
+    turned = Predictions(p.logits.flip(1), p.labels)
+    torch.testing.assert_close(
+        Platt().fit(turned).calibrate(turned).probs, Platt().fit(p).calibrate(p).probs, atol=1e-5, rtol=0
+    )
+
+
+def test_beta_agrees_with_logistic_regression_on_its_features() -> None:
+    linear = pytest.importorskip("sklearn.linear_model")
+    p = binary(n=400)
+    probs = p.probs[:, 1].numpy()
+    features = np.stack([np.log(probs), -np.log1p(-probs)], 1)
+    peer = linear.LogisticRegression(C=1e9, tol=1e-10, max_iter=10_000).fit(features, p.labels.numpy())
+    assert (peer.coef_ > 0).all()  # no bound is active
+    fitted = Beta().fit(p).weights_[0]
+    np.testing.assert_allclose(fitted.numpy(), [*peer.coef_[0], peer.intercept_[0]], rtol=2e-3, atol=2e-3)
+
+
+def test_beta_agrees_with_its_authors() -> None:
+    betacal = pytest.importorskip("betacal")
+    p = binary(n=400)
+    peer = betacal.BetaCalibration(parameters="abm").fit(p.probs[:, 1:].numpy(), p.labels.numpy())
+    np.testing.assert_allclose(
+        Beta().fit(p).calibrate(p).probs[:, 1].numpy(), peer.predict(p.probs[:, 1].numpy()), atol=2e-3
+    )
+
+
+def test_beta_weights_stay_at_zero_or_above() -> None:
+    # Frequencies that fall at the upper end ask for b < 0.
+    odds = torch.linspace(-4, 4, 200, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    rate = torch.where(odds < 0, odds.sigmoid(), 0.5 - 0.12 * odds)
+    p = Predictions.from_binary(
+        odds, (torch.rand(200, generator=generator, dtype=torch.float64) < rate).long()
+    )
+    a, b, c = Beta().fit(p).weights_[0].tolist()
+    assert a > 0
+    assert b == 0
+    best = min(
+        _beta_loss(p, x, y, z)
+        for x in np.linspace(0, 1.5, 16)
+        for y in np.linspace(0, 0.4, 3)
+        for z in np.linspace(-2, 2, 21)
+    )
+    assert _beta_loss(p, a, b, c) <= best + 1e-6
+
+
+def _beta_loss(p: Predictions, a: float, b: float, c: float) -> float:
+    q = p.probs[:, 1]
+    odds = a * q.log() - b * (1 - q).log() + c
+    return float(torch.nn.functional.binary_cross_entropy_with_logits(odds, p.labels.double()))
+
+
+def test_beta_of_several_classes_is_one_map_each_then_normalised() -> None:
+    p = several()
+    fitted = Beta().fit(p)
+    columns = []
+    for k in range(4):
+        one = Predictions.from_binary(log_odds(p.logits)[:, k], (p.labels == k).long())
+        columns.append(Beta().fit(one).calibrate(one).probs[:, 1])
+    expected = torch.stack(columns, 1)
+    expected = expected / expected.sum(1, keepdim=True)
+    torch.testing.assert_close(fitted.calibrate(p).probs, expected, rtol=1e-4, atol=1e-5)
+
+
+# Histogram binning and BBQ
+
+
+def test_histogram_by_hand() -> None:
+    probs = [0.6, 0.6, 0.9, 0.9, 0.9, 0.9]  # of class 1, which is always predicted
+    p = Predictions.from_binary(np.array(probs), [1, 0, 1, 1, 1, 0], are_probs=True)
+    plain = HistogramBinning(n_bins=2, smoothing=0, scheme="width").fit(p)  # one bin up to 1/2, one above
+    torch.testing.assert_close(plain.calibrate(p).confidence, torch.full((6,), 4 / 6, dtype=torch.float64))
+    mass = HistogramBinning(n_bins=3, smoothing=0).fit(p)
+    torch.testing.assert_close(
+        mass.calibrate(p).confidence, torch.tensor([0.5, 0.5, 0.75, 0.75, 0.75, 0.75], dtype=torch.float64)
+    )
+    # One more sample at the bin's mean confidence: (1 + 0.6) / 3 and (3 + 0.9) / 5.
+    smooth = HistogramBinning(n_bins=3).fit(p).calibrate(p).confidence
+    assert float(smooth[0]) == pytest.approx(1.6 / 3)
+    assert float(smooth[2]) == pytest.approx(3.9 / 5)
+
+
+def test_an_empty_bin_holds_its_middle() -> None:
+    p = Predictions.from_binary(np.array([0.9, 0.8]), [1, 0], are_probs=True)
+    fitted = HistogramBinning(n_bins=4, scheme="width", kind="one-vs-rest", smoothing=0).fit(p)
+    torch.testing.assert_close(
+        fitted.values_[1], torch.tensor([0.125, 0.375, 0.625, 0.5], dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["mass", "width"])
+def test_histogram_one_vs_rest_agrees_with_a_loop(scheme: str) -> None:
+    p = several()
+    out = HistogramBinning(n_bins=7, kind="one-vs-rest", scheme=scheme, smoothing=0).fit(p).calibrate(p).probs
+    expected = np.empty((300, 4))
+    for k in range(4):
+        probs, hits = p.probs[:, k].numpy(), (p.labels == k).double().numpy()
+        if scheme == "width":
+            which = np.ceil(probs * 7).clip(1, 7) - 1
+        else:
+            ranks = probs.argsort().argsort()
+            cuts = [round(i * 300 / 7) for i in range(1, 7)]
+            which = np.searchsorted(cuts, ranks, side="right")
+        for b in range(7):
+            if (which == b).any():
+                expected[which == b, k] = hits[which == b].mean()
+    expected = np.maximum(expected, np.finfo(float).tiny)
+    np.testing.assert_allclose(out.numpy(), expected / expected.sum(1, keepdims=True), atol=1e-9)
+
+
+def test_histogram_agrees_with_netcal() -> None:
+    netcal = pytest.importorskip("netcal.binning")
+    p = binary(n=500)
+    peer = netcal.HistogramBinning(bins=10).fit(p.probs[:, 1].numpy(), p.labels.numpy())
+    own = HistogramBinning(n_bins=10, kind="one-vs-rest", scheme="width", smoothing=0).fit(p)
+    np.testing.assert_allclose(
+        own.calibrate(p).probs[:, 1].numpy(), peer.transform(p.probs[:, 1].numpy()), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"kind": "all"}, "kind must be 'top' or 'one-vs-rest', got 'all'"),
+        ({"scheme": "equal"}, "scheme must be 'mass' or 'width', got 'equal'"),
+        ({"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),
+        ({"smoothing": -1}, "smoothing must be at least 0, got -1"),
+    ],
+)
+def test_histogram_refuses_nonsense(params: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HistogramBinning(**params).fit(binary())  # type: ignore[arg-type]
+
+
+def test_bbq_agrees_with_a_loop() -> None:
+    p = binary(n=60)
+    out = BBQ().fit(p)
+    odds = (p.logits[:, 1] - p.logits[:, 0]).numpy()
+    averaged = [_slow_bbq(odds if k else -odds, (p.labels.numpy() == k).astype(float)) for k in range(2)]
+    expected = averaged[1] / (averaged[0] + averaged[1])
+    np.testing.assert_allclose(out.calibrate(p).probs[:, 1].numpy(), expected, atol=1e-5)
+
+
+def _slow_bbq(odds: np.ndarray, hits: np.ndarray) -> np.ndarray:
+    """Each binning one by one, from the formulas of the paper."""
+    n, order = len(odds), odds.argsort()
+    x, y = odds[order], hits[order]
+    scores, maps = [], []
+    for n_bins in range(max(1, int(n ** (1 / 3) / 10)), min(n, int(10 * n ** (1 / 3)) + 1) + 1):
+        cuts = [0, *(round(i * n / n_bins) for i in range(1, n_bins)), n]
+        edges = [0.0, *(1 / (1 + math.exp(-(x[c - 1] + x[c]) / 2)) for c in cuts[1:-1]), 1.0]
+        score, values = 0.0, np.empty(n)
+        for b in range(n_bins):
+            inside = y[cuts[b] : cuts[b + 1]]
+            m, count, middle = inside.sum(), len(inside), (edges[b] + edges[b + 1]) / 2
+            alpha, beta = 2 / n_bins * middle, 2 / n_bins * (1 - middle)
+            score += math.lgamma(alpha + beta) - math.lgamma(count + alpha + beta)
+            score += math.lgamma(m + alpha) - math.lgamma(alpha)
+            score += math.lgamma(count - m + beta) - math.lgamma(beta)
+            values[cuts[b] : cuts[b + 1]] = (m + alpha) / (count + alpha + beta)
+        scores.append(score)
+        maps.append(values)
+    weights = np.exp(np.array(scores) - max(scores))
+    average = (weights[:, None] * np.array(maps)).sum(0) / weights.sum()
+    out = np.empty(n)
+    out[order] = average
+    return out
+
+
+# Isotonic
+
+
+def test_isotonic_by_hand() -> None:
+    # Rising confidences with hits 0, 1, 0, 1: the middle two pool to 1/2.
+    p = Predictions.from_binary(np.array([0.6, 0.7, 0.8, 0.9]), [0, 1, 0, 1], are_probs=True)
+    probs = Isotonic(kind="one-vs-rest").fit(p).calibrate(p).probs[:, 1]
+    torch.testing.assert_close(
+        probs, torch.tensor([0.0, 0.5, 0.5, 1.0], dtype=torch.float64), atol=1e-5, rtol=0
+    )
+
+
+def test_isotonic_one_vs_rest_agrees_with_scikit_learn_on_its_samples() -> None:
+    isotonic = pytest.importorskip("sklearn.isotonic")
+    p = several()
+    columns = []
+    for k in range(4):
+        probs, hits = p.probs[:, k].numpy(), (p.labels == k).double().numpy()
+        columns.append(isotonic.IsotonicRegression(y_min=0, y_max=1).fit(probs, hits).predict(probs))
+    expected = np.maximum(np.stack(columns, 1), 1e-6)
+    expected /= expected.sum(1, keepdims=True)
+    found = Isotonic(kind="one-vs-rest").fit(p).calibrate(p).probs.numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_shared_isotonic_pools_all_classes() -> None:
+    isotonic = pytest.importorskip("sklearn.isotonic")
+    p = several()
+    probs = p.probs.numpy()
+    hits = np.eye(4)[p.labels.numpy()]
+    pooled = isotonic.IsotonicRegression(y_min=0, y_max=1).fit(probs.ravel(), hits.ravel())
+    expected = np.maximum(pooled.predict(probs.ravel()).reshape(probs.shape), 1e-6)
+    expected /= expected.sum(1, keepdims=True)
+    fitted = Isotonic().fit(p)
+    np.testing.assert_allclose(fitted.calibrate(p).probs.numpy(), expected, atol=1e-5)
+    assert len(fitted.values_) == 1
+
+
+def test_isotonic_refuses_an_unknown_kind() -> None:
+    with pytest.raises(ValueError, match="kind must be 'shared' or 'one-vs-rest', got 'irova'"):
+        Isotonic(kind="irova").fit(several())  # type: ignore[arg-type]
+
+
+# Spline
+
+
+def test_natural_basis_agrees_with_scipy() -> None:
+    interpolate = pytest.importorskip("scipy.interpolate")
+    x, knots = np.linspace(0, 1, 50), np.linspace(0, 1, 5)
+    values, slopes = _natural_basis(torch.as_tensor(x), torch.as_tensor(knots))
+    at_knots, _ = _natural_basis(torch.as_tensor(knots), torch.as_tensor(knots))
+    for column in range(5):  # a natural spline is fixed by its values at the knots
+        peer = interpolate.CubicSpline(knots, at_knots[:, column].numpy(), bc_type="natural")
+        np.testing.assert_allclose(values[:, column].numpy(), peer(x), atol=1e-12)
+        np.testing.assert_allclose(slopes[:, column].numpy(), peer(x, 1), atol=1e-12)
+
+
+def test_slope_of_the_running_mean_agrees_with_scipy() -> None:
+    interpolate = pytest.importorskip("scipy.interpolate")
+    y = (torch.rand(80, generator=torch.Generator().manual_seed(0), dtype=torch.float64) < 0.7).double()
+    rank, knots = np.arange(1, 81) / 80, np.linspace(0, 1, 6)
+    basis = [interpolate.CubicSpline(knots, row, bc_type="natural") for row in np.eye(6)]
+    design = np.stack([spline(rank) for spline in basis], 1)
+    weights = np.linalg.lstsq(design, y.cumsum(0).numpy() / 80, rcond=None)[0]
+    expected = np.stack([spline(rank, 1) for spline in basis], 1) @ weights
+    np.testing.assert_allclose(_slope_of_running_mean(y, 6).numpy(), expected, atol=1e-9)
+
+
+def test_spline_as_published_learns_the_frequency_of_equal_confidences() -> None:
+    # Half at one confidence, 3/4 right, half at a higher one, all right: the running mean has a kink, on a knot.
+    logits = torch.tensor([[2.0, 0.0]] * 40 + [[4.0, 0.0]] * 40, dtype=torch.float64)
+    p = Predictions(logits, [0, 0, 0, 1] * 10 + [0, 0, 0, 0] * 10)
+    confidence = Spline(n_knots=21, temper=False).fit(p).calibrate(p).confidence
+    assert float(confidence[0]) == pytest.approx(0.75, abs=0.01)
+    assert float(confidence[-1]) == pytest.approx(1 - 1 / 82)  # 80 samples do not make a certainty
+
+
+def test_spline_does_not_depend_on_the_order_of_equal_confidences() -> None:
+    p = Predictions(torch.tensor([[3.0, 0.0]] * 8), [0] * 6 + [1] * 2)
+    q = Predictions(torch.tensor([[3.0, 0.0]] * 8), [1] * 2 + [0] * 6)
+    torch.testing.assert_close(
+        Spline().fit(p).calibrate(p).confidence, Spline().fit(q).calibrate(q).confidence
+    )
+
+
+def test_spline_leaves_a_calibrated_model_nearly_alone_and_repairs_a_bent_one() -> None:
+    p = several(n=6000)
+    honest = Temperature().fit(p).calibrate(p)
+    moved = Spline().fit(honest).calibrate(honest).confidence - honest.confidence
+    assert float(moved.abs().max()) < 0.05
+    # A confidence of c that is right c^2 of the time cannot be mended by a temperature alone.
+    generator = torch.Generator().manual_seed(1)
+    conf = 0.5 + 0.5 * torch.rand(8000, generator=generator, dtype=torch.float64)
+    wrong = torch.rand(8000, generator=generator, dtype=torch.float64) > conf**2
+    bent = Predictions.from_binary(conf, (~wrong).long(), are_probs=True)
+    found = Spline().fit(bent).calibrate(bent)
+    target = torch.maximum(conf**2, torch.tensor(0.5, dtype=torch.float64))  # the predicted class stays
+    assert float((found.confidence - target).abs().mean()) < 0.02
+    before = cross_entropy(Temperature().fit(bent).calibrate(bent).logits, bent.labels)
+    assert float(cross_entropy(found.logits, bent.labels)) < float(before)
+
+
+def test_spline_refuses_too_few_knots() -> None:
+    with pytest.raises(ValueError, match="n_knots must be at least 2, got 1"):
+        Spline(n_knots=1).fit(binary())

@@ -1,0 +1,275 @@
+"""Temperature scaling: the true optimum on easy, badly scaled and degenerate data; the published grid."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from doublehead import metrics
+from doublehead.calibrators import (
+    NotConverged,
+    Temperature,
+    TemperatureGrid,
+    fit_inverse_temperature,
+    temperature,
+)
+from doublehead.predictions import Predictions
+
+
+def mean_nll(p: Predictions, inverse: float) -> float:
+    return float(cross_entropy(p.logits.double() * inverse, p.labels))
+
+
+def golden_section(p: Predictions, low: float = -14.0, high: float = 14.0) -> float:
+    """The inverse temperature by a golden-section search over log s, in units of the logits' spread."""
+    unit = float((p.logits.double().amax(1) - p.logits.double().mean(1)).mean())
+    ratio = (math.sqrt(5) - 1) / 2
+    value = lambda u: mean_nll(p, math.exp(u) / unit)  # noqa: E731
+    a, b = low, high
+    c, d = b - ratio * (b - a), a + ratio * (b - a)
+    fc, fd = value(c), value(d)
+    while b - a > 1e-8:
+        if fc < fd:
+            b, d, fd = d, c, fc
+            c = b - ratio * (b - a)
+            fc = value(c)
+        else:
+            a, c, fc = c, d, fd
+            d = a + ratio * (b - a)
+            fd = value(d)
+    return math.exp((a + b) / 2) / unit
+
+
+def noisy(n: int = 60, k: int = 5, seed: int = 0) -> Predictions:
+    """Right about half of the time, so that the optimum is finite."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, k, generator=generator)
+    labels = torch.multinomial((2 * logits).softmax(1), 1, generator=generator)[:, 0]
+    return Predictions(logits, labels)
+
+
+def resnet110(shared, split: str) -> Predictions:
+    with np.load(shared / "data" / "logits" / "resnet110_c10.npz") as arrays:
+        return Predictions(arrays[f"{split}_logits"], arrays[f"{split}_labels"])
+
+
+def test_by_hand() -> None:
+    # Gap 4, right 3 times in 4: the best probability is 3/4, so 4 / T = log 3.
+    t = Temperature().fit(Predictions([[4.0, 0.0], [4.0, 0.0], [0.0, 4.0], [0.0, 4.0]], [0, 0, 1, 0]))
+    assert float(t.temperature_) == pytest.approx(4 / math.log(3), rel=1e-6)
+    assert not bool(t.at_bound_)
+
+
+def test_three_classes_by_hand() -> None:
+    # The others tie, p / (1 - p) = exp(2 s) / 2 and p = 1/2 is best: s = log(2) / 2.
+    p = Predictions([[2.0, 0.0, 0.0]] * 4, [0, 0, 1, 2])
+    assert float(fit_inverse_temperature(p.logits, p.labels)) == pytest.approx(math.log(2) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 0.01, 1.0, 100.0, 1e20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_agrees_with_a_golden_section_search_at_every_scale(scale: float, dtype: torch.dtype) -> None:
+    p = noisy()
+    p = Predictions((p.logits.double() * scale).to(dtype), p.labels)
+    found = float(fit_inverse_temperature(p.logits, p.labels))
+    assert found == pytest.approx(
+        golden_section(p), rel=2e-7
+    )  # the search itself stops where the NLL is flat
+    assert mean_nll(p, found) <= mean_nll(p, golden_section(p)) + 1e-12
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_agrees_with_a_golden_section_search_on_real_logits(shared, scale: float) -> None:
+    p = resnet110(shared, "val")
+    p = Predictions(p.logits * scale, p.labels)
+    found = float(Temperature().fit(p).temperature_)
+    assert 1 / found == pytest.approx(golden_section(p), rel=1e-6)
+    assert found == pytest.approx(2.395 * scale, abs=5e-4 * scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("label second", lambda z: z.argsort(1)[:, -2]),
+        ("one class", lambda z: torch.zeros(len(z), dtype=torch.int64)),
+        (
+            "all wrong but one",
+            lambda z: torch.where(torch.arange(len(z)) == 0, z.argmax(1), z.argsort(1)[:, -2]),
+        ),
+        ("all right but one", lambda z: torch.where(torch.arange(len(z)) == 0, z.argmin(1), z.argmax(1))),
+    ],
+)
+def test_unusual_labels(name: str, labels) -> None:
+    logits = noisy().logits + torch.tensor([1.0, 0, 0, 0, 0])
+    p = Predictions(logits, labels(logits))
+    t = Temperature().fit(p)
+    assert 1 / float(t.temperature_) == pytest.approx(golden_section(p), rel=1e-6)
+    assert bool(t.converged_)
+    assert not bool(t.at_bound_)
+
+
+@pytest.mark.parametrize("n", [1, 30])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_all_correct_has_no_finite_optimum(n: int, scale: float) -> None:
+    logits = noisy().logits[:n] * scale
+    p = Predictions(logits, logits.argmax(1))
+    t = Temperature().fit(p)
+    assert bool(t.at_bound_)
+    assert 0 < float(t.temperature_) < scale
+    assert mean_nll(p, 1 / float(t.temperature_)) <= 1e-6
+    assert mean_nll(p, 0.1 / float(t.temperature_)) > 1e-6  # and is not absurdly sharp
+
+
+@pytest.mark.parametrize("n", [1, 30])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_all_wrong_has_no_finite_optimum(n: int, scale: float) -> None:
+    logits = noisy().logits[:n] * scale
+    p = Predictions(logits, logits.argmin(1))
+    t = Temperature().fit(p)
+    assert bool(t.at_bound_)
+    assert math.isfinite(float(t.temperature_))
+    assert mean_nll(p, 1 / float(t.temperature_)) == pytest.approx(math.log(5), abs=2e-6)
+
+
+def test_one_row_with_the_label_in_second_place() -> None:
+    # A larger s parts the label from the classes below it, but also from the one above: the optimum is finite.
+    p = Predictions([[2.0, 1.0, 0.0, -5.0]], [1])
+    assert float(fit_inverse_temperature(p.logits, p.labels)) == pytest.approx(golden_section(p), rel=1e-6)
+
+
+def test_constant_logits_leave_the_temperature_at_one() -> None:
+    t = Temperature().fit(Predictions(torch.full((4, 3), 7.0), [0, 1, 2, 0]))
+    assert float(t.temperature_) == 1
+    assert bool(t.at_bound_)
+
+
+def test_ties_at_the_top_are_no_obstacle() -> None:
+    t = Temperature().fit(Predictions([[3.0, 3.0, 0.0], [1.0, 1.0, 0.0]], [0, 1]))
+    assert bool(t.at_bound_)
+    assert bool(t.converged_)
+
+
+def test_masked_classes_and_outliers_do_not_disturb() -> None:
+    p = noisy()
+    masked = torch.cat([p.logits, torch.full((60, 1), -1e9)], 1)  # a class ruled out, as in language models
+    assert float(fit_inverse_temperature(masked, p.labels)) == pytest.approx(golden_section(p), rel=1e-6)
+    wild = p.logits.clone()
+    wild[0] *= 1e8
+    q = Predictions(wild, torch.where(torch.arange(60) == 0, wild.argmax(1), p.labels))
+    found = float(fit_inverse_temperature(q.logits, q.labels))
+    rest = Predictions(wild[1:], q.labels[1:])
+    assert found == pytest.approx(golden_section(rest), rel=1e-6)
+
+
+def test_a_shift_of_every_row_changes_nothing() -> None:
+    p = noisy()
+    shifted = p.logits.double() + 1000 * torch.randn(60, 1, dtype=torch.float64)
+    assert float(fit_inverse_temperature(shifted, p.labels)) == pytest.approx(golden_section(p), rel=1e-6)
+
+
+def test_many_rows_start_from_a_sample_and_reach_the_optimum_of_all() -> None:
+    p = noisy(n=9000, k=7)
+    assert len(p) > 4 * temperature.SAMPLE_ROWS
+    assert float(fit_inverse_temperature(p.logits, p.labels)) == pytest.approx(golden_section(p), rel=1e-6)
+    # A sample whose optimum is at infinity must not lead astray: errors lie between the rows it takes.
+    labels = p.logits.argmax(1)
+    labels[1::9] = p.logits.argsort(1)[1::9, -2]
+    q = Predictions(p.logits, labels)
+    assert float(fit_inverse_temperature(q.logits, q.labels)) == pytest.approx(golden_section(q), rel=1e-6)
+
+
+def test_a_stack_is_fitted_as_one() -> None:
+    p = noisy()
+    stack = torch.stack([p.logits, 100 * p.logits, -p.logits, p.logits + 0.5 * torch.randn(60, 5)])
+    found = fit_inverse_temperature(stack, p.labels)
+    assert found.shape == (4,)
+    assert found.dtype == torch.float64
+    single = torch.stack([fit_inverse_temperature(logits, p.labels) for logits in stack])
+    torch.testing.assert_close(found, single, rtol=1e-9, atol=0)
+    labels = torch.stack([p.labels, p.labels, p.labels, stack[3].argmax(1)]).reshape(2, 2, 60)
+    both = fit_inverse_temperature(stack.reshape(2, 2, 60, 5), labels)
+    torch.testing.assert_close(both.flatten()[:3], single[:3], rtol=1e-9, atol=0)
+    assert both[1, 1] > 10 * single[3]
+
+
+def test_agrees_with_scikit_learn() -> None:
+    calibration = pytest.importorskip("sklearn.calibration")
+    peer = getattr(calibration, "_TemperatureScaling", None)
+    if peer is None:
+        pytest.skip("this scikit-learn has no temperature scaling")
+    p = noisy(n=500)
+    wide = p.logits.double()
+    beta = float(peer().fit(wide.numpy(), p.labels.numpy()).beta_)
+    assert float(fit_inverse_temperature(wide, p.labels)) == pytest.approx(beta, rel=1e-6)
+
+
+def test_resnet110_on_cifar10(shared) -> None:
+    val, test = resnet110(shared, "val"), resnet110(shared, "test")
+    t = Temperature().fit(val)
+    after = t.calibrate(test)
+    assert float(t.temperature_) == pytest.approx(2.395, abs=5e-4)
+    assert metrics.ece(test) == pytest.approx(0.04750, abs=5e-6)
+    assert metrics.ece(after) == pytest.approx(0.01132, abs=5e-6)
+    assert metrics.nll(test) == pytest.approx(0.3583, abs=5e-5)
+    assert metrics.nll(after) == pytest.approx(0.2093, abs=5e-5)
+
+
+def test_a_fit_cut_short_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(temperature, "MAX_PASSES", 1)
+    with pytest.warns(NotConverged, match=r"Temperature did not converge: after 1 passes T = \d") as caught:
+        t = Temperature().fit(noisy())
+    assert not bool(t.converged_)
+    assert caught[0].filename == __file__
+
+
+def test_grid_follows_the_published_protocol(shared) -> None:
+    p = resnet110(shared, "val")
+    grid = [i / 10 for i in range(1, 101)]
+    slow = min(grid, key=partial(_slow_ece, p))
+    assert float(TemperatureGrid().fit(p).temperature_) == pytest.approx(slow)
+    best = min(grid, key=lambda t: mean_nll(p, 1 / t))
+    assert best == 2.4  # the grid point nearest the optimum at 2.395
+    assert float(TemperatureGrid(by="nll").fit(p).temperature_) == pytest.approx(best)
+
+
+def _slow_ece(p: Predictions, t: float) -> float:
+    probs = (p.logits.double() / t).softmax(1)
+    confidence, correct = probs.amax(1), p.correct.double()
+    total = 0.0
+    for i in range(15):
+        inside = (confidence > i / 15) & (confidence <= (i + 1) / 15)
+        if inside.any():
+            total += float(
+                (correct[inside].mean() - confidence[inside].mean()).abs() * inside.double().mean()
+            )
+    return total
+
+
+def test_grid_takes_the_first_of_equals_and_includes_its_ends() -> None:
+    flat = Predictions(torch.zeros(4, 2), [0, 1, 0, 1])
+    assert float(TemperatureGrid().fit(flat).temperature_) == pytest.approx(0.1)
+    right = Predictions([[1.0, 0.0]] * 3, [0, 0, 0])
+    wrong = Predictions([[1.0, 0.0]] * 3, [1, 1, 1])
+    grid = TemperatureGrid(by="nll", low=0.5, high=2.0, step=0.25)
+    assert float(grid.fit(right).temperature_) == pytest.approx(0.5)
+    assert float(grid.fit(wrong).temperature_) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"by": "brier"}, "by must be 'ece' or 'nll', got 'brier'"),
+        ({"low": 0.0}, "0 < low <= high and step > 0, got 0.0, 10.0, 0.1"),
+        ({"step": -1.0}, "0 < low <= high and step > 0"),
+        ({"low": 3.0, "high": 2.0}, "0 < low <= high"),
+        ({"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),
+    ],
+)
+def test_grid_refuses_nonsense(params: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TemperatureGrid(**params).fit(noisy())  # type: ignore[arg-type]
