@@ -1,0 +1,235 @@
+"""The method as scikit-learn estimators: a classifier on arrays, a scorer, and calibrators around any estimator."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from doublehead.calibrators.base import Calibrator
+from doublehead.calibrators.temperature import Temperature
+from doublehead.integrations.tabular import Training, mlp, predict_probs, train
+from doublehead.metrics import ece
+from doublehead.optional import require
+from doublehead.plumbing import seeded
+from doublehead.predictions import Predictions
+
+_base: Any = require("sklearn.base", extra="sklearn")
+_checks: Any = require("sklearn.utils.validation", extra="sklearn")
+_utils: Any = require("sklearn.utils", extra="sklearn")
+_targets: Any = require("sklearn.utils.multiclass", extra="sklearn")
+_split: Any = require("sklearn.model_selection", extra="sklearn").train_test_split
+
+
+class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type: ignore[misc]
+    """A neural network on arrays whose `predict_proba` is calibrated.
+
+    `calib_share` of the data is held back: it stops the training early (after `patience` epochs without a lower NLL)
+    and calibrates. `calibrate="after"` fits the head to the trained network, `fit_head`'s way, safe with little
+    data; "beside" trains it in alternation with the network, beta annealed from `beta0`. The network is an MLP with
+    layers `hidden` on standardised columns, or `module`: a torch module, or a function (n_features, n_classes) ->
+    module, which gets the arrays as they are, of any shape.
+
+    >>> x = np.random.default_rng(0).normal(size=(200, 3))
+    >>> y = np.where(x[:, 0] > 0, "yes", "no")
+    >>> DoubleHeadClassifier(epochs=20, random_state=0).fit(x, y).predict_proba(x).shape
+    (200, 2)
+    """
+
+    def __init__(
+        self,
+        hidden: Sequence[int] = (100,),
+        *,
+        module: nn.Module | Callable[[int, int], nn.Module] | None = None,
+        calibrate: Literal["after", "beside"] = "after",
+        calib_share: float = 0.2,
+        epochs: int = 200,
+        patience: int = 10,
+        batch_size: int = 64,
+        lr: float = 1e-3,
+        weight_decay: float = 1e-4,
+        every: int = 10,
+        beta0: float = 1.2,
+        device: str = "cpu",
+        random_state: Any = None,
+    ) -> None:
+        self.hidden, self.module, self.calibrate = hidden, module, calibrate
+        self.calib_share, self.epochs, self.patience = calib_share, epochs, patience
+        self.batch_size, self.lr, self.weight_decay = batch_size, lr, weight_decay
+        self.every, self.beta0, self.device, self.random_state = every, beta0, device, random_state
+
+    def fit(self, X: Any, y: Any) -> DoubleHeadClassifier:
+        """Train the network and its calibration head on arrays or DataFrames; labels may be strings."""
+        if self.calibrate not in ("after", "beside"):
+            raise ValueError(f"calibrate must be 'after' or 'beside', got {self.calibrate!r}")
+        X, y = _checks.validate_data(self, X, y, **self._wanted())
+        _targets.check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        _need_two_classes(self, self.classes_)
+        seed = int(_utils.check_random_state(self.random_state).randint(2**31 - 1))
+        learn, hold = hold_out(labels, self.calib_share, seed)
+        inputs, targets = self._tensor(X), torch.from_numpy(labels.astype(np.int64)).to(self.device)
+        how = Training(
+            self.calibrate, self.epochs, self.patience, self.batch_size, self.lr, self.weight_decay, self.every,
+            self.beta0, seed,
+        )  # fmt: skip
+        data, calib = (TensorDataset(inputs[rows], targets[rows]) for rows in (learn, hold))
+        with seeded(seed, torch.device(self.device)):
+            self.model_, self.n_epochs_ = train(self._network(inputs[learn]), data, calib, how)
+        return self
+
+    def predict_proba(self, X: Any) -> Any:
+        """(N, K) calibrated probabilities, columns in the order of `classes_`."""
+        _checks.check_is_fitted(self)
+        X = _checks.validate_data(self, X, reset=False, **self._wanted())
+        return predict_probs(self.model_, self._tensor(X)).numpy()
+
+    def predict_log_proba(self, X: Any) -> Any:
+        """Their logarithms."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
+    def predict(self, X: Any) -> Any:
+        """(N,) the most probable class."""
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(1)]
+
+    def _wanted(self) -> dict[str, Any]:
+        if self.module is None:
+            return {"dtype": np.float32}
+        return {"dtype": "numeric", "allow_nd": True, "ensure_2d": False}
+
+    def _tensor(self, X: Any) -> Tensor:
+        array = np.ascontiguousarray(X)
+        kind = np.int64 if self.module is not None and array.dtype.kind in "iu" else np.float32
+        return torch.from_numpy(array.astype(kind)).to(self.device)
+
+    def _network(self, inputs: Tensor) -> nn.Module:
+        if isinstance(self.module, nn.Module):
+            return copy.deepcopy(self.module).to(self.device)  # the estimator's parameter stays as it came
+        make = self.module or mlp(self.hidden, inputs.cpu())
+        return make(inputs.shape[1], len(self.classes_)).to(self.device)
+
+
+class CalibratedClassifier(_base.ClassifierMixin, _base.MetaEstimatorMixin, _base.BaseEstimator):  # type: ignore[misc]
+    """Any classifier with any of `doublehead.calibrators` behind it, fitted on a held-back share of the data.
+
+    Use it as the last step of a Pipeline, or around one. The estimator's `predict_proba`, or else its
+    `decision_function`, is what the calibrator reads.
+
+    >>> from sklearn.naive_bayes import GaussianNB
+    >>> x = np.random.default_rng(0).normal(size=(300, 2))
+    >>> model = CalibratedClassifier(GaussianNB(), random_state=0).fit(x, x[:, 0] > 0.3)
+    >>> model.predict_proba(x[:2]).shape
+    (2, 2)
+    """
+
+    def __init__(
+        self,
+        estimator: Any,
+        calibrator: Calibrator | None = None,
+        *,
+        calib_share: float = 0.2,
+        random_state: Any = None,
+    ) -> None:
+        self.estimator, self.calibrator = estimator, calibrator
+        self.calib_share, self.random_state = calib_share, random_state
+
+    def fit(self, X: Any, y: Any) -> CalibratedClassifier:
+        """Fit the estimator on one part and the calibrator on what it says of the other."""
+        X, y = _utils.indexable(X, y)
+        y = _utils.column_or_1d(y, warn=True)
+        _targets.check_classification_targets(y)
+        classes, labels = np.unique(y, return_inverse=True)
+        seed = int(_utils.check_random_state(self.random_state).randint(2**31 - 1))
+        learn, hold = hold_out(labels, self.calib_share, seed)
+        take = _utils._safe_indexing
+        self.estimator_ = _base.clone(self.estimator).fit(take(X, learn), take(y, learn))
+        self.classes_ = self.estimator_.classes_
+        if len(self.classes_) != len(classes):
+            missing = sorted(set(classes.tolist()) - set(self.classes_.tolist()))
+            raise ValueError(f"every class must have a sample left to train on, got none of {missing}")
+        calibrator = Temperature() if self.calibrator is None else self.calibrator.fresh()
+        logits = _logits(self.estimator_, take(X, hold))
+        self.calibrator_ = calibrator.fit(Predictions(logits, labels[hold]))
+        return self
+
+    def predict_proba(self, X: Any) -> Any:
+        """(N, K) calibrated probabilities."""
+        _checks.check_is_fitted(self)
+        with torch.no_grad():
+            return self.calibrator_(torch.from_numpy(_logits(self.estimator_, X))).softmax(1).numpy()
+
+    def predict(self, X: Any) -> Any:
+        """(N,) the most probable class."""
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(1)]
+
+    @property
+    def n_features_in_(self) -> int:
+        """As the estimator saw them."""
+        if not hasattr(self, "estimator_"):
+            raise AttributeError(f"{type(self).__name__} has no n_features_in_ before it is fitted")
+        n: int = self.estimator_.n_features_in_
+        return n
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags = _utils.get_tags(self.estimator).input_tags
+        return tags
+
+
+def make_ece_scorer(n_bins: int = 15) -> Callable[[Any, Any, Any], float]:
+    """A scorer for `cross_val_score`, `GridSearchCV` and the like: minus ECE, so that greater is better."""
+
+    def score(estimator: Any, X: Any, y: Any) -> float:
+        classes = np.asarray(estimator.classes_)
+        labels = np.searchsorted(classes, np.asarray(y))
+        if (classes[labels.clip(max=len(classes) - 1)] != np.asarray(y)).any():
+            raise ValueError("y must hold no class that the estimator was not fitted on")
+        return -float(ece(Predictions.from_probs(estimator.predict_proba(X), labels), n_bins))
+
+    return score
+
+
+ece_scorer = make_ece_scorer()
+
+
+def hold_out(labels: Any, share: float, seed: int) -> tuple[Any, Any]:
+    """Rows to learn from and rows to hold back, in each class's proportion where there are enough of each."""
+    n = len(labels)
+    if n < 2 or not 0 < share < 1:
+        raise ValueError(
+            f"calib_share must leave samples on both sides: it is {share} of n_samples = {n}; at least 2 are needed"
+        )
+    n_held = min(max(1, round(share * n)), n - 1)
+    counts = np.bincount(labels)
+    enough = counts.min() >= 2 and n_held >= len(counts) and n - n_held >= len(counts)
+    rows = np.arange(n)
+    learn, hold = _split(rows, test_size=n_held, random_state=seed, stratify=labels if enough else None)
+    return np.sort(learn), np.sort(hold)
+
+
+def _need_two_classes(estimator: Any, classes: Any) -> None:
+    if len(classes) < 2:
+        raise ValueError(
+            f"{type(estimator).__name__} needs at least 2 classes, got one class: {classes.tolist()}"
+        )
+
+
+def _logits(estimator: Any, X: Any) -> Any:
+    """(N, K) float64 scores whose softmax are the estimator's own probabilities, or its decision values."""
+    if hasattr(estimator, "predict_proba"):
+        probs = np.asarray(estimator.predict_proba(X), dtype=np.float64)
+        return np.log(np.clip(probs, np.finfo(np.float64).tiny, None))
+    if not hasattr(estimator, "decision_function"):
+        raise TypeError(
+            f"estimator must have predict_proba or decision_function, {type(estimator).__name__} has neither"
+        )
+    values = np.asarray(estimator.decision_function(X), dtype=np.float64)
+    return np.stack([np.zeros_like(values), values], 1) if values.ndim == 1 else values
