@@ -148,6 +148,16 @@ def test_hostile_names_stay_text_everywhere() -> None:
     assert page.count("alert(1)") > 20  # it is shown, as text
 
 
+def test_svg_escapes_texts_tooltips_and_attributes() -> None:
+    assert svg.text(0, 0, "<b>&") == '<text x="0" y="0">&lt;b&gt;&amp;</text>'
+    assert svg.tooltip("</title><b>") == "<title>&lt;/title&gt;&lt;b&gt;</title>"
+    assert (
+        svg.picture(1, 2, '"><b>') == '<svg viewBox="0 0 1 2" role="img" aria-label="&quot;&gt;&lt;b&gt;"/>'
+    )
+    page = build_report({"<i>m</i>": made(80)}, shift={"<u>s</u>": {"<i>m</i>": made(80)}})
+    assert not {"i", "u"} & {tag for tag, _ in Elements(page).tags}
+
+
 def test_embedded_json_cannot_end_its_element() -> None:
     text = build._embed({"name": "</script><script>alert(1)</script>&<!--"})
     assert not set("<>&") & set(text)
@@ -228,10 +238,10 @@ def test_verdict_is_one_sentence_that_names_best_and_worst(methods: list[Method]
     assert grade(sharp).key == "bad"
     both = verdict(methods)
     assert both.startswith(
-        "Of 2 methods, honest is the best calibrated: its confidences can be taken at face value"
+        "Of 2 methods, “honest” is the best calibrated: its confidences can be taken at face value"
     )
-    assert f"the worst is sharp with an ECE of {100 * sharp.curve.ece:.2f}\u00a0%." in both
-    assert verdict([sharp]).startswith("The confidences of sharp mislead (overconfident, ECE ")
+    assert f"the worst is “sharp” with an ECE of {100 * sharp.curve.ece:.2f}\u00a0%." in both
+    assert verdict([sharp]).startswith("The confidences of “sharp” mislead (overconfident, ECE ")
     assert "cannot be told from that of a perfectly calibrated model on 1,500 samples" in describe(honest)
     assert "overconfident" in describe(sharp)
 

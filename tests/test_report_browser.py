@@ -132,7 +132,7 @@ def test_opens_quietly_and_asks_for_nothing(page: Any, report: Path) -> None:
     assert page.complaints == []
     assert {url.partition("#")[0] for url in page.asked} == {report.as_uri()}
     assert page.title() == "Three models"
-    assert page.locator(".verdict").inner_text().startswith("Of 3 methods, honest is the best calibrated")
+    assert page.locator(".verdict").inner_text().startswith("Of 3 methods, “honest” is the best calibrated")
 
 
 def test_slider_shows_error_and_coverage_of_every_threshold(page: Any) -> None:
@@ -381,6 +381,6 @@ def test_one_method_needs_no_comparison(browser: Any, tmp_path: Path) -> None:
         assert page.complaints == []
         assert page.locator("#compare").count() == 0
         assert page.locator(".choose").count() == 0
-        assert page.locator(".verdict").inner_text().startswith("The confidences of alone")
+        assert page.locator(".verdict").inner_text().startswith("The confidences of “alone”")
         page.locator("#threshold").press("Home")
         assert "100.0 %" in row_of(page, 0)

@@ -144,7 +144,7 @@ def _named(name: str, path: str, inner: str, several: bool, taken: Mapping[str, 
     """`inner` is the name inside a folder, empty for a file of its own."""
     stem = Path(path.rstrip("/")).name
     if not inner:
-        shown = name or Path(path).stem
+        shown = name or (stem.replace(".npz:", ":") if ".npz:" in stem else Path(path).stem)
         candidates = [shown, f"{Path(path).parent.name}/{shown}", path]
     else:
         candidates = [
@@ -200,6 +200,13 @@ def _load(path: str, kind: str | None, how: Mapping[str, Any]) -> tuple[Predicti
     from doublehead.commands import show
 
     table = options.open_table([path], **{**how, "kind": kind or _kind_for(path, how["kind"])})
+    other = "probs" if table.kind == "logits" else "logits"
+    if kind is None and all(name.lower().startswith(other[:-1]) for name in table.layout.scores):
+        first = table.layout.scores[0]
+        raise UserError(
+            f"--{table.kind} is given, but {path} has columns such as {first!r}: write {other}:{path} if they are "
+            f"{other}, else {table.kind}:{path}"
+        )
     show.tell_reading(table, table.name)
     return table.load(), table.layout.classes
 

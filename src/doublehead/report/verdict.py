@@ -68,11 +68,11 @@ def verdict(methods: Sequence[Method]) -> str:
     if mark is not CALIBRATED:
         facts = f"{direction(best)}, {facts}"
     if len(methods) == 1:
-        return _unbroken(f"The confidences of {best.name} {mark.advice} ({facts}).")
+        return _unbroken(f"The confidences of “{best.name}” {mark.advice} ({facts}).")
     worst = max(methods, key=lambda m: m.curve.ece - m.curve.floor.mean)
-    least = f"the worst is {worst.name} with an ECE of {percent(worst.curve.ece)} %"
+    least = f"the worst is “{worst.name}” with an ECE of {percent(worst.curve.ece)} %"
     return _unbroken(
-        f"Of {len(methods)} methods, {best.name} is the best calibrated: its confidences {mark.advice} ({facts}); "
+        f"Of {len(methods)} methods, “{best.name}” is the best calibrated: its confidences {mark.advice} ({facts}); "
         f"{least}."
     )
 

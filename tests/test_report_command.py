@@ -1,0 +1,197 @@
+"""`doublehead report`: from files and run folders to a page, or one sentence that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import Predictions, metrics
+from doublehead.calibrators import Temperature
+
+testing = pytest.importorskip("typer.testing")
+pytest.importorskip("jinja2")
+from doublehead.cli import app  # noqa: E402
+
+
+def made(sharpness: float = 2.0, n: int = 240, seed: int = 0) -> Predictions:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    return Predictions(sharpness * logits, labels)
+
+
+def write_csv(path: Path, p: Predictions, columns: list[str], scores: Any) -> Path:
+    lines = [",".join(["label", *columns])]
+    lines += [",".join([str(int(y)), *(f"{v:.17g}" for v in row)]) for y, row in zip(p.labels, scores)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = testing.CliRunner().invoke(app, ["report", *arguments])
+    assert result.exit_code == code, result.output
+    return re.sub(r"\s+", " ", result.output)
+
+
+def methods_of(page: Path) -> dict[str, dict[str, float]]:
+    (text,) = re.findall(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    return {method["name"]: method["values"] for method in json.loads(text)["methods"]}
+
+
+def test_npz_to_the_default_page(folder: Path) -> None:
+    p = made()
+    p.save(folder / "main.npz")
+    said = run("main.npz", "--title", "Mine & yours")
+    assert "The confidences of “main”" in said
+    assert "Wrote report.html" in said
+    assert methods_of(folder / "report.html")["main"]["ece"] == pytest.approx(metrics.ece(p))
+    assert "<title>Mine &amp; yours</title>" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_logits_before_and_probs_after_from_csv(folder: Path) -> None:
+    before, after = made(), made(1.0)
+    write_csv(folder / "test.csv", before, ["logit_cat", "logit_dog", "logit_emu"], before.logits)
+    write_csv(folder / "fixed.csv", after, ["prob_cat", "prob_dog", "prob_emu"], after.probs)
+    run("before=test.csv", "after=probs:fixed.csv", "--logits", "-o", "page.html")
+    found = methods_of(folder / "page.html")
+    assert list(found) == ["before", "after"]
+    assert found["before"]["nll"] == pytest.approx(metrics.nll(before))
+    assert found["after"]["nll"] == pytest.approx(metrics.nll(after))
+    for name in ("cat", "dog", "emu"):
+        assert f"<bdi>{name}</bdi>" in (folder / "page.html").read_text(encoding="utf-8")
+
+
+def test_columns_that_say_otherwise_are_not_misread(folder: Path) -> None:
+    p = made()
+    write_csv(folder / "fixed.csv", p, ["prob_0", "prob_1", "prob_2"], p.probs)
+    said = run("fixed.csv", "--logits", code=2)
+    assert (
+        "--logits is given, but fixed.csv has columns such as 'prob_0': write probs:fixed.csv if they are"
+        in said
+    )
+    assert not (folder / "report.html").exists()
+    run("logits:fixed.csv")  # said about this very file
+
+
+def test_scores_of_an_unknown_kind_are_refused(folder: Path) -> None:
+    p = made()
+    write_csv(folder / "test.csv", p, ["s0", "s1", "s2"], p.logits)
+    said = run("test.csv", code=2)
+    assert "say whether the scores are logits or probabilities" in said
+    assert list(folder.iterdir()) == [folder / "test.csv"]
+
+
+def test_run_folder_gives_its_test_outputs_temperature_and_shift(folder: Path) -> None:
+    main, calib, head = made(), made(seed=1), made(1.0)
+    inside = folder / "run" / "predictions"
+    for name, p in {"train-main": calib, "calib-main": calib, "test-main": main, "test-head": head}.items():
+        p.save(inside / f"{name}.npz")
+    shift = {"noise:5": {"main": {"accuracy": 0.5, "ece": 0.25, "auroc": 0.875, "mean_confidence": 0.75}}}
+    (folder / "run" / "results.json").write_text(json.dumps({"shift": shift}))
+    run("run")
+    found = methods_of(folder / "report.html")
+    assert list(found) == ["main", "main+T", "head"]
+    scaled = Temperature().fit(calib).calibrate(main)
+    assert found["main+T"]["nll"] == pytest.approx(metrics.nll(scaled))
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "noise:5" in page
+    assert "<td>87.5</td>" in page
+
+
+def test_folder_of_npz_and_names_that_collide(folder: Path) -> None:
+    for place in ("a", "b"):
+        made().save(folder / place / "x.npz")
+        made(1.0).save(folder / place / "y.npz")
+    run("a")
+    assert list(methods_of(folder / "report.html")) == ["x", "y"]
+    run("a", "b")
+    assert list(methods_of(folder / "report.html")) == ["a/x", "a/y", "b/x", "b/y"]
+    run("a/x.npz", "b/x.npz", "third=b/y.npz")
+    assert list(methods_of(folder / "report.html")) == ["x", "b/x", "third"]
+    assert "two inputs have the name 'x': give them different ones as NAME=FILE" in run(
+        *["a/x.npz"] * 4, code=2
+    )
+
+
+def test_one_set_of_an_npz_that_holds_several(folder: Path) -> None:
+    p, q = made(), made(1.0)
+    np.savez(
+        folder / "both.npz",
+        val_logits=p.logits.numpy(), val_labels=p.labels.numpy(),
+        test_logits=q.logits.numpy(), test_labels=q.labels.numpy(),
+    )  # fmt: skip
+    run("both.npz:val", "both.npz:test")
+    found = methods_of(folder / "report.html")
+    assert list(found) == ["both:val", "both:test"]
+    assert found["both:test"]["nll"] == pytest.approx(metrics.nll(q))
+
+
+def test_shift_files_and_folders(folder: Path) -> None:
+    made().save(folder / "main.npz")
+    made(seed=3).save(folder / "noisy.npz")
+    run("main.npz", "--shift", "noise=noisy.npz")
+    assert "<bdi>noise</bdi>" in (folder / "report.html").read_text(encoding="utf-8")
+    made(1.0).save(folder / "head.npz")
+    made(seed=4).save(folder / "blur" / "main.npz")
+    run("main.npz", "head.npz", "--shift", "blur=blur")
+    assert "<bdi>blur</bdi>" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "with several methods give a folder" in run(
+        "main.npz", "head.npz", "--shift", "noise=noisy.npz", code=2
+    )
+    made().save(folder / "wrong" / "other.npz")
+    made().save(folder / "wrong" / "another.npz")
+    said = run("main.npz", "head.npz", "--shift", "blur=wrong", code=2)
+    assert "wrong must hold predictions of main, head under these names, got another, other" in said
+    assert "--shift must read NAME=FILE, got 'noisy.npz'" in run("main.npz", "--shift", "noisy.npz", code=2)
+
+
+def test_class_names_from_a_file(folder: Path) -> None:
+    made().save(folder / "main.npz")
+    (folder / "names.txt").write_text("<b>ant</b>\nbee\ncow\n", encoding="utf-8")
+    run("main.npz", "--classes", "names.txt")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "<bdi>&lt;b&gt;ant&lt;/b&gt;</bdi>" in page
+    (folder / "two.txt").write_text("ant\nbee\n")
+    assert "classes must be 3 names, one per class of 'main', got 2" in run(
+        "main.npz", "--classes", "two.txt", code=2
+    )
+    (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    assert "binary.txt must be a text file in UTF-8" in run("main.npz", "--classes", "binary.txt", code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere.csv", "--logits"], "nowhere.csv does not exist"),
+        (["main.npz", "-o", "page.txt"], "--output must end in .html, got 'page.txt'"),
+        (["main.npz", "-o", "missing/page.html"], "missing/page.html cannot be written"),
+        (["main.npz", "--logits", "--probs"], "give one of --logits and --probs, not both"),
+        (["broken"], "broken/predictions/test-main.npz"),
+        (["main.npz", "--classes", "nowhere.txt"], "nowhere.txt"),
+        ([f"m{i}=main.npz" for i in range(13)], "must hold 1 to 12 methods, got 13"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_nothing_is_written(
+    folder: Path, arguments: list[str], sentence: str
+) -> None:
+    made(n=40).save(folder / "main.npz")
+    (folder / "broken" / "predictions").mkdir(parents=True)
+    (folder / "broken" / "predictions" / "test-main.npz").write_bytes(b"PK half a file")
+    before = sorted(folder.rglob("*"))
+    said = run(*arguments, code=2)
+    assert said.startswith("Error: ")
+    assert sentence in said
+    assert "Traceback" not in said
+    assert sorted(folder.rglob("*")) == before
