@@ -1,0 +1,103 @@
+"""One network of each family in timm and torchvision, random weights, tiny images, through DoubleHead."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from doublehead import Alternation, DoubleHead
+from doublehead.last_layer import logits_of
+from doublehead.optional import require
+
+TIMM = {
+    "resnet10t": 32, "skresnet18": 32, "seresnet18": 32, "resnest14d": 32, "densenet121": 32, "dla34": 32,
+    "vit_tiny_patch16_224": 32, "deit_tiny_distilled_patch16_224": 32, "cait_xxs24_224": 32, "convit_tiny": 32,
+    "pit_ti_224": 32, "eva02_tiny_patch14_224": 28, "levit_128s": 32, "xcit_nano_12_p16_224": 32, "coat_tiny": 32,
+    "pvt_v2_b0": 32, "visformer_tiny": 32, "gmlp_ti16_224": 32, "resmlp_12_224": 32,
+    "convnext_atto": 32, "edgenext_xx_small": 32, "mambaout_femto": 32, "starnet_s1": 32, "poolformer_s12": 32,
+    "mobilenetv3_small_050": 32, "efficientnet_b0": 32, "ghostnet_050": 32, "mobilevit_xxs": 64, "regnety_002": 32,
+    "repvgg_a0": 32, "cspresnet50": 32, "hrnet_w18_small": 32, "rexnet_100": 32, "hgnet_tiny": 32,
+    "repvit_m0_9": 32, "lcnet_035": 32, "swin_tiny_patch4_window7_224": 32, "crossvit_tiny_240": 240,
+}  # fmt: skip
+TORCHVISION = {
+    "resnet18": 32, "squeezenet1_1": 32, "densenet121": 32, "googlenet": 32, "shufflenet_v2_x0_5": 32,
+    "mobilenet_v2": 32, "mnasnet0_5": 32, "regnet_y_400mf": 32, "efficientnet_b0": 32, "mobilenet_v3_small": 32,
+}  # fmt: skip
+# Their logits are the mean of two heads' (one is tapped), or come after a ReLU on the layer's maps.
+NOT_LINEAR_IN_ONE_LAYER = {
+    "deit_tiny_distilled_patch16_224",
+    "crossvit_tiny_240",
+    "repvit_m0_9",
+    "squeezenet1_1",
+}
+
+
+def network(library: str, name: str, size: int) -> nn.Module:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if library == "torchvision":
+            made: nn.Module = require("torchvision.models", extra="models").get_model(name, num_classes=7)
+            return made
+        create = require("timm", extra="models").create_model
+        try:
+            return create(name, num_classes=7, img_size=size)  # type: ignore[no-any-return]
+        except TypeError:  # fully convolutional
+            return create(name, num_classes=7)  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module, net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(1)  # dropout and stochastic depth
+    F.cross_entropy(logits_of(model(x)), y).backward()
+    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "size"),
+    [("timm", *pair) for pair in TIMM.items()] + [("torchvision", *pair) for pair in TORCHVISION.items()],
+)
+def test_features_logits_and_gradients(library: str, name: str, size: int) -> None:
+    net = network(library, name, size)
+    model = DoubleHead(net)
+    x, y = torch.randn(2, 3, size, size), torch.tensor([1, 5])
+
+    model.eval()
+    with torch.no_grad():
+        want = net(x)
+        output, features = model._tap.run(net, (x,), {})
+        torch.testing.assert_close(output, want, rtol=0, atol=0)
+        layer = net.get_submodule(model._tap.name)
+        assert features.shape == (2, model._tap.n_features)
+        if name not in NOT_LINEAR_IN_ONE_LAYER:
+            logits = F.linear(features, layer.weight.flatten(1), layer.bias)
+            torch.testing.assert_close(logits, want, rtol=1e-3, atol=1e-4)
+        calib = model(x)
+        assert calib.shape == (2, 7)
+        torch.testing.assert_close(calib, model.head(features, want))
+
+    model.train()
+    state = copy.deepcopy(net.state_dict())
+    alone = gradients(net, net, x, y)
+    net.load_state_dict(state)
+    beside = gradients(model, net, x, y)
+    assert alone.keys() == beside.keys()
+    assert all(torch.equal(alone[key], beside[key]) for key in alone)
+    assert len(alone) > 0.9 * len(list(net.parameters())) or name == "googlenet"  # its side branches rest
+    assert all(p.grad is None for p in model.head.parameters())
+
+    net.load_state_dict(state)
+    before = [p.clone() for p in model.head.parameters()]
+    assert Alternation(model, [(x, y)], every=1).step(0.5) is not None
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.head.parameters()))
+    assert all(torch.equal(state[key], value) for key, value in net.state_dict().items())
+
+
+def test_enough_families() -> None:
+    assert len(TIMM) + len(TORCHVISION) >= 25
