@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +119,15 @@ def test_channels_follow_the_input(name):
         first = next(m for m in network.modules() if isinstance(m, nn.Conv2d))
         assert first.in_channels == channels
         assert network(torch.zeros(2, channels, *parse_input(text)[:2], device="meta")).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_documentation_lists_every_network_and_option(name):
+    table = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
+    (row,) = [line for line in table if line.startswith("|") and f"`{name}`" in line]
+    cells = [set(re.findall(r"`(\w+)`", cell)) for cell in row.split("|")]
+    assert cells[3] == {MODELS[name].classifier}
+    assert cells[4] == set(MODELS[name].options)
 
 
 @pytest.mark.parametrize(

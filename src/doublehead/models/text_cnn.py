@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from doublehead.data.text import PADDING
 from doublehead.models.vectors import embedding
-
-PADDING = 0  # the word number that fills texts up
 
 
 class TextCNN(nn.Module):
@@ -69,8 +68,8 @@ class GlobalPoolingCNN(nn.Module):
 
     The "global pooling CNN" that Kumar et al. (2018) and Mukhoti et al. (2020) calibrate on 20 Newsgroups, after the
     global pooling of Lin et al. (2013), with the sizes of Mukhoti et al.'s code: 128 channels, 128 hidden units,
-    dropout 0.3, pooling over 5 places with stride 1. `stride=5` pools as the network's older Keras form does: coarser,
-    at about a third of the cost. The last layer is `classifier`.
+    dropout 0.3, pooling over 5 places with stride 1. `stride=5` pools as the older Keras form of the network does:
+    coarser, at less than half the cost. The last layer is `classifier`.
 
     >>> network = GlobalPoolingCNN(n_classes=20, vectors=torch.randn(50, 8))
     >>> network(torch.tensor([[4, 8, 15], [16, 23, 0]])).shape
