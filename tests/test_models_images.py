@@ -31,8 +31,8 @@ def make(name: str, **options: object) -> nn.Module:
     return build(name, 7, **{**SMALLER.get(name, {}), **options})
 
 
-def some_images(name: str, side: int = 16) -> Tensor:
-    """(2, C, H, W); half the usual side where the network allows it, for speed."""
+def some_images(name: str, side: int = 8) -> Tensor:
+    """(2, C, H, W); a quarter of the usual side where the network allows it, for speed."""
     return torch.randn(2, 1, 28, 28) if name == "small_cnn" else torch.randn(2, 3, side, side)
 
 

@@ -114,7 +114,7 @@ def test_last_layer_is_the_named_one_and_a_wrapper_finds_it(name):
 @needs_torchvision
 @pytest.mark.parametrize("name", ["resnet18", "densenet121", "wide_resnet28_10", "small_cnn"])
 def test_channels_follow_the_input(name):
-    for text, channels in (("32x32x1", 1), ("96x96x4", 4)):
+    for text, channels in (("8x8x1", 1), ("66x66x4", 4)):
         network = built(name, 7, input=text)
         first = next(m for m in network.modules() if isinstance(m, nn.Conv2d))
         assert first.in_channels == channels
