@@ -65,13 +65,30 @@ def test_reliability_agrees_with_the_metrics_and_with_bins_of_a_stream() -> None
         np.testing.assert_array_equal(getattr(curve, name), getattr(streamed, name))
 
 
-def test_band_equals_exact_binomial_quantiles_where_all_confidences_are_equal() -> None:
+@pytest.mark.parametrize(
+    ("n", "chance"), [(1, 0.3), (2, 0.5), (17, 0.5), (400, 0.85), (5, 1.0), (20_000, 0.999)]
+)
+def test_band_and_p_value_equal_the_binomial_where_all_confidences_are_equal(n: int, chance: float) -> None:
     stats = pytest.importorskip("scipy.stats")
-    p = binary([0.85] * 400, [True] * 340 + [False] * 60)
-    curve = reliability(p, n_bins=10, n_draws=20000)
-    low, high = stats.binom(400, 0.85).ppf([0.05, 0.95]) / 400
-    assert abs(curve.band_low[8] - low) <= 1 / 400
-    assert abs(curve.band_high[8] - high) <= 1 / 400
+    binomial = stats.binom(n, chance)
+    for right in {0, n // 2, round(0.99 * n * chance), n}:
+        found = curves._perfect_model(np.array([[n]]), np.array([[n * chance]]), np.array([[right]]))[:, 0]
+        np.testing.assert_allclose(found[:2] * n, binomial.ppf([0.05, 0.95]), atol=1e-6)
+        two_sided = min(1.0, 2 * min(binomial.cdf(right), binomial.sf(right - 1)))
+        assert found[2] == pytest.approx(two_sided, abs=1e-9)
+
+
+def test_band_of_unequal_confidences_against_simulation_and_the_normal_form() -> None:
+    generator = np.random.default_rng(0)
+    size, chance = generator.integers(1, 300, 64), generator.random(64)
+    drawn = generator.binomial(size, chance, size=(100_000, 64)).sum(1)
+    right = round((size * chance).sum()) + 60
+    low, high, p_value = curves._exact(size, chance, right)
+    np.testing.assert_allclose([low, high], np.quantile(drawn, [0.05, 0.95]), atol=1.01)
+    assert p_value == pytest.approx(2 * (drawn >= right).mean(), abs=0.005)
+    np.testing.assert_allclose(
+        curves._normal(size, chance, right), (low, high, p_value), atol=0.01, rtol=2e-4
+    )
 
 
 def test_band_covers_nine_in_ten_bins_of_calibrated_models_and_misses_overconfident_ones() -> None:
@@ -80,7 +97,7 @@ def test_band_covers_nine_in_ten_bins_of_calibrated_models_and_misses_overconfid
     for _ in range(25):
         logits = 1.5 * torch.randn(2000, 3, generator=generator)
         p = Predictions(logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0])
-        curve = reliability(p, n_bins=10, n_draws=500)
+        curve = reliability(p, n_bins=10)
         full = curve.counts > 50  # with few samples accuracies are coarse and the band covers more
         inside, bins = inside + int((~curve.outside & full).sum()), bins + int(full.sum())
     assert 0.87 < inside / bins < 0.95
@@ -88,13 +105,6 @@ def test_band_covers_nine_in_ten_bins_of_calibrated_models_and_misses_overconfid
     sharp = reliability(Predictions(3 * p.logits, p.labels))
     assert sharp.outside[sharp.counts > 50].all()
     assert (sharp.gap[sharp.counts > 50] > 0).all()
-
-
-def test_band_depends_on_the_seed_alone() -> None:
-    p = random_predictions(500)
-    one, same, other = (reliability(p, seed=seed, n_draws=200) for seed in (0, 0, 1))
-    np.testing.assert_array_equal(one.band_low, same.band_low)
-    assert not np.array_equal(one.band_low, other.band_low, equal_nan=True)
 
 
 def test_reliability_of_perfect_certainty_has_a_band_of_no_width() -> None:
@@ -192,9 +202,19 @@ def test_worst_class_first_and_never_predicted_last() -> None:
     gaps = class_gaps(Predictions.from_probs(probs, labels))
     # class 1 claims 0.9 and is right half the time; class 0 is exact; class 2 has one sample, wrong one time in ten
     np.testing.assert_allclose(gaps.gap, [0.0, 0.4, 0.9, np.nan], atol=1e-6)
-    assert gaps.excess[1] == pytest.approx(0.9 - 0.5 - 1.6448536 * np.sqrt(0.09 / 200), abs=0.01)
-    assert gaps.excess[[0, 2, 3]].tolist() == [0, 0, 0]
+    assert gaps.off.tolist() == [False, True, False, False]
+    assert gaps.p_value[2] == pytest.approx(0.2, abs=1e-6)  # both sides
     assert gaps.worst_first().tolist() == [1, 2, 0, 3]
+
+
+def test_no_class_of_a_calibrated_model_is_called_off_however_many_there_are() -> None:
+    generator = torch.Generator().manual_seed(3)
+    called = 0
+    for _ in range(20):
+        logits = 2 * torch.randn(1500, 200, generator=generator)
+        labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+        called += bool(class_gaps(Predictions(logits, labels)).off.any())
+    assert called <= 3  # 5 % of 20, and chance
 
 
 def test_real_predictions(shared: Path) -> None:

@@ -29,7 +29,7 @@ ROWS = [{"epoch": e, "ece": 0.05 / e, "accuracy": 1 - 0.1 / e} for e in range(1,
 GROUPS = {"ResNet": {"CE": 0.94, "ours": 0.95}, "VGG": {"CE": 0.92}}
 
 DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {
-    "reliability": lambda p, ax: plots.draw_reliability(reliability(p, n_draws=100), ax=ax),
+    "reliability": lambda p, ax: plots.draw_reliability(reliability(p), ax=ax),
     "confidence": lambda p, ax: plots.draw_confidence(confidence_histogram(p), ax=ax),
     "confidence, cut": lambda p, ax: plots.draw_confidence(confidence_histogram(p, drop_last=True), ax=ax),
     "epochs": lambda p, ax: plots.draw_epochs(ROWS, ["ece", "accuracy"], ax=ax, percent=True),
@@ -59,7 +59,7 @@ def test_touches_nothing_global_and_can_be_saved(name: str, p: Predictions, tmp_
 
 
 def test_reliability_marks_stand_at_the_numbers(p: Predictions) -> None:
-    curve = reliability(p, n_bins=10, n_draws=100)
+    curve = reliability(p, n_bins=10)
     ax = plots.draw_reliability(curve)
     full = curve.counts > 0
     bands, gaps = ax.containers[:2]

@@ -25,7 +25,7 @@ pytest.importorskip("jinja2")
 from doublehead.report import build, build_report, svg, write_report
 from doublehead.report.charts import shortened
 from doublehead.report.numbers import THRESHOLDS, Method, at_thresholds, changed_answers, measure
-from doublehead.report.rows import class_rows, guaranteed_table, metrics_table
+from doublehead.report.rows import class_rows, classes_off, guaranteed_table, metrics_table
 from doublehead.report.verdict import describe, direction, grade, verdict
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
@@ -273,7 +273,9 @@ def test_classes_come_worst_first_with_their_names(methods: list[Method]) -> Non
     found = class_rows(methods[0], [f"name {k}" for k in range(5)], 3)
     order = methods[0].classes.worst_first()[:3]
     assert [row["name"] for row in found] == [f"name {k}" for k in order]
-    assert all(row["outside"] for row in found)
+    assert all(row["off"] for row in found)
+    assert classes_off(methods[0]).startswith("5 of 5 predicted classes are off by more than chance")
+    assert classes_off(methods[1]) == "No class is off by more than chance explains."
     assert class_rows(methods[0], None, 1)[0]["name"] == f"class {order[0]}"
 
 
@@ -283,7 +285,8 @@ def test_a_class_never_predicted_is_no_trouble() -> None:
     assert "nan" not in re.sub(r"<style>.*?</style>|<script.*?</script>", "", page, flags=re.DOTALL).lower()
 
 
-def test_one_sample_makes_a_page() -> None:
+def test_one_sample_or_one_bin_makes_a_page() -> None:
+    assert "Bins: 1 of equal width" in build_report({"a": made(60)}, n_bins=1)
     assert "1 samples" in build_report({"one": Predictions([[3.0, 0.0]], [0])})
 
 
@@ -344,3 +347,15 @@ def test_needs_the_report_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"doublehead\[report\]"):
         build_report({"a": made(60)})
+
+
+@pytest.mark.parametrize("page", ["report.md", "reading-a-reliability-diagram.md"])
+def test_code_in_the_docs_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    blocks = re.findall(r"```python\n(.*?)```", (docs / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})
+    assert any(tmp_path.iterdir())

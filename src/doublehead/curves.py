@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import erfc, sqrt
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,7 +17,10 @@ from doublehead.predictions import Predictions
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 BAND = (0.05, 0.95)  # the share of perfectly calibrated models a band leaves out below and above
-CLASS_CELLS = 60  # confidences of a class within 1/60 of each other share one binomial draw
+BAND_SIGMA = 1.6448536269514722  # the same in standard deviations of a normal variable
+EXACT_UP_TO = 20_000  # samples of a group; above it the normal distribution is as good
+CLASS_CELLS = 60  # confidences of a class within 1/60 of each other count as equal
+LEVEL = 0.05  # chance that any class of a perfectly calibrated model is called off
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +88,8 @@ class ClassGaps:
     """For each class, the samples predicted to be of it: what the model claims and how often it is right.
 
     Arrays are float64 (K,), nan where a class is never predicted. `band_low..band_high` holds the accuracy of a
-    perfectly calibrated model in 90 % of test sets; `ece` is the one-versus-rest error of the class's probability.
+    perfectly calibrated model in 90 % of test sets, `p_value` is its chance to lie as far off on either side, `ece`
+    the one-versus-rest error of the class's probability.
     """
 
     counts: Array  # int64, samples predicted to be of the class
@@ -93,6 +98,7 @@ class ClassGaps:
     accuracy: Array
     band_low: Array
     band_high: Array
+    p_value: Array
     ece: Array
 
     @property
@@ -102,24 +108,25 @@ class ClassGaps:
         return gap
 
     @property
-    def excess(self) -> Array:
-        """(K,) how far the accuracy lies outside the band; 0 inside it, and for classes never predicted."""
-        outside = np.fmax(self.band_low - self.accuracy, self.accuracy - self.band_high)
-        excess: Array = np.fmax(outside, 0.0)
-        return excess
+    def off(self) -> Array:
+        """(K,) bool: off by more than chance explains, with 5 % for all classes together (Bonferroni)."""
+        off: Array = self.p_value < LEVEL / max(1, int((self.counts > 0).sum()))
+        return off
 
     def worst_first(self) -> Array:
-        """(K,) classes by falling excess; equals by falling |gap|, classes never predicted last."""
-        size = np.nan_to_num(np.abs(self.gap), nan=-1.0)
-        order: Array = np.lexsort((np.arange(len(size)), -size, -self.excess))
+        """(K,) classes that are off by falling |gap|, then the rest by rising p-value, never predicted ones last."""
+        p_value = np.nan_to_num(self.p_value, nan=2.0)
+        size = np.where(self.off, -np.abs(self.gap), p_value)
+        order: Array = np.lexsort((np.arange(len(size)), size, ~self.off))
         return order
 
 
-def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0, n_draws: int = 2000) -> Reliability:
+def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Reliability:
     """The reliability diagram of the predicted class, with the band of a perfectly calibrated model.
 
-    The band is simulated: answers are drawn from the confidences themselves, `n_draws` times. For a stream, pass
-    top-label bins finer than `n_bins` by a whole factor, such as `Bins.top(p, fine_bins(15))`.
+    The band is worked out from the distribution of the number of right answers; `seed` is that of the simulated
+    floor. For a stream, pass top-label bins finer than `n_bins` by a whole factor, such as
+    `Bins.top(p, fine_bins(15))`.
 
     >>> p = Predictions.from_probs([[0.9, 0.1]] * 100, [0] * 90 + [1] * 10)
     >>> curve = reliability(p, n_bins=10)
@@ -131,7 +138,7 @@ def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0, n_draws:
     floor = ece_floor(fine, n_bins, seed=seed)  # checks that these are top-label bins with samples
     bins = fine.coarsen(n_bins)
     cells = fine.state().unflatten(-1, (n_bins, -1)).numpy()  # (3, n_bins, cells)
-    low, high = _band(cells[0], cells[1] / UNIT, n_draws, seed)
+    low, high, _ = _perfect_model(cells[0], cells[1] / UNIT, cells[2])
     return Reliability(
         edges=bins.edges.numpy(),
         confidence=bins.confidence.numpy(),
@@ -203,7 +210,7 @@ def risk_coverage_curve(p: Predictions, n_points: int = 200) -> RiskCoverage:
     return RiskCoverage(*(column[kept] for column in whole))
 
 
-def class_gaps(p: Predictions, n_bins: int = 15, seed: int = 0, n_draws: int = 1000) -> ClassGaps:
+def class_gaps(p: Predictions, n_bins: int = 15) -> ClassGaps:
     """Class by class: when the model says k, what does it claim and how often is it right?
 
     >>> gaps = class_gaps(Predictions.from_probs([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]], [0, 1, 1]))
@@ -224,7 +231,7 @@ def class_gaps(p: Predictions, n_bins: int = 15, seed: int = 0, n_draws: int = 1
         sums(correct.double().numpy()),
     )
     n, empty = counts.sum(1), np.full(p.n_classes, np.nan)
-    low, high = _band(counts, conf_sums, n_draws, seed)
+    low, high, p_value = _perfect_model(counts, conf_sums, correct_sums)
     return ClassGaps(
         counts=n,
         n_labels=np.bincount(p.labels.cpu().numpy(), minlength=p.n_classes),
@@ -232,21 +239,43 @@ def class_gaps(p: Predictions, n_bins: int = 15, seed: int = 0, n_draws: int = 1
         accuracy=np.divide(correct_sums.sum(1), n, out=empty.copy(), where=n > 0),
         band_low=low,
         band_high=high,
+        p_value=p_value,
         ece=Bins.classwise(p, n_bins).ece().cpu().numpy(),
     )
 
 
-def _band(counts: Array, conf_sums: Array, n_draws: int, seed: int) -> tuple[Array, Array]:
-    """(R,) each: 5 % and 95 % quantiles of the accuracy of R groups whose answers follow their confidences.
+def _perfect_model(counts: Array, conf_sums: Array, correct_sums: Array) -> Array:
+    """(3, R) of R groups: 5 % and 95 % quantiles of a perfect model's accuracy, and the p-value of the one seen.
 
-    Each group is given by the counts and sums of confidences in its cells, (R, cells): the answers of a cell are
-    drawn together, with its mean confidence.
+    Each group is given by the counts, sums of confidences and sums of right answers in its cells, (R, cells). The
+    right answers of a perfectly calibrated model are a sum of independent answers, each right with its confidence;
+    those of a cell share its mean confidence.
     """
-    generator = np.random.default_rng(seed)
-    low, high = np.full(len(counts), np.nan), np.full(len(counts), np.nan)
+    found: Array = np.full((3, len(counts)), np.nan)
     for i in np.flatnonzero(counts.sum(1)):
         size = counts[i][counts[i] > 0]
         chance = np.clip(conf_sums[i][counts[i] > 0] / size, 0, 1)
-        correct = generator.binomial(size, chance, size=(n_draws, len(size))).sum(1)
-        low[i], high[i] = np.quantile(correct / size.sum(), BAND)
-    return low, high
+        right, n = int(correct_sums[i].sum()), int(size.sum())
+        low, high, p_value = _exact(size, chance, right) if n <= EXACT_UP_TO else _normal(size, chance, right)
+        found[:, i] = low / n, high / n, p_value
+    return found
+
+
+def _exact(size: Array, chance: Array, right: int) -> tuple[float, float, float]:
+    """Quantiles of the number of right answers and the two-sided p-value of `right`, by its characteristic function."""
+    n = int(size.sum())
+    turn = np.exp(2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))  # the other half mirrors it
+    with np.errstate(divide="ignore"):  # log(0) where an answer of chance 1/2 meets -1: the product is then 0
+        logs = sum(count * np.log1p(p * (turn - 1)) for count, p in zip(size, chance))
+    below = np.clip(np.fft.irfft(np.conj(np.exp(logs)), n + 1), 0, None).cumsum()  # P(X <= 0..n)
+    low, high = np.searchsorted(below, np.array(BAND) - 1e-12)
+    above = 1 - (below[right - 1] if right else 0.0)
+    return float(low), float(min(high, n)), float(min(1.0, 2 * min(below[right], above)))
+
+
+def _normal(size: Array, chance: Array, right: int) -> tuple[float, float, float]:
+    """The same by the normal distribution, with a correction for whole numbers."""
+    n, mean, sigma = size.sum(), (size * chance).sum(), np.sqrt((size * chance * (1 - chance)).sum())
+    low, high = np.clip([mean - BAND_SIGMA * sigma, mean + BAND_SIGMA * sigma], 0, n)
+    far = max(0.0, abs(right - mean) - 0.5) / max(sigma, 1e-300)
+    return float(low), float(high), erfc(far / sqrt(2))

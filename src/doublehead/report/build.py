@@ -190,6 +190,7 @@ def _method(i: int, method: Method, names: Sequence[str] | None, max_classes: in
         "right": percent(histogram.accuracy),
         "last_bin": percent(histogram.shares[-1], 1),
         "classes": rows.class_rows(method, names, shown),
+        "classes_off": rows.classes_off(method),
         "classes_caption": f"The {shown} worst of {method.n_classes} classes"
         if shown < method.n_classes
         else "Classes",

@@ -8,7 +8,19 @@ from math import isfinite, log10
 import numpy as np
 
 from doublehead.report.numbers import Array, Method, Shifted
-from doublehead.report.svg import Frame, line, nice_ticks, number, picture, rect, tag, text, tick, tooltip
+from doublehead.report.svg import (
+    Frame,
+    boxes,
+    line,
+    nice_ticks,
+    number,
+    picture,
+    rect,
+    tag,
+    text,
+    tick,
+    tooltip,
+)
 from doublehead.report.verdict import percent, span
 
 TENTHS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -47,48 +59,33 @@ def swatch(i: int) -> str:
 
 def reliability_chart(method: Method) -> str:
     """Accuracy by confidence, the gap to what was claimed, the band of a perfect model; counts underneath."""
-    curve, frame = method.curve, Frame(48, 8, 300, 300)
-    strip = Frame(48, 318, 300, 46)
-    bands, gaps, ticks, counts, targets = [], [], [], [], []
-    tallest = log10(1 + int(curve.counts.max()))
+    curve, frame, strip = method.curve, Frame(48, 8, 300, 300), Frame(48, 318, 300, 46)
+    width, tallest = frame.width / len(curve.counts), log10(1 + int(curve.counts.max()))
+    gaps, ticks, counts, targets = [], [], [], []
     for i in np.flatnonzero(curve.counts):
-        left, right = frame.x(curve.edges[i]), frame.x(curve.edges[i + 1])
-        top, low = frame.y(curve.band_high[i]), frame.y(curve.band_low[i])
-        acc, conf = frame.y(curve.accuracy[i]), frame.y(curve.confidence[i])
-        bands.append(rect(left, top, right - left, low - top, "band"))
-        gaps.append(rect(left + 0.5, acc, right - left - 1, conf - acc, "gap"))
-        ticks.append(line(left + 1, acc, right - 1, acc, "acc"))
+        left, acc = frame.x(curve.edges[i]), frame.y(curve.accuracy[i])
+        gaps.append((left + 0.5, acc, width - 1, frame.y(curve.confidence[i]) - acc))
+        ticks.append((left + 1, acc, width - 2, 0.0))
         height = strip.height * log10(1 + int(curve.counts[i])) / tallest
-        counts.append(rect(left + 0.5, strip.bottom - height, right - left - 1, height, "count"))
-        targets.append(
-            rect(
-                left,
-                frame.top,
-                right - left,
-                strip.bottom - frame.top,
-                "hit",
-                tooltip(bin_line(method, int(i))),
-            )
-        )
-    axes = frame.axes([], TENTHS, "", "accuracy (%)")
-    labels = [
-        text(strip.x(v), strip.bottom + 16, tick(v), class_="tick", text_anchor="middle") for v in TENTHS
+        counts.append((left + 0.5, strip.bottom - height, width - 1, height))
+        words = tooltip(bin_line(method, int(i)))
+        targets.append(rect(left, frame.top, width, strip.bottom - frame.top, "hit", words))
+    parts = [
+        frame.axes([], TENTHS, "", "accuracy (%)"),
+        _band(frame, method),
+        boxes(gaps, "gap"),
+        line(frame.x(0), frame.y(0), frame.x(1), frame.y(1), "diagonal"),
+        boxes(ticks, "acc"),
+        boxes(counts, "count"),
+        line(strip.left, strip.bottom, strip.right, strip.bottom, "base"),
+        strip.axes(TENTHS, [], "confidence (%)", "", grid=False),
+        text(42, strip.bottom - 18, "samples", class_="tick y"),
+        text(42, strip.bottom - 5, "(log)", class_="tick y"),
+        _note(method),
+        *targets,
     ]
-    labels.append(text(198, strip.bottom + 33, "confidence (%)", class_="axis", text_anchor="middle"))
-    labels.append(text(42, strip.bottom - 18, "samples", class_="tick", text_anchor="end"))
-    labels.append(text(42, strip.bottom - 5, "(log)", class_="tick", text_anchor="end"))
-    low, high = curve.floor.low, curve.floor.high
-    note = rect(206, 248, 138, 54, "note")
-    words = [f"ECE {percent(curve.ece)} %", f"floor {span(low, high)} %", f"n = {method.n:,}"]
-    note += "".join(
-        text(338, 265 + 16 * i, w, class_="value" if i == 0 else "tick", text_anchor="end")
-        for i, w in enumerate(words)
-    )
-    diagonal = line(frame.x(0), frame.y(0), frame.x(1), frame.y(1), "diagonal")
-    base = line(strip.left, strip.bottom, strip.right, strip.bottom, "base")
     title = f"Reliability diagram of {method.name}: ECE {percent(curve.ece)} %, {_n_outside(method)}"
-    body = [axes, *bands, *gaps, diagonal, *ticks, *counts, base, *labels, note, *targets]
-    return picture(360, 404, title, *body, class_="chart")
+    return picture(360, 404, title, *parts, class_="chart")
 
 
 def bin_line(method: Method, i: int) -> str:
@@ -109,23 +106,11 @@ def overlay_chart(methods: Sequence[Method]) -> str:
     for m, method in enumerate(methods):
         curve = method.curve
         full = np.flatnonzero(curve.counts)
-        band = "".join(
-            rect(
-                frame.x(curve.edges[i]), frame.y(curve.band_high[i]), frame.width / len(curve.counts),
-                frame.y(curve.band_low[i]) - frame.y(curve.band_high[i]), "band",
-            )
-            for i in full
-        )  # fmt: skip
         path = tag(
             "path", d=frame.path(curve.confidence[full], curve.accuracy[full]), class_=f"curve {look(m)}"
         )
-        dots = "".join(
-            marker(
-                m, frame.x(curve.confidence[i]), frame.y(curve.accuracy[i]), tooltip(bin_line(method, int(i)))
-            )
-            for i in full
-        )
-        bands.append(tag("g", band, data_after=str(m), class_="off"))
+        dots = "".join(marker(m, frame.x(curve.confidence[i]), frame.y(curve.accuracy[i])) for i in full)
+        bands.append(tag("g", _band(frame, method), data_after=str(m), class_="off"))
         groups.append(tag("g", path, dots, data_pair=str(m), class_="off"))
     diagonal = line(frame.x(0), frame.y(0), frame.x(1), frame.y(1), "diagonal")
     axes = frame.axes(TENTHS, TENTHS, "confidence (%)", "accuracy (%)")
@@ -137,17 +122,14 @@ def confidence_chart(method: Method, drop_last: bool = False) -> str:
     """The share of samples at each confidence, with mean confidence and accuracy as lines."""
     histogram = method.histogram
     shares = histogram.shares[:-1] if drop_last else histogram.shares
-    ticks = nice_ticks(float(shares.max()), 4)
+    ticks = nice_ticks(float(shares.max(initial=0)), 4)
     frame = Frame(48, 24, 300, 150, y_end=ticks[-1])
-    bars = []
-    for left, right, share, count in zip(histogram.edges, histogram.edges[1:], shares, histogram.counts):
-        x, width, height = (
-            frame.x(left) + 0.5,
-            frame.x(right) - frame.x(left) - 1,
-            frame.bottom - frame.y(share),
-        )
-        words = f"confidence {percent(left, 0)} to {percent(right, 0)} %: {int(count):,} samples, {percent(share)} %"
-        bars.append(rect(x, frame.y(share), width, height, "bar", tooltip(words)))
+    width, bars = frame.width / len(histogram.counts), []
+    for i in np.flatnonzero(shares):
+        start, end = (percent(edge, 0) for edge in histogram.edges[i : i + 2])
+        words = f"confidence {start} to {end} %: {int(histogram.counts[i]):,} samples, {percent(shares[i])} %"
+        x, y = frame.x(histogram.edges[i]) + 0.5, frame.y(shares[i])
+        bars.append(rect(x, y, width - 1, frame.bottom - y, "bar", *([] if drop_last else [tooltip(words)])))
     parts = [frame.axes(TENTHS, ticks, "confidence (%)", "samples (%)"), *bars]
     if not drop_last:
         for value, class_ in ((histogram.accuracy, "right"), (histogram.mean_confidence, "claimed")):
@@ -186,15 +168,13 @@ def shift_chart(methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted
     ticks = nice_ticks(1.02 * largest)
     frame = Frame(124, 8, 264, 26.0 * len(rows), x_end=ticks[-1])
     parts = [line(frame.x(v), frame.top, frame.x(v), frame.bottom, "grid") for v in ticks]
-    parts += [
-        text(frame.x(v), frame.bottom + 16, tick(v), class_="tick", text_anchor="middle") for v in ticks
-    ]
-    parts.append(text(256, frame.bottom + 33, "ECE (%)", class_="axis", text_anchor="middle"))
+    parts += [text(frame.x(v), frame.bottom + 16, tick(v), class_="tick x") for v in ticks]
+    parts.append(text(256, frame.bottom + 33, "ECE (%)", class_="axis x"))
     groups: list[list[str]] = [[] for _ in methods]
     for j, (name, values) in enumerate(rows):
         y = frame.top + 26 * (j + 0.5)
         parts.append(line(frame.left, y, frame.right, y, "grid"))
-        parts.append(text(116, y + 4, shortened(name), class_="tick", text_anchor="end"))
+        parts.append(text(116, y + 4, shortened(name), class_="tick y"))
         for i, value in enumerate(values):
             if isfinite(value):
                 words = tooltip(f"{methods[i].name}, {name}: ECE {percent(value)} %")
@@ -207,7 +187,7 @@ def shift_chart(methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted
 def gap_bar(gap: float, widest: float) -> str:
     """A small bar to the right for overconfidence, to the left for underconfidence."""
     length = 0 if not isfinite(gap) or widest == 0 else 48 * gap / widest
-    bar = rect(min(50, 50 + length), 2, abs(length), 10, "over" if gap > 0 else "under")
+    bar = boxes([(min(50, 50 + length), 2, abs(length), 10)], "over" if gap > 0 else "under")
     return tag(
         "svg", line(50, 0, 50, 14, "base"), bar, viewBox="0 0 100 14", class_="gapbar", aria_hidden="true"
     )
@@ -221,6 +201,24 @@ def shortened(name: str, length: int = 18) -> str:
 
 def _risk(method: Method) -> tuple[Array, Array]:
     return method.risk.risk.numpy(), method.risk.coverage.numpy()
+
+
+def _band(frame: Frame, method: Method) -> str:
+    """Where the accuracy of a perfectly calibrated model falls, bin by bin."""
+    curve = method.curve
+    width, heights = frame.width / len(curve.counts), frame.height * (curve.band_high - curve.band_low)
+    full = np.flatnonzero(curve.counts)
+    corners = [(frame.x(curve.edges[i]), frame.y(curve.band_high[i]), width, float(heights[i])) for i in full]
+    return boxes(corners, "band")
+
+
+def _note(method: Method) -> str:
+    """ECE, floor and n in the free corner of a reliability diagram."""
+    floor = method.curve.floor
+    words = [f"floor {span(floor.low, floor.high)} %", f"n = {method.n:,}"]
+    small = [text(338, 281 + 16 * i, word, class_="tick y") for i, word in enumerate(words)]
+    value = text(338, 265, f"ECE {percent(method.curve.ece)} %", class_="value y")
+    return rect(206, 248, 138, 54, "note") + value + "".join(small)
 
 
 def _n_outside(method: Method) -> str:

@@ -75,7 +75,7 @@ def measure(name: str, p: Predictions, n_bins: int, seed: int) -> Method:
     """Everything about one set of predictions; a second or so for 10,000 samples."""
     bins = Bins.top(p, metrics.fine_bins(n_bins))
     n_draws = int(np.clip(RESAMPLED // len(p), 200, 1000))
-    gaps = class_gaps(p, n_bins, seed)
+    gaps = class_gaps(p, n_bins)
     accepted, wrong = at_thresholds(p, THRESHOLDS)
     return Method(
         name=name,

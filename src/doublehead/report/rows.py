@@ -88,7 +88,7 @@ def class_rows(method: Method, names: Sequence[str] | None, shown: int) -> list[
             "confidence": _known(gaps.confidence[k]),
             "accuracy": _known(gaps.accuracy[k]),
             "gap": _known(gaps.gap[k], signed=True),
-            "outside": bool(gaps.excess[k] > 0),
+            "off": bool(gaps.off[k]),
             "bar": gap_bar(float(gaps.gap[k]), widest),
             "band": f"{percent(gaps.band_low[k], 1)} to {percent(gaps.band_high[k], 1)}"
             if gaps.counts[k]
@@ -97,6 +97,14 @@ def class_rows(method: Method, names: Sequence[str] | None, shown: int) -> list[
         }
         for k in order
     ]
+
+
+def classes_off(method: Method) -> str:
+    """How many classes are off by more than chance explains."""
+    off, n = int(method.classes.off.sum()), int((method.classes.counts > 0).sum())
+    if off == 0:
+        return "No class is off by more than chance explains."
+    return f"{off} of {n} predicted classes are off by more than chance explains: their gaps are bold."
 
 
 def guaranteed_table(methods: Sequence[Method]) -> list[dict[str, Any]]:

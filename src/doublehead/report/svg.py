@@ -33,7 +33,8 @@ def number(value: str | float) -> str:
     """Pixels to a tenth: crisp enough, and short."""
     if isinstance(value, str):
         return value
-    return f"{value:.1f}".removesuffix(".0")
+    rounded = f"{value:.1f}".removesuffix(".0")
+    return "0" if rounded == "-0" else rounded
 
 
 def picture(width: float, height: float, title: str, *children: str, **attributes: str | float | None) -> str:
@@ -52,6 +53,15 @@ def rect(x: float, y: float, width: float, height: float, class_: str, *children
     if height < 0:
         y, height = y + height, -height
     return tag("rect", *children, x=x, y=y, width=width, height=height, class_=class_)
+
+
+def boxes(corners: Iterable[tuple[float, float, float, float]], class_: str) -> str:
+    """Many boxes (x, y, width, height) of one look as one element; a box of no height is a line."""
+    parts = []
+    for corner in corners:
+        x, y, width, height = map(number, corner)
+        parts.append(f"M{x} {y}h{width}" if height == "0" else f"M{x} {y}h{width}v{height}h-{width}Z")
+    return tag("path", d="".join(parts), class_=class_)
 
 
 def tooltip(content: str) -> str:
@@ -93,22 +103,26 @@ class Frame:
         points = [f"{number(self.x(x))} {number(self.y(y))}" for x, y in zip(xs, ys)]
         return "M" + "L".join(points) if points else ""
 
-    def axes(self, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str, y_label: str) -> str:
-        """Grid, tick labels in percent, and the names of both axes."""
-        parts = [line(self.left, self.y(v), self.right, self.y(v), "grid") for v in y_ticks]
-        parts += [line(self.x(v), self.top, self.x(v), self.bottom, "grid") for v in x_ticks]
-        parts += [
-            text(self.left - 6, self.y(v) + 4, tick(v), class_="tick", text_anchor="end") for v in y_ticks
-        ]
-        parts += [
-            text(self.x(v), self.bottom + 16, tick(v), class_="tick", text_anchor="middle") for v in x_ticks
-        ]
-        middle = self.top + self.height / 2
-        parts.append(
-            text(self.left + self.width / 2, self.bottom + 33, x_label, class_="axis", text_anchor="middle")
-        )
-        turned = f"rotate(-90 12 {number(middle)})"
-        parts.append(text(12, middle, y_label, class_="axis", text_anchor="middle", transform=turned))
+    def axes(
+        self,
+        x_ticks: Sequence[float],
+        y_ticks: Sequence[float],
+        x_label: str,
+        y_label: str,
+        grid: bool = True,
+    ) -> str:
+        """Grid, tick labels in percent, and the names of both axes where they have one."""
+        across = [f"M{number(self.left)} {number(self.y(v))}h{number(self.width)}" for v in y_ticks]
+        along = [f"M{number(self.x(v))} {number(self.top)}v{number(self.height)}" for v in x_ticks]
+        parts = [tag("path", d="".join(across + along), class_="grid")] if grid else []
+        parts += [text(self.left - 6, self.y(v) + 4, tick(v), class_="tick y") for v in y_ticks]
+        parts += [text(self.x(v), self.bottom + 16, tick(v), class_="tick x") for v in x_ticks]
+        if x_label:
+            parts.append(text(self.left + self.width / 2, self.bottom + 33, x_label, class_="axis x"))
+        if y_label:
+            middle = self.top + self.height / 2
+            turned = f"rotate(-90 12 {number(middle)})"
+            parts.append(text(12, middle, y_label, class_="axis x", transform=turned))
         return "".join(parts)
 
 
