@@ -70,7 +70,7 @@ def main() -> None:
     def with_head(every: int):
         return {
             "heads": Alternation(
-                heads, run.inputs.calib, every=every, annealing=Annealing(1.2), lr=run.optimizer
+                heads, run.inputs.calib(), every=every, annealing=Annealing(1.2), lr=run.optimizer
             )
         }
 

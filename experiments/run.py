@@ -53,7 +53,14 @@ def main() -> None:
                 return
             folder = RunFolder(options.output / config.name)
             started = time.perf_counter()
-            results = train(config, folder, root=options.root, accelerator=options.accelerator, report=tell)
+            results = train(
+                config,
+                folder,
+                root=options.root,
+                accelerator=options.accelerator,
+                checkpoint_seconds=120,
+                report=tell,
+            )
             keep(folder, options.results)
             numbers = results["outputs"]["main"]
             print(

@@ -111,16 +111,17 @@ def test_statistics_by_hand() -> None:
     assert statistics(torch.randn(6, 100)).shape == (6, 13)
 
 
-def test_standardise_follows_the_data_and_rests_in_evaluation() -> None:
+YES = torch.tensor(True)
+
+
+def test_standardise_follows_the_data_it_is_given() -> None:
     moments = Standardise(2)
-    data = torch.randn(40, 50, 2, dtype=torch.float64).float() * torch.tensor([3.0, 0.1]) + torch.tensor(
-        [5.0, -1.0]
-    )
+    data = torch.randn(40, 50, 2) * torch.tensor([3.0, 0.1]) + torch.tensor([5.0, -1.0])
     for batch in data:
-        moments(batch)
+        moments.follow(batch, YES)
     torch.testing.assert_close(moments.mean, data.flatten(0, 1).mean(0), rtol=1e-4, atol=1e-4)
     before = copy.deepcopy(moments.state_dict())
-    out = moments.eval()(data.flatten(0, 1))
+    out = moments.train()(data.flatten(0, 1))
     torch.testing.assert_close(out.mean(0), torch.zeros(2), atol=1e-3, rtol=0)
     torch.testing.assert_close(out.std(0), torch.ones(2), atol=1e-2, rtol=0)
     assert all(torch.equal(before[key], value) for key, value in moments.state_dict().items())
@@ -215,7 +216,7 @@ def test_one_step_by_hand() -> None:
     loss = F.cross_entropy(beta * reference(features, net(x).detach()), y)
     loss.backward()
     torch.optim.SGD(reference.parameters(), 0.1, 0.9, weight_decay=5e-5, nesterov=True).step()
-    alternation = Alternation(model, [(x, y)], every=1, annealing=Annealing(1.5), lr=0.1)
+    alternation = Alternation(model, [(x, y)], every=1, annealing=Annealing(1.5), lr=0.1, clip=math.inf)
     got = alternation.step(0.25)
     assert got is not None
     torch.testing.assert_close(got, loss.detach())
@@ -223,6 +224,18 @@ def test_one_step_by_hand() -> None:
         torch.testing.assert_close(a, b)
     norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
     torch.testing.assert_close(alternation.grad_norm, norm)
+
+
+def test_gradients_are_clipped() -> None:
+    model = DoubleHead(small_net().eval())
+    x, y = some_data(16, 5).tensors
+    before = copy.deepcopy(model.head)
+    alternation = Alternation(model, [(x, y)], every=1, lr=0.1, clip=1e-3, weight_decay=0.0)
+    alternation.step(0.0)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(model.head.parameters(), before.parameters())])
+    torch.testing.assert_close(
+        moved.norm(), torch.tensor(0.1 * 1.9 * 1e-3), rtol=1e-3, atol=0
+    )  # Nesterov: 1 + 0.9
 
 
 def test_steps_every_kth_call_and_leaves_no_gradients() -> None:
@@ -324,12 +337,45 @@ def test_non_finite_losses_are_skipped_counted_and_finally_raised() -> None:
             hopeless.step(0.0)
 
 
-def test_moments_forget_what_is_not_finite() -> None:
+def test_moments_leave_out_what_is_not_finite_or_not_fine() -> None:
     moments = Standardise(2)
-    moments(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    moments.follow(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), YES)
     before = copy.deepcopy(moments.state_dict())
-    moments(torch.tensor([[float("nan"), 2.0], [3.0, float("inf")]]))
+    moments.follow(torch.tensor([[float("nan"), 2.0], [3.0, float("inf")]]), YES)
+    moments.follow(torch.tensor([[1e9, 2.0], [3.0, 1.0]]), ~YES)
     assert all(torch.equal(before[key], value) for key, value in moments.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "head", [{}, {"kind": "temperature"}, {"kind": "temperature", "reads": "statistics"}]
+)
+def test_features_that_explode_at_the_start_do_not_end_a_head(head: dict[str, object]) -> None:
+    """A deep network's first calibration batches come with features of 1e9: BatchNorm's averages are not there yet."""
+
+    class Exploding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(8, 3)
+            self.size = 1e9
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(x * self.size)
+
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    net = Exploding()
+    nn.init.normal_(net.last.weight)
+    y = (2 * x @ net.last.weight.T + torch.randn(256, 3)).argmax(1)
+    model = DoubleHead(net, **head)  # type: ignore[arg-type]
+    alternation = Alternation(model, [(x, y)], every=1, lr=0.1, annealing=Annealing(1.0))
+    for _ in range(3):
+        alternation.step(0.0)
+    net.size = 1.0
+    for _ in range(200):
+        last = alternation.step(0.0)
+    assert last is not None
+    assert float(last) < 0.8  # guessing scores log 3 = 1.10
+    assert alternation.skipped == 0
 
 
 def test_bad_calibration_batches_are_named() -> None:

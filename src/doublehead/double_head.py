@@ -13,17 +13,18 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from doublehead.head_optimizer import HeadSGD
 from doublehead.last_layer import FeatureTap, find_last_layer, logits_of, uncompiled, with_logits
 from doublehead.plumbing import (
     Endless,
     Randomness,
+    Verdicts,
     average_over_processes,
     device_of,
     evaluating,
@@ -65,10 +66,10 @@ def statistics(logits: Tensor) -> Tensor:
 
 
 class Standardise(nn.Module):
-    """Subtract the mean and divide by the deviation of the calibration data seen so far.
+    """Subtract the mean and divide by the deviation of the calibration data that `follow` has seen.
 
-    The moments follow the network as it learns: a plain average over the first 50 batches, then an
-    exponential one. They change in training mode only and are part of the state.
+    The moments go along with the network as it learns: a plain average over the first 50 batches, then an
+    exponential one. They are part of the state.
     """
 
     def __init__(self, size: int) -> None:
@@ -82,14 +83,14 @@ class Standardise(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """(B, size) -> (B, size)."""
-        if self.training:
-            self._follow(values.detach())
         variance = (self.square - self.mean.square()).clamp(min=1e-6)
         return (values - self.mean) * variance.rsqrt()
 
-    def _follow(self, values: Tensor) -> None:
+    @torch.no_grad()
+    def follow(self, values: Tensor, fine: Tensor) -> None:
+        """Take a batch (B, size) into the moments if it is `fine`, a bool tensor ()."""
         moments = average_over_processes(torch.stack([values.mean(0), values.square().mean(0)]))
-        fine = torch.isfinite(moments).all()  # stays on the device; a broken batch is left out
+        fine = fine & torch.isfinite(moments).all()
         self.batches += fine
         rate = fine * self.batches.clamp(min=1).reciprocal().clamp(min=0.02)
         moments = moments.nan_to_num(0.0, 0.0, 0.0)
@@ -147,6 +148,11 @@ class CalibrationHead(nn.Module):
         """Features (B, F) and main logits (B, K) -> calibrated logits (B, K), in float32 whatever comes in."""
         with torch.autocast(main.device.type, enabled=False):
             return self.calibrate(self.standardise(self.gather(features, main)), main)
+
+    def follow(self, features: Tensor, main: Tensor, fine: Tensor) -> None:
+        """Let the moments of what the head reads go along with a calibration batch that is `fine`."""
+        if isinstance(self.standardise, Standardise):
+            self.standardise.follow(self.gather(features, main), fine)
 
     def gather(self, features: Tensor, main: Tensor) -> Tensor:
         """What the head reads, side by side, (B, size)."""
@@ -286,8 +292,12 @@ class Alternation:
     inputs (for calibration under distribution shift). `lr` is a number, or your optimizer, whose first learning
     rate, times `lr_scale`, is then followed. `optimizer` makes another optimizer than SGD:
     `optimizer(parameters, lr=...)`.
-    A calibration loss that is not finite skips the step, is counted in `skipped`, and raises after
-    `patience` of them in a row.
+
+    In the first steps a deep network in evaluation mode gives features of any size, since BatchNorm's averages are
+    not there yet; one such batch can end a head. So the head's gradient is clipped to a 2-norm of `clip` (its usual
+    size is below 1; `clip=math.inf` is the paper's method to the letter), and a batch on which the network is ten
+    times worse than guessing is passed over. A calibration loss that is not finite skips the step, is counted in
+    `skipped`, warned about once, and raises after `patience` of them in a row.
     """
 
     def __init__(
@@ -303,30 +313,36 @@ class Alternation:
         weight_decay: float = 5e-5,
         momentum: float = 0.9,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-        watch_gradients: bool = False,
+        clip: float = 1.0,
         patience: int = 20,
         seed: int = 0,
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
         self.model = _unwrap(model)
-        self.head = self.model.head
-        self.calib_batches, self.every, self.augment, self.patience = calib_batches, every, augment, patience
+        self.head: Any = self.model.head
+        self.calib_batches, self.every, self.augment = calib_batches, every, augment
+        self.clip, self.patience, self.lr_scale = clip, patience, lr_scale
         self.annealing = annealing or getattr(self.head, "annealing", None) or Annealing()
         self._followed = lr if isinstance(lr, torch.optim.Optimizer) else None
-        self.lr_scale, self.watch_gradients = lr_scale, watch_gradients
-        rate: Any = (self._followed.param_groups[0]["lr"] if self._followed else lr) * lr_scale
+        rate = lr_scale * (self._followed.param_groups[0]["lr"] if self._followed else lr)  # type: ignore[operator]
         if optimizer is not None:
             self.optimizer = optimizer(self.head.parameters(), lr=rate)
         else:
-            make = getattr(self.head, "make_optimizer", None) or partial(_sgd, self.head)
-            self.optimizer = make(lr=rate, momentum=momentum, weight_decay=weight_decay)
+            groups = getattr(self.head, "parameter_groups", self.head.parameters)
+            self.optimizer = HeadSGD(groups(), rate, momentum, weight_decay)
         self._randomness = Randomness(seed + rank(), device_of(self.model))
-        self._batches = Endless(calib_batches, self._randomness)
-        self.calls = self.skipped = self._skipped_in_a_row = 0
+        self._batches, self._verdicts = Endless(calib_batches, self._randomness), Verdicts()
+        self.calls = self._skipped = self._skipped_in_a_row = 0
         self.beta: Any = None
-        self.grad_norm: Tensor | None = None  # of the last calibration step; (H,) of a bank, if watched
+        self.grad_norm: Tensor | None = None  # of the last calibration step, before clipping; (H,) of a bank
         same_on_all_processes(self.head)
+
+    @property
+    def skipped(self) -> int:
+        """How many calibration steps were left out because their loss was not finite."""
+        self._count(wait=True)
+        return self._skipped
 
     def step(self, progress: float) -> Tensor | None:
         """Count one step of the network; on every k-th train the head once and return the calibration loss."""
@@ -344,47 +360,55 @@ class Alternation:
             return self._train_head(features, logits_of(output), labels)
 
     def _train_head(self, features: Tensor, main: Tensor, labels: Tensor) -> Tensor:
+        """One step of the head. Everything stays on the device: the network's next step need not wait."""
+        sane = _nll(main.float(), labels) < 10 * math.log(main.shape[-1])
+        if hasattr(self.head, "follow"):
+            self.head.follow(features, main, sane)
         self.head.train()
         with torch.enable_grad():
-            logits = self.beta * self.head(features, main)  # (B, K), or (H, B, K) from a bank of H heads
-            losses = (logits.logsumexp(-1) - _at(logits, labels)).mean(-1)  # (), or (H,)
+            losses = _nll(self.beta * self.head(features, main), labels)  # (), or (H,) from a bank of H heads
             losses.sum().backward()
         self.head.train(self.model.training)
         losses = average_over_processes(losses.detach())
         gradients = [average_over_processes(p.grad) for p in self.head.parameters() if p.grad is not None]
-        if losses.ndim == 0:
-            self.grad_norm = torch.nn.utils.get_total_norm(gradients)
-            fine = torch.isfinite(losses + self.grad_norm)
-        else:
-            self.grad_norm = self.head.grad_norms() if self.watch_gradients else None
-            fine = torch.isfinite(losses).any()
-        if bool(fine):
-            self._skipped_in_a_row = 0
-            if self._followed:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = self._followed.param_groups[0]["lr"] * self.lr_scale
-            self.optimizer.step()
-        else:
-            self._skip(losses)
+        norms = self.head.grad_norms() if losses.ndim else torch.nn.utils.get_total_norm(gradients)
+        fine = torch.isfinite(losses) & torch.isfinite(norms)
+        self._move(fine & sane, (self.clip / norms).clamp(max=1.0), gradients)
         self.optimizer.zero_grad(
             set_to_none=True
-        )  # so that an optimizer over all parameters leaves the head alone
+        )  # so an optimizer over all parameters leaves the head alone
+        self.grad_norm = norms
+        self._verdicts.ask(fine.any())
+        self._count()
         return losses
 
-    def _skip(self, losses: Tensor) -> None:
-        self.skipped += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self.patience:
-            raise FloatingPointError(
-                f"the calibration loss was not finite {self._skipped_in_a_row} times in a row (now {losses.tolist()}): "
-                "lower the calibration lr, or see whether the network itself still gives finite logits"
-            )
-        if self.skipped == 1:
-            warnings.warn(
-                f"calibration loss is {losses.tolist()}: this step of the calibration head is skipped; "
-                "further ones are counted in Alternation.skipped",
-                stacklevel=4,
-            )
+    def _move(self, fine: Tensor, shrink: Tensor, gradients: list[Tensor]) -> None:
+        if self._followed:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._followed.param_groups[0]["lr"] * self.lr_scale
+        if isinstance(self.optimizer, HeadSGD):
+            self.optimizer.step(fine, shrink)
+        elif bool(fine.all()):  # another optimizer cannot leave a step out by itself
+            for gradient in gradients:
+                gradient.mul_(shrink)
+            self.optimizer.step()
+
+    def _count(self, wait: bool = False) -> None:
+        """Look at the steps whose verdict has come over from the device."""
+        for fine in self._verdicts.come(wait):
+            self._skipped += not fine
+            self._skipped_in_a_row = 0 if fine else self._skipped_in_a_row + 1
+            if self._skipped_in_a_row >= self.patience:
+                raise FloatingPointError(
+                    f"the calibration loss was not finite {self._skipped_in_a_row} times in a row: lower the "
+                    "calibration lr, or see whether the network itself still gives finite logits"
+                )
+            if not fine and self._skipped == 1:
+                warnings.warn(
+                    "the calibration loss is not finite: this step of the calibration head is skipped; "
+                    "further ones are counted in Alternation.skipped",
+                    stacklevel=4,
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the head's weights, which are in the model's own state."""
@@ -399,19 +423,16 @@ class Alternation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken, given the same calibration data."""
         self.calls = state["calls"]
-        self.skipped, self._skipped_in_a_row = state["skipped"]
+        self._skipped, self._skipped_in_a_row = state["skipped"]
         self.optimizer.load_state_dict(state["optimizer"])
         self._batches.load_state_dict(state["batches"])
         self._randomness.state = dict(state["randomness"])
 
 
-def _at(logits: Tensor, labels: Tensor) -> Tensor:
-    """The logit of each label, for (B, K) and for (H, B, K)."""
-    return logits.gather(-1, labels.expand(logits.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-
-
-def _sgd(head: nn.Module, lr: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(head.parameters(), lr, momentum, weight_decay=weight_decay, nesterov=momentum > 0)
+def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of logits (B, K), or of each of H heads for (H, B, K)."""
+    at_labels = logits.gather(-1, labels.expand(logits.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    return (logits.logsumexp(-1) - at_labels).mean(-1)
 
 
 def _unwrap(model: nn.Module) -> DoubleHead:

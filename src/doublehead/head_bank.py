@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from doublehead.calibrators.temperature import fit_inverse_temperature
-from doublehead.double_head import Annealing, CalibrationHead, Readings, Reads
+from doublehead.double_head import Annealing, CalibrationHead, Readings, Reads, Standardise
 from doublehead.losses import brier, cross_entropy
 
 SCORES = {"nll": cross_entropy, "brier": brier}
@@ -125,13 +125,19 @@ class HeadBank(nn.Module):
         beta0 = torch.tensor([spec.beta0 for spec in self.specs], device=self.chosen.device)
         return Annealing(beta0[:, None, None])
 
-    def make_optimizer(self, lr: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
-        """One optimizer for all heads, each at its own learning rate."""
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """For `HeadSGD`: the parameters of each stack, which heads they belong to and their learning rates."""
         groups = []
         for stack, numbers in zip(self.stacks, self.members):
             scale = torch.tensor([self.specs[number].lr for number in numbers], device=self.chosen.device)
-            groups.append({"params": list(stack.parameters()), "scale": scale})
-        return StackedSGD(groups, lr, momentum, weight_decay)
+            rows = torch.tensor(numbers, device=self.chosen.device)
+            groups.append({"params": list(stack.parameters()), "rows": rows, "scale": scale})
+        return groups
+
+    def follow(self, features: Tensor, main: Tensor, fine: Tensor) -> None:
+        """Let the moments of what the heads read go along with a calibration batch that is `fine`."""
+        for stack in self.stacks:
+            stack.follow(features, main, fine)  # type: ignore[operator]
 
     def grad_norms(self) -> Tensor:
         """(H,) the 2-norm of each head's gradient."""
@@ -237,6 +243,11 @@ class _Stack(nn.Module):
             stacked: dict[str, Tensor] = {f"head.{name}": self._stacked(name) for name in self.names}
             return torch.func.vmap(one, randomness="different")(stacked)
 
+    def follow(self, features: Tensor, main: Tensor, fine: Tensor) -> None:
+        """The moments of what the heads read, once for all of them."""
+        if isinstance(self.standardise, Standardise):
+            self.standardise.follow(self._skeleton[0].head.gather(features, main), fine)
+
     def _stacked(self, name: str) -> nn.Parameter:
         return self.get_parameter(name.replace(".", "_"))
 
@@ -257,39 +268,6 @@ class _Calibrate(nn.Module):
 
     def forward(self, inputs: Tensor, main: Tensor) -> Tensor:
         return self.head.calibrate(inputs, main)
-
-
-class StackedSGD(torch.optim.Optimizer):
-    """SGD with Nesterov momentum in which each slice of a stacked parameter has its own learning rate.
-
-    A group's `scale`, (h,), multiplies `lr`; each slice moves exactly as it would alone under torch.optim.SGD. A
-    slice whose gradient is not finite is left out of the step, so that one head's overflow does not stop the others.
-    """
-
-    def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 5e-5) -> None:
-        super().__init__(
-            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "scale": None}
-        )
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
-
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        fine = torch.isfinite(gradient.flatten(1).sum(1)).view(-1, *[1] * (gradient.ndim - 1))
-        direction = torch.where(fine, gradient, 0.0).add(parameter, alpha=group["weight_decay"])
-        state = self.state[parameter]
-        if "velocity" not in state:
-            state["velocity"] = torch.clone(direction)
-        else:
-            state["velocity"].mul_(group["momentum"]).add_(direction)
-        direction = direction.add(state["velocity"], alpha=group["momentum"])
-        rate = (group["lr"] * group["scale"].to(parameter)).view_as(fine)
-        parameter.addcmul_(direction, rate, value=-1)
 
 
 def hold_back(dataset: Dataset[Any], share: float = 0.2, seed: int = 0) -> tuple[Subset[Any], Subset[Any]]:

@@ -124,6 +124,35 @@ def set_random(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
 
+class Verdicts:
+    """Yes or no from the device, read when it has come over, so that nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._coming: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def ask(self, verdict: Tensor) -> None:
+        """Send for a bool tensor ()."""
+        if verdict.device.type != "cuda":
+            self._coming.append((verdict, None))
+            return
+        here = torch.empty((), dtype=torch.bool, pin_memory=True)
+        here.copy_(verdict, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._coming.append((here, event))
+
+    def come(self, wait: bool = False) -> Iterator[bool]:
+        """Those that are here, in order; all of them if `wait`."""
+        while self._coming:
+            verdict, event = self._coming[0]
+            if event is not None and not event.query():
+                if not wait:
+                    return
+                event.synchronize()
+            del self._coming[0]
+            yield bool(verdict)
+
+
 class Endless:
     """Batch after batch, pass after pass, with a place that can be saved and found again."""
 

@@ -41,6 +41,7 @@ class Config:
     calib_batch_size: int = 128
     calib_lr: float = 1.0  # of all heads, relative to lr; follows the same schedule
     calib_weight_decay: float = 5e-5
+    calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
     calib_augment: str = ""  # the paper's g, for distribution shift: noise, broad or noise+broad
     augment_of: Mapping[str, str] = field(
         default_factory=dict

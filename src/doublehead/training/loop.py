@@ -98,12 +98,14 @@ def train(
     devices: int = 1,
     accelerator: str = "auto",
     strategy: str = "auto",
+    checkpoint_seconds: float = 0.0,
     report: Callable[[dict[str, Any]], None] | None = None,
     tick: Callable[[int, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Train what `config` says into `folder`, or go on where it was left; return results.json.
 
     `report` gets each line of metrics, `tick` the epoch, step and steps per epoch. A finished run is not trained again.
+    A checkpoint is written after each epoch, or where epochs are short only every `checkpoint_seconds`.
     """
     if folder.finished:
         folder.begin(config)
@@ -118,11 +120,14 @@ def train(
         _resume(run, folder)
         if fabric.is_global_zero:
             folder.write_text("environment.json", _as_json(environment(fabric.device)))
+        saved = time.perf_counter()
         while run.epoch < config.epochs:
             row = run_epoch(run, tick)
             if fabric.is_global_zero:
                 folder.append_line("metrics.jsonl", row)
-                folder.save_checkpoint(run.state_dict())
+                if run.epoch == config.epochs or time.perf_counter() - saved >= checkpoint_seconds:
+                    folder.save_checkpoint(run.state_dict())
+                    saved = time.perf_counter()
                 if report:
                     report(row)
             fabric.barrier()
@@ -163,7 +168,7 @@ def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None)
             lr=optimizer,
             lr_scale=config.calib_lr,
             weight_decay=config.calib_weight_decay,
-            watch_gradients=config.record_gradients,
+            clip=config.calib_clip,
             seed=config.seed + 1,
         )
         riders[group], alternations[group] = rider, alternation
@@ -194,7 +199,8 @@ def run_epoch(run: Run, tick: Callable[[int, int, int], None] | None = None) -> 
         with run.fabric.autocast():
             for name, alternation in run.alternations.items():
                 stepped = alternation.step(at)
-                if name == "heads" and stepped is not None and alternation.grad_norm is not None:
+                if config.record_gradients and name == "heads" and stepped is not None:
+                    assert alternation.grad_norm is not None
                     norms.append(alternation.grad_norm)
         if tick:
             tick(run.epoch, step + 1, n_steps)
@@ -204,7 +210,7 @@ def run_epoch(run: Run, tick: Callable[[int, int, int], None] | None = None) -> 
         raise RunError(
             f"the training loss is {row['train_loss']} in epoch {run.epoch}: lower lr (now {config.lr:g})"
         )
-    if config.record_gradients and norms:
+    if norms:
         run.gradients.append(torch.stack([norms[i] for i in GRADIENT_STEPS if -len(norms) <= i < len(norms)]))
     run.epoch += 1
     row["lr"] = run.optimizer.param_groups[0]["lr"]
