@@ -153,10 +153,9 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
         try:
             if method == "auto":
                 choice = calibrators.choose(known)
-                facts["cross_validation"] = [score._asdict() for score in choice.scores]
-                return Fitted(
-                    choice.method, choice.calibrator, f"Chose {choice.why()}.", known.n_classes, facts
-                )
+                facts["cross_validation"] = [_without_nan(score._asdict()) for score in choice.scores]
+                why = f"Of {len(choice.scores)} methods {choice.why()}."
+                return Fitted(choice.method, choice.calibrator, why, known.n_classes, facts)
             calibrator = calibrators.make(method).fit(known)
         except ValueError as error:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error

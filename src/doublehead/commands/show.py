@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from doublehead.metrics import Interval
+from doublehead.report.verdict import CALIBRATED, FAR_OFF, LEVEL, NEARLY, OFF, SEVERE, SLIGHT
 from doublehead.tables import PredictionTable
 from doublehead.tally import Summary
 
@@ -130,19 +131,21 @@ def before_after_table(before: Summary, after: Summary, n_bins: int) -> Table:
 
 
 def verdict(summary: Summary) -> str:
-    """Whether the confidences can be trusted, in one sentence."""
+    """Whether the confidences can be trusted, in one sentence, in the words of the report."""
     ece, over = summary.metrics["ece"].estimate, summary.metrics["overconfidence"].estimate
     perfect = f"{100 * summary.floor.low:.2f} .. {100 * summary.floor.high:.2f} %"
-    if summary.p_value > 0.05:
+    if summary.p_value >= LEVEL:
         return (
-            f"No miscalibration can be shown on {summary.n:,} samples: ECE {100 * ece:.2f} %, and a perfectly "
-            f"calibrated model with these confidences scores {perfect} (p = {summary.p_value:.2g})."
+            f"The confidences {CALIBRATED.advice}: no miscalibration can be shown on {summary.n:,} samples (ECE "
+            f"{100 * ece:.2f} %, a perfectly calibrated model scores {perfect}, p = {summary.p_value:.2g})."
         )
-    side = "over" if over > 0 else "under"
+    excess = ece - summary.floor.mean
+    found = NEARLY if excess < SLIGHT else OFF if excess < SEVERE else FAR_OFF
     chance = "p < 0.001" if summary.p_value < 0.001 else f"p = {summary.p_value:.2g}"
     return (
-        f"The confidences are not calibrated: ECE {100 * ece:.2f} %, where a perfectly calibrated model with these "
-        f"confidences scores {perfect} ({chance}); on average {side}confident by {100 * abs(over):.2f} points."
+        f"The confidences {found.advice}: ECE {100 * ece:.2f} %, where a perfectly calibrated model with these "
+        f"confidences scores {perfect} ({chance}); on average {'over' if over > 0 else 'under'}confident by "
+        f"{100 * abs(over):.2f} points."
     )
 
 
