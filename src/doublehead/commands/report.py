@@ -70,7 +70,7 @@ def report(
 
         doublehead report before=test.csv after=probs:repaired.csv --logits -o report.html
 
-        doublehead report runs/cifar10 --title "CIFAR-10, three seeds"
+        doublehead report runs/cifar10-resnet50 --title "ResNet-50 on CIFAR-10"
     """
     with told_to_user():
         how: dict[str, Any] = {
