@@ -13,6 +13,7 @@ from doublehead.commands.calibrate import calibrate
 from doublehead.commands.demo import demo
 from doublehead.commands.errors import UserError
 from doublehead.commands.evaluate import evaluate
+from doublehead.commands.export import export
 from doublehead.commands.report import report
 from doublehead.commands.training import compare, train
 
@@ -44,7 +45,7 @@ def command(function: Callable[..., None], to: typer.Typer = app) -> None:
     to.command(function.__name__.strip("_"))(guarded)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (demo, train, compare, evaluate, calibrate, report)
+COMMANDS: tuple[Callable[..., None], ...] = (demo, train, compare, evaluate, calibrate, report, export)
 DATA_COMMANDS: tuple[Callable[..., None], ...] = (data.list_, data.get, data.check, data.convert)
 for function in COMMANDS:
     command(function)

@@ -1,0 +1,87 @@
+"""`doublehead export`: a run as one model for production."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from doublehead.commands.errors import UserError, told_to_user
+from doublehead.commands.show import notes, results
+from doublehead.integrations.export import FILES, export_model
+from doublehead.integrations.model_card import model_card
+from doublehead.integrations.run_model import RunModel, open_run
+from doublehead.training.run_folder import RunError
+
+HOW = {
+    "mlp": "with logits of its own",
+    "temperature": "that gives each sample its own temperature, so that no prediction changes",
+}
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(FILES)}.")] = "onnx",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: RUN/export]")] = None,
+    head: Annotated[str | None, typer.Option(help="Which head, where the run has several.")] = None,
+    root: Annotated[
+        Path | None, typer.Option(help="The folder that holds the data sets [default: data].")
+    ] = None,
+) -> None:
+    """Write network and calibration head as one model: outputs probs, label and confidence, any batch size.
+
+    The folder also gets a model card, README.md in Hugging Face's format. The exported model is run beside the original
+    before it is kept.
+    """
+    if to not in FILES:
+        raise UserError(f"--to must be one of {', '.join(FILES)}, got {to!r}")
+    with told_to_user():
+        try:
+            found = open_run(run, head, None if root is None else str(root))
+            path = export_model(
+                found.model,
+                found.example,
+                output or run / "export",
+                to,  # type: ignore[arg-type]
+                prepare=found.prepare,
+                card=card(found),
+                facts={"run": found.config.name, "head": found.head, "classes": list(found.classes)},
+            )
+        except (RunError, ValueError) as error:
+            raise UserError(str(error)) from error
+    results().print(str(path))
+    notes().print(f"model card: {path.parent / 'README.md'}", style="dim")
+
+
+def card(found: RunModel) -> str:
+    """The model card of a run."""
+    config, shape = found.config, [1, *found.example.shape[1:]]
+    train, calib, test = found.sizes
+    images = found.example.is_floating_point()
+    kind = "temperature" if found.spec is None else found.spec.kind
+    beta0 = (
+        ""
+        if found.spec is None
+        else f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch"
+    )
+    method = (
+        f"{config.model}, trained for {config.epochs} epochs with {config.loss.replace('_', ' ')}. Beside it a "
+        f"calibration head ('{found.head}') {HOW[kind]} learned from calibration data that the network never saw, "
+        f"one step for every {config.every} of the network{beta0} (Annealing Double-Head)."
+    )
+    pixels = "normalised from pixels in 0..1 by the model itself" if images else "rows of the vocabulary"
+    counts = f"{train:,} samples to train, {calib:,} to calibrate, {test:,} to test"
+    return model_card(
+        config.name,
+        dataset=config.data,
+        data=f"{config.data}: {counts}; inputs are {pixels}.",
+        method=method,
+        test=found.test,
+        before=found.main,
+        classes=found.classes,
+        task="image-classification" if images else "text-classification",
+        inputs=f'{{"input": np.zeros({tuple(shape)}, np.{"float32" if images else "int64"})}}',
+        settings=asdict(config),
+    )

@@ -1,0 +1,259 @@
+"""Out to production: network and calibration head as one model that answers probs, label and confidence.
+
+The folder written holds the model, `config.json` with what was put together, and `README.md`, a model card in Hugging
+Face's format. Every export is run against the original before it is kept. Nothing here, and nothing that loads these
+files, executes a pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from doublehead.double_head import CalibrationHead, DoubleHead
+from doublehead.head_bank import HeadBank
+from doublehead.integrations.head_config import describe, put_head, rebuild
+from doublehead.integrations.nll_curves import inverse_softplus
+from doublehead.last_layer import logits_of
+from doublehead.optional import require
+from doublehead.plumbing import device_of, evaluating
+
+Form: TypeAlias = Literal["onnx", "torch-export", "safetensors"]
+OUTPUTS = ("probs", "label", "confidence")
+FILES = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": "model.safetensors"}
+TOLERANCE = 1e-5  # on probabilities
+
+
+class Calibrated(nn.Module):
+    """A DoubleHead that answers with calibrated probs (B, K), the label (B,) and the confidence in it (B,).
+
+    Inputs come in order; `names` are the keywords under which the network gets them, where it wants keywords.
+    `prepare` turns the first input into the network's own, such as pixels into normalised ones.
+    """
+
+    def __init__(
+        self, double: DoubleHead, prepare: Callable[[Any], Any] | None = None, names: Sequence[str] = ()
+    ) -> None:
+        super().__init__()
+        self.model, self.prepare, self.names = double, prepare, tuple(names)
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """(probs, label, confidence)."""
+        if self.prepare is not None:
+            inputs = (self.prepare(inputs[0]), *inputs[1:])
+        output = self.model(**dict(zip(self.names, inputs))) if self.names else self.model(*inputs)
+        probs = logits_of(output).float().softmax(-1)
+        confidence, label = probs.max(-1)
+        return probs, label, confidence
+
+
+def export_model(
+    double: DoubleHead,
+    example: Any,
+    path: str | Path,
+    to: Form = "onnx",
+    *,
+    prepare: Callable[[Any], Any] | None = None,
+    card: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the network and its head as one model into the folder `path`; returns the model's file.
+
+    `example` is a batch of inputs: a tensor, a tuple of them, or a dict for models that are called by keyword. Its
+    batch size stays free in what is written; so does the length of whole-number inputs (B, T), which are words.
+    `to="onnx"` and `"torch-export"` write a program with the outputs probs, label and confidence; `"safetensors"`
+    writes weights, which `load_weights` puts into a network you build. `facts` are added to config.json.
+    """
+    if to not in FILES:
+        raise ValueError(f"to must be one of {', '.join(FILES)}, got {to!r}")
+    names, inputs = _inputs(example, device_of(double))
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    with (
+        evaluating(double),
+        torch.no_grad(),
+        tempfile.TemporaryDirectory(dir=path, prefix=".export-") as folder,
+    ):
+        model = Calibrated(single(double), prepare, names).eval()
+        probs, _, _ = model(*inputs)
+        write = {"onnx": _to_onnx, "torch-export": _to_program, "safetensors": _to_weights}[to]
+        file = Path(folder) / FILES[to]
+        write(model, inputs, file)
+        file.replace(path / FILES[to])
+    described = describe(model.model, probs.shape[1])
+    shown = {"format": to, "inputs": _input_names(model, inputs), "outputs": list(OUTPUTS)}
+    config = {**(facts or {}), **shown, "doublehead": described}
+    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    if card is not None:
+        (path / "README.md").write_text(card)
+    return path / FILES[to]
+
+
+def load_program(path: str | Path) -> nn.Module:
+    """What `to="torch-export"` wrote, ready to call. A file that would execute a pickle or native code is refused."""
+    path = _file(path, FILES["torch-export"])
+    with zipfile.ZipFile(path) as archive:
+        _refuse_code(archive, path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own pytree
+        return torch.export.load(path).module()
+
+
+def load_weights(path: str | Path, network: nn.Module) -> DoubleHead:
+    """`network`, of the same architecture, with the weights and the head that `to="safetensors"` wrote.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> model, x = DoubleHead(net).eval(), torch.randn(5, 4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = export_model(model, x, folder, to="safetensors")
+    ...     again = load_weights(folder, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    >>> torch.equal(again(x), model(x))
+    True
+    """
+    path = _file(path, FILES["safetensors"])
+    double = rebuild(network, json.loads((path.parent / "config.json").read_text())["doublehead"])
+    double.load_state_dict(require("safetensors.torch", extra="export").load_file(path))
+    return double.eval()
+
+
+def single(double: DoubleHead) -> DoubleHead:
+    """The same model with a bank of heads replaced by the one that answers: the chosen head, or the temperature."""
+    bank = double.head
+    if not isinstance(bank, HeadBank) or int(bank.chosen) == HeadBank.ENSEMBLE:
+        return double
+    if int(bank.chosen) == HeadBank.CHOSEN_TEMPERATURE:
+        head = CalibrationHead(*bank.sizes, "temperature", 0, reads="statistics")
+        nn.init.constant_(head.last.bias, inverse_softplus(float(bank.inverse_temperature)))
+    else:
+        head = bank.head(int(bank.chosen))
+    beside = rebuild(double.model, describe(double, bank.sizes[1]))
+    return put_head(beside, head.to(device_of(double)).eval()).train(double.training)
+
+
+def _inputs(example: Any, device: torch.device) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
+    """The example's keywords, if it has any, and its tensors on `device`.
+
+    At least two samples: a batch of one would be taken for a constant.
+    """
+    names = tuple(example) if isinstance(example, Mapping) else ()
+    parts = example.values() if isinstance(example, Mapping) else example
+    found = []
+    for value in parts if isinstance(parts, (tuple, list)) or names else (parts,):
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            raise TypeError(
+                f"example must be a tensor, or a tuple or dict of them, got {type(value).__name__}"
+            )
+        found.append((torch.cat([value, value]) if len(value) == 1 else value).to(device))
+    return names, tuple(found)
+
+
+def _input_names(model: Calibrated, inputs: tuple[Tensor, ...]) -> list[str]:
+    if model.names:
+        return list(model.names)
+    return ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
+
+
+def _free_axes(inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    """What torch.export is told: the batch may be any, and the length of words any that the network takes."""
+    batch = torch.export.Dim("batch", min=1)
+
+    def axes(value: Tensor) -> dict[int, Any]:
+        words = value.ndim == 2 and not value.is_floating_point()
+        return {0: batch, 1: torch.export.Dim.AUTO} if words else {0: batch}
+
+    return {"inputs": tuple(axes(value) for value in inputs)}
+
+
+def _to_program(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        torch.export.save(torch.export.export(model, inputs, dynamic_shapes=_free_axes(inputs)), file)
+    _compare(model, load_program(file), inputs, "torch.export")
+
+
+def _to_onnx(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
+    require("onnxscript", extra="export")
+    runtime = require("onnxruntime", extra="export")
+    names = _input_names(model, inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            model,
+            inputs,
+            file,
+            input_names=names,
+            output_names=list(OUTPUTS),
+            dynamic_shapes=_free_axes(inputs),
+            dynamo=True,
+            external_data=False,  # one file
+            verbose=False,
+        )
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+    def run(*some: Tensor) -> list[Tensor]:
+        feed = {name: value.cpu().numpy() for name, value in zip(names, some)}
+        return [torch.from_numpy(value) for value in session.run(OUTPUTS, feed)]
+
+    _compare(model, run, inputs, "ONNX Runtime")
+
+
+def _to_weights(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
+    save = require("safetensors.torch", extra="export").save_file
+    save({name: value.detach().cpu().clone() for name, value in model.model.state_dict().items()}, file)
+
+
+def _compare(model: Any, other: Callable[..., Any], inputs: tuple[Tensor, ...], name: str) -> None:
+    """Run both on the example and on other batch sizes; probabilities must agree to 1e-5 and labels exactly."""
+    for rows in (slice(None), [0, 1, 0], slice(1)):
+        some = tuple(value[rows] for value in inputs)
+        probs, label, _ = (value.cpu() for value in model(*some))
+        got, got_label, _ = (value.cpu() for value in other(*some))
+        off = float((probs - got).abs().max())
+        top = probs.topk(2, 1).values
+        clear = (
+            top[:, 0] - top[:, 1] > 2 * TOLERANCE
+        )  # where two classes are as good as equal, rounding may decide
+        if off > TOLERANCE or not torch.equal(label[clear], got_label[clear]):
+            raise RuntimeError(
+                f"{name} does not give the same answers as the model: probs differ by up to {off:.2g}"
+            )
+
+
+def _file(path: str | Path, name: str) -> Path:
+    path = Path(path)
+    return path / name if path.is_dir() else path
+
+
+def _refuse_code(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raise where anything in a torch.export archive is more than JSON, plain tensors and raw weights."""
+    pickled = set()
+    for name in archive.namelist():
+        if name.endswith("_config.json"):
+            entries = json.loads(archive.read(name)).get("config", {}).values()
+            pickled |= {entry["path_name"] for entry in entries if entry.get("use_pickle")}
+    for name in archive.namelist():
+        native = "aotinductor" in name or name.endswith((".so", ".cubin", ".o"))
+        if native or (
+            (name.endswith(".pt") or Path(name).name in pickled) and not _is_plain(archive.read(name))
+        ):
+            raise ValueError(
+                f"{path} must hold tensors alone, got code to execute in {name!r}: it was not opened"
+            )
+
+
+def _is_plain(data: bytes) -> bool:
+    """Whether torch can read this without executing a pickle."""
+    try:
+        torch.load(io.BytesIO(data), weights_only=True)
+    except Exception:  # whatever the safe unpickler says of what it refuses
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""From a finished run folder back to a model: network, one of its heads, and an example of what it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from doublehead.data import Images, Normalise
+from doublehead.double_head import DoubleHead
+from doublehead.head_bank import AUTO, HeadBank, HeadSpec
+from doublehead.integrations.head_config import put_head
+from doublehead.models import build
+from doublehead.optional import require
+from doublehead.plumbing import unpack
+from doublehead.predictions import Predictions
+from doublehead.training.config import Config
+from doublehead.training.inputs import load_inputs
+from doublehead.training.run_folder import RunError, RunFolder
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A trained network with one head, and what its card says."""
+
+    model: DoubleHead
+    head: str
+    spec: HeadSpec | None
+    example: Tensor  # a batch as the exported model gets it: pixels 0..1, or rows of the vocabulary
+    prepare: Normalise | None
+    classes: tuple[str, ...]
+    config: Config
+    sizes: tuple[int, int, int]
+    test: Predictions
+    main: Predictions
+
+
+def open_run(path: str | Path, head: str | None = None, root: str | None = None) -> RunModel:
+    """The model in a finished run folder. `head` names one of several heads; the data set is read again from `root`."""
+    folder = RunFolder(path)
+    if not folder.finished:
+        raise RunError(f"{path} must be the folder of a finished run: results.json is not there")
+    config = folder.config
+    name = _pick(config, head)
+    inputs = load_inputs(config, torch.device("cpu"), None, root)
+    net = build(config.model, inputs.n_classes, **inputs.model_options)
+    group = next(group for group, names in config.riders().items() if name in names)
+    names = config.riders()[group]
+    specs = AUTO if group == "auto" else tuple(config.heads[one] for one in names)
+    double = DoubleHead(net, inputs.n_classes, head=partial(HeadBank, specs=specs))
+    weights = require("safetensors.torch", extra="train").load_file(folder.path / "model.safetensors")
+    net.load_state_dict(_under(weights, "model."))
+    double.head.load_state_dict(_under(weights, f"{group}."))
+    spec: HeadSpec | None = None
+    if group != "auto":
+        assert isinstance(double.head, HeadBank)
+        spec = specs[names.index(name)]
+        put_head(double, double.head.head(names.index(name)))
+    (x, *more), _, _ = unpack(next(iter(inputs.make_eval(inputs.splits.test))), torch.device("cpu"))
+    if more or not isinstance(x, Tensor):
+        raise RunError(
+            f"{config.model} reads trees, which an exported model cannot: only images and texts can be exported"
+        )
+    if isinstance(inputs.splits.test, Images) and inputs.normalise is not None:
+        x = inputs.normalise.undo(x)
+    test, main = (Predictions.load(folder.path / f"predictions/test-{one}.npz") for one in (name, "main"))
+    return RunModel(
+        double.eval(), name, spec, x[:2].contiguous(), inputs.normalise, inputs.splits.class_names, config,
+        inputs.splits.sizes, test, main,
+    )  # fmt: skip
+
+
+def _pick(config: Config, head: str | None) -> str:
+    known = [name for names in config.riders().values() for name in names]
+    if not known:
+        raise RunError(
+            "this run has no calibration head: train it with a method such as annealing-double-head or auto"
+        )
+    if head is None and len(known) > 1:
+        raise RunError(f"this run has several heads, name one with --head: {', '.join(known)}")
+    if head is not None and head not in known:
+        raise RunError(f"head must be one of {', '.join(known)}, got {head!r}")
+    return head or known[0]
+
+
+def _under(weights: dict[str, Tensor], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
