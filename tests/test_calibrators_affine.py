@@ -214,6 +214,18 @@ def test_logistic_fits_of_a_stack_agree_with_a_reference() -> None:
         )
 
 
+def test_the_ridge_pulls_towards_the_given_weights_in_units_of_the_features() -> None:
+    x, y = torch.tensor([-2.0, 4.0, 6.0]), torch.tensor([0.0, 1.0, 0.0])
+    unit = float(x.square().mean().sqrt())
+    weights, _, _ = fit_logistic(x[None, :, None], y[None], towards=torch.tensor([[1.0]]), ridge=0.5)
+    grid = torch.linspace(-1, 2, 300_001)
+    odds = grid[:, None] * x
+    losses = (torch.nn.functional.softplus(odds) - y * odds).mean(1) + 0.25 * (unit * (grid - 1)).square()
+    assert float(weights) == pytest.approx(float(grid[losses.argmin()]), abs=1e-3)
+    stiff, _, _ = fit_logistic(x[None, :, None], y[None], towards=torch.tensor([[1.0]]), ridge=1e6)
+    assert float(stiff) == pytest.approx(1, abs=1e-4)
+
+
 def test_a_separable_logistic_fit_stays_finite() -> None:
     features = torch.tensor([[-1.0, 1.0], [1.0, 1.0]])[None]
     weights, _, converged = fit_logistic(

@@ -92,6 +92,14 @@ def test_agrees_with_a_golden_section_search_on_real_logits(shared, scale: float
     assert found == pytest.approx(2.395 * scale, abs=5e-4 * scale)
 
 
+def test_float32_logits_lose_nothing() -> None:
+    for scale in (0.7, 1.1, 1.3, 3.7, 23.0):  # whatever unit the solver measures the logits in
+        logits = noisy(n=2000).logits * scale
+        labels = noisy(n=2000).labels
+        wide = float(fit_inverse_temperature(logits.double(), labels))
+        assert float(fit_inverse_temperature(logits, labels)) == pytest.approx(wide, rel=5e-9)
+
+
 @pytest.mark.parametrize(
     ("name", "labels"),
     [
