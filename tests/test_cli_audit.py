@@ -214,7 +214,7 @@ def test_calibrate_every_format(tmp_path: Path) -> None:
     assert np.allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-6)
 
 
-def test_calibrate_a_folder_and_a_binary_score(val: Path, tmp_path: Path) -> None:
+def test_calibrate_a_folder(val: Path, tmp_path: Path) -> None:
     folder = tmp_path / "new"
     (folder / "deep").mkdir(parents=True)
     write_csv(folder / "a.csv", 3)
@@ -228,22 +228,47 @@ def test_calibrate_a_folder_and_a_binary_score(val: Path, tmp_path: Path) -> Non
     assert "1,200 predictions" in result.stdout
     again = run("calibrate", "--fit", val, "--apply", folder, "--logits", "-o", tmp_path / "out")
     assert "must be a new or empty folder" in again.stderr
-    binary = tmp_path / "binary.csv"
-    binary.write_text("y,prob\n" + "\n".join(f"{i % 2},{0.9 if i % 3 else 0.2}" for i in range(60)) + "\n")
-    result = run(
-        "calibrate",
-        "--fit",
-        binary,
-        "--apply",
-        binary,
-        "--probs",
-        "-o",
-        tmp_path / "b.csv",
-        "--method",
-        "platt",
-    )
+
+
+def test_calibrate_a_binary_score(tmp_path: Path) -> None:
+    file, out = tmp_path / "binary.csv", tmp_path / "out.csv"
+    scores = [0.02 + 0.96 * i / 59 for i in range(60)]
+    labels = [int(i % 20 < i / 3) for i in range(60)]
+    file.write_text("y,prob\n" + "\n".join(f"{y},{s}" for y, s in zip(labels, scores)) + "\n")
+    result = run("calibrate", "--fit", file, "--apply", file, "--probs", "-o", out, "--method", "platt")
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "b.csv").read_text().startswith("y,prob\n0,0.")
+    p = Predictions.from_binary(np.array(scores), labels, are_probs=True)
+    wanted = calibrators.Platt().fit(p)(p.logits).softmax(1)[:, 1]
+    lines = out.read_text().splitlines()
+    assert lines[0] == "y,prob"
+    assert [float(line.split(",")[1]) for line in lines[1:]] == pytest.approx(wanted.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ece", "over", "p_value", "wanted"),
+    [
+        (0.006, 0.001, 0.4, r"can be taken at face value: no miscalibration can be shown on 900 samples"),
+        (
+            0.011,
+            0.010,
+            0.01,
+            r"can nearly be taken .* scores 0.40 .. 0.60 % \(p = 0.01\); .* overconfident by 1.00",
+        ),
+        (
+            0.050,
+            -0.04,
+            0.0005,
+            r"should not be taken .* \(p < 0.001\); on average underconfident by 4.00 points",
+        ),
+        (0.090, 0.080, 0.0005, r"confidences mislead: ECE 9.00 %"),
+    ],
+)
+def test_verdicts(ece: float, over: float, p_value: float, wanted: str) -> None:
+    from doublehead.commands.show import verdict
+    from doublehead.tally import Summary
+
+    numbers = {"ece": metrics.Interval(ece, 0, 1), "overconfidence": metrics.Interval(over, -1, 1)}
+    assert re.search(wanted, verdict(Summary(900, numbers, metrics.Floor(0.005, 0.004, 0.006), p_value)))
 
 
 def test_calibrate_on_answers_that_are_all_right(tmp_path: Path) -> None:

@@ -348,10 +348,11 @@ def test_pickles_are_never_run(tmp_path: Path) -> None:
         read_predictions(tmp_path / "a.npz").load()
 
 
-def random_predictions(n: int, k: int = 7) -> Predictions:
+def random_predictions(n: int, k: int = 7, sharpness: float = 2.0) -> Predictions:
+    """Labels drawn from softmax(sharpness * logits): calibrated at 1, underconfident above."""
     generator = torch.Generator().manual_seed(3)
     logits = 3 * torch.randn(n, k, generator=generator)
-    return Predictions(logits, (2 * logits).softmax(1).multinomial(1, generator=generator)[:, 0])
+    return Predictions(logits, (sharpness * logits).softmax(1).multinomial(1, generator=generator)[:, 0])
 
 
 def test_tally_gives_the_numbers_of_evaluate() -> None:
@@ -364,8 +365,9 @@ def test_tally_gives_the_numbers_of_evaluate() -> None:
     assert found.p_value == metrics.calibration_test(p).p_value
 
 
-def test_tally_intervals_agree_with_resampling_the_rows() -> None:
-    p = random_predictions(3000)
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_tally_intervals_agree_with_resampling_the_rows(sharpness: float) -> None:
+    p = random_predictions(3000, sharpness=sharpness)
     found = Tally.of(p).summary().metrics
     names = [name for name in found if not math.isnan(found[name].low)]
     wanted = metrics.bootstrap(p, names, n_draws=2000)
