@@ -73,6 +73,9 @@ def test_smooth_ece_on_real_saturated_predictions(shared):
 def test_ks_by_hand_and_against_slow():
     # rising order: 0.6 wrong (+0.6), 0.7 right (-0.3), 0.9 right (-0.1)
     assert metrics.ks_error(binary([0.9, 0.6, 0.7], [1, 0, 1])) == pytest.approx(0.6 / 3, abs=1e-12)
+    # equal confidences are looked at together, in whatever order they come
+    assert metrics.ks_error(binary([0.9, 0.9], [0, 1])) == pytest.approx(0.8 / 2, abs=1e-12)
+    assert metrics.ks_error(binary([0.9, 0.9], [1, 0])) == pytest.approx(0.8 / 2, abs=1e-12)
     confidence, correct = some(saturated=True)
     confidence = np.round(confidence, 2)
     sums = [(confidence - correct)[confidence <= c].sum() for c in np.unique(confidence)]

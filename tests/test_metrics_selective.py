@@ -91,6 +91,15 @@ def test_choice_against_slow(max_error, seed):
     assert choice.error < choice.bound <= max_error
 
 
+def test_a_lower_start_goes_on_where_a_higher_one_stops():
+    """Errors crowd at 0.985: the descent from 0.99 stops there, the one from 0.95 has enough right answers."""
+    confidence = np.r_[np.full(400, 0.995), np.full(60, 0.985), np.full(5000, 0.965), np.full(900, 0.6)]
+    correct = np.r_[np.ones(400), np.zeros(60), np.ones(5000), np.zeros(900)]
+    choice = metrics.choose_threshold(binary(confidence, correct), max_error=0.05)
+    assert choice.n_accepted == 5460
+    assert 0.6 < choice.threshold < 0.965
+
+
 def test_both_types_accept_the_same_samples():
     rng = np.random.default_rng(0)
     confidence = (1 - 0.5 * rng.random(4000) ** 4).astype(np.float32)

@@ -88,6 +88,16 @@ def test_bootstrap_estimates_are_the_metrics():
         assert interval.low < interval.estimate < interval.high
 
 
+def test_bootstrap_does_not_push_an_ece_above_itself():
+    """An ECE of 0, of which every resample has a larger one."""
+    confidence = np.repeat([0.5, 0.6, 0.7, 0.8, 0.9], 100)
+    p = binary(confidence, np.tile(np.arange(100), 5) < np.round(100 * confidence))
+    interval = metrics.bootstrap(p, ["ece"])["ece"]
+    assert interval.estimate == pytest.approx(0, abs=1e-9)
+    assert interval.low == 0.0
+    assert 0.005 < interval.high < 0.05
+
+
 def test_bootstrap_draws_against_resampled_predictions():
     """The same number from sums by bin as from taking the rows one draw at a time."""
     rng = np.random.default_rng(0)

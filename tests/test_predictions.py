@@ -26,7 +26,8 @@ def test_softmax_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_types_are_widened_to_float32_or_kept(dtype):
     p = Predictions(torch.tensor(LOGITS, dtype=dtype), torch.tensor([0, 1], dtype=torch.int16))
-    assert p.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert p.logits.dtype == p.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert p.device == torch.device("cpu")
     assert p.labels.dtype == torch.int64
 
 
@@ -97,6 +98,14 @@ def test_ties_go_to_the_first_of_the_largest(are_probs):
     assert torch.equal(confidence, p.probs.amax(1))
     ties = (scores == scores.amax(1, keepdim=True)).sum(1) > 1
     assert int(ties.sum()) > 1000
+
+
+def test_near_ties_are_told_apart():
+    """Differences that the probabilities hardly show, or not at all, in both directions."""
+    for gap in (1e-2, 1e-4, 1e-6, 2e-7):
+        logits = torch.tensor([[1.0, 1.0 + gap, 0.0], [1.0 + gap, 1.0, 0.0]], dtype=torch.float32)
+        assert Predictions(logits, [0, 0]).top_label()[1].tolist() == [False, True]
+        assert Predictions(logits, [1, 1]).top_label()[1].tolist() == [True, False]
 
 
 def test_ties_of_rows_that_sum_to_more_than_one():

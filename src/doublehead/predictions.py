@@ -113,6 +113,16 @@ class Predictions:
         return self._are_probs
 
     @property
+    def dtype(self) -> torch.dtype:
+        """float32 or float64."""
+        return self._scores.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the predictions lie."""
+        return self._scores.device
+
+    @property
     def logits(self) -> Tensor:
         """(N, K). For probabilities their logarithm, a probability of 0 taken as the smallest normal number."""
         if not self._are_probs:

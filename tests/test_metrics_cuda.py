@@ -1,0 +1,52 @@
+"""On a GPU: bins with the same bits as on the CPU where the probabilities are the same, and every metric runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from doublehead import metrics
+from doublehead.bins import Bins
+from doublehead.metrics.uncertainty import BINNED, MEANS
+from doublehead.predictions import Predictions
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def both(n: int = 3000, k: int = 20) -> tuple[Predictions, Predictions]:
+    """The same probabilities on the CPU and on the GPU."""
+    probs = (torch.randn(n, k) * 3).softmax(1)
+    labels = torch.where(torch.rand(n) < 0.7, probs.argmax(1), torch.randint(k, (n,)))
+    return Predictions.from_probs(probs, labels), Predictions.from_probs(probs.cuda(), labels)
+
+
+@pytest.mark.parametrize("make", [Bins.top, Bins.classwise, Bins.pooled])
+def test_bins_have_the_same_bits(make):
+    cpu, gpu = both()
+    assert make(gpu).counts.is_cuda
+    assert make(gpu).to("cpu") == make(cpu)
+
+
+@pytest.mark.parametrize("make", [Bins.top, Bins.classwise])
+def test_any_split_of_logits_gives_the_same_bits(make):
+    p = Predictions(torch.randn(2000, 50, device="cuda") * 3, torch.randint(50, (2000,), device="cuda"))
+    parts = [make(p[i : i + 37]) for i in range(0, 2000, 37)]
+    assert sum(parts[1:], parts[0]) == make(p)
+
+
+def test_every_number_agrees_with_the_cpu():
+    cpu, gpu = both()
+    assert metrics.evaluate(gpu) == pytest.approx(metrics.evaluate(cpu), abs=1e-6)
+    assert metrics.mmce(gpu) == pytest.approx(metrics.mmce(cpu), abs=1e-9)
+    assert metrics.ece_sweep(gpu) == pytest.approx(metrics.ece_sweep(cpu), abs=1e-9)
+    assert metrics.brier_decomposition(gpu) == pytest.approx(metrics.brier_decomposition(cpu), abs=1e-6)
+    assert metrics.choose_threshold(gpu, 0.2) == metrics.choose_threshold(cpu, 0.2)
+    assert metrics.calibration_test(gpu) == metrics.calibration_test(cpu)
+    assert metrics.shift_detection(gpu, gpu[:500], by="entropy").auroc == pytest.approx(
+        metrics.shift_detection(cpu, cpu[:500], by="entropy").auroc, abs=1e-6
+    )
+    names = MEANS + BINNED
+    for name, interval in metrics.bootstrap(gpu, names).items():
+        assert interval.low < interval.estimate < interval.high, name
+    for ours, theirs in zip(metrics.risk_coverage(gpu), metrics.risk_coverage(cpu)):
+        torch.testing.assert_close(ours.cpu(), theirs)
