@@ -269,6 +269,8 @@ def test_verdicts(ece: float, over: float, p_value: float, wanted: str) -> None:
 
     numbers = {"ece": metrics.Interval(ece, 0, 1), "overconfidence": metrics.Interval(over, -1, 1)}
     assert re.search(wanted, verdict(Summary(900, numbers, metrics.Floor(0.005, 0.004, 0.006), p_value)))
+    few = Summary(20, numbers, metrics.Floor(0.1, 0.05, 0.2), 0.4)
+    assert verdict(few).startswith("20 samples are too few to judge the confidences")
 
 
 def test_calibrate_on_answers_that_are_all_right(tmp_path: Path) -> None:
@@ -366,6 +368,10 @@ BAD_CALLS: dict[str, tuple[list[str], str]] = {
     "no folder": (
         ["calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "no/such/out.csv"],
         "out.csv cannot be written: there is no folder no/such",
+    ),
+    "not writable": (
+        ["calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "/proc/out.csv"],
+        "/proc/out.csv cannot be written: ",
     ),
     "over the input": (
         ["calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "val.csv"],

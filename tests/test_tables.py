@@ -191,6 +191,13 @@ def test_semicolons_byte_order_mark_and_categories(tmp_path: Path) -> None:
     ).load().labels.tolist() == [1, 0]
 
 
+def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    for text in ("label,caf\xe9,dog\n0,0.5,0.5\n", "label,cat,dog\nth\xe9,0.5,0.5\n"):
+        (tmp_path / "a.csv").write_bytes(text.encode("latin-1"))
+        with pytest.raises(TableError, match=r"a.csv must be UTF-8 text"):
+            read_predictions(tmp_path / "a.csv", kind="probs").load()
+
+
 def test_where_and_by(tmp_path: Path) -> None:
     file = as_parquet(
         tmp_path / "a.parquet", {**columns(), "site": ["A", None, "A", "B"], "month": [1, 1, 2, 2]}
@@ -344,7 +351,7 @@ def test_places_that_are_not_tables(tmp_path: Path) -> None:
 
 def test_pickles_are_never_run(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", logits=np.array([[1.0, 2.0]]), labels=np.array([{}], dtype=object))
-    with pytest.raises(TableError, match="a.npz cannot be read as npz.*pickle"):
+    with pytest.raises(TableError, match="a.npz must hold plain arrays, not pickled objects"):
         read_predictions(tmp_path / "a.npz").load()
 
 

@@ -137,8 +137,11 @@ def _labels_by_name(column: Array, layout: Layout, rows: Array, place: str) -> A
 
 def _base_hint(labels: Array, n_classes: int, base: int) -> str:
     """What to try when every label is one too high or one too low."""
-    shift = 1 if labels.max() == n_classes and labels.min() >= 1 else -1 if labels.min() == -1 else 0
-    if not shift or labels.max() >= n_classes + max(shift, 0):
+    if labels.min() >= 1 and labels.max() == n_classes:
+        shift = 1
+    elif labels.min() == -1 and labels.max() < n_classes - 1 and base > 0:
+        shift = -1
+    else:
         return ""
     return f"; if labels are counted from {base + shift}, give --label-base {base + shift}"
 

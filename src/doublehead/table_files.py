@@ -311,6 +311,10 @@ def _explain(message: str, source: Source, names: Sequence[str]) -> str:
         )
     if "Empty CSV file" in message:
         return f"{source.path} is empty"
+    if "UTF8" in message:
+        return f"{source.path} must be UTF-8 text"
+    if "pickle" in message:
+        return f"{source.path} must hold plain arrays, not pickled objects, which are never run"
     what = format_of(source.path).lstrip(".")
     return f"{source.path} cannot be read as {what}, it is cut off or damaged: {message[:200]}"
 
@@ -358,7 +362,7 @@ def _arrow_kind(kind: Any) -> str:
         return "whole"
     if types.is_dictionary(kind):
         return _arrow_kind(kind.value_type)
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+    if str(kind) in ("string", "large_string", "string_view"):
         return "text"
     if (
         types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)

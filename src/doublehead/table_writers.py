@@ -30,8 +30,10 @@ def check_output(out: Path, table: PredictionTable, *others: PredictionTable) ->
         raise TableError(f"{out} is one of the files to read: give another name to --output")
     if not out.parent.is_dir():
         raise TableError(f"{out} cannot be written: there is no folder {out.parent}")
-    if not os.access(out.parent, os.W_OK):
-        raise TableError(f"{out} cannot be written: the folder {out.parent} is not writable")
+    try:
+        Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.")).rmdir()
+    except OSError as error:
+        raise TableError(f"{out} cannot be written: {error.strerror}") from error
     if len(table.sources) > 1:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise TableError(

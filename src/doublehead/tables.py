@@ -66,7 +66,9 @@ class PredictionTable:
     @property
     def n_bytes(self) -> int:
         """The size of all files."""
-        return sum(open_source(source).n_bytes for source in self.sources)
+        whole = [s for s in self.sources if s.row_groups is None]
+        sizes = [path.stat().st_size for s in whole for path in (s.path, s.partner) if path is not None]
+        return sum(sizes) + sum(open_source(s).n_bytes for s in self.sources if s.row_groups is not None)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self.chunks()

@@ -134,6 +134,11 @@ def verdict(summary: Summary) -> str:
     """Whether the confidences can be trusted, in one sentence, in the words of the report."""
     ece, over = summary.metrics["ece"].estimate, summary.metrics["overconfidence"].estimate
     perfect = f"{100 * summary.floor.low:.2f} .. {100 * summary.floor.high:.2f} %"
+    if summary.p_value >= LEVEL and summary.floor.high > SEVERE:
+        return (
+            f"{summary.n:,} samples are too few to judge the confidences: ECE {100 * ece:.2f} %, and even a perfectly "
+            f"calibrated model scores {perfect}."
+        )
     if summary.p_value >= LEVEL:
         return (
             f"The confidences {CALIBRATED.advice}: no miscalibration can be shown on {summary.n:,} samples (ECE "
