@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +176,20 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch) -> None:
         save(Temperature().fit(overconfident(seed=1)), path)
     assert path.read_bytes() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a.json", "a.safetensors"]
+
+
+def test_the_example_of_the_guide_runs(tmp_path, monkeypatch, capsys) -> None:
+    guide = Path(__file__).resolve().parents[1] / "docs" / "calibrators.md"
+    code = guide.read_text().partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, str(guide), "exec"), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert 2 < float(first) < 4
+    assert "has the lowest cross-validated NLL" in second
+
+
+def test_the_guide_lists_every_calibrator() -> None:
+    guide = (Path(__file__).resolve().parents[1] / "docs" / "calibrators.md").read_text()
+    for name, kind in CALIBRATORS.items():
+        assert f"`{name}`" in guide, name
+        assert f"`{kind.__name__}`" in guide, name
