@@ -16,6 +16,7 @@ from doublehead.double_head import (
     statistics,
 )
 from doublehead.head_bank import HeadBank, HeadSpec, Selection, hold_back
+from doublehead.integrations.fit_head import fit_head, fit_head_on
 from doublehead.predictions import Predictions
 
 __version__ = "0.1.0"
@@ -34,6 +35,8 @@ __all__ = [
     "Selection",
     "Standardise",
     "calibrators",
+    "fit_head",
+    "fit_head_on",
     "hold_back",
     "losses",
     "metrics",

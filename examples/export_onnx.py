@@ -1,0 +1,35 @@
+"""Network and head as one ONNX file, and its answers from ONNX Runtime."""
+
+import numpy as np
+import onnxruntime
+import torch
+from torch import nn
+
+from doublehead import Predictions, fit_head
+from doublehead.data import fashion_subset
+from doublehead.integrations.export import export_model
+from doublehead.integrations.model_card import model_card
+
+data = fashion_subset().first(2000, 1000, 500)
+images, calib, test = (
+    torch.from_numpy(part.images).permute(0, 3, 1, 2).float() / 255
+    for part in (data.train, data.calib, data.test)
+)
+network = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+optimizer = torch.optim.Adam(network.parameters(), 1e-2)
+for _ in range(30):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(network(images), torch.from_numpy(data.train.labels)).backward()
+    optimizer.step()
+model = fit_head(network, [(calib, torch.from_numpy(data.calib.labels))])
+
+card = model_card(
+    "tiny-fashion", dataset="fashion-mnist", data="2,000 images of clothes; 1,000 more to calibrate.",
+    method="An MLP with a calibration head fitted after training.", test=Predictions(model(test), data.test.labels),
+)  # fmt: skip
+path = export_model(model, test[:2], "exported", to="onnx", card=card)
+
+session = onnxruntime.InferenceSession(path)
+probs, label, confidence = session.run(["probs", "label", "confidence"], {"input": test.numpy()})
+print("largest difference", float(np.abs(probs - model(test).softmax(1).detach().numpy()).max()))
+print(f"class {label[0]} with confidence {confidence[0]:.2f}, truly {data.test.labels[0]}")

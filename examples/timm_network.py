@@ -1,0 +1,34 @@
+"""timm and torchvision: any classifier by name; the head finds the last layer by itself."""
+
+import timm
+import torch
+import torch.nn.functional as F
+
+from doublehead import Alternation, DoubleHead
+from doublehead.data import fashion_subset
+
+data = fashion_subset().first(640, 320, 200)
+
+
+def batches(part, size=64):
+    images = torch.from_numpy(part.images).permute(0, 3, 1, 2).float() / 255
+    return list(zip(F.interpolate(images, 32).split(size), torch.from_numpy(part.labels).split(size)))
+
+
+torch.manual_seed(0)
+model = DoubleHead(timm.create_model("mobilenetv3_small_050", num_classes=10, in_chans=1), kind="temperature")
+optimizer = torch.optim.SGD(model.main_parameters(), lr=0.05, momentum=0.9)
+alternation = Alternation(model, batches(data.calib), every=2, lr=optimizer)
+train_batches = batches(data.train)
+for _ in range(2):
+    model.train()
+    for step, (x, y) in enumerate(train_batches):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alternation.step(step / len(train_batches))
+
+with torch.no_grad():
+    main, calib = model.eval().heads(batches(data.test, 200)[0][0])
+for name, logits in (("network alone", main), ("calibrated", calib)):
+    print(f"{name:14s} mean confidence {logits.softmax(1).amax(1).mean():.3f}")

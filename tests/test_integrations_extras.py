@@ -1,0 +1,53 @@
+"""Without its package an integration names the extra to install, and the rest of doublehead works."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from doublehead import DoubleHead
+from doublehead.integrations.export import export_model
+
+
+@pytest.mark.parametrize(
+    "package", ["lightning", "transformers", "sklearn"]
+)  # the module and its extra bear its name
+def test_importing_names_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"doublehead.integrations.{package}", raising=False)
+    with pytest.raises(
+        ImportError, match=rf"needs the package '{package}'.*pip install 'doublehead\[{package}\]'"
+    ):
+        importlib.import_module(f"doublehead.integrations.{package}")
+
+
+def test_exporting_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    model = DoubleHead(nn.Sequential(nn.Linear(4, 3)))
+    with pytest.raises(
+        ImportError, match=r"needs the package 'onnxscript'.*pip install 'doublehead\[export\]'"
+    ):
+        export_model(model, torch.randn(2, 4), tmp_path)
+
+
+def test_fitting_a_head_needs_torch_alone() -> None:
+    """In a fresh process in which nothing beyond torch and numpy can be imported."""
+    code = """
+import sys
+for name in ("lightning", "transformers", "sklearn", "scipy", "pandas", "matplotlib", "torchvision", "timm",
+             "torchmetrics", "safetensors", "onnx", "typer", "rich", "accelerate"):
+    sys.modules[name] = None
+import torch
+from doublehead import DoubleHead, fit_head
+model = fit_head(torch.nn.Linear(4, 3), [(torch.randn(60, 4), torch.randint(3, (60,)))])
+assert isinstance(model, DoubleHead)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

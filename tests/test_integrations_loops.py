@@ -1,0 +1,167 @@
+"""The plain loop under Accelerate and Fabric: the network must not notice its head; trackers get their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from doublehead import Alternation, DoubleHead, Predictions
+from doublehead.curves import Reliability, reliability
+from doublehead.integrations.trackers import for_transformers, log_figure, log_numbers, log_reliability
+from doublehead.optional import require
+
+
+def network() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 3))
+
+
+def batches(n: int, seed: int) -> DataLoader[Any]:
+    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(seed))
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 16, shuffle=True)
+
+
+def steps(model: nn.Module, loader: Any, alternation: Alternation | None, autocast: Any) -> Iterator[Tensor]:
+    """Three epochs: yields losses to be stepped on, and steps the head after each."""
+    for _ in range(3):
+        model.train()
+        for step, (x, y) in enumerate(loader):
+            yield F.cross_entropy(model(x), y)
+            if alternation is not None:
+                with autocast():
+                    alternation.step(step / len(loader))
+
+
+def under_accelerate(with_head: bool, precision: str, accumulate: int) -> nn.Module:
+    accelerate = require("accelerate", extra="transformers")
+    accelerator = accelerate.Accelerator(
+        mixed_precision=precision, gradient_accumulation_steps=accumulate, cpu=True
+    )
+    net = network()
+    model: Any = DoubleHead(net) if with_head else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, batches(72, 1))
+    alternation = Alternation(model, batches(64, 2), every=2, lr=optimizer) if with_head else None
+    for loss in steps(model, loader, alternation, accelerator.autocast):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerate.state.AcceleratorState._reset_state(True)
+    return net
+
+
+def under_fabric(with_head: bool, precision: str, accumulate: int) -> nn.Module:
+    fabric = require("lightning.fabric", extra="lightning").Fabric(
+        accelerator="cpu", devices=1, precision=precision
+    )
+    net = network()
+    model: Any = DoubleHead(net) if with_head else net
+    model, optimizer = fabric.setup(model, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    alternation = Alternation(model, batches(64, 2), every=2, lr=optimizer) if with_head else None
+    loader = fabric.setup_dataloaders(batches(72, 1))
+    for number, loss in enumerate(steps(model, loader, alternation, fabric.autocast), 1):
+        fabric.backward(loss / accumulate)
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
+
+@pytest.mark.parametrize(
+    ("loop", "precision", "accumulate"),
+    [
+        (under_accelerate, "no", 1),
+        (under_accelerate, "bf16", 1),
+        (under_accelerate, "no", 2),
+        (under_fabric, "32-true", 1),
+        (under_fabric, "bf16-mixed", 2),
+    ],
+)
+def test_main_network_is_bit_identical(loop: Any, precision: str, accumulate: int) -> None:
+    alone = loop(False, precision, accumulate)
+    beside = loop(True, precision, accumulate)
+    for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().items()):
+        assert torch.equal(a, b[1]), name
+
+
+@pytest.fixture(scope="module")
+def curve() -> Reliability:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(300, 4)
+    return reliability(Predictions(logits, torch.multinomial(logits.softmax(1), 1)[:, 0]))
+
+
+class Recorder:
+    """Stands for a tracker's client; remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+
+class TensorBoard:  # the shapes of Lightning's loggers
+    def __init__(self) -> None:
+        self.experiment = self.client = Recorder()
+        self.client.add_figure = lambda *what: self.client.got.append(what)  # type: ignore[attr-defined]
+
+
+class MLflow:
+    def __init__(self) -> None:
+        self.run_id, self.experiment = "run-1", Recorder()
+        self.client = self.experiment
+        self.client.log_figure = lambda *what: self.client.got.append(what)  # type: ignore[attr-defined]
+
+
+class Wandb:
+    def __init__(self) -> None:
+        self.experiment = self.client = Recorder()
+
+    def log_image(self, key: str, images: list[Any]) -> None:
+        self.client.got.append((key, images))
+
+
+def test_each_tracker_gets_the_figure_its_own_way(curve: Reliability, tmp_path: Path) -> None:
+    tensorboard, mlflow, wandb = TensorBoard(), MLflow(), Wandb()
+    assert log_reliability([tensorboard, mlflow, wandb, object()], curve, "reliability", 7) == 3
+    (name, figure, step), *_ = tensorboard.client.got
+    assert (name, step) == ("reliability", 7)
+    assert figure.axes
+    assert mlflow.client.got == [("run-1", figure, "reliability/00000007.png")]
+    (key, (image,)), *_ = wandb.client.got
+    assert key == "reliability"
+    assert image.ndim == 3
+    assert image.std() > 0
+    assert log_reliability([], curve, "reliability", 7) == 0
+
+    class Folder:
+        log_dir = str(tmp_path)
+
+    assert log_figure(Folder(), "val/reliability", figure, 3)
+    assert (tmp_path / "val_reliability-00000003.png").stat().st_size > 1000
+
+
+class Args:
+    """The part of TrainingArguments that says where to report."""
+
+    def __init__(self, report_to: list[str], folder: Path) -> None:
+        self.report_to, self.output_dir = report_to, str(folder)
+
+
+def test_trackers_without_an_open_run_are_left_alone(tmp_path: Path) -> None:
+    assert for_transformers(Args([], tmp_path)) == []
+    assert for_transformers(Args(["wandb", "mlflow"], tmp_path)) == []  # neither has been imported
+
+
+def test_real_tensorboard(curve: Reliability, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tracker,) = for_transformers(Args(["tensorboard"], tmp_path))
+    log_numbers(tracker, {"eval_ece_calib": 0.01}, 5)
+    assert log_reliability([tracker], curve, "reliability", 5) == 1
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
