@@ -356,6 +356,8 @@ class Alternation:
                 args = (self.augment(args[0]), *args[1:]) if args else args
                 kwargs = kwargs if args else self.augment(kwargs)
             with torch.no_grad(), evaluating(self.model):
+                if self.model.model is not uncompiled(self.model.model):
+                    torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
                 output, features = self.model._tap.run(self.model.model, args, kwargs)
             return self._train_head(features, logits_of(output), labels)
 

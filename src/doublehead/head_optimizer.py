@@ -23,6 +23,7 @@ class HeadSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, fine: Tensor, shrink: Tensor) -> None:  # type: ignore[override]
         """Move the heads that are `fine`, () or (H,) bool, along their gradient times `shrink`, () or (H,)."""
+        shrink = torch.where(fine, shrink, 0.0)  # a gradient that is not finite has no size to shrink by
         for group in self.param_groups:
             rows = group["rows"]
             own = (fine, shrink) if rows is None else (fine[rows], shrink[rows])
@@ -37,11 +38,11 @@ class HeadSGD(torch.optim.Optimizer):
         if "velocity" not in state:
             state["velocity"] = torch.zeros_like(parameter)
         velocity, momentum = state["velocity"], group["momentum"]
-        gradient = torch.where(fine, parameter.grad * shrink, 0.0).add_(
-            parameter, alpha=group["weight_decay"]
-        )
-        velocity.copy_(torch.where(fine, velocity * momentum + gradient, velocity))
+        # Where a head is not fine: no gradient, a momentum of 1 and a rate of 0, so that nothing of it changes.
+        gradient = torch.where(fine, parameter.grad, 0.0).mul_(shrink)
+        gradient.add_(parameter, alpha=group["weight_decay"]).mul_(fine)
+        velocity.mul_(torch.where(fine, momentum, 1.0)).add_(gradient)
         rate = group["lr"] * fine
         if group["scale"] is not None:
             rate = rate * group["scale"].to(parameter).view(shape)
-        parameter.sub_(rate * gradient.add_(velocity, alpha=momentum))
+        parameter.addcmul_(gradient.add_(velocity, alpha=momentum), rate.to(parameter), value=-1)

@@ -59,12 +59,13 @@ def device_of(model: nn.Module) -> torch.device:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while; each module gets back the mode it had."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    for module in training:
+        object.__setattr__(module, "training", False)  # nn.Module's own way takes ten times as long
     try:
         yield
     finally:
         for module in training:
-            module.training = True
+            object.__setattr__(module, "training", True)
 
 
 class Randomness:
