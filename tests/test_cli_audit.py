@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from doublehead import Predictions, calibrators, metrics
-from doublehead.tables import read_predictions
+from doublehead.tables.reading import read_predictions
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -265,7 +265,7 @@ def test_calibrate_a_binary_score(tmp_path: Path) -> None:
 )
 def test_verdicts(ece: float, over: float, p_value: float, wanted: str) -> None:
     from doublehead.commands.show import verdict
-    from doublehead.tally import Summary
+    from doublehead.tables.tally import Summary
 
     numbers = {"ece": metrics.Interval(ece, 0, 1), "overconfidence": metrics.Interval(over, -1, 1)}
     assert re.search(wanted, verdict(Summary(900, numbers, metrics.Floor(0.005, 0.004, 0.006), p_value)))
@@ -430,7 +430,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
     case: str, bad_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(bad_files)
-    monkeypatch.setattr("doublehead.clusters.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("doublehead.tables.clusters.CONNECT_SECONDS", 0.2)
     arguments, message = BAD_CALLS[case]
     files = sorted(bad_files.rglob("*"))
     result = run(*arguments)

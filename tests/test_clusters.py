@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from doublehead import clusters
-from doublehead.tables import TableError, read_predictions
-from doublehead.tally import tally_table
+from doublehead.tables import clusters
+from doublehead.tables.reading import TableError, read_predictions
+from doublehead.tables.tally import tally_table
 
 distributed = pytest.importorskip("distributed")
 pa = pytest.importorskip("pyarrow")

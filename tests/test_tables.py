@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from doublehead import Predictions, metrics
-from doublehead.tables import TableError, read_predictions
-from doublehead.tally import Tallies, Tally, exact_sum, tally_table
+from doublehead.tables.reading import TableError, read_predictions
+from doublehead.tables.tally import Tallies, Tally, exact_sum, tally_table
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -418,7 +418,7 @@ def test_chunks_do_not_change_the_tally(tmp_path: Path, monkeypatch: pytest.Monk
     p = random_predictions(500)
     table = {"label": p.labels.numpy(), **{f"logit_{k}": p.logits[:, k].numpy() for k in range(7)}}
     file = as_parquet(tmp_path / "a.parquet", table, row_group_size=64)
-    monkeypatch.setattr("doublehead.tables.CHUNK_ENTRIES", 7 * 50)
+    monkeypatch.setattr("doublehead.tables.reading.CHUNK_ENTRIES", 7 * 50)
     source = read_predictions(file, kind="logits")
     sizes = [len(chunk.scores) for chunk in source]
     assert max(sizes) == 50

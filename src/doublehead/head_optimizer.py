@@ -29,17 +29,19 @@ class HeadSGD(torch.optim.Optimizer):
             own = (fine, shrink) if rows is None else (fine[rows], shrink[rows])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, *own, group)
+                    self._move(parameter, parameter.grad, own, group)
 
-    def _move(self, parameter: Tensor, fine: Tensor, shrink: Tensor, group: dict[str, Any]) -> None:
+    def _move(
+        self, parameter: Tensor, gradient: Tensor, own: tuple[Tensor, Tensor], group: dict[str, Any]
+    ) -> None:
         shape = [-1, *[1] * (parameter.ndim - 1)] if group["rows"] is not None else []
-        fine, shrink = fine.view(shape), shrink.view(shape)
+        fine, shrink = (values.view(shape) for values in own)
         state = self.state[parameter]
         if "velocity" not in state:
             state["velocity"] = torch.zeros_like(parameter)
         velocity, momentum = state["velocity"], group["momentum"]
         # Where a head is not fine: no gradient, a momentum of 1 and a rate of 0, so that nothing of it changes.
-        gradient = torch.where(fine, parameter.grad, 0.0).mul_(shrink)
+        gradient = torch.where(fine, gradient, 0.0).mul_(shrink)
         gradient.add_(parameter, alpha=group["weight_decay"]).mul_(fine)
         velocity.mul_(torch.where(fine, momentum, 1.0)).add_(gradient)
         rate = group["lr"] * fine

@@ -20,9 +20,9 @@ from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.commands import options
 from doublehead.commands.errors import UserError, told_to_user
 from doublehead.predictions import Predictions
-from doublehead.table_files import TableError
-from doublehead.tables import Chunk, PredictionTable
-from doublehead.tally import Summary, Tally
+from doublehead.tables.files import TableError
+from doublehead.tables.reading import Chunk, PredictionTable
+from doublehead.tables.tally import Summary, Tally
 
 
 def calibrate(
@@ -114,7 +114,7 @@ def _check_method(method: str) -> None:
 
 
 def _check_output(output: Path, repair: PredictionTable, *others: PredictionTable) -> None:
-    from doublehead.table_writers import check_output
+    from doublehead.tables.writers import check_output
 
     check_output(output, repair, *others)
 
@@ -231,7 +231,7 @@ def _write(
 ) -> tuple[Summary | None, Summary | None, int, list[str]]:
     """All files or none; the numbers before and after where there are labels, and how many predictions changed."""
     from doublehead.commands import show
-    from doublehead.table_writers import appearing, write_calibrated
+    from doublehead.tables.writers import appearing, write_calibrated
 
     tallies: dict[str, Tally] = {}
     changed = 0
@@ -259,7 +259,7 @@ def _save(
     repair: PredictionTable, fitted: Fitted, output: Path, before: Summary | None, after: Summary | None
 ) -> list[str]:
     """The calibrator beside the output, its .json with what a reader should know of it."""
-    from doublehead.table_writers import appearing
+    from doublehead.tables.writers import appearing
 
     stem = re.sub(r"\.(csv|tsv|parquet|npz|npy)(\.gz)?$", "", output.name)
     weights = output.with_name(f"{stem}.calibrator.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from doublehead.table_files import TableError
+from doublehead.tables.files import TableError
 
 
 class UserError(Exception):

@@ -9,7 +9,7 @@ import typer
 
 from doublehead.commands import options
 from doublehead.commands.errors import told_to_user
-from doublehead.tables import PredictionTable
+from doublehead.tables.reading import PredictionTable
 
 
 def evaluate(
@@ -73,7 +73,7 @@ def _report(table: PredictionTable, n_bins: int, as_json: bool, cluster: str | N
 
     from doublehead.commands import show
     from doublehead.metrics import fine_bins
-    from doublehead.tally import tally_table
+    from doublehead.tables.tally import tally_table
 
     name = table.name
     show.tell_reading(table, name)
@@ -81,7 +81,7 @@ def _report(table: PredictionTable, n_bins: int, as_json: bool, cluster: str | N
         if cluster is None:
             tallies = tally_table(table, n_bins, advance)
         else:
-            from doublehead.clusters import evaluate_on
+            from doublehead.tables.clusters import evaluate_on
 
             tallies = evaluate_on(cluster, table, n_bins, advance=advance)
     whole = tallies.whole.summary()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from doublehead.commands.errors import UserError
-from doublehead.tables import PredictionTable, TableError, read_predictions
+from doublehead.tables.reading import PredictionTable, TableError, read_predictions
 
 Logits = Annotated[
     bool, typer.Option("--logits", help="The scores are logits (any real numbers, before softmax).")

@@ -214,7 +214,7 @@ def _load(path: str, kind: str | None, how: Mapping[str, Any]) -> tuple[Predicti
 def _kind_for(path: str, kind: str | None) -> str | None:
     """An .npz states itself what it holds; --logits and --probs are for the other files beside it."""
     if Path(path).suffix == ".npz" and Path(path).is_file():
-        from doublehead.table_files import find_sources, open_source
+        from doublehead.tables.files import find_sources, open_source
 
         return open_source(find_sources([path])[0]).states or kind
     return kind

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from doublehead.metrics import Interval
 from doublehead.report.verdict import CALIBRATED, FAR_OFF, LEVEL, NEARLY, OFF, SEVERE, SLIGHT
-from doublehead.tables import PredictionTable
-from doublehead.tally import Summary
+from doublehead.tables.reading import PredictionTable
+from doublehead.tables.tally import Summary
 
 # name of the metric -> what it is called, its unit, what it says
 ROWS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from doublehead.metrics import Interval
 from doublehead.predictions import Predictions
-from doublehead.tally import Summary, Tally
+from doublehead.tables.tally import Summary, Tally
 
 ROWS = {"accuracy": "accuracy", "ece": "ECE", "nll": "NLL", "brier": "Brier score"}
 IN_PERCENT = ("accuracy", "ece")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from doublehead.optional import require
-from doublehead.table_files import NoRows, NpzReader, Source, TableError, format_of, open_source
-from doublehead.tables import Chunk, PredictionTable
+from doublehead.tables.files import NoRows, NpzReader, Source, TableError, format_of, open_source
+from doublehead.tables.reading import Chunk, PredictionTable
 
 Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from doublehead.predictions import Predictions
-from doublehead.table_cells import to_labels, to_scores, to_text
-from doublehead.table_files import (
+from doublehead.tables.cells import to_labels, to_scores, to_text
+from doublehead.tables.files import (
     Array,
     CsvReader,
     NoRows,
@@ -27,7 +27,7 @@ from doublehead.table_files import (
     find_sources,
     open_source,
 )
-from doublehead.table_layout import Layout, choose_layout
+from doublehead.tables.layout import Layout, choose_layout
 
 Kind: TypeAlias = Literal["logits", "probs"]
 

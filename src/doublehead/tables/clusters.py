@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from doublehead.optional import require
-from doublehead.table_files import NoRows
-from doublehead.tables import PredictionTable, read_predictions
-from doublehead.tally import Tallies, tally_table
+from doublehead.tables.files import NoRows
+from doublehead.tables.reading import PredictionTable, read_predictions
+from doublehead.tables.tally import Tallies, tally_table
 
 MAX_PIECES = 2000  # tasks a scheduler handles without effort
 CONNECT_SECONDS = 20

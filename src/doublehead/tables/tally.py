@@ -18,8 +18,8 @@ from torch import Tensor
 from doublehead.bins import UNIT, Bins
 from doublehead.metrics import Floor, Interval, calibration_test, ece_floor, fine_bins, per_sample
 from doublehead.predictions import Predictions
-from doublehead.table_files import TableError
-from doublehead.tables import PredictionTable
+from doublehead.tables.files import TableError
+from doublehead.tables.reading import PredictionTable
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 

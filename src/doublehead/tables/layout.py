@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from doublehead.table_files import TableError
+from doublehead.tables.files import TableError
 
 LABELS = (
     "label",

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from doublehead.table_files import Array, Source, TableError
-from doublehead.table_layout import Layout
+from doublehead.tables.files import Array, Source, TableError
+from doublehead.tables.layout import Layout
 
 MISSING = "(missing)"
 WORDS: dict[str | None, float] = {

@@ -57,7 +57,7 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
 
     >>> find_sources(["no_such.csv"])
     Traceback (most recent call last):
-    doublehead.table_files.TableError: no_such.csv does not exist
+    doublehead.tables.files.TableError: no_such.csv does not exist
     """
     named = [_split_part(path) for path in paths]
     if not named:
