@@ -363,7 +363,7 @@ class Alternation:
 
     def _train_head(self, features: Tensor, main: Tensor, labels: Tensor) -> Tensor:
         """One step of the head. Everything stays on the device: the network's next step need not wait."""
-        sane = _nll(main.float(), labels) < 10 * math.log(main.shape[-1])
+        sane = average_over_processes(_nll(main.float(), labels)) < 10 * math.log(main.shape[-1])
         if hasattr(self.head, "follow"):
             self.head.follow(features, main, sane)
         self.head.train()
@@ -376,9 +376,8 @@ class Alternation:
         norms = self.head.grad_norms() if losses.ndim else torch.nn.utils.get_total_norm(gradients)
         fine = torch.isfinite(losses) & torch.isfinite(norms)
         self._move(fine & sane, (self.clip / norms).clamp(max=1.0), gradients)
-        self.optimizer.zero_grad(
-            set_to_none=True
-        )  # so an optimizer over all parameters leaves the head alone
+        # Without gradients an optimizer over all of the model's parameters leaves the head alone.
+        self.optimizer.zero_grad(set_to_none=True)
         self.grad_norm = norms
         self._verdicts.ask(fine.any())
         self._count()
