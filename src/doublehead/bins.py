@@ -84,11 +84,11 @@ class Bins:
         """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
         shape = (3, predictions.n_classes, check_n_bins(n_bins))
         state = torch.zeros(shape, dtype=torch.int64, device=predictions.device)
-        chunks, scratch = (
-            predictions.probs_chunks(),
-            torch.empty(0, dtype=predictions.dtype, device=predictions.device),
-        )
-        while seen := [_sift(*chunk, n_bins, scratch) for chunk in islice(chunks, 64)]:
+        chunks = predictions.probs_chunks()
+        scratch = [
+            torch.empty(0, dtype=dtype, device=state.device) for dtype in (predictions.dtype, torch.float64)
+        ]
+        while seen := [_sift(*chunk, n_bins, *scratch) for chunk in islice(chunks, 64)]:
             _add_components(state, seen)
         return cls.from_state(state)
 
@@ -211,7 +211,7 @@ def _state_of(confidence: Tensor, correct: Tensor, n_bins: int) -> Tensor:
     return entries.new_zeros(3, n_bins).scatter_add_(1, which.expand(3, -1), entries)
 
 
-def _sift(probs: Tensor, labels: Tensor, n_bins: int, scratch: Tensor) -> tuple[Tensor, ...]:
+def _sift(probs: Tensor, labels: Tensor, n_bins: int, scratch: Tensor, wide: Tensor) -> tuple[Tensor, ...]:
     """What a chunk of probs (B, K) adds to class-wise bins, looked at while it stays in the cache.
 
     Nearly all probabilities lie in the first bin when K is large. Only those above its edge are binned one by one;
@@ -220,7 +220,7 @@ def _sift(probs: Tensor, labels: Tensor, n_bins: int, scratch: Tensor) -> tuple[
     above = _where_above(probs.view(-1), float(torch.tensor(1 / n_bins, dtype=probs.dtype)))  # (M,)
     found = labels, probs.gather(1, labels[:, None])[:, 0], above % probs.shape[1], probs.view(-1)[above]
     units = torch.mul(probs, UNIT, out=scratch.resize_(probs.shape)).round_()  # whole numbers
-    totals = units.sum(0, dtype=torch.float64)  # (K,) exact: whole numbers below 2^53
+    totals = wide.resize_(probs.shape).copy_(units).sum(0)  # (K,) exact: whole numbers below 2^53
     return totals.to(torch.int64), *found
 
 
