@@ -1,0 +1,201 @@
+"""The order of the modules, and an import that asks for torch and numpy alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+PACKAGE = SOURCE / "doublehead"
+
+# A module, or a folder of them, imports only from those above it.
+ORDER = (
+    "optional",  # plumbing
+    "plumbing",
+    "last_layer",
+    "head_optimizer",
+    "double_head",  # the method
+    "losses",
+    "predictions",  # what it predicts, and how good that is
+    "bins",
+    "metrics",
+    "calibrators",
+    "head_bank",  # chooses among heads by proper scores, a scalar temperature among them
+    "curves",
+    "plots",
+    "theory",
+    "data",  # training
+    "models",
+    "training",
+    "tables",  # files of predictions
+    "report",
+    "integrations",
+    "commands",  # the command line
+    "cli",
+)
+HEAVY = (
+    "matplotlib",
+    "pandas",
+    "sklearn",
+    "scipy",
+    "lightning",
+    "torchvision",
+    "torchmetrics",
+    "typer",
+    "transformers",
+)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def imports(source: str, *, only_at_import: bool = False) -> set[str]:
+    """The modules of the package that `source` imports. `doublehead` itself may be imported for its version."""
+    found = set()
+    for node in top_level(ast.parse(source)) if only_at_import else ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("doublehead.")}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole module: from doublehead.x import y"
+            base = node.module or ""
+            if base.split(".")[0] == "doublehead":
+                full = {f"{base}.{alias.name}" for alias in node.names}
+                found |= {
+                    name if name in MODULES else base for name in full if name != "doublehead.__version__"
+                }
+    return found
+
+
+def top_level(tree: ast.Module) -> list[ast.stmt]:
+    """What runs when the module is imported: not the bodies of functions, nor what only a type checker reads."""
+    statements = list(tree.body)
+    for statement in statements:
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            continue
+        statements += [
+            s
+            for s in ast.iter_child_nodes(statement)
+            if isinstance(s, ast.stmt) and not is_function(statement)
+        ]
+    return statements
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def part(module: str) -> str:
+    return module.split(".")[1]
+
+
+def upward(module: str, source: str) -> list[str]:
+    """The imports of a module that break the order."""
+    broken = []
+    for wanted in sorted(imports(source)):
+        if wanted == "doublehead":
+            broken.append(f"{module} imports a name from doublehead itself: name the module it is from")
+        elif part(wanted) != part(module) and ORDER.index(part(wanted)) > ORDER.index(part(module)):
+            broken.append(f"{module} imports {wanted}, which stands below it")
+    return broken
+
+
+def test_the_list_is_complete() -> None:
+    there = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert there - {"__init__"} == set(ORDER)
+
+
+def test_imports_go_up() -> None:
+    broken = [
+        line for name, path in MODULES.items() if name != "doublehead" for line in upward(name, read(path))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_an_upward_import_is_seen() -> None:
+    assert upward("doublehead.bins", "def f():\n    from doublehead import metrics") == [
+        "doublehead.bins imports doublehead.metrics, which stands below it"
+    ]
+    assert upward("doublehead.metrics.scores", "import doublehead.cli")
+    assert not upward("doublehead.metrics.scores", "from doublehead.bins import Bins\nimport torch")
+
+
+def test_no_circle_within_a_folder() -> None:
+    graph = {name: imports(read(path), only_at_import=True) - {name} for name, path in MODULES.items()}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+BARE = """
+import importlib.machinery, importlib.metadata, re, sys
+def needed(name, seen):
+    if name in seen: return
+    seen.add(name)
+    for line in importlib.metadata.requires(name) or []:
+        wanted = re.match(r"[\\w.-]+", line)[0]
+        if "extra ==" not in line:
+            try: needed(wanted, seen)
+            except importlib.metadata.PackageNotFoundError: pass
+needs = set()
+for name in ("torch", "numpy"): needed(name, needs)
+tops = importlib.metadata.packages_distributions()
+normal = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+allowed = {top for top, names in tops.items() if {normal(n) for n in names} & {normal(n) for n in needs}}
+allowed |= set(sys.stdlib_module_names) | {"doublehead"}
+class Bare(importlib.machinery.PathFinder):  # finds what it would if nothing else were installed
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        top = name.split(".")[0]
+        return None if top in tops and top not in allowed else super().find_spec(name, path, target)
+"""
+USE = """
+from torch import nn
+model = doublehead.DoubleHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+x, y = torch.randn(64, 4), torch.arange(64) % 3
+doublehead.Alternation(model, [(x, y)], every=1).step(0.5)
+p = doublehead.Predictions(model.eval()(x), y)
+assert 0 <= doublehead.metrics.evaluate(p)["ece"] <= 1
+doublehead.calibrators.Temperature().fit(p).calibrate(p)
+doublehead.fit_head(model.model, [(x, y)])
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_works_beside_torch_and_numpy_alone() -> None:
+    hide = "sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Bare"
+    gone = f"print(*(importlib.util.find_spec(name) for name in {HEAVY!r}))"
+    out = run(f"{BARE}\nimport torch, numpy, importlib.util\n{hide}\n{gone}\nimport doublehead\n{USE}")
+    assert set(out.split()) == {"None"}
+
+
+def test_import_stays_light() -> None:
+    out = run(
+        f"{BARE}\nimport torch, numpy\nbefore = set(sys.modules)\nimport doublehead\n"
+        "print({n.split('.')[0] for n in set(sys.modules) - before} & set(tops) - allowed)\n"
+        f"print(sorted(set(sys.modules) & set({HEAVY!r})))"
+    )
+    assert out.split("\n")[:2] == ["set()", "[]"]
