@@ -64,7 +64,7 @@ def main() -> None:
             keep(folder, options.results)
             numbers = results["outputs"]["main"]
             print(
-                f"{config.name}: {time.perf_counter() - started:.0f} s, {results['images_per_second']} samples/s, "
+                f"{config.name}: {time.perf_counter() - started:.0f} s, {results['samples_per_second']} samples/s, "
                 f"accuracy {100 * numbers['before']['accuracy']:.2f}, ECE {100 * numbers['before']['ece']:.2f} "
                 f"-> {100 * numbers['after']['ece']:.2f} (T {numbers['temperature']:.2f})",
                 flush=True,

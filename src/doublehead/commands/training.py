@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -10,16 +14,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from doublehead.commands.errors import UserError
+from doublehead.commands.errors import UserError, told_to_user
 from doublehead.commands.show import notes, results
 from doublehead.training.comparison import compare as compare_methods
 from doublehead.training.comparison import method_rows
-from doublehead.training.config import RECIPES, Config
+from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
 from doublehead.training.loop import train as train_run
-from doublehead.training.methods import METHODS, method
+from doublehead.training.methods import METHODS, Method
+from doublehead.training.methods import method as method_called
 from doublehead.training.run_folder import RunError, RunFolder
 
 Data = Annotated[
@@ -28,21 +34,24 @@ Data = Annotated[
 Model = Annotated[
     str | None, typer.Option(help="A network: resnet50, ..., timm/NAME, or package.module:factory.")
 ]
-Root = Annotated[Path | None, typer.Option(help="The folder that holds the data sets [default: data].")]
+Root = Annotated[
+    Path | None, typer.Option(help="The folder of data sets [default: data, or $DOUBLEHEAD_DATA].")
+]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change any setting: --set epochs=30 --set compile=true. See below."),
+    typer.Option("--set", help="Change a setting: --set epochs=30 --set compile=true. See above for all."),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Run folders go here.")]
-Devices = Annotated[int, typer.Option(help="Processes to train with on this machine.")]
+Devices = Annotated[int, typer.Option(help="Devices to train with on this machine, a process each.")]
+Nodes = Annotated[int, typer.Option(help="Machines to train with: start the command on each by torchrun.")]
 Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best there is.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the table as JSON.")]
-TensorBoard = Annotated[bool, typer.Option(help="Also write TensorBoard files into the run folder.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")]
 
-SETTINGS = "\n\n\b\nSettings for --set (shown with the recipe of CIFAR-10):\n" + "\n".join(
-    f"  {f.name}={getattr(Config(), f.name)}"
-    for f in fields(Config)
-    if f.name not in ("data", "model", "heads")
+OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "heads")  # settings that a method makes
+NOT_SET = ("data", "model", "loss", "auto", "heads")  # by --set: they have options of their own
+SETTINGS = "\n\nSettings for --set, here with the values for CIFAR-10: " + ", ".join(
+    f"`{f.name}={getattr(Config(), f.name)}`" for f in fields(Config) if f.name not in NOT_SET
 )
 
 
@@ -54,6 +63,7 @@ def train(
     settings: Settings = None,
     output: Output = Path("runs"),
     devices: Devices = 1,
+    nodes: Nodes = 1,
     accelerator: Accelerator = "auto",
     tensorboard: TensorBoard = False,
     as_json: AsJson = False,
@@ -64,21 +74,23 @@ def train(
     metrics per epoch, predictions of every split and the weights.
     """
     with training_errors():
-        asked = method_named(method)
-        config = asked.apply(recipe(data, model, settings))
-        folder = RunFolder(output / config.name)
+        asked = method_called(method)
+        config = change(asked.apply(recipe(data, model)), settings, asked)
+        folder = RunFolder(output / config.folder_name)
         with watched(config, folder.path if tensorboard else None) as (report, tick):
             made = train_run(
                 config,
                 folder,
                 root=_text(root),
                 devices=devices,
+                nodes=nodes,
                 accelerator=accelerator,
                 report=report,
                 tick=tick,
             )
-        show_rows(method_rows(method, made, folder.path), as_json)
-        notes().print(f"run folder: {folder.path}", style="dim")
+        if is_first_process():
+            show_rows(method_rows(method, made, folder.path), as_json)
+            notes().print(f"run folder: {escape(str(folder.path))}", style="dim")
 
 
 def compare(
@@ -91,22 +103,25 @@ def compare(
     settings: Settings = None,
     output: Output = Path("runs"),
     devices: Devices = 1,
+    nodes: Nodes = 1,
     accelerator: Accelerator = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Train several methods on the same data and print one table.
 
-    Cross entropy and all heads come from one training run. Finished runs are not trained again.
+    Cross entropy and all heads come from one training run. Finished runs are not trained again, and the same command
+    resumes one that was stopped.
     """
     with training_errors():
-        config = recipe(data, model, settings)
+        config = change(recipe(data, model), settings)
         names = [name.strip() for name in methods.split(",") if name.strip()]
-        for name in names:
-            method_named(name)
-        rows = compare_with_progress(
-            config, names, output, root=_text(root), devices=devices, accelerator=accelerator
-        )
-        show_rows(rows, as_json)
+        if not names:
+            raise UserError(f"--methods must name at least one of {', '.join(METHODS)}, got {methods!r}")
+        where = {"root": _text(root), "devices": devices, "nodes": nodes, "accelerator": accelerator}
+        rows = compare_with_progress(config, names, output, **where)
+        if is_first_process():
+            show_rows(rows, as_json)
+            notes().print(f"run folders: {escape(str(output))}", style="dim")
 
 
 for function in (train, compare):
@@ -124,12 +139,8 @@ def compare_with_progress(
         def started(asked: Config, group: list[str], number: int, n_runs: int) -> None:
             nonlocal done
             done = number * asked.epochs
-            bar.update(
-                task,
-                description=f"{number + 1}/{n_runs} {', '.join(group)[:60]}",
-                total=n_runs * asked.epochs,
-            )
-            bar.update(task, completed=done)
+            what = f"{number + 1}/{n_runs} {', '.join(group)[:60]}"
+            bar.update(task, description=what, total=n_runs * asked.epochs, completed=done)
 
         def tick(epoch: int, step: int, n_steps: int) -> None:
             bar.update(task, completed=done + epoch + step / n_steps)
@@ -137,15 +148,31 @@ def compare_with_progress(
         return compare_methods(config, names, output, started=started, tick=tick, **options)
 
 
-def recipe(data: str, model: str | None, settings: list[str] | None) -> Config:
-    """The paper's config for a data set with some settings changed, each given as "name=value"."""
-    config = RECIPES.get(data) or replace(Config(), data=data)
-    changes: dict[str, Any] = {"model": model} if model else {}
-    known = {f.name: getattr(config, f.name) for f in fields(Config) if f.name != "heads"}
+def recipe(data: str, model: str | None = None) -> Config:
+    """The paper's config for a data set; for data of your own that of a set of its kind."""
+    kind = data.partition(":")[0]
+    like = {"table": TEXT, "folder": IMAGENET}.get(kind, Config())
+    config = RECIPES.get(data) or replace(like, data=data)
+    if model and ":" in model and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # package.module:factory may lie here, as for `python -m`
+    return replace(config, model=model) if model else config
+
+
+def change(config: Config, settings: list[str] | None, asked: Method | None = None) -> Config:
+    """The config with some settings changed, each given as "name=value"; those that make a method only for `asked`."""
+    fixed = {*NOT_SET, *(OF_THE_METHOD if asked is None else ())}
+    if asked is not None and not asked.mixup:
+        fixed.add("mixup")
+    known = {f.name: getattr(config, f.name) for f in fields(Config) if f.name not in fixed}
+    changes: dict[str, Any] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals or name not in known:
-            raise UserError(f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {setting!r}")
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(
+                f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {setting!r}{hint}"
+            )
         changes[name] = _parse(name, value, known[name])
     return replace(config, **changes)
 
@@ -155,35 +182,66 @@ def _parse(name: str, value: str, like: Any) -> Any:
         return value
     if isinstance(like, tuple):
         parts = [part for part in value.split(",") if part]
-        return tuple(float(part) for part in parts) if name == "milestones" else tuple(parts)
+        return tuple(_number(name, part) for part in parts) if name == "milestones" else tuple(parts)
+    if isinstance(like, float):
+        return _number(name, value)
     try:
-        parsed = json.loads(value)
+        return json.loads(value.lower() if isinstance(like, bool) else value.replace("None", "null"))
     except ValueError:
-        raise UserError(f"--set {name} must be a number, true or false, got {value!r}") from None
-    return float(parsed) if isinstance(like, float) else parsed
+        want = {bool: "true or false", int: "a whole number", dict: 'JSON such as {"gamma": 2}'}
+        raise UserError(
+            f"--set {name} must be {want.get(type(like), 'a whole number')}, got {value!r}"
+        ) from None
 
 
-def method_named(name: str) -> Any:
-    """The method, or a sentence that lists what there is."""
+def _number(name: str, value: str) -> float:
     try:
-        return method(name)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+        return float(value)
+    except ValueError:
+        raise UserError(f"--set {name} must be a number, got {value!r}") from None
 
 
 @contextmanager
 def training_errors() -> Iterator[None]:
-    """Bad settings, missing data and runs that cannot go on become one sentence."""
+    """Bad settings, missing data and runs that cannot go on become one sentence, said by the first process."""
+    try:
+        with told_to_user(), _warnings_told():
+            yield
+    except (UserError, RunError, ValueError, FileNotFoundError, ImportError, FloatingPointError) as error:
+        if not is_first_process():
+            raise typer.Exit(2) from error
+        raise UserError(str(error)) from error
+
+
+@contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Our own warnings (a checkpoint that cannot be read, say) in a line each, without their place in the code."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if category is UserWarning and "doublehead" in str(place[0]):
+            notes().print(f"Warning: {escape(str(message))}")
+        else:
+            usual(message, category, *place)
+
+    warnings.showwarning = show  # type: ignore[assignment]
     try:
         yield
-    except (RunError, ValueError, FileNotFoundError, ImportError) as error:
-        raise UserError(str(error)) from error
+    finally:
+        warnings.showwarning = usual
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that speaks: the only one, or the first among those that train together."""
+    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")
+    return all(os.environ.get(name, "0") == "0" for name in ranks)
 
 
 def progress_bar() -> Progress:
     """Epochs done and the time that is left, on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=notes(), transient=True, disable=not notes().is_terminal)
+    hidden = not (notes().is_terminal and is_first_process())
+    return Progress(*columns, console=notes(), transient=True, disable=hidden)
 
 
 @contextmanager
@@ -191,26 +249,28 @@ def watched(
     config: Config, tensorboard: Path | None
 ) -> Iterator[tuple[Callable[[dict[str, Any]], None], Callable[[int, int, int], None]]]:
     """A bar with the time left, a line per epoch, and TensorBoard where asked."""
-    writer = _tensorboard(tensorboard) if tensorboard else None
+    writer = _tensorboard(tensorboard) if tensorboard and is_first_process() else None
     with progress_bar() as bar:
-        task = bar.add_task(config.name, total=config.epochs)
+        task = bar.add_task(escape(config.name), total=config.epochs)
 
         def report(row: dict[str, Any]) -> None:
-            shown = ", ".join(
-                f"{name} ECE {100 * numbers['ece']:.2f} % acc {100 * numbers['accuracy']:.2f} %"
-                for name, numbers in list(row.get("test", {}).items())[:3]
-            )
-            bar.console.print(
-                f"epoch {row['epoch'] + 1}/{config.epochs}  loss {row['train_loss']:.4f}  {shown}"
-            )
+            bar.console.print(_epoch_line(row, config.epochs))
             if writer:
-                for name, numbers in row.get("test", {}).items():
-                    for key, value in numbers.items():
-                        writer.add_scalar(f"{key}/{name}", value, row["epoch"])
+                _to_tensorboard(writer, row)
 
         yield report, lambda epoch, step, n_steps: bar.update(task, completed=epoch + step / n_steps)
     if writer:
         writer.close()
+
+
+def _epoch_line(row: dict[str, Any], epochs: int) -> str:
+    test = row.get("test", {})
+    shown = [
+        f"{name} ECE {100 * one['ece']:.2f} % acc {100 * one['accuracy']:.2f} %"
+        for name, one in list(test.items())[:3]
+    ]
+    more = [f"{len(test) - 3} more"] if len(test) > 3 else []
+    return f"epoch {row['epoch'] + 1}/{epochs}  loss {row['train_loss']:.4f}  {', '.join(shown + more)}"
 
 
 def _tensorboard(folder: Path) -> Any:
@@ -221,35 +281,49 @@ def _tensorboard(folder: Path) -> Any:
     return SummaryWriter(str(folder / "tensorboard"))
 
 
+def _to_tensorboard(writer: Any, row: dict[str, Any]) -> None:
+    writer.add_scalar("train_loss", row["train_loss"], row["epoch"])
+    for name, beta in row["beta"].items():
+        writer.add_scalar(f"beta/{name}", beta, row["epoch"])
+    for name, numbers in row.get("test", {}).items():
+        for key, value in numbers.items():
+            writer.add_scalar(f"{key}/{name}", value, row["epoch"])
+
+
 def show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     """The table of methods: percent for accuracy, ECE and AUROC; the ECE of a perfect model beside each ECE."""
     if as_json:
         results().print_json(json.dumps(rows))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    shifts = [key for key in rows[0] if key.startswith("auroc ")]
+    shifts = _shift_columns(rows[0])
     table.add_column("method")
-    titles = [
-        "accuracy %",
-        "ECE %",
-        "perfect ECE %",
-        "NLL",
-        "Brier",
-        *(f"AUROC % {key[6:]}" for key in shifts),
-    ]
-    for title in titles:
+    for title in ("accuracy %", "ECE %", "perfect ECE %", "NLL", "Brier", *shifts):
         table.add_column(title, justify="right")
     for row in rows:
+        floor = [f"{100 * row[key]:.2f}" for key in ("ece_floor", "ece_floor_low", "ece_floor_high")]
         table.add_row(
             row["method"],
             f"{100 * row['accuracy']:.2f}",
             f"{100 * row['ece']:.2f}",
-            f"{100 * row['ece_floor']:.2f} ({100 * row['ece_floor_low']:.2f}..{100 * row['ece_floor_high']:.2f})",
+            f"{floor[0]} ({floor[1]}..{floor[2]})",
             f"{row['nll']:.4f}",
             f"{row['brier']:.4f}",
-            *(f"{100 * row[key]:.2f}" for key in shifts),
+            *(f"{100 * sum(row[key] for key in keys) / len(keys):.2f}" for keys in shifts.values()),
         )
     results().print(table)
+
+
+def _shift_columns(row: dict[str, Any]) -> dict[str, list[str]]:
+    """Title -> the numbers of a row that it shows: those of each shifted set, or their mean where they are many."""
+    columns: dict[str, list[str]] = {}
+    for start, what in (("auroc ", "AUROC %"), ("ece ", "ECE %")):
+        keys = [key for key in row if key.startswith(start)]
+        if len(keys) > 2:
+            columns[f"{what} mean of {len(keys)} shifts"] = keys
+        else:
+            columns |= {f"{what} {key.removeprefix(start)}": [key] for key in keys}
+    return columns
 
 
 def _text(path: Path | None) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +38,38 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Train (or find trained) all `methods` under `folder` and return the rows of their table.
 
-    Methods with one loss share one training run: cross entropy and all heads come from the same network. `started` is
-    told each run's config, methods, number and how many there are; further `options` go to `train`.
+    Methods with one loss share one training run: cross entropy and all heads come from the same network. A finished
+    run that holds all heads asked for, and perhaps more, is not trained again. `started` is told each run's
+    config, methods, number and how many there are; further `options` go to `train`.
     """
     runs = runs_for(config, methods)
     rows: dict[str, list[dict[str, Any]]] = {}
     for number, (asked, names) in enumerate(runs):
         if started:
             started(asked, names, number, len(runs))
-        run = RunFolder(Path(folder) / asked.name)
-        results = train(asked, run, splits, **options)
+        run = find_finished(asked, Path(folder)) or RunFolder(Path(folder) / asked.folder_name)
+        results = run.results if run.finished else train(asked, run, splits, **options)
         for name in names:
             rows[name] = method_rows(name, results, run.path)
-    return [row for name in methods for row in rows[name]]
+    return [row for name in dict.fromkeys(methods) for row in rows[name]]
+
+
+def find_finished(asked: Config, folder: Path) -> RunFolder | None:
+    """A finished run in `folder` that answers for `asked`: the same but for heads, of which it may have more."""
+    for path in sorted(folder.glob(f"{glob.escape(asked.name)}-*")):
+        run = RunFolder(path)
+        try:
+            config = run.config if run.finished else None
+        except (ValueError, TypeError, OSError):  # written by another version, or no run at all
+            continue
+        if config is not None and _answers_for(config, asked):
+            return run
+    return None
+
+
+def _answers_for(config: Config, asked: Config) -> bool:
+    same = replace(config, heads=asked.heads, auto=asked.auto) == asked
+    return same and asked.heads.items() <= config.heads.items() and config.auto >= asked.auto
 
 
 def method_rows(name: str, results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from doublehead.data.corruptions import FAMILIES
 from doublehead.head_bank import HeadSpec
+from doublehead.losses import LOSSES
 
 PERTURBATIONS = ("", "noise", "broad", "noise+broad")
+RESERVED = ("main", "auto")  # outputs of every run and of `auto`: no head may be called so
+BOUNDS = {  # the least value of a setting
+    "epochs": 1, "batch_size": 1, "every": 1, "calib_batch_size": 1, "max_words": 1, "image_size": 1,
+    "evaluate_every": 1, "n_train": 1, "n_calib": 1, "n_test": 1, "seed": 0, "workers": 0, "mixup": 0,
+    "momentum": 0, "weight_decay": 0, "calib_weight_decay": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,11 +34,10 @@ class Config:
     loss: str = "cross_entropy"
     loss_options: Mapping[str, float] = field(default_factory=dict)
     mixup: float = 0.0  # alpha of mixup; 0 switches it off
-    heads: Mapping[str, HeadSpec] = field(
-        default_factory=dict
-    )  # trained beside the network on all calibration data
+    # Heads, trained beside the network on all calibration data.
+    heads: Mapping[str, HeadSpec] = field(default_factory=dict)
     auto: bool = (
-        False  # also train the bank behind beta0="auto" and choose from it on held-back calibration data
+        False  # also train the bank behind beta0="auto"; choose from it on held-back calibration data
     )
     hold_back: float = 0.2  # the share of the calibration data that `auto` holds back
     epochs: int = 200
@@ -43,43 +55,51 @@ class Config:
     calib_weight_decay: float = 5e-5
     calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
     calib_augment: str = ""  # the paper's g, for distribution shift: noise, broad or noise+broad
-    augment_of: Mapping[str, str] = field(
-        default_factory=dict
-    )  # heads (by name, or "auto") that have another g
-    embeddings: str = "glove"  # of text networks: "glove" or "random:50"
+    augment_of: Mapping[str, str] = field(default_factory=dict)  # heads (or "auto") that have another g
+    embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
     max_words: int = 400  # longer texts are cut
     image_size: int = 224  # of images read from files
-    workers: int = 0  # processes that read image files
+    workers: int = field(default=0, compare=False)  # processes that read image files; changes no number
     seed: int = 0
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     compile: bool = False
     n_train: int | None = None  # use only the first samples of a split: for a quick try, not for numbers
     n_calib: int | None = None
     n_test: int | None = None
-    evaluate_every: int = 1  # epochs between two lines of metrics
+    evaluate_every: int = 1  # epochs between two lines of test metrics
+    predict_train: bool = True  # also keep the predictions of the train split
     record_gradients: bool = False
     shift: tuple[str, ...] = ()  # "gaussian_noise:5", "cifar10c", or another data set's name
 
     def __post_init__(self) -> None:
-        _check(self.epochs >= 1, "epochs", "at least 1", self.epochs)
-        _check(self.batch_size >= 1, "batch_size", "at least 1", self.batch_size)
-        _check(self.every >= 1, "every", "at least 1", self.every)
-        _check(self.lr > 0, "lr", "positive", self.lr)
+        for name, kind in get_type_hints(Config).items():
+            object.__setattr__(self, name, _typed(name, getattr(self, name), kind))
+        for name, least in BOUNDS.items():
+            value = getattr(self, name)
+            _check(value is None or value >= least, name, f"at least {least}", value)
+        for name in ("lr", "calib_lr", "calib_clip"):
+            _check(getattr(self, name) > 0, name, "positive", getattr(self, name))
+        _check(self.lr < math.inf, "lr", "finite", self.lr)
         _check(0 < self.hold_back < 1, "hold_back", "between 0 and 1", self.hold_back)
-        _check(
-            self.precision in ("32-true", "bf16-mixed"), "precision", "32-true or bf16-mixed", self.precision
-        )
-        _check(
-            self.schedule in ("cosine", "steps", "constant"),
-            "schedule",
-            "cosine, steps or constant",
-            self.schedule,
-        )
-        _check(self.optimizer in ("sgd", "adam"), "optimizer", "sgd or adam", self.optimizer)
+        _check(self.loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", self.loss)
+        known = [*inspect.signature(LOSSES[self.loss]).parameters][2:]  # after logits and labels
+        unknown = set(self.loss_options) - set(known)
+        _check(not unknown, "loss_options", f"among {known} for {self.loss}", dict(self.loss_options))
+        self._check_heads()
+        for shifted in self.shift:
+            family, colon, severity = shifted.partition(":")
+            fine = family not in FAMILIES or not colon or severity in ("1", "2", "3", "4", "5")
+            _check(fine, "shift", "of a severity from 1 to 5", shifted)
+
+    def _check_heads(self) -> None:
+        reserved = sorted(set(RESERVED) & set(self.heads))
+        _check(not reserved, "heads", f"named otherwise than {' and '.join(RESERVED)}", reserved)
+        odd = [name for name in self.heads if not re.fullmatch(r"[\w@+.-]+", name)]
+        _check(not odd, "heads", "named by letters, digits and @+.-, as their files are", odd)
+        strange = sorted(set(self.augment_of) - {*self.heads, "auto"})
+        _check(not strange, "augment_of", "about heads of this run", strange)
         for name in (self.calib_augment, *self.augment_of.values()):
             _check(name in PERTURBATIONS, "calib_augment", f"one of {PERTURBATIONS}", name)
-        reserved = {"main", "auto", "ensemble"} & set(self.heads)
-        _check(not reserved, "heads", "named otherwise than main, auto and ensemble", sorted(reserved))
 
     def riders(self) -> dict[str, list[str]]:
         """Heads by the perturbation they are trained with, each group one bank; "auto" is a group of its own."""
@@ -91,11 +111,18 @@ class Config:
 
     @property
     def name(self) -> str:
-        """A folder name that says what the run is."""
-        model = self.model.replace("/", "-").replace(":", "-")
+        """What the run is, in a few words."""
         method = self.loss + "".join(f"-{key}{value:g}" for key, value in sorted(self.loss_options.items()))
         method += f"-mixup{self.mixup:g}" if self.mixup else ""
-        return f"{self.data}-{model}-{method}-e{self.epochs}-s{self.seed}"
+        return _plain(f"{self.data}-{self.model}-{method}-e{self.epochs}-s{self.seed}")
+
+    @property
+    def folder_name(self) -> str:
+        """The name and a few digits that differ wherever another setting does: one folder for each config."""
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        settings["heads"] = {name: asdict(spec) for name, spec in self.heads.items()}
+        text = json.dumps(settings, sort_keys=True)
+        return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
     def to_json(self) -> str:
         """One setting a line."""
@@ -112,6 +139,30 @@ class Config:
         return cls(**_tuples(values))
 
 
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """The value as the annotation wants it (a whole number where a float is wanted becomes one), or an error."""
+    choices = get_args(kind)
+    if get_origin(kind) is Literal:
+        _check(value in choices, name, f"one of {', '.join(choices)}", value)
+    elif kind is float:
+        _check(isinstance(value, (int, float)) and not isinstance(value, bool), name, "a number", value)
+        _check(not math.isnan(value), name, "a number", value)
+        return float(value)
+    elif kind is int or NoneType in choices:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        _check(whole or (value is None and NoneType in choices), name, "a whole number", value)
+    elif kind is bool:
+        _check(isinstance(value, bool), name, "true or false", value)
+    elif kind is str:
+        _check(isinstance(value, str), name, "text", value)
+    elif get_origin(kind) is tuple:
+        return tuple(_typed(name, part, choices[0]) for part in value)
+    elif choices[1] is not HeadSpec:
+        _check(isinstance(value, Mapping), name, "a table of names and values", value)
+        return {key: _typed(f"{name}[{key!r}]", part, choices[1]) for key, part in value.items()}
+    return value
+
+
 def _check(fine: bool, name: str, want: str, got: object) -> None:
     if not fine:
         raise ValueError(f"{name} must be {want}, got {got!r}")
@@ -121,9 +172,14 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
+def _plain(text: str) -> str:
+    """A name for a folder: paths of the user's own data and networks bring other characters."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
+
+
 IMAGES = Config()  # CIFAR-10/100, SVHN: the paper's setting, for cross entropy and the double head
 STEPS = replace(IMAGES, epochs=350, schedule="steps")  # ... and for MMCE, Brier and focal loss
-IMAGENET = replace(IMAGES, data="imagenet", epochs=100, batch_size=256, lr=0.01)
+IMAGENET = replace(IMAGES, data="imagenet", epochs=100, batch_size=256, lr=0.01, predict_train=False)
 TEXT = Config(
     data="20newsgroups",
     model="gp_cnn",

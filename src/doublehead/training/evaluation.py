@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,50 +11,55 @@ from torch import Tensor
 
 from doublehead import metrics
 from doublehead.calibrators.temperature import Temperature, TemperatureGrid
-from doublehead.data import FAMILIES, Images, corrupt, load_test
-from doublehead.data.splits import Samples
+from doublehead.data import FAMILIES, corrupt
 from doublehead.double_head import Readings
 from doublehead.head_bank import HeadBank
 from doublehead.last_layer import logits_of
 from doublehead.plumbing import device_of, evaluating, n_processes, unpack
 from doublehead.predictions import Predictions
-
-if TYPE_CHECKING:
-    from doublehead.training.loop import Run
+from doublehead.training.run import Run
 
 EPOCH_NUMBERS = ("accuracy", "ece", "nll", "brier", "mean_entropy", "mean_confidence")
 
 
 @torch.no_grad()
-def predict(run: Run, batches: Any) -> dict[str, Predictions]:
-    """The predictions of every output ("main", each head, "auto") over all of `batches`, on the device."""
+def predict(
+    run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: bool = True
+) -> dict[str, Predictions]:
+    """The predictions of every output ("main", each head, "auto") over all of `batches`, on the device.
+
+    Without `heads` of "main" alone. Data of other classes is not `labelled`: its labels are then all 0.
+    """
+    _share_buffers(run)
     parts: dict[str, list[Tensor]] = {}
     with evaluating(run.net), run.fabric.autocast():
         for batch in batches:
-            for name, logits in _outputs(run, batch):
-                parts.setdefault(name, []).append(logits)
+            for name, values in _outputs(run, batch, heads):
+                parts.setdefault(name, []).append(values)
     whole = {name: _from_all_processes(torch.cat(some)) for name, some in parts.items()}
     labels = whole.pop("labels")
+    labels = labels if labelled else torch.zeros_like(labels)
     return {name: Predictions(logits.float(), labels) for name, logits in whole.items()}
 
 
-def _outputs(run: Run, batch: Any) -> Iterator[tuple[str, Tensor]]:
-    args, kwargs, labels = unpack(batch, device_of(run.net))
-    yield "labels", labels
-    if not run.riders:
+def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
+    """The labels (B,) and the logits (B, K) of each output for one batch."""
+    if not (run.riders and heads):
+        args, kwargs, labels = unpack(batch, device_of(run.net))
+        yield "labels", labels
         yield "main", logits_of(run.net(*args, **kwargs)).float()
         return
-    output, features = next(iter(run.riders.values()))._tap.run(run.net, args, kwargs)
-    main = logits_of(output).float()
+    # All riders sit on one network: what one of them reads is what all of them read.
+    features, main, labels = next(iter(run.riders.values())).read([batch])
+    yield "labels", labels
     yield "main", main
-    groups = run.config.riders()
-    for name, rider in run.riders.items():
-        bank = rider.head.eval()
+    for group, names in run.config.riders().items():
+        bank = run.riders[group].head
         assert isinstance(bank, HeadBank)
-        if name == "auto":
-            yield "auto", bank(features, main)
-        else:
-            yield from zip(groups[name], bank.all_heads(features, main))
+        with evaluating(bank):
+            yield from zip(
+                names, [bank(features, main)] if group == "auto" else bank.all_heads(features, main)
+            )
 
 
 def epoch_numbers(predictions: Mapping[str, Predictions], n_bins: int = 15) -> dict[str, dict[str, float]]:
@@ -85,57 +90,54 @@ def final_numbers(test: Mapping[str, Predictions], calib: Mapping[str, Predictio
 
 
 def shift_numbers(
-    run: Run, test: Mapping[str, Predictions], temperatures: Mapping[str, float], root: str | None
+    run: Run, test: Mapping[str, Predictions], temperatures: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Per shifted test set and output: accuracy, ECE, NLL and how well confidence tells it from the clean one."""
+    """Per shifted test set and output: accuracy, ECE, NLL and how well confidence tells it from the clean one.
+
+    "main+T" and so on are the outputs after temperature scaling. Of other data sets ("ood:svhn") there is no accuracy.
+    """
     made: dict[str, Any] = {}
-    for name, batches in _shifted_sets(run, root):
-        seen = predict(run, batches)
+    for name, batches in _shifted_sets(run):
         labelled = not name.startswith("ood:")
         made[name] = {}
-        for output, p in seen.items():
+        for output, p in predict(run, batches, labelled=labelled).items():
             for suffix, scale in (("", 1.0), ("+T", 1 / temperatures[output])):
-                shifted = Predictions(p.logits * scale, p.labels)
-                clean = Predictions(test[output].logits * scale, test[output].labels)
-                numbers = (
-                    _few(shifted, 15)
-                    if labelled
-                    else {"mean_confidence": float(metrics.mean_confidence(shifted))}
-                )
-                numbers["auroc"] = float(metrics.auroc(clean.confidence, shifted.confidence))
-                made[name][output + suffix] = numbers
+                shifted, clean = (Predictions(q.logits * scale, q.labels) for q in (p, test[output]))
+                few = _few(shifted, 15)
+                numbers = few if labelled else {"mean_confidence": few["mean_confidence"]}
+                auroc = float(metrics.auroc(clean.confidence, shifted.confidence))
+                made[name][output + suffix] = {**numbers, "auroc": auroc}
     return made
 
 
-def _shifted_sets(run: Run, root: str | None) -> Iterator[tuple[str, Any]]:
+def _shifted_sets(run: Run) -> Iterator[tuple[str, Iterable[Any]]]:
     for asked in run.config.shift:
         family, _, severity = asked.partition(":")
         if asked == "cifar10c":
             for family in FAMILIES:
                 for level in range(1, 6):
-                    yield f"{family}:{level}", Corrupted(run, family, level)
+                    yield f"{family}:{level}", corrupted(run, family, level)
         elif family in FAMILIES:
-            yield asked, Corrupted(run, family, int(severity or 5))
+            yield f"{family}:{severity or 5}", corrupted(run, family, int(severity or 5))
         else:
-            other: Samples = load_test(asked, root)
-            yield f"ood:{asked}", run.inputs.make_eval(other)
+            yield f"ood:{asked}", run.others[asked]
 
 
-class Corrupted:
+def corrupted(run: Run, family: str, severity: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The test images after a corruption, batch by batch, in the form the network reads."""
+    normalise = run.inputs.normalise
+    assert normalise is not None
+    generator = torch.Generator(device_of(run.net)).manual_seed(severity)
+    for x, y in run.inputs.make_eval(run.inputs.splits.test):
+        pixels = corrupt(normalise.undo(x).clamp(0, 1), family, severity, generator)
+        yield normalise(pixels).contiguous(memory_format=torch.channels_last), y
 
-    def __init__(self, run: Run, family: str, severity: int) -> None:
-        assert isinstance(run.inputs.splits.test, Images)
-        assert run.inputs.normalise is not None
-        self.run, self.family, self.severity = run, family, severity
-        self.normalise = run.inputs.normalise
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        device = device_of(self.run.net)
-        generator = torch.Generator(device).manual_seed(self.severity)
-        for x, y in self.run.inputs.make_eval(self.run.inputs.splits.test):
-            pixels = corrupt(self.normalise.undo(x).clamp(0, 1), self.family, self.severity, generator)
-            yield self.normalise(pixels).contiguous(memory_format=torch.channels_last), y
+def _share_buffers(run: Run) -> None:
+    """Give every process the first one's buffers: BatchNorm's averages are each process's own until then."""
+    if n_processes() > 1:
+        for buffer in run.net.buffers():
+            dist.broadcast(buffer, 0)
 
 
 def _from_all_processes(rows: Tensor) -> Tensor:
@@ -154,5 +156,5 @@ def _from_all_processes(rows: Tensor) -> Tensor:
 def held_back_readings(run: Run) -> Readings:
     """What the candidates of `auto` are judged on, the same in every process."""
     with run.fabric.autocast():
-        readings = run.riders["auto"].read(run.inputs.held_back)
+        readings = run.riders["auto"].read(run.inputs.held_back or ())
     return Readings(*(_from_all_processes(part) for part in readings))

@@ -47,8 +47,8 @@ class Inputs:
     calib: Callable[
         [], Batches
     ]  # for training heads, shuffled; each group of heads has its own place in them
-    calib_for_auto: Batches  # the part of it that `auto` does not hold back
-    held_back: Batches
+    calib_for_auto: Batches | None  # the part of it that `auto` does not hold back
+    held_back: Batches | None
     make_eval: Callable[[Samples], Batches]
     perturbation: Callable[[str], Callable[[Any], Any] | None]  # by name: the paper's g
     model_options: dict[str, Any] = field(default_factory=dict)
@@ -70,36 +70,55 @@ def load_inputs(
     world_size: int = 1,
 ) -> Inputs:
     """Read the data set (unless `splits` is given) and make its batches for this process."""
-    if splits is None:
-        splits = load(config.data, root)
-    if config.n_train or config.n_calib or config.n_test:
-        asked = (config.n_train, config.n_calib, config.n_test)
-        splits = splits.first(*(n or size for n, size in zip(asked, splits.sizes)))
-    kinds = {Images: _image_maker, ImageFiles: _file_maker, Texts: _word_maker, Trees: _word_maker}
-    make = kinds[type(splits.train)](config, device, splits)
-    order = np.random.RandomState(config.seed).permutation(len(splits.calib))
-    n_held = round(config.hold_back * len(order))
+    splits = _asked_for(config, load(config.data, root) if splits is None else splits)
+    make = _maker(config, device, splits)
+    if config.batch_size % world_size:
+        raise ValueError(
+            f"batch_size must be a multiple of the {world_size} processes, got {config.batch_size}"
+        )
 
     def sharded(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
         share = max(1, batch_size // world_size) if train else batch_size
         batches = make.batches(samples, share, train, seed)
         return batches.shard(rank, world_size) if world_size > 1 else batches
 
-    k = config.calib_batch_size
+    def for_heads(samples: Samples) -> Batches:
+        return sharded(samples, min(config.calib_batch_size, len(samples)), True, config.seed + 1)
+
+    test = splits.test
+    test_batches = sharded(test, EVAL_BATCH, False, 0)  # kept: words take long to look up
+    kept, held = _hold_back(config, splits.calib) if config.auto else (None, None)
     return Inputs(
         splits=splits,
         train=sharded(splits.train, config.batch_size, True, config.seed),
-        calib=lambda: sharded(splits.calib, min(k, len(order)), True, config.seed + 1),
-        calib_for_auto=sharded(
-            splits.calib.take(np.sort(order[n_held:])), min(k, len(order) - n_held), True, config.seed + 1
-        ),
-        held_back=sharded(splits.calib.take(np.sort(order[:n_held])), EVAL_BATCH, False, 0),
-        make_eval=lambda samples: sharded(samples, EVAL_BATCH, False, 0),
+        calib=lambda: for_heads(splits.calib),
+        calib_for_auto=None if kept is None else for_heads(kept),
+        held_back=None if held is None else sharded(held, EVAL_BATCH, False, 0),
+        make_eval=lambda samples: test_batches if samples is test else sharded(samples, EVAL_BATCH, False, 0),
         perturbation=make.perturbation,
         model_options=make.model_options,
         memory_format=make.memory_format,
         normalise=make.normalise,
     )
+
+
+def _asked_for(config: Config, splits: Splits) -> Splits:
+    """The splits, cut where the config asks for fewer samples."""
+    asked = (config.n_train, config.n_calib, config.n_test)
+    if asked == (None, None, None):
+        return splits
+    return splits.first(*(n or size for n, size in zip(asked, splits.sizes)))
+
+
+def _hold_back(config: Config, calib: Samples) -> tuple[Samples, Samples]:
+    """The calibration samples on which `auto` trains its heads, and those on which it chooses."""
+    order = np.random.RandomState(config.seed).permutation(len(calib))
+    n_held = round(config.hold_back * len(order))
+    if not 0 < n_held < len(order):
+        raise ValueError(
+            f"hold_back must leave both parts some of the {len(order)} calibration samples, got {config.hold_back}"
+        )
+    return calib.take(np.sort(order[n_held:])), calib.take(np.sort(order[:n_held]))
 
 
 @dataclass
@@ -111,6 +130,21 @@ class Maker:
     model_options: dict[str, Any] = field(default_factory=dict)
     memory_format: torch.memory_format = torch.preserve_format
     normalise: Normalise | None = None
+
+
+def _maker(config: Config, device: torch.device, splits: Splits) -> Maker:
+    kinds = {Images: _image_maker, ImageFiles: _file_maker, Texts: _word_maker, Trees: _word_maker}
+    kind = type(splits.train)
+    can_be_read = {Texts: ("words",), Trees: ("words", "trees")}.get(kind, ("images",))
+    if config.model in MODELS and MODELS[config.model].reads not in can_be_read:
+        raise ValueError(
+            f"model must read {' or '.join(can_be_read)} for {config.data}, "
+            f"got {config.model}, which reads {MODELS[config.model].reads}"
+        )
+    made = kinds[kind](config, device, splits)
+    for name in {config.calib_augment, *config.augment_of.values()}:
+        made.perturbation(name)  # says now if there is no such perturbation for this data
+    return made
 
 
 def _image_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
@@ -169,19 +203,15 @@ def _file_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
 def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
     """Texts and trees: rows of one vocabulary, whose vectors the network gets."""
     assert isinstance(splits.train, (Texts, Trees))
+    reads_trees = config.model in MODELS and MODELS[config.model].reads == "trees"
+    if config.mixup:
+        raise ValueError(f"mixup is for images, {config.data} holds words")
 
     def no_perturbation(name: str) -> None:
         if name:
             raise ValueError(f"calib_augment is for images, {config.data} holds words: leave it empty")
 
-    if config.embeddings.startswith("random:"):
-        vocabulary = Vocabulary.of(splits.train)
-        generator = torch.Generator().manual_seed(config.seed)
-        vectors = 0.4 * torch.randn(len(vocabulary), int(config.embeddings[7:]), generator=generator)
-    else:
-        found = embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
-        vocabulary, vectors = found.vocabulary, found.vectors
-    reads_trees = config.model in MODELS and MODELS[config.model].reads == "trees"
+    vocabulary, vectors = _vectors(config, splits)
 
     def batches(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
         assert isinstance(samples, (Texts, Trees))
@@ -194,6 +224,23 @@ def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
         )
 
     return Maker(batches, no_perturbation, {"vectors": vectors})
+
+
+def _vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:
+    """The words of the data and their vectors, (V, D)."""
+    kind, _, size = config.embeddings.partition(":")
+    if kind != "random":
+        found = embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
+        return found.vocabulary, found.vectors
+    if not size.isdecimal() or int(size) < 1:
+        raise ValueError(f"embeddings must be glove, a file or random:SIZE, got {config.embeddings!r}")
+    assert isinstance(splits.train, (Texts, Trees))
+    vocabulary = Vocabulary.of(splits.train)
+    generator = torch.Generator().manual_seed(config.seed)
+    # 0.4 is about the deviation of GloVe's entries; row 0 is padding
+    vectors = 0.4 * torch.randn(len(vocabulary), int(size), generator=generator)
+    vectors[0] = 0
+    return vocabulary, vectors
 
 
 def _perturbation(normalise: Normalise | None, name: str) -> Callable[[Tensor], Tensor] | None:

@@ -3,11 +3,13 @@
 config.json        what was asked for            environment.json   versions, device, commit, time
 metrics.jsonl      a line per epoch              predictions/       {split}-{output}.npz
 model.safetensors  network and heads             results.json       the last thing written: the run is finished
+gradients.npz      norms of the heads' gradients, where asked for
 checkpoint.pt      the newest whole state        checkpoint-previous.pt  the one before it
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -17,11 +19,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from doublehead.predictions import Predictions
 from doublehead.training.config import Config
 
 
@@ -30,7 +34,11 @@ class RunError(RuntimeError):
 
 
 class RunFolder:
-    """The files of one run. Opening it with another config than it was begun with is refused."""
+    """The files of one run. Beginning it with another config than before is refused.
+
+    >>> RunFolder("runs/none").finished
+    False
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -53,18 +61,24 @@ class RunFolder:
 
     def begin(self, config: Config) -> None:
         """Write the config, or see that the one written before is the same."""
+        self.check(config)
+        if not (self.path / "config.json").exists():
+            self.write_text("config.json", config.to_json())
+
+    def check(self, config: Config) -> None:
+        """Refuse a folder that was begun with another config."""
         file = self.path / "config.json"
         if not file.exists():
-            self.write_text("config.json", config.to_json())
             return
         try:
             before = Config.from_json(file.read_text())
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise RunError(
                 f"{file} cannot be read ({error}): remove the folder or choose another one"
             ) from error
         if before != config:
-            differing = [key for key in vars(config) if getattr(before, key) != getattr(config, key)]
+            settings = [f.name for f in fields(config) if f.compare]
+            differing = [name for name in settings if getattr(before, name) != getattr(config, name)]
             raise RunError(
                 f"{self.path} holds a run with other settings ({', '.join(differing)}): "
                 "choose another folder or remove it"
@@ -72,39 +86,75 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep a second process out; the lock goes with the process, however it ends."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "w") as file:
+        """Keep a second process out; the lock goes with the process, however it ends.
+
+        A folder into which nothing was written in the meantime is removed again.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open(self.path / ".lock", "w")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be used as a run folder ({error.strerror})") from error
+        with file:
             if not _lock(file):
                 raise RunError(f"another process is working in {self.path}")
-            yield
+            self._sweep()
+            try:
+                yield
+            finally:
+                if [entry.name for entry in self.path.iterdir()] == [".lock"]:
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file, whole or not at all."""
         self.write(name, lambda file: file.write(text.encode()))
 
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a value that JSON knows, indented."""
+        self.write_text(name, json.dumps(value, indent=1) + "\n")
+
     def write(self, name: str, writer: Callable[[IO[bytes]], Any]) -> None:
         """Let `writer` fill a file that appears under its name only when it is safely on disk."""
         target = self.path / name
-        target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        with self._told(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(temporary, "wb") as file:
+                    writer(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def save_predictions(self, name: str, predictions: Predictions) -> None:
+        """Write predictions/{name}.npz."""
+        target = self.path / "predictions" / f"{name}.npz"
+        with self._told(target):
+            predictions.save(target)
+
+    @contextmanager
+    def _told(self, target: Path) -> Iterator[None]:
         try:
-            with open(temporary, "wb") as file:
-                writer(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
+            yield
         except OSError as error:
             raise RunError(
-                f"could not write {target} ({error.strerror}); what was there before is kept"
+                f"could not write {target} ({error.strerror or error}); what was there before is kept"
             ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove what a killed process was in the middle of writing."""
+        for leftover in (*self.path.glob(".*.partial"), *(self.path / "predictions").glob(".*.npz.*")):
+            leftover.unlink(missing_ok=True)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Write the newest state; the one before it stays until the new one is whole."""
         current, previous = self.path / "checkpoint.pt", self.path / "checkpoint-previous.pt"
-        self.write("checkpoint-next.pt", lambda file: torch.save(state, file))
+        packed = io.BytesIO()  # torch.save itself may end the process when the disk is full
+        torch.save(state, packed)
+        self.write("checkpoint-next.pt", lambda file: file.write(packed.getbuffer()))
         if current.exists():
             os.replace(current, previous)
         os.replace(self.path / "checkpoint-next.pt", current)
@@ -129,7 +179,7 @@ class RunFolder:
     def drop_checkpoints(self) -> None:
         """A finished run needs none."""
         for file in self.path.glob("checkpoint*.pt"):
-            file.unlink()
+            file.unlink(missing_ok=True)
 
     def keep_lines(self, name: str, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Drop lines that a killed run wrote after its last checkpoint; a half-written last line goes too."""
@@ -142,7 +192,7 @@ class RunFolder:
 
     def append_line(self, name: str, row: dict[str, Any]) -> None:
         """Add one line of JSON."""
-        with open(self.path / name, "a") as file:
+        with self._told(self.path / name), open(self.path / name, "a") as file:
             file.write(json.dumps(row) + "\n")
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -193,8 +243,8 @@ def _lock(file: IO[str]) -> bool:
         import fcntl
     except ImportError:  # no such lock on this system
         return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:  # lockf, not flock: that one would live on in worker processes after this one was killed
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

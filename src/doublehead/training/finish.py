@@ -1,0 +1,115 @@
+"""The end of a run: choose, predict, measure, and write; results.json comes last."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from doublehead import metrics
+from doublehead.head_bank import HeadBank, Selection
+from doublehead.optional import require
+from doublehead.predictions import Predictions
+from doublehead.training.evaluation import final_numbers, held_back_readings, predict, shift_numbers
+from doublehead.training.run import Run, on_first_process
+from doublehead.training.run_folder import RunFolder, environment
+
+DIGITS = 6  # significant ones of a number in a results file: floats hold 7
+
+
+def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
+    """Evaluate a trained run and write all of its files; return what results.json holds."""
+    selection = _select(run)
+    predictions = {"test": _predict(run, "test"), "calib": _predict(run, "calib")}
+    if run.config.predict_train:
+        predictions["train"] = _predict(run, "train", heads=False)
+    numbers = as_plain({**_about(run), "selection": selection, **_measure(run, predictions)})
+    results: dict[str, Any] = {"config": json.loads(run.config.to_json()), **numbers}
+    on_first_process(run.fabric, lambda: _write(run, folder, predictions, results))
+    return results
+
+
+def _select(run: Run) -> Selection | None:
+    """Let the bank of `auto` choose on held-back data, where there is one."""
+    if "auto" not in run.riders:
+        return None
+    bank = run.riders["auto"].head
+    assert isinstance(bank, HeadBank)
+    return bank.select(held_back_readings(run))
+
+
+def _predict(run: Run, split: str, heads: bool = True) -> dict[str, Predictions]:
+    return predict(run, run.inputs.make_eval(getattr(run.inputs.splits, split)), heads=heads)
+
+
+def _about(run: Run) -> dict[str, Any]:
+    epochs, seconds = run.steady
+    samples = epochs * len(run.inputs.train) * run.config.batch_size
+    return {
+        "environment": environment(run.fabric.device),
+        "processes": run.fabric.world_size,
+        "sizes": run.inputs.splits.sizes,
+        "train_seconds": run.seconds,
+        "samples_per_second": samples / seconds if epochs else None,  # after the first epoch, which warms up
+    }
+
+
+def _measure(run: Run, predictions: dict[str, dict[str, Predictions]]) -> dict[str, Any]:
+    numbers = final_numbers(predictions["test"], predictions["calib"])
+    temperatures = {name: one["temperature"] for name, one in numbers.items()}
+    train = predictions.get("train")
+    return {
+        "outputs": numbers,
+        "train_accuracy": None if train is None else float(metrics.accuracy(train["main"])),
+        "shift": shift_numbers(run, predictions["test"], temperatures),
+    }
+
+
+def _write(
+    run: Run, folder: RunFolder, predictions: dict[str, dict[str, Predictions]], results: dict[str, Any]
+) -> None:
+    for split, outputs in predictions.items():
+        for name, p in outputs.items():
+            folder.save_predictions(f"{split}-{name}", p)
+    if run.gradients:
+        _write_gradients(run, folder)
+    _write_weights(run, folder)
+    folder.write_json("results.json", results)
+    folder.drop_checkpoints()
+
+
+def _write_weights(run: Run, folder: RunFolder) -> None:
+    tensors = {f"model.{key}": value for key, value in run.net.state_dict().items()}
+    for name, rider in run.riders.items():
+        tensors |= {f"{name}.{key}": value for key, value in rider.head.state_dict().items()}
+    save = require("safetensors.torch", extra="train").save
+    packed = save({key: value.detach().cpu().contiguous() for key, value in tensors.items()})
+    folder.write("model.safetensors", lambda file: file.write(packed))
+
+
+def _write_gradients(run: Run, folder: RunFolder) -> None:
+    norms = torch.stack(run.gradients).cpu().numpy()  # (epochs, steps, H)
+    heads = [name for group, names in run.config.riders().items() if group != "auto" for name in names]
+    arrays = {"norms": norms, "heads": np.array(heads)}
+    folder.write("gradients.npz", lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
+
+
+def as_plain(value: Any) -> Any:
+    """For JSON: dataclasses as dicts, numbers to six significant digits, None for what is no finite number.
+
+    >>> as_plain({"ece": 0.0123456789, "sizes": (3, 4)})
+    {'ece': 0.0123457, 'sizes': [3, 4]}
+    """
+    if hasattr(value, "__dataclass_fields__"):
+        return as_plain(asdict(value))
+    if isinstance(value, dict):
+        return {key: as_plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value

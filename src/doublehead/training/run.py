@@ -1,0 +1,186 @@
+"""The living parts of a run: data, network, optimizer and heads on their devices, in one process or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from doublehead.data import FAMILIES, Splits, load, load_test
+from doublehead.data.epochs import Batches
+from doublehead.double_head import Alternation, DoubleHead
+from doublehead.head_bank import AUTO, HeadBank
+from doublehead.models import build
+from doublehead.optional import require
+from doublehead.plumbing import get_random, n_processes, rank, set_random
+from doublehead.training.config import Config
+from doublehead.training.inputs import Inputs, load_inputs
+from doublehead.training.run_folder import RunError
+
+
+@dataclass
+class Run:
+    """A run under way."""
+
+    config: Config
+    net: nn.Module
+    forward: Callable[..., Any]  # the network as training calls it: compiled, or inside DDP
+    inputs: Inputs
+    optimizer: torch.optim.Optimizer
+    riders: dict[str, DoubleHead]  # one bank of heads each; "auto" is the one to choose from
+    alternations: dict[str, Alternation]
+    fabric: Any
+    others: dict[str, Batches] = field(default_factory=dict)  # data sets that `shift` names
+    epoch: int = 0
+    seconds: float = 0.0  # spent in training steps
+    steady: tuple[int, float] = (0, 0.0)  # epochs, and seconds in them, without the first one of each process
+    warm: bool = False  # whether this process has run an epoch: the first one compiles and allocates
+    gradients: list[Tensor] = field(default_factory=list)  # an epoch each: (steps, H)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the rest of the run depends on; to be called in every process."""
+        randomness = {name: one.state_dict()["randomness"] for name, one in self.alternations.items()}
+        return {
+            "epoch": self.epoch,
+            "seconds": self.seconds,
+            "steady": self.steady,
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "train": self.inputs.train.state_dict(),
+            "riders": {name: rider.head.state_dict() for name, rider in self.riders.items()},
+            "alternations": {name: one.state_dict() for name, one in self.alternations.items()},
+            "gradients": self.gradients,
+            "randomness": _from_every_process({"": get_random(self.fabric.device), **randomness}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken."""
+        self.epoch, self.seconds, self.steady = state["epoch"], state["seconds"], tuple(state["steady"])
+        self.gradients = state["gradients"]
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.inputs.train.load_state_dict(state["train"])
+        own = state["randomness"][
+            rank() % len(state["randomness"])
+        ]  # it may have been another number of them
+        for name, rider in self.riders.items():
+            rider.head.load_state_dict(state["riders"][name])
+            alternation = {**state["alternations"][name], "randomness": own[name]}
+            self.alternations[name].load_state_dict(alternation)
+        set_random(own[""], self.fabric.device)
+
+
+def make_fabric(config: Config, **options: Any) -> Any:
+    """Lightning's Fabric: device, precision and distribution."""
+    try:
+        fabric = require("lightning_fabric", extra="train")  # Fabric packaged alone: quicker to import
+    except ImportError:
+        fabric = require("lightning.fabric", extra="train")
+    try:
+        return fabric.Fabric(precision=config.precision, **options)
+    except Exception as error:  # Lightning has many; each says which option cannot be had here
+        asked = ", ".join(f"{name} {value}" for name, value in options.items())
+        raise RunError(f"cannot train with {asked}: {error}") from error
+
+
+def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None) -> Run:
+    """Data, network, optimizer and riders, all from the config's seed."""
+    inputs = load_inputs(config, fabric.device, splits, root, fabric.global_rank, fabric.world_size)
+    others = _others(config, inputs, root)
+    torch.manual_seed(config.seed)
+    net = build(config.model, inputs.n_classes, **inputs.model_options)
+    net = net.to(fabric.device).to(memory_format=inputs.memory_format)  # type: ignore[call-overload]
+    optimizer = _optimizer(config, net)
+    fast = _compiled(config, net)
+    forward = fast
+    if fabric.world_size > 1:
+        forward = _compiled(config, fabric.strategy.setup_module(net))
+    riders, alternations = {}, {}
+    for group in config.riders():
+        rider = DoubleHead(fast, inputs.n_classes, head=partial(HeadBank, specs=_specs(config, group)))
+        riders[group], alternations[group] = rider, _alternation(config, group, rider, inputs, optimizer)
+    # Dropout: the same whatever was built above, other masks in each process.
+    torch.manual_seed(config.seed + 2 + 1000 * fabric.global_rank)
+    return Run(config, net, forward, inputs, optimizer, riders, alternations, fabric, others)
+
+
+def _alternation(
+    config: Config, group: str, rider: DoubleHead, inputs: Inputs, optimizer: torch.optim.Optimizer
+) -> Alternation:
+    batches = inputs.calib_for_auto if group == "auto" else inputs.calib()
+    assert batches is not None
+    first = config.riders()[group][0]  # all heads of a group share their perturbation
+    return Alternation(
+        rider,
+        batches,
+        every=config.every,
+        augment=inputs.perturbation(config.augment_of.get(first, config.calib_augment)),
+        lr=optimizer,
+        lr_scale=config.calib_lr,
+        weight_decay=config.calib_weight_decay,
+        clip=config.calib_clip,
+        seed=config.seed + 1,
+    )
+
+
+def _specs(config: Config, group: str) -> tuple[Any, ...]:
+    return AUTO if group == "auto" else tuple(config.heads[name] for name in config.riders()[group])
+
+
+def _compiled(config: Config, net: nn.Module) -> nn.Module:
+    if not config.compile:
+        return net
+    on_cuda = next(net.parameters()).device.type == "cuda"
+    mode = "reduce-overhead" if on_cuda and n_processes() == 1 else "default"  # CUDA graphs
+    return torch.compile(net, mode=mode)  # type: ignore[return-value]
+
+
+def _others(config: Config, inputs: Inputs, root: str | None) -> dict[str, Batches]:
+    """The data sets among `shift`, read now: that one is missing should not come out after training."""
+    made: dict[str, Batches] = {}
+    for asked in config.shift:
+        if asked == "cifar10c" or asked.partition(":")[0] in FAMILIES:
+            if inputs.normalise is None:
+                raise ValueError(f"shift must name a data set for words, got {asked!r}, which is for images")
+            continue
+        made[asked] = inputs.make_eval(load(asked).test if ":" in asked else load_test(asked, root))
+    return made
+
+
+def _optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    if config.optimizer == "adam":
+        return torch.optim.Adam(parameters, config.lr, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.SGD(
+        parameters,
+        config.lr,
+        config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.momentum > 0,
+        fused=True,
+    )
+
+
+def on_first_process(fabric: Any, write: Callable[[], object]) -> None:
+    """Let the first process write while the others wait; what goes wrong there stops them all."""
+    problem = ""
+    if fabric.is_global_zero:
+        try:
+            write()
+        except RunError as error:
+            problem = str(error)
+    problem = fabric.broadcast(problem)
+    if problem:
+        raise RunError(problem)
+
+
+def _from_every_process(value: Any) -> list[Any]:
+    values = [value] * n_processes()
+    if n_processes() > 1:
+        dist.all_gather_object(values, value)
+    return values
