@@ -11,6 +11,7 @@ holds up to 2^31 samples of confidence 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -85,11 +86,11 @@ class Bins:
         shape = (3, predictions.n_classes, check_n_bins(n_bins))
         state = torch.zeros(shape, dtype=torch.int64, device=predictions.device)
         chunks = predictions.probs_chunks()
-        scratch = [
-            torch.empty(0, dtype=dtype, device=state.device) for dtype in (predictions.dtype, torch.float64)
-        ]
-        while seen := [_sift(*chunk, n_bins, *scratch) for chunk in islice(chunks, 64)]:
-            _add_components(state, seen)
+        scratch = torch.empty(0, dtype=predictions.dtype, device=state.device)
+        wide = torch.empty(0, dtype=torch.float64, device=state.device)
+        edge = float(torch.tensor(1 / n_bins, dtype=predictions.dtype))  # of the first bin
+        while seen := [_sift(*chunk, scratch, wide, edge) for chunk in islice(chunks, 64)]:
+            _add_components(state, seen, edge)
         return cls.from_state(state)
 
     @classmethod
@@ -211,29 +212,23 @@ def _state_of(confidence: Tensor, correct: Tensor, n_bins: int) -> Tensor:
     return entries.new_zeros(3, n_bins).scatter_add_(1, which.expand(3, -1), entries)
 
 
-def _sift(probs: Tensor, labels: Tensor, n_bins: int, scratch: Tensor, wide: Tensor) -> tuple[Tensor, ...]:
+def _sift(probs: Tensor, labels: Tensor, scratch: Tensor, wide: Tensor, edge: float) -> tuple[Tensor, ...]:
     """What a chunk of probs (B, K) adds to class-wise bins, looked at while it stays in the cache.
 
     Nearly all probabilities lie in the first bin when K is large. Only those above its edge are binned one by one;
-    the first bin is the total minus the rest, exact because everything is a whole number.
+    the first bin is the total minus the rest, exact because everything is a whole number. To find them, up to
+    eight rows are laid on each other and only the places where any of them is high are looked at again.
     """
-    above = _where_above(probs.view(-1), float(torch.tensor(1 / n_bins, dtype=probs.dtype)))  # (M,)
-    found = labels, probs.gather(1, labels[:, None])[:, 0], above % probs.shape[1], probs.view(-1)[above]
+    height = math.gcd(len(probs), 8)
+    piles = probs.view(height, -1)  # (height, B / height * K): a pile holds one class
+    high = (piles.amax(0) > edge).nonzero()[:, 0]  # (M,)
+    classes, conf = (high % probs.shape[1]).repeat(height), piles[:, high].view(-1)
     units = torch.mul(probs, UNIT, out=scratch.resize_(probs.shape)).round_()  # whole numbers
     totals = wide.resize_(probs.shape).copy_(units).sum(0)  # (K,) exact: whole numbers below 2^53
-    return totals.to(torch.int64), *found
+    return totals.to(torch.int64), labels, probs.gather(1, labels[:, None])[:, 0], classes, conf
 
 
-def _where_above(values: Tensor, edge: float) -> Tensor:
-    """The places of the few values (M,) above an edge; eight of them are looked at together."""
-    if values.is_cuda or len(values) % 8:
-        return (values > edge).nonzero()[:, 0]
-    groups = (values.view(8, -1).amax(0) > edge).nonzero()[:, 0]
-    places = groups + torch.arange(8)[:, None] * (len(values) // 8)
-    return places[values[places] > edge]
-
-
-def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]]) -> None:
+def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]], edge: float) -> None:
     """Add sifted chunks to class-wise state (3, K, n_bins), in place."""
     n_bins = state.shape[2]
     totals = torch.stack([chunk[0] for chunk in seen]).sum(0)
@@ -242,11 +237,11 @@ def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]]) -> None:
     counts[:, 0] += len(labels)
     conf_sums[:, 0] += totals
     correct_sums.view(-1).scatter_add_(0, labels * n_bins + bin_of(at_label, n_bins), torch.ones_like(labels))
-    entries = torch.stack([torch.ones_like(classes), quantise(conf)])  # (2, M)
-    first = (classes * n_bins).expand(2, -1)
-    state[:2].view(2, -1).scatter_add_(1, first + bin_of(conf, n_bins), entries).scatter_add_(
-        1, first, -entries
-    )
+    above = conf > edge
+    first, conf = (classes[above] * n_bins).expand(2, -1), conf[above]
+    entries = torch.stack([torch.ones_like(first[0]), quantise(conf)])  # (2, M)
+    sums = state[:2].view(2, -1)
+    sums.scatter_add_(1, first + bin_of(conf, n_bins), entries).scatter_add_(1, first, -entries)
 
 
 def _check_confidence(values: ArrayLike) -> Tensor:
