@@ -89,7 +89,9 @@ class Bins:
         scratch = torch.empty(0, dtype=predictions.dtype, device=state.device)
         wide = torch.empty(0, dtype=torch.float64, device=state.device)
         edge = float(torch.tensor(1 / n_bins, dtype=predictions.dtype))  # of the first bin
-        while seen := [_sift(*chunk, scratch, wide, edge) for chunk in islice(chunks, 64)]:
+        # The more classes, the smaller the share of a chunk that is kept for `_add_components`.
+        at_once = 1 if state.is_cuda else max(1, min(64, predictions.n_classes // 16))
+        while seen := [_sift(*chunk, scratch, wide, edge) for chunk in islice(chunks, at_once)]:
             _add_components(state, seen, edge)
         return cls.from_state(state)
 
@@ -207,9 +209,12 @@ def check_n_bins(n_bins: int) -> int:
 
 def _state_of(confidence: Tensor, correct: Tensor, n_bins: int) -> Tensor:
     """(3, n_bins) the state of confidences (M,) and whether each was correct (M,)."""
-    which = bin_of(confidence, n_bins)
-    entries = torch.stack([torch.ones_like(which), quantise(confidence), correct.to(torch.int64)])  # (3, M)
-    return entries.new_zeros(3, n_bins).scatter_add_(1, which.expand(3, -1), entries)
+    state = torch.zeros(3, check_n_bins(n_bins), dtype=torch.int64, device=confidence.device)
+    for conf, right in zip(confidence.split(1 << 20), correct.split(1 << 20)):
+        which = bin_of(conf, n_bins)
+        entries = torch.stack([torch.ones_like(which), quantise(conf), right.to(torch.int64)])
+        state.scatter_add_(1, which.expand(3, -1), entries)
+    return state
 
 
 def _sift(probs: Tensor, labels: Tensor, scratch: Tensor, wide: Tensor, edge: float) -> tuple[Tensor, ...]:
