@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doublehead.predictions import ArrayLike, Predictions, _to_float_tensor, _to_tensor
+from doublehead.predictions import ArrayLike, Predictions, as_float_tensor, as_tensor
 
 UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
 
@@ -250,7 +250,7 @@ def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]], edge: float) 
 
 
 def _check_confidence(values: ArrayLike) -> Tensor:
-    confidence = _to_float_tensor(values, "confidence")
+    confidence = as_float_tensor(values, "confidence")
     if confidence.ndim != 1:
         raise ValueError(f"confidence must have shape (N,), got {tuple(confidence.shape)}")
     if not bool(((confidence >= 0) & (confidence <= 1)).all()):
@@ -262,7 +262,7 @@ def _check_confidence(values: ArrayLike) -> Tensor:
 
 
 def _check_correct(values: ArrayLike) -> Tensor:
-    correct = _to_tensor(values, "correct")
+    correct = as_tensor(values, "correct")
     want = "correct must be bool or whole numbers 0 and 1"
     if correct.is_floating_point() or correct.is_complex():
         raise TypeError(f"{want}, got {str(correct.dtype).removeprefix('torch.')}")

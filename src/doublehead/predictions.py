@@ -75,7 +75,7 @@ class Predictions:
         [0.5, 0.5]
         """
         name = "probs" if are_probs else "logits"
-        column = _to_float_tensor(scores, name)
+        column = as_float_tensor(scores, name)
         if column.ndim == 2 and column.shape[1] == 1:
             column = column[:, 0]
         if column.ndim != 1:
@@ -235,7 +235,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     return arrays
 
 
-def _to_tensor(values: ArrayLike, name: str) -> Tensor:
+def as_tensor(values: ArrayLike, name: str) -> Tensor:
     """A tensor that shares the memory of `values` where torch can."""
     if isinstance(values, Tensor):
         return values.detach()
@@ -250,8 +250,9 @@ def _to_tensor(values: ArrayLike, name: str) -> Tensor:
         ) from error
 
 
-def _to_float_tensor(values: ArrayLike, name: str) -> Tensor:
-    tensor = _to_tensor(values, name)
+def as_float_tensor(values: ArrayLike, name: str) -> Tensor:
+    """`as_tensor` of floats: half precision widened to float32, whole numbers refused."""
+    tensor = as_tensor(values, name)
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     if tensor.dtype not in (torch.float32, torch.float64):
@@ -268,7 +269,7 @@ def _check_scores(values: ArrayLike, name: str) -> Tensor:
 
 
 def _check_shape(values: ArrayLike, name: str) -> Tensor:
-    scores = _to_float_tensor(values, name)
+    scores = as_float_tensor(values, name)
     if scores.ndim != 2 or scores.shape[1] < 2:
         hint = "; a binary model's single score enters through from_binary" if scores.ndim in (1, 2) else ""
         raise ValueError(f"{name} must have shape (N, K) with K >= 2, got {tuple(scores.shape)}{hint}")
@@ -299,7 +300,7 @@ def _rows_at_once(scores: Tensor) -> int:
 
 
 def _check_labels(values: ArrayLike, scores: Tensor, name: str) -> Tensor:
-    labels = _to_tensor(values, "labels")
+    labels = as_tensor(values, "labels")
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"labels must be whole numbers, got {str(labels.dtype).removeprefix('torch.')}")
     n, k = scores.shape

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from doublehead.metrics.scores import per_sample
-from doublehead.predictions import ArrayLike, Predictions, _to_float_tensor
+from doublehead.predictions import ArrayLike, Predictions, as_float_tensor
 
 
 class ShiftScores(NamedTuple):
@@ -73,7 +73,7 @@ def _roc(positive: ArrayLike, negative: ArrayLike) -> tuple[Tensor, Tensor, int,
 
 
 def _check_side(values: ArrayLike, name: str) -> Tensor:
-    scores = _to_float_tensor(values, name)
+    scores = as_float_tensor(values, name)
     if scores.ndim != 1 or len(scores) == 0:
         raise ValueError(f"{name} must have shape (N,) with N >= 1, got {tuple(scores.shape)}")
     if not bool(torch.isfinite(scores).all()):
