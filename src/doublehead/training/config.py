@@ -50,6 +50,7 @@ class Config:
     milestones: tuple[float, ...] = (150 / 350, 250 / 350)  # of `schedule="steps"`, as shares of the run
     augment: Literal["crop-flip", "crop", "none"] = "crop-flip"  # of the training images
     every: int = 10  # network steps per calibration step: the paper's k
+    every_of: Mapping[str, int] = field(default_factory=dict)  # heads (or "auto") that have another k
     calib_batch_size: int = 128
     calib_lr: float = 1.0  # of all heads, relative to lr; follows the same schedule
     calib_weight_decay: float = 5e-5
@@ -96,17 +97,21 @@ class Config:
         _check(not reserved, "heads", f"named otherwise than {' and '.join(RESERVED)}", reserved)
         odd = [name for name in self.heads if not re.fullmatch(r"[\w@+.-]+", name)]
         _check(not odd, "heads", "named by letters, digits and @+.-, as their files are", odd)
-        strange = sorted(set(self.augment_of) - {*self.heads, "auto"})
-        _check(not strange, "augment_of", "about heads of this run", strange)
+        for setting in ("augment_of", "every_of"):
+            strange = sorted(set(getattr(self, setting)) - {*self.heads, "auto"})
+            _check(not strange, setting, "about heads of this run", strange)
+        for name, every in self.every_of.items():
+            _check(every >= 1, f"every_of[{name!r}]", "at least 1", every)
         for name in (self.calib_augment, *self.augment_of.values()):
             _check(name in PERTURBATIONS, "calib_augment", f"one of {PERTURBATIONS}", name)
 
     def riders(self) -> dict[str, list[str]]:
-        """Heads by the perturbation they are trained with, each group one bank; "auto" is a group of its own."""
+        """Heads by perturbation and period, each group one bank; "auto" is a group of its own."""
         groups: dict[str, list[str]] = {}
         for name in self.heads:
-            g = self.augment_of.get(name, self.calib_augment)
-            groups.setdefault(f"heads-{g}" if g else "heads", []).append(name)
+            g, every = self.augment_of.get(name, self.calib_augment), self.every_of.get(name, self.every)
+            group = "-".join(["heads", *([g] if g else []), *([f"k{every}"] if every != self.every else [])])
+            groups.setdefault(group, []).append(name)
         return groups | ({"auto": ["auto"]} if self.auto else {})
 
     @property

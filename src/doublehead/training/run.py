@@ -114,11 +114,11 @@ def _alternation(
 ) -> Alternation:
     batches = inputs.calib_for_auto if group == "auto" else inputs.calib()
     assert batches is not None
-    first = config.riders()[group][0]  # all heads of a group share their perturbation
+    first = config.riders()[group][0]  # all heads of a group share their perturbation and period
     return Alternation(
         rider,
         batches,
-        every=config.every,
+        every=config.every_of.get(first, config.every),
         augment=inputs.perturbation(config.augment_of.get(first, config.calib_augment)),
         lr=optimizer,
         lr_scale=config.calib_lr,
