@@ -157,11 +157,19 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
 def _calibrate(run: Run, at: float, norms: list[Tensor]) -> bool:
     """One call of each alternation; whether they made a calibration step, whose gradients are noted where asked."""
     with run.fabric.autocast():
-        stepped = [alternation.step(at) is not None for alternation in run.alternations.values()]
-    if run.config.record_gradients and any(stepped):
-        heads = [one for group, one in run.alternations.items() if group != "auto"]
-        norms.append(torch.cat([one.grad_norm for one in heads if one.grad_norm is not None]))
-    return any(stepped)
+        stepped = {group: one.step(at) is not None for group, one in run.alternations.items()}
+    if run.config.record_gradients and any(stepped.values()):
+        groups = {group: names for group, names in run.config.riders().items() if group != "auto"}
+        norms.append(torch.cat([_norms(run, group, len(groups[group]), stepped[group]) for group in groups]))
+    return any(stepped.values())
+
+
+def _norms(run: Run, group: str, n_heads: int, stepped: bool) -> Tensor:
+    """(H,) the gradient norms of a group's heads; nan where its period left this step out."""
+    norms = run.alternations[group].grad_norm
+    if stepped and norms is not None:
+        return norms
+    return torch.full((n_heads,), math.nan, device=run.fabric.device)
 
 
 def _chosen_steps(norms: list[Tensor], run: Run) -> Tensor:
