@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from doublehead import metrics
+from doublehead.bins import UNIT, Bins
 from doublehead.calibrators.temperature import Temperature, TemperatureGrid
 from doublehead.data import FAMILIES, corrupt
 from doublehead.double_head import Readings
@@ -79,14 +80,26 @@ def final_numbers(test: Mapping[str, Predictions], calib: Mapping[str, Predictio
     for name, p in test.items():
         temperature = Temperature().fit(calib[name])
         grid = TemperatureGrid().fit(calib[name])
+        scaled = Predictions(temperature(p.logits), p.labels)
         made[name] = {
             "before": metrics.evaluate(p),
-            "after": metrics.evaluate(Predictions(temperature(p.logits), p.labels)),
+            "after": metrics.evaluate(scaled),
             "temperature": float(temperature.temperature_),
             "after_grid": metrics.evaluate(Predictions(grid(p.logits), p.labels)),
             "grid_temperature": float(grid.temperature_),
+            "bins": {"before": binned(p), "after": binned(scaled)},
         }
     return made
+
+
+def binned(p: Predictions, n_bins: int = 15) -> dict[str, list[float]]:
+    """What a reliability diagram needs, as lists: counts, sums of confidences and of right answers, bin by bin."""
+    bins = Bins.top(p, n_bins)
+    return {
+        "counts": bins.counts.tolist(),
+        "conf_sums": (bins.conf_sums.double() / UNIT).tolist(),
+        "correct_sums": bins.correct_sums.tolist(),
+    }
 
 
 def shift_numbers(
