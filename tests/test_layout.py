@@ -173,7 +173,6 @@ doublehead.Alternation(model, [(x, y)], every=1).step(0.5)
 p = doublehead.Predictions(model.eval()(x), y)
 assert 0 <= doublehead.metrics.evaluate(p)["ece"] <= 1
 doublehead.calibrators.Temperature().fit(p).calibrate(p)
-doublehead.fit_head(model.model, [(x, y)])
 """
 
 

@@ -1,0 +1,87 @@
+"""How the site is built: `make docs`. Nothing is fetched, neither when building nor when reading."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from docutils import nodes
+from latex2mathml.converter import convert
+
+from doublehead import __version__
+from doublehead.optional import require
+
+require("torchvision", extra="models")  # some packages bring it along, whether it fits torch or not
+
+project = "doublehead"
+author = copyright = "The doublehead developers"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+suppress_warnings = ["myst.header"]  # a page may begin its sections where it likes
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 90
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"doublehead {version}"
+html_copy_source = False
+html_math_renderer = "mathml"
+copybutton_exclude = ".linenos, .gp, .go"  # commands without their prompt and output
+
+DOCTEST = re.compile(r"^(?:>>>|\.\.\.)", re.MULTILINE)
+
+
+def plain_to_rst(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """Docstrings are plain text with `code`, lists and doctests; reStructuredText would read more into them."""
+    blocks = re.split(r"\n\s*\n", "\n".join(lines))
+    lines[:] = "\n\n".join(block if DOCTEST.search(block) else _escaped(block) for block in blocks).split(
+        "\n"
+    )
+    lines.append("")
+
+
+def _escaped(text: str) -> str:
+    pieces = re.split(r"`+([^`]+)`+", text)  # text and code in turn
+    pieces[::2] = [re.sub(r"([\\*|]|_(?!\w))", r"\\\1", piece) for piece in pieces[::2]]
+    pieces[1::2] = [rf"\ ``{' '.join(piece.split())}``\ " for piece in pieces[1::2]]
+    return re.sub(r"(?<=[^\n])\n(?=- )", "\n\n", "".join(pieces))
+
+
+def readable_defaults(*event: Any) -> tuple[str, str | None] | None:
+    """A default that a dataclass makes anew each time is no Python; without it the signature can be laid out."""
+    signature, returned = event[-2:]
+    return (signature.replace("<factory>", "..."), returned) if signature else None
+
+
+def skip_aliases(*event: Any) -> bool | None:
+    """The fields of a named tuple stand in its signature already."""
+    obj = event[4]
+    return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
+
+
+def list_results(_app: Any, docname: str, source: list[str]) -> None:
+    """The pages under results/ are generated; they go into the navigation below their index."""
+    if docname == "results/index":
+        source[0] += "\n\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+
+
+def write_math(translator: Any, node: nodes.Element) -> None:
+    """Formulas as MathML, which browsers draw themselves."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    translator.body.append(convert(node.astext(), display=display))
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    """Register the functions above."""
+    app.connect("autodoc-process-docstring", plain_to_rst)
+    app.connect("autodoc-process-signature", readable_defaults)
+    app.connect("autodoc-skip-member", skip_aliases)
+    app.connect("source-read", list_results)
+    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))

@@ -1,0 +1,283 @@
+"""What the documentation says is so: its code runs, its commands parse, its figures are in the results files."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import re
+import shlex
+import statistics
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import doublehead.data
+from doublehead.optional import require
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+# Python blocks of these pages are run, and more is asked of them, in tests of their own.
+RUN_ELSEWHERE = {
+    "docs/report.md": "test_report.py",
+    "docs/reading-a-reliability-diagram.md": "test_report.py",
+    **{f"docs/tutorials/{name}.md": "test_integrations_docs.py"
+       for name in ("training", "lightning", "transformers", "sklearn", "export")},
+}  # fmt: skip
+LANGUAGES = {
+    "python",
+    "console",
+    "text",
+}  # python runs; what cannot run is text, what a shell takes is console
+DIRECTIVES = {"{toctree}", "{eval-rst}", "{include}"}
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    line: int  # of the page, where the code begins
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page; a comment that begins with `<!-- run` is python the reader need not see."""
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(
+        r"^```([^\n]*)\n(.*?)^```$|^<!-- (run)\n(.*?)^-->$", text, re.DOTALL | re.MULTILINE
+    ):
+        language, code = (found[1].strip(), found[2]) if found[3] is None else ("python", found[4])
+        yield Block(language, code, text[: found.start()].count("\n") + 2)
+
+
+def has_python(page: Path) -> bool:
+    return any(block.language == "python" for block in blocks(page))
+
+
+# ------------------------------------------------------------------------------------------------ code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language.split(" ")[0] in LANGUAGES | DIRECTIVES, (
+            f"{name_of(page)}, line {block.line - 1}: a block is one of {sorted(LANGUAGES)}, got {block.language!r}"
+        )
+    assert page.read_text(encoding="utf-8").count("\n```") % 2 == (
+        page.read_text(encoding="utf-8").startswith("```")
+    ), "a block is left open"
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if has_python(p) and name_of(p) not in RUN_ELSEWHERE], ids=name_of
+)
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("torchvision", extra="models")  # some packages bring it along, whether it fits or not
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    few = doublehead.data.fashion_subset().first(1000, 500, 1000)
+    monkeypatch.setattr(doublehead.data, "fashion_subset", lambda: few)  # the same images, fewer of them
+    if page.name == "data.md":
+        write_trees_and_vectors(tmp_path, monkeypatch)
+    names: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(page):
+        if block.language == "python":  # the empty lines make the numbers of a traceback those of the page
+            exec(compile("\n" * (block.line - 1) + block.code, name_of(page), "exec"), names)
+
+
+def write_trees_and_vectors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A treebank and word vectors that the page reads, of a few words."""
+    (folder / "data/sst").mkdir(parents=True)
+    for split in ("train", "dev", "test"):
+        (folder / f"data/sst/{split}.txt").write_text("(3 (2 A) (3 (3 good) (2 film)))\n" * 50)
+    words = [f"{word} {' '.join(['0.5'] * 300)}\n" for word in ("a", "good")]
+    (folder / "glove.6B.300d.txt").write_text("".join(words))
+    spec = doublehead.data.DATASETS["sst-fine"]
+    monkeypatch.setitem(doublehead.data.DATASETS, "sst-fine", replace(spec, sizes=(50, 50, 50)))
+
+
+@pytest.mark.parametrize(("page", "test"), RUN_ELSEWHERE.items())
+def test_what_runs_elsewhere_does(page: str, test: str) -> None:
+    assert has_python(ROOT / page)
+    stem = Path(page).stem
+    assert re.search(rf'"{stem}(\.md)?"', (ROOT / "tests" / test).read_text(encoding="utf-8"))
+
+
+def test_examples_in_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    require("torchvision", extra="models")
+    tried, failed = 0, []
+    for path in SOURCES:
+        if ">>> " not in path.read_text(encoding="utf-8"):
+            continue
+        name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            if "doublehead[" in str(error):  # a package is missing, and the extra that brings it was named
+                continue
+            raise
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = doctest.testmod(module)
+        tried += result.attempted
+        failed += [name] * bool(result.failed)
+    assert not failed
+    assert tried > 100
+
+
+# --------------------------------------------------------------------------------------------- commands
+
+
+def shell_lines(page: Path) -> Iterator[str]:
+    """Commands in console blocks (after a $, if there is output) and in indented lines that begin with doublehead."""
+    for block in blocks(page):
+        if block.language == "console":
+            lines = block.code.replace("\\\n", " ").splitlines()
+            prompted = [line[2:] for line in lines if line.startswith("$ ")]
+            yield from prompted or [line for line in lines if line.strip() and not line.startswith("#")]
+    yield from re.findall(r"^    (doublehead .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_commands_parse() -> None:
+    typer = pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from doublehead.cli import app
+
+    root = typer.main.get_command(app)
+    seen = set()
+    for page in PAGES:
+        for line in shell_lines(page):
+            words = shlex.split(line, comments=True)
+            if words[0] == "doublehead":
+                seen.add(check_command(root, words[1:], f"{name_of(page)}: {line}"))
+            elif words[0] == "make":
+                targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+                assert words[-1] in targets, f"{name_of(page)}: {line}"
+    assert {"evaluate", "calibrate", "report", "demo", "export"} <= seen
+    for name in seen:
+        assert not CliRunner().invoke(app, [*name.split(), "--help"]).exit_code
+
+
+def check_command(group: Any, words: list[str], where: str) -> str:
+    """Walk to the command that is named and let its own parser read the options."""
+    command, used = group, []
+    while hasattr(command, "commands") and len(used) < len(words):
+        assert words[len(used)] in command.commands, f"{where}: no command {words[len(used)]!r}"
+        used.append(words[len(used)])
+        command = command.commands[used[-1]]
+    context = command.context_class(command)
+    left = [word for word in words[len(used) :] if word not in ("--help", "-h")]
+    if not is_prose(left):
+        try:
+            command.make_parser(context).parse_args(left)
+        except Exception as error:
+            pytest.fail(f"{where}: {getattr(error, 'message', error)}")
+    return " ".join(used)
+
+
+def is_prose(words: list[str]) -> bool:
+    """Whether the rest of an indented line explains the command: `doublehead report   show it to someone`."""
+    return len(words) > 2 and all(re.fullmatch(r"[a-z]+\??", word) for word in words)
+
+
+def test_files_and_extras_exist() -> None:
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for names in re.findall(r"doublehead\[([\w,]+)\]", text):
+            assert set(names.split(",")) <= set(extras), f"{name_of(page)}: doublehead[{names}]"
+        for path in re.findall(r"\b(?:examples|experiments|benchmarks|tests)/[\w./-]*\w\.\w+", text):
+            assert (ROOT / path).exists(), f"{name_of(page)}: {path}"
+
+
+# ------------------------------------------------------------------------------------------------ pages
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed: set[Path | str] = set((DOCS / "results").glob("*.md"))  # docs/conf.py puts them below their index
+    for page in DOCS.rglob("*.md"):
+        for block in blocks(page):
+            if block.language == "{toctree}":
+                entries = [line for line in block.code.splitlines() if line and not line.startswith(":")]
+                for entry in entries:
+                    listed |= set(page.parent.glob(f"{entry}.md")) or {f"nothing is {entry}"}
+    assert listed | {DOCS / "index.md"} == set(DOCS.rglob("*.md"))
+
+
+def test_every_public_module_is_in_the_reference() -> None:
+    from test_layout import ORDER
+
+    inner = {"optional", "plumbing", "last_layer", "head_optimizer", "commands", "cli"}
+    reference = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    named = set(re.findall(r"automodule:: doublehead\.(\w+)", reference))
+    assert named == set(ORDER) - inner
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"https?:|mailto:", target):
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def test_figures_of_the_guide_are_in_the_results() -> None:
+    page = (DOCS / "which-method.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    findings = {row[0]: row[1:] for row in rows[rows.index(["finding", "CIFAR-10", "CIFAR-100"]) + 1 :]}
+    measured = [evidence("cifar10"), evidence("cifar100")]
+    assert list(findings.values()) == [list(pair) for pair in zip(*measured)]
+
+
+def evidence(data: str) -> list[str]:
+    """The cells of the guide's last table, from the results file of one run."""
+    file = ROOT / f"experiments/results/{data}-resnet50-cross_entropy-e30-s0/results.json"
+    results = json.loads(file.read_text())
+
+    def of(output: str, when: str = "before") -> tuple[str, str, str, str]:
+        found = results["outputs"][output][when]
+        percent = [f"{100 * found[key]:.2f}" for key in ("accuracy", "ece", "ece_floor_high")]
+        return percent[0], percent[1], f"(floor up to {percent[2]})", f"{found['nll']:.4f}"
+
+    def shifted(output: str, without: str) -> str:
+        found = [
+            100 * by_output[output]["ece"]
+            for name, by_output in results["shift"].items()
+            if not name.startswith("ood:") and without not in name
+        ]
+        assert len(found) == (13 * 5 if without == "nothing" else 9 * 5)
+        return f"{statistics.mean(found):.1f}"
+
+    perturbed = "both@noise+broad-1"
+    one, more, scaled, chosen = of("temperature-1"), of("temperature-1.2"), of("main", "after"), of("auto")
+    return [
+        f"{one[1]} / {more[1]} {more[2]}",
+        f"{scaled[1]} {scaled[2]}, {scaled[3]}",
+        f"{chosen[1]} {chosen[2]}, {chosen[3]}",
+        f"{of('annealing-double-head')[0]}, {of('main')[0]}",
+        *(f"{shifted('main+T', without)}, {shifted(perturbed, without)}" for without in ("nothing", "noise")),
+        of(perturbed)[1],
+    ]
+
+
+def test_figures_of_the_frozen_network_are_in_the_results() -> None:
+    splits = json.loads((ROOT / "experiments/results/imagenet_frozen.json").read_text())["splits"]
+    ours, scaled = ([split[name] for split in splits] for name in ("fit_head", "temperature"))
+    wins = {key: sum(a[key] < b[key] for a, b in zip(ours, scaled)) for key in ("nll", "ece")}
+    nll = [f"{statistics.mean(row['nll'] for row in rows):.4f}" for rows in (ours, scaled)]
+    page = " ".join((DOCS / "which-method.md").read_text(encoding="utf-8").split())
+    assert f"in NLL in {wins['nll']} of {len(splits)} splits** ({nll[0]} against {nll[1]} on average)" in page
+    assert f"in ECE in {wins['ece']} of {len(splits)}." in page
