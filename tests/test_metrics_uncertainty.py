@@ -18,12 +18,18 @@ def binary(confidence, correct) -> Predictions:
     )
 
 
+def slow_ece(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
+    """ECE in 15 bins of confidences (N,) and many sets of answers (D, N), by matrix products in numpy."""
+    member = np.ceil(confidence * 15)[:, None] == np.arange(1, 16)  # (N, 15)
+    return np.abs((confidence - correct) @ member).sum(1) / len(confidence)
+
+
 @pytest.mark.parametrize("saturated", [False, True])
 def test_floor_against_direct_draws(saturated):
     rng = np.random.default_rng(0)
     confidence = rng.uniform(0.5, 1, 700) ** (0.02 if saturated else 1)
     p = binary(confidence, rng.random(700) < 0.5)  # the labels must not matter
-    draws = [float(Bins.of(confidence, rng.random(700) < confidence).ece()) for _ in range(2000)]
+    draws = slow_ece(confidence, rng.random((2000, 700)) < confidence)
     floor = metrics.ece_floor(p, n_draws=4000)
     error = np.std(draws) / np.sqrt(2000)
     assert floor.mean == pytest.approx(np.mean(draws), abs=5 * error)
@@ -57,13 +63,13 @@ def test_the_size_of_the_test_is_as_promised():
     """Of calibrated models at most 5 % get a p-value of at most 0.05 (and 20 % one of 0.2)."""
     rng = np.random.default_rng(0)
     values = []
-    for seed in range(600):
+    for seed in range(400):
         confidence = np.clip(rng.uniform(0.5, 1.2, 150), 0.5, 1)  # some are sure
         p = binary(confidence, rng.random(150) < confidence)
         values.append(metrics.calibration_test(p, n_draws=199, seed=seed).p_value)
     values = np.array(values)
     for size in (0.05, 0.2, 0.5):
-        spread = np.sqrt(size * (1 - size) / 600)
+        spread = np.sqrt(size * (1 - size) / 400)
         assert size - 4 * spread < (values <= size).mean() < size + 3 * spread
 
 
@@ -103,11 +109,11 @@ def test_bootstrap_draws_against_resampled_predictions():
     rng = np.random.default_rng(0)
     p = Predictions(rng.normal(size=(200, 3)) * 2, rng.integers(0, 3, 200))
     ours = metrics.bootstrap(p, ["ece", "nll", "mce"], n_draws=3000, level=0.9)
-    rows = [p[rng.integers(0, 200, 200)] for _ in range(800)]
+    rows = [p[rng.integers(0, 200, 200)] for _ in range(400)]
     for name in ("ece", "nll", "mce"):
         draws = np.array([getattr(metrics, name)(row) for row in rows])
         width = np.quantile(draws, 0.95) - np.quantile(draws, 0.05)
-        assert ours[name].high - ours[name].low == pytest.approx(width, rel=0.12), name
+        assert ours[name].high - ours[name].low == pytest.approx(width, rel=0.2), name
 
 
 def test_bootstrap_of_a_mean_is_the_textbook_interval():
@@ -123,14 +129,16 @@ def test_bootstrap_intervals_cover():
 
     def draw():
         confidence = rng.uniform(0.5, 1, 300)
-        return binary(confidence, rng.random(300) < confidence - 0.1)
+        return confidence, rng.random(300) < confidence - 0.1
 
-    truth = np.mean([metrics.ece(draw()) for _ in range(1500)])
+    truth = np.mean(
+        [slow_ece(confidence, correct[None])[0] for confidence, correct in (draw() for _ in range(1500))]
+    )
     hits = 0
-    for seed in range(200):
-        _, low, high = metrics.bootstrap(draw(), ["ece"], level=0.9, n_draws=150, seed=seed)["ece"]
+    for seed in range(100):
+        _, low, high = metrics.bootstrap(binary(*draw()), ["ece"], level=0.9, n_draws=150, seed=seed)["ece"]
         hits += low <= truth <= high
-    assert 0.83 < hits / 200 < 0.97
+    assert 80 <= hits <= 98
 
 
 def test_same_seed_same_interval():
