@@ -114,6 +114,10 @@ class Config:
             groups.setdefault(group, []).append(name)
         return groups | ({"auto": ["auto"]} if self.auto else {})
 
+    def head_groups(self) -> dict[str, list[str]]:
+        """The groups of `riders` whose heads each answer for themselves."""
+        return {group: names for group, names in self.riders().items() if group != "auto"}
+
     @property
     def name(self) -> str:
         """What the run is, in a few words."""
@@ -124,7 +128,9 @@ class Config:
     @property
     def folder_name(self) -> str:
         """The name and a few digits that differ wherever another setting does: one folder for each config."""
+        usual = Config()  # only what differs counts: a setting that a later version adds renames no folder
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        settings = {name: value for name, value in settings.items() if value != getattr(usual, name)}
         settings["heads"] = {name: asdict(spec) for name, spec in self.heads.items()}
         text = json.dumps(settings, sort_keys=True)
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

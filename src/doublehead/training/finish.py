@@ -93,7 +93,7 @@ def _write_weights(run: Run, folder: RunFolder) -> None:
 
 def _write_gradients(run: Run, folder: RunFolder) -> None:
     norms = torch.stack(run.gradients).cpu().numpy()  # (epochs, steps, H)
-    heads = [name for group, names in run.config.riders().items() if group != "auto" for name in names]
+    heads = [name for names in run.config.head_groups().values() for name in names]
     arrays = {"norms": norms, "heads": np.array(heads)}
     folder.write("gradients.npz", lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
 

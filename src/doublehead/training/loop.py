@@ -19,7 +19,7 @@ from doublehead.training.config import Config
 from doublehead.training.evaluation import epoch_numbers, predict
 from doublehead.training.finish import as_plain, finish
 from doublehead.training.methods import objective
-from doublehead.training.run import Run, make_fabric, on_first_process, set_up
+from doublehead.training.run import Run, leave_processes_at_exit, make_fabric, on_first_process, set_up
 from doublehead.training.run_folder import RunError, RunFolder, environment
 from doublehead.training.schedules import learning_rate
 
@@ -75,6 +75,8 @@ def _train(
     tick: Tick | None,
 ) -> dict[str, Any]:
     """What each process does."""
+    if fabric.world_size > 1:
+        leave_processes_at_exit()
     with ExitStack() as stack:
 
         def take() -> None:
@@ -124,8 +126,8 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
     prepare, loss_of = objective(config)
     run.net.train()
     started, total = time.perf_counter(), torch.zeros((), device=run.fabric.device)
-    norms: list[Tensor] = []
-    calibrated = False
+    norms: dict[str, list[Tensor]] = {group: [] for group in config.head_groups()}
+    calibrated: set[str] = set()
     for step, batch in enumerate(run.inputs.train):
         at = step / n_steps
         for group in run.optimizer.param_groups:
@@ -149,33 +151,31 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
             f"the training loss is {train_loss} in epoch {run.epoch}: lower lr (now {config.lr:g})"
         )
     if config.record_gradients:
-        run.gradients.append(_chosen_steps(norms, run))
+        run.gradients.append(_chosen_steps(run, norms))
     run.epoch += 1
-    return _line(run, train_loss, _betas(run) if calibrated else {})
+    return _line(run, train_loss, _betas(run, calibrated))
 
 
-def _calibrate(run: Run, at: float, norms: list[Tensor]) -> bool:
-    """One call of each alternation; whether they made a calibration step, whose gradients are noted where asked."""
+def _calibrate(run: Run, at: float, norms: dict[str, list[Tensor]]) -> set[str]:
+    """One call of each alternation; the groups of heads that made a step. Gradients are noted where asked."""
     with run.fabric.autocast():
-        stepped = {group: one.step(at) is not None for group, one in run.alternations.items()}
-    if run.config.record_gradients and any(stepped.values()):
-        groups = {group: names for group, names in run.config.riders().items() if group != "auto"}
-        norms.append(torch.cat([_norms(run, group, len(groups[group]), stepped[group]) for group in groups]))
-    return any(stepped.values())
+        stepped = {group for group, one in run.alternations.items() if one.step(at) is not None}
+    for group in stepped & norms.keys() if run.config.record_gradients else ():
+        norm = run.alternations[group].grad_norm
+        assert norm is not None
+        norms[group].append(norm)
+    return stepped
 
 
-def _norms(run: Run, group: str, n_heads: int, stepped: bool) -> Tensor:
-    """(H,) the gradient norms of a group's heads; nan where its period left this step out."""
-    norms = run.alternations[group].grad_norm
-    if stepped and norms is not None:
-        return norms
-    return torch.full((n_heads,), math.nan, device=run.fabric.device)
-
-
-def _chosen_steps(norms: list[Tensor], run: Run) -> Tensor:
-    """(6, H) the gradient norms at GRADIENT_STEPS; nan where the epoch had fewer steps."""
-    missing = torch.full((len(run.config.heads),), math.nan, device=run.fabric.device)
-    return torch.stack([norms[i] if -len(norms) <= i < len(norms) else missing for i in GRADIENT_STEPS])
+def _chosen_steps(run: Run, norms: dict[str, list[Tensor]]) -> Tensor:
+    """(6, H) the gradient norms at GRADIENT_STEPS of each group's own steps; nan where it made fewer."""
+    parts = [torch.empty(len(GRADIENT_STEPS), 0, device=run.fabric.device)]
+    for group, names in run.config.head_groups().items():
+        made = norms[group]
+        missing = torch.full((len(names),), math.nan, device=run.fabric.device)
+        chosen = [made[i] if -len(made) <= i < len(made) else missing for i in GRADIENT_STEPS]
+        parts.append(torch.stack(chosen))
+    return torch.cat(parts, 1)
 
 
 def _count_time(run: Run, seconds: float) -> None:
@@ -197,11 +197,10 @@ def _line(run: Run, train_loss: float, betas: dict[str, float]) -> dict[str, Any
     return row
 
 
-def _betas(run: Run) -> dict[str, float]:
-    """Each head's beta at the last calibration step of the epoch."""
+def _betas(run: Run, calibrated: set[str]) -> dict[str, float]:
+    """Each head's beta at the last calibration step of the epoch, where it made one."""
     betas: dict[str, float] = {}
-    for group, names in run.config.riders().items():
-        beta = run.alternations[group].beta
-        if group != "auto" and beta is not None:
-            betas |= dict(zip(names, beta.flatten().tolist()))
+    for group, names in run.config.head_groups().items():
+        if group in calibrated:
+            betas |= dict(zip(names, run.alternations[group].beta.flatten().tolist()))
     return betas

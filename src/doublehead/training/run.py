@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -177,6 +178,17 @@ def on_first_process(fabric: Any, write: Callable[[], object]) -> None:
     problem = fabric.broadcast(problem)
     if problem:
         raise RunError(problem)
+
+
+def leave_processes_at_exit() -> None:
+    """Take leave of the other processes in an orderly way: gloo's threads would else end with a complaint."""
+    atexit.unregister(_leave_processes)
+    atexit.register(_leave_processes)
+
+
+def _leave_processes() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _from_every_process(value: Any) -> list[Any]:

@@ -1,0 +1,169 @@
+"""What a run is asked for: settings that are checked, kept, named and dealt out to runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import doublehead.training.loop
+from doublehead import HeadSpec
+from doublehead.losses import LOSSES
+from doublehead.training.config import RECIPES, Config
+from doublehead.training.methods import BETAS, METHODS, method, runs_for
+from doublehead.training.schedules import learning_rate
+
+
+@pytest.mark.parametrize("config", [*RECIPES.values(), *(m.apply(Config()) for m in METHODS.values())])
+def test_json_and_back(config: Config) -> None:
+    again = Config.from_json(config.to_json())
+    assert again == config
+    assert again.folder_name == config.folder_name
+
+
+def test_json_keeps_tuples_numbers_and_heads() -> None:
+    config = Config(
+        heads={"a": HeadSpec(reads=("statistics", "features"), hidden=7, lr=0.3)},
+        shift=("gaussian_noise:2", "svhn"),
+        milestones=(1 / 3,),
+        loss="focal",
+        loss_options={"gamma": 2},
+        augment_of={"a": "noise"},
+        every_of={"a": 70},
+        calib_clip=float("inf"),
+    )
+    again = Config.from_json(config.to_json())
+    assert again == config
+    assert again.heads["a"].reads == ("statistics", "features")
+    assert isinstance(again.loss_options["gamma"], float)
+
+
+def test_unknown_setting_in_a_file_is_refused() -> None:
+    text = json.dumps({**json.loads(Config().to_json()), "speed": 3})
+    with pytest.raises(ValueError, match=r"not known here: \['speed'\]"):
+        Config.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"epochs": 2.5}, "epochs must be a whole number, got 2.5"),
+        ({"epochs": True}, "epochs must be a whole number, got True"),
+        ({"n_train": 0}, "n_train must be at least 1, got 0"),
+        ({"lr": 0}, "lr must be positive, got 0.0"),
+        ({"lr": float("nan")}, "lr must be a number, got nan"),
+        ({"lr": "fast"}, "lr must be a number, got 'fast'"),
+        ({"compile": 1}, "compile must be true or false, got 1"),
+        ({"model": 50}, "model must be text, got 50"),
+        ({"optimizer": "lion"}, "optimizer must be one of sgd, adam, got 'lion'"),
+        ({"precision": "16"}, "precision must be one of 32-true, bf16-mixed, got '16'"),
+        ({"hold_back": 1.0}, "hold_back must be between 0 and 1, got 1.0"),
+        ({"loss": "hinge"}, "loss must be one of cross_entropy, .* got 'hinge'"),
+        ({"loss": "focal", "loss_options": {"gama": 1}}, r"loss_options must be among \['gamma'\] for focal"),
+        ({"loss_options": [1]}, "loss_options must be a table of names and values"),
+        ({"calib_augment": "fog"}, "calib_augment must be one of .* got 'fog'"),
+        (
+            {"augment_of": {"nobody": "noise"}},
+            r"augment_of must be about heads of this run, got \['nobody'\]",
+        ),
+        ({"every_of": {"auto": 0}}, r"every_of\['auto'\] must be at least 1, got 0"),
+        (
+            {"heads": {"main": HeadSpec()}},
+            r"heads must be named otherwise than main and auto, got \['main'\]",
+        ),
+        ({"heads": {"../up": HeadSpec()}}, r"heads must be named by letters, .* got \['../up'\]"),
+        ({"shift": ("gaussian_noise:9",)}, "shift must be of a severity from 1 to 5, got 'gaussian_noise:9'"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Config(**settings)
+
+
+def test_each_setting_has_its_own_folder() -> None:
+    base = Config()
+    others = [
+        replace(base, heads={"a": HeadSpec()}),
+        replace(base, heads={"a": HeadSpec(beta0=1.1)}),
+        replace(base, auto=True),
+        replace(base, lr=0.05),
+        replace(base, n_train=500),
+        replace(base, shift=("svhn",)),
+    ]
+    names = {config.folder_name for config in (base, *others)}
+    assert len(names) == len(others) + 1
+    assert len({config.name for config in (base, *others)}) == 1
+    assert replace(base, workers=8).folder_name == base.folder_name
+    assert replace(base, workers=8) == base  # as many processes as you like read the files
+
+
+def test_names_are_names_of_folders() -> None:
+    config = Config(data="table:/home/me/my reviews.csv", model="package.module:factory", loss="focal")
+    assert config.name == "table-home-me-my-reviews.csv-package.module-factory-focal-e200-s0"
+    assert re.fullmatch(r"[\w.+-]+-[0-9a-f]{6}", config.folder_name)
+    assert replace(config, loss_options={"gamma": 2.0}).name.endswith("-focal-gamma2-e200-s0")
+
+
+def test_heads_ride_in_groups_of_one_perturbation_and_period() -> None:
+    config = Config(
+        heads={name: HeadSpec() for name in "abcd"},
+        augment_of={"b": "noise", "c": "noise"},
+        every_of={"c": 70},
+        auto=True,
+    )
+    groups = {"heads": ["a", "d"], "heads-noise": ["b"], "heads-noise-k70": ["c"]}
+    assert config.head_groups() == groups
+    assert config.riders() == {**groups, "auto": ["auto"]}
+
+
+def test_cosine_and_steps_by_hand() -> None:
+    cosine = Config(lr=0.2)
+    assert [round(learning_rate(cosine, at), 6) for at in (0, 1 / 3, 0.5, 1)] == [0.2, 0.15, 0.1, 0.0]
+    steps = Config(lr=0.1, schedule="steps")  # 350 epochs: down at 150 and 250
+    rates = [learning_rate(steps, epoch / 350) for epoch in (0, 149, 150, 249, 250, 349)]
+    assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+    assert learning_rate(Config(schedule="constant", lr=0.3), 0.9) == 0.3
+
+
+def test_methods_with_one_loss_share_a_run() -> None:
+    names = ["brier", "cross-entropy", "auto", "mixup", "double-head", "sweep", "focal"]
+    runs = runs_for(Config(epochs=5), names)
+    groups = [["brier"], ["cross-entropy", "auto", "double-head", "sweep"], ["mixup"], ["focal"]]
+    assert [group for _, group in runs] == groups
+    brier, cross_entropy, mixup, focal = (config for config, _ in runs)
+    assert (brier.loss, focal.loss, mixup.mixup) == ("brier", "focal", 0.2)
+    assert len(cross_entropy.heads) == 1 + 2 * len(BETAS)
+    assert cross_entropy.auto
+    assert not brier.heads
+    assert not brier.auto
+    assert {config.epochs for config, _ in runs} == {5}
+
+
+def test_each_method_names_a_loss_and_an_output_that_exist() -> None:
+    assert {m.loss for m in METHODS.values()} == set(LOSSES)
+    for name, one in METHODS.items():
+        config = one.apply(Config())
+        assert one.answers in ("main", *config.heads, *(["auto"] if config.auto else [])), name
+
+
+def test_unknown_method_gets_a_hint() -> None:
+    with pytest.raises(
+        ValueError, match=r"method must be one of cross-entropy, .* got 'focl'; did you mean focal\?"
+    ):
+        method("focl")
+
+
+def test_the_loop_names_no_method() -> None:
+    source = Path(doublehead.training.loop.__file__).read_text(encoding="utf-8")
+    source = re.sub(
+        r'(accelerator|strategy): str = "auto"', "", source
+    )  # Fabric's word for the best there is
+    words = set(re.findall(r"[\w-]+", source)) | set(re.findall(r"\w+", source))
+    assert "run_epoch" in words
+    assert not words & {*LOSSES, *METHODS, *(m.loss for m in METHODS.values())}

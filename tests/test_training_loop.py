@@ -1,0 +1,276 @@
+"""The loop: what it trains, what it leaves alone, and whether its numbers are what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from doublehead import HeadSpec, Predictions
+from doublehead.data import Images, corrupt
+from doublehead.losses import LOSSES
+from doublehead.training import loop
+from doublehead.training.config import Config
+from doublehead.training.finish import as_plain
+from doublehead.training.methods import METHODS, objective
+from doublehead.training.run_folder import RunError, RunFolder
+from training_helpers import assert_same, fashion, run, small
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def weights(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:
+    found = safetensors.load_file(folder / "model.safetensors")
+    return {k.removeprefix(f"{part}."): v for k, v in found.items() if k.startswith(f"{part}.")}
+
+
+def test_the_network_is_the_same_with_and_without_heads(tmp_path: Path) -> None:
+    bare = small(model="tiny_networks:dropout_mlp", mixup=0.2, augment="crop-flip", epochs=3)
+    heads = {"a": HeadSpec(dropout=0.5), "b": HeadSpec(kind="mlp", beta0=1.2)}
+    settings = json.loads(bare.to_json())
+    ridden = Config(**{**settings, "heads": heads, "auto": True, "calib_augment": "noise+broad"})
+    run(bare, tmp_path / "bare")
+    run(ridden, tmp_path / "ridden")
+    one, other = weights(tmp_path / "bare"), weights(tmp_path / "ridden")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    main = [np.load(tmp_path / name / "predictions/test-main.npz")["logits"] for name in ("bare", "ridden")]
+    np.testing.assert_array_equal(*main)
+    start = [row["train_loss"] for row in RunFolder(tmp_path / "bare").lines()]
+    assert start == [row["train_loss"] for row in RunFolder(tmp_path / "ridden").lines()]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_trains(name: str, tmp_path: Path) -> None:
+    method = METHODS[name]
+    results = run(method.apply(small(epochs=1, n_train=120, n_test=40, n_calib=60)), tmp_path)
+    (row,) = RunFolder(tmp_path).lines()
+    assert 0 < row["train_loss"] < 10
+    answer = results["outputs"][method.answers]["before"]
+    assert all(math.isfinite(value) for value in answer.values())
+    assert answer["n"] == 40 if "n" in answer else True
+    assert set(results["outputs"]) == {"main", *method.heads, *(["auto"] if method.auto else [])}
+
+
+def test_the_loss_of_an_epoch_by_hand(tmp_path: Path) -> None:
+    """Three steps of Nesterov SGD, written out."""
+    config = small(
+        epochs=1, n_train=120, loss="focal", loss_options={"gamma": 2.0}, momentum=0.5, weight_decay=0.01
+    )
+    run(config, tmp_path)
+    fabric = loop.make_fabric(config, accelerator="cpu", devices=1)
+    again = loop.set_up(config, fabric, fashion(), None)
+    net, losses = again.net.train(), []
+    momentum = [torch.zeros_like(p) for p in net.parameters()]
+    for step, (x, y) in enumerate(again.inputs.train):
+        lr = 0.05 * 0.5 * (1 + math.cos(math.pi * step / 3))
+        p = net(x).softmax(1).gather(1, y[:, None])[:, 0]
+        loss = (-((1 - p) ** 2) * p.log()).mean()
+        losses.append(float(loss.detach()))
+        gradients = torch.autograd.grad(loss, list(net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient, v in zip(net.parameters(), gradients, momentum):
+                d = gradient + 0.01 * parameter
+                v.mul_(0.5).add_(d)
+                parameter.sub_(lr * (d + 0.5 * v))
+    (row,) = RunFolder(tmp_path).lines()
+    assert row["train_loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert row["lr"] == pytest.approx(lr)
+    for key, value in weights(tmp_path).items():
+        torch.testing.assert_close(value, net.state_dict()[key], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_objective_is_the_loss_of_that_name(loss: str) -> None:
+    prepare, loss_of = objective(Config(loss=loss))
+    logits, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
+    x, y = prepare(logits, labels)
+    assert x is logits
+    torch.testing.assert_close(loss_of(logits, y), LOSSES[loss](logits, labels))
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(epochs=1)
+    results = run(config, tmp_path)
+    stamps = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    monkeypatch.setattr(loop, "run_epoch", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(loop, "make_fabric", lambda *_: pytest.fail("started again"))
+    assert run(config, tmp_path) == results == RunFolder(tmp_path).results
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()} == stamps
+    with pytest.raises(RunError, match=r"other settings \(lr\)"):
+        run(small(epochs=1, lr=0.01), tmp_path)
+
+
+def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+    config = small(heads={"h": HeadSpec(beta0=1.2)}, evaluate_every=2, epochs=3)
+    ticks: list[tuple[int, int, int]] = []
+    rows: list[dict[str, Any]] = []
+    results = run(config, tmp_path, tick=lambda *at: ticks.append(at), report=rows.append)
+    assert sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()) == [
+        ".lock", "config.json", "environment.json", "metrics.jsonl", "model.safetensors",
+        "predictions/calib-h.npz", "predictions/calib-main.npz", "predictions/test-h.npz",
+        "predictions/test-main.npz", "predictions/train-main.npz", "results.json",
+    ]  # fmt: skip
+    assert ticks == [(epoch, step + 1, 6) for epoch in range(3) for step in range(6)]
+    assert RunFolder(tmp_path).lines() == rows
+    assert ["test" in row for row in rows] == [False, True, True]  # every second one, and the last
+    assert rows[0]["beta"]["h"] == pytest.approx(1 + 0.2 * (1 - 5 / 6))  # the last of the steps 1, 3, 5
+    p = Predictions.load(tmp_path / "predictions/test-main.npz")
+    assert results["outputs"]["main"]["before"]["accuracy"] == pytest.approx(float(p.correct.double().mean()))
+    assert rows[-1]["test"]["main"]["accuracy"] == pytest.approx(float(p.correct.double().mean()))
+    np.testing.assert_array_equal(p.labels.numpy(), fashion().test.labels)
+    trained = Predictions.load(tmp_path / "predictions/train-main.npz")
+    assert results["train_accuracy"] == pytest.approx(float(trained.correct.double().mean()), abs=1e-6)
+    assert results["sizes"] == [240, 120, 150]
+    assert results["samples_per_second"] > 0
+    assert Config.from_json(json.dumps(results["config"])) == config
+
+
+def test_predictions_of_the_train_split_are_optional(tmp_path: Path) -> None:
+    results = run(small(epochs=1, predict_train=False), tmp_path)
+    assert results["train_accuracy"] is None
+    assert results["samples_per_second"] is None  # the only epoch is the one that warms up
+    assert not (tmp_path / "predictions/train-main.npz").exists()
+
+
+def test_the_saved_weights_give_the_saved_predictions(tmp_path: Path) -> None:
+    config = small(
+        heads={"a": HeadSpec(reads=("statistics", "features")), "b": HeadSpec(kind="mlp")}, auto=True
+    )
+    run(config, tmp_path)
+    fabric = loop.make_fabric(config, accelerator="cpu", devices=1)
+    again = loop.set_up(config, fabric, fashion(), None)
+    again.net.load_state_dict(weights(tmp_path))
+    for group, rider in again.riders.items():
+        rider.head.load_state_dict(weights(tmp_path, group))
+    x = torch.cat([x for x, _ in again.inputs.make_eval(fashion().test)])
+    with torch.no_grad():
+        features = again.net[:3].eval()(x)  # before the last layer
+        main = again.net(x)
+        heads = again.riders["heads"].head.eval().all_heads(features, main)
+        auto = again.riders["auto"].eval()(x)
+    for name, logits in {"main": main, "a": heads[0], "b": heads[1], "auto": auto}.items():
+        saved = Predictions.load(tmp_path / f"predictions/test-{name}.npz")
+        torch.testing.assert_close(saved.logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def ece(confidence: np.ndarray, correct: np.ndarray, n_bins: int = 15) -> float:
+    total = 0.0
+    for b in range(n_bins):
+        inside = (confidence > b / n_bins) & (confidence <= (b + 1) / n_bins)
+        if inside.any():
+            total += inside.mean() * abs(confidence[inside].mean() - correct[inside].mean())
+    return total
+
+
+def auroc(clean: np.ndarray, shifted: np.ndarray) -> float:
+    """The chance that a clean sample is the more confident one, pair by pair."""
+    wins = (clean[:, None] > shifted) + 0.5 * (clean[:, None] == shifted)
+    return float(wins.mean())
+
+
+def test_shift_against_a_direct_computation(tmp_path: Path) -> None:
+    random = np.random.RandomState(0)
+    others = Images(random.randint(0, 256, (50, 28, 28, 1)).astype(np.uint8), np.arange(50))  # other classes
+    for split in ("train", "test"):
+        np.save(tmp_path / f"{split}_images.npy", others.images)
+        np.save(tmp_path / f"{split}_labels.npy", others.labels)
+    elsewhere = f"arrays:{tmp_path}"
+    config = small(shift=("gaussian_noise:3", elsewhere))
+    results = run(config, tmp_path / "run")
+    assert set(results["shift"]) == {"gaussian_noise:3", f"ood:{elsewhere}"}
+    pixels = torch.from_numpy(fashion().test.images).permute(0, 3, 1, 2) / 255
+    noisy = corrupt(pixels, "gaussian_noise", 3, torch.Generator().manual_seed(3))
+    unseen = torch.from_numpy(others.images).permute(0, 3, 1, 2) / 255
+    train = fashion().train.images / 255
+    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+    net.load_state_dict(weights(tmp_path / "run"))
+    temperature = results["outputs"]["main"]["temperature"]
+    for suffix, divisor in (("", 1.0), ("+T", temperature)):
+        probs = {}
+        for name, images in (("clean", pixels), ("noisy", noisy), ("unseen", unseen)):
+            with torch.no_grad():
+                logits = net(((images - train.mean()) / train.std()).float()) / divisor
+            probs[name] = logits.softmax(1).numpy()
+        confidence = {name: p.max(1) for name, p in probs.items()}
+        correct = probs["noisy"].argmax(1) == fashion().test.labels
+        got = results["shift"]["gaussian_noise:3"][f"main{suffix}"]
+        assert got["accuracy"] == pytest.approx(correct.mean(), abs=1e-6)
+        assert got["ece"] == pytest.approx(ece(confidence["noisy"], correct), abs=1e-4)
+        assert got["auroc"] == pytest.approx(auroc(confidence["clean"], confidence["noisy"]), abs=1e-3)
+        other = results["shift"][f"ood:{elsewhere}"][f"main{suffix}"]
+        assert set(other) == {"mean_confidence", "auroc"}
+        assert other["mean_confidence"] == pytest.approx(confidence["unseen"].mean(), abs=1e-4)
+        assert other["auroc"] == pytest.approx(auroc(confidence["clean"], confidence["unseen"]), abs=1e-3)
+
+
+def test_gradients_of_the_heads(tmp_path: Path) -> None:
+    """Six places of each epoch: the first, 5th, 10th, 10th last, 5th last and last calibration step."""
+    heads = {"a": HeadSpec(), "b": HeadSpec(kind="mlp"), "late": HeadSpec()}
+    config = small(heads=heads, every=1, every_of={"late": 4}, auto=True, record_gradients=True, epochs=3)
+    run(config, tmp_path)
+    with np.load(tmp_path / "gradients.npz") as arrays:
+        norms, names = arrays["norms"], arrays["heads"].tolist()
+    assert names == ["a", "b", "late"]
+    assert norms.shape == (3, 6, 3)
+    seen = np.isfinite(norms)
+    assert seen[:, :, 0].tolist() == [[True, True, False, False, True, True]] * 3  # six steps an epoch
+    assert (norms[:, [0, 1, 4, 5], :2] > 0).all()
+    assert (
+        seen[:, :, 2].tolist() == [[True, False, False, False, False, True]] * 3
+    )  # its steps: 4 | 8, 12 | 16
+    assert (norms[:, 0, 2] == norms[:, 5, 2]).tolist() == [True, False, True]
+
+
+def test_no_heads_no_gradients(tmp_path: Path) -> None:
+    run(small(epochs=1, auto=True, record_gradients=True), tmp_path)
+    with np.load(tmp_path / "gradients.npz") as arrays:
+        assert arrays["norms"].shape == (1, 6, 0)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"the training loss is (nan|inf) in epoch 0: lower lr \(now 1e\+30\)"):
+        run(small(lr=1e30), tmp_path)
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_missing_shift_data_is_told_before_training(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="svhn was not found"):
+        run(small(shift=("svhn",)), tmp_path / "run", root=str(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_such_device(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    from doublehead.training.loop import train
+
+    with pytest.raises(RunError, match="cannot train with accelerator cuda, .* not available"):
+        train(small(), RunFolder(tmp_path), fashion(), accelerator="cuda")
+
+
+def test_the_same_config_gives_the_same_run(tmp_path: Path) -> None:
+    config = small(
+        model="tiny_networks:dropout_mlp", heads={"a": HeadSpec(dropout=0.5)}, calib_augment="broad"
+    )
+    torch.manual_seed(5)
+    run(config, tmp_path / "one")
+    np.random.rand(3)  # noqa: NPY002 (whatever happened before must not matter)
+    torch.rand(3)
+    run(config, tmp_path / "other")
+    assert_same(tmp_path / "one", tmp_path / "other")
+
+
+def test_numbers_for_json() -> None:
+    made = as_plain({"a": 0.123456789, "b": (1, 2.0), "c": math.nan, "d": HeadSpec(), "e": None, "f": True})
+    assert made["a"] == 0.123457
+    assert made["b"] == [1, 2.0]
+    assert made["c"] is None
+    assert made["d"]["beta0"] == 1.0
+    assert made["f"] is True

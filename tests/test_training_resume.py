@@ -1,0 +1,264 @@
+"""kill -9 at any moment, then the same command: the run ends as if nothing had happened, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from doublehead import HeadSpec
+from doublehead.data import Images, Splits
+from doublehead.training.config import Config
+from doublehead.training.run_folder import RunError, RunFolder
+from training_helpers import assert_same, fashion, run, small
+
+pytest.importorskip("typer")
+
+TESTS = Path(__file__).parent
+# Dropout, mixup, random perturbations, a bank of 20 heads and the bank of `auto`: all of them draw random numbers.
+COMMAND = [
+    *("compare", "--methods", "cross-entropy,sweep,auto,mixup", "--accelerator", "cpu", "--json"),
+    *("--data", "fashion", "--model", "tiny_networks:dropout_mlp"),
+    *("--set", "epochs=3", "--set", "n_train=320", "--set", "n_calib=150", "--set", "n_test=120"),
+    *(
+        "--set",
+        "batch_size=40",
+        "--set",
+        "calib_batch_size=40",
+        "--set",
+        "every=3",
+        "--set",
+        "augment=crop-flip",
+    ),
+    *("--set", "calib_augment=noise", "--set", "record_gradients=true"),
+]
+# Importing takes seconds, so one process does it once; each command then runs in a child that it forks.
+NURSERY = """
+import os, sys
+import doublehead.cli
+from doublehead.training.config import Config
+from doublehead.training.run import make_fabric
+make_fabric(Config(), accelerator="cpu", devices=1)
+print("ready", flush=True)
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            doublehead.cli.app(line.rstrip("\\n").split("\\t"), standalone_mode=False)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+class Nursery:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=TESTS,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self.read() == "ready"
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def run(self, arguments: list[str], kill_when: Callable[[], bool] | None = None) -> int:
+        """Run a command, killed without warning once `kill_when` says so; the status it ended with."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\t".join(arguments) + "\n")
+        self.process.stdin.flush()
+        child = int(self.read())
+        while kill_when is not None:
+            if kill_when() or os.path.exists(f"/proc/{child}") is False:
+                os.kill(child, signal.SIGKILL)
+                break
+            time.sleep(0.001)
+        return int(self.read())
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.process.stdin.close()  # type: ignore[union-attr]
+    made.process.wait(10)
+
+
+def lines(folder: Path) -> int:
+    return sum(file.read_bytes().count(b"\n") for file in folder.glob("*/metrics.jsonl"))
+
+
+def test_killed_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    assert nursery.run([*COMMAND, "-o", str(calm)]) == 0
+    draw = random.Random(0)
+    moments: list[Callable[[], bool]] = [
+        lambda: any(killed.glob("*/config.json")),
+        *(lambda n=n: lines(killed) >= n for n in (1, 2, 2, 3)),  # type: ignore[misc]
+        lambda: any(killed.glob("*/checkpoint-next.pt")),
+        lambda: any(killed.glob("*/predictions/*")),
+        lambda: any(killed.glob("*/model.safetensors")),
+        *(lambda n=n: lines(killed) >= n for n in (4, 5, 6)),  # type: ignore[misc]
+        lambda: len([*killed.glob("*/predictions")]) == 2,
+    ]
+    statuses = []
+    for moment in moments:
+
+        def now(moment: Callable[[], bool] = moment) -> bool:
+            if not moment():
+                return False
+            time.sleep(draw.uniform(0, 0.05))
+            return True
+
+        statuses.append(nursery.run([*COMMAND, "-o", str(killed)], now))
+    assert statuses.count(signal.SIGKILL) >= 5
+    script = Path(sys.executable).with_name("doublehead")  # the command as a user has it
+    done = subprocess.run(
+        [script, *COMMAND, "-o", killed], cwd=TESTS, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        len(json.loads(done.stdout)) == 1 + 1 + 20 + 1 + 2
+    )  # cross entropy and mixup also after temperature
+    assert_same(calm, killed)
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a signal."""
+
+
+def test_stopped_at_each_change_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files appear by os.replace: stop before or after the first one, then the second one, ... of each attempt."""
+    config = small(
+        heads={"one": HeadSpec(beta0=1.2, dropout=0.5)}, n_calib=60, n_test=60, predict_train=False
+    )
+    run(config, tmp_path / "calm")
+    replace, left = os.replace, 0
+
+    def replace_or_die(source: Any, target: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1 and attempt % 2:
+            raise Killed
+        replace(source, target)
+        if left == -1:
+            raise Killed
+
+    monkeypatch.setattr(os, "replace", replace_or_die)
+    for attempt in range(100):
+        left = attempt // 2
+        try:
+            run(config, tmp_path / "killed")
+            break
+        except Killed:
+            pass
+    assert attempt >= 12  # the end of a run alone changes six files
+    assert_same(tmp_path / "calm", tmp_path / "killed")
+
+
+def test_goes_on_after_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    config = small(epochs=3, model="tiny_networks:dropout_mlp", heads={"one": HeadSpec(dropout=0.5)})
+    run(config, tmp_path / "calm")
+    stop_after(config, tmp_path / "damaged", epochs=2)
+    newest = tmp_path / "damaged" / "checkpoint.pt"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    with pytest.warns(UserWarning, match=r"checkpoint.pt cannot be read .* trying the checkpoint before it"):
+        run(config, tmp_path / "damaged")
+    assert_same(tmp_path / "calm", tmp_path / "damaged")
+
+
+def test_no_checkpoint_that_can_be_read(tmp_path: Path) -> None:
+    config = small(epochs=3)
+    stop_after(config, tmp_path / "run", epochs=2)
+    for name in ("checkpoint.pt", "checkpoint-previous.pt"):
+        (tmp_path / "run" / name).write_bytes(b"torn")
+    with (
+        pytest.warns(UserWarning, match="cannot be read"),
+        pytest.raises(RunError, match="no checkpoint in .* can be read: remove the folder to start again"),
+    ):
+        run(config, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == b"torn"
+
+
+def test_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
+    config = small(epochs=3)
+    stop_after(config, tmp_path / "run", epochs=1)
+    four = Splits(
+        "four", *(part_of(getattr(fashion(), s)) for s in ("train", "calib", "test")), tuple("abcd")
+    )
+    with pytest.raises(RunError, match="does not fit this version or this data"):
+        run(config, tmp_path / "run", splits=four)
+
+
+def test_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    config = small(epochs=3, heads={"one": HeadSpec(dropout=0.5)})
+    run(config, tmp_path / "calm")
+    stop_after(config, tmp_path / "full", epochs=1)
+    whole = (tmp_path / "full" / "checkpoint.pt").read_bytes()
+    with (
+        files_of_at_most(len(whole) // 2),
+        pytest.raises(RunError, match=r"could not write .*checkpoint-next.pt \(File too large\); .* is kept"),
+    ):
+        run(config, tmp_path / "full")
+    assert (tmp_path / "full" / "checkpoint.pt").read_bytes() == whole
+    assert not any(file.name.endswith(".partial") for file in (tmp_path / "full").iterdir())
+    run(config, tmp_path / "full")
+    assert_same(tmp_path / "calm", tmp_path / "full")
+
+
+def test_checkpoints_may_be_rarer_than_epochs(tmp_path: Path) -> None:
+    config = small(epochs=4, model="tiny_networks:dropout_mlp")
+    run(config, tmp_path / "calm")
+    stop_after(config, tmp_path / "rare", epochs=3, checkpoint_seconds=1e9)
+    assert not (tmp_path / "rare" / "checkpoint.pt").exists()
+    assert len(RunFolder(tmp_path / "rare").lines()) == 3  # written, and to be written again
+    run(config, tmp_path / "rare", checkpoint_seconds=1e9)
+    assert_same(tmp_path / "calm", tmp_path / "rare")
+
+
+def stop_after(config: Config, folder: Path, epochs: int, **options: Any) -> None:
+    """Train until an epoch has passed and its checkpoint is written, then stop without a word."""
+
+    def tick(epoch: int, step: int, n_steps: int) -> None:
+        if epoch == epochs:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(config, folder, tick=tick, **options)
+
+
+def part_of(images: Any) -> Images:
+    """The first four classes."""
+    return images.take(np.flatnonzero(images.labels < 4))
+
+
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Iterator[None]:
+    """The system refuses to write beyond: what a full disk does, but for the name of the error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,183 @@
+"""The run folder: locks, files that appear whole or not at all, and a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from doublehead import Predictions
+from doublehead.training.config import Config
+from doublehead.training.run_folder import RunError, RunFolder, commit, environment
+
+
+def in_child(action: Callable[[], None]) -> int:
+    """Run in a process of its own: 0 where it went well, 3 after a RunError."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        action()
+    except RunError:
+        os._exit(3)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+
+    def take() -> None:
+        with folder.locked():
+            pass
+
+    with folder.locked():
+        (folder.path / "something").touch()
+        assert in_child(take) == 3
+    assert in_child(take) == 0
+
+
+def test_the_message_of_a_locked_folder(tmp_path: Path) -> None:
+    ready, go = os.pipe()
+    child = os.fork()
+    if not child:
+        with RunFolder(tmp_path).locked():
+            if not os.fork():  # a worker process that lives on: it must not keep the lock
+                time.sleep(20)
+                os._exit(0)
+            os.write(go, b"!")
+            time.sleep(60)
+    os.read(ready, 1)
+    with (
+        pytest.raises(RunError, match=f"another process is working in {tmp_path}"),
+        RunFolder(tmp_path).locked(),
+    ):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with RunFolder(tmp_path).locked():
+        pass
+
+
+def test_leftovers_of_a_killed_process_are_swept_away(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "predictions").mkdir()
+    leftovers = [tmp_path / ".checkpoint-next.pt.77.partial", tmp_path / "predictions/.test-main.npz.ab12"]
+    for file in leftovers:
+        file.write_bytes(b"half")
+    kept = tmp_path / "predictions/test-main.npz"
+    kept.write_bytes(b"whole")
+    with folder.locked():
+        assert not any(file.exists() for file in leftovers)
+    assert kept.exists()
+
+
+def test_a_folder_in_which_nothing_happened_goes_again(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run").locked():
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_config_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin(Config(epochs=3))
+    folder.begin(Config(epochs=3, workers=4))
+    with pytest.raises(
+        RunError, match=r"holds a run with other settings \(epochs, lr\): choose another folder"
+    ):
+        folder.begin(Config(epochs=4, lr=0.2, workers=4))
+    assert folder.config == Config(epochs=3)
+    (tmp_path / "config.json").write_text('{"epochs": 3')
+    with pytest.raises(RunError, match=r"config.json cannot be read .*: remove the folder"):
+        folder.begin(Config(epochs=3))
+
+
+def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(RunError, match=r"file/run cannot be used as a run folder \(Not a directory\)"),
+        RunFolder(tmp_path / "file" / "run").locked(),
+    ):
+        pass
+
+
+def test_lines_on_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"could not write .*metrics.jsonl \(No space left on device\)"):
+        RunFolder(tmp_path).append_line("metrics.jsonl", {"epoch": 0})
+
+
+def test_predictions_in_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "predictions").touch()
+    with pytest.raises(RunError, match=r"could not write .*test-main.npz \("):
+        RunFolder(tmp_path).save_predictions("test-main", Predictions(torch.eye(2), torch.arange(2)))
+
+
+def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_text("note", "old")
+
+    def fail(file: object) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        folder.write("note", fail)
+    assert (tmp_path / "note").read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["note"]
+
+
+def test_the_newest_checkpoint_that_can_be_read(tmp_path: Path) -> None:
+    folder, device = RunFolder(tmp_path), torch.device("cpu")
+    assert folder.load_checkpoint(device) is None
+    for epoch in (1, 2, 3):
+        folder.save_checkpoint({"epoch": epoch})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint-previous.pt", "checkpoint.pt"]
+    (tmp_path / "checkpoint.pt").write_bytes((tmp_path / "checkpoint.pt").read_bytes()[:100])
+    with pytest.warns(UserWarning, match="checkpoint.pt cannot be read"):
+        assert folder.load_checkpoint(device) == {"epoch": 2}
+    # A process may die between its two renamings: the newest then still has its first name.
+    (tmp_path / "checkpoint.pt").unlink()
+    torch.save({"epoch": 4}, tmp_path / "checkpoint-next.pt")
+    assert folder.load_checkpoint(device) == {"epoch": 4}
+    folder.drop_checkpoints()
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_pickle_is_executed(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, (str(tmp_path / "harm"),))
+
+    torch.save({"epoch": Harmful()}, tmp_path / "checkpoint.pt")
+    with (
+        pytest.warns(UserWarning, match="cannot be read"),
+        pytest.raises(RunError, match="no checkpoint .* can be read"),
+    ):
+        RunFolder(tmp_path).load_checkpoint(torch.device("cpu"))
+    assert not (tmp_path / "harm").exists()
+
+
+def test_half_a_line_and_later_lines_are_dropped(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for epoch in range(3):
+        folder.append_line("metrics.jsonl", {"epoch": epoch, "nll": 0.1 + epoch})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3, "nl')
+    folder.keep_lines("metrics.jsonl", lambda row: row["epoch"] < 2)
+    assert folder.lines() == [{"epoch": 0, "nll": 0.1}, {"epoch": 1, "nll": 1.1}]
+
+
+def test_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = environment(torch.device("cpu"))
+    assert about["torch"] == torch.__version__
+    assert about["device"].endswith("CPU")
+    json.dumps(about)
+    monkeypatch.setenv("DOUBLEHEAD_COMMIT", "abc123")
+    assert commit() == "abc123"
