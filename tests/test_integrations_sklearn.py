@@ -89,6 +89,10 @@ def test_training_stops_early_and_keeps_the_best() -> None:
     assert model.n_epochs_ < 40
     patient = DoubleHeadClassifier(patience=200, **settings).fit(x, y)  # type: ignore[arg-type]
     assert patient.n_epochs_ == 200
+    held = hold_out(y, 0.2, int(np.random.RandomState(0).randint(2**31 - 1)))[1]
+    with torch.no_grad():  # 200 epochs on noise end at an NLL of several; the best epoch is close to log 2
+        main = patient.model_.heads(torch.from_numpy(x[held]).float()).main
+    assert metrics.nll(Predictions(main, y[held])) < 0.8
     probs = model.predict_proba(generator.normal(size=(500, 20)))
     assert probs.max(1).mean() < 0.75
 
