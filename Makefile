@@ -18,6 +18,9 @@ lint: $(VENV)/.dev-ready
 types: $(VENV)/.dev-ready
 	$(BIN)/mypy
 
+docs: $(VENV)/.dev-ready # into site/; a warning is an error
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet -d build/doctrees docs site
+
 results: $(VENV)/.dev-ready # docs/results from committed result files; no GPU, under a minute
 	$(BIN)/python experiments/make.py
 
@@ -35,4 +38,4 @@ $(VENV)/.dev-ready: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.demo-ready
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache
