@@ -30,6 +30,8 @@ toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = f"doublehead {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_math_renderer = "mathml"
 copybutton_exclude = ".linenos, .gp, .go"  # commands without their prompt and output
