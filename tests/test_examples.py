@@ -44,7 +44,10 @@ def test_example(
 ) -> None:
     out = run(path, tmp_path, monkeypatch, capsys)
     assert out.strip()
-    if path.stem in ("plain_loop", "frozen_network"):
+    if path.stem == "plain_loop":
+        before, after = (float(number) for number in out.split(" -> "))
+        assert after < before / 2
+    elif path.stem == "frozen_network":
         before, after = numbers(out, "ECE")
         assert after < before
         assert numbers(out, "accuracy")[0] == numbers(out, "accuracy")[1] > 0.75
@@ -62,6 +65,20 @@ def test_example(
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 40
+
+
+def test_the_plain_loop_is_that_of_the_readme() -> None:
+    def code(text: str) -> list[str]:
+        return [re.sub(r"  +#", "  #", line) for line in text.splitlines() if line.strip()]
+
+    readme = (EXAMPLES[0].parents[1] / "README.md").read_text(encoding="utf-8")
+    blocks = [
+        block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "Alternation(" in block
+    ]
+    if not blocks:
+        pytest.skip("the README shows no training loop")
+    example = next(path for path in EXAMPLES if path.stem == "plain_loop").read_text()
+    assert code(example)[2:] == code(blocks[0])
 
 
 def test_every_integration_has_an_example() -> None:
