@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import tarfile
+import warnings
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,9 @@ from typer.testing import CliRunner
 
 from doublehead import DoubleHead, HeadBank, HeadSpec, Predictions, Readings, metrics
 from doublehead.cli import app
+from doublehead.data import load
 from doublehead.data.normalise import Normalise
+from doublehead.data.text import tokens_of
 from doublehead.integrations.export import export_model, load_program, load_weights, single
 from doublehead.integrations.fit_head import fit_head
 from doublehead.integrations.head_config import describe, rebuild
@@ -236,6 +240,31 @@ def test_export_command_of_the_automatic_head(run: Path, tmp_path: Path, to: str
         probs = load_program(tmp_path)(_test_images(300))[0]
         torch.testing.assert_close(probs, saved.probs, atol=1e-5, rtol=0)
     assert json.loads((tmp_path / "config.json").read_text())["classes"][0] == "T-shirt/top"
+
+
+def test_a_network_that_reads_words_brings_its_vocabulary(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "sst").mkdir()
+    with tarfile.open(shared / "data/sst/trees.tar.xz") as archive:
+        for name, n in (("train.txt", 200), ("dev.txt", 100), ("test.txt", 60)):
+            member = archive.extractfile(name)
+            assert member is not None
+            (tmp_path / "sst" / name).write_bytes(b"".join(member.readline() for _ in range(n)))
+    settings = {"data": "sst-binary", "embeddings": "random:8", "epochs": 1, "batch_size": 32, "every": 2}
+    config = Config(model="gp_cnn", augment="none", heads={"sample": HeadSpec()}, **settings)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a part of the data set is no longer the data set
+        train(config, RunFolder(tmp_path / "run"), root=str(tmp_path), accelerator="cpu")
+        made = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "--root", str(tmp_path)])
+        test = load("sst-binary", str(tmp_path)).test
+    assert made.exit_code == 0, made.output
+    folder = tmp_path / "run/export"
+    rows = {word: row for row, word in enumerate((folder / "vocabulary.txt").read_text().splitlines(), 2)}
+    texts = [[rows.get(token, 1) for token in tokens] for tokens in tokens_of(test)]  # type: ignore[arg-type]
+    words = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+    for place, text in enumerate(texts):
+        words[place, : len(text)] = torch.tensor(text)
+    saved = Predictions.load(tmp_path / "run/predictions/test-sample.npz")
+    np.testing.assert_allclose(run_onnx(folder / "model.onnx", input=words)[0], saved.probs, atol=1e-5)
 
 
 def test_export_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:

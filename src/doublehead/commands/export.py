@@ -51,6 +51,8 @@ def export(
             )
         except (RunError, ValueError) as error:
             raise UserError(str(error)) from error
+    if found.words:
+        (path.parent / "vocabulary.txt").write_text("\n".join(found.words) + "\n", encoding="utf-8")
     results().print(str(path))
     notes().print(f"model card: {path.parent / 'README.md'}", style="dim")
 
@@ -61,22 +63,21 @@ def card(found: RunModel) -> str:
     train, calib, test = found.sizes
     images = found.example.is_floating_point()
     kind = "temperature" if found.spec is None else found.spec.kind
-    beta0 = (
-        ""
-        if found.spec is None
-        else f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch"
-    )
+    annealed = found.spec is not None and found.spec.beta0 != 1
+    beta0 = f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch" if annealed else ""  # type: ignore[union-attr]
+    epochs = f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
     method = (
-        f"{config.model}, trained for {config.epochs} epochs with {config.loss.replace('_', ' ')}. Beside it a "
-        f"calibration head ('{found.head}') {HOW[kind]} learned from calibration data that the network never saw, "
-        f"one step for every {config.every} of the network{beta0} (Annealing Double-Head)."
+        f"{config.model}, trained for {epochs} with {config.loss.replace('_', ' ')}. Beside it stands a calibration "
+        f"head ('{found.head}') {HOW[kind]}. It learned from calibration data that the network never saw, one step "
+        f"for every {config.every} of the network{beta0} (Annealing Double-Head)."
     )
-    pixels = "normalised from pixels in 0..1 by the model itself" if images else "rows of the vocabulary"
+    pixels = "pixels in 0..1, which the model normalises itself"
+    words = "rows of vocabulary.txt: 0 is padding, 1 an unknown word, 2 the word in the first line"
     counts = f"{train:,} samples to train, {calib:,} to calibrate, {test:,} to test"
     return model_card(
         config.name,
         dataset=config.data,
-        data=f"{config.data}: {counts}; inputs are {pixels}.",
+        data=f"{config.data}: {counts}; inputs are {pixels if images else words}.",
         method=method,
         test=found.test,
         before=found.main,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doublehead.data import Images, Normalise
+from doublehead.data import Images, Normalise, Texts, Trees
 from doublehead.double_head import DoubleHead
 from doublehead.head_bank import AUTO, HeadBank, HeadSpec
 from doublehead.integrations.head_config import put_head
@@ -19,7 +19,7 @@ from doublehead.optional import require
 from doublehead.plumbing import unpack
 from doublehead.predictions import Predictions
 from doublehead.training.config import Config
-from doublehead.training.inputs import load_inputs
+from doublehead.training.inputs import _vectors, load_inputs
 from doublehead.training.run_folder import RunError, RunFolder
 
 
@@ -32,6 +32,7 @@ class RunModel:
     spec: HeadSpec | None
     example: Tensor  # a batch as the exported model gets it: pixels 0..1, or rows of the vocabulary
     prepare: Normalise | None
+    words: tuple[str, ...]  # of a network that reads texts: word i has row i + 2
     classes: tuple[str, ...]
     config: Config
     sizes: tuple[int, int, int]
@@ -67,9 +68,12 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
         )
     if isinstance(inputs.splits.test, Images) and inputs.normalise is not None:
         x = inputs.normalise.undo(x)
+    words: tuple[str, ...] = ()
+    if isinstance(inputs.splits.train, (Texts, Trees)):
+        words = _vectors(config, inputs.splits)[0].words
     test, main = (Predictions.load(folder.path / f"predictions/test-{one}.npz") for one in (name, "main"))
     return RunModel(
-        double.eval(), name, spec, x[:2].contiguous(), inputs.normalise, inputs.splits.class_names, config,
+        double.eval(), name, spec, x[:2].contiguous(), inputs.normalise, words, inputs.splits.class_names, config,
         inputs.splits.sizes, test, main,
     )  # fmt: skip
 
