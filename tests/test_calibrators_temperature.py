@@ -144,6 +144,15 @@ def test_all_wrong_has_no_finite_optimum(n: int, scale: float) -> None:
     assert mean_nll(p, 1 / float(t.temperature_)) == pytest.approx(math.log(5), abs=2e-6)
 
 
+@pytest.mark.parametrize("n", [20, 50])
+def test_all_correct_but_for_one_that_is_wrong_by_a_hair(n: int) -> None:
+    """The optimum is far from the start and the steps towards it overshoot: they must not go to and fro."""
+    p = Predictions([[0.0, -1.0]] * (n - 1) + [[0.0, -0.01]], [0] * (n - 1) + [1])
+    fitted = Temperature().fit(p)
+    assert bool(fitted.converged_)
+    assert float(fitted.temperature_) == pytest.approx(1 / golden_section(p), rel=1e-5)
+
+
 def test_one_row_with_the_label_in_second_place() -> None:
     # A larger s parts the label from the classes below it, but also from the one above: the optimum is finite.
     p = Predictions([[2.0, 1.0, 0.0, -5.0]], [1])

@@ -182,8 +182,9 @@ def _newton(below: Tensor, target: Tensor, start: Tensor, done: Tensor) -> tuple
         step = torch.where(step.isfinite(), step, torch.where(too_small, 1.0, -1.0)).clamp(-3, 3)
         wanted = log_s + step
         middle = (low + high) / 2
-        outside = (wanted < low) | (wanted > high)
-        wanted = torch.where(outside & middle.isfinite(), middle, wanted)
+        # "At the other end" counts too: two steps of the largest size allowed would else go to and fro for ever.
+        outside = torch.where(too_small, wanted >= high, wanted <= low)
+        wanted = torch.where(outside, middle, wanted)
         moved = (wanted - log_s).abs()
         log_s = torch.where(done, log_s, wanted)
         if fine:
