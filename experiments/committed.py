@@ -122,7 +122,7 @@ class Run:
         if numbers is None:
             return None
         value = numbers[key] if when == "" else numbers[when][key]
-        return float(value)
+        return None if value is None else float(value)
 
     def shifted(self, shift: str, output: str, key: str) -> float | None:
         """A number of an output (with "+T" at its end: after temperature scaling) on a shifted test set."""
@@ -138,7 +138,11 @@ def method_of(config: dict[str, Any]) -> str:
     """
     asked = (config["loss"], dict(config["loss_options"]), config["mixup"])
     for name, method in METHODS.items():
-        if not method.heads and not method.auto and asked == (method.loss, dict(method.loss_options), method.mixup):
+        if (
+            not method.heads
+            and not method.auto
+            and asked == (method.loss, dict(method.loss_options), method.mixup)
+        ):
             return name
     return "-".join([config["loss"], *(f"{key}{value:g}" for key, value in config["loss_options"].items())])
 

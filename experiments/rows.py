@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from doublehead.head_bank import HeadSpec
 from doublehead.training.config import RECIPES, Config
-from doublehead.training.methods import METHODS, PAPER, SAMPLE
+from doublehead.training.methods import BETAS, METHODS, PAPER, SAMPLE
 
-BETAS = (0.1, 0.6, 0.8, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0)
 STATISTICS = HeadSpec(kind="temperature", reads="statistics", hidden=16, lr=0.3)
 BOTH = HeadSpec(kind="temperature", reads=("statistics", "features"), hidden=32, lr=0.1)
 
@@ -28,40 +28,72 @@ PERTURBED: dict[str, HeadSpec] = {
     **{f"temperature-fast@noise+broad-{b:g}": replace(SAMPLE, beta0=b, lr=0.3) for b in (1.0, 1.1)},
     **{f"both@noise+broad-{b:g}": replace(BOTH, beta0=b) for b in (1.0, 1.1)},
 }
+# ... and these with other calibration periods k, for Table 3; k = 10 is everyone's.
+PERIODS = (20, 30, 40, 50, 70)
+PERIODIC: dict[str, HeadSpec] = {
+    f"{name}-k{k}": HEADS[name] for name in ("annealing-double-head", "temperature-1.2") for k in PERIODS
+}
+
 BASELINES = ("mmce", "brier", "focal")
+RIVALS = ("label-smoothing", "mixup", "flsd-53", "mmce-published")
+TEXT = ("20newsgroups", "20newsgroups-bydate", "sst-binary", "sst-fine")
+EPOCHS = {"imagenet": 100, **dict.fromkeys(TEXT, 50)}  # 30 for other images
 
 
-def image_row(data: str, model: str, epochs: int, seed: int) -> dict[str, Config]:
-    """The runs of one image row: cross entropy with all heads, and each baseline; all for the same epochs."""
-    base = replace(
-        RECIPES[data],
-        model=model,
-        epochs=epochs,
-        seed=seed,
-        precision="bf16-mixed",
-        compile=True,
-        schedule="cosine",
-    )
-    perturbed = dict(PERTURBED) if data.startswith("cifar") else {}
-    cross_entropy = replace(
+def row(data: str, model: str | None = None, epochs: int | None = None, seed: int = 0) -> dict[str, Config]:
+    """All runs of a row by method, all for the same epochs: cross entropy with every head, baselines, rivals."""
+    base = replace(RECIPES[data], epochs=epochs or EPOCHS.get(data, 30), seed=seed)
+    base = replace(base, model=model or base.model)
+    if data not in TEXT:
+        base = replace(base, precision="bf16-mixed", compile=True, schedule="cosine")
+    losses = [
+        name for name in (*BASELINES, *RIVALS) if name != "mixup" or data not in TEXT
+    ]  # words do not mix
+    return {
+        "cross-entropy": with_heads(base),
+        **{name: replace(METHODS[name].apply(base), shift=few_shifts(data)) for name in losses},
+    }
+
+
+def with_heads(base: Config) -> Config:
+    """The cross-entropy run of a row and everything that rides on it."""
+    heads, images = dict(HEADS), base.data in ("cifar10", "cifar100", "svhn")
+    if base.data in ("cifar10", "cifar100"):
+        heads |= PERTURBED
+    if (base.data, base.model) == ("cifar10", "resnet50"):
+        heads |= PERIODIC
+    every = "cifar10c" if base.data in ("cifar10", "cifar100") else "gaussian_noise:5"
+    return replace(
         base,
-        heads={**HEADS, **perturbed},
-        augment_of={name: name.split("@")[1].rsplit("-", 1)[0] for name in perturbed},
+        heads=heads,
+        augment_of={name: name.split("@")[1].rpartition("-")[0] for name in heads if "@" in name},
+        every_of={name: int(name.rpartition("-k")[2]) for name in heads if name in PERIODIC},
         auto=True,
-        record_gradients=True,
-        shift=("cifar10c", "svhn") if data == "cifar10" else ("cifar10c",),
+        record_gradients=images,
+        shift=(every, *few_shifts(base.data)[1:]) if images else (),
     )
-    shift = ("gaussian_noise:5", "svhn") if data == "cifar10" else ("gaussian_noise:5",)
-    return {
-        "cross-entropy": cross_entropy,
-        **{name: replace(METHODS[name].apply(base), shift=shift) for name in BASELINES},
-    }
 
 
-def text_row(data: str, seed: int, epochs: int = 50) -> dict[str, Config]:
-    """The runs of one text row."""
-    base = replace(RECIPES[data], epochs=epochs, seed=seed)
+def few_shifts(data: str) -> tuple[str, ...]:
+    """The shifted sets of the paper's Table 2."""
     return {
-        "cross-entropy": replace(base, heads=HEADS, auto=True),
-        **{name: METHODS[name].apply(base) for name in BASELINES},
-    }
+        "cifar10": ("gaussian_noise:5", "svhn"),
+        "cifar100": ("gaussian_noise:5",),
+        "svhn": ("gaussian_noise:5",),
+    }.get(data, ())
+
+
+def methods_of(asked: Sequence[str]) -> list[str]:
+    """Names of methods, with "baselines", "rivals" and "all" spelled out; the paper's four where nothing is asked.
+
+    >>> methods_of(["cross-entropy", "baselines"])
+    ['cross-entropy', 'mmce', 'brier', 'focal']
+    """
+    groups = {"baselines": BASELINES, "rivals": RIVALS, "all": ("cross-entropy", *BASELINES, *RIVALS)}
+    spelled = [name for one in asked or ("cross-entropy", "baselines") for name in groups.get(one, (one,))]
+    unknown = sorted(set(spelled) - set(groups["all"]))
+    if unknown:
+        raise ValueError(
+            f"methods must be among {', '.join((*groups['all'], *groups))}, got {', '.join(unknown)}"
+        )
+    return list(dict.fromkeys(spelled))

@@ -1,25 +1,129 @@
 """Train the runs of a row and keep their small results.
 
     python experiments/run.py cifar10 resnet50 --epochs 30 --seeds 0 1 2 --root data --output runs
+    python experiments/run.py cifar10 resnet50 --seeds 0 --methods rivals --root data
     python experiments/run.py 20newsgroups-bydate --seeds 0 --root data
 
-Runs that are finished are not trained again. Each run's results.json (numbers of every output, config, seed, commit,
-versions, device, time) and metrics are copied to experiments/results/.
+Runs that are finished are not trained again, and one that was stopped goes on. Of each run results.json (numbers of
+every output, config, seed, commit, versions, device, time), metrics and gradient norms are kept in
+experiments/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from rows import image_row, text_row
+from committed import RESULTS, small, write_small
+from rows import methods_of, row
 
+from doublehead.training.config import Config
 from doublehead.training.loop import train
 from doublehead.training.run_folder import RunFolder
 
-TEXT = ("20newsgroups", "20newsgroups-bydate", "sst-binary", "sst-fine")
+SHARED = "runs shared one device, so seconds and samples per second are not figures of speed"
+
+
+class Neighbours:
+    """Tells whether another of these scripts was at work beside this one, by files that hold process ids."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.file = folder, folder / f".running-{os.getpid()}"
+        self.file.touch()
+        self.seen = False
+
+    def look(self) -> bool:
+        """Whether any was seen since `forget`; a file whose process is gone is removed."""
+        for file in self.folder.glob(".running-*"):
+            if file == self.file:
+                continue
+            if _alive(int(file.name.rpartition("-")[2])):
+                self.seen = True
+            else:
+                file.unlink(missing_ok=True)
+        return self.seen
+
+    def forget(self) -> None:
+        """Before the next run."""
+        self.seen = False
+
+    def leave(self) -> None:
+        """At the end."""
+        self.file.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def configs(options: argparse.Namespace) -> Iterator[Config]:
+    """The runs asked for, seed by seed."""
+    for seed in options.seeds:
+        runs = row(options.data, options.model, options.epochs, seed)
+        yield from (runs[name] for name in methods_of(options.methods) if name in runs)
+
+
+def train_and_keep(config: Config, options: argparse.Namespace, neighbours: Neighbours) -> dict[str, Any]:
+    """Train one run, or find it trained, and keep its small results."""
+    folder = RunFolder(options.output / config.name)
+    neighbours.forget()
+
+    def tell(line: dict[str, Any]) -> None:
+        neighbours.look()
+        accuracy = line.get("test", {}).get("main", {}).get("accuracy", float("nan"))
+        print(
+            f"epoch {line['epoch']} loss {line['train_loss']:.4f} acc {accuracy:.4f} {line['seconds']} s",
+            flush=True,
+        )
+
+    results = train(
+        config,
+        folder,
+        root=options.root,
+        accelerator=options.accelerator,
+        checkpoint_seconds=120,
+        report=tell,
+    )
+    note = options.note or (SHARED if neighbours.look() else "")
+    keep(folder.path, options.results / config.name, note)
+    return results
+
+
+def keep(run: Path, target: Path, note: str = "") -> None:
+    """Copy what is small of a run folder: rounded to 6 digits, without blanks."""
+    results = json.loads((run / "results.json").read_text())
+    if note:
+        results["environment"]["note"] = note
+    write_small(results, target / "results.json")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    packed = [json.dumps(small(line), separators=(",", ":")) for line in lines]
+    (target / "metrics.jsonl").write_text("\n".join(packed) + "\n")
+    (target / "bins.json").unlink(missing_ok=True)  # of results that had no bins yet
+    if (run / "gradients.npz").exists():
+        shutil.copyfile(run / "gradients.npz", target / "gradients.npz")
+
+
+def summary(name: str, results: dict[str, Any], seconds: float) -> str:
+    """One line about a run."""
+    numbers = results["outputs"]["main"]
+    return (
+        f"{name}: {seconds:.0f} s, accuracy {100 * numbers['before']['accuracy']:.2f}, "
+        f"ECE {100 * numbers['before']['ece']:.2f} -> {100 * numbers['after']['ece']:.2f} "
+        f"(T {numbers['temperature']:.2f})"
+    )
 
 
 def main() -> None:
@@ -27,64 +131,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data")
-    parser.add_argument("model", nargs="?", default="resnet50")
-    parser.add_argument("--epochs", type=int)
+    parser.add_argument("model", nargs="?", help="the paper's for that data set unless given")
+    parser.add_argument("--epochs", type=int, help="30, for text 50, for ImageNet 100 unless given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--methods", nargs="+", help="of cross-entropy, mmce, brier, focal; all unless given")
-    parser.add_argument("--root")
+    parser.add_argument(
+        "--methods", nargs="+", default=[], help="or baselines, rivals, all; the paper's unless given"
+    )
+    parser.add_argument("--root", help="where the data sets lie")
     parser.add_argument("--output", type=Path, default=Path("runs"))
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="start no run after so many seconds"
     )
     parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--note", default="", help="what a reader of the results should know")
     options = parser.parse_args()
-    began = time.perf_counter()
-    for seed in options.seeds:
-        if options.data in TEXT:
-            runs = text_row(options.data, seed, options.epochs or 50)
-        else:
-            runs = image_row(options.data, options.model, options.epochs or 30, seed)
-        for name, config in runs.items():
-            if options.methods and name not in options.methods:
-                continue
-            if time.perf_counter() - began > options.budget:
-                print(f"out of time before {name}, seed {seed}", flush=True)
-                return
-            folder = RunFolder(options.output / config.name)
+    began, neighbours = time.perf_counter(), Neighbours(options.output)
+    try:
+        for config in configs(options):
             started = time.perf_counter()
-            results = train(
-                config,
-                folder,
-                root=options.root,
-                accelerator=options.accelerator,
-                checkpoint_seconds=120,
-                report=tell,
-            )
-            keep(folder, options.results)
-            numbers = results["outputs"]["main"]
-            print(
-                f"{config.name}: {time.perf_counter() - started:.0f} s, {results['samples_per_second']} samples/s, "
-                f"accuracy {100 * numbers['before']['accuracy']:.2f}, ECE {100 * numbers['before']['ece']:.2f} "
-                f"-> {100 * numbers['after']['ece']:.2f} (T {numbers['temperature']:.2f})",
-                flush=True,
-            )
-
-
-def tell(row: dict) -> None:
-    test = row.get("test", {}).get("main", {})
-    print(
-        f"epoch {row['epoch']} loss {row['train_loss']:.4f} acc {test.get('accuracy', 0):.4f} {row['seconds']} s",
-        flush=True,
-    )
-
-
-def keep(folder: RunFolder, results: Path) -> None:
-    target = results / folder.path.name
-    target.mkdir(parents=True, exist_ok=True)
-    for name in ("results.json", "metrics.jsonl", "gradients.npz"):
-        if (folder.path / name).exists():
-            shutil.copy(folder.path / name, target / name)
+            if started - began > options.budget:
+                print(f"out of time before {config.name}", flush=True)
+                break
+            results = train_and_keep(config, options, neighbours)
+            print(summary(config.name, results, time.perf_counter() - started), flush=True)
+    finally:
+        neighbours.leave()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""Make docs/results anew from committed result files: every table, figure and the report. No GPU; under a minute.
+
+python experiments/make.py            # what `make results` runs
+python experiments/make.py --tables   # without drawing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import theory
+from committed import RESULTS, read_runs, rows_of
+from figures import FIGURES
+from headline import frozen_table, headline, runs_table, targets
+from PIL import Image
+from report import page
+from shift import family_table, perturbed_heads, shift_table
+from tables import Rows, Table, table1, table2, table3, table4
+
+from doublehead import plots
+
+OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "results"
+MADE = "<!-- made by `make results` from experiments/results; do not edit -->\n"
+
+
+def all_tables(rows: Rows, results: Path = RESULTS) -> dict[str, Table]:
+    """Every table by name."""
+    runs = [run for row in rows for some in rows[row].values() for run in some]
+    heads = list(dict.fromkeys(perturbed_heads(sorted(runs, key=lambda run: run.name))))
+    frozen = results / "imagenet_frozen.json"
+    made = [
+        table1(rows),
+        table2(rows, heads),
+        table3(rows),
+        table4(rows),
+        shift_table(rows),
+        family_table(rows),
+        frozen_table(frozen),
+        headline(rows, frozen),
+        targets(rows),
+        runs_table(sorted(runs, key=lambda run: run.name)),
+    ]
+    return {table.name: table for table in made}
+
+
+def write_tables(tables: dict[str, Table], output: Path) -> None:
+    """One Markdown page a table, and a CSV file where it has records."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        (output / f"{name}.md").write_text(MADE + table.page())
+        if table.records:
+            (output / f"{name}.csv").write_text(table.csv())
+
+
+def draw_figures(rows: Rows, output: Path) -> list[str]:
+    """Draw what can be drawn; the names of the figures."""
+    drawn = []
+    for name, draw in FIGURES.items():
+        figure, file = draw(rows), output / "figures" / f"{name}.png"
+        if figure is None:
+            file.unlink(missing_ok=True)
+            continue
+        plots.save(figure, file, dpi=100)
+        Image.open(file).convert("RGB").quantize(160).save(file, optimize=True)  # a third of the size
+        drawn.append(name)
+    return drawn
+
+
+def draw_theory(output: Path) -> None:
+    """The two figures of docs/theory.md."""
+    numbers = json.loads((output / "theory.json").read_text())
+    theory.draw_theorem1(numbers["theorem1"], output / "theorem1.png")
+    theory.draw_theorem2(numbers["theorem2"], output / "theorem2.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tables", action="store_true", help="write tables and the report, draw nothing")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    runs = read_runs()
+    rows = rows_of(runs)
+    tables = all_tables(rows)
+    write_tables(tables, OUTPUT)
+    if options.tables:
+        drawn = [name for name in FIGURES if (OUTPUT / "figures" / f"{name}.png").exists()]
+    else:
+        drawn = draw_figures(rows, OUTPUT)
+        draw_theory(OUTPUT)
+    (OUTPUT / "index.md").write_text(MADE + page(rows, runs, tables, drawn))
+    seconds = time.perf_counter() - began
+    print(f"{len(runs)} runs, {len(tables)} tables, {len(drawn)} figures -> {OUTPUT} in {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
