@@ -219,7 +219,7 @@ def _warnings_told() -> Iterator[None]:
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
-        if category is UserWarning and "doublehead" in str(place[0]):
+        if issubclass(category, UserWarning) and "doublehead" in str(place[0]):
             notes().print(f"Warning: {escape(str(message))}")
         else:
             usual(message, category, *place)

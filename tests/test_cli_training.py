@@ -1,0 +1,277 @@
+"""Training on the command line: tables and files when all is well, one sentence and exit code 2 when not."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doublehead.commands import demo as demo_command
+from doublehead.commands.training import (
+    _shift_columns,
+    change,
+    is_first_process,
+    recipe,
+    show_rows,
+    training_errors,
+)
+from doublehead.training import comparison
+from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
+from doublehead.training.methods import METHODS
+from training_helpers import fashion
+
+testing = pytest.importorskip("typer.testing")
+pytest.importorskip("safetensors")
+SMALL = [
+    *("--data", "fashion", "--accelerator", "cpu", "--set", "epochs=1", "--set", "n_train=160"),
+    *("--set", "n_calib=60", "--set", "n_test=60", "--set", "batch_size=40", "--set", "every=2"),
+]
+
+
+def call(*arguments: str | Path) -> Any:
+    from doublehead.cli import app
+
+    return testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: str | Path) -> str:
+    """The one sentence that a command says instead of working."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("Error: ")
+    return lines[0].removeprefix("Error: ")
+
+
+def test_train_prints_a_table_and_keeps_the_run(tmp_path: Path) -> None:
+    result = call("train", *SMALL, "--method", "double-head", "--set", "shift=brightness:2", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    header, row = result.stdout.strip().splitlines()
+    assert header.split()[:3] == ["method", "accuracy", "%"]
+    assert header.rstrip().endswith("AUROC % brightness:2  ECE % brightness:2")
+    assert row.startswith("Double head")
+    assert "epoch 1/1  loss " in result.stderr
+    (folder,) = tmp_path.iterdir()
+    assert f"run folder: {folder}" in result.stderr
+    numbers = json.loads((folder / "results.json").read_text())["outputs"]["double-head"]["before"]
+    assert f"{100 * numbers['accuracy']:.2f}" in row
+    assert f"{numbers['nll']:.4f}" in row
+
+    again = call(
+        "train", *SMALL, "--method", "double-head", "--set", "shift=brightness:2", "-o", tmp_path, "--json"
+    )
+    assert "epoch" not in again.stderr  # it was finished
+    (shown,) = json.loads(again.stdout)
+    assert shown["nll"] == numbers["nll"]
+
+
+def test_compare_prints_one_table(tmp_path: Path) -> None:
+    result = call("compare", *SMALL, "--methods", "cross-entropy, sample-temperature", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    titles = [line[:27].strip() for line in result.stdout.splitlines()]
+    assert titles == ["method", "Cross entropy", "Cross entropy + temperature", "Sample temperature head"]
+    assert f"run folders: {tmp_path}" in result.stderr
+
+
+def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_networks.py").write_text(
+        "from torch import nn\ndef net(n_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, n_classes))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
+    result = call(
+        "train",
+        *SMALL,
+        "--model",
+        "my_networks:net",
+        "--method",
+        "focal",
+        "--set",
+        'loss_options={"gamma":1}',
+    )
+    assert result.exit_code == 0, result.output
+    assert next(Path("runs").iterdir()).name.startswith("fashion-my_networks-net-focal-gamma1-e1-s0-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--method", "magic"], "method must be one of cross-entropy, .* got 'magic'"),
+        (["--method", "focl"], "did you mean focal?"),
+        (["--set", "epoch=3"], "got 'epoch=3'; did you mean epochs?"),
+        (["--set", "epochs"], "--set takes NAME=VALUE with a NAME of "),
+        (["--set", "epochs=two"], "--set epochs must be a whole number, got 'two'"),
+        (["--set", "epochs=1.5"], "epochs must be a whole number, got 1.5"),
+        (["--set", "lr=fast"], "--set lr must be a number, got 'fast'"),
+        (["--set", "lr=-1"], "lr must be positive, got -1.0"),
+        (["--set", "compile=maybe"], "--set compile must be true or false, got 'maybe'"),
+        (["--set", "milestones=0.5,x"], "--set milestones must be a number, got 'x'"),
+        (["--set", "loss=brier"], "--set takes NAME=VALUE"),  # that is what --method is for
+        (["--set", "mixup=0.3"], "--set takes NAME=VALUE"),
+        (["--set", 'loss_options={"gamma":2}'], "loss_options must be among [] for cross_entropy"),
+        (
+            ["--set", "shift=gaussian_noise:7"],
+            "shift must be of a severity from 1 to 5, got 'gaussian_noise:7'",
+        ),
+        (["--model", "resnet5"], "unknown network 'resnet5' (did you mean resnet50"),
+        (["--model", "nowhere:net"], "cannot import the module of network 'nowhere:net'"),
+        (["--model", "gp_cnn"], "model must read images for fashion, got gp_cnn, which reads words"),
+        (["--accelerator", "warp"], "cannot train with accelerator warp"),
+        (["--devices", "0"], "cannot train with accelerator cpu, devices 0"),
+        (["--set", "batch_size=1000"], "batch_size must be at most the 160 samples"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
+    sentence = refused("train", *SMALL, *arguments, "-o", tmp_path)
+    assert said.split(" .* ", maxsplit=1)[0] in sentence
+    assert said.rsplit(" .* ", maxsplit=1)[-1] in sentence
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_gpu(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert "not available" in refused("train", *SMALL[:2], "--accelerator", "cuda", "-o", tmp_path)
+
+
+def test_missing_data(tmp_path: Path) -> None:
+    for arguments in (["train"], ["compare"], ["data", "check", "cifar10"]):
+        data = [] if arguments[0] == "data" else ["--data", "cifar10", "-o", tmp_path / "runs"]
+        sentence = refused(*arguments, *data, "--root", tmp_path)
+        assert f"cifar10 was not found in {tmp_path}: put the folder cifar-10-batches-py there" in sentence
+    assert "missing" in refused("train", "--data", f"table:{tmp_path}/none.csv", "-o", tmp_path / "runs")
+    assert "data set must be one of fashion, " in refused("train", "--data", "mnist", "-o", tmp_path / "runs")
+
+
+def test_compare_refuses_what_belongs_to_a_method(tmp_path: Path) -> None:
+    assert "--set takes NAME=VALUE" in refused("compare", *SMALL, "--set", "mixup=0.3", "-o", tmp_path)
+    assert "--methods must name at least one of" in refused(
+        "compare", *SMALL, "--methods", ",", "-o", tmp_path
+    )
+    assert "got 'magic'" in refused("compare", *SMALL, "--methods", "brier,magic", "-o", tmp_path)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        sentence = refused("train", *SMALL, "--tensorboard", "-o", tmp_path)
+        assert sentence == "--tensorboard needs the package tensorboard: pip install tensorboard"
+        pytest.skip("tensorboard is not installed")
+    result = call("train", *SMALL, "--tensorboard", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    (folder,) = tmp_path.iterdir()
+    read = EventAccumulator(str(folder / "tensorboard")).Reload()
+    row = json.loads((folder / "metrics.jsonl").read_text())
+    (ece,) = read.Scalars("ece/annealing-double-head")
+    assert ece.value == pytest.approx(row["test"]["annealing-double-head"]["ece"], rel=1e-5)
+    assert read.Scalars("train_loss")[0].value == pytest.approx(row["train_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["compare"], ["demo"], ["data"], ["data", "list"], ["data", "check"]]
+)
+def test_help(command: list[str]) -> None:
+    result = call(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: " in result.stdout
+
+
+def test_help_lists_methods_and_settings() -> None:
+    shown = " ".join(call("train", "--help").stdout.replace("│", " ").split())
+    for name in (
+        "annealing-double-head",
+        "mmce-published",
+        "calib_batch_size=128",
+        "evaluate_every=1",
+    ):
+        assert name in shown
+    assert "loss_options" not in call("compare", "--help").stdout
+
+
+def test_data_list_and_check() -> None:
+    listed = call("data", "list").stdout
+    for name in RECIPES:
+        assert name in listed
+    assert "45,000" in listed
+    result = call("data", "check", "fashion")
+    assert result.exit_code == 0
+    assert "fashion is fine: 8,500 / 2,500 / 6,000 for train / calib / test" in result.stdout
+
+
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_command, "fashion_subset", fashion)
+    result = call("demo", "--epochs", "1", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    titles = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert titles == [
+        *("method", "Cross entropy", "Cross entropy + temperature", "Brier", "Brier + temperature", "Focal"),
+        *("Focal + temperature", "MMCE", "MMCE + temperature", "Double head", "Annealing double head"),
+        *("Sample temperature head", "Auto head"),
+    ]
+    assert (tmp_path / "reliability.png").read_bytes().startswith(b"\x89PNG")
+    assert len([*tmp_path.glob("*/results.json")]) == 4
+    again = call("demo", "--epochs", "1", "-o", tmp_path, "--json")
+    assert len(json.loads(again.stdout)) == 12
+    assert "epochs must be at least 1" in call("demo", "--epochs", "0", "-o", tmp_path).stderr
+
+
+def test_recipes_by_the_kind_of_data() -> None:
+    assert recipe("cifar100") == RECIPES["cifar100"]
+    assert recipe("table:x.csv") == Config.from_json(TEXT.to_json().replace("20newsgroups", "table:x.csv"))
+    assert recipe("folder:x").lr == IMAGENET.lr
+    assert not recipe("folder:x").predict_train
+    assert recipe("arrays:x", "resnet18").model == "resnet18"
+
+
+def test_settings_are_read_as_what_they_are() -> None:
+    asked = METHODS["mixup"]
+    given = [
+        "lr=1",
+        "n_train=None",
+        "n_test=7",
+        "milestones=0.3,0.6",
+        "shift=svhn,fog:2",
+        "compile=True",
+        "mixup=0.4",
+    ]
+    config = change(asked.apply(Config()), given, asked)
+    assert (config.lr, config.n_train, config.n_test) == (1.0, None, 7)
+    assert (config.milestones, config.shift) == ((0.3, 0.6), ("svhn", "fog:2"))
+    assert config.compile is True
+    assert config.mixup == 0.4
+    assert change(Config(), ["calib_clip=inf", "augment=none"]).calib_clip == float("inf")
+
+
+def test_many_shifts_become_means(capsys: pytest.CaptureFixture[str]) -> None:
+    row: dict[str, Any] = {"method": "Main", **dict.fromkeys(comparison.NUMBERS, 0.25)}
+    for level, value in ((1, 0.5), (2, 0.6), (3, 1.0)):
+        row |= {f"auroc fog:{level}": value, f"ece fog:{level}": value / 2}
+    row["auroc ood:svhn"] = 0.9
+    assert [*_shift_columns(row)] == ["AUROC % mean of 4 shifts", "ECE % mean of 3 shifts"]
+    show_rows([row], as_json=False)
+    assert "75.00" in capsys.readouterr().out.splitlines()[1]  # (0.5 + 0.6 + 1.0 + 0.9) / 4
+
+
+def test_only_the_first_process_speaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert is_first_process()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not is_first_process()
+    result = call("train", *SMALL, "--method", "magic", "-o", tmp_path)
+    assert (result.exit_code, result.output) == (2, "")
+
+
+def test_our_warnings_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    place = "src/doublehead/training/run_folder.py"
+    with warnings.catch_warnings(), training_errors():
+        warnings.simplefilter("always")
+        warnings.warn_explicit("checkpoint.pt cannot be read", UserWarning, place, 7)
+    assert capsys.readouterr().err == "Warning: checkpoint.pt cannot be read\n"

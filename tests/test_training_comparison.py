@@ -1,0 +1,99 @@
+"""The table of several methods: its rows, its runs, and what is not trained again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doublehead import Predictions, metrics
+from doublehead.calibrators import Temperature
+from doublehead.training import comparison
+from doublehead.training.comparison import NUMBERS, compare
+from training_helpers import fashion, small
+
+pytest.importorskip("safetensors")
+BASE = {"epochs": 1, "n_train": 120, "n_calib": 60, "n_test": 60, "shift": ("brightness:1",)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("runs")
+    names = ["brier", "double-head", "cross-entropy", "auto", "brier"]
+    return folder, compare(small(**BASE), names, folder, fashion(), accelerator="cpu")
+
+
+def test_rows_in_the_order_asked_for(made: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, rows = made
+    assert [row["method"] for row in rows] == [
+        *("Brier", "Brier + temperature", "Double head", "Cross entropy", "Cross entropy + temperature"),
+        "Auto head",
+    ]
+    assert len([*folder.iterdir()]) == 2  # two losses, two runs
+    wanted = {"method", *NUMBERS, "auroc brightness:1", "ece brightness:1", "predictions"}
+    for row in rows:
+        assert set(row) - {"temperature"} == wanted
+        assert ("temperature" in row) == row["method"].endswith("+ temperature")
+
+
+def test_numbers_are_those_of_the_saved_predictions(made: tuple[Path, list[dict[str, Any]]]) -> None:
+    by_name = {row["method"]: row for row in made[1]}
+    for name in ("Brier", "Double head", "Auto head"):
+        row = by_name[name]
+        p = Predictions.load(row["predictions"])
+        assert row["accuracy"] == pytest.approx(float(metrics.accuracy(p)), rel=1e-5)
+        assert row["ece"] == pytest.approx(float(metrics.ece(p, 15)), rel=1e-5)
+        assert row["nll"] == pytest.approx(float(metrics.nll(p)), rel=1e-5)
+    row = by_name["Cross entropy + temperature"]
+    test = Predictions.load(row["predictions"])
+    calib = Predictions.load(row["predictions"].replace("test-main", "calib-main"))
+    fitted = Temperature().fit(calib)
+    assert row["temperature"] == pytest.approx(float(fitted.temperature_), rel=1e-4)
+    assert row["nll"] == pytest.approx(float(metrics.nll(fitted.calibrate(test))), rel=1e-4)
+
+
+def test_what_is_there_is_found(
+    made: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rows = made
+    monkeypatch.setattr(comparison, "train", lambda *_: pytest.fail("trained again"))
+    again = compare(small(**BASE), ["auto", "brier"], folder, fashion())
+    assert again == [rows[5], rows[0], rows[1]]  # one head of the run that has two answers
+
+
+def test_other_methods_into_the_same_folder(made: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    folder, rows = made
+    (folder / "fashion-tiny_networks-mlp-cross_entropy-e1-s0-000000").mkdir(exist_ok=True)  # not a run
+    told: list[tuple[list[str], int, int]] = []
+    more = compare(
+        small(**BASE),
+        ["cross-entropy", "sample-temperature"],
+        folder,
+        fashion(),
+        accelerator="cpu",
+        started=lambda config, names, number, n_runs: told.append((names, number, n_runs)),
+    )
+    assert told == [(["cross-entropy", "sample-temperature"], 0, 1)]
+    assert [row["method"] for row in more] == [
+        *("Cross entropy", "Cross entropy + temperature", "Sample temperature head")
+    ]
+    same = {key: value for key, value in more[0].items() if key != "predictions"}
+    assert same == {key: value for key, value in rows[3].items() if key != "predictions"}  # the same network
+    assert more[0]["predictions"] != rows[3]["predictions"]
+
+
+def test_each_head_of_a_sweep_has_a_row() -> None:
+    numbers = dict.fromkeys(NUMBERS, 0.1)
+    heads = [*(f"mlp-{b}" for b in ("0.1", "0.6", "0.8", "1", "1.1", "1.2", "1.35", "1.5", "2", "3"))]
+    heads += [name.replace("mlp", "temperature") for name in heads]
+    results = {"outputs": {name: {"before": numbers} for name in heads}, "shift": {}}
+    rows = comparison.method_rows("sweep", results, Path("run"))
+    assert [row["method"] for row in rows] == heads
+    assert rows[3]["predictions"] == "run/predictions/test-mlp-1.npz"
+
+
+def test_unknown_method(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="method must be one of .* got 'magic'"):
+        compare(small(), ["cross-entropy", "magic"], tmp_path, fashion())
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,85 @@
+"""Two real processes give what one gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from doublehead.training.run_folder import RunFolder
+from training_helpers import contents
+
+pytest.importorskip("typer")
+testing = pytest.importorskip("typer.testing")
+TESTS = Path(__file__).parent
+# Odd sizes of calib and test: the processes' parts differ in length.
+COMMAND = [
+    *("compare", "--methods", "double-head,auto,brier", "--data", "fashion", "--model", "tiny_networks:mlp"),
+    *("--set", "epochs=2", "--set", "n_train=300", "--set", "n_calib=121", "--set", "n_test=131"),
+    *("--set", "batch_size=30", "--set", "calib_batch_size=30", "--set", "every=3", "--set", "lr=0.05"),
+    *("--set", "augment=crop-flip", "--set", "record_gradients=true", "--accelerator", "cpu", "--json"),
+]
+
+
+def close(one: Any, other: Any, where: str = "") -> None:
+    """Two values from JSON, numbers to float tolerance; what is drawn or searched by ECE may jump at the last bit."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            if "floor" not in key and "grid" not in key:
+                close(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for i, (a, b) in enumerate(zip(one, other)):
+            close(a, b, f"{where}/{i}")
+    elif isinstance(one, float):
+        assert other == pytest.approx(one, rel=2e-3, abs=2e-4), where
+    else:
+        assert one == other, where
+
+
+def test_two_processes_are_as_good_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two losses, so two runs in one command; one of them with heads and the bank of `auto`."""
+    script = Path(sys.executable).with_name("doublehead")
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    alone = {key: value for key, value in os.environ.items() if key not in ranks}
+    done = subprocess.run(
+        [script, *COMMAND, "--devices", "2", "-o", tmp_path / "two"],
+        cwd=TESTS,
+        env={**alone, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)  # one table: the second process is silent
+    from doublehead.cli import app
+
+    monkeypatch.chdir(TESTS)
+    single = testing.CliRunner().invoke(app, [*COMMAND, "-o", str(tmp_path / "one")])
+    assert single.exit_code == 0, single.output
+    for row, wanted in zip(rows, json.loads(single.stdout)):
+        row["predictions"] = row["predictions"].replace("/two/", "/one/")
+        close(row, wanted)
+
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert one["files"] == two["files"]
+    for name, value in one.items():
+        if name.endswith(("results.json", "metrics.jsonl")):
+            for held in (value, two[name]) if isinstance(value, dict) else ():
+                held.pop("processes")
+                held.pop("selection")  # which of several equal heads is best may hang on the last bit
+            close(value, two[name], name)
+    for folder in (tmp_path / "two").iterdir():
+        assert RunFolder(folder).results["processes"] == 2
+        for file in (folder / "predictions").iterdir():
+            with np.load(file) as got, np.load(str(file).replace("/two/", "/one/")) as wanted:
+                np.testing.assert_array_equal(got["labels"], wanted["labels"])  # all of them, in their order
+                np.testing.assert_allclose(got["logits"], wanted["logits"], rtol=1e-3, atol=1e-4)

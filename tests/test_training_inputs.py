@@ -1,0 +1,186 @@
+"""Texts, trees and image files train like images in memory; what does not fit together says so."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import HeadSpec, Predictions
+from doublehead.training.config import Config
+from doublehead.training.inputs import load_inputs
+from doublehead.training.loop import train
+from doublehead.training.run_folder import RunFolder
+from training_helpers import fashion, small
+
+pytest.importorskip("safetensors")
+WORDS = {
+    "sport": ["goal", "team", "ball"],
+    "law": ["court", "judge", "trial"],
+    "food": ["soup", "bread", "salt"],
+}
+CPU = torch.device("cpu")
+
+
+def sentence(topic: str, draw: random.Random) -> str:
+    return " ".join(draw.choice([*WORDS[topic], "the", "a", "of"]) for _ in range(draw.randint(3, 9)))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    """A CSV of 240 texts about three things."""
+    draw, path = random.Random(0), tmp_path / "texts.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "label"])
+        for i in range(240):
+            topic = [*WORDS][i % 3]
+            rows.writerow([sentence(topic, draw), topic])
+    return f"table:{path}"
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> Path:
+    """SST's three files: good and bad words under binary trees, every node with a grade."""
+    draw = random.Random(0)
+    grades = {0: "awful", 1: "poor", 2: "film", 3: "good", 4: "superb"}
+
+    def tree(grade: int, depth: int) -> str:
+        if depth == 0:
+            return f"({grade} {grades[grade]})"
+        return f"({grade} {tree(2, 0)} {tree(grade, depth - 1)})"
+
+    (tmp_path / "sst").mkdir()
+    for name, n in (("train", 60), ("dev", 30), ("test", 20)):
+        lines = [tree(i % 5, draw.randint(0, 4)) for i in range(n)]
+        (tmp_path / "sst" / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def go(config: Config, folder: Path, **options: Any) -> dict[str, Any]:
+    return train(config, RunFolder(folder), accelerator="cpu", **options)
+
+
+def words(**settings: Any) -> Config:
+    usual = {
+        "epochs": 1,
+        "optimizer": "adam",
+        "lr": 0.003,
+        "embeddings": "random:16",
+        "batch_size": 20,
+        "every": 2,
+    }
+    heads = {"a": HeadSpec(), "b": HeadSpec(kind="mlp", reads="logits")}
+    return Config(**{**usual, "calib_batch_size": 20, "heads": heads, "auto": True, **settings})
+
+
+@pytest.mark.parametrize("model", ["gp_cnn", "textcnn"])
+def test_texts_of_a_table(model: str, table: str, tmp_path: Path) -> None:
+    results = go(words(data=table, model=model, epochs=3), tmp_path / "run")
+    assert results["sizes"] == [173, 19, 48]
+    assert results["outputs"]["main"]["before"]["accuracy"] > 0.8  # three topics of three words each
+    assert set(results["outputs"]) == {"main", "a", "b", "auto"}
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "classes"), [("sst-fine", "tree_lstm", 5), ("sst-binary", "textcnn", 2)]
+)
+def test_trees(data: str, model: str, classes: int, trees: Path, tmp_path: Path) -> None:
+    results = go(words(data=data, model=model, batch_size=10), tmp_path / "run", root=str(trees))
+    p = Predictions.load(tmp_path / "run/predictions/test-a.npz")
+    assert p.n_classes == classes
+    assert len(p) == results["sizes"][2] == (20 if classes == 5 else 16)  # of a tree its root is the answer
+
+
+def test_image_files(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    draw = np.random.RandomState(0)
+    for split, n in (("train", 12), ("calib", 6), ("test", 5)):
+        for place, name in enumerate(("red", "green")):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for i in range(n):
+                pixels = draw.randint(0, 100, (24, 20 + i, 3), np.uint8)
+                pixels[..., place] += 120
+                pillow.fromarray(pixels).save(folder / f"{i}.png")
+    config = small(
+        data=f"folder:{tmp_path / 'images'}", model="small_cnn", image_size=16, batch_size=8, epochs=3, workers=1,
+        heads={"a": HeadSpec()}, calib_augment="noise", shift=("contrast:2",), augment="crop-flip",
+    )  # fmt: skip
+    results = go(config, tmp_path / "run")
+    assert results["sizes"] == [24, 12, 10]
+    assert results["shift"]["contrast:2"]["a"]["accuracy"] >= 0.5
+    labels = Predictions.load(tmp_path / "run/predictions/test-main.npz").labels
+    assert labels.tolist() == [0] * 5 + [1] * 5  # green, red
+
+
+def test_what_auto_holds_back_is_not_trained_on() -> None:
+    inputs = load_inputs(small(auto=True, hold_back=0.25, calib_batch_size=30), CPU, fashion(), None)
+    assert inputs.calib_for_auto is not None
+    assert inputs.held_back is not None
+    held = torch.cat([x for x, _ in inputs.held_back]).flatten(1)
+    trained = torch.cat([x for x, _ in inputs.calib_for_auto]).flatten(1)
+    everything = torch.cat([x for x, _ in inputs.make_eval(fashion().calib)]).flatten(1)
+    assert (len(held), len(trained), len(everything)) == (30, 90, 120)
+    rows = {
+        name: {row.numpy().tobytes() for row in part} for name, part in (("held", held), ("trained", trained))
+    }
+    assert not rows["held"] & rows["trained"]
+    assert rows["held"] | rows["trained"] == {row.numpy().tobytes() for row in everything}
+    assert load_inputs(small(), CPU, fashion(), None).held_back is None
+
+
+def test_two_processes_see_what_one_sees() -> None:
+    config = small(auto=True, augment="crop-flip", batch_size=40, calib_batch_size=30)
+    one = load_inputs(config, CPU, fashion(), None)
+    both = [load_inputs(config, CPU, fashion(), None, rank, 2) for rank in range(2)]
+    for whole, left, right in zip(one.train, both[0].train, both[1].train):
+        torch.testing.assert_close(torch.cat([left[0], right[0]]), whole[0])
+        assert torch.equal(torch.cat([left[1], right[1]]), whole[1])
+    whole, left, right = (next(iter(inputs.calib())) for inputs in (one, *both))
+    torch.testing.assert_close(torch.cat([left[0], right[0]]), whole[0])  # calibration data is dealt out too
+    assert len(left[1]) == 15
+    test = [torch.cat([y for _, y in inputs.make_eval(fashion().test)]) for inputs in both]
+    assert torch.equal(torch.cat(test), torch.from_numpy(fashion().test.labels))
+
+
+def test_cut_splits() -> None:
+    inputs = load_inputs(small(n_train=80, n_test=1000), CPU, fashion(), None)
+    assert inputs.splits.sizes == (80, 120, 150)
+    assert np.array_equal(inputs.splits.train.labels, fashion().train.labels[:80])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "gp_cnn"}, "model must read images for fashion, got gp_cnn, which reads words"),
+        ({"batch_size": 45}, "batch_size must be a multiple of the 2 processes, got 45"),
+        ({"batch_size": 1000}, "batch_size must be at most the 240 samples"),
+        ({"auto": True, "n_calib": 2}, "hold_back must leave both parts some of the 2 calibration samples"),
+    ],
+)
+def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_inputs(small(**settings), CPU, fashion(), None, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "small_cnn"}, "model must read words for table:.*, got small_cnn, which reads images"),
+        ({"model": "tree_lstm"}, "model must read words for table:.*, got tree_lstm, which reads trees"),
+        ({"mixup": 0.2}, "mixup is for images, table:.* holds words"),
+        ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
+        ({"shift": ("gaussian_noise:1",)}, "shift must name a data set for words, got 'gaussian_noise:1'"),
+        ({"embeddings": "random:few"}, "embeddings must be glove, a file or random:SIZE, got 'random:few'"),
+    ],
+)
+def test_bad_settings_for_words(settings: dict[str, Any], said: str, table: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        go(words(**{"data": table, "model": "textcnn", **settings}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
