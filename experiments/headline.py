@@ -51,37 +51,43 @@ def headline(rows: Rows, frozen: Path = FROZEN) -> Table:
 
 
 def _row_lines(row: Row, methods: dict[str, list[Run]]) -> list[list[str]]:
-    runs = methods.get("cross-entropy", [])
-    published = TABLE_1.get((row.data, row.model))
+    """Our lines of a row, then the paper's; the first one carries the row's name."""
     seeds = max(map(len, methods.values()))
-    name = f"{title_of(row.data, row.model)}, {row.epochs} epochs, {seeds} seed{'s' * (seeds > 1)}"
-    lines = []
-    if runs:
-        command = _command(row, "cross-entropy")
-        lines += [
-            _line("Cross entropy", runs, "main", "before", command),
-            _line("Cross entropy + temperature scaling", runs, "main", "after", command),
-            _line(
-                f"Paper's head: {PAPER_SOURCES[5].title.lower()}",
-                runs,
-                PAPER_SOURCES[5].output,
-                "before",
-                command,
-            ),
-            _line(AUTO.title, runs, AUTO.output, "before", command),
-            *_perturbed_line(runs, command),
-        ]
-    for source in (*PAPER_SOURCES[1:4], *RIVALS):
-        if source.method in methods:
-            command = _command(row, source.method)
-            lines.append(
-                _line(f"{source.title} + temperature", methods[source.method], "main", "after", command)
-            )
+    name = f"{title_of(row.data, row.model)}, {row.epochs} epochs, {_seeds(seeds)}"
+    lines = [*_head_lines(row, methods.get("cross-entropy", [])), *_rival_lines(row, methods, seeds)]
+    published = TABLE_1.get((row.data, row.model))
     if published:
         after, annealed = published.cell("cross-entropy").after, published.annealing
         lines += [["*paper: cross entropy + temperature*", "", f"*{after:.2f}*", "", "", "", ""],
                   ["*paper: annealing double head*", "", f"*{annealed:.2f}*", "", "", "", ""]]  # fmt: skip
     return [[name if i == 0 else "", *line] for i, line in enumerate(line for line in lines if line)]
+
+
+def _head_lines(row: Row, runs: Sequence[Run]) -> list[list[str]]:
+    """Cross entropy and what rides on it."""
+    command, head = _command(row, "cross-entropy"), PAPER_SOURCES[5]
+    return [
+        _line("Cross entropy", runs, "main", "before", command),
+        _line("Cross entropy + temperature scaling", runs, "main", "after", command),
+        _line(f"Paper's head: {head.title.lower()}", runs, head.output, "before", command),
+        _line(AUTO.title, runs, AUTO.output, "before", command),
+        *_perturbed_line(runs, command),
+    ]
+
+
+def _rival_lines(row: Row, methods: dict[str, list[Run]], seeds: int) -> list[list[str]]:
+    """The other losses and methods, after temperature scaling; fewer seeds than the row has are named."""
+    lines = []
+    for source in (*PAPER_SOURCES[1:4], *RIVALS):
+        runs = methods.get(source.method, [])
+        fewer = f" ({_seeds(len(runs))})" if len(runs) < seeds and "ensemble" not in source.method else ""
+        command = _command(row, source.method)
+        lines.append(_line(f"{source.title} + temperature{fewer}", runs, "main", "after", command))
+    return lines
+
+
+def _seeds(n: int) -> str:
+    return f"{n} seed{'s' * (n != 1)}"
 
 
 def _line(title: str, runs: Sequence[Run], output: str, when: str, command: str) -> list[str]:

@@ -69,7 +69,7 @@ def facts(rows: Rows, runs: Sequence[Run]) -> dict[str, str]:
     found = reference(rows)
     minutes = sum(run.results.get("train_seconds") or 0.0 for run in runs) / 60
     return {
-        "n_runs": str(len(runs)),
+        "n_runs": str(sum(bool(run.results.get("train_seconds")) for run in runs)),
         "devices": " and ".join(sorted({run.results["environment"]["device"] for run in runs})),
         "minutes": f"{minutes:.0f}",
         "commits": ", ".join(sorted({run.results["environment"]["commit"][:7] for run in runs})),
@@ -114,7 +114,8 @@ def gaps(rows: Rows) -> list[str]:
     for row in sorted(rows, key=paper_order):
         name = title_of(row.data, row.model)
         missing = [s.title for s in (*PAPER_SOURCES[:4], *RIVALS) if s.method not in rows[row]]
-        few = [f"{method} {len(runs)}" for method, runs in rows[row].items() if len(runs) < SEEDS_WANTED]
+        alone = {method: runs for method, runs in rows[row].items() if not method.startswith("ensemble")}
+        few = [f"{method} {len(runs)}" for method, runs in alone.items() if len(runs) < SEEDS_WANTED]
         made += [f"{name}: {', '.join(missing)}."] if missing else []
         if few:
             made.append(

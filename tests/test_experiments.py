@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from doublehead import Predictions, metrics
 from doublehead.training.config import RECIPES
 from doublehead.training.evaluation import binned
-from doublehead.training.loop import train
 from doublehead.training.methods import PAPER
 from doublehead.training.run_folder import RunFolder
 
@@ -369,8 +369,16 @@ def test_a_run_with_two_periods_its_ensemble_and_its_last_layer(tmp_path: Path) 
         RECIPES["fashion"], n_train=640, n_calib=100, n_test=100, epochs=1, every=2, batch_size=64,
         record_gradients=True, heads={"a": PAPER, "a-k4": PAPER}, every_of={"a-k4": 4},
     )  # fmt: skip
-    folders = [RunFolder(tmp_path / str(seed)) for seed in (0, 1)]
-    results = [train(replace(base, seed=i), one, accelerator="cpu") for i, one in enumerate(folders)]
+    asked = Namespace(
+        output=tmp_path / "runs", results=tmp_path / "kept", root=None, accelerator="cpu", note=""
+    )
+    runs, neighbours = [replace(base, seed=seed) for seed in (0, 1)], run_script.Neighbours(tmp_path)
+    results = [run_script.train_and_keep(config, asked, neighbours) for config in runs]
+    folders = [RunFolder(asked.output / config.name) for config in runs]
+    kept = committed.Run.read(asked.results / runs[1].name)
+    assert kept.number("a-k4", "ece") == results[1]["outputs"]["a-k4"]["before"]["ece"]
+    assert set(kept.gradients) == {"a", "a-k4"}
+    assert "note" not in kept.results["environment"]
     assert {"main", "a", "a-k4"} == set(results[0]["outputs"])
     assert results[0]["outputs"]["a"] != results[0]["outputs"]["a-k4"]
     recorded = committed.bins_of(results[0]["outputs"]["main"]["bins"]["before"])
