@@ -50,9 +50,6 @@ TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write Ten
 
 OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "heads")  # settings that a method makes
 NOT_SET = ("data", "model", "loss", "auto", "heads")  # by --set: they have options of their own
-SETTINGS = "\n\nSettings for --set, here with the values for CIFAR-10: " + ", ".join(
-    f"`{f.name}={getattr(Config(), f.name)}`" for f in fields(Config) if f.name not in NOT_SET
-)
 
 
 def train(
@@ -124,8 +121,20 @@ def compare(
             notes().print(f"run folders: {escape(str(output))}", style="dim")
 
 
-for function in (train, compare):
-    function.__doc__ = (function.__doc__ or "") + SETTINGS
+def _list_settings(function: Callable[..., None], *left_out: str) -> None:
+    """Add the settings to what --help says."""
+    names = [f.name for f in fields(Config) if f.name not in left_out]
+    listed = ", ".join(f"`{name}={_shown(getattr(Config(), name))}`" for name in names)
+    about = f"Settings for --set, here with the values for CIFAR-10: {listed}"
+    function.__doc__ = f"{function.__doc__}\n\n{about}"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(f"{part:.4g}" for part in value) if isinstance(value, tuple) else str(value)
+
+
+_list_settings(train, *NOT_SET)
+_list_settings(compare, *NOT_SET, *OF_THE_METHOD)
 
 
 def compare_with_progress(
