@@ -9,7 +9,7 @@ demo: $(VENV)/.demo-ready
 	$(BIN)/doublehead demo
 
 test: $(VENV)/.dev-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.dev-ready
 	$(BIN)/ruff check .
