@@ -17,6 +17,7 @@ from doublehead.double_head import (
 )
 from doublehead.head_bank import HeadBank, HeadSpec, Selection, hold_back
 from doublehead.integrations.fit_head import fit_head, fit_head_on
+from doublehead.integrations.head_calibrator import HeadCalibrator
 from doublehead.predictions import Predictions
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "CalibrationHead",
     "DoubleHead",
     "HeadBank",
+    "HeadCalibrator",
     "HeadSpec",
     "Heads",
     "Predictions",

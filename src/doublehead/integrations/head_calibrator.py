@@ -1,0 +1,76 @@
+"""The calibration head as a calibrator: fitted to predictions alone, it reads what their logits say of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from doublehead.calibrators import Calibrator
+from doublehead.double_head import Readings, Standardise, statistics
+from doublehead.integrations.fit_head import fit_head_on
+from doublehead.predictions import Predictions
+
+
+class HeadCalibrator(Calibrator):
+    """A temperature for each sample, from statistics of its logits. For some hundred samples or more, and many classes.
+
+    What `fit_head` does for a network, for logits at hand: cross-fitted, and the scalar temperature itself unless a
+    head is better on held-back data by more than chance. With the network at hand prefer `fit_head`, whose
+    heads may read its features.
+
+    >>> logits = 3 * torch.randn(200, 4)
+    >>> calibrator = HeadCalibrator().fit(Predictions(logits, logits.argmax(1)))
+    >>> bool((calibrator(logits).argmax(1) == logits.argmax(1)).all())
+    True
+    """
+
+    learned = ("first_weight_", "first_bias_", "last_weight_", "last_bias_", "mean_", "deviation_")
+
+    first_weight_: Tensor  # (hidden, size), or empty for a linear head
+    first_bias_: Tensor
+    last_weight_: Tensor
+    last_bias_: Tensor
+    mean_: Tensor
+    deviation_: Tensor
+
+    def __init__(self, folds: int = 5, seed: int = 0) -> None:
+        super().__init__()
+        self.folds, self.seed = folds, seed
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """A positive factor changes no prediction."""
+        return True
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        logits, labels = predictions.logits, predictions.labels
+        none = logits.new_empty(len(predictions), 0)
+        with torch.enable_grad():
+            head = fit_head_on(Readings(none, logits, labels), folds=self.folds, seed=self.seed)
+        moments = head.standardise
+        assert isinstance(moments, Standardise)
+        has_hidden = isinstance(head.first, nn.Linear)
+        return {
+            "first_weight_": head.first.weight if has_hidden else torch.empty(0),
+            "first_bias_": head.first.bias if has_hidden else torch.empty(0),
+            "last_weight_": head.last.weight,
+            "last_bias_": head.last.bias,
+            "mean_": moments.mean,
+            "deviation_": (moments.square - moments.mean.square()).clamp(min=1e-6).sqrt(),
+        }
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        inputs = (statistics(logits).to(self.mean_.dtype) - self.mean_) / self.deviation_
+        if self.first_weight_.numel():
+            inputs = F.relu(F.linear(inputs, self.first_weight_, self.first_bias_))
+        out = F.linear(inputs, self.last_weight_, self.last_bias_).to(logits.dtype)  # (..., 1)
+        below = logits - logits.amax(-1, keepdim=True)  # the largest stays exactly 0: no new tie at the top
+        return below * F.softplus(out).clamp(min=1e-6)
+
+    def _n_classes(self) -> int | None:
+        """The statistics of fewer than ten classes tell how many there were."""
+        n_top = len(self.mean_) - 3
+        return n_top if n_top < 10 else None

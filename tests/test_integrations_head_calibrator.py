@@ -1,0 +1,76 @@
+"""The calibration head as a calibrator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+
+from doublehead import HeadCalibrator, Predictions, Readings, metrics
+from doublehead.calibrators import NotFitted, Temperature
+from doublehead.integrations.fit_head import fit_head_on
+
+
+def bent(n: int, k: int = 5, seed: int = 0) -> Predictions:
+    """Logits too large exactly where they are large: no single temperature mends them."""
+    generator = torch.Generator().manual_seed(seed)
+    true = 2 * torch.randn(n, k, generator=generator)
+    labels = torch.multinomial(true.softmax(1), 1, generator=generator)[:, 0]
+    spread = true.amax(1, keepdim=True) - true.mean(1, keepdim=True)
+    return Predictions(true * torch.where(spread > 2.5, 4.0, 1.0), labels)
+
+
+def test_is_the_head_that_fit_head_on_finds_and_beats_temperature() -> None:
+    fit, test = bent(4000), bent(4000, seed=1)
+    calibrator = HeadCalibrator().fit(fit)
+    head = fit_head_on(Readings(torch.empty(4000, 0), fit.logits, fit.labels)).eval()
+    with torch.no_grad():
+        want = head(torch.empty(4000, 0), test.logits)
+    torch.testing.assert_close(calibrator(test.logits), want, rtol=1e-4, atol=1e-4)
+    assert torch.equal(calibrator(test.logits).argmax(1), test.logits.argmax(1))
+    by_temperature = Temperature().fit(fit).calibrate(test)
+    assert metrics.nll(calibrator.calibrate(test)) < metrics.nll(by_temperature) - 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("k", [3, 12])
+def test_keeps_the_contract(k: int, dtype: torch.dtype) -> None:
+    p = bent(600, k)
+    p = Predictions(p.logits.to(dtype), p.labels)
+    before = p.logits.clone()
+    calibrator = HeadCalibrator(folds=3)
+    with pytest.raises(NotFitted, match="HeadCalibrator is not fitted"):
+        calibrator(p.logits)
+    assert calibrator.fit(p) is calibrator
+    assert torch.equal(p.logits, before)
+    out = calibrator(p.logits)
+    assert out.dtype == dtype
+    fresh = HeadCalibrator()
+    fresh.load_state_dict(calibrator.state_dict())
+    assert torch.equal(fresh(p.logits), out)
+    compiled = torch.compile(calibrator, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(p.logits), out)
+    assert clone(calibrator).get_params() == {"folds": 3, "seed": 0}
+    assert not clone(calibrator).is_fitted
+    if k == 3:
+        with pytest.raises(ValueError, match=r"logits must have shape \(\.\.\., 3\)"):
+            calibrator(torch.randn(2, 4))
+
+
+def test_is_the_temperature_where_samples_are_few() -> None:
+    p = bent(30)
+    calibrator, temperature = HeadCalibrator().fit(p), Temperature().fit(p)
+    torch.testing.assert_close(
+        calibrator(p.logits).softmax(1), temperature(p.logits).softmax(1), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_on_real_predictions_it_is_not_worse_than_temperature(shared: Path) -> None:
+    with np.load(shared / "data/logits/resnet110_c10.npz") as arrays:
+        val = Predictions(arrays["val_logits"], arrays["val_labels"])
+        test = Predictions(arrays["test_logits"], arrays["test_labels"])
+    by_head = metrics.nll(HeadCalibrator().fit(val).calibrate(test))
+    assert by_head <= metrics.nll(Temperature().fit(val).calibrate(test)) + 1e-4
