@@ -61,7 +61,7 @@ def demo(
     pictures = draw(rows, output)
     show_rows(rows, as_json)
     notes().print(
-        f"\n{time.perf_counter() - began:.0f} s. A perfectly calibrated model would score the ECE in brackets."
+        f"\n{time.perf_counter() - began:.0f} s. An ECE within the brackets of its row cannot be told from perfect."
     )
     notes().print(f"reliability diagrams: {pictures}\npredictions and runs:  {output}/", style="dim")
 

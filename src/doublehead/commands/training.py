@@ -48,7 +48,8 @@ Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the table as JSON.")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")]
 
-OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "heads")  # settings that a method makes
+# What a method decides, and what is about its heads: the same for all methods of a comparison.
+OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "heads", "augment_of", "every_of")
 NOT_SET = ("data", "model", "loss", "auto", "heads")  # by --set: they have options of their own
 
 
