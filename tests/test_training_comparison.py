@@ -9,7 +9,7 @@ import pytest
 
 from doublehead import Predictions, metrics
 from doublehead.calibrators import Temperature
-from doublehead.training import comparison
+from doublehead.training import comparison, loop
 from doublehead.training.comparison import NUMBERS, compare
 from training_helpers import fashion, small
 
@@ -57,7 +57,7 @@ def test_what_is_there_is_found(
     made: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, rows = made
-    monkeypatch.setattr(comparison, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(loop, "make_fabric", lambda *_, **__: pytest.fail("trained again"))
     again = compare(small(**BASE), ["auto", "brier"], folder, fashion())
     assert again == [rows[5], rows[0], rows[1]]  # one head of the run that has two answers
 

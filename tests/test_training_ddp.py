@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +16,14 @@ import pytest
 from doublehead.training.run_folder import RunFolder
 from training_helpers import contents
 
-pytest.importorskip("typer")
 testing = pytest.importorskip("typer.testing")
 TESTS = Path(__file__).parent
 # Odd sizes of calib and test: the processes' parts differ in length.
-COMMAND = [
-    *("compare", "--methods", "double-head,auto,brier", "--data", "fashion", "--model", "tiny_networks:mlp"),
-    *("--set", "epochs=2", "--set", "n_train=300", "--set", "n_calib=121", "--set", "n_test=131"),
-    *("--set", "batch_size=30", "--set", "calib_batch_size=30", "--set", "every=3", "--set", "lr=0.05"),
-    *("--set", "augment=crop-flip", "--set", "record_gradients=true", "--accelerator", "cpu", "--json"),
-]
+COMMAND = shlex.split("""
+compare --methods double-head,auto,brier --data fashion --model tiny_networks:mlp --accelerator cpu --json
+--set epochs=2 --set n_train=300 --set n_calib=121 --set n_test=131 --set batch_size=30 --set calib_batch_size=30
+--set every=3 --set lr=0.05 --set augment=crop-flip --set record_gradients=true
+""")
 
 
 def close(one: Any, other: Any, where: str = "") -> None:

@@ -98,9 +98,12 @@ def test_objective_is_the_loss_of_that_name(loss: str) -> None:
 def test_a_finished_run_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(epochs=1)
     results = run(config, tmp_path)
+    (tmp_path / "checkpoint-previous.pt").touch()  # as if killed before the last one was removed
+    run(config, tmp_path)
+    assert not (tmp_path / "checkpoint-previous.pt").exists()
     stamps = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
     monkeypatch.setattr(loop, "run_epoch", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(loop, "make_fabric", lambda *_: pytest.fail("started again"))
+    monkeypatch.setattr(loop, "make_fabric", lambda *_, **__: pytest.fail("started again"))
     assert run(config, tmp_path) == results == RunFolder(tmp_path).results
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()} == stamps
     with pytest.raises(RunError, match=r"other settings \(lr\)"):

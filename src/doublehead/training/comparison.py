@@ -48,7 +48,7 @@ def compare(
         if started:
             started(asked, names, number, len(runs))
         run = find_finished(asked, Path(folder)) or RunFolder(Path(folder) / asked.folder_name)
-        results = run.results if run.finished else train(asked, run, splits, **options)
+        results = train(run.config if run.finished else asked, run, splits, **options)
         for name in names:
             rows[name] = method_rows(name, results, run.path)
     return [row for name in dict.fromkeys(methods) for row in rows[name]]
