@@ -50,6 +50,7 @@ def demo(
     Gaussian noise of severity 5.
     """
     began = time.perf_counter()
+    torch.set_num_threads(1)  # the network is small: two threads wait for each other more than they help
     notes().print("Training on 8,500 images of Fashion-MNIST, four runs of a small network on the CPU ...")
     with training_errors():
         config = replace(
