@@ -309,7 +309,14 @@ BAD_CALLS: dict[str, tuple[list[str], str]] = {
         ["evaluate", "test.csv", "--logits", "--where", "site"],
         "--where must read COLUMN=VALUE, got 'site'",
     ),
-    "not probs": (["evaluate", "test.csv", "--probs"], "row 1: probabilities must lie in 0..1"),
+    "not probs": (
+        ["evaluate", "test.csv", "--probs", "--scores", "logit_*"],
+        "row 1: probabilities must lie in 0..1",
+    ),
+    "called logits": (
+        ["evaluate", "test.csv", "--probs"],
+        "has columns such as 'logit_0', but --probs is given",
+    ),
     "empty": (["evaluate", "empty.csv", "--logits"], "empty.csv is empty (0 bytes)"),
     "header only": (["evaluate", "header.csv", "--logits"], "header.csv has no rows"),
     "cut Parquet": (
@@ -511,3 +518,11 @@ def test_help_teaches() -> None:
         text = run(command, "--help").stdout
         assert wanted in text
         assert f"doublehead {command}" in text
+
+
+def test_columns_called_the_other_kind_are_refused_unless_named(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", 0, names="prob")
+    told = run("evaluate", file, "--logits")
+    assert told.exit_code == 2
+    assert "has columns such as 'prob_0', but --logits is given: state --probs" in told.output
+    assert run("evaluate", file, "--logits", "--scores", "prob_*").exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,3 +273,8 @@ def test_bad_binary_scores_are_named():
 
 def test_repr_says_what_it_holds():
     assert repr(Predictions(LOGITS, [0, 1])) == "Predictions(logits of shape (2, 3), float64)"
+
+
+def test_saved_files_can_be_read_by_others(tmp_path: Path) -> None:
+    path = Predictions([[2.0, 0.0]], [0]).save(tmp_path / "p.npz")
+    assert path.stat().st_mode & 0o777 == 0o644

@@ -192,6 +192,7 @@ class Predictions:
         try:
             with os.fdopen(handle, "wb") as file:
                 np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+            os.chmod(temporary, 0o644)  # temporary files are private, results are not
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

@@ -77,6 +77,7 @@ def _write(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+        os.chmod(temporary, 0o644)  # temporary files are private, results are not
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

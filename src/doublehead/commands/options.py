@@ -55,8 +55,33 @@ def open_table(
     """A table from the options as they were given.
 
     Where they name no scores and what is found are the columns `like`, these are taken in that order; where none are
-    found, they are tried.
+    found, they are tried. Columns found by themselves must not be called the other kind than was stated.
     """
+    table = open_any(paths, scores=scores, like=like, **how)
+    if scores is None and (first := misnamed(table)) is not None:
+        raise UserError(
+            f"{table.name} has columns such as {first!r}, but --{table.kind} is given: state --{other_kind(table)}, "
+            f"or name the columns with --scores if they are {table.kind} all the same"
+        )
+    return table
+
+
+def other_kind(table: PredictionTable) -> str:
+    """The kind of scores that was not stated."""
+    return "probs" if table.kind == "logits" else "logits"
+
+
+def misnamed(table: PredictionTable) -> str | None:
+    """The first score column if all of them are called the other kind than was stated: prob_0, ... under --logits."""
+    if all(name.lower().startswith(other_kind(table)[:-1]) for name in table.layout.scores):
+        return str(table.layout.scores[0])
+    return None
+
+
+def open_any(
+    paths: Sequence[Path | str], *, scores: str | None, like: Sequence[str] | None = None, **how: Any
+) -> PredictionTable:
+    """The same whatever the columns are called."""
     names = None if scores is None else [name.strip() for name in scores.split(",") if name.strip()]
     try:
         table = read_predictions(list(paths), scores=names, **how)

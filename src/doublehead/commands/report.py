@@ -199,10 +199,9 @@ def _load_npz(file: Path) -> Predictions:
 def _load(path: str, kind: str | None, how: Mapping[str, Any]) -> tuple[Predictions, tuple[str, ...]]:
     from doublehead.commands import show
 
-    table = options.open_table([path], **{**how, "kind": kind or _kind_for(path, how["kind"])})
-    other = "probs" if table.kind == "logits" else "logits"
-    if kind is None and all(name.lower().startswith(other[:-1]) for name in table.layout.scores):
-        first = table.layout.scores[0]
+    table = options.open_any([path], **{**how, "kind": kind or _kind_for(path, how["kind"])})
+    other = options.other_kind(table)
+    if kind is None and (first := options.misnamed(table)) is not None:
         raise UserError(
             f"--{table.kind} is given, but {path} has columns such as {first!r}: write {other}:{path} if they are "
             f"{other}, else {table.kind}:{path}"
