@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,14 @@ def test_two_processes_see_what_one_sees() -> None:
     assert torch.equal(torch.cat(test), torch.from_numpy(fashion().test.labels))
 
 
-def test_cut_splits() -> None:
-    inputs = load_inputs(small(n_train=80, n_test=1000), CPU, fashion(), None)
-    assert inputs.splits.sizes == (80, 120, 150)
-    assert np.array_equal(inputs.splits.train.labels, fashion().train.labels[:80])
+def test_cut_splits_keep_the_shares_of_the_classes() -> None:
+    order = np.argsort(fashion().train.labels, kind="stable")
+    sorted_by_class = replace(fashion(), train=fashion().train.take(order))
+    inputs = load_inputs(small(n_train=120, n_test=1000), CPU, sorted_by_class, None)
+    assert inputs.splits.sizes == (120, 120, 150)
+    assert inputs.splits.test is fashion().test
+    halves = np.bincount(inputs.splits.train.labels, minlength=10) - np.bincount(fashion().train.labels) / 2
+    assert (abs(halves) <= 0.5).all()
 
 
 @pytest.mark.parametrize(

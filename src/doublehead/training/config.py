@@ -64,7 +64,7 @@ class Config:
     seed: int = 0
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     compile: bool = False
-    n_train: int | None = None  # use only the first samples of a split: for a quick try, not for numbers
+    n_train: int | None = None  # use only so many samples of a split: for a quick try, not for numbers
     n_calib: int | None = None
     n_test: int | None = None
     evaluate_every: int = 1  # epochs between two lines of test metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from doublehead.data import (
     load,
 )
 from doublehead.data.epochs import Batches
-from doublehead.data.splits import Samples
+from doublehead.data.splits import Samples, stratified_draw
 from doublehead.models import MODELS
 from doublehead.training.config import Config
 
@@ -104,10 +104,19 @@ def load_inputs(
 
 def _asked_for(config: Config, splits: Splits) -> Splits:
     """The splits, cut where the config asks for fewer samples."""
-    asked = (config.n_train, config.n_calib, config.n_test)
-    if asked == (None, None, None):
-        return splits
-    return splits.first(*(n or size for n, size in zip(asked, splits.sizes)))
+    return replace(
+        splits,
+        train=_some(splits.train, config.n_train),
+        calib=_some(splits.calib, config.n_calib),
+        test=_some(splits.test, config.n_test),
+    )
+
+
+def _some(samples: Samples, n: int | None) -> Samples:
+    """At most `n` of the samples, each class in its share: files may be sorted by class."""
+    if n is None or n >= len(samples):
+        return samples
+    return samples.take(np.sort(stratified_draw(samples.labels, n)))
 
 
 def _hold_back(config: Config, calib: Samples) -> tuple[Samples, Samples]:
