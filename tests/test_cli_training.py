@@ -19,6 +19,7 @@ from doublehead.commands.training import (
     show_rows,
     training_errors,
 )
+from doublehead.data import catalog
 from doublehead.training import comparison
 from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
 from doublehead.training.methods import METHODS
@@ -30,6 +31,13 @@ SMALL = [
     *("--data", "fashion", "--accelerator", "cpu", "--set", "epochs=1", "--set", "n_train=160"),
     *("--set", "n_calib=60", "--set", "n_test=60", "--set", "batch_size=40", "--set", "every=2"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _few_images(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Decoding all 17,000 takes half a second each time."""
+    if "data_list" not in request.node.name:
+        monkeypatch.setattr(catalog, "fashion_subset", fashion)
 
 
 def call(*arguments: str | Path) -> Any:

@@ -31,7 +31,7 @@ def weights(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:
 
 
 def test_the_network_is_the_same_with_and_without_heads(tmp_path: Path) -> None:
-    bare = small(model="tiny_networks:dropout_mlp", mixup=0.2, augment="crop-flip", epochs=3)
+    bare = small(model="tiny_networks:dropout_mlp", mixup=0.2, augment="crop-flip")
     heads = {"a": HeadSpec(dropout=0.5), "b": HeadSpec(kind="mlp", beta0=1.2)}
     settings = json.loads(bare.to_json())
     ridden = Config(**{**settings, "heads": heads, "auto": True, "calib_augment": "noise+broad"})

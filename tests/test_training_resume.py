@@ -37,13 +37,17 @@ compare --methods cross-entropy,double-head,sample-temperature,auto,mixup --acce
 --set batch_size=40 --set calib_batch_size=40 --set every=3 --set augment=crop-flip --set calib_augment=noise
 --set record_gradients=true
 """)
-# Importing takes seconds, so one process does it once; each command then runs in a child that it forks.
+# Importing and unpacking the images takes seconds, so one process does it once; each command then runs in a child that
+# it forks.
 NURSERY = """
 import os, sys
 import doublehead.cli
+from doublehead.data import catalog
 from doublehead.training.config import Config
 from doublehead.training.run import make_fabric
 make_fabric(Config(), accelerator="cpu", devices=1)
+images = catalog.fashion_subset()
+catalog.fashion_subset = lambda: images
 print("ready", flush=True)
 for line in sys.stdin:
     child = os.fork()
