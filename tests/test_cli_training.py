@@ -215,6 +215,26 @@ def test_data_list_and_check() -> None:
     assert "fashion is fine: 8,500 / 2,500 / 6,000 for train / calib / test" in result.stdout
 
 
+def test_data_that_cannot_be_had(tmp_path: Path) -> None:
+    sentence = refused("data", "get", "imagenet", "--root", tmp_path)
+    assert sentence.startswith(
+        "imagenet cannot be downloaded without an account: put the folders train and val there"
+    )
+    assert "data set must be one of fashion, " in refused("data", "check", "mnist")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/file").touch()
+    said = f"{tmp_path / 'there'} must be empty or not exist"
+    assert refused("data", "convert", "fashion", tmp_path / "there") == said
+
+
+def test_converted_data_trains(tmp_path: Path) -> None:
+    assert call("data", "convert", "fashion", tmp_path / "plain").exit_code == 0
+    plain = ["--data", f"arrays:{tmp_path / 'plain'}", "--model", "small_cnn", *SMALL[2:]]
+    result = call("train", *plain, "--method", "brier", "-o", tmp_path / "runs")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1].startswith("Brier ")
+
+
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_command, "fashion_subset", fashion)
     result = call("demo", "--epochs", "1", "-o", tmp_path)
