@@ -6,9 +6,10 @@ cannot be read ends in a `TableError`, one sentence that says what is wrong and 
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -106,7 +107,7 @@ class Reader:
 
     def batches(
         self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False
-    ) -> Iterator[RawBatch]:
+    ) -> Generator[RawBatch, None, None]:
         """Up to about `rows` rows at a time of some columns; with `keep` the Arrow batch has every column."""
         raise NotImplementedError
 
@@ -131,7 +132,7 @@ class CsvReader(Reader):
 
     def batches(
         self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False
-    ) -> Iterator[RawBatch]:
+    ) -> Generator[RawBatch, None, None]:
         """Columns in `numbers` are parsed as float64, all others as text."""
         number, text = self._arrow.float64(), self._arrow.string()
         types = {name: number if name in numbers else text for name in self.names}
@@ -142,10 +143,10 @@ class CsvReader(Reader):
                 yield RawBatch(columns, batch, self._file.tell())
 
     def _open(self) -> tuple[Any, Any]:
-        file = self.source.path.open("rb")
-        stream = self._arrow.PythonFile(file)
+        # Arrow's own file: its reading threads never need Python, which may be on its way out after an error.
+        file = self._arrow.OSFile(os.fspath(self.source.path), "rb")
         zipped = self.source.path.suffix == ".gz"
-        return file, self._arrow.CompressedInputStream(stream, "gzip") if zipped else stream
+        return file, self._arrow.CompressedInputStream(file, "gzip") if zipped else file
 
     def _reader(self, types: dict[str, Any], wanted: Sequence[str] = ()) -> Any:
         self._file, stream = self._open()
@@ -178,7 +179,7 @@ class ParquetReader(Reader):
 
     def batches(
         self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False
-    ) -> Iterator[RawBatch]:
+    ) -> Generator[RawBatch, None, None]:
         """Numbers keep the type they are stored in; a text column among them is an error."""
         for name in numbers:
             if self.columns[name] not in ("number", "whole", "matrix"):
@@ -222,7 +223,7 @@ class ArraysReader(Reader):
 
     def batches(
         self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False
-    ) -> Iterator[RawBatch]:
+    ) -> Generator[RawBatch, None, None]:
         """Slices of the arrays."""
         n = next(iter(self.arrays.values())).shape[0]
         for first in range(0, n, rows):

@@ -6,7 +6,8 @@ Rows are counted from 1 below the header in everything told to a person.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -80,16 +81,19 @@ class PredictionTable:
         for source in self.sources:
             reader = open_source(source)
             done, first = 0, reader.first_row
-            for raw in self._raw(reader, keep):
-                n = len(next(iter(raw.columns.values())))
-                rows = _matching(raw, self.where, n, values)
-                seen, kept = seen + n, kept + len(rows)
-                if len(rows):
-                    yield self._chunk(raw, rows, first, source)
-                first += n
-                if advance is not None:
-                    advance(raw.bytes_done - done)
-                    done = raw.bytes_done
+            with closing(
+                self._raw(reader, keep)
+            ) as batches:  # the file is closed whatever is wrong in a chunk
+                for raw in batches:
+                    n = len(next(iter(raw.columns.values())))
+                    rows = _matching(raw, self.where, n, values)
+                    seen, kept = seen + n, kept + len(rows)
+                    if len(rows):
+                        yield self._chunk(raw, rows, first, source)
+                    first += n
+                    if advance is not None:
+                        advance(raw.bytes_done - done)
+                        done = raw.bytes_done
         if not kept:
             raise NoRows(self._nothing(seen, values))
 
@@ -122,7 +126,7 @@ class PredictionTable:
             for piece in pieces
         ]
 
-    def _raw(self, reader: Reader, keep: bool) -> Iterator[RawBatch]:
+    def _raw(self, reader: Reader, keep: bool) -> Generator[RawBatch, None, None]:
         """Batches of the columns that matter; every file must have them."""
         numbers, texts = list(self.layout.scores), [*([self.by] if self.by else []), *self.where]
         if self.layout.label is not None:
