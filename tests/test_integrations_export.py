@@ -227,8 +227,11 @@ def test_export_command(run: Path, tmp_path: Path) -> None:
 
 def _test_images(n: int) -> Tensor:
     from doublehead.data.fashion import fashion_subset
+    from doublehead.data.splits import stratified_draw
 
-    return torch.from_numpy(fashion_subset().test.images[:n]).permute(0, 3, 1, 2).float() / 255  # type: ignore[union-attr]
+    test: Any = fashion_subset().test
+    chosen = test.images[np.sort(stratified_draw(test.labels, n))]  # as n_test of a config chooses
+    return torch.from_numpy(chosen).permute(0, 3, 1, 2).float() / 255
 
 
 @pytest.mark.parametrize("to", ["torch-export", "safetensors"])
