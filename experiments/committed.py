@@ -160,6 +160,11 @@ def rows_of(runs: Iterable[Run]) -> dict[Row, dict[str, list[Run]]]:
     return rows
 
 
+def having(runs: Iterable[Run], *outputs: str) -> list[Run]:
+    """The runs that have all of these outputs; whatever is compared should be compared on these."""
+    return [run for run in runs if all(output in run.results["outputs"] for output in outputs)]
+
+
 def numbers(runs: Sequence[Run], output: str, key: str, when: str = "before") -> Spread | None:
     """A number of an output over the runs (seeds) that have it."""
     values = [run.number(output, key, when) for run in runs]

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from committed import Row, Run, numbers, spread
-from figures import GRADIENT_BETAS, gradient_sample, reference
+from committed import Row, Run, having, numbers, spread
+from figures import GRADIENT_BETAS, gradient_sample, with_gradients
 from paper import TABLE_1, TABLE_2, TABLE_3_OVERHEAD
-from tables import DATA_TITLES, PAPER_SOURCES, SPEED, Rows, paper_order, title_of
+from tables import DATA_TITLES, PAPER_SOURCES, SPEED, Rows, paper_order, reference, row_title, shown
 
 Methods = Mapping[str, list[Run]]
 
@@ -23,7 +23,7 @@ def said(text: str, **values: Any) -> str:
 def disagreements(rows: Rows) -> list[str]:
     """All of them, those of each row first."""
     known = [row for row in sorted(rows, key=paper_order) if (row.data, row.model) in TABLE_1]
-    made = [temperature(row, rows[row]) for row in known] + [paper_head(row, rows[row]) for row in known]
+    made = [tell(row, rows[row], row_title(row, rows)) for tell in (temperature, paper_head) for row in known]
     found = reference(rows)
     if found:
         made += [focal(*found), auroc(found[1]), gradients(found[1]), overhead()]
@@ -36,29 +36,38 @@ def mean(runs: Sequence[Run], output: str, key: str, when: str = "before", scale
     return float("nan") if found is None else scale * found.mean
 
 
-def temperature(row: Row, methods: Methods) -> str:
+def percent(runs: Sequence[Run], output: str, key: str = "ece", when: str = "before") -> str:
+    """A number in percent, with its spread where there are several seeds."""
+    return shown(numbers(runs, output, key, when))
+
+
+def temperature(row: Row, methods: Methods, name: str) -> str:
     """Temperature scaling is a stronger rival here than in the paper, or a weaker one."""
     runs = methods.get("cross-entropy", [])
     if not runs:
         return ""
+    cell = TABLE_1[row.data, row.model].cell("cross-entropy")
+    after, grid = (mean(runs, "main", "ece", when, 100) for when in ("after", "after_grid"))
+    share = (grid - after) / (cell.after - after) if cell.after != after else 0.0
     return said(
-        """**Temperature scaling, {row}:** {after:.2f} here, {cell.after:.2f} in the paper. The coarse grid explains
-        little of it: the same grid gives {grid:.2f} here. The networks differ (ECE as trained {before:.2f} here and
-        {cell.before:.2f} there, temperature {fitted:.2f} and {cell.temperature:.1f}); how the paper's temperature was
+        """**Temperature scaling, {row}:** {after} here, {cell.after:.2f} in the paper. The paper's coarse grid, which
+        gives {grid} here, explains {part} of it. The networks differ (ECE as trained {before} here and
+        {cell.before:.2f} there, temperature {fitted} and {cell.temperature:.1f}); how the paper's temperature was
         fitted cannot be told from its text.""",
-        row=title_of(row.data, row.model),
-        cell=TABLE_1[row.data, row.model].cell("cross-entropy"),
-        before=mean(runs, "main", "ece", "before", 100),
-        after=mean(runs, "main", "ece", "after", 100),
-        grid=mean(runs, "main", "ece", "after_grid", 100),
-        fitted=mean(runs, "main", "temperature", ""),
+        row=name,
+        cell=cell,
+        before=percent(runs, "main"),
+        after=percent(runs, "main", when="after"),
+        grid=percent(runs, "main", when="after_grid"),
+        part="nothing" if share <= 0 else "little" if share < 0.3 else "some" if share < 0.7 else "much",
+        fitted=shown(numbers(runs, "main", "temperature", ""), scale=1),
     )
 
 
-def paper_head(row: Row, methods: Methods) -> str:
+def paper_head(row: Row, methods: Methods, name: str) -> str:
     """The paper's head on our network: its ECE, its band and what it does to accuracy."""
-    runs = methods.get("cross-entropy", [])
-    if numbers(runs, "annealing-double-head", "ece") is None:
+    runs = having(methods.get("cross-entropy", []), "annealing-double-head")
+    if not runs:
         return ""
     annealed = mean(runs, "annealing-double-head", "ece", "before", 100)
     high = mean(runs, "annealing-double-head", "ece_floor_high", "before", 100)
@@ -76,11 +85,11 @@ def paper_head(row: Row, methods: Methods) -> str:
         data=DATA_TITLES[row.data],
     )
     return said(
-        """**The paper's head, {row}:** {plain:.2f} without and {annealed:.2f} with annealing here ({place} the band of
+        """**The paper's head, {row}:** {plain} without and {annealed} with annealing here ({place} the band of
         a perfect model), {paper.no_annealing:.2f} and {paper.annealing:.2f} in the paper. {accuracy}""",
-        row=title_of(row.data, row.model),
-        plain=mean(runs, "double-head", "ece", "before", 100),
-        annealed=annealed,
+        row=name,
+        plain=percent(runs, "double-head"),
+        annealed=percent(runs, "annealing-double-head"),
         place="not above" if annealed <= high else "above",
         paper=TABLE_1[row.data, row.model],
         accuracy=accuracy,
@@ -94,9 +103,9 @@ def focal(row: Row, methods: Methods) -> str:
         return ""
     fitted = mean(runs, "main", "temperature", "")
     return said(
-        """**Focal loss:** {before:.2f} as trained here, {cell.before:.2f} in the paper. After {epochs} epochs the
+        """**Focal loss:** {before} as trained here, {cell.before:.2f} in the paper. After {epochs} epochs the
         network is {way} (temperature {fitted:.2f}; the paper's {cell.temperature:.1f}). {reason}""",
-        before=mean(runs, "main", "ece", "before", 100),
+        before=percent(runs, "main"),
         cell=TABLE_1[row.data, row.model].cell("focal"),
         epochs=row.epochs,
         way="underconfident" if fitted < 1 else "overconfident",
@@ -108,17 +117,16 @@ def focal(row: Row, methods: Methods) -> str:
 
 def auroc(methods: Methods) -> str:
     """Telling noisy images by their confidence."""
-    values = {}
-    for source in (PAPER_SOURCES[0], PAPER_SOURCES[5]):
-        runs = methods.get(source.method, [])
-        found = [run.shifted("gaussian_noise:5", source.output, "auroc") for run in runs]
-        values[source.key] = spread([value for value in found if value is not None])
-    ours = [100 * value.mean for value in values.values() if value is not None]
-    if len(ours) < 2:
+    runs, pairs = methods.get("cross-entropy", []), []
+    for run in runs:  # both on the same networks
+        found = [run.shifted("gaussian_noise:5", PAPER_SOURCES[i].output, "auroc") for i in (0, 5)]
+        pairs += [found] if None not in found else []
+    if not pairs:
         return ""
+    ours = [shown(spread(values), digits=1) for values in zip(*pairs)]
     theirs = TABLE_2["gaussian_noise:5", "resnet101"]
     return said(
-        """**AUROC under Gaussian noise:** cross entropy {ours[0]:.1f} and the paper's head {ours[1]:.1f} here,
+        """**AUROC under Gaussian noise:** cross entropy {ours[0]} and the paper's head {ours[1]} here,
         {main.before:.1f} and {head.before:.1f} in the paper, on a ResNet-101. Our head saw no noise here; the paper
         says that it perturbs calibration batches under distribution shift, but not how. Table 2 has our heads with
         perturbed batches.""",
@@ -130,7 +138,7 @@ def auroc(methods: Methods) -> str:
 
 def gradients(methods: Methods) -> str:
     """How the norms of the head's gradient change within an epoch."""
-    runs = [run for run in methods.get("cross-entropy", []) if run.gradients]
+    runs = with_gradients(methods.get("cross-entropy", []))
     if not runs:
         return ""
     small, large = ([float(np.median(gradient_sample(runs, b, i))) for i in range(6)] for b in GRADIENT_BETAS)

@@ -22,6 +22,9 @@ from doublehead import Predictions
 from doublehead.training.evaluation import final_numbers
 from doublehead.training.run_folder import environment
 
+# What may differ between members: the seed, and what rides beside the network without touching it.
+FREE = {"seed", "heads", "auto", "hold_back", "every", "every_of", "augment_of", "record_gradients", "shift"}
+
 
 def mean_of(members: Sequence[Predictions]) -> Predictions:
     """Predictions whose probabilities are the mean of the members'.
@@ -45,8 +48,10 @@ def ensemble(folders: Sequence[Path]) -> dict[str, Any]:
         for split in ("test", "calib")
     )
     config = found[0]["config"]
-    if any({**one["config"], "seed": 0} != {**config, "seed": 0} for one in found):
-        raise SystemExit("the runs must differ in their seed alone")
+    keys = {key for one in found for key in one["config"] if not key.startswith("calib_")} - FREE
+    differ = sorted(key for key in keys if len({str(one["config"].get(key)) for one in found}) > 1)
+    if differ:
+        raise SystemExit(f"the networks must differ in their seed alone, these differ in {', '.join(differ)}")
     return {
         "kind": f"ensemble-{len(folders)}",
         "config": config,

@@ -2,115 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from committed import Row, Run, mean_shift, numbers, spread
+from committed import Run, having, mean_shift, numbers
 from matplotlib.figure import Figure
+from overview import SHORT, accuracy_bars, ece_and_floor, short
 from shift import few_heads, rows_with_shift, sets_of
-from tables import AUTO, PAPER_SOURCES, RIVALS, Rows, Source, title_of
+from tables import AUTO, PAPER_SOURCES, Rows, Source, paper_order, reference, row_title
 
 from doublehead import plots
 from doublehead.curves import confidence_histogram, reliability
 from doublehead.data import FAMILIES
 from doublehead.metrics import Floor
 
-REFERENCE = ("cifar10", "resnet50")  # the row of the paper's figures
 SWEEP = "mlp-"  # the sweep over beta0: heads of the paper's form, one network
 PAPER_BETAS = (0.1, 1.0, 1.2, 2.0)  # of the paper's reliability diagrams
 GRADIENT_BETAS = (0.6, 1.5)  # of its gradient histograms
 STEPS = ("first", "5th", "10th", "last 10th", "last 5th", "last")  # calibration steps of an epoch
 LOG_TICKS = {"ece": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), "nll": (0.25, 0.5, 1.0, 2.0, 4.0)}
-DOT = {"marker": "o", "color": plots.ORANGE, "markersize": 7}
-DIAMOND = {"marker": "D", "color": plots.BLUE, "markersize": 6}
-SHORT = {"annealing-double-head": "Annealing double head", "double-head": "Double head", "auto": "Auto head"}
-
-
-def reference(rows: Rows) -> tuple[Row, dict[str, list[Run]]] | None:
-    """The CIFAR-10 ResNet-50 row with the most epochs."""
-    found = [row for row in rows if (row.data, row.model) == REFERENCE]
-    return (max(found), dict(rows[max(found)])) if found else None
-
-
-def short(source: Source) -> str:
-    """A title that fits a legend."""
-    return SHORT.get(source.output, source.title)
-
-
-def accuracy_bars(rows: Rows) -> Figure | None:
-    """Accuracy by data set, network and method."""
-    groups: dict[str, dict[str, float]] = {}
-    errors: dict[str, dict[str, float]] = {}
-    for row in sorted(rows):
-        name = f"{title_of(row.data, row.model).replace(', ', chr(10))}\n{row.epochs} epochs"
-        for source in (*PAPER_SOURCES, AUTO, *RIVALS):
-            found = numbers(rows[row].get(source.method, []), source.output, "accuracy")
-            if found is not None:
-                groups.setdefault(name, {})[short(source)] = found.mean
-                errors.setdefault(name, {})[short(source)] = 0.0 if found.n == 1 else found.sd
-    if not groups:
-        return None
-    figure = Figure(figsize=(2.5 + 3.2 * len(groups), 4.2), layout="constrained")
-    several = any(error for group in errors.values() for error in group.values())
-    ax = plots.draw_bars(
-        groups, figure.add_subplot(), errors=errors if several else None, start=0.5, ylabel="test accuracy"
-    )
-    ax.set_ylim(0.5, 1.0)
-    ax.get_legend().remove()
-    figure.legend(loc="outside lower center", ncols=4, fontsize="small", frameon=False)
-    return figure
-
-
-def ece_and_floor(rows: Rows) -> Figure | None:
-    """ECE of every method as a dot, on the band of a perfect model with the same confidences."""
-    found = [(row, methods) for row, methods in sorted(rows.items()) if "cross-entropy" in methods]
-    if not found:
-        return None
-    sources = [*PAPER_SOURCES, AUTO, *(s for s in RIVALS if any(s.method in methods for _, methods in found))]
-    figure = Figure(figsize=(1.6 + 4.0 * len(found), 1.4 + 0.4 * len(sources)), layout="constrained")
-    axes = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
-    for ax, (row, methods) in zip(axes, found):
-        for place, source in enumerate(sources):
-            _draw_dots(ax, place, methods.get(source.method, []), source)
-        ax.set(
-            xscale="log", xlim=(0.002, 0.2), xlabel="ECE (logarithmic)", title=title_of(row.data, row.model)
-        )
-        ax.set_xticks([0.003, 0.01, 0.03, 0.1], ["0.3 %", "1 %", "3 %", "10 %"])
-        ax.minorticks_off()
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(len(sources)), [short(source) for source in sources])
-    axes[0].invert_yaxis()
-    _dots_legend(axes[0])
-    return figure
-
-
-def _draw_dots(ax: Any, place: int, runs: Sequence[Run], source: Source) -> None:
-    """Hollow as trained, full after temperature; a head as it is; the band of a perfect model behind each."""
-    looks = (
-        {"before": {**DOT, "fillstyle": "none"}, "after": DOT}
-        if source.output == "main"
-        else {"before": DIAMOND}
-    )
-    for when, look in looks.items():
-        keys = ("ece", "ece_floor_low", "ece_floor_high")
-        ece, low, high = (numbers(runs, source.output, key, when) for key in keys)
-        if ece is None or low is None or high is None:
-            ax.text(0.0022, place, "not run", va="center", fontsize="small", color=plots.INK)
-            return
-        ends = [low.mean, high.mean]
-        ax.plot(ends, [place] * 2, color=plots.GREY, linewidth=7, solid_capstyle="butt", zorder=1)
-        ax.plot(ece.mean, place, **look, zorder=3)
-
-
-def _dots_legend(ax: Any) -> None:
-    ax.plot([], [], "o", fillstyle="none", color=plots.ORANGE, markersize=7, label="as trained")
-    ax.plot([], [], "o", color=plots.ORANGE, markersize=7, label="after temperature")
-    ax.plot([], [], "D", color=plots.BLUE, markersize=6, label="head, as it is")
-    ax.plot([], [], color=plots.GREY, linewidth=7, label="perfect model, 5 to 95 %")
-    ax.figure.legend(loc="outside lower center", ncols=4, fontsize="small", frameon=False)
 
 
 def epochs_by_method(rows: Rows) -> Figure | None:
@@ -148,11 +60,12 @@ def _logarithmic(ax: Any, ticks: Sequence[float], percent: bool) -> None:
     ax.minorticks_off()
 
 
-def epoch_rows(methods: dict[str, list[Run]], lines: dict[str, Source], key: str) -> list[dict[str, Any]]:
-    """One dict per epoch with a number of every line, from the first seed; epochs count from 1."""
+def epoch_rows(methods: Mapping[str, list[Run]], lines: dict[str, Source], key: str) -> list[dict[str, Any]]:
+    """One dict per epoch with a number of every line, from the first seed that has it; epochs count from 1."""
     table: dict[int, dict[str, Any]] = {}
     for name, source in lines.items():
-        for run in methods.get(source.method, [])[:1]:
+        runs = [run for run in having(methods.get(source.method, []), source.output) if run.epochs]
+        for run in runs[:1]:
             for line in run.epochs:
                 at = line["epoch"] + 1
                 value = line.get("test", {}).get(source.output, {}).get(key)
@@ -162,14 +75,17 @@ def epoch_rows(methods: dict[str, list[Run]], lines: dict[str, Source], key: str
 
 def beta_sweep(rows: Rows) -> Figure | None:
     """ECE and entropy against beta0: heads of the paper's form that rode on one network."""
-    found = [(row, rows[row].get("cross-entropy", [])) for row in sorted(rows)]
-    found = [(row, runs) for row, runs in found if runs and sweep_of(runs[0])]
+    found = {
+        row_title(row, rows): sweep(rows[row].get("cross-entropy", []))
+        for row in sorted(rows, key=paper_order)
+    }
+    found = {name: (betas, runs) for name, (betas, runs) in found.items() if len(betas) > 1}
     if not found:
         return None
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    betas = sorted(set.intersection(*({*sweep_of(run)} for _, runs in found for run in runs)))
-    curves = {key: {title_of(row.data, row.model): [_sweep(runs, beta, key) for beta in betas] for row, runs in found}
+    betas = sorted({beta for some, _ in found.values() for beta in some})
+    curves = {key: {name: [_sweep(runs, beta, key) for beta in betas] for name, (_, runs) in found.items()}
               for key in ("ece", "mean_entropy")}  # fmt: skip
     plots.draw_sweep(betas, curves["ece"], left, ylabel="ECE", ring=False)
     plots.draw_sweep(
@@ -177,9 +93,17 @@ def beta_sweep(rows: Rows) -> Figure | None:
     )
     left.axvline(1.2, color=plots.INK, linewidth=0.8, linestyle=":")
     left.text(1.23, left.get_ylim()[1], "the paper's 1.2", va="top", fontsize="small")
-    low, high = (_sweep(found[0][1], 1.2, f"ece_floor_{side}") for side in ("low", "high"))
-    left.axhspan(low, high, color=plots.GREY, alpha=0.5, linewidth=0)
+    _, first = next(iter(found.values()))
+    low, high = (_sweep(first, 1.2, f"ece_floor_{side}") for side in ("low", "high"))
+    if high > low:  # not where they are nan
+        left.axhspan(low, high, color=plots.GREY, alpha=0.5, linewidth=0)
     return figure
+
+
+def sweep(runs: Sequence[Run]) -> tuple[list[float], list[Run]]:
+    """The longest sweep over beta0 that a run has, and the runs that have all of it: a curve on the same networks."""
+    longest = max((sweep_of(run) for run in runs), key=len, default={})
+    return sorted(longest), having(runs, *longest.values()) if longest else []
 
 
 def sweep_of(run: Run) -> dict[float, str]:
@@ -280,7 +204,7 @@ def _not_recorded(axes: Sequence[Any], title: str) -> None:
 def gradient_norms(rows: Rows) -> Figure | None:
     """Norms of the calibration head's gradient at six steps of an epoch, for beta0 below and above 1."""
     found = reference(rows)
-    runs = [run for run in (found[1].get("cross-entropy", []) if found else []) if run.gradients]
+    runs = with_gradients(found[1].get("cross-entropy", [])) if found else []
     if not runs:
         return None
     figure = Figure(figsize=(9.6, 5.6), layout="constrained")
@@ -300,6 +224,12 @@ def gradient_sample(runs: Sequence[Run], beta: float, step: int) -> np.ndarray:
     return pooled[np.isfinite(pooled)]
 
 
+def with_gradients(runs: Sequence[Run]) -> list[Run]:
+    """The runs that recorded the gradients of both heads that are compared."""
+    heads = {f"{SWEEP}{beta:g}" for beta in GRADIENT_BETAS}
+    return [run for run in runs if heads <= set(run.gradients)]
+
+
 def shift_curves(rows: Rows) -> Figure | None:
     """Mean ECE against severity, and by family, for the heads of each row that was evaluated on all corruptions."""
     found = rows_with_shift(rows)
@@ -307,11 +237,11 @@ def shift_curves(rows: Rows) -> Figure | None:
         return None
     figure = Figure(figsize=(11.5, 4.1 * len(found)), layout="constrained")
     axes = figure.subplots(len(found), 2, width_ratios=(1, 1.6), squeeze=False)
+    sources = few_heads([run for _, runs in found for run in runs])  # the same looks in all rows
     for (left, right), (row, runs) in zip(axes, found):
-        sources = few_heads(runs)
         lines = {_wrap(s): [_severity(runs, s.output, level) for level in range(6)] for s in sources}
         plots.draw_sweep(range(6), lines, left, xlabel="severity (0: clean)", ylabel="mean ECE", ring=False,
-                         title=title_of(row.data, row.model))  # fmt: skip
+                         title=row_title(row, rows))  # fmt: skip
         left.get_legend().remove()
         _families(right, runs, sources)
     figure.legend(
@@ -334,8 +264,7 @@ def _severity(runs: Sequence[Run], output: str, level: int) -> float:
     else:
         name, when = ("main", "after") if output == "main+T" else (output, "before")
         found = numbers(runs, name, "ece", when)
-    assert found is not None
-    return found.mean
+    return float("nan") if found is None else found.mean
 
 
 def _families(ax: Any, runs: Sequence[Run], sources: Sequence[Source]) -> None:
@@ -372,10 +301,7 @@ def period_sweep(rows: Rows) -> Figure | None:
     for head in ("annealing-double-head", "temperature-1.2"):
         every = [numbers(runs, head, "ece"), *(numbers(runs, f"{head}-k{k}", "ece") for k in periods)]
         lines[SHORT.get(head, "Temperature head, beta0 1.2")] = [one.mean if one else np.nan for one in every]
-    floors = [
-        spread([run.number("temperature-1.2", f"ece_floor_{side}") or 0.0 for run in runs])
-        for side in ("low", "high")
-    ]
+    floors = [numbers(runs, "temperature-1.2", f"ece_floor_{side}") for side in ("low", "high")]
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     plots.draw_sweep([10, *periods], lines, figure.add_subplot(), xlabel="calibration period k", ring=False,
                      floor=(floors[0].mean, floors[1].mean) if floors[0] and floors[1] else None)  # fmt: skip

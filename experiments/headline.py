@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from committed import RESULTS, Row, Run, mean_shift, numbers
+from committed import RESULTS, Row, Run, Spread, having, mean_shift, numbers, spread
 from paper import TABLE_1
 from shift import perturbed_heads, sets_of, shift_summary
 from tables import (
@@ -19,9 +19,12 @@ from tables import (
     PAPER_SOURCES,
     RIVALS,
     Rows,
+    Source,
     Table,
     ece_cell,
     paper_order,
+    row_title,
+    seeds_said,
     shown,
     title_of,
 )
@@ -38,7 +41,7 @@ def headline(rows: Rows, frozen: Path = FROZEN) -> Table:
     lines: list[list[str]] = []
     for row in sorted(rows, key=paper_order):
         lines += _row_lines(row, rows[row])
-    lines += _frozen_lines(frozen)
+    lines += frozen_lines(frozen)
     head = ["", "method", "accuracy", "ECE", "NLL", "Brier", "ECE corrupted", "made by"]
     notes = [
         BAND_NOTE,
@@ -50,83 +53,95 @@ def headline(rows: Rows, frozen: Path = FROZEN) -> Table:
     return Table("headline", "Ours, the paper's head and the rivals", head, lines, notes)
 
 
-def _row_lines(row: Row, methods: dict[str, list[Run]]) -> list[list[str]]:
+def _row_lines(row: Row, methods: Mapping[str, list[Run]]) -> list[list[str]]:
     """Our lines of a row, then the paper's; the first one carries the row's name."""
     seeds = max(map(len, methods.values()))
-    name = f"{title_of(row.data, row.model)}, {row.epochs} epochs, {_seeds(seeds)}"
-    lines = [*_head_lines(row, methods.get("cross-entropy", [])), *_rival_lines(row, methods, seeds)]
+    name = f"{title_of(row.data, row.model)}, {row.epochs} epochs, {seeds_said(seeds)}"
+    lines = _head_lines(row, methods.get("cross-entropy", []), seeds)
+    rivals = rival_lines(methods, (*PAPER_SOURCES[1:4], *RIVALS), seeds)
+    lines += [[*line, _command(row, method, methods[method])] for method, line in rivals.items()]
     published = TABLE_1.get((row.data, row.model))
     if published:
         after, annealed = published.cell("cross-entropy").after, published.annealing
         lines += [["*paper: cross entropy + temperature*", "", f"*{after:.2f}*", "", "", "", ""],
                   ["*paper: annealing double head*", "", f"*{annealed:.2f}*", "", "", "", ""]]  # fmt: skip
-    return [[name if i == 0 else "", *line] for i, line in enumerate(line for line in lines if line)]
+    return [[name if i == 0 else "", *line] for i, line in enumerate(lines)]
 
 
-def _head_lines(row: Row, runs: Sequence[Run]) -> list[list[str]]:
+def _head_lines(row: Row, runs: Sequence[Run], seeds: int) -> list[list[str]]:
     """Cross entropy and what rides on it."""
-    command, head = _command(row, "cross-entropy"), PAPER_SOURCES[5]
-    return [
-        _line("Cross entropy", runs, "main", "before", command),
-        _line("Cross entropy + temperature scaling", runs, "main", "after", command),
-        _line(f"Paper's head: {head.title.lower()}", runs, head.output, "before", command),
-        _line(AUTO.title, runs, AUTO.output, "before", command),
-        *_perturbed_line(runs, command),
+    head = PAPER_SOURCES[5]
+    lines = [
+        line_of("Cross entropy", runs, "main", "before", seeds),
+        line_of("Cross entropy + temperature scaling", runs, "main", "after", seeds),
+        line_of(f"Paper's head: {head.title.lower()}", runs, head.output, "before", seeds),
+        line_of(AUTO.title, runs, AUTO.output, "before", seeds),
+        perturbed_line(runs),
     ]
+    return [[*line, _command(row, "cross-entropy", runs)] for line in lines if line]
 
 
-def _rival_lines(row: Row, methods: dict[str, list[Run]], seeds: int) -> list[list[str]]:
-    """The other losses and methods, after temperature scaling; fewer seeds than the row has are named."""
-    lines = []
-    for source in (*PAPER_SOURCES[1:4], *RIVALS):
-        runs = methods.get(source.method, [])
-        fewer = f" ({_seeds(len(runs))})" if len(runs) < seeds and "ensemble" not in source.method else ""
-        command = _command(row, source.method)
-        lines.append(_line(f"{source.title} + temperature{fewer}", runs, "main", "after", command))
+def rival_lines(
+    methods: Mapping[str, list[Run]], sources: Sequence[Source], seeds: int
+) -> dict[str, list[str]]:
+    """The lines of other losses and methods after temperature scaling, by method; an ensemble is one of many seeds."""
+    lines = {}
+    for source in sources:
+        of = 1 if "ensemble" in source.method else seeds
+        line = line_of(f"{source.title} + temperature", methods.get(source.method, []), "main", "after", of)
+        lines |= {source.method: line} if line else {}
     return lines
 
 
-def _seeds(n: int) -> str:
-    return f"{n} seed{'s' * (n != 1)}"
+def line_of(title: str, runs: Sequence[Run], output: str, when: str, seeds: int) -> list[str]:
+    """Title, accuracy, ECE with its band, NLL, Brier score, mean ECE on corrupted images; nothing where not run.
 
-
-def _line(title: str, runs: Sequence[Run], output: str, when: str, command: str) -> list[str]:
-    if numbers(runs, output, "ece", when) is None:
+    The title tells the number of seeds where it is not the row's, `seeds`.
+    """
+    ece = numbers(runs, output, "ece", when)
+    if ece is None:
         return []
     shifted = mean_shift(runs, output + ("+T" if when == "after" else ""), sets_of(FAMILIES))
-    corrupted = shown(shifted, digits=1) if shifted else ""
     scores = [shown(numbers(runs, output, key, when), scale=1, digits=4) for key in ("nll", "brier")]
     return [
-        title,
+        title if ece.n == seeds else f"{title} ({seeds_said(ece.n)})",
         shown(numbers(runs, output, "accuracy", when)),
         ece_cell(runs, output, when),
         *scores,
-        corrupted,
-        command,
+        shown(shifted, digits=1, of=ece.n) if shifted else "",
     ]
 
 
-def _perturbed_line(runs: Sequence[Run], command: str) -> list[list[str]]:
+def perturbed_line(runs: Sequence[Run], title: str = "Perturbed heads (ours; {n} of them)") -> list[str]:
     """One line for all perturbed heads: the range of each number, since none was chosen."""
     heads = [source.output for source in perturbed_heads(runs)]
     if not heads:
         return []
-    shifted = [mean_shift(runs, output, sets_of(FAMILIES)) for output in heads]
-    cells = [_range(runs, heads, "accuracy", 100, 2), _range(runs, heads, "ece", 100, 2)]
-    low, high = (_means(runs, heads, f"ece_floor_{side}") for side in ("low", "high"))
-    cells[1] += f" ({100 * min(low):.2f} to {100 * max(high):.2f})"
-    cells += [_range(runs, heads, key, 1, 3) for key in ("nll", "brier")]
-    corrupted = between([one.mean for one in shifted if one], 100, 1)
-    return [[f"Perturbed heads (ours; {len(heads)} of them)", *cells, corrupted, command]]
+    fewer = len(having(runs, *heads)) < len(runs)
+    name = title.format(n=len(heads)) + " (not on all seeds)" * fewer
+    return range_line(name, [(runs, head, "before") for head in heads])
 
 
-def _means(runs: Sequence[Run], outputs: Sequence[str], key: str) -> list[float]:
-    found = [numbers(runs, output, key) for output in outputs]
-    return [one.mean for one in found if one]
+def range_line(title: str, members: Sequence[tuple[Sequence[Run], str, str]]) -> list[str]:
+    """A line like `line_of`'s with the smallest and the largest of each number over (runs, output, when)."""
 
+    def means(key: str) -> list[float]:
+        found = [numbers(runs, output, key, when) for runs, output, when in members]
+        return [one.mean for one in found if one]
 
-def _range(runs: Sequence[Run], outputs: Sequence[str], key: str, scale: float, digits: int) -> str:
-    return between(_means(runs, outputs, key), scale, digits)
+    shifted = [
+        mean_shift(runs, output + ("+T" if when == "after" else ""), sets_of(FAMILIES))
+        for runs, output, when in members
+    ]
+    corrupted = [one.mean for one in shifted if one]
+    low, high = min(means("ece_floor_low")), max(means("ece_floor_high"))
+    return [
+        title,
+        between(means("accuracy"), 100, 2),
+        f"{between(means('ece'), 100, 2)} ({100 * low:.2f} to {100 * high:.2f})",
+        *(between(means(key), 1, 3) for key in ("nll", "brier")),
+        between(corrupted, 100, 1) if corrupted else "",
+    ]
 
 
 def between(values: Sequence[float], scale: float, digits: int) -> str:
@@ -137,30 +152,38 @@ def between(values: Sequence[float], scale: float, digits: int) -> str:
     return low if low == high else f"{low} .. {high}"
 
 
-def _command(row: Row, method: str) -> str:
+def _command(row: Row, method: str, runs: Sequence[Run]) -> str:
+    """What makes a line; seed 0 is the scripts' own choice, and 0 to 3 that of an ensemble."""
     script = {"ensemble-4": "ensemble.py", "last-layer": "last_layer.py"}.get(method, "run.py")
-    options = "" if script != "run.py" else f" --methods {method}"
+    seeds = [run.seed for run in runs]
+    options = f" --seeds {' '.join(map(str, seeds))}" if seeds != [0] else ""
+    options += f" --methods {method}" if script == "run.py" else ""
     return f"`python experiments/{script} {row.data} {row.model} --epochs {row.epochs}{options}`"
 
 
-def _frozen_lines(frozen: Path) -> list[list[str]]:
+def frozen_lines(frozen: Path) -> list[list[str]]:
+    """The lines of a trained network that was calibrated afterwards, means over splits."""
     if not frozen.exists():
         return []
     splits = json.loads(frozen.read_text())["splits"]
     name = f"ImageNet, ResNet-50 frozen, {len(splits)} splits of 2,500 + 2,500"
     lines = []
     for key, title in FROZEN_TITLES.items():
-        means = {k: statistics.fmean(split[key][k] for split in splits) for k in splits[0][key]}
-        lines.append([name if not lines else "", title, f"{100 * means['accuracy']:.2f}",
-                      f"{100 * means['ece']:.2f} (mean floor {100 * means['ece_floor']:.2f})", f"{means['nll']:.4f}",
-                      f"{means['brier']:.4f}", "", FROZEN_COMMAND])  # fmt: skip
+        of = {k: spread([split[key][k] for split in splits]) for k in splits[0][key]}
+        scores = [shown(of[k], scale=1, digits=4) for k in ("nll", "brier")]
+        ece = f"{shown(of['ece'])} (mean floor {100 * of['ece_floor'].mean:.2f})"
+        first = name if not lines else ""
+        lines.append([first, title, shown(of["accuracy"]), ece, *scores, "", FROZEN_COMMAND])
     return lines
 
 
 def frozen_table(frozen: Path = FROZEN) -> Table:
     """A trained ImageNet network, frozen: what calibration after training does with 2,500 images."""
-    data = json.loads(frozen.read_text())
-    splits, lines, records = data["splits"], [], []
+    splits = json.loads(frozen.read_text())["splits"] if frozen.exists() else []
+    head = ["frozen ResNet-50", "accuracy", "ECE", "floor", "NLL", "Brier"]
+    if not splits:
+        return Table("imagenet", "ImageNet, ResNet-50, frozen", head, [[GAP] * len(head)])
+    lines, records = [], []
     for key, title in FROZEN_TITLES.items():
         cells = []
         for k, scale, digits in (
@@ -188,7 +211,6 @@ def frozen_table(frozen: Path = FROZEN) -> Table:
         "*The paper retrains ImageNet networks for 100 epochs and calibrates on 25,000 images (1.13 for ResNet-50): "
         "another experiment, not run here.*",
     ]
-    head = ["frozen ResNet-50", "accuracy", "ECE", "floor", "NLL", "Brier"]
     return Table("imagenet", "ImageNet, ResNet-50, frozen", head, lines, notes, records)
 
 
@@ -197,48 +219,51 @@ def targets(rows: Rows) -> Table:
     lines: list[list[str]] = []
     for row in sorted(rows, key=paper_order):
         runs = rows[row].get("cross-entropy", [])
-        if numbers(runs, "auto", "ece") is not None:
-            lines += [[title_of(row.data, row.model), *line] for line in _targets_of(row, runs)]
+        if having(runs, "auto"):
+            made = _targets_of(row, having(runs, "auto")) + _shift_targets(runs)
+            lines += [[row_title(row, rows), *line] for line in made]
     head = ["row", "target", "measured", "met"]
     notes = [
-        "Auto head unless said otherwise; means over seeds where there are several.",
+        "Auto head unless said otherwise; means over the seeds that have that head, where there are several.",
         "A target that one seed meets or misses by less than the width of the band is not settled.",
     ]
     return Table("targets", "Targets", head, lines, notes)
 
 
 def _targets_of(row: Row, runs: Sequence[Run]) -> list[list[str]]:
-    def mean(key: str, output: str = "auto", when: str = "before") -> float:
+    def of(key: str, output: str = "auto", when: str = "before") -> Spread:
         found = numbers(runs, output, key, when)
         assert found is not None
-        return found.mean
+        return found
 
     def line(target: str, measured: str, met: bool) -> list[str]:
         return [target, measured, "yes" if met else "**no**"]
 
-    accuracy, before = mean("accuracy"), mean("accuracy", "main")
-    ece, high, rival = mean("ece"), mean("ece_floor_high"), mean("ece", "main", "after")
-    lines = [line("accuracy at most 0.1 below the main head's", f"{100 * accuracy:.2f} against {100 * before:.2f}",
-                  accuracy >= before - 0.001)]  # fmt: skip
+    accuracy, before = of("accuracy"), of("accuracy", "main")
+    ece, high, rival = of("ece"), of("ece_floor_high"), of("ece", "main", "after")
+    lines = [line("accuracy at most 0.1 below the main head's", f"{shown(accuracy)} against {shown(before)}",
+                  accuracy.mean >= before.mean - 0.001)]  # fmt: skip
     if row.data == "cifar10":
         lines.append(line("ECE not above the band of a perfect model",
-                          f"{100 * ece:.2f}, band up to {100 * high:.2f}", ece <= high))  # fmt: skip
+                          f"{shown(ece)}, band up to {100 * high.mean:.2f}", ece.mean <= high.mean))  # fmt: skip
     else:
-        hard = " (half of which lies below the band of a perfect model)" * (rival / 2 < mean("ece_floor_low"))
-        measured = f"{100 * ece:.2f} against {100 * rival:.2f}{hard}"
-        lines.append(line("ECE at most half of temperature scaling's", measured, ece <= rival / 2))
+        below = rival.mean / 2 < of("ece_floor_low").mean
+        hard = " (half of which lies below the band of a perfect model)" * below
+        measured = f"{shown(ece)} against {shown(rival)}{hard}"
+        lines.append(line("ECE at most half of temperature scaling's", measured, ece.mean <= rival.mean / 2))
     for key in ("nll", "brier"):
-        ours, theirs = mean(key), mean(key, "main", "after")
+        ours, theirs = of(key), of(key, "main", "after")
+        measured = " against ".join(shown(one, scale=1, digits=4) for one in (ours, theirs))
         lines.append(line(f"{ {'nll': 'NLL', 'brier': 'Brier score'}[key]} not worse than temperature scaling's",
-                          f"{ours:.4f} against {theirs:.4f}", ours <= theirs))  # fmt: skip
-    return lines + _shift_targets(runs)
+                          measured, ours.mean <= theirs.mean))  # fmt: skip
+    return lines
 
 
 def _shift_targets(runs: Sequence[Run]) -> list[list[str]]:
     found = shift_summary(runs)
     if not found:
         return []
-    n, below = len(found["heads"]), sum(one < found["temperature"] / 2 for one in found["heads"])
+    n, below = len(found["heads"]), found["below"]
     measured = (
         f"{between(found['heads'], 100, 1)} against {100 * found['temperature']:.1f}: {below} of {n} heads"
     )

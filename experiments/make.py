@@ -2,6 +2,8 @@
 
 python experiments/make.py            # what `make results` runs
 python experiments/make.py --tables   # without drawing
+
+The blocks of README.md and of other pages that quote results (pages.py) are written too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import theory
 from committed import RESULTS, read_runs, rows_of
 from figures import FIGURES
 from headline import frozen_table, headline, runs_table, targets
+from pages import PAGES, ROOT, blocks, filled
 from PIL import Image
 from report import page
 from shift import family_table, perturbed_heads, shift_table
@@ -26,7 +29,7 @@ from tables import Rows, Table, table1, table2, table3, table4
 
 from doublehead import plots
 
-OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "results"
+OUTPUT = ROOT / "docs" / "results"
 MADE = "<!-- made by `make results` from experiments/results; do not edit -->\n"
 
 
@@ -59,7 +62,7 @@ def write_tables(tables: dict[str, Table], output: Path) -> None:
             (output / f"{name}.csv").write_text(table.csv())
 
 
-def draw_figures(rows: Rows, output: Path) -> list[str]:
+def draw_figures(rows: Rows, output: Path, dpi: int = 100) -> list[str]:
     """Draw what can be drawn; the names of the figures."""
     drawn = []
     for name, draw in FIGURES.items():
@@ -67,7 +70,7 @@ def draw_figures(rows: Rows, output: Path) -> list[str]:
         if figure is None:
             file.unlink(missing_ok=True)
             continue
-        plots.save(figure, file, dpi=100)
+        plots.save(figure, file, dpi=dpi)
         Image.open(file).convert("RGB").quantize(160).save(file, optimize=True)  # a third of the size
         drawn.append(name)
     return drawn
@@ -75,30 +78,44 @@ def draw_figures(rows: Rows, output: Path) -> list[str]:
 
 def draw_theory(output: Path) -> None:
     """The two figures of docs/theory.md."""
-    numbers = json.loads((output / "theory.json").read_text())
+    numbers = json.loads((OUTPUT / "theory.json").read_text())
     theory.draw_theorem1(numbers["theorem1"], output / "theorem1.png")
     theory.draw_theorem2(numbers["theorem2"], output / "theorem2.png")
+
+
+def write_pages(rows: Rows, results: Path, root: Path) -> None:
+    """The blocks of pages that are otherwise written by hand."""
+    made = blocks(rows, results)
+    for name in PAGES:
+        text = (root / name).read_text(encoding="utf-8")
+        (root / name).write_text(filled(text, made), encoding="utf-8")
+
+
+def make(results: Path = RESULTS, root: Path = ROOT, *, draw: bool = True, dpi: int = 100) -> str:
+    """Everything from one folder of results into the pages under `root`; what was made, in a line."""
+    output = root / OUTPUT.relative_to(ROOT)
+    runs = read_runs(results)
+    rows = rows_of(runs)
+    tables = all_tables(rows, results)
+    write_tables(tables, output)
+    if draw:
+        drawn = draw_figures(rows, output, dpi)
+        draw_theory(output)
+    else:
+        drawn = [name for name in FIGURES if (output / "figures" / f"{name}.png").exists()]
+    (output / "index.md").write_text(MADE + page(rows, runs, tables, drawn))
+    write_pages(rows, results, root)
+    return f"{len(runs)} runs, {len(tables)} tables, {len(drawn)} figures -> {output}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tables", action="store_true", help="write tables and the report, draw nothing")
+    parser.add_argument("--tables", action="store_true", help="write tables and texts, draw nothing")
     options = parser.parse_args()
     began = time.perf_counter()
-    runs = read_runs()
-    rows = rows_of(runs)
-    tables = all_tables(rows)
-    write_tables(tables, OUTPUT)
-    if options.tables:
-        drawn = [name for name in FIGURES if (OUTPUT / "figures" / f"{name}.png").exists()]
-    else:
-        drawn = draw_figures(rows, OUTPUT)
-        draw_theory(OUTPUT)
-    (OUTPUT / "index.md").write_text(MADE + page(rows, runs, tables, drawn))
-    seconds = time.perf_counter() - began
-    print(f"{len(runs)} runs, {len(tables)} tables, {len(drawn)} figures -> {OUTPUT} in {seconds:.0f} s")
+    print(f"{make(draw=not options.tables)} in {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

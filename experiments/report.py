@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from committed import Run, mean_shift, numbers
+from committed import Row, Run, mean_shift, numbers
 from disagreements import disagreements, said
-from figures import FIGURES, GRADIENT_BETAS, gradient_sample, reference, sweep_of
+from figures import FIGURES, GRADIENT_BETAS, SWEEP, gradient_sample, sweep, with_gradients
 from headline import between
 from paper import ODDITIES, TABLE_1
-from shift import NOT_NOISE, rows_with_shift, sets_of, shift_summary
-from tables import DATA_TITLES, PAPER_SOURCES, RIVALS, Rows, Table, paper_order, title_of
+from shift import NOT_NOISE, evaluated, rows_with_shift, sets_of, shift_summary
+from tables import PAPER_SOURCES, RIVALS, Rows, Source, Table, paper_order, reference, row_title, title_of
 
 from doublehead.data import FAMILIES
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 SEEDS_WANTED = 3
+PAPER_EPOCHS = 200  # of its image networks
+NO_MIXUP = ("20newsgroups", "sst-")  # words do not mix
 
 
 def page(rows: Rows, runs: Sequence[Run], tables: Mapping[str, Table], drawn: Sequence[str]) -> str:
@@ -69,7 +71,9 @@ def facts(rows: Rows, runs: Sequence[Run]) -> dict[str, str]:
     found = reference(rows)
     minutes = sum(run.results.get("train_seconds") or 0.0 for run in runs) / 60
     return {
-        "n_runs": str(sum(bool(run.results.get("train_seconds")) for run in runs)),
+        "n_runs": str(
+            sum(bool(run.results.get("train_seconds")) and "kind" not in run.results for run in runs)
+        ),
         "devices": " and ".join(sorted({run.results["environment"]["device"] for run in runs})),
         "minutes": f"{minutes:.0f}",
         "commits": ", ".join(sorted({run.results["environment"]["commit"][:7] for run in runs})),
@@ -82,7 +86,8 @@ def facts(rows: Rows, runs: Sequence[Run]) -> dict[str, str]:
 
 def seeds_of(methods: Mapping[str, list[Run]]) -> str:
     """How many seeds the methods of a row have."""
-    low, high = min(map(len, methods.values())), max(map(len, methods.values()))
+    counts = [len(runs) for method, runs in methods.items() if not method.startswith("ensemble")] or [1]
+    low, high = min(counts), max(counts)
     return "one seed" if high == 1 else f"{high} seeds" if low == high else f"{low} to {high} seeds"
 
 
@@ -90,21 +95,26 @@ def choices(rows: Rows) -> str:
     """What the auto head chose in each run."""
     made = []
     for row in sorted(rows, key=paper_order):
+        seeds: dict[str, list[str]] = {}
         for run in rows[row].get("cross-entropy", []):
-            chosen = run.results.get("selection")
-            if not chosen:
-                continue
-            what, spec = "the scalar temperature", chosen["spec"]
-            if spec:
-                reads = [spec["reads"]] if isinstance(spec["reads"], str) else spec["reads"]
-                what = f"reads {' and '.join(reads)}, beta0 {spec['beta0']:g}"
-            made.append(f"{DATA_TITLES.get(row.data, row.data)}, seed {run.seed}: {what}")
+            if run.results.get("selection"):
+                seeds.setdefault(_choice(run.results["selection"]), []).append(str(run.seed))
+        for what, some in seeds.items():
+            made.append(f"{row_title(row, rows)}, seed{'s' * (len(some) > 1)} {' and '.join(some)}: {what}")
     return "; ".join(made) or "no run yet"
+
+
+def _choice(selection: Mapping[str, Any]) -> str:
+    spec = selection["spec"]
+    if not spec:
+        return "the scalar temperature"
+    reads = [spec["reads"]] if isinstance(spec["reads"], str) else spec["reads"]
+    return f"reads {' and '.join(reads)}, beta0 {spec['beta0']:g}"
 
 
 def n_gradients(methods: Mapping[str, list[Run]]) -> int:
     """How many values a histogram of gradient norms holds."""
-    runs = [run for run in methods.get("cross-entropy", []) if run.gradients]
+    runs = with_gradients(methods.get("cross-entropy", []))
     return len(gradient_sample(runs, GRADIENT_BETAS[0], 0)) if runs else 0
 
 
@@ -112,15 +122,7 @@ def gaps(rows: Rows) -> list[str]:
     """What is missing, as sentences."""
     made = []
     for row in sorted(rows, key=paper_order):
-        name = title_of(row.data, row.model)
-        missing = [s.title for s in (*PAPER_SOURCES[:4], *RIVALS) if s.method not in rows[row]]
-        alone = {method: runs for method, runs in rows[row].items() if not method.startswith("ensemble")}
-        few = [f"{method} {len(runs)}" for method, runs in alone.items() if len(runs) < SEEDS_WANTED]
-        made += [f"{name}: {', '.join(missing)}."] if missing else []
-        if few:
-            made.append(
-                f"{name}: {SEEDS_WANTED} seeds ({', '.join(few)}), so there is no spread to speak of."
-            )
+        made += _gaps_of(row, rows[row], row_title(row, rows))
     absent = [title_of(*key) for key in TABLE_1 if not any((row.data, row.model) == key for row in rows)]
     if absent:
         made.append(f"Rows of the paper without any run: {'; '.join(absent)}.")
@@ -131,27 +133,44 @@ def gaps(rows: Rows) -> list[str]:
         made.append(
             "ECE against the calibration period k (Table 3); overhead was measured for k = 10 and 70."
         )
-    last = "The paper's number of epochs; the official CIFAR-10-C files (ours are made with the published constants)."
-    return [*made, last]
+    if not any(row.epochs >= PAPER_EPOCHS for row in rows):
+        made.append(f"The paper's number of epochs: {PAPER_EPOCHS} for images.")
+    return [*made, "The official CIFAR-10-C files (ours are made with the published constants)."]
+
+
+def _gaps_of(row: Row, methods: Mapping[str, list[Run]], name: str) -> list[str]:
+    """The methods that a row lacks, and those with fewer seeds than wanted."""
+    sources = [s for s in (*PAPER_SOURCES[:4], *RIVALS) if _applies(s, row)]
+    missing = [source.title for source in sources if source.method not in methods]
+    alone = {method: runs for method, runs in methods.items() if not method.startswith("ensemble")}
+    few = [f"{method} {len(runs)}" for method, runs in alone.items() if len(runs) < SEEDS_WANTED]
+    made = [f"{name}: {', '.join(missing)}."] if missing else []
+    if few:
+        made.append(
+            f"{name}: {SEEDS_WANTED} seeds of each (there are: {', '.join(few)}); one seed has no spread."
+        )
+    return made
+
+
+def _applies(source: Source, row: Row) -> bool:
+    return source.method != "mixup" or not row.data.startswith(NO_MIXUP)
 
 
 def beta_text(rows: Rows) -> str:
     """The caption of the sweep over beta0."""
     best, rises = {}, True
     for row in sorted(rows, key=paper_order):
-        runs = rows[row].get("cross-entropy", [])
-        heads = sweep_of(runs[0]) if runs else {}
-        found = {
-            key: [numbers(runs, heads[b], key) for b in sorted(heads)] for key in ("ece", "mean_entropy")
-        }
+        betas, runs = sweep(rows[row].get("cross-entropy", []))
+        found = {key: [numbers(runs, f"{SWEEP}{b:g}", key) for b in betas] for key in ("ece", "mean_entropy")}
         means = {key: [one.mean for one in some if one] for key, some in found.items()}
-        if heads:
-            best[title_of(row.data, row.model)] = sorted(heads)[int(np.argmin(means["ece"]))]
+        if len(betas) > 1:
+            best[row_title(row, rows)] = betas[int(np.argmin(means["ece"]))]
             rises = rises and bool((np.diff(means["mean_entropy"]) > 0).all())
     return said(
         """ECE and mean entropy against beta0: the paper's head at 0.3 times the network's learning rate, all heads of a
-        row on one network. Entropy {rises} throughout. ECE is lowest at {best}{moral}. (Read off the test set, to
-        describe the curve; no method here uses it. Grey: a perfect model's band on the first row.)""",
+        seed on one network; means over the seeds that have the whole sweep. Entropy {rises} throughout. ECE is lowest
+        at {best}{moral}. (Read off the test set, to describe the curve; no method here uses it. Grey: a perfect model's
+        band on the first row.)""",
         rises="rises with beta0, as the paper says," if rises else "does not rise with beta0",
         best=" and ".join(f"{beta:g} on {name}" for name, beta in best.items()),
         moral=": the best beta0 is no constant of the method" if len(set(best.values())) > 1 else "",
@@ -160,19 +179,15 @@ def beta_text(rows: Rows) -> str:
 
 def shift_text(rows: Rows) -> str:
     """Temperature scaling against perturbed heads, row by row, and what heads without perturbation do."""
-    lines, shares = [], []
+    lines, shares = [], clean_shares(rows)
     for row, runs in rows_with_shift(rows):
         whole, hard = shift_summary(runs), shift_summary(runs, NOT_NOISE)
-        rival = mean_shift(runs, "main+T", sets_of(FAMILIES))
-        plain = [
-            mean_shift(runs, name, sets_of(FAMILIES))
-            for name in ("double-head", "annealing-double-head", "auto")
-        ]
-        shares += [one.mean / rival.mean for one in plain if one and rival]
-        if whole:
-            lines.append(_shift_line(title_of(row.data, row.model), whole, hard))
+        if whole and hard:
+            lines.append(_shift_line(row_title(row, rows), whole, hard))
     if not lines:
         return "Not run yet."
+    if not shares:
+        return bullets(lines)
     moral = said(
         """Heads that saw only clean calibration images (the paper's with and without annealing, and auto) have {shares}
         times temperature scaling's mean ECE: what helps under shift is the perturbation, not the head.""",
@@ -181,12 +196,24 @@ def shift_text(rows: Rows) -> str:
     return f"{bullets(lines)}\n\n{moral}"
 
 
+def clean_shares(rows: Rows) -> list[float]:
+    """Mean ECE under shift as a share of temperature scaling's, of heads that saw only clean calibration images."""
+    shares = []
+    for _, runs in rows_with_shift(rows):
+        for name in ("double-head", "annealing-double-head", "auto"):
+            has = evaluated(runs, name)
+            ours, rival = (mean_shift(has, output, sets_of(FAMILIES)) for output in (name, "main+T"))
+            shares += [ours.mean / rival.mean] if ours and rival else []
+    return shares
+
+
 def _shift_line(name: str, whole: Mapping[str, Any], hard: Mapping[str, Any]) -> str:
     return said(
-        """{name}: temperature scaling {rivals[0]:.1f}, perturbed heads {heads} over the 12 families they never
+        """{name}{seeds}: temperature scaling {rivals[0]:.1f}, perturbed heads {heads} over the 12 families they never
         saw; over the 9 that are no noise {rivals[1]:.1f} against {hard_heads}. On clean data the perturbed heads
         pay: ECE {clean}, {whole[inside]} of {n} not above the band.""",
         name=name,
+        seeds=f" (means over {whole['n_seeds']} seeds)" if whole["n_seeds"] > 1 else "",
         whole=whole,
         rivals=[100 * one["temperature"] for one in (whole, hard)],
         heads=between(whole["heads"], 100, 1),

