@@ -35,6 +35,7 @@ from tables import (
     seeds_said,
     shown,
 )
+from withdrawal import NAME, first_run
 
 from doublehead.data import FAMILIES
 
@@ -56,6 +57,7 @@ def blocks(rows: Rows, results: Path = RESULTS) -> dict[str, str]:
         "measured": measured(rows, frozen).markdown(),
         "other-rows": other_rows(rows),
         "findings": points([temperature(rows), paper_head(rows), auto(rows), shift(rows)]),
+        "first-run": textwrap.fill(first_run(rows, f"[its numbers]({NAME})"), **WRAP),
         "evidence": evidence(rows).markdown(),
         "guide-findings": points([auto(rows), paper_head(rows), fit_head(frozen)]),
         "fit-head": textwrap.fill(fit_head_text(frozen), **WRAP),

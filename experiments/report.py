@@ -19,6 +19,7 @@ from headline import between
 from paper import ODDITIES, TABLE_1
 from shift import NOT_NOISE, evaluated, rows_with_shift, sets_of, shift_summary
 from tables import PAPER_SOURCES, RIVALS, Rows, Source, Table, paper_order, reference, row_title, title_of
+from withdrawal import first_run
 
 from doublehead.data import FAMILIES
 
@@ -37,6 +38,7 @@ def page(rows: Rows, runs: Sequence[Run], tables: Mapping[str, Table], drawn: Se
         "shift_text": shift_text(rows),
         "beta_text": beta_text(rows),
         "gaps": bullets(gaps(rows)),
+        "first_run": first_run(rows),
         "disagreements": bullets(disagreements(rows)),
         "oddities": bullets(ODDITIES),
     }

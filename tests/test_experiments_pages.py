@@ -25,6 +25,7 @@ import make  # noqa: E402
 import pages  # noqa: E402
 import shift  # noqa: E402
 import tables  # noqa: E402
+import withdrawal  # noqa: E402
 
 RESNET = "cifar10-resnet50-cross_entropy-e30-s0"
 HUNDRED = "cifar100-resnet50-cross_entropy-e30-s0"
@@ -223,6 +224,33 @@ def test_a_sweep_is_drawn_on_networks_that_have_all_of_it(results: Path) -> None
     betas, runs = figures.sweep(tables.reference(rows)[1]["cross-entropy"])
     assert (len(betas), [run.seed for run in runs]) == (10, [0])
     assert figures.sweep([]) == ([], [])
+
+
+# The withdrawn run ------------------------------------------------------------------------------------------------
+
+
+def test_the_withdrawn_run_is_told_of_with_its_numbers() -> None:
+    """Written out from the files by eye: the paper's head scored 0.76 and 1.42, and all 18 temperature heads died."""
+    rows = committed.rows_of(committed.read_runs())
+    text = withdrawal.first_run(rows)
+    assert "18 of 18 per-sample temperature heads died" in text
+    assert "ECE 0.76 with annealing (not above the band of a perfect model) and 1.42 without, against" in text
+    second = committed.Run.read(committed.RESULTS / RESNET)
+    now = [f"{100 * second.number(head, 'ece'):.2f}" for head in ("annealing-double-head", "double-head")]
+    assert f"against {now[0]} and {now[1]} in the second run" in text
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    report = (make.OUTPUT / "index.md").read_text(encoding="utf-8")
+    assert text in report
+    assert text.partition(" (`experiments")[0] in readme
+    assert withdrawal.first_run({}) == ""
+
+
+def test_networks_that_differ_are_not_called_the_same(tmp_path: Path) -> None:
+    first = committed.Run(tmp_path, json.loads(withdrawal.FILE.read_text()))
+    assert "same in both" in withdrawal.same_network(first, first)
+    other = committed.Run(tmp_path, json.loads(withdrawal.FILE.read_text()))
+    other.results["outputs"]["main"]["before"]["nll"] += 1e-6
+    assert withdrawal.same_network(first, other) == ""
 
 
 # Blocks ----------------------------------------------------------------------------------------------------------
