@@ -30,9 +30,10 @@ def first_run(rows: Rows, where: str = f"`{NAME}`", file: Path = FILE) -> str:
     return said(
         """The CIFAR-10 ResNet-50 run of seed {seed} was made twice. In the first, whose heads were trained without
         clipped gradients, {dead} of {n} per-sample temperature heads died: they give every class the same probability.
-        The paper's head came out {how} there: ECE {first[0]:.2f} with annealing ({place} the band of a perfect model) and
-        {first[1]:.2f} without, against {second[0]:.2f} and {second[1]:.2f} in the second run, which clips the gradients
-        of all heads and is the one in the tables. {network} So much can one ECE move with the way a head is trained.
+        The paper's head came out {how} there: ECE {first[0]:.2f} with annealing ({place} the band of a perfect model)
+        and {first[1]:.2f} without, against {second[0]:.2f} and {second[1]:.2f} in the second run, which clips the
+        gradients of all heads and is the one in the tables. {network} So much can one ECE move with the way a head is
+        trained.
         The first run is kept and enters no table ({where}).""",
         seed=first.seed,
         dead=dead,
