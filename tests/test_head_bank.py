@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from doublehead import Alternation, Annealing, DoubleHead, HeadBank, HeadSpec, Readings, hold_back
 from doublehead.calibrators import Temperature
+from doublehead.data import fashion_subset
+from doublehead.head_bank import FEW
 from doublehead.predictions import Predictions
+from doublehead.training.config import Config
 
 SPECS = (
     HeadSpec(beta0=1.0, lr=1.0, kind="mlp"),
@@ -96,6 +100,31 @@ def test_selection_is_the_best_held_back_score_and_never_worse_than_temperature(
     assert by_brier.scores[1] == pytest.approx(float(want), abs=1e-6)
     with pytest.raises(ValueError, match="score must be one of .* got 'ece'"):
         model.head.select(held, score="ece")
+
+
+def test_too_few_held_back_samples_to_choose_by_are_said() -> None:
+    """The choice is made all the same; at the threshold itself nothing is said."""
+    model = bank_on(net(), SPECS[:2])
+    held = model.read(DataLoader(data(300, 5), 50))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enough = model.head.select(held)
+    few = Readings(*(part[:299] for part in held))
+    with pytest.warns(UserWarning) as caught:
+        choice = model.head.select(few)
+    assert str(caught[0].message) == (
+        "held_out should hold at least 300 samples to choose among 2 heads and a temperature, got 299: "
+        "the choice may be chance, and worse than temperature scaling"
+    )
+    assert len(caught) == 1
+    assert caught[0].filename == __file__  # whoever called is named
+    assert choice.scores == pytest.approx([nll_of(model.head.head(i), few) for i in (0, 1)], abs=1e-5)
+    assert choice.scores != enough.scores
+
+
+def test_the_demo_holds_back_enough_to_choose_by() -> None:
+    n_calib = len(fashion_subset().calib.labels)
+    assert round(Config().hold_back * n_calib) >= FEW
 
 
 def test_temperature_wins_over_useless_heads() -> None:

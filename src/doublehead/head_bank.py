@@ -7,6 +7,7 @@ temperature is always among the candidates, so the choice is never worse there t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from doublehead.double_head import Annealing, CalibrationHead, Readings, Reads, 
 from doublehead.losses import brier, cross_entropy
 
 SCORES = {"nll": cross_entropy, "brier": brier}
+FEW = 300  # held-back samples below which `select` warns; its docstring says why
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,23 @@ class HeadBank(nn.Module):
         """Choose the head with the best proper score on data held back from training (see `DoubleHead.read`).
 
         The scalar temperature it competes with is fitted to the held-back data itself: the best any could do there.
+
+        Fewer than 300 held-back samples get a warning. Per sample, the NLL of a head less that of a temperature has a
+        standard deviation of 0.11 to 0.17 (on Fashion-MNIST, experiments/held_back.py), so the difference of their
+        means over n samples has a standard error of about 0.14 / sqrt(n): 0.014 for 100, 0.008 for 300, where the best
+        head gains 0.004. On new data, what 100 samples chose was worse than the best temperature by 0.003 on average,
+        what 300 chose better by 0.0006, and still worse in three draws of eight; what 2,000 chose in one of eleven.
         """
         if score not in SCORES:
             raise ValueError(f"score must be one of {sorted(SCORES)}, got {score!r}")
         features, main, labels = held_out
+        if len(labels) < FEW:
+            warnings.warn(
+                f"held_out should hold at least {FEW} samples to choose among {len(self.specs)} heads and a "
+                f"temperature, got {len(labels)}: the choice may be chance, and worse than temperature scaling",
+                UserWarning,
+                stacklevel=3,  # the caller; between lies no_grad
+            )
         was_training = self.training
         self.eval()
         logits = self.all_heads(features, main)  # (H, N, K)
