@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 import tarfile
 import warnings
 import zipfile
@@ -223,6 +225,35 @@ def test_export_command(run: Path, tmp_path: Path) -> None:
     assert "fashion: 256 samples to train, 200 to calibrate, 300 to test" in card
     assert "beta0 = 1.1" in card
     assert "9. ankle boot" in card
+
+
+def test_a_network_of_the_working_folder_is_trained_and_exported(tmp_path: Path) -> None:
+    """In processes of their own that look for modules beside their script alone, as one that pip installed does."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/my_networks.py").write_text(
+        "from torch import nn\n\n\n"
+        "def tiny(n_classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, n_classes))\n"
+    )
+    (tmp_path / "script.py").write_text("from doublehead.cli import app\n\napp()\n")
+
+    def called(*words: str, folder: str = "here") -> subprocess.CompletedProcess[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [sys.executable, str(tmp_path / "script.py"), *words]
+        return subprocess.run(command, cwd=tmp_path / folder, capture_output=True, text=True, check=False)
+
+    settings = ("epochs=1", "n_train=128", "n_calib=100", "n_test=100", "augment=none")
+    options = [word for setting in settings for word in ("--set", setting)]
+    trained = called("train", "--data", "fashion", "--model", "my_networks:tiny", "--method", "double-head",
+                     "--accelerator", "cpu", "-o", "runs", *options)  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    (run,) = (tmp_path / "here/runs").iterdir()
+    exported = called("export", f"runs/{run.name}", "--to", "safetensors")
+    assert exported.returncode == 0, exported.stderr
+    assert (run / "export/model.safetensors").exists()
+    elsewhere = called("export", str(run), "--to", "safetensors", folder="elsewhere")
+    assert elsewhere.returncode == 2
+    assert "cannot import the module of network 'my_networks:tiny'" in elsewhere.stderr
 
 
 def _test_images(n: int) -> Tensor:

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from doublehead.commands.errors import UserError, told_to_user
+from doublehead.commands.networks import importable_here
 from doublehead.commands.show import notes, results
 from doublehead.integrations.export import FILES, export_model
 from doublehead.integrations.model_card import model_card
 from doublehead.integrations.run_model import RunModel, open_run
-from doublehead.training.run_folder import RunError
+from doublehead.training.run_folder import RunError, RunFolder
 
 HOW = {
     "mlp": "with logits of its own",
@@ -39,6 +40,8 @@ def export(
         raise UserError(f"--to must be one of {', '.join(FILES)}, got {to!r}")
     with told_to_user():
         try:
+            if RunFolder(run).finished:
+                importable_here(RunFolder(run).config.model)
             found = open_run(run, head, None if root is None else str(root))
             path = export_model(
                 found.model,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from doublehead.commands.errors import UserError, told_to_user
+from doublehead.commands.networks import importable_here
 from doublehead.commands.show import notes, results
 from doublehead.training.comparison import compare as compare_methods
 from doublehead.training.comparison import method_rows
@@ -163,8 +163,7 @@ def recipe(data: str, model: str | None = None) -> Config:
     kind = data.partition(":")[0]
     like = {"table": TEXT, "folder": IMAGENET}.get(kind, Config())
     config = RECIPES.get(data) or replace(like, data=data)
-    if model and ":" in model and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # package.module:factory may lie here, as for `python -m`
+    importable_here(model)
     return replace(config, model=model) if model else config
 
 
