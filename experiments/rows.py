@@ -34,6 +34,14 @@ PERIODIC: dict[str, HeadSpec] = {
     f"{name}-k{k}": HEADS[name] for name in ("annealing-double-head", "temperature-1.2") for k in PERIODS
 }
 
+# The guards of the first two rows: the default, and the same with families of corruption left out, to be looked at there.
+GUARDS = ("shifts", "shifts-1", "shifts-2", "shifts-3")
+MORE_GUARDS = ("shifts-noises", "shifts-blurs", "shifts-colours", "shifts-digital", "noise+broad")
+LATER_SEEDS = (  # heads of further seeds: what the tables compare, without the sweeps
+    "double-head", "annealing-double-head", "temperature-1", "temperature-1.2", "statistics-1.1", "both-1.1",
+    "both@noise+broad-1",
+)  # fmt: skip
+
 BASELINES = ("mmce", "brier", "focal")
 RIVALS = ("label-smoothing", "mixup", "flsd-53", "mmce-published")
 TEXT = ("20newsgroups", "20newsgroups-bydate", "sst-binary", "sst-fine")
@@ -51,17 +59,21 @@ def row(data: str, model: str | None = None, epochs: int | None = None, seed: in
     ]  # words do not mix
     return {
         "cross-entropy": with_heads(base),
-        **{name: replace(METHODS[name].apply(base), shift=few_shifts(data)) for name in losses},
+        **{name: without_heads(METHODS[name].apply(base)) for name in losses},
     }
 
 
 def with_heads(base: Config) -> Config:
     """The cross-entropy run of a row and everything that rides on it."""
     heads, images = dict(HEADS), base.data in ("cifar10", "cifar100", "svhn")
-    if base.data in ("cifar10", "cifar100"):
+    shifted = base.data in ("cifar10", "cifar100")
+    guards = GUARDS + (MORE_GUARDS if base.seed == 0 else ()) if shifted else ()
+    if shifted:
         heads |= PERTURBED
     if (base.data, base.model) == ("cifar10", "resnet50"):
         heads |= PERIODIC
+    if base.seed and images:
+        heads = {name: heads[name] for name in LATER_SEEDS if name in heads}
     every = "cifar10c" if base.data in ("cifar10", "cifar100") else "gaussian_noise:5"
     return replace(
         base,
@@ -69,9 +81,17 @@ def with_heads(base: Config) -> Config:
         augment_of={name: name.split("@")[1].rpartition("-")[0] for name in heads if "@" in name},
         every_of={name: int(name.rpartition("-k")[2]) for name in heads if name in PERIODIC},
         auto=True,
-        record_gradients=images,
+        guards=guards,
+        record_gradients=images and base.seed == 0,
+        evaluate_every=1 if base.seed == 0 else base.epochs,
         shift=(every, *few_shifts(base.data)[1:]) if images else (),
     )
+
+
+def without_heads(config: Config) -> Config:
+    """A baseline or rival of a row."""
+    evaluate_every = 1 if config.seed == 0 else config.epochs
+    return replace(config, shift=few_shifts(config.data), evaluate_every=evaluate_every)
 
 
 def few_shifts(data: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ ORDER = (
     "bins",
     "metrics",
     "calibrators",
+    "shift_guard",  # humility under shift, for any classifier
     "head_bank",  # chooses among heads by proper scores, a scalar temperature among them
     "curves",
     "plots",

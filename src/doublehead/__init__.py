@@ -19,6 +19,7 @@ from doublehead.head_bank import HeadBank, HeadSpec, Selection, hold_back
 from doublehead.integrations.fit_head import fit_head, fit_head_on
 from doublehead.integrations.head_calibrator import HeadCalibrator
 from doublehead.predictions import Predictions
+from doublehead.shift_guard import ShiftGuard
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "Predictions",
     "Readings",
     "Selection",
+    "ShiftGuard",
     "Standardise",
     "calibrators",
     "fit_head",

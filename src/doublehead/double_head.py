@@ -87,6 +87,13 @@ class Standardise(nn.Module):
         return (values - self.mean) * variance.rsqrt()
 
     @torch.no_grad()
+    def set_moments(self, values: Tensor) -> None:
+        """Take the moments of all data (N, size) at once."""
+        self.mean.copy_(values.mean(0))
+        self.square.copy_(values.square().mean(0))
+        self.batches.fill_(50)  # as if it had followed for a while
+
+    @torch.no_grad()
     def follow(self, values: Tensor, fine: Tensor) -> None:
         """Take a batch (B, size) into the moments if it is `fine`, a bool tensor ()."""
         moments = average_over_processes(torch.stack([values.mean(0), values.square().mean(0)]))
@@ -205,7 +212,7 @@ class DoubleHead(nn.Module):
         self._tap = FeatureTap()
         if head is not None or "features" in names or n_classes is None:
             name, last = find_last_layer(model, layer, n_classes)
-            self._tap = FeatureTap(last, name, n_features)
+            self._tap = FeatureTap.on(last, name, n_features)
             n_classes = n_classes or self._tap.n_classes
         if n_classes is None:
             raise ValueError(f"n_classes must be given: layer {self._tap.name!r} does not state it")

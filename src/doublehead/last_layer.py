@@ -78,6 +78,15 @@ class FeatureTap:
         if layer is not None:
             layer.register_forward_hook(self._catch)
 
+    @classmethod
+    def on(cls, layer: nn.Module, name: str, n_features: int | None = None) -> FeatureTap:
+        """The tap that is on the layer already, or a new one: heads on one network share it and compile once."""
+        for hook in layer._forward_hooks.values():
+            tap = getattr(hook, "__self__", None)
+            if isinstance(tap, cls) and tap.name == name and n_features in (None, tap.n_features):
+                return tap
+        return cls(layer, name, n_features)
+
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         """What the model returns, and the features (B, F) that its logits came from."""
         self.recording = True

@@ -8,7 +8,7 @@ from doublehead.data.files import FileBatches
 from doublehead.data.glove import Embedding, embed
 from doublehead.data.manage import check, convert, get, list_datasets
 from doublehead.data.normalise import Normalise
-from doublehead.data.perturb import Broad, GaussianNoise, Perturb
+from doublehead.data.perturb import Broad, GaussianNoise, Perturb, Shifts
 from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, check_disjoint, count_duplicates
 from doublehead.data.text import TextBatches, TreeBatches, Vocabulary, tokenize
 from doublehead.data.trees import Tree, TreeBatch
@@ -26,6 +26,7 @@ __all__ = [
     "Images",
     "Normalise",
     "Perturb",
+    "Shifts",
     "Splits",
     "TextBatches",
     "Texts",

@@ -1,8 +1,9 @@
 """Perturbations of calibration batches, the paper's g: they teach the calibration head humility under shift.
 
 Pass one as `Alternation(..., augment=GaussianNoise(normalise=normalise))`. Each works on the device of the images and
-draws from torch's global generators, which Alternation replaces by its own while it runs. None of the
-families of `corruptions` but Gaussian noise is imitated, so those stay an honest test.
+draws from torch's global generators, which Alternation replaces by its own while it runs. `GaussianNoise` and
+`Broad` imitate none of the families of `corruptions` but Gaussian noise, so those stay an honest test; `Shifts` is made
+of those families, and an honest test leaves out the ones it looks at.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from doublehead.data.corruptions import FAMILIES, corrupt
 from doublehead.data.normalise import Normalise
 
 Perturbation: TypeAlias = Callable[[Tensor], Tensor]  # pixels (B, C, H, W) in 0..1 -> the same shape
@@ -158,6 +161,32 @@ class Broad(Perturb):
         noisy: tuple[Perturbation, ...] = (lambda pixels: noise(pixels, max_sigma),) * len(BROAD)
         pairs = [f for pair in zip(BROAD, noisy) for f in pair]
         super().__init__(tuple(pairs) if max_sigma else BROAD, share, normalise)
+
+
+class Shifts(Perturb):
+    """The families of CIFAR-10-C at random severities on `share` of each batch, but for those in `leave_out`.
+
+    >>> clean = torch.rand(26, 3, 32, 32)
+    >>> (Shifts(share=1.0)(clean) != clean).flatten(1).any(1).sum().item() >= 24
+    True
+    """
+
+    def __init__(
+        self, share: float = 0.5, normalise: Normalise | None = None, leave_out: Sequence[str] = ()
+    ) -> None:
+        unknown = sorted(set(leave_out) - set(FAMILIES))
+        if unknown:
+            raise ValueError(f"leave_out must hold some of {', '.join(FAMILIES)}, got {', '.join(unknown)}")
+        kept = [family for family in FAMILIES if family not in leave_out]
+        super().__init__([partial(_any_severity, family) for family in kept], share, normalise)
+
+
+def _any_severity(family: str, pixels: Tensor) -> Tensor:
+    severity = 1 + int(torch.randint(5, ()))  # on the CPU: no waiting for a GPU
+    generator = torch.default_generator
+    if pixels.is_cuda:
+        generator = torch.cuda.default_generators[pixels.device.index]
+    return corrupt(pixels, family, severity, generator)
 
 
 def _uniform(pixels: Tensor, low: float, high: float) -> Tensor:

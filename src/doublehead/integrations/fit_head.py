@@ -173,7 +173,8 @@ class _Heads:
         options: dict[str, Any] = {"kind": "temperature", "hidden": spec.hidden, "seed": spec.seed}
         self.head = FittedHead(*sizes, reads=spec.reads, standardise=True, **options).to(readings.main.device)
         inputs = self.head.gather(readings.features, readings.main)
-        _set_moments(self.head.standardise, inputs)
+        assert isinstance(self.head.standardise, Standardise)
+        self.head.standardise.set_moments(inputs)
         self.inputs = self.head.eval().standardise(inputs)  # (N, size)
         self.parameters = {
             name: value.detach().repeat(len(starts), *[1] * value.ndim).requires_grad_()
@@ -216,15 +217,6 @@ class _Heads:
             value.copy_(self.parameters[name][0])
         self.head.choice = choice
         return self.head
-
-
-def _set_moments(standardise: nn.Module, inputs: Tensor) -> None:
-    """Give a Standardise the moments of all inputs (N, size) at once."""
-    if not isinstance(standardise, Standardise):
-        raise TypeError(f"standardise must be a Standardise, got {type(standardise).__name__}")
-    standardise.mean.copy_(inputs.mean(0))
-    standardise.square.copy_(inputs.square().mean(0))
-    standardise.batches.fill_(50)  # as if it had followed for a while
 
 
 def _check_settings(candidates: Sequence[HeadSpec], folds: int) -> None:

@@ -16,8 +16,19 @@ from doublehead.data.corruptions import FAMILIES
 from doublehead.head_bank import HeadSpec
 from doublehead.losses import LOSSES
 
-PERTURBATIONS = ("", "noise", "broad", "noise+broad")
-RESERVED = ("main", "auto")  # outputs of every run and of `auto`: no head may be called so
+# Families of corruption to leave out of "shifts" in turn, so that each can be looked at by something that has not
+# seen it: one of each kind at a time, or a whole kind.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "1": ("gaussian_noise", "gaussian_blur", "contrast", "jpeg_compression"),
+    "2": ("shot_noise", "defocus_blur", "brightness", "pixelate"),
+    "3": ("impulse_noise", "speckle_noise", "motion_blur", "saturate", "elastic_transform"),
+    "noises": ("gaussian_noise", "shot_noise", "impulse_noise", "speckle_noise"),
+    "blurs": ("gaussian_blur", "defocus_blur", "motion_blur"),
+    "colours": ("contrast", "brightness", "saturate"),
+    "digital": ("jpeg_compression", "pixelate", "elastic_transform"),
+}
+PERTURBATIONS = ("", "noise", "broad", "noise+broad", "shifts", *(f"shifts-{name}" for name in LEFT_OUT))
+RESERVED = ("main", "auto", "guarded")  # outputs that are not heads of `heads`: no head may be called so
 BOUNDS = {  # the least value of a setting
     "epochs": 1, "batch_size": 1, "every": 1, "calib_batch_size": 1, "max_words": 1, "image_size": 1,
     "evaluate_every": 1, "n_train": 1, "n_calib": 1, "n_test": 1, "seed": 0, "workers": 0, "mixup": 0,
@@ -39,6 +50,7 @@ class Config:
     auto: bool = (
         False  # also train the bank behind beta0="auto"; choose from it on held-back calibration data
     )
+    guards: tuple[str, ...] = ()  # perturbations, each the teacher of a ShiftGuard that is put round `auto`
     hold_back: float = 0.2  # the share of the calibration data that `auto` holds back
     epochs: int = 200
     batch_size: int = 128
@@ -93,7 +105,7 @@ class Config:
             _check(fine, "shift", "of a severity from 1 to 5", shifted)
 
     def _check_heads(self) -> None:
-        reserved = sorted(set(RESERVED) & set(self.heads))
+        reserved = sorted(name for name in self.heads if name.split("@")[0] in RESERVED)
         _check(not reserved, "heads", f"named otherwise than {' and '.join(RESERVED)}", reserved)
         odd = [name for name in self.heads if not re.fullmatch(r"[\w@+.-]+", name)]
         _check(not odd, "heads", "named by letters, digits and @+.-, as their files are", odd)
@@ -104,6 +116,11 @@ class Config:
             _check(every >= 1, f"every_of[{name!r}]", "at least 1", every)
         for name in (self.calib_augment, *self.augment_of.values()):
             _check(name in PERTURBATIONS, "calib_augment", f"one of {PERTURBATIONS}", name)
+        for name in self.guards:
+            _check(name in PERTURBATIONS[1:], "guards", f"among {PERTURBATIONS[1:]}", name)
+        _check(
+            self.auto or not self.guards, "guards", "empty without auto, whose output they guard", self.guards
+        )
 
     def riders(self) -> dict[str, list[str]]:
         """Heads by perturbation and period, each group one bank; "auto" is a group of its own."""
@@ -117,6 +134,10 @@ class Config:
     def head_groups(self) -> dict[str, list[str]]:
         """The groups of `riders` whose heads each answer for themselves."""
         return {group: names for group, names in self.riders().items() if group != "auto"}
+
+    def guarded(self) -> dict[str, str]:
+        """The outputs of `guards` and the perturbation that taught each: "guarded", "guarded@noise+broad" ..."""
+        return {"guarded" if name == "shifts" else f"guarded@{name}": name for name in self.guards}
 
     @property
     def name(self) -> str:

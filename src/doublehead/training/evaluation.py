@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from doublehead.head_bank import HeadBank
 from doublehead.last_layer import logits_of
 from doublehead.plumbing import device_of, evaluating, n_processes, unpack
 from doublehead.predictions import Predictions
+from doublehead.shift_guard import scaled
 from doublehead.training.run import Run
 
 EPOCH_NUMBERS = ("accuracy", "ece", "nll", "brier", "mean_entropy", "mean_confidence")
@@ -31,7 +33,7 @@ def predict(
 
     Without `heads` of "main" alone. Data of other classes is not `labelled`: its labels are then all 0.
     """
-    _share_buffers(run)
+    share_buffers(run)
     parts: dict[str, list[Tensor]] = {}
     with evaluating(run.net), run.fabric.autocast():
         for batch in batches:
@@ -51,16 +53,19 @@ def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
         yield "main", logits_of(run.net(*args, **kwargs)).float()
         return
     # All riders sit on one network: what one of them reads is what all of them read.
-    features, main, labels = next(iter(run.riders.values())).read([batch])
+    with run.stages.recording() if run.stages else nullcontext():
+        features, main, labels = next(iter(run.riders.values())).read([batch])
+    stages = run.stages.take() if run.stages else None
     yield "labels", labels
     yield "main", main
     for group, names in run.config.riders().items():
         bank = run.riders[group].head
         assert isinstance(bank, HeadBank)
         with evaluating(bank):
-            yield from zip(
-                names, [bank(features, main)] if group == "auto" else bank.all_heads(features, main)
-            )
+            made = [bank(features, main)] if group == "auto" else bank.all_heads(features, main)
+        yield from zip(names, made)
+        if group == "auto" and stages is not None:
+            yield from ((name, scaled(made[0], guard(stages))) for name, guard in run.guards.items())
 
 
 def epoch_numbers(predictions: Mapping[str, Predictions], n_bins: int = 15) -> dict[str, dict[str, float]]:
@@ -146,7 +151,7 @@ def corrupted(run: Run, family: str, severity: int) -> Iterator[tuple[Tensor, Te
         yield normalise(pixels).contiguous(memory_format=torch.channels_last), y
 
 
-def _share_buffers(run: Run) -> None:
+def share_buffers(run: Run) -> None:
     """Give every process the first one's buffers: BatchNorm's averages are each process's own until then."""
     if n_processes() > 1:
         for buffer in run.net.buffers():

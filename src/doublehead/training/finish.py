@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import asdict
@@ -14,7 +15,14 @@ from doublehead import metrics
 from doublehead.head_bank import HeadBank, Selection
 from doublehead.optional import require
 from doublehead.predictions import Predictions
-from doublehead.training.evaluation import final_numbers, held_back_readings, predict, shift_numbers
+from doublehead.shift_guard import ShiftGuard
+from doublehead.training.evaluation import (
+    final_numbers,
+    held_back_readings,
+    predict,
+    share_buffers,
+    shift_numbers,
+)
 from doublehead.training.run import Run, on_first_process
 from doublehead.training.run_folder import RunFolder, environment
 
@@ -23,7 +31,9 @@ DIGITS = 6  # significant ones of a number in a results file: floats hold 7
 
 def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
     """Evaluate a trained run and write all of its files; return what results.json holds."""
+    share_buffers(run)
     selection = _select(run)
+    _fit_guards(run)
     predictions = {"test": _predict(run, "test"), "calib": _predict(run, "calib")}
     if run.config.predict_train:
         predictions["train"] = _predict(run, "train", heads=False)
@@ -40,6 +50,21 @@ def _select(run: Run) -> Selection | None:
     bank = run.riders["auto"].head
     assert isinstance(bank, HeadBank)
     return bank.select(held_back_readings(run))
+
+
+def _fit_guards(run: Run) -> None:
+    """Teach each guard what is usual on the calibration data; every process does the same."""
+    if not run.config.guards:
+        return
+    guard = ShiftGuard(run.net, seed=run.config.seed)
+    calib = run.inputs.whole(run.inputs.splits.calib)
+    for output, name in run.config.guarded().items():
+        perturb = run.inputs.perturbation(name, share=1.0)
+        assert perturb is not None
+        with run.fabric.autocast():
+            guard.fit(calib, perturb, seed=run.config.seed)
+        run.guards[output] = copy.deepcopy(guard.guard)
+    run.stages = guard.tap
 
 
 def _predict(run: Run, split: str, heads: bool = True) -> dict[str, Predictions]:
@@ -86,6 +111,8 @@ def _write_weights(run: Run, folder: RunFolder) -> None:
     tensors = {f"model.{key}": value for key, value in run.net.state_dict().items()}
     for name, rider in run.riders.items():
         tensors |= {f"{name}.{key}": value for key, value in rider.head.state_dict().items()}
+    for name, guard in run.guards.items():
+        tensors |= {f"{name}.{key}": value for key, value in guard.state_dict().items()}
     save = require("safetensors.torch", extra="train").save
     packed = save({key: value.detach().cpu().contiguous() for key, value in tensors.items()})
     folder.write("model.safetensors", lambda file: file.write(packed))

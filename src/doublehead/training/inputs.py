@@ -21,6 +21,7 @@ from doublehead.data import (
     ImageFiles,
     Images,
     Normalise,
+    Shifts,
     Splits,
     TextBatches,
     Texts,
@@ -33,7 +34,7 @@ from doublehead.data import (
 from doublehead.data.epochs import Batches
 from doublehead.data.splits import Samples, stratified_draw
 from doublehead.models import MODELS
-from doublehead.training.config import Config
+from doublehead.training.config import LEFT_OUT, Config
 
 EVAL_BATCH = 500
 
@@ -50,7 +51,8 @@ class Inputs:
     calib_for_auto: Batches | None  # the part of it that `auto` does not hold back
     held_back: Batches | None
     make_eval: Callable[[Samples], Batches]
-    perturbation: Callable[[str], Callable[[Any], Any] | None]  # by name: the paper's g
+    whole: Callable[[Samples], Batches]  # all of them in order, in every process
+    perturbation: Callable[..., Callable[[Any], Any] | None]  # (name, share of a batch): the paper's g
     model_options: dict[str, Any] = field(default_factory=dict)
     memory_format: torch.memory_format = torch.preserve_format
     normalise: Normalise | None = None
@@ -95,6 +97,7 @@ def load_inputs(
         calib_for_auto=None if kept is None else for_heads(kept),
         held_back=None if held is None else sharded(held, EVAL_BATCH, False, 0),
         make_eval=lambda samples: test_batches if samples is test else sharded(samples, EVAL_BATCH, False, 0),
+        whole=lambda samples: make.batches(samples, EVAL_BATCH, False, 0),
         perturbation=make.perturbation,
         model_options=make.model_options,
         memory_format=make.memory_format,
@@ -135,7 +138,7 @@ class Maker:
     """How one kind of data becomes batches: (samples, batch_size, train, seed) -> Batches."""
 
     batches: Callable[[Samples, int, bool, int], Batches]
-    perturbation: Callable[[str], Callable[[Any], Any] | None]
+    perturbation: Callable[..., Callable[[Any], Any] | None]
     model_options: dict[str, Any] = field(default_factory=dict)
     memory_format: torch.memory_format = torch.preserve_format
     normalise: Normalise | None = None
@@ -151,7 +154,7 @@ def _maker(config: Config, device: torch.device, splits: Splits) -> Maker:
             f"got {config.model}, which reads {MODELS[config.model].reads}"
         )
     made = kinds[kind](config, device, splits)
-    for name in {config.calib_augment, *config.augment_of.values()}:
+    for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
         made.perturbation(name)  # says now if there is no such perturbation for this data
     return made
 
@@ -216,9 +219,11 @@ def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
     if config.mixup:
         raise ValueError(f"mixup is for images, {config.data} holds words")
 
-    def no_perturbation(name: str) -> None:
+    def no_perturbation(name: str, share: float = 0.5) -> None:
         if name:
-            raise ValueError(f"calib_augment is for images, {config.data} holds words: leave it empty")
+            raise ValueError(
+                f"calib_augment and guards are for images, {config.data} holds words: leave them empty"
+            )
 
     vocabulary, vectors = _vectors(config, splits)
 
@@ -252,10 +257,15 @@ def _vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:
     return vocabulary, vectors
 
 
-def _perturbation(normalise: Normalise | None, name: str) -> Callable[[Tensor], Tensor] | None:
+def _perturbation(
+    normalise: Normalise | None, name: str, share: float = 0.5
+) -> Callable[[Tensor], Tensor] | None:
     """The g of that name for images that were normalised like this."""
+    kind, _, left_out = name.partition("-")
     if not name:
         return None
     if name == "noise":
-        return GaussianNoise(normalise=normalise)
-    return Broad(normalise=normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
+        return GaussianNoise(share=share, normalise=normalise)
+    if kind == "shifts":
+        return Shifts(share, normalise, LEFT_OUT.get(left_out, ()))
+    return Broad(share, normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)

@@ -19,6 +19,7 @@ from doublehead.head_bank import AUTO, HeadBank
 from doublehead.models import build
 from doublehead.optional import require
 from doublehead.plumbing import get_random, n_processes, rank, set_random
+from doublehead.shift_guard import Guard, StageTap
 from doublehead.training.config import Config
 from doublehead.training.inputs import Inputs, load_inputs
 from doublehead.training.run_folder import RunError
@@ -36,6 +37,8 @@ class Run:
     riders: dict[str, DoubleHead]  # one bank of heads each; "auto" is the one to choose from
     alternations: dict[str, Alternation]
     fabric: Any
+    stages: StageTap | None = None  # what the guards read
+    guards: dict[str, Guard] = field(default_factory=dict)  # by output; made when training is over
     others: dict[str, Batches] = field(default_factory=dict)  # data sets that `shift` names
     epoch: int = 0
     seconds: float = 0.0  # spent in training steps
@@ -107,7 +110,7 @@ def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None)
         riders[group], alternations[group] = rider, _alternation(config, group, rider, inputs, optimizer)
     # Dropout: the same whatever was built above, other masks in each process.
     torch.manual_seed(config.seed + 2 + 1000 * fabric.global_rank)
-    return Run(config, net, forward, inputs, optimizer, riders, alternations, fabric, others)
+    return Run(config, net, forward, inputs, optimizer, riders, alternations, fabric, others=others)
 
 
 def _alternation(
