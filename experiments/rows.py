@@ -34,7 +34,7 @@ PERIODIC: dict[str, HeadSpec] = {
     f"{name}-k{k}": HEADS[name] for name in ("annealing-double-head", "temperature-1.2") for k in PERIODS
 }
 
-# The guards of the first two rows: the default, and the same with families of corruption left out, to be looked at there.
+# Guards of the first two rows: the default, and the same with families of corruption left out, to be looked at there.
 GUARDS = ("shifts", "shifts-1", "shifts-2", "shifts-3")
 MORE_GUARDS = ("shifts-noises", "shifts-blurs", "shifts-colours", "shifts-digital", "noise+broad")
 LATER_SEEDS = (  # heads of further seeds: what the tables compare, without the sweeps
