@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,10 @@ from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.double_head import Standardise
 from doublehead.last_layer import logits_of, uncompiled, with_logits
 from doublehead.plumbing import device_of, evaluating, seeded, unpack
+from doublehead.predictions import Predictions
 
 # Chosen on CIFAR-10 calibration images with families of corruption left out in turn (docs/results).
-N_LAYERS = 8
+N_LAYERS, DEPTH = 6, 0.75  # of the network's depth: its last layers tell classes apart rather than shifts
 HIDDEN, DROPOUT = 128, 0.5
 BATCH, LR, WEIGHT_DECAY = 256, 0.003, 1e-4
 COST = 0.05  # of a unit of humility on unperturbed data, in nats
@@ -40,7 +42,7 @@ class Sights(NamedTuple):
 class StageTap:
     """Catches what goes into some normalisation layers while a model runs, as a mean and a deviation per channel.
 
-    `layers` names them; without it `n_layers` are taken at even distances over the depth of the model.
+    `layers` names them; without it `n_layers` are taken evenly from the first three quarters of the model.
     """
 
     def __init__(
@@ -55,9 +57,8 @@ class StageTap:
             )
         if layers is None:
             n_layers = min(n_layers, len(names))
-            layers = list(
-                dict.fromkeys(names[round(i * (len(names) - 1) / n_layers)] for i in range(n_layers))
-            )
+            places = [round(DEPTH * i * (len(names) - 1) / n_layers) for i in range(n_layers)]
+            layers = [names[place] for place in dict.fromkeys(places)]
         unknown = [name for name in layers if name not in found]
         if unknown or not layers:
             raise ValueError(
@@ -68,33 +69,36 @@ class StageTap:
         self._recording = False
         self._caught: dict[int, Tensor] = {}
         for number, name in enumerate(self.layers):
-            found[name].register_forward_hook(self._catcher(number))
+            found[name].register_forward_hook(partial(self._catch, number))
+        if any(module is not uncompiled(module) for module in model.modules()):
+            torch.compiler.reset()  # what was compiled so far does not know the hooks and would pass them by
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Catch while the model runs in here; `take` gives what was caught."""
-        self._recording = True
+        self._recording, self._caught = True, {}
         try:
             yield
         finally:
             self._recording = False
 
-    def take(self) -> Tensor:
-        """The stages (B, S) of the last run; they are let go."""
+    def take(self, n: int) -> Tensor:
+        """The stages (n, S) of the last run, which was over `n` samples; they are let go."""
         caught, self._caught = self._caught, {}
-        if len(caught) < len(self.layers):
-            missing = [name for number, name in enumerate(self.layers) if number not in caught]
+        missing = [name for number, name in enumerate(self.layers) if number not in caught]
+        if missing:
             raise RuntimeError(f"layers must be run in the model's forward, but these were not: {missing}")
+        strange = [name for number, name in enumerate(self.layers) if len(caught[number]) != n]
+        if strange:
+            raise RuntimeError(
+                f"layers must see one row for each of the {n} samples, but these do not: {strange}; "
+                "name others with layers=[...]"
+            )
         return torch.cat([caught[number] for number in range(len(self.layers))], 1)
 
-    def _catcher(self, number: int) -> Callable[..., None]:
-        def catch(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if self._recording:
-                self._caught[number] = moments(
-                    args[0].detach(), channels_last=isinstance(layer, nn.LayerNorm)
-                )
-
-        return catch
+    def _catch(self, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._recording:
+            self._caught[number] = moments(args[0].detach(), channels_last=_channels_last(layer, args[0]))
 
 
 def moments(maps: Tensor, channels_last: bool = False) -> Tensor:
@@ -107,46 +111,68 @@ def moments(maps: Tensor, channels_last: bool = False) -> Tensor:
         maps = maps.float().flatten(1, -2) if channels_last and maps.ndim > 2 else maps.float()
         maps = maps.mT if channels_last and maps.ndim > 2 else maps
         flat = maps.flatten(2) if maps.ndim > 2 else maps[:, :, None]  # (B, C, places)
+        if not len(flat):  # torch would warn of a deviation of nothing
+            return flat.new_zeros(0, 2 * flat.shape[1])
         return torch.cat([flat.mean(-1), flat.std(-1, correction=0)], 1)
 
 
 def channels_of(layer: nn.Module) -> int | None:
     """How many channels a normalisation layer has; None for any other module."""
-    if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+    if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
         return layer.num_features
     if isinstance(layer, nn.GroupNorm):
         return layer.num_channels
     return layer.normalized_shape[-1] if isinstance(layer, nn.LayerNorm) else None
 
 
+def _channels_last(layer: nn.Module, maps: Tensor) -> bool:
+    """As LayerNorm has them; but ConvNeXt's kind of it, in torchvision and timm, takes maps (B, C, H, W)."""
+    of_maps = type(layer) is not nn.LayerNorm and maps.ndim == 4 and maps.shape[1] == channels_of(layer)
+    return isinstance(layer, nn.LayerNorm) and not of_maps
+
+
 class Guard(nn.Module):
-    """Stages (B, S) -> the factor (B, 1) in 0..1 by which to scale logits; 1 up to the threshold of strangeness."""
+    """Stages (B, S) -> the factor (B, 1) by which to scale logits, above 0; 1 up to the threshold of strangeness.
+
+    Before `fit` it is 1 everywhere. It computes in float32 whatever the model does.
+    """
 
     def __init__(self, n_stages: int, seed: int = 0) -> None:
         super().__init__()
+        self.seed = seed
         self.standardise = Standardise(n_stages)
         with seeded(seed):  # the caller's random numbers stay as they were
             self.first, self.last = nn.Linear(n_stages, HIDDEN), nn.Linear(HIDDEN, 1)
         nn.init.zeros_(self.last.weight)
         nn.init.constant_(self.last.bias, -0.5)  # little humility to begin with
-        self.register_buffer("threshold", torch.zeros(()))
+        self.register_buffer("threshold", torch.full((), math.inf))
         self.threshold: Tensor
 
     def humility(self, stages: Tensor) -> Tensor:
         """How far to turn the logits down, (B, 1): the logarithm of a temperature, before the threshold."""
-        hidden = F.dropout(F.relu(self.first(self.standardise(stages))), DROPOUT, self.training)
-        return F.softplus(self.last(hidden), beta=4)
+        with torch.autocast(stages.device.type, enabled=False):
+            hidden = F.dropout(F.relu(self.first(self.standardise(stages))), DROPOUT, self.training)
+            return F.softplus(self.last(hidden), beta=4)
 
     def forward(self, stages: Tensor) -> Tensor:
-        """The factor (B, 1)."""
-        return (self.threshold - self.humility(stages)).clamp(min=-10, max=0).exp()
+        """The factor (B, 1); the least there is for stages that are not finite."""
+        above = (self.threshold - self.humility(stages)).nan_to_num(-10)
+        return above.clamp(min=-10, max=0).exp()
 
     def fit(
         self, clean: Sights, perturbed: Sights, *, keep: float = 0.9, epochs: int = 20, seed: int = 0
     ) -> None:
-        """Learn from both by their NLL, then set the threshold: a share `keep` of the clean ones is left alone."""
+        """Learn from both by their NLL, then set the threshold: a share `keep` of the clean ones is left alone.
+
+        It starts anew each time: nothing of an earlier fit stays.
+        """
         if not 0 <= keep <= 1:
             raise ValueError(f"keep must lie in 0..1, got {keep}")
+        if epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {epochs}")
+        for sights in (clean, perturbed):
+            _check(sights)
+        self.load_state_dict(Guard(self.first.in_features, self.seed).state_dict())
         self.standardise.set_moments(clean.stages)
         start = float(fit_inverse_temperature(clean.logits, clean.labels))
         with seeded(seed, device_of(self)), torch.enable_grad():
@@ -162,6 +188,15 @@ class Guard(nn.Module):
         self.eval()
         with torch.no_grad():
             self.threshold.copy_(self.humility(clean.stages).quantile(keep))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Guard:
+        """Goes along to another device, but stays as it is where the model becomes half precision."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
 
     def _loss(self, start: float, clean: Sights, perturbed: Sights) -> Tensor:
         """Of half a batch of each; the clean half also pays for its humility."""
@@ -208,7 +243,8 @@ class ShiftGuard(nn.Module):
             return self.model(*args, **kwargs)
         with self.tap.recording():
             output = self.model(*args, **kwargs)
-        return with_logits(output, scaled(logits_of(output), self.guard(self.tap.take())))
+        logits = logits_of(output)
+        return with_logits(output, scaled(logits, self.guard(self.tap.take(len(logits)))))
 
     def fit(
         self,
@@ -245,7 +281,7 @@ class ShiftGuard(nn.Module):
                     args = (perturb(args[0]), *args[1:]) if args else args
                     kwargs = kwargs if args else perturb(kwargs)
                 logits = logits_of(uncompiled(self.model)(*args, **kwargs)).float()
-                rows.append((self.tap.take(), logits, labels))
+                rows.append((self.tap.take(len(logits)), logits, labels))
         if not rows:
             raise ValueError(
                 "calib_batches must hold at least one batch and start again when iterated again, got none"
@@ -253,7 +289,13 @@ class ShiftGuard(nn.Module):
         return Sights(*(torch.cat(parts) for parts in zip(*rows)))
 
 
+def _check(sights: Sights) -> None:
+    Predictions(sights.logits, sights.labels)  # refuses what is empty, not finite, or has labels out of range
+    if not bool(torch.isfinite(sights.stages).all()):
+        raise ValueError("what the model's layers see must be finite, got nan or inf")
+
+
 def scaled(logits: Tensor, factor: Tensor) -> Tensor:
     """Logits (B, K) times a factor (B, 1), moved so that the largest is 0: rounding can never make a new tie there."""
-    logits = logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     return (logits - logits.amax(-1, keepdim=True)) * factor
