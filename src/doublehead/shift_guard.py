@@ -196,7 +196,8 @@ class Guard(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(move, recurse)
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _loss(self, start: float, clean: Sights, perturbed: Sights) -> Tensor:
         """Of half a batch of each; the clean half also pays for its humility."""

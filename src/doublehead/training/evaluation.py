@@ -55,7 +55,7 @@ def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
     # All riders sit on one network: what one of them reads is what all of them read.
     with run.stages.recording() if run.stages else nullcontext():
         features, main, labels = next(iter(run.riders.values())).read([batch])
-    stages = run.stages.take() if run.stages else None
+    stages = run.stages.take(len(main)) if run.stages else None
     yield "labels", labels
     yield "main", main
     for group, names in run.config.riders().items():
