@@ -114,21 +114,27 @@ class Perturb:
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """A perturbed copy of the batch."""
+        if not isinstance(images, Tensor):
+            raise TypeError(f"images must be a tensor (B, C, H, W), got {type(images).__name__}")
         if images.ndim != 4 or not images.is_floating_point():
             raise ValueError(
                 f"images must be floating (B, C, H, W), got {images.dtype} of shape {tuple(images.shape)}"
             )
-        n = round(self.share * len(images))
+        n, functions = round(self.share * len(images)), self._fitting(images.shape[1])
         pixels = images[:n].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         pixels = self.normalise.undo(pixels) if self.normalise else pixels
-        turn = int(torch.randint(len(self.functions), ()))  # on the CPU: no waiting for a GPU
-        for i, function in enumerate(self.functions):
-            mine = slice((i + turn) % len(self.functions), n, len(self.functions))
+        turn = int(torch.randint(len(functions), ()))  # on the CPU: no waiting for a GPU
+        for i, function in enumerate(functions):
+            mine = slice((i + turn) % len(functions), n, len(functions))
             if mine.start < n:
                 pixels[mine] = function(pixels[mine].contiguous())
         pixels.clamp_(0, 1)
         pixels = self.normalise(pixels) if self.normalise else pixels
         return torch.cat([pixels.to(images.dtype), images[n:]])
+
+    def _fitting(self, n_channels: int) -> Sequence[Perturbation]:
+        """Those of the functions that make sense for images of so many channels."""
+        return self.functions
 
 
 class GaussianNoise(Perturb):
@@ -166,6 +172,8 @@ class Broad(Perturb):
 class Shifts(Perturb):
     """The families of CIFAR-10-C at random severities on `share` of each batch, but for those in `leave_out`.
 
+    `saturate` is a matter of colour: images that have not three channels go without it.
+
     >>> clean = torch.rand(26, 3, 32, 32)
     >>> (Shifts(share=1.0)(clean) != clean).flatten(1).any(1).sum().item() >= 24
     True
@@ -179,6 +187,15 @@ class Shifts(Perturb):
             raise ValueError(f"leave_out must hold some of {', '.join(FAMILIES)}, got {', '.join(unknown)}")
         kept = [family for family in FAMILIES if family not in leave_out]
         super().__init__([partial(_any_severity, family) for family in kept], share, normalise)
+
+    def _fitting(self, n_channels: int) -> Sequence[Perturbation]:
+        coloured = n_channels == 3
+        fitting = [one for one in self.functions if coloured or getattr(one, "args", ()) != ("saturate",)]
+        if not fitting:
+            raise ValueError(
+                f"leave_out must leave a family that is not saturate for images with {n_channels} channels"
+            )
+        return fitting
 
 
 def _any_severity(family: str, pixels: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def compare(
 
 
 def find_finished(asked: Config, folder: Path) -> RunFolder | None:
-    """A finished run in `folder` that answers for `asked`: the same but for heads, of which it may have more."""
+    """A finished run in `folder` that answers for `asked`: the same but for heads and guards, which may be more."""
     for path in sorted(folder.glob(f"{glob.escape(asked.name)}-*")):
         run = RunFolder(path)
         try:
@@ -68,8 +68,9 @@ def find_finished(asked: Config, folder: Path) -> RunFolder | None:
 
 
 def _answers_for(config: Config, asked: Config) -> bool:
-    same = replace(config, heads=asked.heads, auto=asked.auto) == asked
-    return same and asked.heads.items() <= config.heads.items() and config.auto >= asked.auto
+    same = replace(config, heads=asked.heads, auto=asked.auto, guards=asked.guards) == asked
+    more = asked.heads.items() <= config.heads.items() and set(asked.guards) <= set(config.guards)
+    return same and more and config.auto >= asked.auto
 
 
 def method_rows(name: str, results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:

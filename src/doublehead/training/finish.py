@@ -14,6 +14,7 @@ import torch
 from doublehead import metrics
 from doublehead.head_bank import HeadBank, Selection
 from doublehead.optional import require
+from doublehead.plumbing import same_on_all_processes
 from doublehead.predictions import Predictions
 from doublehead.shift_guard import ShiftGuard
 from doublehead.training.evaluation import (
@@ -53,7 +54,7 @@ def _select(run: Run) -> Selection | None:
 
 
 def _fit_guards(run: Run) -> None:
-    """Teach each guard what is usual on the calibration data; every process does the same."""
+    """Teach each guard what is usual on the calibration data: in every process, which then have the first one's."""
     if not run.config.guards:
         return
     guard = ShiftGuard(run.net, seed=run.config.seed)
@@ -63,6 +64,7 @@ def _fit_guards(run: Run) -> None:
         assert perturb is not None
         with run.fabric.autocast():
             guard.fit(calib, perturb, seed=run.config.seed)
+        same_on_all_processes(guard.guard)  # devices may round otherwise than their neighbours
         run.guards[output] = copy.deepcopy(guard.guard)
     run.stages = guard.tap
 

@@ -21,7 +21,7 @@ BETAS = (0.1, 0.6, 0.8, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0)  # of a sweep over b
 
 @dataclass(frozen=True)
 class Method:
-    """What to train and which of its outputs answers: "main", the name of a head, or "auto"."""
+    """What to train and which of its outputs answers: "main", the name of a head, "auto" or "guarded"."""
 
     title: str
     loss: str = "cross_entropy"
@@ -29,10 +29,11 @@ class Method:
     mixup: float = 0.0
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)
     auto: bool = False
+    guards: tuple[str, ...] = ()
     answers: str = "main"
 
     def apply(self, config: Config) -> Config:
-        """The config with this method in it; heads that are there already stay."""
+        """The config with this method in it; heads and guards that are there already stay."""
         return replace(
             config,
             loss=self.loss,
@@ -40,6 +41,7 @@ class Method:
             mixup=self.mixup,
             heads={**config.heads, **self.heads},
             auto=config.auto or self.auto,
+            guards=tuple(dict.fromkeys((*config.guards, *self.guards))),
         )
 
 
@@ -66,6 +68,7 @@ METHODS: dict[str, Method] = {
     ),
     "sample-temperature": _head("Sample temperature head", "sample-temperature", replace(SAMPLE, beta0=1.2)),
     "auto": Method("Auto head", auto=True, answers="auto"),
+    "guarded": Method("Guarded auto head", auto=True, guards=("shifts",), answers="guarded"),
     "sweep": Method(
         "Sweep over beta0",
         heads={
