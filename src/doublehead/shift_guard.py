@@ -48,13 +48,8 @@ class StageTap:
     def __init__(
         self, model: nn.Module, layers: Sequence[str] | None = None, n_layers: int = N_LAYERS
     ) -> None:
-        found = {name: module for name, module in uncompiled(model).named_modules() if channels_of(module)}
+        found = normalisation_layers(model)
         names = list(found)
-        if not names:
-            raise ValueError(
-                f"model must have normalisation layers (BatchNorm, GroupNorm, LayerNorm), "
-                f"got {type(uncompiled(model)).__name__} without any"
-            )
         if layers is None:
             n_layers = min(n_layers, len(names))
             places = [round(DEPTH * i * (len(names) - 1) / n_layers) for i in range(n_layers)]
@@ -88,7 +83,7 @@ class StageTap:
         missing = [name for number, name in enumerate(self.layers) if number not in caught]
         if missing:
             raise RuntimeError(f"layers must be run in the model's forward, but these were not: {missing}")
-        strange = [name for number, name in enumerate(self.layers) if len(caught[number]) != n]
+        strange = [name for number, name in enumerate(self.layers) if caught[number].shape[0] != n]
         if strange:
             raise RuntimeError(
                 f"layers must see one row for each of the {n} samples, but these do not: {strange}; "
@@ -111,9 +106,21 @@ def moments(maps: Tensor, channels_last: bool = False) -> Tensor:
         maps = maps.float().flatten(1, -2) if channels_last and maps.ndim > 2 else maps.float()
         maps = maps.mT if channels_last and maps.ndim > 2 else maps
         flat = maps.flatten(2) if maps.ndim > 2 else maps[:, :, None]  # (B, C, places)
-        if not len(flat):  # torch would warn of a deviation of nothing
+        if flat.shape[0] == 0:  # torch would warn of a deviation of nothing
             return flat.new_zeros(0, 2 * flat.shape[1])
         return torch.cat([flat.mean(-1), flat.std(-1, correction=0)], 1)
+
+
+def normalisation_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The normalisation layers of a model by name; an error for a model without any, which cannot be guarded."""
+    model = uncompiled(model)
+    found = {name: module for name, module in model.named_modules() if channels_of(module)}
+    if not found:
+        raise ValueError(
+            "model must have normalisation layers (BatchNorm, GroupNorm, LayerNorm) for a guard to read, "
+            f"got {type(model).__name__} without any"
+        )
+    return found
 
 
 def channels_of(layer: nn.Module) -> int | None:
@@ -185,6 +192,7 @@ class Guard(nn.Module):
                 self._loss(start, clean, perturbed).backward()
                 nn.utils.clip_grad_norm_(self.parameters(), 1.0)
                 optimizer.step()
+        self.zero_grad()  # an optimizer over the whole model's parameters shall leave the guard alone
         self.eval()
         with torch.no_grad():
             self.threshold.copy_(self.humility(clean.stages).quantile(keep))
@@ -245,7 +253,7 @@ class ShiftGuard(nn.Module):
         with self.tap.recording():
             output = self.model(*args, **kwargs)
         logits = logits_of(output)
-        return with_logits(output, scaled(logits, self.guard(self.tap.take(len(logits)))))
+        return with_logits(output, scaled(logits, self.guard(self.tap.take(logits.shape[0]))))
 
     def fit(
         self,
@@ -282,7 +290,7 @@ class ShiftGuard(nn.Module):
                     args = (perturb(args[0]), *args[1:]) if args else args
                     kwargs = kwargs if args else perturb(kwargs)
                 logits = logits_of(uncompiled(self.model)(*args, **kwargs)).float()
-                rows.append((self.tap.take(len(logits)), logits, labels))
+                rows.append((self.tap.take(logits.shape[0]), logits, labels))
         if not rows:
             raise ValueError(
                 "calib_batches must hold at least one batch and start again when iterated again, got none"

@@ -19,7 +19,7 @@ from doublehead.head_bank import AUTO, HeadBank
 from doublehead.models import build
 from doublehead.optional import require
 from doublehead.plumbing import get_random, n_processes, rank, set_random
-from doublehead.shift_guard import Guard, StageTap
+from doublehead.shift_guard import Guard, StageTap, normalisation_layers
 from doublehead.training.config import Config
 from doublehead.training.inputs import Inputs, load_inputs
 from doublehead.training.run_folder import RunError
@@ -99,6 +99,8 @@ def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None)
     torch.manual_seed(config.seed)
     net = build(config.model, inputs.n_classes, **inputs.model_options)
     net = net.to(fabric.device).to(memory_format=inputs.memory_format)  # type: ignore[call-overload]
+    if config.guards:
+        normalisation_layers(net)  # says now if a guard will have nothing to read
     optimizer = _optimizer(config, net)
     fast = _compiled(config, net)
     forward = fast
