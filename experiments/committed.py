@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from seen import parts
 
 from doublehead.bins import UNIT, Bins
 from doublehead.training.methods import METHODS
@@ -116,18 +117,30 @@ class Run:
             recorded = json.loads(file.read_text()).get(output)
         return bins_of(recorded[when]) if recorded and when in recorded else None
 
+    def has(self, output: str) -> bool:
+        """Whether the run has an output, or all parts of a composed one."""
+        return all(part in self.results["outputs"] for part in parts(output))
+
     def number(self, output: str, key: str, when: str = "before") -> float | None:
-        """A number of an output on the test split; None where the run has no such output."""
-        numbers = self.results["outputs"].get(output)
-        if numbers is None:
+        """A number of an output on the test split, of a composed one the mean over its parts; None: not in this run."""
+        if not self.has(output):
             return None
-        value = numbers[key] if when == "" else numbers[when][key]
-        return None if value is None else float(value)
+        found = [self.results["outputs"][part] for part in parts(output)]
+        return _mean([one[key] if when == "" else one[when][key] for one in found])
 
     def shifted(self, shift: str, output: str, key: str) -> float | None:
-        """A number of an output (with "+T" at its end: after temperature scaling) on a shifted test set."""
-        value = self.results["shift"].get(shift, {}).get(output, {}).get(key)
-        return None if value is None else float(value)
+        """A number of an output (with "+T" at its end: after temperature scaling) on a shifted test set.
+
+        Of a composed output it is that of the part which never saw the family, or the mean where there are several.
+        """
+        measured = self.results["shift"].get(shift, {})
+        return _mean([measured.get(part, {}).get(key) for part in parts(output, shift)])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean, None where a value is missing."""
+    found = [float(value) for value in values if value is not None]
+    return statistics.fmean(found) if len(found) == len(values) else None
 
 
 def method_of(config: dict[str, Any]) -> str:
@@ -162,7 +175,7 @@ def rows_of(runs: Iterable[Run]) -> dict[Row, dict[str, list[Run]]]:
 
 def having(runs: Iterable[Run], *outputs: str) -> list[Run]:
     """The runs that have all of these outputs; whatever is compared should be compared on these."""
-    return [run for run in runs if all(output in run.results["outputs"] for output in outputs)]
+    return [run for run in runs if all(run.has(output) for output in outputs)]
 
 
 def numbers(runs: Sequence[Run], output: str, key: str, when: str = "before") -> Spread | None:
