@@ -10,6 +10,7 @@ import numpy as np
 from committed import Run, having, mean_shift, numbers
 from matplotlib.figure import Figure
 from overview import SHORT, accuracy_bars, ece_and_floor, short
+from seen import is_guard, seen
 from shift import few_heads, rows_with_shift, sets_of
 from tables import AUTO, PAPER_SOURCES, Rows, Source, paper_order, reference, row_title
 
@@ -237,7 +238,7 @@ def shift_curves(rows: Rows) -> Figure | None:
         return None
     figure = Figure(figsize=(11.5, 4.1 * len(found)), layout="constrained")
     axes = figure.subplots(len(found), 2, width_ratios=(1, 1.6), squeeze=False)
-    sources = few_heads([run for _, runs in found for run in runs])  # the same looks in all rows
+    sources = shift_sources([run for _, runs in found for run in runs])  # the same looks in all rows
     for (left, right), (row, runs) in zip(axes, found):
         lines = {_wrap(s): [_severity(runs, s.output, level) for level in range(6)] for s in sources}
         plots.draw_sweep(range(6), lines, left, xlabel="severity (0: clean)", ylabel="mean ECE", ring=False,
@@ -252,6 +253,15 @@ def shift_curves(rows: Rows) -> Figure | None:
         frameon=False,
     )
     return figure
+
+
+def shift_sources(runs: Sequence[Run]) -> list[Source]:
+    """What the shift figure shows: as many lines as there are looks, so without some heads where there are guards."""
+    sources = few_heads(runs)
+    if not any(is_guard(source.output) for source in sources):
+        return sources
+    dropped = ("annealing-double-head", "mlp@", "temperature@")
+    return [source for source in sources if not source.output.startswith(dropped)]
 
 
 def _wrap(source: Source) -> str:
@@ -271,15 +281,13 @@ def _families(ax: Any, runs: Sequence[Run], sources: Sequence[Source]) -> None:
     places = np.arange(len(FAMILIES))
     for style, source in zip(plots._styles(), sources):
         found = [mean_shift(runs, source.output, sets_of([family])) for family in FAMILIES]
-        means = [one.mean if one else np.nan for one in found]
-        ax.plot(places, means, linestyle="none", marker=style["marker"], color=style["color"], markersize=6)
-    ax.axvspan(-0.5, 0.5, color=plots.GREY, alpha=0.3, linewidth=0)
+        means = np.array([one.mean if one else np.nan for one in found])
+        known = np.array([family in seen(source.output) for family in FAMILIES])
+        for some, fill in ((~known, "full"), (known, "none")):
+            ax.plot(places[some], means[some], linestyle="none", marker=style["marker"], color=style["color"],
+                    markersize=6, fillstyle=fill)  # fmt: skip
     ax.text(
-        0.6,
-        ax.get_ylim()[1] * 0.97,
-        "grey: seen by the perturbed heads in training",
-        fontsize="small",
-        va="top",
+        0.98, 0.97, "hollow: seen in training", fontsize="small", ha="right", va="top", transform=ax.transAxes
     )
     names = [family.replace("_", " ") for family in FAMILIES]
     ax.set_xticks(places, names, fontsize="small", rotation=35, ha="right", rotation_mode="anchor")

@@ -10,6 +10,7 @@ from typing import Any
 
 from committed import Run, having, numbers
 from disagreements import said
+from guards import row_words, rows_with_guards
 from headline import between
 from paper import TABLE_1
 from report import clean_shares
@@ -124,6 +125,18 @@ def _shift_words(name: str, found: Mapping[str, Any]) -> str:
         clean=between(found["clean"], 100, 2),
         before=100 * found["clean_temperature"],
     )
+
+
+def guard(rows: Rows) -> str:
+    """What the shift guard buys under corruption it never saw and costs on clean data; nothing where it was not run."""
+    full = [found[0] for found in (reference(rows, which) for which in SHOWN) if found]
+    lines = [row_words(name, runs) for name, runs in rows_with_guards({row: rows[row] for row in full})]
+    lines = [line for line in lines if line]
+    return said(
+        """**The shift guard** round the auto head, each family of corruption measured by a guard that never saw it,
+        against temperature scaling: {lines}.""",
+        lines=". ".join(lines),
+    ) if lines else ""  # fmt: skip
 
 
 def _frozen(frozen: Path) -> dict[str, Any]:

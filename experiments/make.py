@@ -20,11 +20,14 @@ matplotlib.use("Agg")
 import theory
 from committed import RESULTS, read_runs, rows_of
 from figures import FIGURES
+from guard_search import read_search, search_table
+from guards import ablation
 from headline import frozen_table, headline, runs_table, targets
 from pages import PAGES, ROOT, blocks, filled
 from PIL import Image
 from report import page
-from shift import family_table, perturbed_heads, shift_table
+from seen import FAMILY_UNSEEN, GUARD
+from shift import family_table, guards, perturbed_heads, shift_table
 from tables import Rows, Table, table1, table2, table3, table4
 
 from doublehead import plots
@@ -36,7 +39,9 @@ MADE = "<!-- made by `make results` from experiments/results; do not edit -->\n"
 def all_tables(rows: Rows, results: Path = RESULTS) -> dict[str, Table]:
     """Every table by name."""
     runs = [run for row in rows for some in rows[row].values() for run in some]
-    heads = list(dict.fromkeys(perturbed_heads(sorted(runs, key=lambda run: run.name))))
+    heads = perturbed_heads(sorted(runs, key=lambda run: run.name))
+    heads += [source for source in guards(runs) if source.output in (FAMILY_UNSEEN, GUARD)]
+    tried = read_search(results)
     frozen = results / "imagenet_frozen.json"
     made = [
         table1(rows),
@@ -45,6 +50,8 @@ def all_tables(rows: Rows, results: Path = RESULTS) -> dict[str, Table]:
         table4(rows),
         shift_table(rows),
         family_table(rows),
+        ablation(rows),
+        *([search_table(tried)] if tried else []),
         frozen_table(frozen),
         headline(rows, frozen),
         targets(rows),
@@ -103,7 +110,7 @@ def make(results: Path = RESULTS, root: Path = ROOT, *, draw: bool = True, dpi: 
         draw_theory(output)
     else:
         drawn = [name for name in FIGURES if (output / "figures" / f"{name}.png").exists()]
-    (output / "index.md").write_text(MADE + page(rows, runs, tables, drawn))
+    (output / "index.md").write_text(MADE + page(rows, runs, tables, drawn, results))
     write_pages(rows, results, root)
     return f"{len(runs)} runs, {len(tables)} tables, {len(drawn)} figures -> {output}"
 

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from committed import RESULTS, Row, Run, having, mean_shift, numbers
-from findings import PAPER_HEAD, SHOWN, auto, fit_head, fit_head_text, paper_head, shift, temperature
+from findings import PAPER_HEAD, SHOWN, auto, fit_head, fit_head_text, guard, paper_head, shift, temperature
 from headline import between, frozen_lines, line_of, perturbed_line, range_line, rival_lines
 from paper import TABLE_1
+from seen import FAMILY_UNSEEN, GUARD, KIND_UNSEEN
 from shift import NOT_NOISE, evaluated, sets_of
 from tables import (
     AUTO,
     DATA_TITLES,
+    GAP,
     PAPER_SOURCES,
     RIVALS,
     Rows,
@@ -56,7 +58,7 @@ def blocks(rows: Rows, results: Path = RESULTS) -> dict[str, str]:
         "demo": demo_table(),
         "measured": measured(rows, frozen).markdown(),
         "other-rows": other_rows(rows),
-        "findings": points([temperature(rows), paper_head(rows), auto(rows), shift(rows)]),
+        "findings": points([temperature(rows), paper_head(rows), auto(rows), shift(rows), guard(rows)]),
         "first-run": textwrap.fill(first_run(rows, f"[its numbers]({NAME})"), **WRAP),
         "evidence": evidence(rows).markdown(),
         "guide-findings": points([auto(rows), paper_head(rows), fit_head(frozen)]),
@@ -75,7 +77,7 @@ def filled(text: str, made: Mapping[str, str]) -> str:
 
 def points(lines: Sequence[str]) -> str:
     """One point each, in lines as long as those of the pages."""
-    return "\n".join(textwrap.fill(f"- {line}", subsequent_indent="  ", **WRAP) for line in lines)
+    return "\n".join(textwrap.fill(f"- {line}", subsequent_indent="  ", **WRAP) for line in lines if line)
 
 
 def demo_table(demo: Path = DEMO) -> str:
@@ -130,6 +132,10 @@ def _measured_row(row: Row, methods: Mapping[str, list[Run]]) -> list[list[str]]
         ),
         line_of("auto head", runs, AUTO.output, "before", seeds),
         perturbed_line(runs, "heads trained on perturbed batches, range over {n}"),
+        line_of(
+            "auto head + shift guard, each family unseen by its guard", runs, FAMILY_UNSEEN, "before", seeds
+        ),
+        line_of("... a guard that saw all families in training", runs, GUARD, "before", seeds),
         _losses_line({source.title: methods[source.method] for source in losses}, seeds),
         *rival_lines(methods, AFTERWARDS, seeds).values(),
     ]
@@ -170,6 +176,7 @@ def evidence(rows: Rows) -> Table:
     """The guide's table: what its advice rests on."""
     found = [one for one in (reference(rows, which) for which in SHOWN) if one]
     columns = [_evidence_of(methods.get("cross-entropy", [])) for _, methods in found]
+    guarded = [_guard_evidence(methods.get("cross-entropy", [])) for _, methods in found]
     findings = [
         "a temperature head: ECE at beta0 1.0 / 1.2",
         "temperature scaling: ECE, NLL",
@@ -183,7 +190,35 @@ def evidence(rows: Rows) -> Table:
         f"{DATA_TITLES[row.data]} ({row.epochs} epochs, {seeds_said(len(methods.get('cross-entropy', [])))})"
         for row, methods in found
     ]
+    if any(GAP not in column[0] for column in guarded):
+        findings += GUARD_FINDINGS
+        columns = [[*column, *more] for column, more in zip(columns, guarded)]
     return Table("evidence", "", ["finding", *names], [list(line) for line in zip(findings, *columns)])
+
+
+GUARD_FINDINGS = [
+    "corrupted images: mean ECE of temperature scaling, of the shift guard with each family unseen",
+    "... with its whole kind unseen; with all families seen in training",
+    "clean images: ECE, NLL of the shift guard (means over the guards with families unseen)",
+]
+
+
+def _guard_evidence(runs: Sequence[Run]) -> list[str]:
+    """What is added to a column where any row has guards."""
+    n, has = len(runs), evaluated(runs, FAMILY_UNSEEN)
+
+    def corrupted(some: Sequence[Run], output: str) -> str:
+        return shown(mean_shift(some, output, sets_of(FAMILIES)), digits=1)
+
+    others = [evaluated(runs, output) for output in (KIND_UNSEEN, GUARD)]
+    return [
+        "; ".join(corrupted(has, output) for output in ("main+T", FAMILY_UNSEEN)) + _fewer(has, n),
+        "; ".join(
+            corrupted(some, output) + _fewer(some, n) for some, output in zip(others, (KIND_UNSEEN, GUARD))
+        ),
+        f"{ece_cell(has, FAMILY_UNSEEN)}; {shown(numbers(has, FAMILY_UNSEEN, 'nll'), scale=1, digits=4)}"
+        + _fewer(has, n),
+    ]
 
 
 def _evidence_of(runs: Sequence[Run]) -> list[str]:

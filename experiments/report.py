@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from committed import Row, Run, mean_shift, numbers
+from committed import RESULTS, Row, Run, mean_shift, numbers
 from disagreements import disagreements, said
 from figures import FIGURES, GRADIENT_BETAS, SWEEP, gradient_sample, sweep, with_gradients
+from guard_search import read_search, search_text
+from guards import guard_text, rows_with_guards
 from headline import between
 from paper import ODDITIES, TABLE_1
 from shift import NOT_NOISE, evaluated, rows_with_shift, sets_of, shift_summary
@@ -29,13 +31,22 @@ PAPER_EPOCHS = 200  # of its image networks
 NO_MIXUP = ("20newsgroups", "sst-")  # words do not mix
 
 
-def page(rows: Rows, runs: Sequence[Run], tables: Mapping[str, Table], drawn: Sequence[str]) -> str:
+def page(
+    rows: Rows,
+    runs: Sequence[Run],
+    tables: Mapping[str, Table],
+    drawn: Sequence[str],
+    results: Path = RESULTS,
+) -> str:
     """The whole report; `drawn` names the figures that could be drawn."""
     values = {
         **facts(rows, runs),
         **{name: with_notes(tables[name]) for name in ("headline", "targets", "imagenet")},
         "shift_table": with_notes(tables["shift"]),
         "shift_text": shift_text(rows),
+        "guard_text": guard_text(rows),
+        "guard_table": with_notes(tables["guards"]) if rows_with_guards(rows) else "",
+        "guard_search": search(tables, results),
         "beta_text": beta_text(rows),
         "gaps": bullets(gaps(rows)),
         "first_run": first_run(rows),
@@ -50,6 +61,12 @@ def page(rows: Rows, runs: Sequence[Run], tables: Mapping[str, Table], drawn: Se
 def with_notes(table: Table) -> str:
     """A table and its notes, without its title."""
     return f"{table.markdown()}\n{bullets(table.notes)}"
+
+
+def search(tables: Mapping[str, Table], results: Path) -> str:
+    """The search for the guard's settings, where its figures were kept."""
+    table = tables.get("guard-search")
+    return f"{search_text(read_search(results))}\n\n{with_notes(table)}" if table else ""
 
 
 def bullets(lines: Sequence[str]) -> str:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from committed import Row, Run, Spread, mean_shift, numbers
+from seen import COMPOSED, FAMILY_UNSEEN, GUARD, KIND_UNSEEN, is_guard, seen
 from tables import AUTO, PAPER_SOURCES, Rows, Source, Table, ece_cell, paper_order, row_title, shown
 
 from doublehead.data import FAMILIES
+from doublehead.training.config import LEFT_OUT
 
-SEEN = ("gaussian_noise",)  # the one evaluated family that perturbed calibration batches contain
+SEEN = ("gaussian_noise",)  # the one evaluated family that the batches of perturbed heads contain
 NOISE = tuple(name for name in FAMILIES if name.endswith("noise"))
 UNSEEN = tuple(name for name in FAMILIES if name not in SEEN)
 NOT_NOISE = tuple(name for name in FAMILIES if name not in NOISE)
@@ -31,24 +33,49 @@ def sets_of(families: Sequence[str]) -> list[str]:
 def perturbed_heads(runs: Sequence[Run]) -> list[Source]:
     """The heads whose calibration batches were perturbed, as lines of a table."""
     names = dict.fromkeys(name for run in runs for name in run.results["outputs"] if "@" in name)
-    return [Source(f"Perturbed {_title(name)}", "cross-entropy", name) for name in names]
+    return [Source(title_of_output(name), "cross-entropy", name) for name in names if not is_guard(name)]
 
 
-def _title(name: str) -> str:
-    """'both@noise+broad-1.1' -> what that head is."""
-    kind, _, rest = name.partition("@")
-    beta0 = float(rest.rpartition("-")[2])
-    return (
-        f"{KINDS.get(kind, kind)}, beta0 {beta0:.2g}"
-        if beta0 % 1
-        else f"{KINDS.get(kind, kind)}, beta0 {beta0:.1f}"
-    )
+def guards(runs: Sequence[Run]) -> list[Source]:
+    """The guards of some runs as lines of a table: first the composed ones, which never saw what they meet."""
+    found = dict.fromkeys(name for run in runs for name in run.results["outputs"] if is_guard(name))
+    pieces = [part for parts in COMPOSED.values() for part in parts]
+    composed = [name for name in COMPOSED if any(run.has(name) for run in runs)]
+    whole = [name for name in found if name not in pieces]
+    names = [*composed, *whole, *(name for name in pieces if name in found)]
+    return [Source(title_of_output(name), "cross-entropy", name) for name in names]
+
+
+GUARD_TITLES = {
+    FAMILY_UNSEEN: "Guarded, family unseen",
+    KIND_UNSEEN: "Guarded, whole kind unseen",
+    GUARD: "Guarded, all families seen in training",
+    f"{GUARD}@noise+broad": "Guarded, taught by Gaussian noise and broad perturbations",
+}
+
+
+def title_of_output(name: str) -> str:
+    """What a perturbed head or a guard is.
+
+    >>> title_of_output("both@noise+broad-1.1")
+    'Perturbed temperature head on both, beta0 1.1'
+    >>> title_of_output("guarded@shifts-2"), title_of_output("guarded@shifts-noises")
+    ('Guarded, part 2 left out', 'Guarded, noises left out')
+    """
+    kind, _, teacher = name.partition("@")
+    if is_guard(name):
+        left_out = teacher.removeprefix("shifts-")
+        part = f"part {left_out}" if left_out.isdecimal() else left_out
+        plain = f"Guarded, {part} left out" if left_out != teacher else f"Guarded, taught by {teacher}"
+        return GUARD_TITLES.get(name, plain)
+    beta0 = float(teacher.rpartition("-")[2])
+    return f"Perturbed {KINDS.get(kind, kind)}, beta0 {beta0:{'.2g' if beta0 % 1 else '.1f'}}"
 
 
 def lines_of(runs: Sequence[Run]) -> list[Source]:
     """What the shift table shows, in order; temperature scaling is the output "main+T"."""
     temperature = Source("Cross entropy + temperature", "cross-entropy", "main+T")
-    heads = [PAPER_SOURCES[0], temperature, *PAPER_SOURCES[4:], AUTO, *perturbed_heads(runs)]
+    heads = [PAPER_SOURCES[0], temperature, *PAPER_SOURCES[4:], AUTO, *perturbed_heads(runs), *guards(runs)]
     return [source for source in heads if mean_shift(runs, source.output, sets_of(FAMILIES)) is not None]
 
 
@@ -70,18 +97,20 @@ def rows_with_shift(rows: Rows) -> list[tuple[Row, list[Run]]]:
 
 
 def shift_table(rows: Rows) -> Table:
-    """Mean ECE over all families, over those never seen in training, and over those that are no noise."""
+    """Mean ECE over all families, over those that a line never saw, and over fixed parts of them."""
     lines, records = [], []
     for row, runs in rows_with_shift(rows):
         for source in lines_of(runs):
             has = evaluated(runs, source.output)
             parts = [mean_shift(has, source.output, sets_of(some)) for some in (FAMILIES, UNSEEN, NOT_NOISE)]
             accuracy = mean_shift(has, source.output, sets_of(FAMILIES), "accuracy")
-            lines.append([row_title(row, rows), source.title, str(len(has)), clean_ece(has, source.output),
-                          *map(shown, parts), _share(has, source.output), shown(accuracy)])  # fmt: skip
+            lines.append([row_title(row, rows), source.title, str(len(has)), seen_words(source.output),
+                          clean_ece(has, source.output), shown(parts[0]), share(has, source.output),
+                          _unseen(has, source.output), *map(shown, parts[1:]), shown(accuracy)])  # fmt: skip
             records.append(_record(row, source, has, parts))
-    head = ["row", "head", "seeds", "clean ECE", "mean ECE, all 13 families", "12 families without Gaussian noise",
-            "9 families that are no noise", "all: as a share of temperature scaling's", "mean accuracy"]  # fmt: skip
+    head = ["row", "head", "seeds", "families seen in training", "clean ECE", "mean ECE, all 13 families",
+            "all: as a share of temperature scaling's", "families it never saw (temperature scaling there)",
+            "12 families without Gaussian noise", "9 families that are no noise", "mean accuracy"]  # fmt: skip
     notes = [
         "Percent; mean over severities 1 to 5 of each family, made with CIFAR-10-C's published constants "
         "(`doublehead.data.corrupt`, not the official files; glass and zoom blur, snow, frost, fog and spatter are "
@@ -96,8 +125,57 @@ def shift_table(rows: Rows) -> Table:
         "seed; a share is taken against temperature scaling on the seeds that have the head.",
         "The settings of perturbed heads were fixed before these runs, after exploratory runs on the same data sets; "
         "none was picked by these numbers.",
+        *(GUARD_NOTES if any(is_guard(record["head"]) for record in records) else ()),
     ]
     return Table("shift", "ECE under CIFAR-10-C's corruptions", head, lines, notes, records)
+
+
+def _said(families: Sequence[str]) -> str:
+    return ", ".join(family.replace("_", " ") for family in families)
+
+
+GUARD_NOTES = (
+    "Guards (`ShiftGuard` round the auto head) learned from corrupted copies of the calibration images. "
+    "**Family unseen: each family is measured by that one of three guards which had it left out**: "
+    + "; ".join(f"part {name}: {_said(LEFT_OUT[name])}" for name in ("1", "2", "3"))
+    + ". Relatives of a family, such as other noises, were seen.",
+    "Whole kind unseen: likewise with four guards, each without one kind: "
+    + "; ".join(f"{name}: {_said(LEFT_OUT[name])}" for name in ("noises", "blurs", "colours", "digital"))
+    + ". Both lines have as clean ECE and band the means over their guards, and the worst of them.",
+    "The guard that saw all families is what `ShiftGuard` with `Shifts` gives a user; its numbers on these families "
+    "are no measure of what happens on new ones.",
+)
+
+
+def seen_words(output: str) -> str:
+    """The column on what a line saw in training.
+
+    >>> seen_words("auto"), seen_words("both@noise+broad-1"), seen_words("guarded"), seen_words("guarded@shifts-1")
+    ('none', 'Gaussian noise', 'all 13', '9 of 13')
+    >>> seen_words("guarded:family-unseen")
+    '8 or 9, never the one measured'
+    """
+    if output in COMPOSED:
+        counts = sorted({len(seen(part)) for part in COMPOSED[output]})
+        measured = "the one measured" if output == FAMILY_UNSEEN else "the kind measured"
+        return f"{' or '.join(map(str, counts))}, never {measured}"
+    families = seen(output)
+    if families == SEEN:
+        return "Gaussian noise"
+    n = len(families)
+    return "none" if not n else f"all {n}" if n == len(FAMILIES) else f"{n} of {len(FAMILIES)}"
+
+
+def unseen(output: str) -> list[str]:
+    """The families that an output never saw in training."""
+    return [family for family in FAMILIES if family not in seen(output)]
+
+
+def _unseen(runs: Sequence[Run], output: str) -> str:
+    """Mean ECE over the families that a line never saw, and temperature scaling's there; nothing where it saw all."""
+    sets = sets_of(unseen(output))
+    ours, rival = (mean_shift(runs, name, sets) for name in (output, "main+T"))
+    return f"{shown(ours)} ({shown(rival)})" if ours and rival else ""
 
 
 def clean_ece(runs: Sequence[Run], output: str) -> str:
@@ -105,7 +183,7 @@ def clean_ece(runs: Sequence[Run], output: str) -> str:
     return ece_cell(runs, "main", "after") if output == "main+T" else ece_cell(runs, output)
 
 
-def _share(runs: Sequence[Run], output: str) -> str:
+def share(runs: Sequence[Run], output: str) -> str:
     """Mean ECE as a share of temperature scaling's on the same runs."""
     ours, rival = (mean_shift(runs, name, sets_of(FAMILIES)) for name in (output, "main+T"))
     return f"{ours.mean / rival.mean:.2f}" if ours and rival else ""
@@ -119,6 +197,10 @@ def _record(row: Row, source: Source, runs: list[Run], parts: list[Spread | None
         "data": row.data, "model": row.model, "epochs": row.epochs, "seeds": len(runs), "head": source.output,
         "clean_ece": f"{clean.mean:.6g}" if clean else "",
         **{name: f"{part.mean:.6g}" if part else "" for name, part in zip(names, parts)},
+        "families_unseen": len(unseen(source.output)),
+        **{f"{name}_unseen_families": f"{mean.mean:.6g}"
+           for name, of in (("ece", source.output), ("temperature_ece", "main+T"))
+           if (mean := mean_shift(runs, of, sets_of(unseen(source.output))))},
         **{f"ece_{family}": f"{mean.mean:.6g}" for family in FAMILIES
            if (mean := mean_shift(runs, source.output, sets_of([family])))},
     }  # fmt: skip
@@ -131,30 +213,41 @@ def family_table(rows: Rows) -> Table:
     for row, runs in found:
         for family in FAMILIES:
             means = [mean_shift(runs, source.output, sets_of([family])) for source in sources]
-            seen = "by perturbed heads" if family in SEEN else "no"
+            have = [source.output for source, mean in zip(sources, means) if mean]
             cells = [shown(mean, of=len(runs)) for mean in means]
-            lines.append([row_title(row, rows), family.replace("_", " "), seen, *cells])
+            lines.append([row_title(row, rows), family.replace("_", " "), _seen_by(family, have), *cells])
     head = ["row", "family", "seen in training", *(source.title for source in sources)]
     notes = [
         "Percent, mean ECE over severities 1 to 5. Of the perturbed heads, the first one of each kind is shown.",
         "Seeds: "
         + "; ".join(f"{row_title(row, rows)}: {len(runs)}" for row, runs in found)
         + "; fewer where a cell says so.",
+        *(GUARD_NOTES[:2] if any(is_guard(source.output) for source in sources) else ()),
     ]
     return Table("shift-families", "ECE by family of corruption", head, lines, notes)
 
 
+def _seen_by(family: str, outputs: Sequence[str]) -> str:
+    """Which of the lines beside each other had a family in training."""
+    have = [output for output in outputs if family in seen(output)]
+    who = ["perturbed heads"] * any(not is_guard(output) for output in have)
+    who += ["the guard that saw all"] * (GUARD in have)
+    return f"by {' and '.join(who)}" if who else "no"
+
+
 def few_heads(runs: Sequence[Run]) -> list[Source]:
-    """Without perturbation: main, temperature, the paper's head, auto. With: the first head of each input."""
+    """Without perturbation: main, temperature, the paper's head, auto. With: the first head of each input. Guards."""
     firsts: dict[str, Source] = {}
-    for source in lines_of(runs):
-        if "@" not in source.output:
-            continue
-        firsts.setdefault(source.output.partition("@")[0].removesuffix("-fast"), source)
+    shown_guards = (FAMILY_UNSEEN, KIND_UNSEEN, GUARD)
+    lines = lines_of(runs)
+    for source in lines:
+        if "@" in source.output and not is_guard(source.output):
+            firsts.setdefault(source.output.partition("@")[0].removesuffix("-fast"), source)
     plain = [
-        source for source in lines_of(runs) if "@" not in source.output and source.output != "double-head"
-    ]
-    return plain + list(firsts.values())
+        source for source in lines
+        if "@" not in source.output and not is_guard(source.output) and source.output != "double-head"
+    ]  # fmt: skip
+    return [*plain, *firsts.values(), *(source for source in lines if source.output in shown_guards)]
 
 
 def shift_summary(runs: Sequence[Run], families: Sequence[str] = UNSEEN) -> dict[str, Any]:

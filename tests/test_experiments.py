@@ -39,6 +39,7 @@ import record_bins  # noqa: E402
 import report  # noqa: E402
 import rows as recipes  # noqa: E402
 import run as run_script  # noqa: E402
+import seen  # noqa: E402
 import shift  # noqa: E402
 import tables  # noqa: E402
 
@@ -403,7 +404,7 @@ def test_figures_of_nothing_are_none_and_gaps_are_named(published: Any) -> None:
     assert [ax.texts[0].get_text() for ax in figure.axes[1::2]] == ["not recorded"] * 3
 
 
-@pytest.mark.parametrize("module", [committed, ensemble, pages, recipes, tables])
+@pytest.mark.parametrize("module", [committed, ensemble, pages, recipes, seen, shift, tables])
 def test_the_examples_in_the_docstrings_run(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted
