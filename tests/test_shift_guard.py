@@ -152,6 +152,10 @@ def test_nothing_is_kept_between_runs() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         guard.eval()(torch.rand(4, 3, 20, 20))  # breaks in the last layer
     assert not guard.tap._recording
+    with guard.tap.recording():
+        pass
+    with pytest.raises(RuntimeError, match="these were not"):  # nor what was caught before it broke
+        guard.tap.take(4)
     assert guard(x).shape == (4, 4)
 
 
@@ -235,6 +239,15 @@ def test_a_fit_knows_nothing_of_the_one_before() -> None:
     differently = Guard(6, seed=3)
     differently.fit(clean, shifted, seed=1)
     assert not torch.equal(once.first.weight, differently.first.weight)
+
+
+def test_overconfidence_everywhere_is_not_the_guards_matter() -> None:
+    """It learns what is left when a temperature has been fitted to the clean data."""
+    clean, shifted = some_sights(), some_sights(shift=2.0)
+    one, other = Guard(6), Guard(6)
+    one.fit(clean, shifted)
+    other.fit(*(sights._replace(logits=8 * sights.logits) for sights in (clean, shifted)))
+    torch.testing.assert_close(one(shifted.stages), other(shifted.stages), rtol=1e-3, atol=0)
 
 
 # ----------------------------------------------------------------------------------------- real images
@@ -405,10 +418,12 @@ def test_state_goes_round() -> None:
 def test_compiled(what: str) -> None:
     torch.compiler.reset()
     net, x = small_net().eval(), torch.rand(20, 3, 8, 8)
-    wanted = fitted(DoubleHead(net, seed=1) if "double" in what else net)
     compiled = torch.compile(net, backend="aot_eager")
     if what != "network":
-        compiled(x)  # what is compiled already knows no hook
+        with torch.no_grad():
+            compiled(x)  # what is compiled already knows no hook
+    plain = copy.deepcopy(net)
+    wanted = fitted(DoubleHead(plain, seed=1) if "double" in what else plain)
     if what == "whole":
         model = torch.compile(wanted, backend="aot_eager", fullgraph=True)
     else:
