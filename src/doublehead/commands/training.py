@@ -49,7 +49,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the table as JSON.")
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")]
 
 # What a method decides, and what is about its heads: the same for all methods of a comparison.
-OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "heads", "augment_of", "every_of")
+OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "guards", "heads", "augment_of", "every_of")
 NOT_SET = ("data", "model", "loss", "auto", "heads")  # by --set: they have options of their own
 
 
@@ -172,6 +172,8 @@ def change(config: Config, settings: list[str] | None, asked: Method | None = No
     fixed = {*NOT_SET, *(OF_THE_METHOD if asked is None else ())}
     if asked is not None and not asked.mixup:
         fixed.add("mixup")
+    if asked is not None and asked.guards:
+        fixed.add("guards")
     known = {f.name: getattr(config, f.name) for f in fields(Config) if f.name not in fixed}
     changes: dict[str, Any] = {}
     for setting in settings or []:

@@ -67,7 +67,7 @@ class Config:
     calib_lr: float = 1.0  # of all heads, relative to lr; follows the same schedule
     calib_weight_decay: float = 5e-5
     calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
-    calib_augment: str = ""  # the paper's g, for distribution shift: noise, broad or noise+broad
+    calib_augment: str = ""  # the paper's g, for distribution shift: noise, broad, noise+broad, shifts
     augment_of: Mapping[str, str] = field(default_factory=dict)  # heads (or "auto") that have another g
     embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
     max_words: int = 400  # longer texts are cut
