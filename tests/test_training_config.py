@@ -12,8 +12,9 @@ import pytest
 
 import doublehead.training.loop
 from doublehead import HeadSpec
+from doublehead.data import FAMILIES
 from doublehead.losses import LOSSES
-from doublehead.training.config import RECIPES, Config
+from doublehead.training.config import LEFT_OUT, RECIPES, Config
 from doublehead.training.methods import BETAS, METHODS, method, runs_for
 from doublehead.training.schedules import learning_rate
 
@@ -35,6 +36,8 @@ def test_json_keeps_tuples_numbers_and_heads() -> None:
         augment_of={"a": "noise"},
         every_of={"a": 70},
         calib_clip=float("inf"),
+        auto=True,
+        guards=("shifts", "noise+broad"),
     )
     again = Config.from_json(config.to_json())
     assert again == config
@@ -67,6 +70,11 @@ def test_unknown_setting_in_a_file_is_refused() -> None:
         ({"loss": "focal", "loss_options": {"gama": 1}}, r"loss_options must be among \['gamma'\] for focal"),
         ({"loss_options": [1]}, "loss_options must be a table of names and values"),
         ({"calib_augment": "fog"}, "calib_augment must be one of .* got 'fog'"),
+        ({"auto": True, "guards": ("fog",)}, "guards must be among .*'shifts-blurs'.* got 'fog'"),
+        ({"auto": True, "guards": ("shifts", "")}, "guards must be among .* got ''"),
+        ({"guards": ("shifts",)}, r"guards must be empty without auto, .* got \('shifts',\)"),
+        ({"heads": {"guarded": HeadSpec()}}, r"heads must be named otherwise than .* got \['guarded'\]"),
+        ({"heads": {"guarded@x": HeadSpec()}}, r"heads must be named otherwise than .* got \['guarded@x'\]"),
         (
             {"augment_of": {"nobody": "noise"}},
             r"augment_of must be about heads of this run, got \['nobody'\]",
@@ -74,7 +82,7 @@ def test_unknown_setting_in_a_file_is_refused() -> None:
         ({"every_of": {"auto": 0}}, r"every_of\['auto'\] must be at least 1, got 0"),
         (
             {"heads": {"main": HeadSpec()}},
-            r"heads must be named otherwise than main and auto, got \['main'\]",
+            r"heads must be named otherwise than main and auto and guarded, got \['main'\]",
         ),
         ({"heads": {"../up": HeadSpec()}}, r"heads must be named by letters, .* got \['../up'\]"),
         ({"shift": ("gaussian_noise:9",)}, "shift must be of a severity from 1 to 5, got 'gaussian_noise:9'"),
@@ -92,6 +100,8 @@ def test_each_setting_has_its_own_folder() -> None:
         replace(base, heads={"a": HeadSpec()}),
         replace(base, heads={"a": HeadSpec(beta0=1.1)}),
         replace(base, auto=True),
+        replace(base, auto=True, guards=("shifts",)),
+        replace(base, auto=True, guards=("shifts-1",)),
         replace(base, lr=0.05),
         replace(base, n_train=500),
         replace(base, shift=("svhn",)),
@@ -122,6 +132,23 @@ def test_heads_ride_in_groups_of_one_perturbation_and_period() -> None:
     assert config.riders() == {**groups, "auto": ["auto"]}
 
 
+def test_names_of_guarded_outputs() -> None:
+    config = Config(auto=True, guards=("noise+broad", "shifts", "shifts-1"))
+    assert config.guarded() == {
+        "guarded@noise+broad": "noise+broad", "guarded": "shifts", "guarded@shifts-1": "shifts-1",
+    }  # fmt: skip
+    assert config.riders() == {"auto": ["auto"]}  # a guard is made afterwards: nothing rides for it
+    assert not Config(auto=True).guarded()
+
+
+def test_families_left_out_are_families() -> None:
+    left = [set(families) for families in LEFT_OUT.values()]
+    assert all(some < set(FAMILIES) for some in left)
+    for parts in (left[:3], left[3:]):  # in turn: each family once
+        assert sum(len(part) for part in parts) == len(FAMILIES)
+        assert set.union(*parts) == set(FAMILIES)
+
+
 def test_cosine_and_steps_by_hand() -> None:
     cosine = Config(lr=0.2)
     assert [round(learning_rate(cosine, at), 6) for at in (0, 1 / 3, 0.5, 1)] == [0.2, 0.15, 0.1, 0.0]
@@ -149,7 +176,21 @@ def test_each_method_names_a_loss_and_an_output_that_exist() -> None:
     assert {m.loss for m in METHODS.values()} == set(LOSSES)
     for name, one in METHODS.items():
         config = one.apply(Config())
-        assert one.answers in ("main", *config.heads, *(["auto"] if config.auto else [])), name
+        assert one.answers in (
+            "main",
+            *config.heads,
+            *(["auto"] if config.auto else []),
+            *config.guarded(),
+        ), name
+
+
+def test_guards_of_methods_and_config_join() -> None:
+    config = METHODS["guarded"].apply(Config(auto=True, guards=("noise", "shifts")))
+    assert config.guards == ("noise", "shifts")
+    ((config, names),) = runs_for(Config(), ["cross-entropy", "auto", "guarded", "double-head"])
+    assert names == ["cross-entropy", "auto", "guarded", "double-head"]
+    assert config.guards == ("shifts",)
+    assert METHODS["auto"].apply(config).guards == ("shifts",)
 
 
 def test_unknown_method_gets_a_hint() -> None:

@@ -181,6 +181,10 @@ def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
         ({"model": "tree_lstm"}, "model must read words for table:.*, got tree_lstm, which reads trees"),
         ({"mixup": 0.2}, "mixup is for images, table:.* holds words"),
         ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
+        (
+            {"auto": True, "guards": ("shifts",)},
+            "guards, and so the method guarded, are for images: table:.* words",
+        ),
         ({"shift": ("gaussian_noise:1",)}, "shift must name a data set for words, got 'gaussian_noise:1'"),
         ({"embeddings": "random:few"}, "embeddings must be glove, a file or random:SIZE, got 'random:few'"),
     ],

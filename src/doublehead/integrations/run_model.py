@@ -84,6 +84,10 @@ def _pick(config: Config, head: str | None) -> str:
         raise RunError(
             "this run has no calibration head: train it with a method such as annealing-double-head or auto"
         )
+    if head in config.guarded() or (head is None and config.guards and len(known) == 1):
+        raise RunError(
+            "a guard cannot be exported: --head auto exports the head that it is put round, without it"
+        )
     if head is None and len(known) > 1:
         raise RunError(f"this run has several heads, name one with --head: {', '.join(known)}")
     if head is not None and head not in known:

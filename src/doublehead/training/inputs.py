@@ -218,12 +218,14 @@ def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
     reads_trees = config.model in MODELS and MODELS[config.model].reads == "trees"
     if config.mixup:
         raise ValueError(f"mixup is for images, {config.data} holds words")
+    if config.guards:
+        raise ValueError(
+            f"guards, and so the method guarded, are for images: {config.data} holds words, which nobody perturbs"
+        )
 
     def no_perturbation(name: str, share: float = 0.5) -> None:
         if name:
-            raise ValueError(
-                f"calib_augment and guards are for images, {config.data} holds words: leave them empty"
-            )
+            raise ValueError(f"calib_augment is for images, {config.data} holds words: leave it empty")
 
     vocabulary, vectors = _vectors(config, splits)
 
