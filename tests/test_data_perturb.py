@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
 
-from doublehead.data import perturb
+from doublehead.data import FAMILIES, perturb
 from doublehead.data.normalise import Normalise
-from doublehead.data.perturb import BROAD, Broad, GaussianNoise, Perturb
+from doublehead.data.perturb import BROAD, Broad, GaussianNoise, Perturb, Shifts
 
 NORMALISE = Normalise((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
 
@@ -18,7 +19,7 @@ def images(n=60, size=8):
     return torch.rand(n, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("make", [GaussianNoise, Broad, lambda **k: Broad(max_sigma=0.15, **k)])
+@pytest.mark.parametrize("make", [GaussianNoise, Broad, lambda **k: Broad(max_sigma=0.15, **k), Shifts])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_share_of_the_batch_and_input_untouched(make, share):
     clean = images()
@@ -122,7 +123,74 @@ def test_every_perturbation_gets_its_turn():
     assert {i for i, _ in used} == {0, 1, 2}
 
 
+@pytest.fixture
+def called(monkeypatch):
+    """The families that were called for, with their severities and how many images each got."""
+    calls = []
+    real = perturb.corrupt
+
+    def corrupt(pixels, family, severity, generator):
+        calls.append((family, severity, len(pixels)))
+        return real(pixels, family, severity, generator)
+
+    monkeypatch.setattr(perturb, "corrupt", corrupt)
+    return calls
+
+
+@pytest.mark.parametrize("left_out", [(), *((family,) for family in FAMILIES), FAMILIES[:-1]])
+def test_families_left_out_are_never_called(called, left_out):
+    for _ in range(3):
+        Shifts(share=1.0, leave_out=left_out)(images(2 * len(FAMILIES)))
+    assert {family for family, _, _ in called} == set(FAMILIES) - set(left_out)
+    assert sum(n for _, _, n in called) == 3 * 2 * len(FAMILIES)
+
+
+def test_shifts_of_all_severities(called):
+    for _ in range(40):
+        Shifts(share=0.5, leave_out=FAMILIES[1:])(images(4))
+    assert {severity for _, severity, _ in called} == {1, 2, 3, 4, 5}
+    assert {n for _, _, n in called} == {2}  # half of four
+
+
+def test_grey_images_get_every_shift_but_saturation(called):
+    clean = images(24, 28)[:, :1]
+    out = Shifts(share=1.0, normalise=Normalise((0.3,), (0.35,)))(clean)
+    assert out.shape == clean.shape
+    assert torch.isfinite(out).all()
+    assert (out != clean).flatten(1).any(1).all()
+    assert {family for family, _, _ in called} == set(FAMILIES) - {"saturate"}
+    again = pickle.loads(pickle.dumps(Shifts(share=1.0)))
+    again(clean)
+    assert "saturate" not in {family for family, _, _ in called}
+    only = [family for family in FAMILIES if family != "saturate"]
+    with pytest.raises(ValueError, match=r"leave a family that is not saturate for images with 1 channels"):
+        Shifts(leave_out=only)(clean)
+
+
+def test_shifts_follow_the_seed_and_the_normalisation():
+    clean = images(26)
+    outs = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        outs.append(Shifts(share=1.0)(clean))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    # Whole grey levels may fall to either side of a rounding: JPEG compression and pixelation are left out of it.
+    rounds = ("jpeg_compression", "pixelate", "shot_noise")
+    torch.manual_seed(5)
+    plain = Shifts(share=1.0, leave_out=rounds)(clean)
+    torch.manual_seed(5)
+    normalised = Shifts(share=1.0, normalise=NORMALISE, leave_out=rounds)(NORMALISE(clean))
+    torch.testing.assert_close(NORMALISE.undo(normalised), plain, atol=1e-4, rtol=0)
+
+
 def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"leave_out must hold some of gaussian_noise, .* got fog, rain"):
+        Shifts(leave_out=["rain", "contrast", "fog"])
+    with pytest.raises(ValueError, match=r"functions must hold at least one"):
+        Shifts(leave_out=FAMILIES)
+    with pytest.raises(TypeError, match=r"images must be a tensor \(B, C, H, W\), got dict"):
+        Shifts()({"pixel_values": images()})
     with pytest.raises(ValueError, match=r"share must lie in 0..1, got 1.5"):
         GaussianNoise(share=1.5)
     with pytest.raises(ValueError, match=r"max_sigma must not be negative, got -1"):

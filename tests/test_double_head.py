@@ -473,6 +473,24 @@ def test_compiled_models(what: str) -> None:
     assert not torch.allclose(model(x), want.calib)
 
 
+def test_heads_on_one_network_share_its_tap() -> None:
+    net, x = small_net().eval(), torch.randn(3, 1, 8, 8)
+    one, other = DoubleHead(net, seed=1).eval(), DoubleHead(net, kind="temperature", seed=2).eval()
+    assert one._tap is other._tap
+    assert len(net[8]._forward_hooks) == 1
+    features = net[:8](x)
+    for model in (one, other, one):
+        torch.testing.assert_close(model(x), model.head(features, net(x)))
+        torch.testing.assert_close(model.read([(x, torch.tensor([0, 1, 2]))]).features, features)
+        assert one._tap.caught is None
+    alone = copy.deepcopy(one)
+    assert alone._tap is not one._tap
+    assert DoubleHead(alone.model)._tap is alone._tap
+    deeper = DoubleHead(net, 3, layer="6")  # another layer, another tap
+    assert deeper._tap is not one._tap
+    assert DoubleHead(net, 3, layer="6", n_features=7)._tap is not deeper._tap
+
+
 def test_deep_copy_stands_on_its_own() -> None:
     model = DoubleHead(small_net()).eval()
     other = copy.deepcopy(model)
