@@ -20,7 +20,7 @@ testing = pytest.importorskip("typer.testing")
 TESTS = Path(__file__).parent
 # Odd sizes of calib and test: the processes' parts differ in length.
 COMMAND = shlex.split("""
-compare --methods double-head,auto,brier --data fashion --model tiny_networks:mlp --accelerator cpu --json
+compare --methods double-head,guarded,brier --data fashion --model tiny_networks:norm_mlp --accelerator cpu --json
 --set epochs=2 --set n_train=300 --set n_calib=121 --set n_test=131 --set batch_size=30 --set calib_batch_size=30
 --set every=3 --set lr=0.05 --set augment=crop-flip --set record_gradients=true
 """)
@@ -44,7 +44,7 @@ def close(one: Any, other: Any, where: str = "") -> None:
 
 
 def test_two_processes_are_as_good_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two losses, so two runs in one command; one of them with heads and the bank of `auto`."""
+    """Two losses, so two runs in one command; one of them with heads, the bank of `auto` and its guard."""
     script = Path(sys.executable).with_name("doublehead")
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     alone = {key: value for key, value in os.environ.items() if key not in ranks}

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from doublehead import HeadSpec, Predictions
+import tiny_networks
+from doublehead import HeadSpec, Predictions, ShiftGuard
 from doublehead.data import Images, corrupt
 from doublehead.losses import LOSSES
+from doublehead.shift_guard import scaled
 from doublehead.training import loop
 from doublehead.training.config import Config
 from doublehead.training.finish import as_plain
@@ -34,7 +36,8 @@ def test_the_network_is_the_same_with_and_without_heads(tmp_path: Path) -> None:
     bare = small(model="tiny_networks:dropout_mlp", mixup=0.2, augment="crop-flip")
     heads = {"a": HeadSpec(dropout=0.5), "b": HeadSpec(kind="mlp", beta0=1.2)}
     settings = json.loads(bare.to_json())
-    ridden = Config(**{**settings, "heads": heads, "auto": True, "calib_augment": "noise+broad"})
+    settings |= {"heads": heads, "auto": True, "calib_augment": "noise+broad", "guards": ("noise",)}
+    ridden = Config(**settings)
     run(bare, tmp_path / "bare")
     run(ridden, tmp_path / "ridden")
     one, other = weights(tmp_path / "bare"), weights(tmp_path / "ridden")
@@ -49,13 +52,16 @@ def test_the_network_is_the_same_with_and_without_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_each_method_trains(name: str, tmp_path: Path) -> None:
     method = METHODS[name]
-    results = run(method.apply(small(epochs=1, n_train=120, n_test=40, n_calib=60)), tmp_path)
+    network = "tiny_networks:norm_mlp" if method.guards else "tiny_networks:mlp"
+    few = {"epochs": 1, "n_train": 120, "n_test": 40, "n_calib": 60}
+    results = run(method.apply(small(model=network, **few)), tmp_path)
     (row,) = RunFolder(tmp_path).lines()
     assert 0 < row["train_loss"] < 10
     answer = results["outputs"][method.answers]["before"]
     assert all(math.isfinite(value) for value in answer.values())
     assert answer["n"] == 40 if "n" in answer else True
-    assert set(results["outputs"]) == {"main", *method.heads, *(["auto"] if method.auto else [])}
+    guarded = method.apply(Config()).guarded()
+    assert set(results["outputs"]) == {"main", *method.heads, *(["auto"] if method.auto else []), *guarded}
 
 
 def test_the_loss_of_an_epoch_by_hand(tmp_path: Path) -> None:
@@ -161,6 +167,57 @@ def test_the_saved_weights_give_the_saved_predictions(tmp_path: Path) -> None:
     for name, logits in {"main": main, "a": heads[0], "b": heads[1], "auto": auto}.items():
         saved = Predictions.load(tmp_path / f"predictions/test-{name}.npz")
         torch.testing.assert_close(saved.logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_guards(tmp_path: Path) -> None:
+    network = "tiny_networks:norm_mlp"
+    several = small(
+        model=network, auto=True, guards=("shifts", "shifts-noises", "noise+broad"), shift=("contrast:5",)
+    )
+    results = run(several, tmp_path / "several")
+    names = ["guarded", "guarded@shifts-noises", "guarded@noise+broad"]
+    assert [*results["outputs"]] == ["main", "auto", *names]
+    assert set(names) < set(results["shift"]["contrast:5"])
+    for name in names:
+        assert (
+            results["outputs"][name]["before"]["accuracy"] == results["outputs"]["main"]["before"]["accuracy"]
+        )
+    assert all("guarded" not in row["test"] for row in RunFolder(tmp_path / "several").lines())
+
+    saved = {name: logits_of(tmp_path / "several", name) for name in ("main", "auto", *names)}
+    assert not any(torch.equal(saved["guarded"], saved[name]) for name in names[1:])
+    x = torch.cat([x for x, _ in inputs_of(several).make_eval(fashion().test)])
+    net = tiny_networks.norm_mlp(10)
+    net.load_state_dict(weights(tmp_path / "several"))
+    for name in names:  # from the weights that were written
+        guard = ShiftGuard(net).eval()
+        guard.guard.load_state_dict(weights(tmp_path / "several", name))
+        factor = guard.guard(guard.look([(x, torch.zeros(len(x), dtype=torch.long))]).stages).detach()
+        assert ((factor > 0) & (factor <= 1)).all()
+        torch.testing.assert_close(saved[name], scaled(saved["auto"], factor), rtol=1e-4, atol=1e-4)
+        assert torch.equal(saved[name].argmax(1), saved["main"].argmax(1))
+
+    alone = small(model=network, auto=True, guards=("shifts-noises",), shift=("contrast:5",))
+    run(
+        alone, tmp_path / "alone"
+    )  # a guard knows nothing of the others: neither weights nor families they saw
+    assert torch.equal(logits_of(tmp_path / "alone", names[1]), saved[names[1]])
+
+
+def test_a_network_without_normalisation_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"model must have normalisation layers .* got Sequential without any"
+    ):
+        run(small(auto=True, guards=("shifts",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def logits_of(folder: Path, name: str) -> torch.Tensor:
+    return Predictions.load(folder / f"predictions/test-{name}.npz").logits
+
+
+def inputs_of(config: Config) -> Any:
+    return loop.set_up(config, loop.make_fabric(config, accelerator="cpu", devices=1), fashion(), None).inputs
 
 
 def ece(confidence: np.ndarray, correct: np.ndarray, n_bins: int = 15) -> float:
