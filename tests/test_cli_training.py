@@ -87,6 +87,39 @@ def test_compare_prints_one_table(tmp_path: Path) -> None:
     assert f"run folders: {tmp_path}" in result.stderr
 
 
+def test_guarded(tmp_path: Path) -> None:
+    result = call("train", *SMALL, "--method", "guarded", "--set", "shift=contrast:5", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert [line[:17] for line in result.stdout.splitlines()[1:]] == ["Guarded auto head"]
+    compared = ("compare", *SMALL, "--methods", "auto,guarded", "--set", "shift=contrast:5", "-o", tmp_path)
+    result = call(*compared, "--json")
+    assert result.exit_code == 0, result.output
+    auto, guarded = json.loads(result.stdout)
+    assert (auto["method"], guarded["method"]) == ("Auto head", "Guarded auto head")
+    assert auto["accuracy"] == guarded["accuracy"]
+    assert guarded["predictions"].endswith("test-guarded.npz")
+    assert len([*tmp_path.iterdir()]) == 1  # the run that was there has both
+
+
+def test_other_teachers_of_a_guard(tmp_path: Path) -> None:
+    result = call("train", *SMALL, "--method", "auto", "--set", "guards=noise,shifts-blurs", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    (folder,) = tmp_path.iterdir()
+    outputs = json.loads((folder / "results.json").read_text())["outputs"]
+    assert [*outputs] == ["main", "auto", "guarded@noise", "guarded@shifts-blurs"]
+
+
+def test_guarded_is_for_images(tmp_path: Path) -> None:
+    rows = "".join(f"{word} film,{label}\n" for word, label in (("good", 1), ("bad", 0)) for _ in range(40))
+    (tmp_path / "reviews.csv").write_text(f"text,label\n{rows}")
+    data = ["--data", f"table:{tmp_path / 'reviews.csv'}", "--model", "textcnn", "-o", tmp_path / "runs"]
+    said = refused(
+        "train", *data, "--method", "guarded", "--set", "embeddings=random:8", "--accelerator", "cpu"
+    )
+    assert said.startswith("guards, and so the method guarded, are for images: table:")
+    assert not any((tmp_path / "runs").iterdir())
+
+
 def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_networks.py").write_text(
         "from torch import nn\ndef net(n_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, n_classes))\n"
@@ -122,6 +155,9 @@ def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch
         (["--set", "milestones=0.5,x"], "--set milestones must be a number, got 'x'"),
         (["--set", "loss=brier"], "--set takes NAME=VALUE"),  # that is what --method is for
         (["--set", "mixup=0.3"], "--set takes NAME=VALUE"),
+        (["--set", "guards=shifts"], "guards must be empty without auto, whose output they guard"),
+        (["--method", "guarded", "--set", "guards=noise"], "--set takes NAME=VALUE"),
+        (["--method", "auto", "--set", "guards=fog"], "guards must be among "),
         (["--set", 'loss_options={"gamma":2}'], "loss_options must be among [] for cross_entropy"),
         (
             ["--set", "shift=gaussian_noise:7"],
@@ -197,12 +233,14 @@ def test_help_lists_methods_and_settings() -> None:
     shown = " ".join(call("train", "--help").stdout.replace("│", " ").split())
     for name in (
         "annealing-double-head",
+        "guarded",
         "mmce-published",
         "calib_batch_size=128",
         "evaluate_every=1",
     ):
         assert name in shown
     assert "loss_options" not in call("compare", "--help").stdout
+    assert "guards=" not in call("compare", "--help").stdout
 
 
 def test_data_list_and_check() -> None:

@@ -28,10 +28,11 @@ from doublehead.integrations.export import export_model, load_program, load_weig
 from doublehead.integrations.fit_head import fit_head
 from doublehead.integrations.head_config import describe, rebuild
 from doublehead.integrations.model_card import model_card
+from doublehead.integrations.run_model import _pick
 from doublehead.optional import require
 from doublehead.training.config import Config
 from doublehead.training.loop import train
-from doublehead.training.run_folder import RunFolder
+from doublehead.training.run_folder import RunError, RunFolder
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -299,6 +300,15 @@ def test_a_network_that_reads_words_brings_its_vocabulary(shared: Path, tmp_path
         words[place, : len(text)] = torch.tensor(text)
     saved = Predictions.load(tmp_path / "run/predictions/test-sample.npz")
     np.testing.assert_allclose(run_onnx(folder / "model.onnx", input=words)[0], saved.probs, atol=1e-5)
+
+
+def test_a_guard_is_not_exported_by_accident() -> None:
+    config = Config(auto=True, guards=("shifts",))
+    for head in (None, "guarded"):
+        with pytest.raises(RunError, match="a guard cannot be exported: --head auto exports the head"):
+            _pick(config, head)
+    assert _pick(config, "auto") == "auto"
+    assert _pick(Config(auto=True), None) == "auto"
 
 
 def test_export_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:

@@ -83,6 +83,15 @@ def test_other_methods_into_the_same_folder(made: tuple[Path, list[dict[str, Any
     assert more[0]["predictions"] != rows[3]["predictions"]
 
 
+def test_a_run_with_more_guards_answers_for_fewer() -> None:
+    plain, one = small(), small(auto=True, guards=("shifts",))
+    several = small(auto=True, guards=("noise", "shifts"))
+    assert comparison._answers_for(several, one)
+    assert comparison._answers_for(several, plain)
+    assert not comparison._answers_for(one, several)
+    assert not comparison._answers_for(small(auto=True), one)
+
+
 def test_each_head_of_a_sweep_has_a_row() -> None:
     numbers = dict.fromkeys(NUMBERS, 0.1)
     heads = [*(f"mlp-{b}" for b in ("0.1", "0.6", "0.8", "1", "1.1", "1.2", "1.35", "1.5", "2", "3"))]

@@ -270,6 +270,14 @@ def test_shift_against_a_direct_computation(tmp_path: Path) -> None:
         assert other["auroc"] == pytest.approx(auroc(confidence["clean"], confidence["unseen"]), abs=1e-3)
 
 
+def test_saturation_is_for_colours(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shift must be one for grey images, got 'saturate:2'"):
+        run(small(shift=("saturate:2",)), tmp_path / "run")
+    results = run(small(epochs=1, n_train=80, n_test=20, shift=("cifar10c",)), tmp_path / "run")
+    assert len(results["shift"]) == 12 * 5
+    assert not any("saturate" in name for name in results["shift"])
+
+
 def test_gradients_of_the_heads(tmp_path: Path) -> None:
     """Six places of each epoch: the first, 5th, 10th, 10th last, 5th last and last calibration step."""
     heads = {"a": HeadSpec(), "b": HeadSpec(kind="mlp"), "late": HeadSpec()}

@@ -132,7 +132,7 @@ def _shifted_sets(run: Run) -> Iterator[tuple[str, Iterable[Any]]]:
     for asked in run.config.shift:
         family, _, severity = asked.partition(":")
         if asked == "cifar10c":
-            for family in FAMILIES:
+            for family in (one for one in FAMILIES if run.inputs.coloured or one != "saturate"):
                 for level in range(1, 6):
                     yield f"{family}:{level}", corrupted(run, family, level)
         elif family in FAMILIES:

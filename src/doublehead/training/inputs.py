@@ -62,6 +62,11 @@ class Inputs:
         """K, the number of classes."""
         return self.splits.n_classes
 
+    @property
+    def coloured(self) -> bool:
+        """Whether the inputs are images with three channels."""
+        return self.normalise is not None and len(self.normalise.mean) == 3
+
 
 def load_inputs(
     config: Config,

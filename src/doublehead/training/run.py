@@ -153,6 +153,10 @@ def _others(config: Config, inputs: Inputs, root: str | None) -> dict[str, Batch
         if asked == "cifar10c" or asked.partition(":")[0] in FAMILIES:
             if inputs.normalise is None:
                 raise ValueError(f"shift must name a data set for words, got {asked!r}, which is for images")
+            if asked.startswith("saturate") and not inputs.coloured:
+                raise ValueError(
+                    f"shift must be one for grey images, got {asked!r}, which is for coloured ones"
+                )
             continue
         made[asked] = inputs.make_eval(load(asked).test if ":" in asked else load_test(asked, root))
     return made
