@@ -279,8 +279,10 @@ def test_cuda_agrees_with_the_cpu(name: str) -> None:
     torch.testing.assert_close(
         on_gpu(p.logits.cuda()).softmax(1).cpu(), fitted(name)(p.logits).softmax(1), atol=1e-4, rtol=0
     )
+    moved = fitted(name).fresh().fit(p).cuda()
+    # As probabilities: where one is near 1, a rounding of it is a large step of its logit.
     torch.testing.assert_close(
-        fitted(name).fresh().fit(p).cuda()(p.logits.cuda()).cpu(), fitted(name)(p.logits)
+        moved(p.logits.cuda()).softmax(1).cpu(), fitted(name)(p.logits).softmax(1), atol=1e-6, rtol=1e-5
     )
 
 
