@@ -315,6 +315,28 @@ def evidence(runs: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def test_figures_of_the_shift_page_are_in_its_file() -> None:
+    from doublehead.shift_guard import DEPTH, HIDDEN, N_LAYERS
+    from test_integrations_architectures import NOT_GUARDED, TIMM, TORCHVISION
+
+    page = " ".join((DOCS / "shift.md").read_text(encoding="utf-8").split())
+    made = json.loads((DOCS / "images/shift.json").read_text())
+    clean, contrast = made["clean_ece"], made["panels"]["contrast"]
+    alone, guarded = (100 * clean[name] for name in ("temperature", "shifts"))
+    assert f"{alone:.2f} % with the temperature alone, {guarded:.2f} % with the guard round it" in page
+    assert f"acts on {100 * made['acts_on_clean']:.0f} % of the clean test images" in page
+    assert f"from {100 * contrast['temperature'][1]:.1f} % to {100 * contrast['shifts'][1]:.1f} %" in page
+    assert f"{made['settings']['fit_seconds']:.0f} seconds on a CPU core" in page
+    assert f"{made['n_test']:,} test images" in page
+    noise = made["panels"]["noise"]
+    assert noise["shifts"][-1] > 0.99 * noise["temperature"][-1]  # "does nothing about stronger noise"
+    assert noise["noise"][-1] < 0.5 * noise["temperature"][-1]
+    assert (N_LAYERS, DEPTH, HIDDEN) == (6, 0.75, 128)  # the page says six, three quarters, 128
+    n_families = len(TIMM) + len(TORCHVISION)
+    assert f"Of the {n_families} families" in page
+    assert f"{n_families - len(NOT_GUARDED)} work as they are" in page
+
+
 def test_figures_of_the_frozen_network_are_in_the_results() -> None:
     splits = json.loads((ROOT / "experiments/results/imagenet_frozen.json").read_text())["splits"]
     ours, scaled = ([split[name] for split in splits] for name in ("fit_head", "temperature"))

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead import Alternation, DoubleHead
+from doublehead import Alternation, DoubleHead, ShiftGuard
 from doublehead.last_layer import logits_of
 from doublehead.optional import require
+from doublehead.shift_guard import N_LAYERS, scaled
 
 TIMM = {
     "resnet10t": 32, "skresnet18": 32, "seresnet18": 32, "resnest14d": 32, "densenet121": 32, "dla34": 32,
@@ -34,6 +35,13 @@ NOT_LINEAR_IN_ONE_LAYER = {
     "crossvit_tiny_240",
     "repvit_m0_9",
     "squeezenet1_1",
+}
+# What a shift guard says to them: no normalisation layers, or such as see several rows for each sample.
+NOT_GUARDED = {
+    "resmlp_12_224": "must have normalisation layers",
+    "squeezenet1_1": "must have normalisation layers",
+    "levit_128s": "one row for each of the 2 samples",
+    "mobilevit_xxs": "one row for each of the 2 samples",
 }
 
 
@@ -59,14 +67,33 @@ def gradients(model: nn.Module, net: nn.Module, x: Tensor, y: Tensor) -> dict[st
     return found
 
 
+def check_guard(net: nn.Module, name: str, x: Tensor) -> None:
+    """A shift guard finds layers that see one row for each sample, or says that there are none."""
+    if name in NOT_GUARDED:
+        with pytest.raises((ValueError, RuntimeError), match=NOT_GUARDED[name]):
+            ShiftGuard(net).eval()(x)
+        return
+    guard = ShiftGuard(net).eval()
+    stages = guard.look([(x, torch.zeros(2, dtype=torch.long))]).stages
+    assert stages.shape == (2, guard.tap.n_stages)
+    assert 1 < len(guard.tap.layers) <= N_LAYERS
+    nn.init.normal_(guard.guard.last.weight)
+    guard.guard.threshold.zero_()
+    with torch.no_grad():
+        want, got = net.eval()(x), guard(x)
+        torch.testing.assert_close(got, scaled(want, guard.guard(stages)))
+    assert torch.equal(got.argmax(1), want.argmax(1))
+
+
 @pytest.mark.parametrize(
     ("library", "name", "size"),
     [("timm", *pair) for pair in TIMM.items()] + [("torchvision", *pair) for pair in TORCHVISION.items()],
 )
 def test_features_logits_and_gradients(library: str, name: str, size: int) -> None:
     net = network(library, name, size)
-    model = DoubleHead(net)
     x, y = torch.randn(2, 3, size, size), torch.tensor([1, 5])
+    check_guard(copy.deepcopy(net), name, x)
+    model = DoubleHead(net)
 
     model.eval()
     with torch.no_grad():
