@@ -52,6 +52,11 @@ def test_example(
         assert after < before
         assert numbers(out, "accuracy")[0] == numbers(out, "accuracy")[1] > 0.75
         assert numbers(out, "NLL")[1] < numbers(out, "NLL")[0]
+    elif path.stem == "shift_guard":
+        accuracies, eces = numbers(out, "accuracy"), numbers(out, "ECE")
+        assert accuracies[::2] == accuracies[1::2]
+        assert eces[1] < eces[0] + 0.01
+        assert eces[3] < 0.6 * eces[2]
     elif path.stem in ("accelerate_loop", "fabric_loop"):
         assert numbers(out, "accuracy")[0] > 0.75
         assert numbers(out, "ECE")[0] < 0.06
@@ -82,4 +87,4 @@ def test_the_plain_loop_is_that_of_the_readme() -> None:
 
 
 def test_every_integration_has_an_example() -> None:
-    assert set(NEEDS) | {"plain_loop", "frozen_network"} == {path.stem for path in EXAMPLES}
+    assert set(NEEDS) | {"plain_loop", "frozen_network", "shift_guard"} == {path.stem for path in EXAMPLES}
