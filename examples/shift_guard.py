@@ -17,7 +17,7 @@ def tensors(part):
 torch.manual_seed(0)
 network, (x, y) = build("small_cnn", n_classes=10), tensors(splits.train)
 optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-for epoch in range(8):
+for _ in range(8):
     for rows in torch.randperm(len(y)).split(100):
         F.cross_entropy(network(x[rows]), y[rows]).backward()
         optimizer.step()
