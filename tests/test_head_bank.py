@@ -80,24 +80,94 @@ def nll_of(head: nn.Module, held: Readings) -> float:
     return float(F.cross_entropy(head.eval()(held.features, held.main), held.labels))
 
 
-def test_selection_is_the_best_held_back_score_and_never_worse_than_temperature() -> None:
-    model, held = trained_readings()
-    choice = model.head.select(held)
-    temperature = Temperature().fit(Predictions(held.main, held.labels))
-    nll = F.cross_entropy(temperature(held.main), held.labels)
-    assert choice.temperature == pytest.approx(float(temperature.temperature_))
-    assert choice.temperature_score == pytest.approx(float(nll), abs=1e-6)
-    scores = [nll_of(model.head.head(i), held) for i in range(len(SPECS))]
-    assert choice.scores == pytest.approx(scores, abs=1e-5)
-    model.eval()
-    chosen = nll_of(model.head, held)
-    assert chosen == pytest.approx(min([*scores, float(nll)]), abs=1e-5)
-    assert chosen <= float(nll) + 1e-7
-    by_brier = model.head.select(held, score="brier")
-    one_hot = F.one_hot(held.labels, 3)
-    probs = model.head.head(1).eval()(*held[:2]).softmax(1).detach()
-    want = ((probs - one_hot) ** 2).sum(1).mean()
+@torch.no_grad()
+def at_best_scale(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Each sample's NLL after temperature scaling on this very data, and the temperature."""
+    temperature = Temperature().fit(Predictions(logits, labels))
+    nll = F.cross_entropy(temperature(logits), labels, reduction="none")
+    return nll, float(temperature.temperature_)
+
+
+class Fixed(nn.Module):
+    """Stands in for a stack: heads whose logits are given numbers, whatever they read."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = logits  # (H, N, K)
+
+    def forward(self, features: torch.Tensor, main: torch.Tensor) -> torch.Tensor:
+        return self.logits[:, features[:, 0].long()]
+
+
+def bank_of(logits: torch.Tensor) -> HeadBank:
+    """A bank whose heads give logits (H, N, K); features tell the sample's number."""
+    bank = HeadBank(1, logits.shape[-1], [HeadSpec(seed=i) for i in range(len(logits))])
+    bank.stacks = nn.ModuleList([Fixed(logits)])
+    return bank.eval()
+
+
+def known(n: int) -> tuple[torch.Tensor, Readings]:
+    """Logits that the labels were drawn from, and readings whose main logits are these, spoiled by noise."""
+    generator = torch.Generator().manual_seed(0)
+    true = 2 * torch.randn(n, 3, generator=generator)
+    labels = torch.multinomial(true.softmax(1), 1, generator=generator)[:, 0]
+    main = true + 2 * torch.randn(n, 3, generator=generator)
+    return true, Readings(torch.arange(n)[:, None].float(), main, labels)
+
+
+def test_selection_is_the_best_head_at_its_best_scale_and_is_given_that_scale() -> None:
+    true, held = known(600)
+    bank = bank_of(torch.stack([held.main.flip(0), 5 * true, held.main]))
+    choice = bank.select(held)
+    tried = [at_best_scale(one, held.labels) for one in bank.stacks[0].logits]
+    assert choice.scores == pytest.approx([float(nll.mean()) for nll, _ in tried], abs=1e-5)
+    assert choice.index == 1  # five times too sure, which costs it nothing
+    by_temperature, _ = at_best_scale(held.main, held.labels)
+    assert choice.temperature_score == pytest.approx(float(by_temperature.mean()), abs=1e-6)
+    assert choice.temperature == pytest.approx(tried[1][1], rel=1e-4)
+    torch.testing.assert_close(bank(*held[:2]), 5 * true / choice.temperature)
+    by_brier = bank.select(held, score="brier")
+    probs = (5 * true / tried[1][1]).softmax(1)
+    want = ((probs - F.one_hot(held.labels, 3)) ** 2).sum(1).mean()
     assert by_brier.scores[1] == pytest.approx(float(want), abs=1e-6)
+
+
+@pytest.mark.parametrize(("seed", "taken"), [(9, False), (44, True)])
+def test_a_gain_within_its_standard_error_is_not_taken(seed: int, taken: bool) -> None:
+    """Heads as noisy as the main logits: one is better by chance alone, the other by more than a standard error."""
+    true, held = known(600)
+    head = true + 2 * torch.randn(600, 3, generator=torch.Generator().manual_seed(seed))
+    gain = at_best_scale(held.main, held.labels)[0] - at_best_scale(head, held.labels)[0]
+    assert float(gain.mean()) > 0
+    assert (float(gain.mean()) > float(gain.std()) / 600**0.5) == taken
+    bank = bank_of(head[None])
+    choice = bank.select(held)
+    assert choice.scores[0] < choice.temperature_score
+    assert choice.index == (0 if taken else None)
+    torch.testing.assert_close(bank(*held[:2]), (head if taken else held.main) / choice.temperature)
+
+
+def test_the_last_temperature_is_fitted_on_all_calibration_data_where_given() -> None:
+    true, everything = known(900)
+    held = Readings(*(part[:400] for part in everything))
+    bank = bank_of(3 * true[None])
+    choice = bank.select(held, everything)
+    assert choice.index == 0
+    assert choice.temperature == pytest.approx(at_best_scale(3 * true, everything.labels)[1], rel=1e-4)
+    assert choice.temperature != pytest.approx(at_best_scale(3 * true[:400], held.labels)[1], rel=1e-4)
+
+
+def test_the_chosen_head_alone_has_the_last_temperature_too() -> None:
+    model, held = trained_readings()
+    model.head._choose(2)
+    model.head._fit_scale(held, 2)
+    assert float(model.head.inverse_temperature) != 1
+    torch.testing.assert_close(model.head.head(2).eval()(*held[:2]), model.eval().head(*held[:2]))
+    assert float(model.head.head(1).scale) == 1
+
+
+def test_a_score_that_is_not_known_is_refused() -> None:
+    model, held = trained_readings()
     with pytest.raises(ValueError, match="score must be one of .* got 'ece'"):
         model.head.select(held, score="ece")
 
@@ -118,7 +188,6 @@ def test_too_few_held_back_samples_to_choose_by_are_said() -> None:
     )
     assert len(caught) == 1
     assert caught[0].filename == __file__  # whoever called is named
-    assert choice.scores == pytest.approx([nll_of(model.head.head(i), few) for i in (0, 1)], abs=1e-5)
     assert choice.scores != enough.scores
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead import DoubleHead, Predictions, ShiftGuard, fit_head, metrics
+from doublehead.calibrators import Temperature
 from doublehead.data import DATASETS, GaussianNoise, Shifts, corrupt, fashion_subset
 from doublehead.models import build
 from doublehead.shift_guard import DEPTH, N_LAYERS, Guard, Sights, StageTap, channels_of, moments, scaled
@@ -331,6 +332,20 @@ def test_a_network_alone_is_guarded_too(fashion: Images) -> None:
     assert 0 < (factor < 1).float().mean() < 0.15  # of data that was not calibrated on; a twentieth of that
 
 
+def test_settling_is_temperature_scaling_of_what_the_guard_gives(fashion: Images) -> None:
+    plain = ShiftGuard(fashion.net).fit(fashion.calib, Shifts(1.0, NORMALISE), views=2, epochs=2)
+    settled = ShiftGuard(fashion.net).fit(
+        fashion.calib, Shifts(1.0, NORMALISE), views=2, epochs=2, settle=True
+    )
+    with torch.no_grad():
+        rows = [(plain(x), y) for x, y in fashion.calib]
+    logits, labels = (torch.cat(part) for part in zip(*rows))
+    temperature = Temperature().fit(Predictions(logits, labels)).temperature_
+    assert float(temperature) > 1.05  # the network alone is too sure
+    x = fashion.test[0]
+    torch.testing.assert_close(settled(x), plain(x) / temperature, rtol=1e-4, atol=1e-4)
+
+
 # ---------------------------------------------------------------------------------- what is left alone
 
 
@@ -538,7 +553,7 @@ def test_round_a_double_head(reads: Any) -> None:
     guard = fitted(double)
     with torch.no_grad():
         stages = guard.look([(x, torch.zeros(20, dtype=torch.long))]).stages
-        wanted = scaled(double.eval()(x), guard.guard(stages))
+        wanted = scaled(double.eval()(x), guard.guard.scale * guard.guard(stages))
         torch.testing.assert_close(guard(x), wanted)
         assert torch.equal(guard(x).argmax(1), double.heads(x).main.argmax(1))
 

@@ -143,6 +143,8 @@ class CalibrationHead(nn.Module):
         # Features come out of the network in a tame range; logits and their statistics do not.
         wants = self.reads != ("features",) if standardise is None else standardise
         self.standardise = Standardise(size) if wants else nn.Identity()
+        self.register_buffer("scale", torch.ones(()))  # of all logits: a last temperature, after training
+        self.scale: Tensor
         n_out = n_classes if kind == "mlp" else 1
         with seeded(seed):  # the caller's random numbers stay as they were
             self.first = nn.Linear(size, self.hidden) if self.hidden else nn.Identity()
@@ -174,10 +176,10 @@ class CalibrationHead(nn.Module):
             inputs = F.relu(self.first(inputs))
         out: Tensor = self.last(F.dropout(inputs, self.dropout, self.training))
         if self.kind == "mlp":
-            return out
+            return out * self.scale
         # Below the largest logit, which stays exactly 0, so rounding can never make a new tie at the top.
         below = main.float() - main.float().amax(-1, keepdim=True)
-        return below * F.softplus(out).clamp(min=1e-6)
+        return below * (F.softplus(out).clamp(min=1e-6) * self.scale)
 
 
 class DoubleHead(nn.Module):

@@ -153,7 +153,9 @@ class Guard(nn.Module):
         nn.init.zeros_(self.last.weight)
         nn.init.constant_(self.last.bias, -0.5)  # little humility to begin with
         self.register_buffer("threshold", torch.full((), math.inf))
+        self.register_buffer("scale", torch.ones(()))  # of all logits: the last temperature, see `settle`
         self.threshold: Tensor
+        self.scale: Tensor
 
     def humility(self, stages: Tensor) -> Tensor:
         """How far to turn the logits down, (B, 1): the logarithm of a temperature, before the threshold."""
@@ -196,6 +198,11 @@ class Guard(nn.Module):
         self.eval()
         with torch.no_grad():
             self.threshold.copy_(self.humility(clean.stages).quantile(keep))
+
+    @torch.no_grad()
+    def settle(self, clean: Sights) -> None:
+        """Fit the last temperature to the guarded logits of calibration data."""
+        self.scale.copy_(fit_inverse_temperature(scaled(clean.logits, self(clean.stages)), clean.labels))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Guard:
         """Goes along to another device, but stays as it is where the model becomes half precision."""
@@ -253,7 +260,9 @@ class ShiftGuard(nn.Module):
         with self.tap.recording():
             output = self.model(*args, **kwargs)
         logits = logits_of(output)
-        return with_logits(output, scaled(logits, self.guard(self.tap.take(logits.shape[0]))))
+        return with_logits(
+            output, scaled(logits, self.guard.scale * self.guard(self.tap.take(logits.shape[0])))
+        )
 
     def fit(
         self,
@@ -263,9 +272,12 @@ class ShiftGuard(nn.Module):
         views: int = 6,
         keep: float = 0.9,
         epochs: int = 20,
+        settle: bool = False,
         seed: int = 0,
     ) -> ShiftGuard:
         """Learn humility from calibration data and `views` perturbed copies of it; the model stays as it is.
+
+        `settle` also fits a last scalar temperature to what comes out: for a model that is not calibrated yet.
 
         `keep` is the share of the unperturbed data on which the guard never acts. `calib_batches` is iterated
         again for each view.
@@ -277,6 +289,8 @@ class ShiftGuard(nn.Module):
             seen = [self.look(calib_batches, perturb) for _ in range(views)]
         perturbed = Sights(*(torch.cat(parts) for parts in zip(*seen)))
         self.guard.fit(clean, perturbed, keep=keep, epochs=epochs, seed=seed)
+        if settle:
+            self.guard.settle(clean)
         return self.eval()
 
     @torch.no_grad()

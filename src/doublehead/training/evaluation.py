@@ -65,7 +65,9 @@ def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
             made = [bank(features, main)] if group == "auto" else bank.all_heads(features, main)
         yield from zip(names, made)
         if group == "auto" and stages is not None:
-            yield from ((name, scaled(made[0], guard(stages))) for name, guard in run.guards.items())
+            yield from (
+                (name, scaled(made[0], guard.scale * guard(stages))) for name, guard in run.guards.items()
+            )
 
 
 def epoch_numbers(predictions: Mapping[str, Predictions], n_bins: int = 15) -> dict[str, dict[str, float]]:

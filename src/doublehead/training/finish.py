@@ -50,7 +50,9 @@ def _select(run: Run) -> Selection | None:
         return None
     bank = run.riders["auto"].head
     assert isinstance(bank, HeadBank)
-    return bank.select(held_back_readings(run))
+    with run.fabric.autocast():
+        calib = run.riders["auto"].read(run.inputs.whole(run.inputs.splits.calib))
+    return bank.select(held_back_readings(run), calib)
 
 
 def _fit_guards(run: Run) -> None:
@@ -59,11 +61,15 @@ def _fit_guards(run: Run) -> None:
         return
     guard = ShiftGuard(run.net, seed=run.config.seed)
     calib = run.inputs.whole(run.inputs.splits.calib)
+    auto = _predict(run, "calib")["auto"]
+    with run.fabric.autocast():
+        usual = guard.look(calib)._replace(logits=auto.logits)  # what the guards are put round
     for output, name in run.config.guarded().items():
         perturb = run.inputs.perturbation(name, share=1.0)
         assert perturb is not None
         with run.fabric.autocast():
             guard.fit(calib, perturb, seed=run.config.seed)
+        guard.guard.settle(usual)
         same_on_all_processes(guard.guard)  # devices may round otherwise than their neighbours
         run.guards[output] = copy.deepcopy(guard.guard)
     run.stages = guard.tap
