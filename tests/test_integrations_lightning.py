@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from doublehead import Annealing, DoubleHead, HeadBank, HeadSpec, Predictions, metrics
+from doublehead import Annealing, DoubleHead, HeadBank, HeadSpec, Predictions, Readings, metrics
 from doublehead.data.fashion import fashion_subset
 from doublehead.integrations.attach import Attachment, find_classifier
 from doublehead.integrations.lightning import DoubleHeadCallback
@@ -288,6 +288,14 @@ def test_a_bank_chooses_on_held_out_data(images: dict[str, TensorDataset], tmp_p
     bank = callback.model.head
     assert isinstance(bank, HeadBank)
     assert int(bank.chosen) != HeadBank.ENSEMBLE
+    everything = callback.model.read(
+        DataLoader(images["calib"], 32)
+    )  # the last temperature is fitted to all of it
+    inverse = float(bank.inverse_temperature)
+    bank.select(
+        Readings(*(part[64:96] for part in everything)), Readings(*(part[:96] for part in everything))
+    )
+    assert float(bank.inverse_temperature) == pytest.approx(inverse, rel=1e-4)
 
 
 def test_other_batches_through_to_pair(images: dict[str, TensorDataset], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads
+from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads, Readings
 from doublehead.head_bank import HeadBank
 from doublehead.integrations.attach import Attachment, find_classifier
 from doublehead.integrations.overlap import check_disjoint, n_shared
@@ -147,7 +147,10 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Let a bank of heads choose."""
         if isinstance(self.model.head, HeadBank) and self.held_out is not None:
-            self.model.head.select(self.model.read(_pairs(self.held_out, self.to_pair)))
+            loaders = (self.held_out, self.calib_dataloader)
+            held, seen = (self.model.read(_pairs(loader, self.to_pair)) for loader in loaders)
+            everything = Readings(*(torch.cat(parts) for parts in zip(held, seen)))
+            self.model.head.select(held, everything)
 
     # Numbers and pictures
 
