@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from seen import parts
+from seen import bare, parts
 
 from doublehead.bins import UNIT, Bins
 from doublehead.training.methods import METHODS
@@ -111,6 +111,7 @@ class Run:
 
     def bins(self, output: str, when: str = "before") -> Bins | None:
         """The 15 top-label bins of an output as trained ("before") or after temperature scaling; None: not recorded."""
+        output, when = _where(output, when)
         recorded = self.results["outputs"].get(output, {}).get("bins")
         file = self.path / "bins.json"
         if recorded is None and file.exists():
@@ -118,15 +119,22 @@ class Run:
         return bins_of(recorded[when]) if recorded and when in recorded else None
 
     def has(self, output: str) -> bool:
-        """Whether the run has an output, or all parts of a composed one."""
-        return all(part in self.results["outputs"] for part in parts(output))
+        """Whether the run has an output, with or without a last temperature, or all parts of a composed one."""
+        return all(bare(part) in self.results["outputs"] for part in parts(output))
 
     def number(self, output: str, key: str, when: str = "before") -> float | None:
-        """A number of an output on the test split, of a composed one the mean over its parts; None: not in this run."""
+        """A number of an output on the test split, of a composed one the mean over its parts; None: not in this run.
+
+        With "+T" at its end: after temperature scaling, whatever `when` says.
+        """
         if not self.has(output):
             return None
-        found = [self.results["outputs"][part] for part in parts(output)]
-        return _mean([one[key] if when == "" else one[when][key] for one in found])
+        found = []
+        for part in parts(output):
+            name, at = _where(part, when)
+            one = self.results["outputs"][name]
+            found.append(one[at][key] if at else one[key])
+        return _mean(found)
 
     def shifted(self, shift: str, output: str, key: str) -> float | None:
         """A number of an output (with "+T" at its end: after temperature scaling) on a shifted test set.
@@ -135,6 +143,11 @@ class Run:
         """
         measured = self.results["shift"].get(shift, {})
         return _mean([measured.get(part, {}).get(key) for part in parts(output, shift)])
+
+
+def _where(output: str, when: str) -> tuple[str, str]:
+    """Where the numbers of an output stand: those of "auto+T" are "auto"'s after temperature scaling."""
+    return bare(output), "after" if when and output != bare(output) else when
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

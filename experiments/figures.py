@@ -269,11 +269,8 @@ def _wrap(source: Source) -> str:
 
 
 def _severity(runs: Sequence[Run], output: str, level: int) -> float:
-    if level:
-        found = mean_shift(runs, output, [f"{family}:{level}" for family in FAMILIES])
-    else:
-        name, when = ("main", "after") if output == "main+T" else (output, "before")
-        found = numbers(runs, name, "ece", when)
+    sets = [f"{family}:{level}" for family in FAMILIES]
+    found = mean_shift(runs, output, sets) if level else numbers(runs, output, "ece")
     return float("nan") if found is None else found.mean
 
 

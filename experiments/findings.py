@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from auto_choice import first_rule
 from committed import Run, having, numbers
 from disagreements import said
 from guards import row_words, rows_with_guards
@@ -48,10 +49,18 @@ def temperature(rows: Rows) -> str:
 
 
 def paper_head(rows: Rows) -> str:
-    """What the paper's head does to accuracy."""
+    """What the paper's head does to accuracy, and its NLL beside temperature scaling's."""
     change, lost = {}, []
+    nlls: dict[bool, list[str]] = {
+        True: [],
+        False: [],
+    }  # row by row: whether it is lower than temperature scaling's
     for row in sorted(rows, key=paper_order):
         runs = having(rows[row].get("cross-entropy", []), PAPER_HEAD)
+        ours, theirs = (numbers(runs, output, "nll") for output in (PAPER_HEAD, "main+T"))
+        if ours and theirs:
+            told = f"{row_title(row, rows)} ({ours.mean:.3f} against {theirs.mean:.3f})"
+            nlls[ours.mean < theirs.mean].append(told)
         each = [
             (run.number(PAPER_HEAD, "accuracy") or 0) - (run.number("main", "accuracy") or 0) for run in runs
         ]
@@ -64,14 +73,17 @@ def paper_head(rows: Rows) -> str:
     ends = " to ".join(f"{change[name]:+.2f} points ({name})" for name in dict.fromkeys((low, high)))
     return said(
         """**The paper's head** (beta0 1.2) answers by itself and has less accuracy than the network in {lost} runs:
-        {ends}. Heads that scale the network's own logits keep every prediction.""",
+        {ends}. Its NLL is lower than temperature scaling's on {lower}, and not on {higher}. Heads that scale the
+        network's own logits keep every prediction.""",
         lost=_in(lost),
         ends=ends,
+        lower=", ".join(nlls[True]) or "no row",
+        higher=", ".join(nlls[False]) or "no row",
     )
 
 
 def auto(rows: Rows) -> str:
-    """The auto head against temperature scaling, run by run."""
+    """The auto head, with its last temperature, against temperature scaling, run by run."""
     runs = [run for row in rows for run in having(rows[row].get("cross-entropy", []), AUTO.output)]
     if not runs:
         return "**The auto head:** not run."
@@ -85,9 +97,9 @@ def auto(rows: Rows) -> str:
 
     nlls = [ours - theirs for ours, theirs in (both(run, "nll") for run in runs)]
     return said(
-        """**The auto head against temperature scaling, on clean data:** its NLL is lower in {nll} runs (auto minus
-        temperature: {nlls}), its ECE in {ece}. An ECE not above a perfect model's band: auto {ours} runs, temperature
-        scaling {theirs}. In {scalar} runs what auto chose is a scalar temperature.""",
+        """**The auto head with its last temperature against temperature scaling, on clean data:** its NLL is lower in
+        {nll} runs (auto minus temperature: {nlls}), its ECE in {ece}. An ECE not above a perfect model's band: auto
+        {ours} runs, temperature scaling {theirs}. In {scalar} runs what auto chose is a scalar temperature.""",
         nll=_in([one < 0 for one in nlls]),
         nlls=between([round(one, 4) + 0.0 for one in nlls], 1, 4),  # + 0.0: no -0.0000
         scalar=_in([(run.results.get("selection") or {}).get("spec") is None for run in runs]),
@@ -95,6 +107,12 @@ def auto(rows: Rows) -> str:
         ours=inside(AUTO.output, "before"),
         theirs=inside("main", "after"),
     )
+
+
+def first_auto(rows: Rows) -> str:
+    """What went wrong with auto as it was first built; nothing where no run has it."""
+    text = first_rule(rows)
+    return f"**Auto as first built was not reliably better than temperature scaling:** {text}" if text else ""
 
 
 def shift(rows: Rows) -> str:
@@ -133,8 +151,8 @@ def guard(rows: Rows) -> str:
     lines = [row_words(name, runs) for name, runs in rows_with_guards({row: rows[row] for row in full})]
     lines = [line for line in lines if line]
     return said(
-        """**The shift guard** round the auto head, each family of corruption measured by a guard that never saw it,
-        against temperature scaling: {lines}.""",
+        """**The shift guard** round the auto head, with a last temperature, each family of corruption measured by a
+        guard that never saw it, against temperature scaling: {lines}.""",
         lines=". ".join(lines),
     ) if lines else ""  # fmt: skip
 

@@ -18,11 +18,13 @@ import matplotlib
 matplotlib.use("Agg")
 
 import theory
+from auto_choice import auto_table
 from committed import RESULTS, read_runs, rows_of
 from figures import FIGURES
 from guard_search import read_search, search_table
 from guards import ablation
 from headline import frozen_table, headline, runs_table, targets
+from other_networks import BRIEF, networks_table, read_brief
 from pages import PAGES, ROOT, blocks, filled
 from PIL import Image
 from report import page
@@ -36,7 +38,7 @@ OUTPUT = ROOT / "docs" / "results"
 MADE = "<!-- made by `make results` from experiments/results; do not edit -->\n"
 
 
-def all_tables(rows: Rows, results: Path = RESULTS) -> dict[str, Table]:
+def all_tables(rows: Rows, results: Path = RESULTS, brief: Path = BRIEF) -> dict[str, Table]:
     """Every table by name."""
     runs = [run for row in rows for some in rows[row].values() for run in some]
     heads = perturbed_heads(sorted(runs, key=lambda run: run.name))
@@ -50,11 +52,13 @@ def all_tables(rows: Rows, results: Path = RESULTS) -> dict[str, Table]:
         table4(rows),
         shift_table(rows),
         family_table(rows),
+        auto_table(rows),
         ablation(rows),
         *([search_table(tried)] if tried else []),
         frozen_table(frozen),
         headline(rows, frozen),
         targets(rows),
+        networks_table(read_brief(brief)),
         runs_table(sorted(runs, key=lambda run: run.name)),
     ]
     return {table.name: table for table in made}
@@ -110,7 +114,7 @@ def make(results: Path = RESULTS, root: Path = ROOT, *, draw: bool = True, dpi: 
         draw_theory(output)
     else:
         drawn = [name for name in FIGURES if (output / "figures" / f"{name}.png").exists()]
-    (output / "index.md").write_text(MADE + page(rows, runs, tables, drawn, results))
+    (output / "index.md").write_text(MADE + page(rows, runs, tables, drawn, results, read_brief()))
     write_pages(rows, results, root)
     return f"{len(runs)} runs, {len(tables)} tables, {len(drawn)} figures -> {output}"
 

@@ -17,7 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from committed import RESULTS, Row, Run, having, mean_shift, numbers
-from findings import PAPER_HEAD, SHOWN, auto, fit_head, fit_head_text, guard, paper_head, shift, temperature
+from findings import (
+    PAPER_HEAD,
+    SHOWN,
+    auto,
+    first_auto,
+    fit_head,
+    fit_head_text,
+    guard,
+    paper_head,
+    shift,
+    temperature,
+)
+from guards import PERTURBED
 from headline import between, frozen_lines, line_of, perturbed_line, range_line, rival_lines
 from paper import TABLE_1
 from seen import FAMILY_UNSEEN, GUARD, KIND_UNSEEN
@@ -46,7 +58,6 @@ PAGES = ("README.md", "docs/which-method.md", "docs/tutorials/training.md")
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 WRAP: dict[str, Any] = {"width": 118, "break_long_words": False, "break_on_hyphens": False}
 DEMO = ROOT / "docs/images/demo.json"
-PERTURBED = "both@noise+broad-1"  # of the perturbed heads the one that the guide shows
 AFTERWARDS = tuple(source for source in RIVALS if source.method in ("last-layer", "ensemble-4"))
 LOSSES = (*PAPER_SOURCES[1:4], *(source for source in RIVALS if source not in AFTERWARDS))
 
@@ -58,10 +69,14 @@ def blocks(rows: Rows, results: Path = RESULTS) -> dict[str, str]:
         "demo": demo_table(),
         "measured": measured(rows, frozen).markdown(),
         "other-rows": other_rows(rows),
-        "findings": points([temperature(rows), paper_head(rows), auto(rows), shift(rows), guard(rows)]),
+        "findings": points(
+            [temperature(rows), paper_head(rows), auto(rows), first_auto(rows), shift(rows), guard(rows)]
+        ),
         "first-run": textwrap.fill(first_run(rows, f"[its numbers]({NAME})"), **WRAP),
         "evidence": evidence(rows).markdown(),
-        "guide-findings": points([auto(rows), paper_head(rows), fit_head(frozen)]),
+        "guide-findings": points(
+            [auto(rows), first_auto(rows), paper_head(rows), fit_head(frozen), guard(rows)]
+        ),
         "fit-head": textwrap.fill(fit_head_text(frozen), **WRAP),
     }
 
@@ -130,10 +145,14 @@ def _measured_row(row: Row, methods: Mapping[str, list[Run]]) -> list[list[str]]
         line_of(
             f"paper's head, beta0 1.2 (the paper: {printed.annealing:.2f})", runs, PAPER_HEAD, "before", seeds
         ),
-        line_of("auto head", runs, AUTO.output, "before", seeds),
+        line_of("auto head + temperature", runs, AUTO.output, "before", seeds),
         perturbed_line(runs, "heads trained on perturbed batches, range over {n}"),
         line_of(
-            "auto head + shift guard, each family unseen by its guard", runs, FAMILY_UNSEEN, "before", seeds
+            "auto head + shift guard + temperature, each family unseen by its guard",
+            runs,
+            FAMILY_UNSEEN,
+            "before",
+            seeds,
         ),
         line_of("... a guard that saw all families in training", runs, GUARD, "before", seeds),
         _losses_line({source.title: methods[source.method] for source in losses}, seeds),
@@ -168,7 +187,14 @@ def other_rows(rows: Rows) -> str:
                  ece_cell(runs, PAPER_HEAD, of=n), ece_cell(runs, AUTO.output, of=n)]  # fmt: skip
         name = f"{row_title(row, [])}, {row.epochs} epochs, {seeds_said(n)}"
         lines.append([name, shown(numbers(runs, "main", "accuracy")), *cells])
-    head = ["other rows: ECE", "accuracy", "cross entropy", "+ temperature", "paper's head", "auto head"]
+    head = [
+        "other rows: ECE",
+        "accuracy",
+        "cross entropy",
+        "+ temperature",
+        "paper's head",
+        "auto head + temperature",
+    ]
     return Table("other-rows", "", head, lines).markdown() if lines else "No other rows have been run."
 
 
@@ -180,7 +206,7 @@ def evidence(rows: Rows) -> Table:
     findings = [
         "a temperature head: ECE at beta0 1.0 / 1.2",
         "temperature scaling: ECE, NLL",
-        "the head chosen from the bank: ECE, NLL",
+        "the head chosen from the bank, with its last temperature: ECE, NLL",
         "the paper's head: accuracy, beside the network's",
         "corrupted images: mean ECE of temperature scaling, of a perturbed head",
         "... without noise, a kind of which that head has seen",
@@ -200,6 +226,7 @@ GUARD_FINDINGS = [
     "corrupted images: mean ECE of temperature scaling, of the shift guard with each family unseen",
     "... with its whole kind unseen; with all families seen in training",
     "clean images: ECE, NLL of the shift guard (means over the guards with families unseen)",
+    "... of temperature scaling on the same networks",
 ]
 
 
@@ -216,8 +243,11 @@ def _guard_evidence(runs: Sequence[Run]) -> list[str]:
         "; ".join(
             corrupted(some, output) + _fewer(some, n) for some, output in zip(others, (KIND_UNSEEN, GUARD))
         ),
-        f"{ece_cell(has, FAMILY_UNSEEN)}; {shown(numbers(has, FAMILY_UNSEEN, 'nll'), scale=1, digits=4)}"
-        + _fewer(has, n),
+        *(
+            f"{ece_cell(has, output)}; {shown(numbers(has, output, 'nll'), scale=1, digits=4)}"
+            + _fewer(has, n)
+            for output in (FAMILY_UNSEEN, "main+T")
+        ),
     ]
 
 

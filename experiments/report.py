@@ -12,15 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from auto_choice import choice_of, first_rule
 from committed import RESULTS, Row, Run, mean_shift, numbers
 from disagreements import disagreements, said
 from figures import FIGURES, GRADIENT_BETAS, SWEEP, gradient_sample, sweep, with_gradients
 from guard_search import read_search, search_text
 from guards import guard_text, rows_with_guards
 from headline import between
+from other_networks import only_brief
 from paper import ODDITIES, TABLE_1
+from seen import FAMILY_UNSEEN, KIND_UNSEEN
 from shift import NOT_NOISE, evaluated, rows_with_shift, sets_of, shift_summary
-from tables import PAPER_SOURCES, RIVALS, Rows, Source, Table, paper_order, reference, row_title, title_of
+from tables import (
+    AUTO,
+    PAPER_SOURCES,
+    RIVALS,
+    Rows,
+    Source,
+    Table,
+    paper_order,
+    reference,
+    row_title,
+    title_of,
+)
 from withdrawal import first_run
 
 from doublehead.data import FAMILIES
@@ -37,8 +51,9 @@ def page(
     tables: Mapping[str, Table],
     drawn: Sequence[str],
     results: Path = RESULTS,
+    brief: Sequence[Run] = (),
 ) -> str:
-    """The whole report; `drawn` names the figures that could be drawn."""
+    """The whole report; `drawn` names the figures that could be drawn, `brief` are trials that are no results."""
     values = {
         **facts(rows, runs),
         **{name: with_notes(tables[name]) for name in ("headline", "targets", "imagenet")},
@@ -47,8 +62,11 @@ def page(
         "guard_text": guard_text(rows),
         "guard_table": with_notes(tables["guards"]) if rows_with_guards(rows) else "",
         "guard_search": search(tables, results),
+        "first_auto": first_rule(rows) or "Not run yet.",
+        "auto_table": with_notes(tables["auto"]),
+        "networks": with_notes(tables["other-networks"]),
         "beta_text": beta_text(rows),
-        "gaps": bullets(gaps(rows)),
+        "gaps": bullets(gaps(rows, brief)),
         "first_run": first_run(rows),
         "disagreements": bullets(disagreements(rows)),
         "oddities": bullets(ODDITIES),
@@ -117,18 +135,10 @@ def choices(rows: Rows) -> str:
         seeds: dict[str, list[str]] = {}
         for run in rows[row].get("cross-entropy", []):
             if run.results.get("selection"):
-                seeds.setdefault(_choice(run.results["selection"]), []).append(str(run.seed))
+                seeds.setdefault(choice_of(run), []).append(str(run.seed))
         for what, some in seeds.items():
             made.append(f"{row_title(row, rows)}, seed{'s' * (len(some) > 1)} {' and '.join(some)}: {what}")
     return "; ".join(made) or "no run yet"
-
-
-def _choice(selection: Mapping[str, Any]) -> str:
-    spec = selection["spec"]
-    if not spec:
-        return "the scalar temperature"
-    reads = [spec["reads"]] if isinstance(spec["reads"], str) else spec["reads"]
-    return f"reads {' and '.join(reads)}, beta0 {spec['beta0']:g}"
 
 
 def n_gradients(methods: Mapping[str, list[Run]]) -> int:
@@ -137,14 +147,24 @@ def n_gradients(methods: Mapping[str, list[Run]]) -> int:
     return len(gradient_sample(runs, GRADIENT_BETAS[0], 0)) if runs else 0
 
 
-def gaps(rows: Rows) -> list[str]:
-    """What is missing, as sentences."""
+def gaps(rows: Rows, brief: Sequence[Run] = ()) -> list[str]:
+    """What was planned and is missing, as sentences."""
     made = []
     for row in sorted(rows, key=paper_order):
         made += _gaps_of(row, rows[row], row_title(row, rows))
-    absent = [title_of(*key) for key in TABLE_1 if not any((row.data, row.model) == key for row in rows)]
+    made += _guard_gaps(rows)
+    absent = [key for key in TABLE_1 if not any((row.data, row.model) == key for row in rows)]
     if absent:
-        made.append(f"Rows of the paper without any run: {'; '.join(absent)}.")
+        made.append(f"Rows of the paper without any run: {'; '.join(title_of(*key) for key in absent)}.")
+    if any(data == "svhn" for data, _ in absent):
+        made.append(
+            "SVHN's rows for want of its training set; its test images serve as the other data of Table 2."
+        )
+    short = [title_of(*key) for key in only_brief(rows, brief)]
+    if short:
+        made.append(
+            f"More than [a brief trial](other-networks.md), which is no result, of {'; '.join(short)}."
+        )
     heads = {
         name for row in rows for some in rows[row].values() for run in some for name in run.results["outputs"]
     }
@@ -154,20 +174,40 @@ def gaps(rows: Rows) -> list[str]:
         )
     if not any(row.epochs >= PAPER_EPOCHS for row in rows):
         made.append(f"The paper's number of epochs: {PAPER_EPOCHS} for images.")
+    made.append("Any run with auto's present rule of choice; the committed ones used its first.")
     return [*made, "The official CIFAR-10-C files (ours are made with the published constants)."]
 
 
 def _gaps_of(row: Row, methods: Mapping[str, list[Run]], name: str) -> list[str]:
-    """The methods that a row lacks, and those with fewer seeds than wanted."""
+    """The methods that a row lacks, and the seeds that those it has lack."""
     sources = [s for s in (*PAPER_SOURCES[:4], *RIVALS) if _applies(s, row)]
     missing = [source.title for source in sources if source.method not in methods]
     alone = {method: runs for method, runs in methods.items() if not method.startswith("ensemble")}
-    few = [f"{method} {len(runs)}" for method, runs in alone.items() if len(runs) < SEEDS_WANTED]
+    lacking: dict[str, list[str]] = {}
+    for method, runs in alone.items():
+        seeds = sorted(set(range(SEEDS_WANTED)) - {run.seed for run in runs})
+        lacking.setdefault(" and ".join(map(str, seeds)), []).append(method)
     made = [f"{name}: {', '.join(missing)}."] if missing else []
+    few = [f"{seeds} of {', '.join(some)}" for seeds, some in lacking.items() if seeds]
     if few:
         made.append(
-            f"{name}: {SEEDS_WANTED} seeds of each (there are: {', '.join(few)}); one seed has no spread."
+            f"{name}, of seeds 0 to {SEEDS_WANTED - 1} of each method: {'; '.join(few)}. One seed has no spread."
         )
+    return made
+
+
+def _guard_gaps(rows: Rows) -> list[str]:
+    """Guards that the rows evaluated under shift lack: seeds without any, and lines with a whole kind unseen."""
+    made = []
+    for row, runs in rows_with_shift(rows):
+        name = row_title(row, rows)
+        without = [str(run.seed) for run in runs if not run.has(FAMILY_UNSEEN)]
+        if without:
+            made.append(
+                f"{name}: guards on seed{'s' * (len(without) > 1)} {' and '.join(without)} (run before there were any)."
+            )
+        if not any(run.has(KIND_UNSEEN) for run in runs):
+            made.append(f"{name}: guards with a whole kind of corruption unseen.")
     return made
 
 
@@ -219,7 +259,7 @@ def clean_shares(rows: Rows) -> list[float]:
     """Mean ECE under shift as a share of temperature scaling's, of heads that saw only clean calibration images."""
     shares = []
     for _, runs in rows_with_shift(rows):
-        for name in ("double-head", "annealing-double-head", "auto"):
+        for name in ("double-head", "annealing-double-head", AUTO.output):
             has = evaluated(runs, name)
             ours, rival = (mean_shift(has, output, sets_of(FAMILIES)) for output in (name, "main+T"))
             shares += [ours.mean / rival.mean] if ours and rival else []

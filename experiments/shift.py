@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from committed import Row, Run, Spread, mean_shift, numbers
-from seen import COMPOSED, FAMILY_UNSEEN, GUARD, KIND_UNSEEN, is_guard, seen
+from seen import BARE, COMPOSED, FAMILY_UNSEEN, GUARD, KIND_UNSEEN, SCALED, bare, is_guard, seen
 from tables import AUTO, PAPER_SOURCES, Rows, Source, Table, ece_cell, paper_order, row_title, shown
 
 from doublehead.data import FAMILIES
@@ -37,20 +37,26 @@ def perturbed_heads(runs: Sequence[Run]) -> list[Source]:
 
 
 def guards(runs: Sequence[Run]) -> list[Source]:
-    """The guards of some runs as lines of a table: first the composed ones, which never saw what they meet."""
-    found = dict.fromkeys(name for run in runs for name in run.results["outputs"] if is_guard(name))
-    pieces = [part for parts in COMPOSED.values() for part in parts]
-    composed = [name for name in COMPOSED if any(run.has(name) for run in runs)]
+    """The guards of some runs as lines of a table: first the composed ones, which never saw what they meet.
+
+    All with their last temperature.
+    """
+    found = dict.fromkeys(
+        f"{name}{SCALED}" for run in runs for name in run.results["outputs"] if is_guard(name)
+    )
+    whole_kinds = (FAMILY_UNSEEN, KIND_UNSEEN)
+    pieces = [part for name in whole_kinds for part in COMPOSED[name]]
+    composed = [name for name in whole_kinds if any(run.has(name) for run in runs)]
     whole = [name for name in found if name not in pieces]
     names = [*composed, *whole, *(name for name in pieces if name in found)]
     return [Source(title_of_output(name), "cross-entropy", name) for name in names]
 
 
 GUARD_TITLES = {
-    FAMILY_UNSEEN: "Guarded, family unseen",
-    KIND_UNSEEN: "Guarded, whole kind unseen",
-    GUARD: "Guarded, all families seen in training",
-    f"{GUARD}@noise+broad": "Guarded, taught by Gaussian noise and broad perturbations",
+    bare(FAMILY_UNSEEN): "family unseen",
+    bare(KIND_UNSEEN): "whole kind unseen",
+    BARE: "all families seen in training",
+    f"{BARE}@noise+broad": "taught by Gaussian noise and broad perturbations",
 }
 
 
@@ -59,15 +65,20 @@ def title_of_output(name: str) -> str:
 
     >>> title_of_output("both@noise+broad-1.1")
     'Perturbed temperature head on both, beta0 1.1'
-    >>> title_of_output("guarded@shifts-2"), title_of_output("guarded@shifts-noises")
-    ('Guarded, part 2 left out', 'Guarded, noises left out')
+    >>> title_of_output("guarded@shifts-2+T"), title_of_output("guarded@shifts-noises")
+    ('Guarded + temperature, part 2 left out', 'Guarded, noises left out, no last temperature')
     """
-    kind, _, teacher = name.partition("@")
+    kind, _, teacher = bare(name).partition("@")
     if is_guard(name):
         left_out = teacher.removeprefix("shifts-")
         part = f"part {left_out}" if left_out.isdecimal() else left_out
-        plain = f"Guarded, {part} left out" if left_out != teacher else f"Guarded, taught by {teacher}"
-        return GUARD_TITLES.get(name, plain)
+        plain = f"{part} left out" if left_out != teacher else f"taught by {teacher}"
+        title = GUARD_TITLES.get(bare(name), plain)
+        return (
+            f"Guarded + temperature, {title}"
+            if name.endswith(SCALED)
+            else f"Guarded, {title}, no last temperature"
+        )
     beta0 = float(teacher.rpartition("-")[2])
     return f"Perturbed {KINDS.get(kind, kind)}, beta0 {beta0:{'.2g' if beta0 % 1 else '.1f'}}"
 
@@ -105,7 +116,7 @@ def shift_table(rows: Rows) -> Table:
             parts = [mean_shift(has, source.output, sets_of(some)) for some in (FAMILIES, UNSEEN, NOT_NOISE)]
             accuracy = mean_shift(has, source.output, sets_of(FAMILIES), "accuracy")
             lines.append([row_title(row, rows), source.title, str(len(has)), seen_words(source.output),
-                          clean_ece(has, source.output), shown(parts[0]), share(has, source.output),
+                          ece_cell(has, source.output), shown(parts[0]), share(has, source.output),
                           _unseen(has, source.output), *map(shown, parts[1:]), shown(accuracy)])  # fmt: skip
             records.append(_record(row, source, has, parts))
     head = ["row", "head", "seeds", "families seen in training", "clean ECE", "mean ECE, all 13 families",
@@ -135,29 +146,30 @@ def _said(families: Sequence[str]) -> str:
 
 
 GUARD_NOTES = (
-    "Guards (`ShiftGuard` round the auto head) learned from corrupted copies of the calibration images. "
+    "Guards (`ShiftGuard` round the auto head, then a last scalar temperature fitted to clean calibration images) "
+    "learned from corrupted copies of the calibration images. "
     "**Family unseen: each family is measured by that one of three guards which had it left out**: "
     + "; ".join(f"part {name}: {_said(LEFT_OUT[name])}" for name in ("1", "2", "3"))
     + ". Relatives of a family, such as other noises, were seen.",
     "Whole kind unseen: likewise with four guards, each without one kind: "
     + "; ".join(f"{name}: {_said(LEFT_OUT[name])}" for name in ("noises", "blurs", "colours", "digital"))
     + ". Both lines have as clean ECE and band the means over their guards, and the worst of them.",
-    "The guard that saw all families is what `ShiftGuard` with `Shifts` gives a user; its numbers on these families "
-    "are no measure of what happens on new ones.",
+    "The guard that saw all families is what a user gets (`doublehead train --method guarded`, or `ShiftGuard` with "
+    "`Shifts` and `settle=True`); its numbers on these families are no measure of what happens on new ones.",
 )
 
 
 def seen_words(output: str) -> str:
     """The column on what a line saw in training.
 
-    >>> seen_words("auto"), seen_words("both@noise+broad-1"), seen_words("guarded"), seen_words("guarded@shifts-1")
+    >>> seen_words("auto"), seen_words("both@noise+broad-1"), seen_words("guarded+T"), seen_words("guarded@shifts-1")
     ('none', 'Gaussian noise', 'all 13', '9 of 13')
-    >>> seen_words("guarded:family-unseen")
+    >>> seen_words("guarded:family-unseen+T")
     '8 or 9, never the one measured'
     """
     if output in COMPOSED:
         counts = sorted({len(seen(part)) for part in COMPOSED[output]})
-        measured = "the one measured" if output == FAMILY_UNSEEN else "the kind measured"
+        measured = "the one measured" if bare(output) == bare(FAMILY_UNSEEN) else "the kind measured"
         return f"{' or '.join(map(str, counts))}, never {measured}"
     families = seen(output)
     if families == SEEN:
@@ -178,11 +190,6 @@ def _unseen(runs: Sequence[Run], output: str) -> str:
     return f"{shown(ours)} ({shown(rival)})" if ours and rival else ""
 
 
-def clean_ece(runs: Sequence[Run], output: str) -> str:
-    """The ECE on clean data with its band, of an output or of "main+T"."""
-    return ece_cell(runs, "main", "after") if output == "main+T" else ece_cell(runs, output)
-
-
 def share(runs: Sequence[Run], output: str) -> str:
     """Mean ECE as a share of temperature scaling's on the same runs."""
     ours, rival = (mean_shift(runs, name, sets_of(FAMILIES)) for name in (output, "main+T"))
@@ -190,8 +197,7 @@ def share(runs: Sequence[Run], output: str) -> str:
 
 
 def _record(row: Row, source: Source, runs: list[Run], parts: list[Spread | None]) -> dict[str, Any]:
-    output, when = ("main", "after") if source.output == "main+T" else (source.output, "before")
-    clean = numbers(runs, output, "ece", when)
+    clean = numbers(runs, source.output, "ece")
     names = ("ece_all_families", "ece_without_gaussian_noise", "ece_without_noise")
     return {
         "data": row.data, "model": row.model, "epochs": row.epochs, "seeds": len(runs), "head": source.output,

@@ -307,7 +307,7 @@ def evidence(runs: list[dict[str, Any]]) -> list[str]:
     return [
         f"{ece('temperature-1')} / {ece('temperature-1.2')}",
         f"{ece('main', 'after')}; {nll('main', 'after')}",
-        f"{ece('auto')}; {nll('auto')}",
+        f"{ece('auto', 'after')}; {nll('auto', 'after')}",  # with its last temperature
         accuracies(),
         shifted("nothing"),
         shifted("noise"),
