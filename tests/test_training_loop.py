@@ -194,7 +194,9 @@ def test_guards(tmp_path: Path) -> None:
         guard.guard.load_state_dict(weights(tmp_path / "several", name))
         factor = guard.guard(guard.look([(x, torch.zeros(len(x), dtype=torch.long))]).stages).detach()
         assert ((factor > 0) & (factor <= 1)).all()
-        torch.testing.assert_close(saved[name], scaled(saved["auto"], factor), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            saved[name], scaled(saved["auto"], guard.guard.scale * factor), rtol=1e-4, atol=1e-4
+        )
         assert torch.equal(saved[name].argmax(1), saved["main"].argmax(1))
 
     alone = small(model=network, auto=True, guards=("shifts-noises",), shift=("contrast:5",))
