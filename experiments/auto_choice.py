@@ -15,6 +15,8 @@ RULE_NOTE = (
     "beats the scalar temperature by more than a standard error, and the last temperature is part of auto. So what a "
     "user gets today may differ from these lines in which head is chosen; no run here was made with today's rule."
 )
+REASON = """ A few hundred to a thousand held-back samples tell heads apart only roughly, and nothing made sure that the
+    chosen one is as sure on average as all calibration data say."""
 SCALED_MAIN = "main+T"
 OUTPUTS = (SCALED_MAIN, FIRST_AUTO.output, AUTO.output)
 
@@ -87,20 +89,23 @@ def _line(case: Case) -> list[str]:
     ]
 
 
-def first_rule(rows: Rows) -> str:
-    """What was wrong with the first rule, counted, with the worst cases, and what the last temperature repairs."""
+def first_rule(rows: Rows, *, short: bool = False) -> str:
+    """What was wrong with the first rule, counted, with the worst cases, and what the last temperature repairs.
+
+    `short` leaves out the cases and the reasons.
+    """
     found = cases(rows)
     if not found:
         return ""
     eces, nlls = (worst_cases(found, key) for key in ("ece", "nll"))
-    text = """Chosen by NLL on held-back calibration data, with nothing after it, auto had a lower NLL than temperature
+    text = """chosen by NLL on held-back calibration data, with nothing after it, auto had a lower NLL than temperature
         scaling in {nll[0]} and a lower ECE in {ece[0]} of {n} runs."""
-    text += " Furthest behind in each row, ECE: {eces}." if eces else ""
-    text += " In NLL: {nlls}." if nlls else ""
-    text += """ A few hundred to a thousand held-back samples tell heads apart only roughly, and nothing made sure that
-        the chosen one is as sure on average as all calibration data say. With a last scalar temperature, fitted to its
-        output on all calibration data, as it is shown everywhere else, its NLL is lower in {nll[1]} and its ECE in
-        {ece[1]} of {n}{rest}."""
+    if not short:
+        text += " Furthest behind in each row, ECE: {eces}." if eces else ""
+        text += " In NLL: {nlls}." if nlls else ""
+        text += REASON
+    text += """ With a last scalar temperature, fitted to its output on all calibration data, as it is shown everywhere
+        else, its NLL is lower in {nll[1]} and its ECE in {ece[1]} of {n}{rest}."""
     return said(
         text,
         n=len(found),

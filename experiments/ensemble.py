@@ -23,7 +23,8 @@ from doublehead.training.evaluation import final_numbers
 from doublehead.training.run_folder import environment
 
 # What may differ between members: the seed, and what rides beside the network without touching it.
-FREE = {"seed", "heads", "auto", "hold_back", "every", "every_of", "augment_of", "record_gradients", "shift"}
+FREE = {"seed", "heads", "auto", "guards", "hold_back", "every", "every_of", "augment_of", "record_gradients", "shift",
+        "evaluate_every", "predict_train"}  # fmt: skip
 
 
 def mean_of(members: Sequence[Predictions]) -> Predictions:

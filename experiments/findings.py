@@ -109,9 +109,9 @@ def auto(rows: Rows) -> str:
     )
 
 
-def first_auto(rows: Rows) -> str:
+def first_auto(rows: Rows, *, short: bool = False) -> str:
     """What went wrong with auto as it was first built; nothing where no run has it."""
-    text = first_rule(rows)
+    text = first_rule(rows, short=short)
     return f"**Auto as first built was not reliably better than temperature scaling:** {text}" if text else ""
 
 

@@ -75,7 +75,7 @@ def blocks(rows: Rows, results: Path = RESULTS) -> dict[str, str]:
         "first-run": textwrap.fill(first_run(rows, f"[its numbers]({NAME})"), **WRAP),
         "evidence": evidence(rows).markdown(),
         "guide-findings": points(
-            [auto(rows), first_auto(rows), paper_head(rows), fit_head(frozen), guard(rows)]
+            [auto(rows), first_auto(rows, short=True), paper_head(rows), fit_head(frozen), guard(rows)]
         ),
         "fit-head": textwrap.fill(fit_head_text(frozen), **WRAP),
     }

@@ -62,7 +62,7 @@ def page(
         "guard_text": guard_text(rows),
         "guard_table": with_notes(tables["guards"]) if rows_with_guards(rows) else "",
         "guard_search": search(tables, results),
-        "first_auto": first_rule(rows) or "Not run yet.",
+        "first_auto": first_rule(rows) or "not run yet.",
         "auto_table": with_notes(tables["auto"]),
         "networks": with_notes(tables["other-networks"]),
         "beta_text": beta_text(rows),

@@ -18,6 +18,7 @@ import pytest
 
 import doublehead.data
 from doublehead.optional import require
+from doublehead.training.config import LEFT_OUT
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -241,6 +242,25 @@ def test_figures_of_the_guide_are_in_the_results() -> None:
     start = next(i for i, row in enumerate(rows) if row[0] == "finding")
     columns = [evidence(seeds_of(data)) for data in ("cifar10", "cifar100")]
     assert [row[1:] for row in rows[start + 2 : start + 9]] == [list(pair) for pair in zip(*columns)]
+    columns = [guard_evidence(seeds_of(data)) for data in ("cifar10", "cifar100")]
+    assert [row[1:] for row in rows[start + 9 : start + 11]] == [list(pair) for pair in zip(*columns)]
+
+
+def guard_evidence(runs: list[dict[str, Any]]) -> list[str]:
+    """Two lines on guards with their last temperature: each family by the one that left it out; all families seen."""
+    names = {f"guarded@shifts-{part}": LEFT_OUT[part] for part in ("1", "2", "3")}
+    has = [run["shift"] for run in runs if set(names) <= set(run["outputs"])]
+    sets = [(name, f"{family}:{i}") for name, some in names.items() for family in some for i in range(1, 6)]
+    assert len({one for _, one in sets}) == len(sets) == 65
+
+    def mean(output: str) -> str:
+        means = [
+            statistics.mean(100 * one[at][output or f"{name}+T"]["ece"] for name, at in sets) for one in has
+        ]
+        return spelled(means, 1)
+
+    fewer = f" ({len(has)} seed{'s' * (len(has) > 1)})" * (len(has) < len(runs))
+    return [f"{mean('main+T')}; {mean('')}{fewer}", f"not run; {mean('guarded+T')}{fewer}"]
 
 
 def seeds_of(data: str) -> list[dict[str, Any]]:

@@ -305,6 +305,9 @@ def test_what_went_wrong_with_auto_is_counted(tmp_path: Path) -> None:
     assert "a lower NLL than temperature scaling in 1 and a lower ECE in 1 of 3 runs" in text
     assert "ECE: 3.00 against 1.00 (CIFAR-10, ResNet-50, seed 1). In NLL: 0.320 against 0.300" in text
     assert "its NLL is lower in 2 and its ECE in 2 of 3; it does not undo a wrong choice (CIFAR-10" in text
+    short = auto_choice.first_rule(committed.rows_of(committed.read_runs(tmp_path)), short=True)
+    assert "Furthest" not in short
+    assert "in 1 of 3 runs. With a last scalar temperature" in short
     assert auto_choice.first_rule({}) == ""
 
 
@@ -369,6 +372,15 @@ def test_heads_of_one_run_have_their_own_periods_and_perturbations() -> None:
     assert (config.epochs, config.auto, config.shift) == (30, True, ("cifar10c", "svhn"))
     assert recipes.row("cifar10", "resnet101")["cross-entropy"].every_of == {}
     assert recipes.row("cifar100", "resnet50", epochs=200)["mmce"].epochs == 200
+
+
+def test_seeds_of_a_row_may_be_members_of_an_ensemble() -> None:
+    """Later seeds have fewer heads and guards and are evaluated less often, which leaves their networks alone."""
+    first, later = (
+        json.loads(recipes.row("cifar10", seed=seed)["cross-entropy"].to_json()) for seed in (0, 1)
+    )
+    differ = {key for key in first if first[key] != later[key]}
+    assert {"heads", "guards", "evaluate_every"} <= differ <= ensemble.FREE
 
 
 def test_methods_are_spelled_out_or_refused() -> None:
