@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 pytest.importorskip("matplotlib")
 
-import auto_choice  # noqa: E402
 import committed  # noqa: E402
 import disagreements  # noqa: E402
 import ensemble  # noqa: E402
@@ -219,96 +218,6 @@ def test_the_order_of_gradients_is_reported_as_it_is(tmp_path: Path) -> None:
         fresh = committed.Run.read(run.path)
         assert said in disagreements.gradients({"cross-entropy": [fresh]})
         assert len(figures.gradient_sample([fresh], 0.6, 0)) == 21  # the last 70 % of 30 epochs
-
-
-# Other networks, and what is missing -------------------------------------------------------------------------------
-
-
-def test_brief_trials_are_shown_as_no_results(tmp_path: Path) -> None:
-    made_up(tmp_path / "brief", auto=output_of(0.02))
-    run = made_up(tmp_path / "brief", seed=1)
-    run.results["outputs"]["main"]["before"]["accuracy"] = 0.1006
-    run.results["config"]["model"] = "resnet152"
-    committed.write_small(run.results, run.path / "results.json")
-    runs = other_networks.read_brief(tmp_path / "brief")
-    table = other_networks.networks_table(runs)
-    assert [line[:3] for line in table.lines] == [
-        ["CIFAR-10, ResNet-50", "30", "90.0"],
-        ["CIFAR-10, ResNet-152", "30", "10.1"],
-    ]
-    assert table.lines[0][3:6] == ["not run", "not run", "90.0"]
-    assert "Not results." in table.notes[0]
-    assert "So CIFAR-10, ResNet-152 had learned nothing yet" in table.notes[1]
-    assert "So " not in other_networks.networks_table(runs[:1]).notes[1]
-    rows = committed.rows_of(runs[:1])  # as if one of them were a result
-    assert other_networks.only_brief(rows, runs) == [("cifar10", "resnet152")]
-    assert any("no result, of CIFAR-10, ResNet-152." in line for line in report.gaps(rows, runs))
-    assert other_networks.read_brief(tmp_path / "nothing") == []
-
-
-def test_missing_seeds_and_guards_are_named(tmp_path: Path) -> None:
-    guards = {f"guarded@shifts-{part}": output_of(0.02) for part in (1, 2, 3)}
-    for seed in (0, 2):
-        made_up(tmp_path, seed=seed, shifted=("main", "main+T"), **(guards if seed else {}))
-    made_up(tmp_path, "brier")
-    lines = report.gaps(committed.rows_of(committed.read_runs(tmp_path)))
-    seeds = "CIFAR-10, ResNet-50, of seeds 0 to 2 of each method: "
-    assert f"{seeds}1 and 2 of brier; 1 of cross-entropy. One seed has no spread." in lines
-    assert "CIFAR-10, ResNet-50: guards on seed 0 (run before there were any)." in lines
-    assert "CIFAR-10, ResNet-50: guards with a whole kind of corruption unseen." in lines
-    assert any(line.startswith("SVHN's rows for want of its training set") for line in lines)
-    assert any(line.startswith("ECE against the calibration period k") for line in lines)
-
-
-def test_what_is_committed_names_all_that_was_planned(published: Any) -> None:
-    """The list as it stands; a run that is added takes its line away."""
-    text = " ".join(report.gaps(published[0], other_networks.read_brief()))
-    for planned in (
-        "CIFAR-100, ResNet-50, of seeds 0 to 2 of each method: 2 of cross-entropy",
-        "CIFAR-10, ResNet-50, of seeds 0 to 2 of each method: 1 and 2 of brier, focal, mmce",
-        "CIFAR-10, ResNet-50: guards on seed 0", "CIFAR-100, ResNet-50: guards on seed 0",
-        "CIFAR-100, ResNet-50: MMCE, Brier, Focal, MMCE as published, FLSD-53, Label smoothing, Mixup, Last-layer",
-        "CIFAR-10, ResNet-50: MMCE as published, FLSD-53, Label smoothing, Mixup, Last-layer retraining (TST), Deep",
-        "20 Newsgroups by date, GP CNN: Focal", "calibration period k", "SVHN's rows",
-    ):  # fmt: skip
-        assert planned in text, planned
-
-
-# Auto as first built -----------------------------------------------------------------------------------------------
-
-
-def test_auto_is_shown_after_its_last_temperature_and_once_before_it(tmp_path: Path) -> None:
-    run = made_up(tmp_path, auto=output_of(0.02, after=0.005), shifted=("main", "auto", "auto+T"))
-    assert run.number("auto", "ece") == 0.02
-    assert run.number("auto+T", "ece") == run.number("auto+T", "ece", "after") == 0.005
-    assert run.number("auto+T", "temperature", "") == 1.5
-    assert run.number("nothing+T", "ece") is None
-    assert run.shifted("contrast:1", "auto+T", "ece") == pytest.approx(0.3)
-    rows = committed.rows_of([run])
-    line = next(line for line in tables.table1(rows).lines if line[1] == "Auto head + temperature (ours)")
-    assert line[4:7] == ["", "**0.50** (0.40 to 0.90)", "1.50"]
-    (record,) = [one for one in tables.table1(rows).records if one["method"] == "auto+T"]
-    assert (record["ece_after"], record.get("ece_before")) == ("0.005", None)
-    (line,) = auto_choice.auto_table(rows).lines
-    assert line == ["CIFAR-10, ResNet-50, seed 0", "the scalar temperature", "1.00 (0.40 to 0.90)",
-                    "2.00 (0.40 to 0.90)", "**0.50** (0.40 to 0.90)", "0.3000", "0.3000", "0.3000"]  # fmt: skip
-
-
-def test_what_went_wrong_with_auto_is_counted(tmp_path: Path) -> None:
-    for seed, before, after in ((0, 0.02, 0.005), (1, 0.03, 0.02), (2, 0.001, 0.001)):
-        run = made_up(tmp_path, seed=seed, auto=output_of(before, after=after))
-        run.results["outputs"]["auto"]["before"]["nll"] = 0.3 + before - 0.01
-        run.results["outputs"]["auto"]["after"]["nll"] = 0.3 + after - 0.01
-        committed.write_small(run.results, run.path / "results.json")
-    text = auto_choice.first_rule(committed.rows_of(committed.read_runs(tmp_path)))
-    # temperature scaling: ECE 1 %, NLL 0.3
-    assert "a lower NLL than temperature scaling in 1 and a lower ECE in 1 of 3 runs" in text
-    assert "ECE: 3.00 against 1.00 (CIFAR-10, ResNet-50, seed 1). In NLL: 0.320 against 0.300" in text
-    assert "its NLL is lower in 2 and its ECE in 2 of 3; it does not undo a wrong choice (CIFAR-10" in text
-    short = auto_choice.first_rule(committed.rows_of(committed.read_runs(tmp_path)), short=True)
-    assert "Furthest" not in short
-    assert "in 1 of 3 runs. With a last scalar temperature" in short
-    assert auto_choice.first_rule({}) == ""
 
 
 # Bins ------------------------------------------------------------------------------------------------------------

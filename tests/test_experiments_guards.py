@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import re
 import shutil
@@ -15,15 +14,12 @@ from typing import Any
 
 import pytest
 
-from doublehead import ShiftGuard
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 pytest.importorskip("matplotlib")
 
 import committed  # noqa: E402
 import findings  # noqa: E402
-import guard_search  # noqa: E402
 import guards  # noqa: E402
 import headline  # noqa: E402
 import make  # noqa: E402
@@ -399,71 +395,3 @@ def test_the_figures_have_a_look_for_every_line(rows: Any) -> None:
     assert "Auto head + shift guard + temperature" in [
         label.get_text() for label in dots.axes[0].get_yticklabels()
     ]
-
-
-# The search --------------------------------------------------------------------------------------------------------
-
-
-def setting(inputs: str, form: str, keep: float | None, clean: float, shifted: float) -> dict[str, Any]:
-    return {"inputs": inputs, "form": form, "keep": keep, "clean_ece": clean, "clean_nll": 0.25, "shift_ece": shifted,
-            "n_images": 1000}  # fmt: skip
-
-
-def test_the_search_is_shown_where_its_file_is_there(results: Path, tmp_path: Path) -> None:
-    assert guard_search.read_search(tmp_path) == []
-    tried = [
-        {
-            **setting("statistics of the logits", "guard", 0.9, 0.02, 0.12),
-            "note": "10 epochs",
-        },  # higher in both
-        setting("stages", "guard+refit", 0.9, 0.015, 0.08),
-        setting("stages", "guard+refit", 0.5, 0.03, 0.05),  # lower under shift
-        setting("features", "none", None, 0.011, 0.07),  # lower in both
-    ]
-    (tmp_path / guard_search.NAME).write_text(json.dumps(tried))
-    table = guard_search.search_table(guard_search.read_search(tmp_path))
-    numbers = ["2.00", "0.2500", "12.00", "1,000"]
-    assert table.lines[0] == ["statistics of the logits", "guard", "0.9", *numbers, "10 epochs"]
-    assert table.lines[1][:4] == [
-        "**inputs of 6 layers, first three quarters**",
-        "**guard, then a temperature**",
-        "**0.9**",
-        "**1.50**",
-    ]
-    assert table.lines[3][1:3] == ["per-sample temperature, never capped", ""]
-    assert guard_search.search_text(tried) == (
-        "The chosen one has a clean ECE of 1.50 and 8.00 on families left out. Of the 3 others 1 have a lower clean "
-        "ECE, 2 a lower one on families left out, and 1 both:"
-    )
-    assert "not among those" in guard_search.search_text(tried[:1])
-    shutil.copytree(results / RESNET, tmp_path / RESNET)
-    rows = committed.rows_of(committed.read_runs(tmp_path))
-    made = make.all_tables(rows, tmp_path)
-    text = make.page(rows, committed.read_runs(tmp_path), made, [], tmp_path)
-    assert "and 1 both:\n\n| the guard reads |" in text
-    assert "guard-search" not in make.all_tables(rows, results)
-
-
-def test_a_search_of_another_form_is_refused(tmp_path: Path) -> None:
-    (tmp_path / guard_search.NAME).write_text(json.dumps([{"inputs": "stages"}]))
-    with pytest.raises(ValueError, match=r"guard-search.json must hold inputs, form.*got inputs in entry 0"):
-        guard_search.read_search(tmp_path)
-
-
-def test_the_committed_search_has_its_chosen_line_and_no_percents() -> None:
-    tried = guard_search.read_search()
-    assert len(tried) == 39
-    (chosen,) = filter(guard_search.is_chosen, tried)
-    assert (chosen["clean_ece"], chosen["clean_nll"], chosen["shift_ece"]) == (0.0146, 0.2822, 0.0778)
-    assert all(0.01 < one["clean_ece"] < 0.07 < 0.28 < one["clean_nll"] < 0.33 for one in tried)
-    assert all(0.06 < one["shift_ece"] < 0.18 for one in tried)
-    assert tried[0]["form"] == "scalar"
-    report = " ".join((make.OUTPUT / "index.md").read_text().split())
-    assert "but that it is needed was seen on test numbers" in report
-
-
-def test_what_the_report_says_of_the_guard_is_what_the_code_does() -> None:
-    keep = inspect.signature(ShiftGuard.fit).parameters["keep"].default
-    assert keep == guard_search.CHOSEN["keep"] == 0.9  # "nine tenths" in report.md and in notes
-    assert inspect.signature(ShiftGuard).parameters["n_layers"].default == 6
-    assert guard_search.INPUTS[guard_search.CHOSEN["inputs"]] == "inputs of 6 layers, first three quarters"
