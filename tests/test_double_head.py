@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import Alternation, Annealing, CalibrationHead, DoubleHead, Standardise, statistics
+from doublehead import Alternation, Annealing, CalibrationHead, DoubleHead, HeadBank, Standardise, statistics
 
 
 def small_net() -> nn.Module:
@@ -498,3 +498,29 @@ def test_deep_copy_stands_on_its_own() -> None:
     nn.init.zeros_(model.model[6].weight)
     torch.testing.assert_close(other.heads(x).main, other.model(x))
     assert not torch.allclose(other(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_head_stays_float32_in_a_half_precision_model(dtype: torch.dtype) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    for model in (
+        DoubleHead(net, kind="temperature", reads=("features", "statistics")),
+        DoubleHead(net, head=HeadBank.auto),
+    ):
+        half = copy.deepcopy(model).to(dtype).eval()
+        assert {value.dtype for value in half.model.parameters()} == {dtype}
+        assert {value.dtype for value in half.head.parameters()} == {torch.float32}
+        x = torch.randn(4, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(half(x.to(dtype)), model.eval()(x), atol=0.1, rtol=0.1)
+
+
+def test_a_network_that_was_compiled_and_run_before() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    compiled, x = torch.compile(net, backend="eager"), torch.randn(4, 8)
+    with torch.no_grad():
+        compiled(x)
+        compiled(x)
+        model = DoubleHead(compiled, 3).eval()
+        torch.testing.assert_close(model.heads(x).main, net(x))
+        torch.testing.assert_close(model(x), model.head(net[:3](x), net(x)))

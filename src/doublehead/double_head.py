@@ -24,6 +24,7 @@ from doublehead.last_layer import FeatureTap, find_last_layer, logits_of, uncomp
 from doublehead.plumbing import (
     Endless,
     Randomness,
+    StaysFloat32,
     Verdicts,
     average_over_processes,
     device_of,
@@ -105,7 +106,7 @@ class Standardise(nn.Module):
         self.square.lerp_(moments[1], rate)
 
 
-class CalibrationHead(nn.Module):
+class CalibrationHead(StaysFloat32):
     """A shallow network that turns what the main network knows of a sample into calibrated logits.
 
     `kind="mlp"` is the paper's head: inputs -> hidden -> K logits of its own. `kind="temperature"` gives one positive
@@ -214,7 +215,7 @@ class DoubleHead(nn.Module):
         self._tap = FeatureTap()
         if head is not None or "features" in names or n_classes is None:
             name, last = find_last_layer(model, layer, n_classes)
-            self._tap = FeatureTap.on(last, name, n_features)
+            self._tap = FeatureTap.on(model, last, name, n_features)
             n_classes = n_classes or self._tap.n_classes
         if n_classes is None:
             raise ValueError(f"n_classes must be given: layer {self._tap.name!r} does not state it")

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Subset
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.double_head import Annealing, CalibrationHead, Readings, Reads, Standardise
 from doublehead.losses import brier, cross_entropy
-from doublehead.plumbing import evaluating
+from doublehead.plumbing import StaysFloat32, evaluating
 
 SCORES = {"nll": cross_entropy, "brier": brier}
 FEW = 50  # held-back samples below which `select` warns; its docstring says why
@@ -80,7 +80,7 @@ class Selection:
     temperature: float
 
 
-class HeadBank(nn.Module):
+class HeadBank(StaysFloat32):
     """Calibration heads of many settings on one network, in place of one head.
 
     In training mode it gives the logits of all heads, (H, B, K). In evaluation mode it gives those of the head that

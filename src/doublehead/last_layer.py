@@ -79,13 +79,16 @@ class FeatureTap:
             layer.register_forward_hook(self._catch)
 
     @classmethod
-    def on(cls, layer: nn.Module, name: str, n_features: int | None = None) -> FeatureTap:
+    def on(cls, model: nn.Module, layer: nn.Module, name: str, n_features: int | None = None) -> FeatureTap:
         """The tap that is on the layer already, or a new one: heads on one network share it and compile once."""
         for hook in layer._forward_hooks.values():
             tap = getattr(hook, "__self__", None)
             if isinstance(tap, cls) and tap.name == name and n_features in (None, tap.n_features):
                 return tap
-        return cls(layer, name, n_features)
+        made = cls(layer, name, n_features)
+        if any(module is not uncompiled(module) for module in model.modules()):
+            torch.compiler.reset()  # what was compiled so far does not know the hook and would pass it by
+        return made
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         """What the model returns, and the features (B, F) that its logits came from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             object.__setattr__(module, "training", True)
+
+
+class StaysFloat32(nn.Module):
+    """A module that goes along to another device, but stays float32 where the model round it becomes half precision."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StaysFloat32:
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 class Randomness:

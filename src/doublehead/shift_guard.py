@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.double_head import Standardise
 from doublehead.last_layer import logits_of, uncompiled, with_logits
-from doublehead.plumbing import device_of, evaluating, seeded, unpack
+from doublehead.plumbing import StaysFloat32, device_of, evaluating, seeded, unpack
 from doublehead.predictions import Predictions
 
 # Chosen on CIFAR-10 calibration images with families of corruption left out in turn (docs/results).
@@ -138,7 +138,7 @@ def _channels_last(layer: nn.Module, maps: Tensor) -> bool:
     return isinstance(layer, nn.LayerNorm) and not of_maps
 
 
-class Guard(nn.Module):
+class Guard(StaysFloat32):
     """Stages (B, S) -> the factor (B, 1) by which to scale logits, above 0; 1 up to the threshold of strangeness.
 
     Before `fit` it is 1 everywhere. It computes in float32 whatever the model does.
@@ -203,16 +203,6 @@ class Guard(nn.Module):
     def settle(self, clean: Sights) -> None:
         """Fit the last temperature to the guarded logits of calibration data."""
         self.scale.copy_(fit_inverse_temperature(scaled(clean.logits, self(clean.stages)), clean.labels))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Guard:
-        """Goes along to another device, but stays as it is where the model becomes half precision."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        return self
 
     def _loss(self, start: float, clean: Sights, perturbed: Sights) -> Tensor:
         """Of half a batch of each; the clean half also pays for its humility."""
