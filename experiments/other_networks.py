@@ -1,4 +1,4 @@
-"""The paper's other networks, trained on CIFAR-10 for an epoch or three: that they train, and no more."""
+"""The paper's other networks, trained for an epoch or three: that they train, and no more."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def networks_table(runs: Sequence[Run]) -> Table:
     notes = [
         "**Not results.** These runs were to show that the networks train, with heads beside them, on the same code; "
         "after so few epochs neither accuracy nor calibration says anything about a method. No other table has them.",
-        "Percent, CIFAR-10's test images; ten classes, so 10 is guessing." + _guessing(runs),
-        "Training from folders of image files, as ImageNet is stored, was run only on a few generated images, in the "
-        "tests. ImageNet itself was used with a frozen network alone.",
+        "Percent, CIFAR-10's test images (ten classes, so 10 is guessing) unless the note says otherwise."
+        + _guessing(runs),
+        "ImageNet's recipe, which trains from folders of image files, was run only on the small stand-ins named in the "
+        "notes, and on generated images in the tests. ImageNet itself was used with a frozen network alone.",
     ]
     return Table(
         "other-networks", "Other networks, trained briefly", head, lines or [[GAP] * len(head)], notes
