@@ -180,9 +180,9 @@ class HeadBank(StaysFloat32):
         one is kept unless the best head's gain over it is larger than the gain's standard error. What was chosen is
         then given a last scalar temperature, fitted on `calib`, all of the calibration data, or else on `held_out`.
 
-        Fewer than 50 held-back samples get a warning. On Fashion-MNIST (experiments/held_back.py), with 50 to 800 samples
-        held back of five times as many, what was chosen had a higher NLL on new data than a temperature fitted to all
-        of them in 0 to 2 of 60 draws. Without the standard error and the last temperature it was 17 to 25.
+        Fewer than 50 held-back samples get a warning. On Fashion-MNIST (experiments/held_back.py), with 50 to 800
+        samples held back of five times as many, what was chosen had a higher NLL on new data than a temperature fitted
+        to all of them in 0 to 2 of 60 draws. Without the standard error and the last temperature it was 17 to 25.
         """
         if score not in SCORES:
             raise ValueError(f"score must be one of {sorted(SCORES)}, got {score!r}")
