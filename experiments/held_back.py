@@ -10,8 +10,6 @@ trained, no last temperature); the rest tell what the choice is worth beside a t
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 import warnings
 
 import torch
@@ -20,9 +18,10 @@ from committed import HERE, small
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import Alternation, DoubleHead, HeadBank, Readings, __version__, hold_back
+from doublehead import Alternation, DoubleHead, HeadBank, Readings, hold_back
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.data import fashion_subset
+from doublehead.training.run_folder import environment
 
 SIZES = (30, 50, 100, 200, 300, 500, 800)
 FILE = HERE / "results" / "held_back.json"
@@ -108,18 +107,9 @@ def measure(model: DoubleHead, readings: Readings, draws: int = 60) -> dict[str,
 
 def main() -> None:
     torch.set_num_threads(1)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE
-    )
     results = {
         "what": "NLL of what HeadBank.select chooses on n held-back samples, less that of a temperature fitted to 5 n",
-        "commit": commit.stdout.strip(),
-        "versions": {
-            "doublehead": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "device": f"{platform.machine()} CPU, 1 thread",
+        "environment": environment(torch.device("cpu")),
         "seed": 0,
         **measure(*trained()),
     }

@@ -178,6 +178,10 @@ def test_guards(tmp_path: Path) -> None:
     names = ["guarded", "guarded@shifts-noises", "guarded@noise+broad"]
     assert [*results["outputs"]] == ["main", "auto", *names]
     assert set(names) < set(results["shift"]["contrast:5"])
+    # Their last temperature was fitted to all calibration data, so temperature scaling finds nothing left to do.
+    assert results["outputs"]["main"]["temperature"] != pytest.approx(1, abs=0.02)
+    for name in ("auto", *names):
+        assert results["outputs"][name]["temperature"] == pytest.approx(1, abs=1e-3)
     for name in names:
         assert (
             results["outputs"][name]["before"]["accuracy"] == results["outputs"]["main"]["before"]["accuracy"]
