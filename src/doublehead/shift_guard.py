@@ -42,7 +42,8 @@ class Sights(NamedTuple):
 class StageTap:
     """Catches what goes into some normalisation layers while a model runs, as a mean and a deviation per channel.
 
-    `layers` names them; without it `n_layers` are taken evenly from the first three quarters of the model.
+    `layers` names them; without it the first three quarters of the model are cut into `n_layers` equal parts, and the
+    first layer of each is taken.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class ShiftGuard(nn.Module):
 
     `model` is any classifier, a DoubleHead among them; it is not changed. `fit` needs calibration data that the
     classifier did not learn from, and a perturbation such as `doublehead.data.Shifts`, and takes about `views + 1`
-    passes over the data. `guard` is the part that learned; `model.threshold` tells from where on it acts.
+    passes over the data. `guard` is the part that learned, `guard.threshold` from where on it acts.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     >>> batches = [(torch.rand(32, 3, 8, 8), torch.randint(4, (32,)))]
