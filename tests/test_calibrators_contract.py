@@ -280,9 +280,10 @@ def test_cuda_agrees_with_the_cpu(name: str) -> None:
         on_gpu(p.logits.cuda()).softmax(1).cpu(), fitted(name)(p.logits).softmax(1), atol=1e-4, rtol=0
     )
     moved = fitted(name).fresh().fit(p).cuda()
-    # As probabilities: where one is near 1, a rounding of it is a large step of its logit.
+    # As probabilities: where one is near 1, a rounding of it is a large step of its logit. A spline is steep in places.
+    close = 5e-5 if name.startswith("spline") else 1e-6
     torch.testing.assert_close(
-        moved(p.logits.cuda()).softmax(1).cpu(), fitted(name)(p.logits).softmax(1), atol=1e-6, rtol=1e-5
+        moved(p.logits.cuda()).softmax(1).cpu(), fitted(name)(p.logits).softmax(1), atol=close, rtol=1e-5
     )
 
 

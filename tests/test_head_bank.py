@@ -99,9 +99,9 @@ class Fixed(nn.Module):
         return self.logits[:, features[:, 0].long()]
 
 
-def bank_of(logits: torch.Tensor) -> HeadBank:
+def bank_of(logits: torch.Tensor, kind: str = "temperature") -> HeadBank:
     """A bank whose heads give logits (H, N, K); features tell the sample's number."""
-    bank = HeadBank(1, logits.shape[-1], [HeadSpec(seed=i) for i in range(len(logits))])
+    bank = HeadBank(1, logits.shape[-1], [HeadSpec(seed=i, kind=kind) for i in range(len(logits))])
     bank.stacks = nn.ModuleList([Fixed(logits)])
     return bank.eval()
 
@@ -155,6 +155,30 @@ def test_the_last_temperature_is_fitted_on_all_calibration_data_where_given() ->
     assert choice.index == 0
     assert choice.temperature == pytest.approx(at_best_scale(3 * true, everything.labels)[1], rel=1e-4)
     assert choice.temperature != pytest.approx(at_best_scale(3 * true[:400], held.labels)[1], rel=1e-4)
+
+
+def test_an_mlp_has_its_last_temperature_from_data_that_it_was_not_trained_on() -> None:
+    true, everything = known(900)
+    held = Readings(*(part[:400] for part in everything))
+    choice = bank_of(3 * true[None], "mlp").select(held, everything)
+    assert choice.index == 0
+    assert choice.temperature == pytest.approx(at_best_scale(3 * true[:400], held.labels)[1], rel=1e-4)
+
+
+def test_an_mlp_that_is_right_less_often_than_the_network_is_not_chosen() -> None:
+    """The network is right 200 times of 300 and always as sure; the heads are surer when right, 199 or 200 times."""
+    labels = torch.arange(300) % 3
+    held = Readings(torch.arange(300)[:, None].float(), guesses(labels, 200, 1.0), labels)
+    worse, better = guesses(labels, 199, 0.1), guesses(labels, 200, 0.1)
+    assert bank_of(worse[None], "temperature").select(held).index == 0  # that kind is not asked
+    assert bank_of(worse[None], "mlp").select(held).index is None
+    assert bank_of(torch.stack([worse, better]), "mlp").select(held).index == 1
+
+
+def guesses(labels: torch.Tensor, n_right: int, when_wrong: float) -> torch.Tensor:
+    """Logits that are right for the first `n_right` labels, and wrong for the rest with less of a margin."""
+    right, wrong = F.one_hot(labels, 3).float(), F.one_hot((labels + 1) % 3, 3).float()
+    return torch.where(torch.arange(len(labels))[:, None] < n_right, right, when_wrong * wrong)
 
 
 def test_the_chosen_head_alone_has_the_last_temperature_too() -> None:
