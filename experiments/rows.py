@@ -35,8 +35,10 @@ PERIODIC: dict[str, HeadSpec] = {
 }
 
 # Guards of the first two rows: the default, and the same with families of corruption left out, to be looked at there.
-GUARDS = ("shifts", "shifts-1", "shifts-2", "shifts-3")
-MORE_GUARDS = ("shifts-noises", "shifts-blurs", "shifts-colours", "shifts-digital", "noise+broad")
+GUARDS = (
+    "shifts", "shifts-1", "shifts-2", "shifts-3", "shifts-noises", "shifts-blurs", "shifts-colours", "shifts-digital",
+)  # fmt: skip
+MORE_GUARDS = ("noise+broad",)
 LATER_SEEDS = (  # heads of further seeds: what the tables compare, without the sweeps
     "double-head", "annealing-double-head", "temperature-1", "temperature-1.2", "statistics-1.1", "both-1.1",
     "both@noise+broad-1",

@@ -7,6 +7,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,19 @@ from doublehead import DoubleHead, Predictions, ShiftGuard, fit_head, metrics
 from doublehead.calibrators import Temperature
 from doublehead.data import DATASETS, GaussianNoise, Shifts, corrupt, fashion_subset
 from doublehead.models import build
-from doublehead.shift_guard import DEPTH, N_LAYERS, Guard, Sights, StageTap, channels_of, moments, scaled
+from doublehead.shift_guard import (
+    CHANNELS,
+    MARGIN,
+    N_LAYERS,
+    SHRINK,
+    Distance,
+    Guard,
+    Sights,
+    StageTap,
+    channels_of,
+    moments,
+    scaled,
+)
 
 NORMALISE = DATASETS["fashion"].normalise
 
@@ -43,14 +56,14 @@ def noisy(images: Tensor) -> Tensor:
 
 def fitted(model: nn.Module | None = None) -> ShiftGuard:
     """Of a network that knows nothing a guard learns nothing: this one gets weights that act on half of all data."""
-    guard = ShiftGuard(model or small_net()).fit(some_batches(), noisy, views=1, epochs=1)
+    guard = ShiftGuard(model or small_net()).fit(some_batches(), noisy, views=1, steps=10)
     return acting(guard, some_batches())
 
 
 def acting(guard: ShiftGuard, batches: list[Any]) -> ShiftGuard:
     with torch.no_grad():
-        guard.guard.last.weight.normal_()
-        guard.guard.threshold.copy_(guard.guard.humility(guard.look(batches).stages).median())
+        guard.guard.last.weight.normal_().abs_()
+        guard.guard.threshold.copy_(guard.guard.humility(guard.look(batches).stages).median() / 2)
     return guard
 
 
@@ -114,7 +127,7 @@ class LayerNorm2d(nn.LayerNorm):
 def test_each_kind_of_normalisation(layer: nn.Module, shape: tuple[int, ...], channels_last: bool) -> None:
     tap, x = StageTap(nn.Sequential(layer)), torch.randn(shape)
     assert channels_of(layer) == 5
-    assert tap.n_stages == 10
+    assert tap.widths == [5, 5]
     with tap.recording():
         layer.eval()(x)
     assert torch.equal(tap.take(4), moments(x, channels_last))
@@ -123,7 +136,7 @@ def test_each_kind_of_normalisation(layer: nn.Module, shape: tuple[int, ...], ch
 def test_stages_are_the_inputs_of_the_layers_side_by_side() -> None:
     net, x = small_net().eval(), torch.rand(5, 3, 8, 8)
     guard = ShiftGuard(net, layers=["7", "1"])
-    assert guard.tap.n_stages == 2 * 8 + 2 * 6
+    assert guard.tap.widths == [8, 8, 6, 6]
     look = guard.look([(x[:2], torch.tensor([0, 1])), (x[2:], torch.tensor([2, 3, 0]))])
     with torch.no_grad():
         wanted = torch.cat([moments(net[:7](x)), moments(net[:1](x))], 1)
@@ -138,9 +151,22 @@ def test_layers_are_taken_over_the_depth() -> None:
     assert len(layers) == N_LAYERS
     assert layers == sorted(set(layers))
     assert layers[0] == 0
-    assert layers[-1] <= DEPTH * 40
-    assert len(StageTap(deep, n_layers=3).layers) == 3
+    assert layers[-1] == round(39 * (N_LAYERS - 1) / N_LAYERS)
+    assert StageTap(deep, n_layers=3).layers == ["0", "13", "26"]
+    assert StageTap(deep, n_layers=1).layers == ["0"]
     assert len(StageTap(nn.Sequential(nn.BatchNorm1d(3))).layers) == 1
+
+
+@pytest.mark.parametrize(("n_channels", "stride", "width"), [(CHANNELS, 1, 128), (130, 2, 65), (512, 4, 128)])
+def test_of_wide_layers_some_channels_are_read(n_channels: int, stride: int, width: int) -> None:
+    for layer, last in ((nn.BatchNorm2d(n_channels), False), (nn.LayerNorm(n_channels), True)):
+        x = torch.rand(4, 3, 3, n_channels) if last else torch.rand(4, n_channels, 3, 3)
+        tap = StageTap(nn.Sequential(layer))
+        with tap.recording():
+            layer(x)
+        whole = moments(x, last).view(4, 2, n_channels)
+        assert tap.widths == [width, width]
+        torch.testing.assert_close(tap.take(4), whole[:, :, ::stride].flatten(1))
 
 
 def test_nothing_is_kept_between_runs() -> None:
@@ -163,18 +189,40 @@ def test_nothing_is_kept_between_runs() -> None:
 # ------------------------------------------------------------------------------------------ the factor
 
 
-def slow_factor(guard: Guard, stages: Tensor) -> np.ndarray:
-    """The factor of each row in float64, one row after the other."""
+def slow_factor(guard: Guard, clean: Tensor, stages: Tensor) -> np.ndarray:
+    """The factor of each row in float64, one row after the other; distances from the clean stages themselves."""
     state = {name: value.double().numpy() for name, value in guard.state_dict().items()}
     mean, square = state["standardise.mean"], state["standardise.square"]
     deviation = np.sqrt(np.maximum(square - mean**2, 1e-6))
+    starts = np.cumsum([0, *guard.widths])
+    usual = [clean.double().numpy()[:, low:high] for low, high in pairwise(starts)]
     factors = []
     for row in stages.double().numpy():
-        hidden = np.maximum(state["first.weight"] @ ((row - mean) / deviation) + state["first.bias"], 0)
+        far = np.array([slow_distance(one, row[low : low + one.shape[1]]) for one, low in zip(usual, starts)])
+        hidden = np.maximum(state["first.weight"] @ ((far - mean) / deviation) + state["first.bias"], 0)
         out = float((state["last.weight"] @ hidden + state["last.bias"])[0])
-        humility = np.logaddexp(0, 4 * out) / 4
-        factors.append(math.exp(-max(0.0, humility - float(state["threshold"]))))
+        humility, threshold = np.logaddexp(0, 4 * out) / 4, float(state["threshold"])
+        share = min(max(humility / threshold - 1, 0.0), 1.0)
+        factors.append(math.exp(-min(MARGIN * share * humility, 10.0)))
     return np.array(factors)
+
+
+def slow_distance(usual: np.ndarray, row: np.ndarray) -> float:
+    """The logarithm of the mean squared Mahalanobis distance, by an inverse of the covariance."""
+    centre, deviation = usual.mean(0), usual.std(0)
+    unit = (usual - centre) / deviation
+    covariance = (1 - SHRINK) * unit.T @ unit / len(unit) + SHRINK * np.eye(len(row))
+    z = (row - centre) / deviation
+    return math.log(z @ np.linalg.inv(covariance) @ z / len(row))
+
+
+def test_distance_by_hand() -> None:
+    """Two channels that always agree: a row in which they disagree is far, though each is usual alone."""
+    distance = Distance(2)
+    distance.set_usual(torch.tensor([[1.0, 10.0], [-1.0, -10.0], [1.0, 10.0], [-1.0, -10.0]]))
+    # In units the covariance is [[1, .98], [.98, 1]] after shrinking: 1.98 along (1, 1), 0.02 along (1, -1).
+    far = distance(torch.tensor([[1.0, 10.0], [1.0, -10.0], [0.0, 0.0]])).exp()
+    torch.testing.assert_close(far[:, 0], torch.tensor([1 / 1.98, 1 / 0.02, 1e-6]), rtol=1e-4, atol=0)
 
 
 def some_sights(n: int = 301, shift: float = 0.0) -> Sights:
@@ -184,16 +232,17 @@ def some_sights(n: int = 301, shift: float = 0.0) -> Sights:
 
 
 def test_factor_and_threshold_against_a_slow_reference() -> None:
-    guard, clean, shifted = Guard(6), some_sights(), some_sights(shift=2.0)
+    guard, clean, shifted = Guard([4, 2]), some_sights(), some_sights(shift=2.0)
     guard.fit(clean, shifted, keep=0.8)
     with torch.no_grad():
         factor = guard(clean.stages)
         humility = guard.humility(clean.stages)[:, 0].double().numpy()
-    np.testing.assert_allclose(factor[:, 0].numpy(), slow_factor(guard, clean.stages), rtol=1e-4)
-    far = torch.cat([clean.stages * scale for scale in (-30, 1, 30)])
-    np.testing.assert_allclose(
-        guard(far)[:, 0].detach().numpy(), np.maximum(slow_factor(guard, far), math.exp(-10)), rtol=1e-3
-    )
+    slow = slow_factor(guard, clean.stages, clean.stages)
+    np.testing.assert_allclose(factor[:, 0].numpy(), slow, rtol=1e-4)
+    far = torch.cat([clean.stages * scale for scale in (-30, 1, 1.5, 30)])
+    slow = slow_factor(guard, clean.stages, far)
+    np.testing.assert_allclose(guard(far)[:, 0].detach().numpy(), slow, rtol=1e-3)
+    assert ((slow > 0) & (slow < 1)).sum() > 100
     ordered = np.sort(humility)
     place = 0.8 * (len(ordered) - 1)
     below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
@@ -203,7 +252,7 @@ def test_factor_and_threshold_against_a_slow_reference() -> None:
 
 
 def test_the_factor_lies_in_0_to_1_whatever_comes() -> None:
-    guard = Guard(6)
+    guard = Guard([4, 2])
     guard.fit(some_sights(), some_sights(shift=2.0))
     odd = torch.tensor([0.0, 1e-30, -1e30, 3e38, math.inf, -math.inf, math.nan])
     factor = guard(odd[:, None].expand(-1, 6))
@@ -215,7 +264,7 @@ def test_the_factor_lies_in_0_to_1_whatever_comes() -> None:
 def test_before_it_is_fitted_it_does_nothing() -> None:
     net, x = small_net().eval(), torch.rand(4, 3, 8, 8)
     guard = ShiftGuard(net).eval()
-    assert (guard.guard(torch.randn(9, guard.tap.n_stages) * 100) == 1).all()
+    assert (guard.guard(torch.randn(9, sum(guard.tap.widths)) * 100) == 1).all()
     torch.testing.assert_close(guard(x).softmax(1), net(x).softmax(1))
 
 
@@ -232,12 +281,12 @@ def test_scaled_makes_no_new_tie() -> None:
 def test_a_fit_knows_nothing_of_the_one_before() -> None:
     """Guards that leave families of shift out must not start from one that has seen them."""
     clean, shifted, other = some_sights(), some_sights(shift=2.0), some_sights(shift=-1.0)
-    once, twice = Guard(6, seed=3), Guard(6, seed=3)
+    once, twice = Guard([4, 2], seed=3), Guard([4, 2], seed=3)
     once.fit(clean, shifted)
     twice.fit(other, other)
     twice.fit(clean, shifted)
     assert all(torch.equal(value, twice.state_dict()[name]) for name, value in once.state_dict().items())
-    differently = Guard(6, seed=3)
+    differently = Guard([4, 2], seed=3)
     differently.fit(clean, shifted, seed=1)
     assert not torch.equal(once.first.weight, differently.first.weight)
 
@@ -245,7 +294,7 @@ def test_a_fit_knows_nothing_of_the_one_before() -> None:
 def test_overconfidence_everywhere_is_not_the_guards_matter() -> None:
     """It learns what is left when a temperature has been fitted to the clean data."""
     clean, shifted = some_sights(), some_sights(shift=2.0)
-    one, other = Guard(6), Guard(6)
+    one, other = Guard([4, 2]), Guard([4, 2])
     one.fit(clean, shifted)
     other.fit(*(sights._replace(logits=8 * sights.logits) for sights in (clean, shifted)))
     torch.testing.assert_close(one(shifted.stages), other(shifted.stages), rtol=1e-3, atol=0)
@@ -306,7 +355,7 @@ def pale(images: Tensor) -> Tensor:
 def test_on_real_images(
     fashion: Images, teacher: Callable[[Tensor], Tensor], harm: Callable[[Tensor], Tensor]
 ) -> None:
-    guard = ShiftGuard(fashion.base).fit(fashion.calib, teacher, views=3, epochs=100)
+    guard = ShiftGuard(fashion.base).fit(fashion.calib, teacher, views=3)
     seen = torch.cat([guard.look([batch]).stages for batch in fashion.calib])
     with torch.no_grad():
         on_calib = guard.guard(seen)
@@ -333,9 +382,9 @@ def test_a_network_alone_is_guarded_too(fashion: Images) -> None:
 
 
 def test_settling_is_temperature_scaling_of_what_the_guard_gives(fashion: Images) -> None:
-    plain = ShiftGuard(fashion.net).fit(fashion.calib, Shifts(1.0, NORMALISE), views=2, epochs=2)
+    plain = ShiftGuard(fashion.net).fit(fashion.calib, Shifts(1.0, NORMALISE), views=2, steps=50)
     settled = ShiftGuard(fashion.net).fit(
-        fashion.calib, Shifts(1.0, NORMALISE), views=2, epochs=2, settle=True
+        fashion.calib, Shifts(1.0, NORMALISE), views=2, steps=50, settle=True
     )
     with torch.no_grad():
         rows = [(plain(x), y) for x, y in fashion.calib]
@@ -371,7 +420,7 @@ def test_model_and_random_numbers_stay_as_they_were() -> None:
         np.random.rand(seed)  # noqa: NPY002 (what happened before must not matter)
         torch.rand(seed)
         states = draws()
-        guard.fit(loader, noisy, views=2, epochs=2, seed=seed)
+        guard.fit(loader, noisy, views=2, steps=50, seed=seed)
         assert draws() == states
         results.append(copy.deepcopy(guard.guard.state_dict()))
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
@@ -448,7 +497,7 @@ def test_compiled(what: str) -> None:
         torch.testing.assert_close(model(x), wanted(x))
         torch.testing.assert_close(model(x[:7]), wanted(x[:7]))
     if what == "network that ran":
-        assert model.fit(some_batches(), noisy, epochs=1)(x).shape == (20, 4)
+        assert model.fit(some_batches(), noisy, steps=10)(x).shape == (20, 4)
 
 
 def test_exported() -> None:
@@ -463,7 +512,7 @@ def test_half_precision_models_and_autocast() -> None:
     out, exact = guard(x), copy.deepcopy(guard.guard.state_dict())
     with torch.autocast("cpu", torch.bfloat16):
         mixed = guard(x)
-        assert guard.guard(torch.rand(2, guard.tap.n_stages)).dtype == torch.float32
+        assert guard.guard(torch.rand(2, sum(guard.tap.widths))).dtype == torch.float32
         assert fitted()(x).dtype == torch.float32
     assert mixed.dtype == torch.float32
     torch.testing.assert_close(mixed.softmax(1), out.softmax(1), atol=0.02, rtol=0)
@@ -480,7 +529,7 @@ def test_empty_batch(recwarn: pytest.WarningsRecorder) -> None:
     guard = fitted()
     assert guard(torch.rand(0, 3, 8, 8)).shape == (0, 4)
     look = guard.look([*some_batches(1), (torch.rand(0, 3, 8, 8), torch.empty(0, dtype=torch.long))])
-    assert look.stages.shape == (20, guard.tap.n_stages)
+    assert look.stages.shape == (20, sum(guard.tap.widths))
     assert not recwarn
 
 
@@ -514,7 +563,7 @@ def test_dicts_and_outputs_with_logits() -> None:
             seen.append(set(inputs))
             return {**inputs, "words": inputs["words"] + 25}
 
-        guard = acting(ShiftGuard(net).fit(batches, other_words, views=2, epochs=1), batches)
+        guard = acting(ShiftGuard(net).fit(batches, other_words, views=2, steps=10), batches)
         assert seen == [{"words"}] * 6
         assert all(torch.equal(batch["words"], words) for batch, words in zip(batches, kept))
         output = guard(words=kept[0] + 25, scale=1.0)
@@ -541,7 +590,7 @@ def test_dict_of_an_image_model() -> None:
     with pytest.raises(TypeError, match=r"images must be a tensor \(B, C, H, W\), got dict"):
         ShiftGuard(Wants()).fit(batches, shifts)
     by_key = ShiftGuard(Wants()).fit(
-        batches, lambda inputs: {"pixel_values": shifts(inputs["pixel_values"])}, views=1, epochs=1
+        batches, lambda inputs: {"pixel_values": shifts(inputs["pixel_values"])}, views=1, steps=10
     )
     assert by_key(pixel_values=batches[0]["pixel_values"])["logits"].shape == (20, 4)
 
@@ -589,7 +638,7 @@ def test_models_that_cannot_be_guarded() -> None:
         ({"views": 0}, "views must be at least 1, got 0"),
         ({"keep": 1.1}, r"keep must lie in 0..1, got 1.1"),
         ({"keep": math.nan}, r"keep must lie in 0..1, got nan"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
     ],
 )
 def test_bad_settings(options: dict[str, Any], said: str) -> None:

@@ -1,9 +1,10 @@
 """Humility under distribution shift: a guard that is added to any trained classifier and costs nothing on usual inputs.
 
 The layers of a network see unusual things when its inputs are noisy, blurred or pale, long before the logits say so.
-A `ShiftGuard` reads the mean and deviation of each channel at a few normalisation layers and learns, from calibration
-data and perturbed copies of it, by how much to scale the logits down. On nine tenths of the unperturbed calibration
-data it then does nothing at all: only what looks stranger than those makes it act. Predictions never change.
+A `ShiftGuard` reads the mean and deviation of channels at a few normalisation layers, measures layer by layer how far
+they lie from the calibration data's, in whatever direction, and learns from perturbed copies of that data by how much
+to scale the logits down. On nine tenths of the unperturbed calibration data it then does nothing at all: only what
+looks stranger than those makes it act. Predictions never change.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from doublehead.last_layer import logits_of, uncompiled, with_logits
 from doublehead.plumbing import StaysFloat32, device_of, evaluating, seeded, unpack
 from doublehead.predictions import Predictions
 
-# Chosen on CIFAR-10 calibration images with families of corruption left out in turn (docs/results).
-N_LAYERS, DEPTH = 6, 0.75  # of the network's depth: its last layers tell classes apart rather than shifts
-HIDDEN, DROPOUT = 128, 0.5
-BATCH, LR, WEIGHT_DECAY = 256, 0.003, 1e-4
+# Chosen on CIFAR-10 calibration images with families and whole kinds of corruption left out in turn (docs/results).
+N_LAYERS = 9  # over the whole depth of the network
+CHANNELS = 128  # of a layer at most, evenly spaced: more would take more data to know their usual ways
+SHRINK = 0.02  # of a covariance towards the identity
+HIDDEN = 16
+STEPS, BATCH, LR, WEIGHT_DECAY = 1000, 256, 0.03, 1e-4
 COST = 0.05  # of a unit of humility on unperturbed data, in nats
+MARGIN = 1.2  # how much more humility is shown than was learned: beside clean data too little is
+MOST = 10.0  # humility there is
+TINY = 1e-6
 
 
 class Sights(NamedTuple):
@@ -42,8 +48,9 @@ class Sights(NamedTuple):
 class StageTap:
     """Catches what goes into some normalisation layers while a model runs, as a mean and a deviation per channel.
 
-    `layers` names them; without it the first three quarters of the model are cut into `n_layers` equal parts, and the
-    first layer of each is taken.
+    `layers` names them; without it the model is cut into `n_layers` equal parts, and the first layer of each is taken.
+    Of a layer with more than 128 channels every second one is read, or every third, and so on. `widths` are the sizes
+    of what is caught.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class StageTap:
         names = list(found)
         if layers is None:
             n_layers = min(n_layers, len(names))
-            places = [round(DEPTH * i * (len(names) - 1) / n_layers) for i in range(n_layers)]
+            places = [round(i * (len(names) - 1) / n_layers) for i in range(n_layers)]
             layers = [names[place] for place in dict.fromkeys(places)]
         unknown = [name for name in layers if name not in found]
         if unknown or not layers:
@@ -61,7 +68,8 @@ class StageTap:
                 f"layers must name normalisation layers, such as {names[:3]}, got {unknown or layers}"
             )
         self.layers = list(layers)
-        self.n_stages = sum(2 * (channels_of(found[name]) or 0) for name in self.layers)
+        read = [-(-n // _stride(n)) for n in (channels_of(found[name]) or 0 for name in self.layers)]
+        self.widths = [width for width in read for _ in ("mean", "deviation")]
         self._recording = False
         self._caught: dict[int, Tensor] = {}
         for number, name in enumerate(self.layers):
@@ -94,7 +102,9 @@ class StageTap:
 
     def _catch(self, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._recording:
-            self._caught[number] = moments(args[0].detach(), channels_last=_channels_last(layer, args[0]))
+            maps, last = args[0].detach(), _channels_last(layer, args[0])
+            stride = _stride(channels_of(layer) or 1)
+            self._caught[number] = moments(maps[..., ::stride] if last else maps[:, ::stride], last)
 
 
 def moments(maps: Tensor, channels_last: bool = False) -> Tensor:
@@ -110,6 +120,11 @@ def moments(maps: Tensor, channels_last: bool = False) -> Tensor:
         if flat.shape[0] == 0:  # torch would warn of a deviation of nothing
             return flat.new_zeros(0, 2 * flat.shape[1])
         return torch.cat([flat.mean(-1), flat.std(-1, correction=0)], 1)
+
+
+def _stride(n_channels: int) -> int:
+    """Every how many channels one is read."""
+    return max(1, math.ceil(n_channels / CHANNELS))
 
 
 def normalisation_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -139,18 +154,52 @@ def _channels_last(layer: nn.Module, maps: Tensor) -> bool:
     return isinstance(layer, nn.LayerNorm) and not of_maps
 
 
+class Distance(nn.Module):
+    """Values (B, W) -> how far each row is from the usual ones, (B, 1): the logarithm of a mean squared distance.
+
+    It is measured in units in which the usual values vary by 1 in every direction (Mahalanobis' distance), so a shift
+    that breaks the usual relations between channels counts, even where each channel alone looks usual.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("root", torch.eye(width))  # of the inverse covariance
+        self.mean: Tensor
+        self.root: Tensor
+
+    def forward(self, values: Tensor) -> Tensor:
+        """The distance of each row."""
+        squares = ((values.float() - self.mean) @ self.root).square()
+        return squares.mean(-1, keepdim=True).clamp(min=TINY).log()
+
+    @torch.no_grad()
+    def set_usual(self, values: Tensor) -> None:
+        """Take (N, W) for what is usual."""
+        values = values.double()
+        mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=TINY)
+        unit = (values - mean) / deviation
+        eye = torch.eye(len(mean), dtype=unit.dtype, device=unit.device)
+        covariance = torch.lerp(unit.mT @ unit / len(unit), eye, SHRINK)
+        lower: Tensor = torch.linalg.cholesky(covariance)
+        root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
+        self.mean.copy_(mean)
+        self.root.copy_(root / deviation[:, None])
+
+
 class Guard(StaysFloat32):
-    """Stages (B, S) -> the factor (B, 1) by which to scale logits, above 0; 1 up to the threshold of strangeness.
+    """Stages (B, S) -> the factor (B, 1) by which to scale logits, above 0; 1 up to the threshold of humility.
 
     Before `fit` it is 1 everywhere. It computes in float32 whatever the model does.
     """
 
-    def __init__(self, n_stages: int, seed: int = 0) -> None:
+    def __init__(self, widths: Sequence[int], seed: int = 0) -> None:
         super().__init__()
-        self.seed = seed
-        self.standardise = Standardise(n_stages)
+        self.seed, self.widths = seed, list(widths)
+        self.distances = nn.ModuleList(Distance(width) for width in widths)
+        self.standardise = Standardise(len(self.widths))
         with seeded(seed):  # the caller's random numbers stay as they were
-            self.first, self.last = nn.Linear(n_stages, HIDDEN), nn.Linear(HIDDEN, 1)
+            self.first, self.last = nn.Linear(len(self.widths), HIDDEN), nn.Linear(HIDDEN, 1)
         nn.init.zeros_(self.last.weight)
         nn.init.constant_(self.last.bias, -0.5)  # little humility to begin with
         self.register_buffer("threshold", torch.full((), math.inf))
@@ -158,19 +207,32 @@ class Guard(StaysFloat32):
         self.threshold: Tensor
         self.scale: Tensor
 
+    def strangeness(self, stages: Tensor) -> Tensor:
+        """(B, S) -> (B, 2 L): how far the means and the deviations of each layer are from the calibration data's."""
+        with torch.autocast(stages.device.type, enabled=False):
+            parts = stages.split(self.widths, 1)
+            return torch.cat([distance(part) for distance, part in zip(self.distances, parts)], 1)
+
     def humility(self, stages: Tensor) -> Tensor:
         """How far to turn the logits down, (B, 1): the logarithm of a temperature, before the threshold."""
-        with torch.autocast(stages.device.type, enabled=False):
-            hidden = F.dropout(F.relu(self.first(self.standardise(stages))), DROPOUT, self.training)
+        return self._humility(self.strangeness(stages))
+
+    def _humility(self, strangeness: Tensor) -> Tensor:
+        with torch.autocast(strangeness.device.type, enabled=False):
+            hidden = F.relu(self.first(self.standardise(strangeness)))
             return F.softplus(self.last(hidden), beta=4)
 
     def forward(self, stages: Tensor) -> Tensor:
-        """The factor (B, 1); the least there is for stages that are not finite."""
-        above = (self.threshold - self.humility(stages)).nan_to_num(-10)
-        return above.clamp(min=-10, max=0).exp()
+        """The factor (B, 1); the least there is for stages that are not finite.
+
+        Up to the threshold there is no humility, from twice the threshold on all of it, and between a growing part.
+        """
+        humility = self.humility(stages).nan_to_num(MOST)
+        share = (humility / self.threshold - 1).clamp(0, 1)
+        return (-(MARGIN * share * humility).clamp(max=MOST)).exp()
 
     def fit(
-        self, clean: Sights, perturbed: Sights, *, keep: float = 0.9, epochs: int = 20, seed: int = 0
+        self, clean: Sights, perturbed: Sights, *, keep: float = 0.9, steps: int = STEPS, seed: int = 0
     ) -> None:
         """Learn from both by their NLL, then set the threshold: a share `keep` of the clean ones is left alone.
 
@@ -178,27 +240,38 @@ class Guard(StaysFloat32):
         """
         if not 0 <= keep <= 1:
             raise ValueError(f"keep must lie in 0..1, got {keep}")
-        if epochs < 1:
-            raise ValueError(f"epochs must be at least 1, got {epochs}")
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
         for sights in (clean, perturbed):
             _check(sights)
-        self.load_state_dict(Guard(self.first.in_features, self.seed).state_dict())
-        self.standardise.set_moments(clean.stages)
+        self.load_state_dict(Guard(self.widths, self.seed).state_dict())
+        clean, perturbed = self._measure(clean, perturbed)
         start = float(fit_inverse_temperature(clean.logits, clean.labels))
         with seeded(seed, device_of(self)), torch.enable_grad():
             self.train()
-            n_steps = epochs * max(1, 2 * len(clean.labels) // BATCH)
-            optimizer = torch.optim.SGD(self.parameters(), LR, 0.9, weight_decay=WEIGHT_DECAY, nesterov=True)
-            for step in range(n_steps):
-                optimizer.param_groups[0]["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / n_steps))
+            parameters = list(self.parameters())
+            optimizer = torch.optim.SGD(parameters, LR, 0.9, weight_decay=WEIGHT_DECAY, nesterov=True)
+            for step in range(steps):
+                optimizer.param_groups[0]["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / steps))
                 optimizer.zero_grad()
                 self._loss(start, clean, perturbed).backward()
-                nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+                nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
         self.zero_grad()  # an optimizer over the whole model's parameters shall leave the guard alone
         self.eval()
         with torch.no_grad():
-            self.threshold.copy_(self.humility(clean.stages).quantile(keep))
+            self.threshold.copy_(self._humility(clean.stages).quantile(keep).clamp(min=TINY))
+
+    @torch.no_grad()
+    def _measure(self, clean: Sights, perturbed: Sights) -> tuple[Sights, Sights]:
+        """Learn what is usual from clean sights; both with their strangeness in place of their stages."""
+        for distance, part in zip(self.distances, clean.stages.split(self.widths, 1)):
+            distance.set_usual(part)  # type: ignore[operator]
+        clean, perturbed = (
+            sights._replace(stages=self.strangeness(sights.stages)) for sights in (clean, perturbed)
+        )
+        self.standardise.set_moments(clean.stages)
+        return clean, perturbed
 
     @torch.no_grad()
     def settle(self, clean: Sights) -> None:
@@ -212,7 +285,7 @@ class Guard(StaysFloat32):
             rows = torch.randint(len(sights.labels), (BATCH // 2,), device=sights.labels.device)
             halves.append(Sights(*(part[rows] for part in sights)))
         stages, logits, labels = (torch.cat(parts) for parts in zip(*halves))
-        humility = self.humility(stages.float())
+        humility = self._humility(stages)
         nll = F.cross_entropy(start * logits * (-humility).exp(), labels)
         return nll + COST * humility[: BATCH // 2].mean()
 
@@ -242,7 +315,7 @@ class ShiftGuard(nn.Module):
         super().__init__()
         self.model = model
         self.tap = StageTap(model, layers, n_layers)
-        self.guard = Guard(self.tap.n_stages, seed).to(device_of(model)).eval()
+        self.guard = Guard(self.tap.widths, seed).to(device_of(model)).eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; in evaluation mode with its logits scaled by the guard's factor."""
@@ -262,7 +335,7 @@ class ShiftGuard(nn.Module):
         *,
         views: int = 6,
         keep: float = 0.9,
-        epochs: int = 20,
+        steps: int = STEPS,
         settle: bool = False,
         seed: int = 0,
     ) -> ShiftGuard:
@@ -279,7 +352,7 @@ class ShiftGuard(nn.Module):
             clean = self.look(calib_batches)
             seen = [self.look(calib_batches, perturb) for _ in range(views)]
         perturbed = Sights(*(torch.cat(parts) for parts in zip(*seen)))
-        self.guard.fit(clean, perturbed, keep=keep, epochs=epochs, seed=seed)
+        self.guard.fit(clean, perturbed, keep=keep, steps=steps, seed=seed)
         if settle:
             self.guard.settle(clean)
         return self.eval()
