@@ -176,7 +176,14 @@ def other_rows(rows: Rows) -> str:
                  ece_cell(runs, PAPER_HEAD, of=n), ece_cell(runs, AUTO.output, of=n)]  # fmt: skip
         name = f"{row_title(row, [])}, {row.epochs} epochs, {seeds_said(n)}"
         lines.append([name, shown(numbers(runs, "main", "accuracy")), *cells])
-    head = ["other rows: ECE", "accuracy", "cross entropy", "+ temperature", "paper's head", "auto head"]
+    head = [
+        "other rows: ECE",
+        "network's accuracy",
+        "cross entropy",
+        "+ temperature",
+        "paper's head",
+        "auto head",
+    ]
     return Table("other-rows", "", head, lines).markdown() if lines else "No other rows have been run."
 
 
