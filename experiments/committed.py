@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from seen import bare, parts
+from seen import parts
 
 from doublehead.bins import UNIT, Bins
 from doublehead.training.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+SCALED = "+T"  # at the end of an output's name: after temperature scaling
 
 
 class Spread(NamedTuple):
@@ -119,8 +120,8 @@ class Run:
         return bins_of(recorded[when]) if recorded and when in recorded else None
 
     def has(self, output: str) -> bool:
-        """Whether the run has an output, with or without a last temperature, or all parts of a composed one."""
-        return all(bare(part) in self.results["outputs"] for part in parts(output))
+        """Whether the run has an output, or all parts of a composed one."""
+        return all(part.removesuffix(SCALED) in self.results["outputs"] for part in parts(output))
 
     def number(self, output: str, key: str, when: str = "before") -> float | None:
         """A number of an output on the test split, of a composed one the mean over its parts; None: not in this run.
@@ -146,8 +147,8 @@ class Run:
 
 
 def _where(output: str, when: str) -> tuple[str, str]:
-    """Where the numbers of an output stand: those of "auto+T" are "auto"'s after temperature scaling."""
-    return bare(output), "after" if when and output != bare(output) else when
+    """Where the numbers of an output stand: those of "main+T" are "main"'s after temperature scaling."""
+    return output.removesuffix(SCALED), "after" if when and output.endswith(SCALED) else when
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

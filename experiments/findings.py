@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from auto_choice import first_rule
+from auto_choice import choice_of
 from committed import Run, having, numbers
 from disagreements import said
 from guards import row_words, rows_with_guards
@@ -83,7 +83,7 @@ def paper_head(rows: Rows) -> str:
 
 
 def auto(rows: Rows) -> str:
-    """The auto head, with its last temperature, against temperature scaling, run by run."""
+    """The auto head against temperature scaling, run by run, and what it does to accuracy where it does anything."""
     runs = [run for row in rows for run in having(rows[row].get("cross-entropy", []), AUTO.output)]
     if not runs:
         return "**The auto head:** not run."
@@ -95,24 +95,31 @@ def auto(rows: Rows) -> str:
         pairs = [[run.number(output, key, when) or 0.0 for key in ("ece", "ece_floor_high")] for run in runs]
         return _in([ece <= high for ece, high in pairs])
 
+    accuracies = [[run.number(output, "accuracy") or 0.0 for output in (AUTO.output, "main")] for run in runs]
     nlls = [ours - theirs for ours, theirs in (both(run, "nll") for run in runs)]
+    choices = [choice_of(run) for run in runs]
     return said(
-        """**The auto head with its last temperature against temperature scaling, on clean data:** its NLL is lower in
-        {nll} runs (auto minus temperature: {nlls}), its ECE in {ece}. An ECE not above a perfect model's band: auto
-        {ours} runs, temperature scaling {theirs}. In {scalar} runs what auto chose is a scalar temperature.""",
+        """**The auto head against temperature scaling, on clean data:** its NLL is lower in {nll} runs (auto minus
+        temperature: {nlls}), its ECE in {ece}. An ECE not above a perfect model's band: auto {ours} runs, temperature
+        scaling {theirs}. It chose the scalar temperature in {scalar} runs, the paper's head in {paper}.{accuracy}""",
         nll=_in([one < 0 for one in nlls]),
         nlls=between([round(one, 4) + 0.0 for one in nlls], 1, 4),  # + 0.0: no -0.0000
-        scalar=_in([(run.results.get("selection") or {}).get("spec") is None for run in runs]),
+        scalar=_in([choice == "the scalar temperature" for choice in choices]),
+        paper=_in([choice.startswith("the paper's head") for choice in choices]),
         ece=_in([ours < theirs for ours, theirs in (both(run, "ece") for run in runs)]),
         ours=inside(AUTO.output, "before"),
         theirs=inside("main", "after"),
+        accuracy=_accuracy_changes([ours - theirs for ours, theirs in accuracies]),
     )
 
 
-def first_auto(rows: Rows, *, short: bool = False) -> str:
-    """What went wrong with auto as it was first built; nothing where no run has it."""
-    text = first_rule(rows, short=short)
-    return f"**Auto as first built was not reliably better than temperature scaling:** {text}" if text else ""
+def _accuracy_changes(changes: Sequence[float]) -> str:
+    """In how many runs auto's accuracy is not the network's, and by how many points; nothing where it always is."""
+    changed = [100 * one for one in changes if one]
+    if not changed:
+        return ""
+    ends = " to ".join(dict.fromkeys(f"{one:+.2f}" for one in (min(changed), max(changed))))
+    return f" In {_in([one != 0 for one in changes])} runs its accuracy is not the network's: {ends} points."
 
 
 def shift(rows: Rows) -> str:
@@ -151,8 +158,8 @@ def guard(rows: Rows) -> str:
     lines = [row_words(name, runs) for name, runs in rows_with_guards({row: rows[row] for row in full})]
     lines = [line for line in lines if line]
     return said(
-        """**The shift guard** round the auto head, with a last temperature, each family of corruption measured by a
-        guard that never saw it, against temperature scaling: {lines}.""",
+        """**The shift guard** round the auto head, each family of corruption measured by a guard that never saw it,
+        against temperature scaling: {lines}.""",
         lines=". ".join(lines),
     ) if lines else ""  # fmt: skip
 

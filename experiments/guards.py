@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from committed import Run, Spread, having, mean_shift, numbers
+from committed import SCALED, Run, Spread, having, mean_shift, numbers
 from disagreements import said
-from seen import BARE, FAMILY_UNSEEN, GUARD, KIND_UNSEEN, SCALED, bare, is_guard
+from seen import FAMILY_UNSEEN, GUARD, KIND_UNSEEN, is_guard
 from shift import (
     GUARD_NOTES,
     NOT_NOISE,
@@ -19,22 +19,8 @@ from shift import (
     seen_words,
     sets_of,
     share,
-    title_of_output,
 )
-from tables import (
-    AUTO,
-    BAND_NOTE,
-    FIRST_AUTO,
-    GAP,
-    Rows,
-    Source,
-    Table,
-    ece_cell,
-    eces_of_parts,
-    row_title,
-    seeds_said,
-    shown,
-)
+from tables import BAND_NOTE, GAP, Rows, Source, Table, ece_cell, eces_of_parts, row_title, seeds_said, shown
 
 from doublehead.data import FAMILIES
 
@@ -72,10 +58,8 @@ def ablation(rows: Rows) -> Table:
     notes = [
         BAND_NOTE,
         "Percent but for NLL. Perturbed heads (the first one of each kind) act on every image; a guard is put round "
-        "the auto head and does nothing on nine tenths of the clean calibration images; the last temperature after it "
-        "acts on all. `noise+broad` taught "
-        "both: compare these for what the form of the guard does, and guards with each other for what their teachers "
-        "do.",
+        "the auto head and does nothing on nine tenths of the clean calibration images. `noise+broad` taught both: "
+        "compare these for what the form of the guard does, and guards with each other for what their teachers do.",
         "A share is taken against temperature scaling on the seeds that have the line; lines of fewer seeds than "
         "others are not comparable with them to the last digit.",
         *GUARD_NOTES,
@@ -86,18 +70,17 @@ def ablation(rows: Rows) -> Table:
 def steps(runs: Sequence[Run]) -> list[Source]:
     """The lines of the ablation: temperature scaling, auto, perturbed heads, then guards from the least taught on.
 
-    Before auto and before the guard with the family unseen stand the same without their last temperature, after
-    perturbed heads the same with one.
+    Each perturbed head is followed by the same with a temperature after it, which auto and guards have by themselves.
     """
-    order = (f"{BARE}@noise+broad{SCALED}", FAMILY_UNSEEN, KIND_UNSEEN, GUARD)
+    order = (f"{GUARD}@noise+broad", FAMILY_UNSEEN, KIND_UNSEEN, GUARD)
     found = {source.output: source for source in lines_of(runs) if is_guard(source.output)}
     plain = [one for one in few_heads(runs) if not is_guard(one.output) and one.output not in WITHOUT]
-    first = Source(title_of_output(bare(FAMILY_UNSEEN)), "cross-entropy", bare(FAMILY_UNSEEN))
-    before = {AUTO.output: FIRST_AUTO, FAMILY_UNSEEN: first}
-    after = {one.output: Source(f"{one.title} + temperature", one.method, f"{one.output}{SCALED}")
-             for one in plain if "@" in one.output}  # fmt: skip
-    lines = [*plain, *(found[name] for name in order if name in found)]
-    return [one for line in lines for one in (before.get(line.output), line, after.get(line.output)) if one]
+    lines = []
+    for one in plain:
+        lines.append(one)
+        if "@" in one.output:
+            lines.append(Source(f"{one.title} + temperature", one.method, f"{one.output}{SCALED}"))
+    return [*lines, *(found[name] for name in order if name in found)]
 
 
 def _line(source: Source, runs: Sequence[Run]) -> list[str]:
@@ -201,7 +184,7 @@ def guard_text(rows: Rows) -> str:
     made = "\n".join(f"- {line}." for line in lines if line)
     if not made:
         return "No committed run has guards with families left out yet."
-    return "\n\n".join(filter(None, (made, without_last_temperature(rows), beside_perturbed(rows))))
+    return "\n\n".join(filter(None, (made, beside_perturbed(rows))))
 
 
 def beside_perturbed(rows: Rows) -> str:
@@ -231,23 +214,3 @@ def _three(runs: Sequence[Run], numbers_of: Sequence[str]) -> str:
 
 def _semicolons(values: Sequence[Spread | None], scale: float = 100, digits: int = 2) -> str:
     return " / ".join(shown(value, scale=scale, digits=digits) for value in values)
-
-
-def without_last_temperature(rows: Rows) -> str:
-    """What the last temperature changes: clean ECE, and mean ECE under corruption as a share."""
-    told, both = [], (bare(FAMILY_UNSEEN), FAMILY_UNSEEN)
-    for name, runs in rows_with_guards(rows):
-        has = evaluated(runs, FAMILY_UNSEEN)
-        if has:
-            eces, shares, clean = (
-                " -> ".join(tell(has, one) for one in both)
-                for tell in (lambda some, one: shown(mean_shift(some, one, sets_of(FAMILIES))), share,
-                             lambda some, one: shown(numbers(some, one, "ece")))
-            )  # fmt: skip
-            told.append(f"{name}: under corruption {eces} ({shares} of temperature scaling's), clean {clean}")
-    return said(
-        """What the last temperature does, as ECE without it -> with it: {told}. Where auto was too modest it costs
-        calibration under corruption, where auto was too sure it gains there too; clean calibration is what it is
-        for.""",
-        told="; ".join(told),
-    )

@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 from committed import Row, Run, having, numbers
 from matplotlib.figure import Figure
-from seen import FAMILY_UNSEEN, SCALED
+from seen import FAMILY_UNSEEN
+from shift import title_of_output
 from tables import AUTO, PAPER_SOURCES, RIVALS, Rows, Source, paper_order, title_of
 
 from doublehead import plots
 
 DOT = {"marker": "o", "color": plots.ORANGE, "markersize": 7}
 DIAMOND = {"marker": "D", "color": plots.BLUE, "markersize": 6}
-SHORT = {"annealing-double-head": "Annealing double head", "double-head": "Double head",
-         AUTO.output: "Auto head + temperature"}  # fmt: skip
+SHORT = {
+    "annealing-double-head": "Annealing double head",
+    "double-head": "Double head",
+    AUTO.output: "Auto head",
+}
 N_COLUMNS = 3
 
 
@@ -87,7 +91,7 @@ def with_guard(sources: list[Source], rows: Rows, found: Sequence[Row]) -> list[
     if not any(having(rows[row].get("cross-entropy", []), FAMILY_UNSEEN) for row in found):
         return sources
     place = sources.index(AUTO) + 1
-    guard = Source("Auto head + shift guard + temperature", "cross-entropy", FAMILY_UNSEEN)
+    guard = Source(title_of_output(FAMILY_UNSEEN), "cross-entropy", FAMILY_UNSEEN)
     return [*sources[:place], guard, *sources[place:]]
 
 
@@ -115,7 +119,7 @@ def _draw_dots(ax: Any, place: int, runs: Sequence[Run], source: Source) -> None
     looks = (
         {"before": {**DOT, "fillstyle": "none"}, "after": DOT}
         if source.output == "main"
-        else {"before": DIAMOND if source.output.endswith(SCALED) else {**DIAMOND, "fillstyle": "none"}}
+        else {"before": DIAMOND}
     )
     for when, look in looks.items():
         keys = ("ece", "ece_floor_low", "ece_floor_high")
@@ -134,8 +138,7 @@ def _draw_dots(ax: Any, place: int, runs: Sequence[Run], source: Source) -> None
 def _dots_legend(ax: Any) -> None:
     ax.plot([], [], "o", fillstyle="none", color=plots.ORANGE, markersize=7, label="as trained")
     ax.plot([], [], "o", color=plots.ORANGE, markersize=7, label="after temperature")
-    ax.plot([], [], "D", fillstyle="none", color=plots.BLUE, markersize=6, label="head, as it is")
-    ax.plot([], [], "D", color=plots.BLUE, markersize=6, label="head, after temperature")
+    ax.plot([], [], "D", color=plots.BLUE, markersize=6, label="head")
     ax.plot([], [], color=plots.GREY, linewidth=7, label="perfect model, 5 to 95 %")
     ax.plot([], [], color=plots.INK, linewidth=1.2, label="a deviation over seeds")
-    ax.figure.legend(loc="outside lower center", ncols=6, fontsize="small", frameon=False)
+    ax.figure.legend(loc="outside lower center", ncols=5, fontsize="small", frameon=False)

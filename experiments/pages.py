@@ -21,7 +21,6 @@ from findings import (
     PAPER_HEAD,
     SHOWN,
     auto,
-    first_auto,
     fit_head,
     fit_head_text,
     guard,
@@ -69,14 +68,10 @@ def blocks(rows: Rows, results: Path = RESULTS) -> dict[str, str]:
         "demo": demo_table(),
         "measured": measured(rows, frozen).markdown(),
         "other-rows": other_rows(rows),
-        "findings": points(
-            [temperature(rows), paper_head(rows), auto(rows), first_auto(rows), shift(rows), guard(rows)]
-        ),
+        "findings": points([temperature(rows), paper_head(rows), auto(rows), shift(rows), guard(rows)]),
         "first-run": textwrap.fill(first_run(rows, f"[its numbers]({NAME})"), **WRAP),
         "evidence": evidence(rows).markdown(),
-        "guide-findings": points(
-            [auto(rows), first_auto(rows, short=True), paper_head(rows), fit_head(frozen), guard(rows)]
-        ),
+        "guide-findings": points([auto(rows), paper_head(rows), fit_head(frozen), guard(rows)]),
         "fit-head": textwrap.fill(fit_head_text(frozen), **WRAP),
     }
 
@@ -145,15 +140,9 @@ def _measured_row(row: Row, methods: Mapping[str, list[Run]]) -> list[list[str]]
         line_of(
             f"paper's head, beta0 1.2 (the paper: {printed.annealing:.2f})", runs, PAPER_HEAD, "before", seeds
         ),
-        line_of("auto head + temperature", runs, AUTO.output, "before", seeds),
+        line_of("auto head", runs, AUTO.output, "before", seeds),
         perturbed_line(runs, "heads trained on perturbed batches, range over {n}"),
-        line_of(
-            "auto head + shift guard + temperature, each family unseen by its guard",
-            runs,
-            FAMILY_UNSEEN,
-            "before",
-            seeds,
-        ),
+        line_of("guarded auto head, each family unseen by its guard", runs, FAMILY_UNSEEN, "before", seeds),
         line_of("... a guard that saw all families in training", runs, GUARD, "before", seeds),
         _losses_line({source.title: methods[source.method] for source in losses}, seeds),
         *rival_lines(methods, AFTERWARDS, seeds).values(),
@@ -189,11 +178,11 @@ def other_rows(rows: Rows) -> str:
         lines.append([name, shown(numbers(runs, "main", "accuracy")), *cells])
     head = [
         "other rows: ECE",
-        "accuracy",
+        "network's accuracy",
         "cross entropy",
         "+ temperature",
         "paper's head",
-        "auto head + temperature",
+        "auto head",
     ]
     return Table("other-rows", "", head, lines).markdown() if lines else "No other rows have been run."
 
@@ -206,7 +195,7 @@ def evidence(rows: Rows) -> Table:
     findings = [
         "a temperature head: ECE at beta0 1.0 / 1.2",
         "temperature scaling: ECE, NLL",
-        "the head chosen from the bank, with its last temperature: ECE, NLL",
+        "the head chosen from the bank (auto): ECE, NLL",
         "the paper's head: accuracy, beside the network's",
         "corrupted images: mean ECE of temperature scaling, of a perturbed head",
         "... without noise, a kind of which that head has seen",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from auto_choice import choice_of, first_rule
 from committed import RESULTS, Row, Run, mean_shift, numbers
 from disagreements import disagreements, said
 from figures import FIGURES, GRADIENT_BETAS, SWEEP, gradient_sample, sweep, with_gradients
@@ -33,6 +32,7 @@ from tables import (
     paper_order,
     reference,
     row_title,
+    seeds_said,
     title_of,
 )
 from withdrawal import first_run
@@ -62,7 +62,6 @@ def page(
         "guard_text": guard_text(rows),
         "guard_table": with_notes(tables["guards"]) if rows_with_guards(rows) else "",
         "guard_search": search(tables, results),
-        "first_auto": first_rule(rows) or "not run yet.",
         "auto_table": with_notes(tables["auto"]),
         "networks": with_notes(tables["other-networks"]),
         "beta_text": beta_text(rows),
@@ -115,7 +114,6 @@ def facts(rows: Rows, runs: Sequence[Run]) -> dict[str, str]:
         "minutes": f"{minutes:.0f}",
         "commits": ", ".join(sorted({run.results["environment"]["commit"][:7] for run in runs})),
         "rows": "; ".join(named),
-        "choices": choices(rows),
         "reference": f"{title_of(*found[0][:2])}, {found[0].epochs} epochs" if found else "not run",
         "n_gradients": str(n_gradients(found[1]) if found else 0),
     }
@@ -126,19 +124,6 @@ def seeds_of(methods: Mapping[str, list[Run]]) -> str:
     counts = [len(runs) for method, runs in methods.items() if not method.startswith("ensemble")] or [1]
     low, high = min(counts), max(counts)
     return "one seed" if high == 1 else f"{high} seeds" if low == high else f"{low} to {high} seeds"
-
-
-def choices(rows: Rows) -> str:
-    """What the auto head chose in each run."""
-    made = []
-    for row in sorted(rows, key=paper_order):
-        seeds: dict[str, list[str]] = {}
-        for run in rows[row].get("cross-entropy", []):
-            if run.results.get("selection"):
-                seeds.setdefault(choice_of(run), []).append(str(run.seed))
-        for what, some in seeds.items():
-            made.append(f"{row_title(row, rows)}, seed{'s' * (len(some) > 1)} {' and '.join(some)}: {what}")
-    return "; ".join(made) or "no run yet"
 
 
 def n_gradients(methods: Mapping[str, list[Run]]) -> int:
@@ -174,7 +159,6 @@ def gaps(rows: Rows, brief: Sequence[Run] = ()) -> list[str]:
         )
     if not any(row.epochs >= PAPER_EPOCHS for row in rows):
         made.append(f"The paper's number of epochs: {PAPER_EPOCHS} for images.")
-    made.append("Any run with auto's present rule of choice; the committed ones used its first.")
     return [*made, "The official CIFAR-10-C files (ours are made with the published constants)."]
 
 
@@ -183,15 +167,14 @@ def _gaps_of(row: Row, methods: Mapping[str, list[Run]], name: str) -> list[str]
     sources = [s for s in (*PAPER_SOURCES[:4], *RIVALS) if _applies(s, row)]
     missing = [source.title for source in sources if source.method not in methods]
     alone = {method: runs for method, runs in methods.items() if not method.startswith("ensemble")}
-    lacking: dict[str, list[str]] = {}
+    lacking: dict[int, list[str]] = {}
     for method, runs in alone.items():
-        seeds = sorted(set(range(SEEDS_WANTED)) - {run.seed for run in runs})
-        lacking.setdefault(" and ".join(map(str, seeds)), []).append(method)
+        lacking.setdefault(SEEDS_WANTED - len(runs), []).append(method)
     made = [f"{name}: {', '.join(missing)}."] if missing else []
-    few = [f"{seeds} of {', '.join(some)}" for seeds, some in lacking.items() if seeds]
+    few = [f"{seeds_said(n)} of {', '.join(lacking[n])}" for n in sorted(lacking) if n > 0]
     if few:
         made.append(
-            f"{name}, of seeds 0 to {SEEDS_WANTED - 1} of each method: {'; '.join(few)}. One seed has no spread."
+            f"{name}, of {SEEDS_WANTED} seeds of each method: {'; '.join(few)}. One seed has no spread."
         )
     return made
 
@@ -203,9 +186,7 @@ def _guard_gaps(rows: Rows) -> list[str]:
         name = row_title(row, rows)
         without = [str(run.seed) for run in runs if not run.has(FAMILY_UNSEEN)]
         if without:
-            made.append(
-                f"{name}: guards on seed{'s' * (len(without) > 1)} {' and '.join(without)} (run before there were any)."
-            )
+            made.append(f"{name}: guards on seed{'s' * (len(without) > 1)} {' and '.join(without)}.")
         if not any(run.has(KIND_UNSEEN) for run in runs):
             made.append(f"{name}: guards with a whole kind of corruption unseen.")
     return made

@@ -2,9 +2,6 @@
 
 Guards are taught by corrupted calibration images. To measure each family by a guard that never saw it, runs have
 guards with families left out in turn; a composed output takes, family by family, the one that left it out.
-
-A name that ends in "+T" is an output after a last scalar temperature, fitted to its own calibration predictions. Guards
-and the auto head are shown with it, which is how the library makes them now.
 """
 
 from __future__ import annotations
@@ -12,49 +9,31 @@ from __future__ import annotations
 from doublehead.data import FAMILIES
 from doublehead.training.config import LEFT_OUT
 
-SCALED = "+T"
-BARE = "guarded"
-GUARD = f"{BARE}{SCALED}"  # taught by all families
-FAMILY_UNSEEN, KIND_UNSEEN = (f"{BARE}:{what}{SCALED}" for what in ("family-unseen", "kind-unseen"))
-_PARTS = {
-    FAMILY_UNSEEN: tuple(f"{BARE}@shifts-{name}{SCALED}" for name in ("1", "2", "3")),
-    KIND_UNSEEN: tuple(f"{BARE}@shifts-{name}{SCALED}" for name in ("noises", "blurs", "colours", "digital")),
+GUARD = "guarded"  # taught by all families
+FAMILY_UNSEEN, KIND_UNSEEN = f"{GUARD}:family-unseen", f"{GUARD}:kind-unseen"
+COMPOSED = {
+    FAMILY_UNSEEN: tuple(f"{GUARD}@shifts-{name}" for name in ("1", "2", "3")),
+    KIND_UNSEEN: tuple(f"{GUARD}@shifts-{name}" for name in ("noises", "blurs", "colours", "digital")),
 }
-COMPOSED: dict[str, tuple[str, ...]] = {
-    **_PARTS,
-    **{
-        name.removesuffix(SCALED): tuple(part.removesuffix(SCALED) for part in some)
-        for name, some in _PARTS.items()
-    },
-}
-
-
-def bare(output: str) -> str:
-    """The name of an output without its last temperature.
-
-    >>> bare("auto+T"), bare("auto")
-    ('auto', 'auto')
-    """
-    return output.removesuffix(SCALED)
 
 
 def is_guard(output: str) -> bool:
     """Whether an output is a guard's, or composed of guards'."""
-    return output.startswith(BARE)
+    return output.startswith(GUARD)
 
 
 def seen(output: str) -> tuple[str, ...]:
     """The families that were in an output's training; for a composed one, of those it is measured on.
 
-    >>> seen("both@noise+broad-1.1"), seen("auto"), len(seen("guarded+T")), seen("guarded:family-unseen+T")
+    >>> seen("both@noise+broad-1.1"), seen("auto"), len(seen("guarded")), seen("guarded:family-unseen")
     (('gaussian_noise',), (), 13, ())
     >>> [family for family in FAMILIES if family not in seen("guarded@shifts-blurs")]
     ['gaussian_blur', 'defocus_blur', 'motion_blur']
     """
     if output in COMPOSED:
         return ()
-    kind, _, teacher = bare(output).partition("@")
-    if kind == BARE:
+    kind, _, teacher = output.partition("@")
+    if kind == GUARD:
         teacher = teacher or "shifts"
     else:
         teacher = teacher.rpartition("-")[0]  # a head's name ends in its beta0
@@ -67,8 +46,8 @@ def seen(output: str) -> tuple[str, ...]:
 def parts(output: str, shift: str = "") -> tuple[str, ...]:
     """What an output stands for: itself, or the guards of a composed one; on a shifted set those that never saw it.
 
-    >>> parts("auto"), parts("guarded:family-unseen+T", "contrast:3")
-    (('auto',), ('guarded@shifts-1+T',))
+    >>> parts("auto"), parts("guarded:family-unseen", "contrast:3")
+    (('auto',), ('guarded@shifts-1',))
     """
     family = shift.partition(":")[0]
     return tuple(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from committed import Row, Run, Spread, mean_shift, numbers
-from seen import BARE, COMPOSED, FAMILY_UNSEEN, GUARD, KIND_UNSEEN, SCALED, bare, is_guard, seen
+from seen import COMPOSED, FAMILY_UNSEEN, GUARD, KIND_UNSEEN, is_guard, seen
 from tables import AUTO, PAPER_SOURCES, Rows, Source, Table, ece_cell, paper_order, row_title, shown
 
 from doublehead.data import FAMILIES
@@ -37,26 +37,20 @@ def perturbed_heads(runs: Sequence[Run]) -> list[Source]:
 
 
 def guards(runs: Sequence[Run]) -> list[Source]:
-    """The guards of some runs as lines of a table: first the composed ones, which never saw what they meet.
-
-    All with their last temperature.
-    """
-    found = dict.fromkeys(
-        f"{name}{SCALED}" for run in runs for name in run.results["outputs"] if is_guard(name)
-    )
-    whole_kinds = (FAMILY_UNSEEN, KIND_UNSEEN)
-    pieces = [part for name in whole_kinds for part in COMPOSED[name]]
-    composed = [name for name in whole_kinds if any(run.has(name) for run in runs)]
+    """The guards of some runs as lines of a table: first the composed ones, which never saw what they meet."""
+    found = dict.fromkeys(name for run in runs for name in run.results["outputs"] if is_guard(name))
+    pieces = [part for some in COMPOSED.values() for part in some]
+    composed = [name for name in COMPOSED if any(run.has(name) for run in runs)]
     whole = [name for name in found if name not in pieces]
     names = [*composed, *whole, *(name for name in pieces if name in found)]
     return [Source(title_of_output(name), "cross-entropy", name) for name in names]
 
 
 GUARD_TITLES = {
-    bare(FAMILY_UNSEEN): "family unseen",
-    bare(KIND_UNSEEN): "whole kind unseen",
-    BARE: "all families seen in training",
-    f"{BARE}@noise+broad": "taught by Gaussian noise and broad perturbations",
+    FAMILY_UNSEEN: "family unseen",
+    KIND_UNSEEN: "whole kind unseen",
+    GUARD: "all families seen in training",
+    f"{GUARD}@noise+broad": "taught by Gaussian noise and broad perturbations",
 }
 
 
@@ -65,20 +59,15 @@ def title_of_output(name: str) -> str:
 
     >>> title_of_output("both@noise+broad-1.1")
     'Perturbed temperature head on both, beta0 1.1'
-    >>> title_of_output("guarded@shifts-2+T"), title_of_output("guarded@shifts-noises")
-    ('Guarded + temperature, part 2 left out', 'Guarded, noises left out, no last temperature')
+    >>> title_of_output("guarded@shifts-2"), title_of_output("guarded@shifts-noises")
+    ('Guarded auto head, part 2 left out', 'Guarded auto head, noises left out')
     """
-    kind, _, teacher = bare(name).partition("@")
+    kind, _, teacher = name.partition("@")
     if is_guard(name):
         left_out = teacher.removeprefix("shifts-")
         part = f"part {left_out}" if left_out.isdecimal() else left_out
         plain = f"{part} left out" if left_out != teacher else f"taught by {teacher}"
-        title = GUARD_TITLES.get(bare(name), plain)
-        return (
-            f"Guarded + temperature, {title}"
-            if name.endswith(SCALED)
-            else f"Guarded, {title}, no last temperature"
-        )
+        return f"Guarded auto head, {GUARD_TITLES.get(name, plain)}"
     beta0 = float(teacher.rpartition("-")[2])
     return f"Perturbed {KINDS.get(kind, kind)}, beta0 {beta0:{'.2g' if beta0 % 1 else '.1f'}}"
 
@@ -146,8 +135,8 @@ def _said(families: Sequence[str]) -> str:
 
 
 GUARD_NOTES = (
-    "Guards (`ShiftGuard` round the auto head, then a last scalar temperature fitted to clean calibration images) "
-    "learned from corrupted copies of the calibration images. "
+    "Guards (`ShiftGuard` round the auto head, with a scalar temperature at the end) learned from corrupted copies of "
+    "the calibration images. "
     "**Family unseen: each family is measured by that one of three guards which had it left out**: "
     + "; ".join(f"part {name}: {_said(LEFT_OUT[name])}" for name in ("1", "2", "3"))
     + ". Relatives of a family, such as other noises, were seen.",
@@ -162,14 +151,14 @@ GUARD_NOTES = (
 def seen_words(output: str) -> str:
     """The column on what a line saw in training.
 
-    >>> seen_words("auto"), seen_words("both@noise+broad-1"), seen_words("guarded+T"), seen_words("guarded@shifts-1")
+    >>> seen_words("auto"), seen_words("both@noise+broad-1"), seen_words("guarded"), seen_words("guarded@shifts-1")
     ('none', 'Gaussian noise', 'all 13', '9 of 13')
-    >>> seen_words("guarded:family-unseen+T")
+    >>> seen_words("guarded:family-unseen")
     '8 or 9, never the one measured'
     """
     if output in COMPOSED:
         counts = sorted({len(seen(part)) for part in COMPOSED[output]})
-        measured = "the one measured" if bare(output) == bare(FAMILY_UNSEEN) else "the kind measured"
+        measured = "the one measured" if output == FAMILY_UNSEEN else "the kind measured"
         return f"{' or '.join(map(str, counts))}, never {measured}"
     families = seen(output)
     if families == SEEN:

@@ -16,7 +16,7 @@ NAME = f"experiments/withdrawn/{FILE.name}"
 
 
 def first_run(rows: Rows, where: str = f"`{NAME}`", file: Path = FILE) -> str:
-    """Why the run was made again, and what its heads scored then and now; nothing where there is no second run."""
+    """Why the run was withdrawn, and what its heads scored then and now; nothing where there is no run of now."""
     first = Run(file.parent, json.loads(file.read_text()))
     found = reference(rows)
     runs = found[1].get("cross-entropy", []) if found else []
@@ -28,13 +28,12 @@ def first_run(rows: Rows, where: str = f"`{NAME}`", file: Path = FILE) -> str:
     eces = [[100 * (run.number(head, "ece") or math.nan) for head in heads] for run in (first, second)]
     high = 100 * (first.number(heads[0], "ece_floor_high") or 0.0)
     return said(
-        """The CIFAR-10 ResNet-50 run of seed {seed} was made twice. In the first, whose heads were trained without
-        clipped gradients, {dead} of {n} per-sample temperature heads died: they give every class the same probability.
+        """The first CIFAR-10 ResNet-50 run of seed {seed} was withdrawn. Its heads were trained without clipped
+        gradients, and {dead} of {n} per-sample temperature heads died: they give every class the same probability.
         The paper's head came out {how} there: ECE {first[0]:.2f} with annealing ({place} the band of a perfect model)
-        and {first[1]:.2f} without, against {second[0]:.2f} and {second[1]:.2f} in the second run, which clips the
-        gradients of all heads and is the one in the tables. {network} So much can one ECE move with the way a head is
-        trained.
-        The first run is kept and enters no table ({where}).""",
+        and {first[1]:.2f} without, against {second[0]:.2f} and {second[1]:.2f} in the run in the tables, which clips
+        the gradients of all heads. {network} So much can one ECE move with the way a head is trained. The first run is
+        kept and enters no table ({where}).""",
         seed=first.seed,
         dead=dead,
         n=n,

@@ -247,20 +247,23 @@ def test_figures_of_the_guide_are_in_the_results() -> None:
 
 
 def guard_evidence(runs: list[dict[str, Any]]) -> list[str]:
-    """Two lines on guards with their last temperature: each family by the one that left it out; all families seen."""
-    names = {f"guarded@shifts-{part}": LEFT_OUT[part] for part in ("1", "2", "3")}
-    has = [run["shift"] for run in runs if set(names) <= set(run["outputs"])]
-    sets = [(name, f"{family}:{i}") for name, some in names.items() for family in some for i in range(1, 6)]
-    assert len({one for _, one in sets}) == len(sets) == 65
+    """Two lines on guards: each family, or kind, by the one that left it out; all families seen."""
 
-    def mean(output: str) -> str:
-        means = [
-            statistics.mean(100 * one[at][output or f"{name}+T"]["ece"] for name, at in sets) for one in has
+    def mean(parts: tuple[str, ...], output: str = "") -> tuple[str, str]:
+        names = {f"guarded@shifts-{part}": LEFT_OUT[part] for part in parts}
+        has = [run["shift"] for run in runs if set(names) <= set(run["outputs"])]
+        sets = [
+            (name, f"{family}:{i}") for name, some in names.items() for family in some for i in range(1, 6)
         ]
-        return spelled(means, 1)
+        assert len({one for _, one in sets}) == len(sets) == 65
+        if not has:
+            return "not run", ""
+        means = [statistics.mean(100 * one[at][output or name]["ece"] for name, at in sets) for one in has]
+        return spelled(means, 1), f" ({len(has)} seed{'s' * (len(has) > 1)})" * (len(has) < len(runs))
 
-    fewer = f" ({len(has)} seed{'s' * (len(has) > 1)})" * (len(has) < len(runs))
-    return [f"{mean('main+T')}; {mean('')}{fewer}", f"not run; {mean('guarded+T')}{fewer}"]
+    family, kind = ("1", "2", "3"), ("noises", "blurs", "colours", "digital")
+    alone, unseen, whole = mean(family, "main+T")[0], "".join(mean(family)), "".join(mean(kind))
+    return [f"{alone}; {unseen}", f"{whole}; {''.join(mean(family, 'guarded'))}"]
 
 
 def seeds_of(data: str) -> list[dict[str, Any]]:
@@ -327,7 +330,7 @@ def evidence(runs: list[dict[str, Any]]) -> list[str]:
     return [
         f"{ece('temperature-1')} / {ece('temperature-1.2')}",
         f"{ece('main', 'after')}; {nll('main', 'after')}",
-        f"{ece('auto', 'after')}; {nll('auto', 'after')}",  # with its last temperature
+        f"{ece('auto')}; {nll('auto')}",
         accuracies(),
         shifted("nothing"),
         shifted("noise"),

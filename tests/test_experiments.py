@@ -125,7 +125,7 @@ def test_table_1_puts_the_papers_numbers_beside_ours_and_states_gaps(tmp_path: P
         "",
     ]  # a head is not scaled again
     assert lines["Double head, no annealing"][4] == "not run"
-    assert "Auto head + temperature (ours)" not in lines
+    assert "Auto head (ours)" not in lines
     assert "| CIFAR-100, ResNet-50 | *10.48, 6.32 (1.2)* |" in table.page()
     record = table.records[0]
     assert (record["ece_before"], record["paper_before"], record["seeds"]) == ("0.03", 4.28, 1)
@@ -161,13 +161,13 @@ def test_shift_is_averaged_over_families_and_severities(tmp_path: Path) -> None:
 
 
 def test_targets_say_what_was_missed(tmp_path: Path) -> None:
-    made_up(tmp_path, auto=output_of(0.001, after=0.02, accuracy=0.8985))
+    made_up(tmp_path, auto=output_of(0.02, after=0.001, accuracy=0.8985))
     rows = committed.rows_of(committed.read_runs(tmp_path))
     lines = headline.targets(rows).lines
     assert [line[-1] for line in lines] == ["**no**", "**no**", "yes", "yes"]
     assert lines[0][2] == "89.85 against 90.00"
-    assert lines[1][2] == "2.00, band up to 0.90"  # after its last temperature; 0.10 before it
-    made_up(tmp_path, seed=1, auto=output_of(0.001, after=0.002))
+    assert lines[1][2] == "2.00, band up to 0.90"  # as it is; no temperature is put after it
+    made_up(tmp_path, seed=1, auto=output_of(0.002, after=0.02))
     made_up(tmp_path, seed=2)  # has no such head
     lines = headline.targets(committed.rows_of(committed.read_runs(tmp_path))).lines
     assert [line[3] for line in lines] == ["1 of 2", "1 of 2", "2 of 2", "2 of 2"]
@@ -184,11 +184,26 @@ def test_the_headline_names_a_command_for_each_of_our_lines(tmp_path: Path) -> N
     made_up(tmp_path, "mmce")
     lines = headline.headline(committed.rows_of(committed.read_runs(tmp_path)), tmp_path / "none.json").lines
     assert [line[1] for line in lines] == [
-        "Cross entropy", "Cross entropy + temperature scaling", "Auto head + temperature (ours)", "MMCE + temperature",
+        "Cross entropy", "Cross entropy + temperature scaling", "Auto head (ours)", "MMCE + temperature",
         "*paper: cross entropy + temperature*", "*paper: annealing double head*",
     ]  # fmt: skip
     assert all(line[-1].startswith("`python experiments/run.py cifar10 resnet50") for line in lines[:4])
     assert lines[3][-1].endswith("--epochs 30 --methods mmce`")
+
+
+def test_a_last_layer_of_another_seed_names_its_command(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        made_up(tmp_path, seed=seed)
+    run = made_up(tmp_path, "last_layer", seed=3)
+    committed.write_small({**run.results, "kind": "last-layer"}, run.path / "results.json")
+    rows = committed.rows_of(committed.read_runs(tmp_path))
+    lines = headline.headline(rows, tmp_path / "none.json").lines
+    (line,) = [line for line in lines if line[1] == "Last-layer retraining (TST) + temperature (1 seed)"]
+    assert line[-1] == "`python experiments/last_layer.py cifar10 resnet50 --epochs 30 --seeds 3`"
+    wanted = (
+        "CIFAR-10, ResNet-50, of 3 seeds of each method: 1 seed of cross-entropy; 2 seeds of last-layer. One"
+    )
+    assert any(line.startswith(wanted) for line in report.gaps(rows))
 
 
 def test_a_report_of_little_says_so(tmp_path: Path) -> None:
@@ -403,6 +418,13 @@ def test_links_and_pictures_of_the_report_exist() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", text)
     assert len(targets) > 15
     assert [target for target in targets if not (make.OUTPUT / target).exists()] == []
+
+
+def test_what_committed_results_were_made_of_is_committed(published: Any) -> None:
+    for run in published[1]:
+        for name in run.results.get("members", ()):
+            folders = [committed.RESULTS / name, committed.HERE / "members" / name]
+            assert any((folder / "results.json").exists() for folder in folders), f"{run.name}: {name}"
 
 
 def test_committed_results_carry_their_certificate(published: Any) -> None:
