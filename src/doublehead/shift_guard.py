@@ -176,10 +176,10 @@ class Distance(nn.Module):
     @torch.no_grad()
     def set_usual(self, values: Tensor) -> None:
         """Take (N, W) for what is usual."""
-        values = values.double()
+        values = values.cpu().double()  # there, since some devices have no float64
         mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=TINY)
         unit = (values - mean) / deviation
-        eye = torch.eye(len(mean), dtype=unit.dtype, device=unit.device)
+        eye = torch.eye(len(mean), dtype=unit.dtype)
         covariance = torch.lerp(unit.mT @ unit / len(unit), eye, SHRINK)
         lower: Tensor = torch.linalg.cholesky(covariance)
         root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
