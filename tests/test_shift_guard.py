@@ -365,7 +365,7 @@ def test_on_real_images(
     x, y = fashion.test
     shifted = harm(x)
     assert ece(fashion.base, shifted, y) > 0.09
-    assert ece(guard, shifted, y) < 0.6 * ece(fashion.base, shifted, y)
+    assert ece(guard, shifted, y) < 0.7 * ece(fashion.base, shifted, y)
     assert ece(guard, x, y) < ece(fashion.base, x, y) + 0.01
     for images in (x, shifted):
         with torch.no_grad():
