@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from doublehead import ShiftGuard
+from doublehead import ShiftGuard, shift_guard
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -148,66 +148,64 @@ def test_an_output_after_temperature_scaling_has_a_name_of_its_own(tmp_path: Pat
 # The search --------------------------------------------------------------------------------------------------------
 
 
-def setting(inputs: str, form: str, keep: float | None, clean: float, shifted: float) -> dict[str, Any]:
-    return {"inputs": inputs, "form": form, "keep": keep, "clean_ece": clean, "clean_nll": 0.25, "shift_ece": shifted,
-            "n_images": 1000}  # fmt: skip
+def setting(network: str, nll: float, family: float, kind: float | None, **more: Any) -> dict[str, Any]:
+    return {"network": network, "reads": "distances", "form": "guard", "keep": 0.9, "clean_ece": 0.02, "clean_nll": nll,
+            "family_ece": family, "kind_ece": kind, "n_images": 1000, **more}  # fmt: skip
 
 
 def test_the_search_is_shown_where_its_file_is_there(tmp_path: Path) -> None:
     assert guard_search.read_search(tmp_path) == []
     tried = [
-        {
-            **setting("statistics of the logits", "guard", 0.9, 0.02, 0.12),
-            "note": "10 epochs",
-        },  # higher in both
-        setting("stages", "guard+refit", 0.9, 0.015, 0.08),
-        setting("stages", "guard+refit", 0.5, 0.03, 0.05),  # lower under shift
-        setting("features", "none", None, 0.011, 0.07),  # lower in both
+        setting("large", 0.1, 0.01, 0.01),  # another network
+        setting("small", 0.25, 0.12, 0.13, note="10 epochs"),  # higher in all
+        setting("small", 0.24, 0.08, 0.09, chosen=True),
+        setting("small", 0.30, 0.05, 0.10),  # lower on families
+        setting("small", 0.23, 0.07, 0.08),  # lower in all
+        setting("small", 0.1, 0.01, None, keep=None),  # not tried on whole kinds
     ]
     (tmp_path / guard_search.NAME).write_text(json.dumps(tried))
     table = guard_search.search_table(guard_search.read_search(tmp_path))
-    numbers = ["2.00", "0.2500", "12.00", "1,000"]
-    assert table.lines[0] == ["statistics of the logits", "guard", "0.9", *numbers, "10 epochs"]
-    assert table.lines[1][:4] == [
-        "**inputs of 6 layers, first three quarters**",
-        "**guard, then a temperature**",
-        "**0.9**",
-        "**1.50**",
-    ]
-    assert table.lines[3][1:3] == ["per-sample temperature, never capped", ""]
-    assert guard_search.search_text(tried) == (
-        "The chosen one has a clean ECE of 1.50 and 8.00 on families left out. Of the 3 others 1 have a lower clean "
-        "ECE, 2 a lower one on families left out, and 1 both:"
+    assert table.lines[1] == [
+        "small", "distances", "guard", "0.9", "2.00", "0.2500", "12.00", "13.00", "1,000", "10 epochs"
+    ]  # fmt: skip
+    assert table.lines[2][:4] == ["**small**", "**distances**", "**guard**", "**0.9**"]
+    assert table.lines[5][3:8] == ["", "2.00", "0.1000", "1.00", ""]
+    text = guard_search.search_text(tried)
+    assert text == (
+        "On small the chosen one has a mean ECE of 8.00 on families left out, 9.00 on whole kinds left out, and a "
+        "clean NLL of 0.2400. Of the 3 others tried there 2 are lower on families, 1 on whole kinds and 1 in clean "
+        "NLL; 1 in all three."
     )
     assert "not among those" in guard_search.search_text(tried[:1])
     shutil.copytree(committed.RESULTS / RESNET, tmp_path / RESNET)
     rows = committed.rows_of(committed.read_runs(tmp_path))
     made = make.all_tables(rows, tmp_path)
-    text = make.page(rows, committed.read_runs(tmp_path), made, [], tmp_path)
-    assert "and 1 both:\n\n| the guard reads |" in text
+    report = make.page(rows, committed.read_runs(tmp_path), made, [], tmp_path)
+    assert f"{text} [All that was tried](guard-search.md)." in report
     assert "guard-search" not in make.all_tables(rows, tmp_path / "nothing")
 
 
 def test_a_search_of_another_form_is_refused(tmp_path: Path) -> None:
-    (tmp_path / guard_search.NAME).write_text(json.dumps([{"inputs": "stages"}]))
-    with pytest.raises(ValueError, match=r"guard-search.json must hold inputs, form.*got inputs in entry 0"):
+    (tmp_path / guard_search.NAME).write_text(json.dumps([{"reads": "stages"}]))
+    with pytest.raises(ValueError, match=r"guard-search.json must hold network, reads.*got reads in entry 0"):
         guard_search.read_search(tmp_path)
 
 
 def test_the_committed_search_has_its_chosen_line_and_no_percents() -> None:
     tried = guard_search.read_search()
-    assert len(tried) == 39
-    (chosen,) = filter(guard_search.is_chosen, tried)
-    assert (chosen["clean_ece"], chosen["clean_nll"], chosen["shift_ece"]) == (0.0146, 0.2822, 0.0778)
-    assert all(0.01 < one["clean_ece"] < 0.07 < 0.28 < one["clean_nll"] < 0.33 for one in tried)
-    assert all(0.06 < one["shift_ece"] < 0.18 for one in tried)
-    assert tried[0]["form"] == "scalar"
+    (chosen,) = (one for one in tried if one.get("chosen"))
+    rivals = [one for one in tried if one["network"] == chosen["network"]]
+    scalar = next(one for one in rivals if one["form"] == "temperature scaling")
+    assert chosen["kind_ece"] < 0.6 * scalar["kind_ece"]
+    assert all(0.01 < one["clean_ece"] < 0.07 and 0.04 < one["family_ece"] < 0.18 for one in tried)
     report = " ".join((make.OUTPUT / "index.md").read_text().split())
-    assert "that it is needed was learned from test numbers of earlier runs" in report
+    assert "That a last temperature is needed was learned from test numbers of earlier runs" in report
 
 
 def test_what_the_report_says_of_the_guard_is_what_the_code_does() -> None:
+    (chosen,) = (one for one in guard_search.read_search() if one.get("chosen"))
     keep = inspect.signature(ShiftGuard.fit).parameters["keep"].default
-    assert keep == guard_search.CHOSEN["keep"] == 0.9  # "nine tenths" in report.md and in notes
-    assert inspect.signature(ShiftGuard).parameters["n_layers"].default == 6
-    assert guard_search.INPUTS[guard_search.CHOSEN["inputs"]] == "inputs of 6 layers, first three quarters"
+    assert keep == chosen["keep"] == 0.9  # "nine tenths" in report.md and in notes
+    assert inspect.signature(ShiftGuard).parameters["n_layers"].default == shift_guard.N_LAYERS == 9
+    assert "at nine normalisation layers" in report.TEMPLATE.read_text()
+    assert f"({shift_guard.MARGIN} times)" in report.TEMPLATE.read_text()
