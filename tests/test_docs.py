@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import doublehead.data
+from doublehead.head_bank import HeadBank
 from doublehead.optional import require
 from doublehead.training.config import LEFT_OUT
 
@@ -339,22 +340,31 @@ def evidence(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def test_figures_of_the_shift_page_are_in_its_file() -> None:
-    from doublehead.shift_guard import DEPTH, HIDDEN, N_LAYERS
+    from doublehead.shift_guard import CHANNELS, HIDDEN, MARGIN, N_LAYERS, STEPS
     from test_integrations_architectures import NOT_GUARDED, TIMM, TORCHVISION
 
     page = " ".join((DOCS / "shift.md").read_text(encoding="utf-8").split())
     made = json.loads((DOCS / "images/shift.json").read_text())
-    clean, contrast = made["clean_ece"], made["panels"]["contrast"]
+    clean, panels = made["clean_ece"], made["panels"]
     alone, guarded = (100 * clean[name] for name in ("temperature", "shifts"))
     assert f"{alone:.2f} % with the temperature alone, {guarded:.2f} % with the guard round it" in page
     assert f"acts on {100 * made['acts_on_clean']:.0f} % of the clean test images" in page
-    assert f"from {100 * contrast['temperature'][1]:.1f} % to {100 * contrast['shifts'][1]:.1f} %" in page
+    last = {
+        (kind, name): f"{100 * panel[name][-1]:.0f} %" for kind, panel in panels.items() for name in clean
+    }
+    seen, scalar, unseen = (last["contrast", name] for name in ("shifts", "temperature", "contrast"))
+    assert f"{seen} of {scalar} remain, or {unseen} if the guard never saw contrast" in page
+    assert f"at 0.4 it brings {last['noise', 'temperature']} to {last['noise', 'shifts']}" in page
+    assert f"leaves the last severity of brightness above at {last['brightness', 'noise']}" in page
+    assert panels["brightness"]["noise"][-1] > 0.99 * panels["brightness"]["temperature"][-1]
+    first = [100 * panels["brightness"][name][1] for name in ("temperature", "shifts")]
+    assert f"from {first[0]:.1f} % to {first[1]:.1f} %" in page
     assert f"{made['settings']['fit_seconds']:.0f} seconds on a CPU core" in page
     assert f"{made['n_test']:,} test images" in page
-    noise = made["panels"]["noise"]
-    assert noise["shifts"][-1] > 0.99 * noise["temperature"][-1]  # "does nothing about stronger noise"
-    assert noise["noise"][-1] < 0.5 * noise["temperature"][-1]
-    assert (N_LAYERS, DEPTH, HIDDEN) == (6, 0.75, 128)  # the page says six, three quarters, 128
+    assert (N_LAYERS, CHANNELS, HIDDEN, STEPS) == (9, 128, 16, 1000)  # the page says nine, a thousand steps
+    assert f"{CHANNELS} channels" in page
+    assert f"{HIDDEN} hidden units" in page
+    assert f"{MARGIN} times the humility" in page
     n_families = len(TIMM) + len(TORCHVISION)
     assert f"Of the {n_families} families" in page
     assert f"{n_families - len(NOT_GUARDED)} work as they are" in page
@@ -368,3 +378,19 @@ def test_figures_of_the_frozen_network_are_in_the_results() -> None:
     page = " ".join((DOCS / "which-method.md").read_text(encoding="utf-8").split())
     assert f"in NLL in {wins['nll']} of {len(splits)} splits** ({nll[0]} against {nll[1]} on average)" in page
     assert f"in ECE in {wins['ece']} of {len(splits)}." in page
+
+
+def test_figures_of_select_are_in_the_results() -> None:
+    found = json.loads((ROOT / "experiments/results/held_back.json").read_text())
+    worse = {
+        rule: [round(found["draws"] * row[rule]["share_worse"]) for row in found["excess_by_n"].values()]
+        for rule in ("today", "first")
+    }
+    by_n = dict(zip(map(int, found["excess_by_n"]), worse["today"]))
+    many = [count for n, count in by_n.items() if n >= 200]
+    says = " ".join((HeadBank.select.__doc__ or "").split())
+    assert (
+        f"in {min(many)} to {max(many)} of {found['draws']} draws; with 100 in {by_n[100]}, with 50 in {by_n[50]}"
+        in says
+    )
+    assert f"it was {min(worse['first'][1:])} to {max(worse['first'][1:])}." in says

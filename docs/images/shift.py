@@ -23,10 +23,11 @@ from doublehead import Predictions, ShiftGuard, __version__, fit_head, metrics
 from doublehead.data import DATASETS, GaussianNoise, Shifts, corrupt, fashion_subset
 from doublehead.models import build
 from doublehead.plots import draw_sweep, save
+from doublehead.shift_guard import STEPS
 
 SETTINGS = {
     **{"data": "fashion", "model": "small_cnn", "epochs": 12, "batch_size": 128, "lr": 0.1, "momentum": 0.9},
-    **{"weight_decay": 5e-4, "schedule": "cosine", "seed": 0, "views": 6, "keep": 0.9, "guard_epochs": 20},
+    **{"weight_decay": 5e-4, "schedule": "cosine", "seed": 0, "views": 6, "keep": 0.9, "steps": STEPS},
 }
 SIGMAS = (0.05, 0.1, 0.2, 0.3, 0.4)  # of the pixel range; CIFAR-10-C's strongest is 0.1
 NORMALISE = DATASETS["fashion"].normalise
