@@ -23,7 +23,7 @@ from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.data import fashion_subset
 from doublehead.training.run_folder import environment
 
-SIZES = (30, 50, 100, 200, 300, 500, 800)
+SIZES = (30, 50, 100, 150, 200, 300, 500, 800)
 FILE = HERE / "results" / "held_back.json"
 
 

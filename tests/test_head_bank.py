@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from doublehead import Alternation, Annealing, DoubleHead, HeadBank, HeadSpec, Readings, hold_back
 from doublehead.calibrators import Temperature
 from doublehead.data import fashion_subset
-from doublehead.head_bank import FEW
+from doublehead.head_bank import FEW, MANY
 from doublehead.predictions import Predictions
 from doublehead.training.config import Config
 
@@ -173,6 +173,14 @@ def test_an_mlp_that_is_right_less_often_than_the_network_is_not_chosen() -> Non
     assert bank_of(worse[None], "temperature").select(held).index == 0  # that kind is not asked
     assert bank_of(worse[None], "mlp").select(held).index is None
     assert bank_of(torch.stack([worse, better]), "mlp").select(held).index == 1
+
+
+def test_an_mlp_needs_many_held_back_samples_to_be_chosen() -> None:
+    true, held = known(MANY)
+    assert bank_of(true[None], "mlp").select(held).index == 0
+    few = Readings(*(part[: MANY - 1] for part in held))
+    assert bank_of(true[None], "mlp").select(few).index is None
+    assert bank_of(true[None], "temperature").select(few).index == 0
 
 
 def guesses(labels: torch.Tensor, n_right: int, when_wrong: float) -> torch.Tensor:

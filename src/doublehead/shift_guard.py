@@ -59,9 +59,8 @@ class StageTap:
         found = normalisation_layers(model)
         names = list(found)
         if layers is None:
-            n_layers = min(n_layers, len(names))
             places = [round(i * (len(names) - 1) / n_layers) for i in range(n_layers)]
-            layers = [names[place] for place in dict.fromkeys(places)]
+            layers = names if len(names) <= n_layers else [names[place] for place in places]
         unknown = [name for name in layers if name not in found]
         if unknown or not layers:
             raise ValueError(
@@ -174,9 +173,12 @@ class Distance(nn.Module):
         return squares.mean(-1, keepdim=True).clamp(min=TINY).log()
 
     @torch.no_grad()
-    def set_usual(self, values: Tensor) -> None:
-        """Take (N, W) for what is usual."""
-        values = values.cpu().double()  # there, since some devices have no float64
+    def set_usual(self, values: Tensor) -> Tensor:
+        """Take (N, W) for what is usual; the distance of each row from all the others, (N, 1).
+
+        From statistics that it is part of a row is nearer than a new one would be: with few rows by far.
+        """
+        device, n, values = values.device, len(values), values.cpu().double()  # some devices have no float64
         mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=TINY)
         unit = (values - mean) / deviation
         eye = torch.eye(len(mean), dtype=unit.dtype)
@@ -185,6 +187,11 @@ class Distance(nn.Module):
         root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
         self.mean.copy_(mean)
         self.root.copy_(root / deviation[:, None])
+        # Sherman and Morrison's formula takes a row out of the covariance; its mean moves away from the row too.
+        squares, grown = (unit @ root).square().sum(1, keepdim=True), n / max(1, n - 1)
+        squares = grown**2 * squares / (1 - (1 - SHRINK) * squares / n).clamp(min=TINY)
+        far: Tensor = (squares / len(mean)).clamp(min=TINY).log()
+        return far.float().to(device)
 
 
 class Guard(StaysFloat32):
@@ -265,13 +272,11 @@ class Guard(StaysFloat32):
     @torch.no_grad()
     def _measure(self, clean: Sights, perturbed: Sights) -> tuple[Sights, Sights]:
         """Learn what is usual from clean sights; both with their strangeness in place of their stages."""
-        for distance, part in zip(self.distances, clean.stages.split(self.widths, 1)):
-            distance.set_usual(part)  # type: ignore[operator]
-        clean, perturbed = (
-            sights._replace(stages=self.strangeness(sights.stages)) for sights in (clean, perturbed)
-        )
+        parts = clean.stages.split(self.widths, 1)
+        each = [distance.set_usual(part) for distance, part in zip(self.distances, parts)]  # type: ignore[operator]
+        clean = clean._replace(stages=torch.cat(each, 1))
         self.standardise.set_moments(clean.stages)
-        return clean, perturbed
+        return clean, perturbed._replace(stages=self.strangeness(perturbed.stages))
 
     @torch.no_grad()
     def settle(self, clean: Sights) -> None:
