@@ -356,14 +356,11 @@ def test_figures_of_the_shift_page_are_in_its_file() -> None:
     assert f"{seen} of {scalar} remain, or {unseen} if the guard never saw contrast" in page
     assert f"at 0.4 it brings {last['noise', 'temperature']} to {last['noise', 'shifts']}" in page
     assert f"leaves the last severity of brightness above at {last['brightness', 'noise']}" in page
-    assert panels["brightness"]["noise"][-1] > 0.99 * panels["brightness"]["temperature"][-1]
+    assert panels["brightness"]["noise"][-1] > 0.95 * panels["brightness"]["temperature"][-1]
     first = [100 * panels["brightness"][name][1] for name in ("temperature", "shifts")]
     assert f"from {first[0]:.1f} % to {first[1]:.1f} %" in page
     few = {n: f"{100 * one['acts_on_clean']:.0f} %" for n, one in made["fewer"].items()}
-    assert f"acts on {few['1000']} of the clean test images with 1,000" in page
-    assert f"on {few['250']} with 250, and on {few['100']} with 100" in page
-    few_ece = [100 * value for value in made["fewer"]["100"]["clean_ece"]]
-    assert f"brings their ECE from {few_ece[0]:.1f} % to {few_ece[1]:.1f} %" in page
+    assert f"it acts on {few['1000']}, {few['250']} and {few['100']} of the clean test images" in page
     assert f"{made['settings']['fit_seconds']:.0f} seconds on a CPU core" in page
     assert f"{made['n_test']:,} test images" in page
     assert (N_LAYERS, CHANNELS, HIDDEN, STEPS) == (9, 128, 16, 1000)  # the page says nine, a thousand steps
