@@ -289,3 +289,39 @@ def test_the_demo_table_is_that_of_its_certificate() -> None:
         (line,) = lines_of(readme, f"| {row['method']} | {100 * row['accuracy']:.2f} |")
         assert line[2].strip("*") == f"{100 * row['ece']:.2f}"
         assert line[2].startswith("**") == (row["ece"] <= row["ece_floor_high"])
+
+
+def test_verdicts_written_by_hand_are_those_of_the_committed_runs() -> None:
+    """Sentences of the README and the guide that no block makes."""
+    rows = committed.rows_of(committed.read_runs())
+    readme, guide = (
+        " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/which-method.md")
+    )
+    ten, hundred = (tables.reference(rows, which)[1]["cross-entropy"] for which in findings.SHOWN)  # type: ignore[index]
+    family, kind = (
+        [shift.share(runs, output) for runs in (ten, hundred)]
+        for output in (shift.FAMILY_UNSEEN, shift.KIND_UNSEEN)
+    )
+    assert f"to {family[0]} of temperature scaling's on CIFAR-10 and {family[1]} on CIFAR-100**" in readme
+    assert f"to {kind[0]} and {kind[1]} where its whole kind was unseen" in readme
+    worse = [(run.number(shift.FAMILY_UNSEEN, "nll") or 0) / (run.number("main+T", "nll") or 1) - 1 for run in
+             (*ten, *hundred)]  # fmt: skip
+    assert statistics.fmean(worse[:3]) == pytest.approx(0.01, abs=0.003)  # "about one per cent"
+    assert sum(one > 0 for one in worse[3:]) == 2  # "a little on two seeds of three"
+    assert statistics.fmean(worse[3:]) < 0
+    runs = [run for row in rows for run in committed.having(rows[row].get("cross-entropy", []), "auto")]
+    behind = [
+        run.config["data"]
+        for run in runs
+        if (run.number("auto", "nll") or 0) > (run.number("main+T", "nll") or 0) + 1e-5
+    ]
+    assert behind == ["20newsgroups-bydate"]  # "never behind it in NLL but on"
+    chosen = [
+        run for run in runs if ((run.results["selection"] or {}).get("spec") or {}).get("kind") == "mlp"
+    ]
+    assert len(chosen) == 2
+    assert sum(run.config["data"].startswith("sst") for run in runs) == 7
+    assert "chose the paper's head twice in seven runs, which lowered the NLL and raised the ECE" in guide
+    for run in chosen:
+        assert (run.number("auto", "nll") or 0) < (run.number("main+T", "nll") or 0)
+        assert (run.number("auto", "ece") or 0) > (run.number("main+T", "ece") or 0)

@@ -182,7 +182,7 @@ class Distance(nn.Module):
         mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=TINY)
         unit = (values - mean) / deviation
         eye = torch.eye(len(mean), dtype=unit.dtype)
-        covariance = torch.lerp(unit.mT @ unit / len(unit), eye, SHRINK)
+        covariance = torch.lerp(unit.mT @ unit / n, eye, SHRINK)
         lower: Tensor = torch.linalg.cholesky(covariance)
         root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
         self.mean.copy_(mean)
