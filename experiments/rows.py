@@ -39,7 +39,7 @@ GUARDS = (
     "shifts", "shifts-1", "shifts-2", "shifts-3", "shifts-noises", "shifts-blurs", "shifts-colours", "shifts-digital",
 )  # fmt: skip
 MORE_GUARDS = ("noise+broad",)
-LATER_SEEDS = (  # heads of further seeds: what the tables compare, without the sweeps
+FEWER = (  # heads of further seeds and other image networks: what the tables compare, without the sweeps
     "double-head", "annealing-double-head", "temperature-1", "temperature-1.2", "statistics-1.1", "both-1.1",
     "both@noise+broad-1",
 )  # fmt: skip
@@ -69,13 +69,14 @@ def with_heads(base: Config) -> Config:
     """The cross-entropy run of a row and everything that rides on it."""
     heads, images = dict(HEADS), base.data in ("cifar10", "cifar100", "svhn")
     shifted = base.data in ("cifar10", "cifar100")
-    guards = GUARDS + (MORE_GUARDS if base.seed == 0 else ()) if shifted else ()
+    full = base.seed == 0 and (not images or base.model == "resnet50")  # the run that figures are drawn from
+    guards = GUARDS + (MORE_GUARDS if full else ()) if shifted else ()
     if shifted:
         heads |= PERTURBED
     if (base.data, base.model) == ("cifar10", "resnet50"):
         heads |= PERIODIC
-    if base.seed and images:
-        heads = {name: heads[name] for name in LATER_SEEDS if name in heads}
+    if images and not full:
+        heads = {name: heads[name] for name in FEWER if name in heads}
     every = "cifar10c" if base.data in ("cifar10", "cifar100") else "gaussian_noise:5"
     return replace(
         base,
@@ -84,8 +85,8 @@ def with_heads(base: Config) -> Config:
         every_of={name: int(name.rpartition("-k")[2]) for name in heads if name in PERIODIC},
         auto=True,
         guards=guards,
-        record_gradients=images and base.seed == 0,
-        evaluate_every=1 if base.seed == 0 else base.epochs,
+        record_gradients=images and full,
+        evaluate_every=1 if full else base.epochs,
         shift=(every, *few_shifts(base.data)[1:]) if images else (),
     )
 
