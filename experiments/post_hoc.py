@@ -2,7 +2,7 @@
 
     python experiments/post_hoc.py "CIFAR-10, ResNet-50" runs/cifar10-resnet50-cross_entropy-e30-s{0,1,2}
     python experiments/post_hoc.py "CIFAR-10, ResNet-110 (published logits)" resnet110_c10.npz
-    python experiments/post_hoc.py "ImageNet, frozen ResNet-50" resnet50_val5k.npz
+    python experiments/post_hoc.py "ImageNet, frozen ResNet-50" resnet50_val5k.npz --calibrators none temperature spline
 
 A source is a run folder, a file with `val_logits`, `val_labels`, `test_logits` and `test_labels`, or one with `logits`
 and `labels` alone, five samples a class, which is split five times as `imagenet_frozen.py` does. Each calibrator is
@@ -159,6 +159,9 @@ def main() -> None:
     )
     parser.add_argument("network", help="what the table shall call it")
     parser.add_argument("sources", type=Path, nargs="+", help="run folders or files, one a seed")
+    parser.add_argument(
+        "--calibrators", nargs="+", choices=[*calibrators.CALIBRATORS], help="all that fit unless given"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -168,7 +171,8 @@ def main() -> None:
     names: Sequence[str] = [
         name
         for name, one in calibrators.CALIBRATORS.items()
-        if not one.binary_only or found[0][0].n_classes == 2
+        if name in (options.calibrators or calibrators.CALIBRATORS)
+        and (not one.binary_only or found[0][0].n_classes == 2)
     ]
     numbers = []
     for name in names:
