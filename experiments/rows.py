@@ -45,7 +45,7 @@ FEWER = (  # heads of further seeds and other image networks: what the tables co
 )  # fmt: skip
 
 BASELINES = ("mmce", "brier", "focal")
-RIVALS = ("label-smoothing", "mixup", "flsd-53", "mmce-published")
+RIVALS = ("label-smoothing", "mixup", "flsd-53", "adafocal", "mmce-published")
 TEXT = ("20newsgroups", "20newsgroups-bydate", "sst-binary", "sst-fine")
 EPOCHS = {"imagenet": 100, **dict.fromkeys(TEXT, 50)}  # 30 for other images
 

@@ -68,6 +68,7 @@ AUTO = Source("Auto head (ours)", "cross-entropy", "auto")
 RIVALS = (
     Source("MMCE as published", "mmce-published"),
     Source("FLSD-53", "flsd-53"),
+    Source("AdaFocal", "adafocal"),
     Source("Label smoothing", "label-smoothing"),
     Source("Mixup", "mixup"),
     Source("Last-layer retraining (TST)", "last-layer"),

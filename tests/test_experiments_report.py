@@ -73,6 +73,7 @@ def test_what_is_committed_names_all_that_was_planned() -> None:
     """By the names of folders: a method without any is a gap, and none with one is."""
     names = {
         "mmce": "MMCE", "brier": "Brier", "focal": "Focal", "mmce_published": "MMCE as published", "flsd53": "FLSD-53",
+        "adafocal": "AdaFocal",
         "label_smoothing": "Label smoothing", "last_layer": "Last-layer retraining (TST)",
         "ensemble-4": "Deep ensemble of 4",
     }  # fmt: skip

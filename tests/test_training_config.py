@@ -14,7 +14,7 @@ import doublehead.training.loop
 from doublehead import HeadSpec
 from doublehead.data import FAMILIES
 from doublehead.losses import LOSSES
-from doublehead.training.config import LEFT_OUT, RECIPES, Config
+from doublehead.training.config import ADAPTIVE, LEFT_OUT, RECIPES, Config
 from doublehead.training.methods import BETAS, METHODS, method, runs_for
 from doublehead.training.schedules import learning_rate
 
@@ -173,7 +173,7 @@ def test_methods_with_one_loss_share_a_run() -> None:
 
 
 def test_each_method_names_a_loss_and_an_output_that_exist() -> None:
-    assert {m.loss for m in METHODS.values()} == set(LOSSES)
+    assert {m.loss for m in METHODS.values()} == {*LOSSES, *ADAPTIVE}
     for name, one in METHODS.items():
         config = one.apply(Config())
         assert one.answers in (
@@ -195,7 +195,8 @@ def test_guards_of_methods_and_config_join() -> None:
 
 def test_unknown_method_gets_a_hint() -> None:
     with pytest.raises(
-        ValueError, match=r"method must be one of cross-entropy, .* got 'focl'; did you mean focal\?"
+        ValueError,
+        match=r"method must be one of cross-entropy, .* got 'focl'; did you mean focal or adafocal\?",
     ):
         method("focl")
 

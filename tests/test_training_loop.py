@@ -20,7 +20,7 @@ from doublehead.shift_guard import scaled
 from doublehead.training import loop
 from doublehead.training.config import Config
 from doublehead.training.finish import as_plain
-from doublehead.training.methods import METHODS, objective
+from doublehead.training.methods import METHODS, make_loss, objective
 from doublehead.training.run_folder import RunError, RunFolder
 from training_helpers import assert_same, fashion, run, small
 
@@ -94,7 +94,8 @@ def test_the_loss_of_an_epoch_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_objective_is_the_loss_of_that_name(loss: str) -> None:
-    prepare, loss_of = objective(Config(loss=loss))
+    config = Config(loss=loss)
+    prepare, loss_of = objective(config, make_loss(config))
     logits, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
     x, y = prepare(logits, labels)
     assert x is logits

@@ -4,6 +4,7 @@ The public names in the order data flows: a network with its calibration head, w
 """
 
 from doublehead import calibrators, losses, metrics
+from doublehead.adafocal import AdaFocal
 from doublehead.bins import Bins
 from doublehead.double_head import (
     Alternation,
@@ -24,6 +25,7 @@ from doublehead.shift_guard import ShiftGuard
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaFocal",
     "Alternation",
     "Annealing",
     "Bins",

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from doublehead.adafocal import AdaFocal
 from doublehead.data.corruptions import FAMILIES
 from doublehead.head_bank import HeadSpec
 from doublehead.losses import LOSSES
@@ -27,6 +28,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "colours": ("contrast", "brightness", "saturate"),
     "digital": ("jpeg_compression", "pixelate", "elastic_transform"),
 }
+ADAPTIVE = {"adafocal": AdaFocal}  # losses that follow the calibration data from epoch to epoch
 PERTURBATIONS = ("", "noise", "broad", "noise+broad", "shifts", *(f"shifts-{name}" for name in LEFT_OUT))
 RESERVED = ("main", "auto", "guarded")  # outputs that are not heads of `heads`: no head may be called so
 BOUNDS = {  # the least value of a setting
@@ -94,8 +96,12 @@ class Config:
             _check(getattr(self, name) > 0, name, "positive", getattr(self, name))
         _check(self.lr < math.inf, "lr", "finite", self.lr)
         _check(0 < self.hold_back < 1, "hold_back", "between 0 and 1", self.hold_back)
-        _check(self.loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", self.loss)
-        known = [*inspect.signature(LOSSES[self.loss]).parameters][2:]  # after logits and labels
+        losses = [*LOSSES, *ADAPTIVE]
+        _check(self.loss in losses, "loss", f"one of {', '.join(losses)}", self.loss)
+        if self.loss in ADAPTIVE:
+            known = [*inspect.signature(ADAPTIVE[self.loss]).parameters]
+        else:
+            known = [*inspect.signature(LOSSES[self.loss]).parameters][2:]  # after logits and labels
         unknown = set(self.loss_options) - set(known)
         _check(not unknown, "loss_options", f"among {known} for {self.loss}", dict(self.loss_options))
         self._check_heads()

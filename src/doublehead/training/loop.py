@@ -123,7 +123,7 @@ def _resume(run: Run, folder: RunFolder) -> None:
 def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
     """One pass over the training data with its calibration steps; a line of metrics."""
     config, n_steps = run.config, len(run.inputs.train)
-    prepare, loss_of = objective(config)
+    prepare, loss_of = objective(config, run.loss)
     run.net.train()
     started, total = time.perf_counter(), torch.zeros((), device=run.fabric.device)
     norms: dict[str, list[Tensor]] = {group: [] for group in config.head_groups()}
@@ -152,6 +152,9 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
         )
     if config.record_gradients:
         run.gradients.append(_chosen_steps(run, norms))
+    update = getattr(run.loss, "update", None)
+    if update is not None:  # the loss follows the calibration data
+        update(predict(run, run.inputs.make_eval(run.inputs.splits.calib), heads=False)["main"])
     run.epoch += 1
     return _line(run, train_loss, _betas(run, calibrated))
 

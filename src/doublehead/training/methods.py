@@ -12,7 +12,7 @@ from torch import Tensor
 
 from doublehead.head_bank import HeadSpec
 from doublehead.losses import LOSSES, mixed, mixup
-from doublehead.training.config import Config
+from doublehead.training.config import ADAPTIVE, Config
 
 PAPER = HeadSpec(kind="mlp", reads="features")
 SAMPLE = HeadSpec(kind="temperature", reads="features", lr=0.1)
@@ -55,6 +55,7 @@ METHODS: dict[str, Method] = {
     "brier": Method("Brier", "brier"),
     "focal": Method("Focal", "focal"),
     "flsd-53": Method("FLSD-53", "flsd53"),
+    "adafocal": Method("AdaFocal", "adafocal"),
     "mmce": Method("MMCE", "mmce"),
     "mmce-published": Method("MMCE as published", "mmce_published"),
     "entropy-penalty": Method("Entropy penalty", "entropy_penalty"),
@@ -93,9 +94,17 @@ def method(name: str) -> Method:
     return METHODS[name]
 
 
-def objective(config: Config) -> tuple[Callable[..., tuple[Any, Any]], Callable[[Tensor, Any], Tensor]]:
+def make_loss(config: Config) -> Callable[..., Tensor]:
+    """The loss per example: a function, or a module that wants `update(calib)` after each epoch."""
+    if config.loss in ADAPTIVE:
+        return ADAPTIVE[config.loss](**config.loss_options)  # type: ignore[arg-type]
+    return partial(LOSSES[config.loss], **config.loss_options)
+
+
+def objective(
+    config: Config, loss: Callable[..., Tensor]
+) -> tuple[Callable[..., tuple[Any, Any]], Callable[[Tensor, Any], Tensor]]:
     """What to do with a batch before the network sees it, and the loss per example of what comes out."""
-    loss = partial(LOSSES[config.loss], **config.loss_options)
     if config.mixup:
         return partial(mixup, alpha=config.mixup), partial(mixed, loss)
     return lambda x, y: (x, y), loss

@@ -22,6 +22,7 @@ from doublehead.plumbing import get_random, n_processes, rank, set_random
 from doublehead.shift_guard import Guard, StageTap, normalisation_layers
 from doublehead.training.config import Config
 from doublehead.training.inputs import Inputs, load_inputs
+from doublehead.training.methods import make_loss
 from doublehead.training.run_folder import RunError
 
 
@@ -32,6 +33,7 @@ class Run:
     config: Config
     net: nn.Module
     forward: Callable[..., Any]  # the network as training calls it: compiled, or inside DDP
+    loss: Callable[..., Tensor]  # per example; a module where it follows the calibration data
     inputs: Inputs
     optimizer: torch.optim.Optimizer
     riders: dict[str, DoubleHead]  # one bank of heads each; "auto" is the one to choose from
@@ -56,6 +58,7 @@ class Run:
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "train": self.inputs.train.state_dict(),
+            "loss": self.loss.state_dict() if isinstance(self.loss, nn.Module) else {},
             "riders": {name: rider.head.state_dict() for name, rider in self.riders.items()},
             "alternations": {name: one.state_dict() for name, one in self.alternations.items()},
             "gradients": self.gradients,
@@ -69,6 +72,8 @@ class Run:
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.inputs.train.load_state_dict(state["train"])
+        if isinstance(self.loss, nn.Module):
+            self.loss.load_state_dict(state["loss"])
         own = state["randomness"][
             rank() % len(state["randomness"])
         ]  # it may have been another number of them
@@ -112,7 +117,10 @@ def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None)
         riders[group], alternations[group] = rider, _alternation(config, group, rider, inputs, optimizer)
     # Dropout: the same whatever was built above, other masks in each process.
     torch.manual_seed(config.seed + 2 + 1000 * fabric.global_rank)
-    return Run(config, net, forward, inputs, optimizer, riders, alternations, fabric, others=others)
+    loss = make_loss(config)
+    if isinstance(loss, nn.Module):
+        loss.to(fabric.device)
+    return Run(config, net, forward, loss, inputs, optimizer, riders, alternations, fabric, others=others)
 
 
 def _alternation(
