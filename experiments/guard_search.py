@@ -94,7 +94,7 @@ def _standing(ours: Setting, tried: Sequence[Setting]) -> str:
     lower = {key: sum(one[key] < ours[key] for one in others) for key in ("clean_nll", *UNSEEN)}
     return said(
         """On {network} the setting in use has a mean ECE of {family:.2f} on families left out, {kind:.2f} on whole
-        kinds left out, and a clean NLL of {nll:.4f}. Of the {n} others tried there {lower[family_ece]} are lower on
+        kinds left out, and a clean NLL of {nll:.4f}. Of the {n} other trials there {lower[family_ece]} are lower on
         families, {lower[kind_ece]} on whole kinds and {lower[clean_nll]} in clean NLL; {all} in all three.""",
         network=ours["network"],
         family=100 * ours["family_ece"],

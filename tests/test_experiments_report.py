@@ -173,14 +173,14 @@ def test_the_search_is_shown_where_its_file_is_there(tmp_path: Path) -> None:
     text = guard_search.search_text(tried)
     assert text == (
         "On small the setting in use has a mean ECE of 8.00 on families left out, 9.00 on whole kinds left out, and a "
-        "clean NLL of 0.2400. Of the 3 others tried there 2 are lower on families, 1 on whole kinds and 1 in clean "
+        "clean NLL of 0.2400. Of the 3 other trials there 2 are lower on families, 1 on whole kinds and 1 in clean "
         "NLL; 1 in all three."
     )
     both = guard_search.search_text([*tried, setting("large", 0.2, 0.03, 0.04, chosen=True)])
     assert both.startswith(
         f"{text} On large the setting in use has a mean ECE of 3.00 on families left out, 4.00"
     )
-    assert both.endswith("Of the 1 others tried there 1 are lower on families, 1 on whole kinds and 1 in clean NLL; "
+    assert both.endswith("Of the 1 other trials there 1 are lower on families, 1 on whole kinds and 1 in clean NLL; "
                          "1 in all three.")  # fmt: skip
     assert "not among those" in guard_search.search_text(tried[:1])
     shutil.copytree(committed.RESULTS / RESNET, tmp_path / RESNET)
