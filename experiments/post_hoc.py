@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -87,7 +88,7 @@ def measure(name: str, calib: Predictions, test: Predictions) -> dict[str, Any]:
     }
 
 
-def table(results: Path = RESULTS) -> Table | None:
+def post_hoc_table(results: Path = RESULTS) -> Table | None:
     """All calibrators on all networks; None where nothing was measured."""
     file = results / NAME
     networks: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
@@ -115,42 +116,52 @@ def table(results: Path = RESULTS) -> Table | None:
 
 
 def _lines(network: str, one: Found) -> list[list[str]]:
-    by_name: dict[str, list[Found]] = {}
-    for run in one["numbers"]:
-        by_name.setdefault(run["calibrator"], []).append(run)
-
-    def mean(name: str, key: str) -> float:
-        return fmean(run[key] for run in by_name[name])
-
     lines = []
-    for name in by_name:
+    for name in _calibrators(one):
         nlls = []
         for key in ("cv_nll", "nll"):
-            lower = round(mean(name, key), 4) < round(mean("temperature", key), 4)
-            nlls.append(f"*{mean(name, key):.4f}*" if lower else f"{mean(name, key):.4f}")
-        ece, low, high = (100 * mean(name, key) for key in ("ece", "low", "high"))
+            nll, scalar = (round(_mean(one, which, key), 4) for which in (name, "temperature"))
+            nlls.append(f"*{nll:.4f}*" if nll < scalar else f"{nll:.4f}")
+        ece, low, high, crossed, accuracy = (
+            100 * _mean(one, name, key) for key in ("ece", "low", "high", "cv_ece", "accuracy")
+        )
         shown = f"{ece:.2f}" if ece > high else f"**{ece:.2f}**"
-        lines.append([network if not lines else "", name, nlls[0], f"{100 * mean(name, 'cv_ece'):.2f}", nlls[1],
-                      f"{shown} ({low:.2f} to {high:.2f})", f"{mean(name, 'brier'):.4f}",
-                      f"{100 * mean(name, 'accuracy'):.2f}"])  # fmt: skip
+        lines.append([network if not lines else "", name, nlls[0], f"{crossed:.2f}", nlls[1],
+                      f"{shown} ({low:.2f} to {high:.2f})", f"{_mean(one, name, 'brier'):.4f}",
+                      f"{accuracy:.2f}"])  # fmt: skip
     return lines
 
 
-def verdict(results: Path = RESULTS) -> str:
-    """On how many networks each calibrator beats the scalar temperature without test data, in a sentence."""
+def post_hoc_text(results: Path = RESULTS) -> str:
+    """On how many networks each calibrator beats the scalar temperature, and is inside the band, in two sentences."""
     file = results / NAME
     networks: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
-    counts: dict[str, list[int]] = {}
+    better, inside = Counter[str](), Counter[str]()
     for one in networks.values():
-        scalar = fmean(run["cv_nll"] for run in one["numbers"] if run["calibrator"] == "temperature")
-        for name in {run["calibrator"] for run in one["numbers"]} - {"none", "temperature"}:
-            gain = scalar - fmean(run["cv_nll"] for run in one["numbers"] if run["calibrator"] == name)
-            counts.setdefault(name, []).append((gain > 0) - (gain < 0))
-    ranked = sorted(counts, key=lambda name: (-counts[name].count(1), name))
-    best = ", ".join(
-        f"{name} on {counts[name].count(1)} of {len(counts[name])}" for name in ranked if 1 in counts[name]
+        for name in _calibrators(one):
+            nll, scalar = (round(_mean(one, which, "cv_nll"), 4) for which in (name, "temperature"))
+            better[name] += nll < scalar
+            inside[name] += _mean(one, name, "ece") <= _mean(one, name, "high")
+
+    def counted(counts: Counter[str]) -> str:
+        tried = {name: sum(name in _calibrators(one) for one in networks.values()) for name in counts}
+        found = sorted(
+            (name for name in counts if counts[name]), key=lambda name: -counts[name] / tried[name]
+        )
+        return ", ".join(f"{name} on {counts[name]} of {tried[name]}" for name in found) or "none"
+
+    return (
+        f"Cross-fitted on calibration data, below the scalar temperature's NLL: {counted(better)} networks. "
+        f"ECE on test data not above the band: {counted(inside)}."
     )
-    return f"Cross-fitted on calibration data, below the scalar temperature's NLL: {best}." if best else ""
+
+
+def _calibrators(one: Found) -> list[str]:
+    return list(dict.fromkeys(run["calibrator"] for run in one["numbers"]))
+
+
+def _mean(one: Found, calibrator: str, key: str) -> float:
+    return fmean(run[key] for run in one["numbers"] if run["calibrator"] == calibrator)
 
 
 def main() -> None:
