@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from committed import RESULTS, write_small
 from rows import row
+from torch import nn
 
 from doublehead import Alternation, Annealing, DoubleHead, Predictions
 from doublehead.models import build
@@ -63,11 +64,16 @@ def retrain(
 
 def frozen(folder: RunFolder, inputs: Inputs, device: torch.device) -> DoubleHead:
     """The trained network of a run with a fresh head beside it."""
+    net = trained(folder, inputs, device).requires_grad_(False)
+    return DoubleHead(net, inputs.n_classes, seed=folder.config.seed)
+
+
+def trained(folder: RunFolder, inputs: Inputs, device: torch.device) -> nn.Module:
+    """The network of a finished run."""
     net = build(folder.config.model, inputs.n_classes, **inputs.model_options)
     weights = require("safetensors.torch", extra="train").load_file(folder.path / "model.safetensors")
     net.load_state_dict({k.removeprefix("model."): v for k, v in weights.items() if k.startswith("model.")})
-    net = net.to(device).to(memory_format=inputs.memory_format)
-    return DoubleHead(net.eval().requires_grad_(False), inputs.n_classes, seed=folder.config.seed)
+    return net.to(device).to(memory_format=inputs.memory_format).eval()
 
 
 @torch.no_grad()

@@ -365,7 +365,7 @@ def test_all_pages_are_made_and_tell_of_the_guard(made: Path) -> None:
     )
     assert "| Guarded auto head, family unseen (ours) (2 seeds) |" in report
     assert "Distances from the usual took the place of moments" in report
-    assert "The chosen one has" not in report
+    assert "the setting in use has" not in report
     guide = (made / "docs/which-method.md").read_text()
     (line,) = [line for line in guide.splitlines() if "of the shift guard with each family unseen" in line]
     assert line.split(" | ")[1:] == ["20.0 ± 0.0; 7.5 ± 1.4 (2 seeds)", "20.0; 11.1 |"]

@@ -173,10 +173,16 @@ def test_the_search_is_shown_where_its_file_is_there(tmp_path: Path) -> None:
     assert table.lines[5][3:8] == ["", "2.00", "0.1000", "1.00", ""]
     text = guard_search.search_text(tried)
     assert text == (
-        "On small the chosen one has a mean ECE of 8.00 on families left out, 9.00 on whole kinds left out, and a "
-        "clean NLL of 0.2400. Of the 3 others tried there 2 are lower on families, 1 on whole kinds and 1 in clean "
+        "On small the setting in use has a mean ECE of 8.00 on families left out, 9.00 on whole kinds left out, and a "
+        "clean NLL of 0.2400. Of the 3 other trials there 2 are lower on families, 1 on whole kinds and 1 in clean "
         "NLL; 1 in all three."
     )
+    both = guard_search.search_text([*tried, setting("large", 0.2, 0.03, 0.04, chosen=True)])
+    assert both.startswith(
+        f"{text} On large the setting in use has a mean ECE of 3.00 on families left out, 4.00"
+    )
+    assert both.endswith("Of the 1 other trials there 1 are lower on families, 1 on whole kinds and 1 in clean NLL; "
+                         "1 in all three.")  # fmt: skip
     assert "not among those" in guard_search.search_text(tried[:1])
     shutil.copytree(committed.RESULTS / RESNET, tmp_path / RESNET)
     rows = committed.rows_of(committed.read_runs(tmp_path))
@@ -194,17 +200,22 @@ def test_a_search_of_another_form_is_refused(tmp_path: Path) -> None:
 
 def test_the_committed_search_has_its_chosen_line_and_no_percents() -> None:
     tried = guard_search.read_search()
-    (chosen,) = (one for one in tried if one.get("chosen"))
-    rivals = [one for one in tried if one["network"] == chosen["network"]]
-    scalar = next(one for one in rivals if one["form"] == "temperature scaling")
-    assert chosen["kind_ece"] < 0.6 * scalar["kind_ece"]
-    assert all(0.01 < one["clean_ece"] < 0.07 and 0.04 < one["family_ece"] < 0.18 for one in tried)
+    in_use = {one["network"]: one for one in tried if one.get("chosen")}
+    assert next(iter(in_use)) == "CIFAR-10, ResNet of 20 layers"  # where it was chosen
+    assert len(in_use) == sum(bool(one.get("chosen")) for one in tried)
+    assert len({tuple(one[key] for key in ("reads", "form", "keep")) for one in in_use.values()}) == 1
+    for network, chosen in in_use.items():
+        (scalar,) = (
+            one for one in tried if (one["network"], one["form"]) == (network, "temperature scaling")
+        )
+        assert chosen["kind_ece"] < 0.6 * scalar["kind_ece"]
+    assert all(0.005 < one["clean_ece"] < 0.07 and 0.04 < one["family_ece"] < 0.18 for one in tried)
     report = " ".join((make.OUTPUT / "index.md").read_text().split())
     assert "That a last temperature is needed was learned from test numbers of earlier runs" in report
 
 
 def test_what_the_report_says_of_the_guard_is_what_the_code_does() -> None:
-    (chosen,) = (one for one in guard_search.read_search() if one.get("chosen"))
+    chosen, *_ = (one for one in guard_search.read_search() if one.get("chosen"))
     keep = inspect.signature(ShiftGuard.fit).parameters["keep"].default
     assert keep == chosen["keep"] == 0.9  # "nine tenths" in report.md and in notes
     assert inspect.signature(ShiftGuard).parameters["n_layers"].default == shift_guard.N_LAYERS == 9
