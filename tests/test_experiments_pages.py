@@ -20,6 +20,7 @@ pytest.importorskip("matplotlib")
 import committed  # noqa: E402
 import figures  # noqa: E402
 import findings  # noqa: E402
+import guard_search  # noqa: E402
 import headline  # noqa: E402
 import make  # noqa: E402
 import pages  # noqa: E402
@@ -187,7 +188,8 @@ def test_rows_of_little_say_what_is_missing(made: Path) -> None:
     assert "- CIFAR-10, DenseNet-121: Cross entropy, Brier, Focal" in report
     assert "| CIFAR-10, Wide ResNet 28-10, 10 epochs, seed 0 |" in report  # told from the one of 5
     assert (
-        "SST fine, TreeLSTM: MMCE, Brier, Focal, MMCE as published, FLSD-53, Label smoothing, Last" in report
+        "SST fine, TreeLSTM: MMCE, Brier, Focal, MMCE as published, FLSD-53, AdaFocal, Label smoothing, Last"
+        in report
     )
 
 
@@ -289,6 +291,24 @@ def test_the_demo_table_is_that_of_its_certificate() -> None:
         (line,) = lines_of(readme, f"| {row['method']} | {100 * row['accuracy']:.2f} |")
         assert line[2].strip("*") == f"{100 * row['ece']:.2f}"
         assert line[2].startswith("**") == (row["ece"] <= row["ece_floor_high"])
+
+
+def test_what_the_share_left_alone_buys_is_what_was_tried() -> None:
+    tried = guard_search.read_search()
+    networks = [one["network"] for one in tried if one["keep"] == 0.98 and "commit" in one]
+    usual, more = (
+        [next(one for one in tried if (one["network"], one["keep"], one.get("note", "")) == (network, keep, "")
+              and "1.2" in one["form"]) for network in networks]
+        for keep in (0.9, 0.98)
+    )  # fmt: skip
+    assert len(networks) == 3
+    fell = sorted(one["clean_nll"] - other["clean_nll"] for one, other in zip(usual, more))
+    before, after = (sorted(100 * one["family_ece"] for one in some) for some in (usual, more))
+    page = " ".join((ROOT / "docs/shift.md").read_text().split())
+    assert (
+        f"the clean NLL fell by {fell[0]:.4f} to {fell[-1]:.4f}, and the mean ECE on unseen families" in page
+    )
+    assert f"rose from {before[0]:.1f} .. {before[-1]:.1f} to {after[0]:.1f} .. {after[-1]:.1f} %" in page
 
 
 def test_verdicts_written_by_hand_are_those_of_the_committed_runs() -> None:
