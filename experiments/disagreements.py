@@ -12,7 +12,11 @@ from figures import GRADIENT_BETAS, gradient_sample, with_gradients
 from paper import TABLE_1, TABLE_2, TABLE_3_OVERHEAD
 from tables import DATA_TITLES, PAPER_SOURCES, SPEED, Rows, paper_order, reference, row_title, shown
 
+from doublehead.training.methods import METHODS
+
 Methods = Mapping[str, list[Run]]
+N_CLASSES = {"cifar10": 10, "cifar100": 100, "svhn": 10, "imagenet": 1000, "sst-binary": 2, "sst-fine": 5,
+             "20newsgroups": 20, "20newsgroups-bydate": 20}  # fmt: skip
 
 
 def said(text: str, **values: Any) -> str:
@@ -24,6 +28,7 @@ def disagreements(rows: Rows) -> list[str]:
     """All of them, those of each row first."""
     known = [row for row in sorted(rows, key=paper_order) if (row.data, row.model) in TABLE_1]
     made = [tell(row, rows[row], row_title(row, rows)) for tell in (temperature, paper_head) for row in known]
+    made += [at_chance(row, rows[row], row_title(row, rows)) for row in sorted(rows, key=paper_order)]
     found = reference(rows)
     if found:
         made += [focal(*found), auroc(found[1]), gradients(found[1]), overhead()]
@@ -93,6 +98,30 @@ def paper_head(row: Row, methods: Methods, name: str) -> str:
         place="not above" if annealed <= high else "above",
         paper=TABLE_1[row.data, row.model],
         accuracy=accuracy,
+    )
+
+
+def at_chance(row: Row, methods: Methods, name: str) -> str:
+    """Networks that learned nothing, not even their training data: their calibration says nothing of a method."""
+    stuck: dict[str, list[Run]] = {}
+    for method, runs in methods.items():
+        guess = 1.1 / N_CLASSES[row.data]
+        found = [run for run in runs if (run.results.get("train_accuracy") or 1.0) < guess]
+        stuck |= {method: found} if found else {}
+    if not stuck:
+        return ""
+    which = "; ".join(
+        f"{METHODS[method].title} on seed{'s' * (len(runs) > 1)} {', '.join(str(run.config['seed']) for run in runs)}"
+        for method, runs in stuck.items()
+    )
+    return said(
+        """**Never left chance, {row}:** {which}, with {right} % of the training data right at the end. A network that
+        guesses and says so is well calibrated: that method's mean ECE in this row means nothing.""",
+        row=name,
+        which=which,
+        right=shown(
+            spread([run.results["train_accuracy"] for runs in stuck.values() for run in runs]), digits=0
+        ),
     )
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 
 import auto_choice  # noqa: E402
 import committed  # noqa: E402
+import disagreements  # noqa: E402
 import findings  # noqa: E402
 import guard_search  # noqa: E402
 import make  # noqa: E402
@@ -221,3 +222,16 @@ def test_what_the_report_says_of_the_guard_is_what_the_code_does() -> None:
     assert inspect.signature(ShiftGuard).parameters["n_layers"].default == shift_guard.N_LAYERS == 9
     assert "at nine normalisation layers" in report.TEMPLATE.read_text()
     assert f"({shift_guard.MARGIN} times)" in report.TEMPLATE.read_text()
+
+
+def test_networks_that_learned_nothing_are_named(tmp_path: Path) -> None:
+    """Ten classes: 10.9 % of the training data right is guessing, 11.1 % is not."""
+    runs = [made_up(tmp_path, "mmce", seed) for seed in (0, 1, 2)]
+    for run, right in zip(runs, (0.109, 0.111, None)):
+        run.results["train_accuracy"] = right
+    row = committed.Row("cifar10", "resnet50", 30)
+    text = disagreements.at_chance(row, {"mmce": runs}, "CIFAR-10")
+    assert text.startswith(
+        "**Never left chance, CIFAR-10:** MMCE on seed 0, with 11 % of the training data right"
+    )
+    assert disagreements.at_chance(row, {"mmce": runs[1:]}, "CIFAR-10") == ""
