@@ -97,7 +97,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes, and before them one, have trained."""
     folder = tmp_path_factory.mktemp("trainer")
     train(folder / "one", DoubleHeadTrainerCallback(rows(37, 3), every=3), 1, save="steps")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        __file__,
+    ]
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     return folder
@@ -157,7 +165,9 @@ def test_every_test_sample_counts_once(folder: Path, ranks: list[dict[str, Any]]
     model = load_calibrated(folder / "saved")
     test = rows(N_TEST, 2)
     with torch.no_grad():
-        main, calib = model._doublehead.double.heads(input_ids=torch.stack([row["input_ids"] for row in test]))
+        main, calib = model._doublehead.double.heads(
+            input_ids=torch.stack([row["input_ids"] for row in test])
+        )
     labels = torch.tensor([row["labels"] for row in test])
     for rank in ranks:
         torch.testing.assert_close(torch.tensor(rank["predict"]), calib, rtol=1e-4, atol=1e-5)

@@ -271,4 +271,4 @@ def _n_own(n: int) -> int:
     batches = require("accelerate.state", extra="transformers").GradientState()
     if n_processes() == 1 or not batches.end_of_dataloader or batches.remainder <= 0:
         return n
-    return min(n, max(0, batches.remainder - n * rank()))
+    return min(n, max(0, int(batches.remainder) - n * rank()))

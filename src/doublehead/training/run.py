@@ -113,7 +113,8 @@ def loaders_left_alone() -> Iterator[None]:
 
 def _family(cls: type) -> Iterator[type]:
     yield cls
-    for child in cls.__subclasses__():
+    children: list[type] = cls.__subclasses__()
+    for child in children:
         yield from _family(child)
 
 
