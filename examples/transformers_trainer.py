@@ -1,4 +1,7 @@
-"""Hugging Face: a Trainer, one callback, and a saved model that comes back with its calibration head."""
+"""Hugging Face: a Trainer, one callback, and a saved model that comes back with its calibration head.
+
+Alone, or in several processes: `torchrun --nproc_per_node 2 examples/transformers_trainer.py`.
+"""
 
 import torch
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
@@ -31,9 +34,11 @@ trainer = Trainer(
     callbacks=[head],
 )
 trainer.train()
-numbers = trainer.evaluate()
-print(f"ECE of the model {numbers['eval_ece_main']:.3f} calibrated {numbers['eval_ece_calib']:.3f}")
-
+numbers = trainer.evaluate()  # in every process: they share the work
 trainer.save_model("trained")
-probs = load_calibrated("trained")(pixel_values=test[0]["pixel_values"][None]).logits.softmax(-1)
-print(f"reloaded with its head: class {int(probs.argmax())}, confidence {float(probs.max()):.2f}")
+if trainer.is_world_process_zero():  # this one has written the files
+    print(f"ECE of the model {numbers['eval_ece_main']:.3f} calibrated {numbers['eval_ece_calib']:.3f}")
+    with torch.no_grad():
+        logits = load_calibrated("trained")(pixel_values=test[0]["pixel_values"][None]).logits
+    probs = logits.softmax(-1)
+    print(f"reloaded with its head: class {int(probs.argmax())}, confidence {float(probs.max()):.2f}")
