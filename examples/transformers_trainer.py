@@ -1,7 +1,4 @@
-"""Hugging Face: a Trainer, one callback, and a saved model that comes back with its calibration head.
-
-Alone, or in several processes: `torchrun --nproc_per_node 2 examples/transformers_trainer.py`.
-"""
+"""Hugging Face: a Trainer, one callback, a saved model that brings its head along. `torchrun` it, if you like."""
 
 import torch
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
@@ -38,7 +35,5 @@ numbers = trainer.evaluate()  # in every process: they share the work
 trainer.save_model("trained")
 if trainer.is_world_process_zero():  # this one has written the files
     print(f"ECE of the model {numbers['eval_ece_main']:.3f} calibrated {numbers['eval_ece_calib']:.3f}")
-    with torch.no_grad():
-        logits = load_calibrated("trained")(pixel_values=test[0]["pixel_values"][None]).logits
-    probs = logits.softmax(-1)
+    probs = load_calibrated("trained")(pixel_values=test[0]["pixel_values"][None]).logits.softmax(-1)
     print(f"reloaded with its head: class {int(probs.argmax())}, confidence {float(probs.max()):.2f}")
