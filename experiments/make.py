@@ -27,6 +27,7 @@ from headline import frozen_table, headline, runs_table, targets
 from other_networks import BRIEF, networks_table, read_brief
 from pages import PAGES, ROOT, blocks, filled
 from PIL import Image
+from post_hoc import post_hoc_table
 from report import page
 from seen import FAMILY_UNSEEN, GUARD
 from shift import family_table, guards, perturbed_heads, shift_table
@@ -44,7 +45,7 @@ def all_tables(rows: Rows, results: Path = RESULTS, brief: Path = BRIEF) -> dict
     heads = perturbed_heads(sorted(runs, key=lambda run: run.name))
     heads += [source for source in guards(runs) if source.output in (FAMILY_UNSEEN, GUARD)]
     tried = read_search(results)
-    frozen = results / "imagenet_frozen.json"
+    frozen, fitted_after = results / "imagenet_frozen.json", post_hoc_table(results)
     made = [
         table1(rows),
         table2(rows, heads),
@@ -56,6 +57,7 @@ def all_tables(rows: Rows, results: Path = RESULTS, brief: Path = BRIEF) -> dict
         ablation(rows),
         *([search_table(tried)] if tried else []),
         frozen_table(frozen),
+        *([fitted_after] if fitted_after else []),
         headline(rows, frozen),
         targets(rows),
         networks_table(read_brief(brief)),

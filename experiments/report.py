@@ -20,6 +20,7 @@ from guards import guard_text, rows_with_guards
 from headline import between
 from other_networks import only_brief
 from paper import ODDITIES, TABLE_1
+from post_hoc import post_hoc_text
 from seen import FAMILY_UNSEEN, KIND_UNSEEN
 from shift import NOT_NOISE, evaluated, rows_with_shift, sets_of, shift_summary
 from tables import (
@@ -62,6 +63,7 @@ def page(
         "guard_text": guard_text(rows),
         "guard_table": with_notes(tables["guards"]) if rows_with_guards(rows) else "",
         "guard_search": search(tables, results),
+        "post_hoc": fitted_after(tables, results),
         "auto_table": with_notes(tables["auto"]),
         "networks": with_notes(tables["other-networks"]),
         "beta_text": beta_text(rows),
@@ -84,6 +86,15 @@ def search(tables: Mapping[str, Table], results: Path) -> str:
     """The search for the guard's settings, where its figures were kept."""
     found = search_text(read_search(results))
     return f"{found} [All that was tried](guard-search.md)." if "guard-search" in tables else ""
+
+
+def fitted_after(tables: Mapping[str, Table], results: Path) -> str:
+    """Calibrators fitted after training, where they were measured."""
+    return (
+        f"{post_hoc_text(results)}\n\n{with_notes(tables['post-hoc'])}"
+        if "post-hoc" in tables
+        else "Not measured."
+    )
 
 
 def bullets(lines: Sequence[str]) -> str:

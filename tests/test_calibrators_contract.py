@@ -257,6 +257,12 @@ def test_fit_wants_predictions(name: str) -> None:
 
 
 @every
+def test_a_call_wants_logits(name: str) -> None:
+    with pytest.raises(TypeError, match=r"logits must be a tensor .*, got Predictions; calibrate\(\) takes"):
+        fitted(name)(Predictions(torch.zeros(3, 2), [0, 1, 0]))  # type: ignore[arg-type]
+
+
+@every
 def test_gradients_flow_to_the_logits(name: str) -> None:
     """A calibrator may stand inside a network that is explained or attacked; gradients must be finite."""
     logits = suited(name, seed=1).logits.clone().requires_grad_()

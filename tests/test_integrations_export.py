@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import shutil
 import subprocess
 import sys
 import tarfile
 import warnings
 import zipfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +22,23 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from doublehead import DoubleHead, HeadBank, HeadSpec, Predictions, Readings, metrics
+from doublehead import DoubleHead, HeadBank, HeadSpec, Predictions, Readings, ShiftGuard, metrics
 from doublehead.cli import app
+from doublehead.commands.export import _taught_by, card
 from doublehead.data import load
 from doublehead.data.normalise import Normalise
 from doublehead.data.text import tokens_of
+from doublehead.head_bank import AUTO
 from doublehead.integrations.export import export_model, load_program, load_weights, single
 from doublehead.integrations.fit_head import fit_head
 from doublehead.integrations.head_config import describe, rebuild
 from doublehead.integrations.model_card import model_card
-from doublehead.integrations.run_model import _pick
+from doublehead.integrations.run_model import _pick, open_run
+from doublehead.models import build
 from doublehead.optional import require
-from doublehead.training.config import Config
+from doublehead.training.config import LEFT_OUT, PERTURBATIONS, Config
 from doublehead.training.loop import train
+from doublehead.training.methods import method
 from doublehead.training.run_folder import RunError, RunFolder
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -102,14 +109,19 @@ def readings(n: int) -> Readings:
     return Readings(torch.randn(n, 144), logits, torch.multinomial((logits / 2).softmax(1), 1)[:, 0])
 
 
+def with_bank(network: nn.Module) -> DoubleHead:
+    specs = [HeadSpec(beta0=beta0, reads=("features", "statistics"), hidden=4) for beta0 in (1.0, 1.2)]
+    model = DoubleHead(network, head=partial(HeadBank, specs=specs)).eval()
+    for parameter in model.head.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 @pytest.mark.parametrize("chosen", ["head", "temperature", "ensemble"])
 def test_a_bank_becomes_what_answers(chosen: str, tmp_path: Path) -> None:
-    specs = [HeadSpec(beta0=beta0, reads=("features", "statistics"), hidden=4) for beta0 in (1.0, 1.2)]
-    model = DoubleHead(net(), head=partial(HeadBank, specs=specs)).eval()
+    model = with_bank(net())
     bank = model.head
     assert isinstance(bank, HeadBank)
-    for parameter in bank.parameters():
-        nn.init.normal_(parameter, std=0.3)
     if chosen == "head":
         bank._choose(1)
     elif chosen == "temperature":
@@ -167,17 +179,31 @@ def test_an_export_that_answers_differently_is_not_kept(tmp_path: Path) -> None:
             self.calls += 1
             return self.last(x) * self.calls
 
-    with pytest.raises(
-        RuntimeError, match="does not give the same answers as the model: probs differ by up to"
-    ):
-        export_model(
-            DoubleHead(Moody(), kind="temperature"), torch.randn(2, 4), tmp_path / "out", to="torch-export"
-        )
-    assert list((tmp_path / "out").iterdir()) == []
+    class Broken(nn.Module):
+        """Answers in a program with no number at all."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(x) * (math.nan if torch.compiler.is_compiling() else 1)
+
+    programs: list[tuple[nn.Module, Any]] = [
+        (Moody(), "torch-export"), (Moody(), "safetensors"), (Broken(), "torch-export"),
+    ]  # fmt: skip
+    for network, to in programs:
+        with pytest.raises(
+            RuntimeError, match="does not give the same answers as the model: probs differ by up to"
+        ):
+            export_model(DoubleHead(network, kind="temperature"), torch.randn(2, 4), tmp_path / "out", to=to)
+        assert list((tmp_path / "out").iterdir()) == []
     with pytest.raises(ValueError, match="to must be one of onnx, torch-export, safetensors, got 'tflite'"):
         export_model(DoubleHead(net()), torch.randn(2, 1, 8, 8), tmp_path, to="tflite")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="example must be a tensor, or a tuple or dict of them, got str"):
         export_model(DoubleHead(net()), "x", tmp_path)
+    with pytest.raises(TypeError, match="model must be a DoubleHead or a ShiftGuard, got Sequential"):
+        export_model(net(), torch.randn(2, 1, 8, 8), tmp_path)  # type: ignore[arg-type]
 
 
 def test_card_by_hand() -> None:
@@ -225,6 +251,7 @@ def test_export_command(run: Path, tmp_path: Path) -> None:
     assert f"{100 * metrics.ece(saved):.2f} % (" in card
     assert "fashion: 256 samples to train, 200 to calibrate, 300 to test" in card
     assert "beta0 = 1.1" in card
+    assert "guard" not in card.split("## Settings")[0]
     assert "9. ankle boot" in card
 
 
@@ -302,13 +329,164 @@ def test_a_network_that_reads_words_brings_its_vocabulary(shared: Path, tmp_path
     np.testing.assert_allclose(run_onnx(folder / "model.onnx", input=words)[0], saved.probs, atol=1e-5)
 
 
-def test_a_guard_is_not_exported_by_accident() -> None:
-    config = Config(auto=True, guards=("shifts",))
-    for head in (None, "guarded"):
-        with pytest.raises(RunError, match="a guard cannot be exported: --head auto exports the head"):
-            _pick(config, head)
-    assert _pick(config, "auto") == "auto"
+# ---------------------------------------------------------------------------------------------- guards
+
+
+@pytest.mark.parametrize("inside", ["bank", "network"])
+def test_a_guard_goes_along(inside: str, tmp_path: Path) -> None:
+    network, x = net(), torch.rand(40, 1, 8, 8)
+    model = with_bank(network) if inside == "bank" else network
+    if isinstance(model, DoubleHead):
+        model.head._choose(1)
+    guard = ShiftGuard(model, layers=["model.1" if inside == "bank" else "1"]).train()
+    labels = torch.randint(5, (40,))
+    guard.fit([(x, labels)], lambda images: images + torch.randn_like(images), views=1, steps=10)
+    with torch.no_grad():  # it knows nothing of random labels: weights that act on half of the data
+        guard.guard.last.weight.normal_().abs_()
+        guard.guard.threshold.copy_(guard.guard.humility(guard.look([(x, labels)]).stages).median() / 1.5)
+        guard.guard.scale.fill_(0.7)
+        want = guard(x).softmax(1)
+        assert (want - model.eval()(x).softmax(1)).abs().amax(1).gt(1e-3).all()
+        assert len(guard.guard(guard.look([(x, labels)]).stages).unique()) > 10
+    guard.train()
+    export_model(guard, x[:2], tmp_path / "program", to="torch-export")
+    torch.testing.assert_close(load_program(tmp_path / "program")(x)[0], want)
+    file = export_model(guard, x[:2], tmp_path / "weights", to="safetensors")
+    again = load_weights(file, net())
+    assert isinstance(again, ShiftGuard)
+    torch.testing.assert_close(again(x).softmax(1), want)
+    assert json.loads((file.parent / "config.json").read_text())["guard"] == {"layers": guard.tap.layers}
+    assert guard.model is model  # as it was, and with no more hooks
+    assert guard.training
+    assert len(network[1]._forward_hooks) == 1
+    torch.testing.assert_close(guard.eval()(x).softmax(1), want)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "guarded"
+    config = Config(
+        data="fashion", model="small_cnn", epochs=3, batch_size=64, augment="none", every=2,
+        n_train=512, n_calib=200, n_test=300,
+    )  # fmt: skip
+    train(method("guarded").apply(config), RunFolder(folder), accelerator="cpu")
+    return folder
+
+
+@pytest.mark.parametrize("to", ["onnx", "torch-export", "safetensors"])
+def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str) -> None:
+    made = CliRunner().invoke(app, ["export", str(guarded), "--to", to, "-o", str(tmp_path)])
+    assert made.exit_code == 0, made.output
+    assert "head: guarded" in made.output
+    saved = Predictions.load(guarded / "predictions/test-guarded.npz")
+    auto = Predictions.load(guarded / "predictions/test-auto.npz")
+    assert float((saved.probs - auto.probs).abs().max()) > 0.05  # the guard acts
+    images, original = _test_images(300), open_run(guarded)
+    normalise = original.prepare
+    assert normalise is not None
+    strange = (images + torch.randn(images.shape)).clamp(0, 1)
+    with torch.no_grad():
+        under_noise = original.model(normalise(strange)).softmax(1)
+        unguarded = original.model.model(normalise(strange)).softmax(1)
+        assert float((under_noise - unguarded).abs().max()) > 0.2
+    if to == "onnx":
+        probs, noisy, one = (
+            run_onnx(tmp_path / "model.onnx", input=x)[0] for x in (images, strange, images[:1])
+        )
+    elif to == "torch-export":
+        program = load_program(tmp_path)
+        probs, noisy, one = (program(x)[0].detach().numpy() for x in (images, strange, images[:1]))
+    else:
+        again = load_weights(tmp_path, build("small_cnn", 10))
+        probs, noisy, one = (
+            again(normalise(x)).softmax(1).detach().numpy() for x in (images, strange, images[:1])
+        )
+    np.testing.assert_allclose(probs, saved.probs, atol=1e-5)
+    np.testing.assert_allclose(one, saved.probs[:1], atol=1e-5)
+    np.testing.assert_allclose(noisy, under_noise, atol=1e-4)
+    card = (tmp_path / "README.md").read_text()
+    assert f"{100 * metrics.ece(saved):.2f} % (" in card
+    assert "shift guard ('guarded')" in card
+    assert "motion blur, contrast, brightness, jpeg compression, pixelate" in card
+    assert json.loads((tmp_path / "config.json").read_text())["head"] == "guarded"
+
+
+def test_an_export_that_loses_its_guard_is_not_kept(
+    guarded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, images = open_run(guarded, "guarded"), _test_images(300)
+    model, prepare = found.model, found.prepare
+    assert isinstance(model, ShiftGuard)
+    assert prepare is not None
+    stages = model.look([(prepare(images), torch.zeros(300, dtype=torch.long))]).stages
+    usual = images[(model.guard(stages)[:, 0] == 1).nonzero()[:2, 0]]
+    forward = model.guard.forward
+
+    def lost(stages: Tensor) -> Tensor:
+        return torch.ones_like(stages[:, :1]) if torch.compiler.is_compiling() else forward(stages)
+
+    monkeypatch.setattr(model.guard, "forward", lost)
+    with pytest.raises(
+        RuntimeError, match=r"torch.export does not give the same answers .* by up to 0\.\d+$"
+    ):
+        export_model(model, usual, tmp_path, to="torch-export", prepare=prepare)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_which_head_is_exported() -> None:
+    asked = method("guarded").apply(Config())
+    assert _pick(asked, None) == "guarded"
+    for head in ("auto", "guarded"):
+        assert _pick(asked, head) == head
     assert _pick(Config(auto=True), None) == "auto"
+    assert _pick(Config(heads={"a": HeadSpec()}), None) == "a"
+    for config, names in (
+        (replace(asked, heads={"a": HeadSpec()}), "a, auto, guarded"),
+        (
+            Config(auto=True, guards=("shifts-noises",)),
+            "auto, guarded@shifts-noises",
+        ),  # not what a method asks for
+        (Config(auto=True, guards=("shifts", "noise")), "auto, guarded, guarded@noise"),
+    ):
+        with pytest.raises(RunError, match=f"several heads, name one with --head: {names}$"):
+            _pick(config, None)
+        assert _pick(config, names.split(", ")[-1]) == names.split(", ")[-1]
+    with pytest.raises(RunError, match="head must be one of auto, guarded, got 'guarded@noise'"):
+        _pick(asked, "guarded@noise")
+
+
+def test_cards_say_what_was_chosen(guarded: Path, tmp_path: Path) -> None:
+    files, other = require("safetensors.torch", extra="export"), tmp_path / "other"
+    shutil.copytree(guarded, other)
+    for chosen, spec in ((HeadBank.CHOSEN_TEMPERATURE, None), (13, AUTO[13])):
+        weights = files.load_file(guarded / "model.safetensors")
+        files.save_file({**weights, "auto.chosen": torch.tensor(chosen)}, other / "model.safetensors")
+        assert open_run(other, "guarded").spec == spec
+    found = open_run(guarded, "auto")
+    about = {
+        kind: card(replace(found, spec=spec)).split("**Method.**")[1].split("\n")[0]
+        for kind, spec in (
+            ("mlp", HeadSpec(kind="mlp", beta0=1.2)), ("own", HeadSpec(kind="temperature")), ("scalar", None),
+        )
+    }  # fmt: skip
+    assert "('auto', chosen among 14 on data held back) with logits of its own" in about["mlp"]
+    assert "beta0 = 1.2" in about["mlp"]
+    assert "so that no prediction changes" in about["own"]
+    assert "Its logits are divided by one temperature" in about["scalar"]
+    assert not any("guard" in text for text in about.values())
+
+
+def test_cards_name_the_teachers_of_a_guard() -> None:
+    for name in PERTURBATIONS[1:]:
+        grey, coloured = (_taught_by(name, coloured) for coloured in (False, True))
+        assert "saturate" not in grey
+        assert ("saturate" in coloured) == (name in ("shifts", "shifts-1", "shifts-2", "shifts-noises",
+                                                     "shifts-blurs", "shifts-digital"))  # fmt: skip
+        for family in LEFT_OUT.get(name.removeprefix("shifts-"), ()):
+            assert family.replace("_", " ") not in coloured
+    assert _taught_by("noise", True) == "Gaussian noise"
+    assert _taught_by("noise+broad", True).startswith("Gaussian noise, changes of geometry")
+    assert _taught_by("shifts-colours", False).startswith("gaussian noise, shot noise, ")
 
 
 def test_export_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:

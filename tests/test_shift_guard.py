@@ -521,10 +521,16 @@ def test_compiled(what: str) -> None:
         assert model.fit(some_batches(), noisy, steps=10)(x).shape == (20, 4)
 
 
-def test_exported() -> None:
-    guard, x = fitted(), torch.rand(6, 3, 8, 8)
-    program = torch.export.export(guard, (x,), dynamic_shapes={"args": ({0: torch.export.Dim("n")},)})
-    torch.testing.assert_close(program.module()(torch.cat([x, x])), guard(torch.cat([x, x])))
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict: bool) -> None:
+    guard = fitted(DoubleHead(small_net(), kind="temperature"))
+    x = torch.rand(6, 3, 8, 8)
+    free = {"args": ({0: torch.export.Dim("n", min=1)},)}
+    program = torch.export.export(guard, (x,), dynamic_shapes=free, strict=strict).module()
+    for some in (torch.cat([x, 3 * x]), x[:1]):
+        torch.testing.assert_close(program(some), guard(some))
+    assert not torch.allclose(program(3 * x).softmax(1), guard.model(3 * x).softmax(1))
     assert not guard.tap._caught
 
 

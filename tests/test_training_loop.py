@@ -170,12 +170,18 @@ def test_the_saved_weights_give_the_saved_predictions(tmp_path: Path) -> None:
         torch.testing.assert_close(saved.logits, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_guards(tmp_path: Path) -> None:
+def test_guards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bool] = []  # whether at perturbed data
+    look = ShiftGuard.look
+    monkeypatch.setattr(
+        ShiftGuard, "look", lambda self, *args: (looks.append(len(args) > 1), look(self, *args))[1]
+    )
     network = "tiny_networks:norm_mlp"
     several = small(
         model=network, auto=True, guards=("shifts", "shifts-noises", "noise+broad"), shift=("contrast:5",)
     )
     results = run(several, tmp_path / "several")
+    assert sorted(looks) == [False] + [True] * 6 * 3  # once at the clean data, for all guards
     names = ["guarded", "guarded@shifts-noises", "guarded@noise+broad"]
     assert [*results["outputs"]] == ["main", "auto", *names]
     assert set(names) < set(results["shift"]["contrast:5"])
@@ -204,6 +210,14 @@ def test_guards(tmp_path: Path) -> None:
             saved[name], scaled(saved["auto"], guard.guard.scale * factor), rtol=1e-4, atol=1e-4
         )
         assert torch.equal(saved[name].argmax(1), saved["main"].argmax(1))
+
+    inputs = inputs_of(several)
+    by_hand = ShiftGuard(net, seed=several.seed).fit(
+        inputs.whole(inputs.splits.calib), inputs.perturbation("shifts", share=1.0), seed=several.seed
+    )
+    for key, value in weights(tmp_path / "several", "guarded").items():
+        if key != "scale":  # settled on what `auto` gives
+            assert torch.equal(value, by_hand.guard.state_dict()[key])
 
     alone = small(model=network, auto=True, guards=("shifts-noises",), shift=("contrast:5",))
     run(

@@ -32,6 +32,7 @@ SHRINK = 0.02  # of a covariance towards the identity
 HIDDEN = 16
 STEPS, BATCH, LR, WEIGHT_DECAY = 1000, 256, 0.03, 1e-4
 COST = 0.05  # of a unit of humility on unperturbed data, in nats
+VIEWS = 6  # perturbed copies of the calibration data to learn from
 MARGIN = 1.2  # how much more humility is shown than was learned: beside clean data too little is
 MOST = 10.0  # humility there is
 TINY = 1e-6
@@ -338,7 +339,7 @@ class ShiftGuard(nn.Module):
         calib_batches: Iterable[Any],
         perturb: Callable[[Any], Any],
         *,
-        views: int = 6,
+        views: int = VIEWS,
         keep: float = 0.9,
         steps: int = STEPS,
         settle: bool = False,
@@ -351,12 +352,9 @@ class ShiftGuard(nn.Module):
         `keep` is the share of the unperturbed data on which the guard never acts. `calib_batches` is iterated
         again for each view.
         """
-        if views < 1:
-            raise ValueError(f"views must be at least 1, got {views}")
         with seeded(seed, device_of(self)):
             clean = self.look(calib_batches)
-            seen = [self.look(calib_batches, perturb) for _ in range(views)]
-        perturbed = Sights(*(torch.cat(parts) for parts in zip(*seen)))
+            perturbed = self.look_at_views(calib_batches, perturb, views)
         self.guard.fit(clean, perturbed, keep=keep, steps=steps, seed=seed)
         if settle:
             self.guard.settle(clean)
@@ -379,6 +377,15 @@ class ShiftGuard(nn.Module):
                 "calib_batches must hold at least one batch and start again when iterated again, got none"
             )
         return Sights(*(torch.cat(parts) for parts in zip(*rows)))
+
+    def look_at_views(
+        self, batches: Iterable[Any], perturb: Callable[[Any], Any], views: int = VIEWS
+    ) -> Sights:
+        """Look at so many perturbed copies of the batches, one after the other."""
+        if views < 1:
+            raise ValueError(f"views must be at least 1, got {views}")
+        seen = [self.look(batches, perturb) for _ in range(views)]
+        return Sights(*(torch.cat(parts) for parts in zip(*seen)))
 
 
 def _check(sights: Sights) -> None:

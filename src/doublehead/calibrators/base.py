@@ -69,6 +69,10 @@ class Calibrator(nn.Module):
         """Calibrated logits (..., K) for logits (..., K); half precision is widened to float32."""
         if not self.is_fitted:
             raise NotFitted(f"this {type(self).__name__} is not fitted: call fit(predictions) first")
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"logits must be a tensor (..., K), got {type(logits).__name__}; calibrate() takes Predictions"
+            )
         wanted = self._n_classes()
         if wanted is not None and logits.shape[-1] != wanted:
             raise ValueError(

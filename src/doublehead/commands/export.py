@@ -11,14 +11,21 @@ import typer
 from doublehead.commands.errors import UserError, told_to_user
 from doublehead.commands.networks import importable_here
 from doublehead.commands.show import notes, results
+from doublehead.data.corruptions import FAMILIES
+from doublehead.head_bank import AUTO
 from doublehead.integrations.export import FILES, export_model
 from doublehead.integrations.model_card import model_card
 from doublehead.integrations.run_model import RunModel, open_run
+from doublehead.training.config import LEFT_OUT
 from doublehead.training.run_folder import RunError, RunFolder
 
 HOW = {
     "mlp": "with logits of its own",
     "temperature": "that gives each sample its own temperature, so that no prediction changes",
+}
+TEACHERS = {  # the parts of `guards` that are not families of corruption, see doublehead.data.perturb
+    "noise": "Gaussian noise",
+    "broad": "changes of geometry and of channels, erasing, mixing, posterising, shuffled patches",
 }
 
 
@@ -26,12 +33,15 @@ def export(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
     to: Annotated[str, typer.Option(help=f"One of {', '.join(FILES)}.")] = "onnx",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: RUN/export]")] = None,
-    head: Annotated[str | None, typer.Option(help="Which head, where the run has several.")] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="Which head, where the run has several [default of auto and guarded: guarded]."),
+    ] = None,
     root: Annotated[
         Path | None, typer.Option(help="The folder that holds the data sets [default: data].")
     ] = None,
 ) -> None:
-    """Write network and calibration head as one model: outputs probs, label and confidence, any batch size.
+    """Write network, head and shift guard as one model: outputs probs, label and confidence, any batch size.
 
     The folder also gets a model card, README.md in Hugging Face's format. The exported model is run beside the original
     before it is kept.
@@ -57,7 +67,7 @@ def export(
     if found.words:
         (path.parent / "vocabulary.txt").write_text("\n".join(found.words) + "\n", encoding="utf-8")
     results().print(str(path))
-    notes().print(f"model card: {path.parent / 'README.md'}", style="dim")
+    notes().print(f"head: {found.head}, model card: {path.parent / 'README.md'}", style="dim")
 
 
 def card(found: RunModel) -> str:
@@ -65,15 +75,8 @@ def card(found: RunModel) -> str:
     config, shape = found.config, [1, *found.example.shape[1:]]
     train, calib, test = found.sizes
     images = found.example.is_floating_point()
-    kind = "temperature" if found.spec is None else found.spec.kind
-    annealed = found.spec is not None and found.spec.beta0 != 1
-    beta0 = f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch" if annealed else ""  # type: ignore[union-attr]
     epochs = f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
-    method = (
-        f"{config.model}, trained for {epochs} with {config.loss.replace('_', ' ')}. Beside it stands a calibration "
-        f"head ('{found.head}') {HOW[kind]}. It learned from calibration data that the network never saw, one step "
-        f"for every {config.every} of the network{beta0} (Annealing Double-Head)."
-    )
+    trained = f"{config.model}, trained for {epochs} with {config.loss.replace('_', ' ')}."
     pixels = "pixels in 0..1, which the model normalises itself"
     words = "rows of vocabulary.txt: 0 is padding, 1 an unknown word, 2 the word in the first line"
     counts = f"{train:,} samples to train, {calib:,} to calibrate, {test:,} to test"
@@ -81,7 +84,7 @@ def card(found: RunModel) -> str:
         config.name,
         dataset=config.data,
         data=f"{config.data}: {counts}; inputs are {pixels if images else words}.",
-        method=method,
+        method=" ".join([trained, _about_head(found), *([_about_guard(found)] if found.guard else [])]),
         test=found.test,
         before=found.main,
         classes=found.classes,
@@ -89,3 +92,41 @@ def card(found: RunModel) -> str:
         inputs=f'{{"input": np.zeros({tuple(shape)}, np.{"float32" if images else "int64"})}}',
         settings=asdict(config),
     )
+
+
+def _about_head(found: RunModel) -> str:
+    name = "auto" if found.guard else found.head
+    if found.spec is None:
+        return (
+            "Its logits are divided by one temperature, fitted to calibration data that the network never saw: none "
+            f"of {len(AUTO)} calibration heads that learned beside it was better by more than chance ('{name}')."
+        )
+    annealed = found.spec.beta0 != 1
+    beta0 = f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch" if annealed else ""
+    chosen = f", chosen among {len(AUTO)} on data held back" if name == "auto" else ""
+    every = found.config.every_of.get(name, found.config.every)
+    return (
+        f"Beside it stands a calibration head ('{name}'{chosen}) {HOW[found.spec.kind]}. It learned from calibration "
+        f"data that the network never saw, one step for every {every} of the network{beta0} (Annealing Double-Head)."
+    )
+
+
+def _about_guard(found: RunModel) -> str:
+    assert found.guard is not None
+    return (
+        f"Round that stands a shift guard ('{found.head}'). It measures how far what the network's normalisation "
+        "layers see lies from the calibration data's, and lowers the confidence where that is far; it changes no "
+        "prediction, and leaves nine tenths of the calibration data alone. It was taught by perturbed calibration "
+        "images: "
+        f"{_taught_by(found.guard, coloured=found.example.shape[1] == 3)}. On other shifts it may help less."
+    )
+
+
+def _taught_by(name: str, coloured: bool) -> str:
+    """The perturbations behind a name in `guards`, in words."""
+    kind, _, left_out = name.partition("-")
+    if kind != "shifts":
+        return ", ".join(TEACHERS[part] for part in name.split("+"))
+    absent = {*LEFT_OUT.get(left_out, ()), *(() if coloured else ("saturate",))}
+    families = [family.replace("_", " ") for family in FAMILIES if family not in absent]
+    return f"{', '.join(families)}, as in CIFAR-10-C, severities 1 to 5"

@@ -14,7 +14,7 @@ import torch
 from doublehead import metrics
 from doublehead.head_bank import HeadBank, Selection
 from doublehead.optional import require
-from doublehead.plumbing import same_on_all_processes
+from doublehead.plumbing import device_of, same_on_all_processes, seeded
 from doublehead.predictions import Predictions
 from doublehead.shift_guard import ShiftGuard
 from doublehead.training.evaluation import (
@@ -63,12 +63,13 @@ def _fit_guards(run: Run) -> None:
     calib = run.inputs.whole(run.inputs.splits.calib)
     auto = _predict(run, "calib")["auto"]
     with run.fabric.autocast():
-        usual = guard.look(calib)._replace(logits=auto.logits)  # what the guards are put round
+        clean = guard.look(calib)  # once for all guards; but for that each is fitted as ShiftGuard.fit does
+    usual = clean._replace(logits=auto.logits)  # what the guards are put round
     for output, name in run.config.guarded().items():
         perturb = run.inputs.perturbation(name, share=1.0)
         assert perturb is not None
-        with run.fabric.autocast():
-            guard.fit(calib, perturb, seed=run.config.seed)
+        with run.fabric.autocast(), seeded(run.config.seed, device_of(run.net)):
+            guard.guard.fit(clean, guard.look_at_views(calib, perturb), seed=run.config.seed)
         guard.guard.settle(usual)
         same_on_all_processes(guard.guard)  # devices may round otherwise than their neighbours
         run.guards[output] = copy.deepcopy(guard.guard)

@@ -1,0 +1,138 @@
+"""The comparison of calibrators on the logits of trained networks."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import Predictions, metrics
+from doublehead.calibrators import CALIBRATORS, Temperature
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+pytest.importorskip("matplotlib")
+
+import committed
+import post_hoc
+
+
+def overconfident(n: int, seed: int) -> Predictions:
+    """Logits that say three times what they know."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, 4, generator=draw)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=draw)[:, 0]
+    return Predictions(3 * logits, labels)
+
+
+def test_no_sample_has_a_say_in_its_own_calibration() -> None:
+    calib = overconfident(100, 0)
+    before = post_hoc.cross_fitted(CALIBRATORS["histogram"](), calib)
+    row = 17
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    place = int((order == row).nonzero())
+    labels = calib.labels.clone()
+    labels[row] = (labels[row] + 1) % 4
+    after = post_hoc.cross_fitted(CALIBRATORS["histogram"](), Predictions(calib.logits, labels))
+    assert before.labels.tolist() == calib.labels[order].tolist()
+    same = (before.logits == after.logits).all(1)
+    fold = slice(20 * (place // 20), 20 * (place // 20) + 20)
+    assert bool(same[fold].all())
+    assert not bool(same.all())
+
+
+def test_a_run_folder_and_a_file_give_the_numbers_of_the_calibrator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calib, test = overconfident(300, 1), overconfident(500, 2)
+    (tmp_path / "run" / "predictions").mkdir(parents=True)
+    calib.save(tmp_path / "run/predictions/calib-main.npz")
+    test.save(tmp_path / "run/predictions/test-main.npz")
+    parts = {"val": calib, "test": test}
+    arrays = {f"{name}_logits": part.logits.numpy() for name, part in parts.items()}
+    arrays |= {f"{name}_labels": part.labels.numpy()[:, None] for name, part in parts.items()}
+    np.savez(tmp_path / "published.npz", **arrays)
+    for name, source in (("ours", "run"), ("theirs", "published.npz")):
+        command = [
+            "x",
+            name,
+            str(tmp_path / source),
+            "--calibrators",
+            "none",
+            "temperature",
+            "--results",
+            str(tmp_path),
+        ]
+        monkeypatch.setattr(sys, "argv", command)
+        post_hoc.main()
+    assert "temperature" in capsys.readouterr().out
+    found = json.loads((tmp_path / post_hoc.NAME).read_text())
+    scaled = Temperature().fit(calib).calibrate(test)
+    for network in ("ours", "theirs"):
+        none, temperature = found[network]["numbers"]
+        assert none["nll"] == pytest.approx(float(metrics.nll(test)), rel=1e-5)
+        assert temperature["nll"] == pytest.approx(float(metrics.nll(scaled)), rel=1e-5)
+        assert temperature["ece"] == pytest.approx(float(metrics.ece(scaled)), rel=1e-5)
+        assert (found[network]["calib"], found[network]["test"]) == (300, 500)
+        assert {"commit", "torch", "device"} <= set(found[network]["environment"])
+
+
+def test_a_file_without_test_data_is_split_inside_each_class(tmp_path: Path) -> None:
+    labels = np.arange(40).repeat(5)
+    np.savez(tmp_path / "one.npz", logits=np.random.default_rng(0).normal(size=(200, 40)), labels=labels)
+    found = list(post_hoc.pairs(tmp_path / "one.npz"))
+    assert len(found) == post_hoc.SPLITS
+    for calib, test in found:
+        assert len(calib) == len(test) == 100
+        assert set(calib.labels.bincount().tolist()) == {2, 3}
+
+
+def test_the_table_marks_what_is_better_and_what_is_inside(tmp_path: Path) -> None:
+    def numbers(name: str, cv_nll: float, nll: float, ece: float) -> dict[str, object]:
+        return {"calibrator": name, "cv_nll": cv_nll, "cv_ece": 0.01, "nll": nll, "ece": ece, "low": 0.004,
+                "high": 0.009, "brier": 0.2, "accuracy": 0.9}  # fmt: skip
+
+    one = [numbers("temperature", 0.3, 0.31, 0.01), numbers("spline", 0.29, 0.32, 0.008)]
+    found = {"A": {"calib": 5000, "test": 10000, "numbers": [*one, numbers("spline", 0.27, 0.32, 0.008)]}}
+    (tmp_path / post_hoc.NAME).write_text(json.dumps(found))
+    table = post_hoc.post_hoc_table(tmp_path)
+    assert table is not None
+    assert table.lines == [
+        ["A", "temperature", "0.3000", "1.00", "0.3100", "1.00 (0.40 to 0.90)", "0.2000", "90.00"],
+        ["", "spline", "*0.2800*", "1.00", "0.3200", "**0.80** (0.40 to 0.90)", "0.2000", "90.00"],
+    ]
+    assert post_hoc.post_hoc_text(tmp_path) == (
+        "Cross-fitted on calibration data, below the scalar temperature's NLL: spline on 1 of 1 networks. "
+        "ECE on test data not above the band: spline on 1 of 1."
+    )
+    assert post_hoc.post_hoc_table(tmp_path / "nothing") is None
+
+
+def test_the_committed_numbers_fit_the_committed_runs_and_what_is_said_of_them() -> None:
+    networks = json.loads((committed.RESULTS / post_hoc.NAME).read_text())
+    ours = networks["CIFAR-10, ResNet-50"]
+    for name, run in zip(
+        ours["sources"], [one for one in ours["numbers"] if one["calibrator"] == "temperature"]
+    ):
+        found = committed.Run.read(committed.RESULTS / name)
+        for key in ("ece", "nll", "brier", "accuracy"):
+            assert run[key] == pytest.approx(found.number("main+T", key), rel=1e-4)
+
+    def mean(calibrator: str, key: str, network: str = "CIFAR-10, ResNet-50") -> float:
+        return statistics.fmean(
+            one[key] for one in networks[network]["numbers"] if one["calibrator"] == calibrator
+        )
+
+    published = "CIFAR-10, ResNet-110 (published logits)"
+    for name in ("gaussian_process", "spline"):
+        assert mean(name, "ece") <= mean(name, "high")
+        assert round(mean(name, "nll"), 4) <= round(mean("temperature", "nll"), 4)
+        assert (
+            mean(name, "high", published)
+            < mean(name, "ece", published)
+            < mean("temperature", "ece", published)
+        )
