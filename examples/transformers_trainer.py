@@ -1,4 +1,4 @@
-"""Hugging Face: a Trainer, one callback, and a saved model that comes back with its calibration head."""
+"""Hugging Face: a Trainer, one callback, a saved model that brings its head along. `torchrun` it, if you like."""
 
 import torch
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
@@ -31,9 +31,9 @@ trainer = Trainer(
     callbacks=[head],
 )
 trainer.train()
-numbers = trainer.evaluate()
-print(f"ECE of the model {numbers['eval_ece_main']:.3f} calibrated {numbers['eval_ece_calib']:.3f}")
-
+numbers = trainer.evaluate()  # in every process: they share the work
 trainer.save_model("trained")
-probs = load_calibrated("trained")(pixel_values=test[0]["pixel_values"][None]).logits.softmax(-1)
-print(f"reloaded with its head: class {int(probs.argmax())}, confidence {float(probs.max()):.2f}")
+if trainer.is_world_process_zero():  # this one has written the files
+    print(f"ECE of the model {numbers['eval_ece_main']:.3f} calibrated {numbers['eval_ece_calib']:.3f}")
+    probs = load_calibrated("trained")(pixel_values=test[0]["pixel_values"][None]).logits.softmax(-1)
+    print(f"reloaded with its head: class {int(probs.argmax())}, confidence {float(probs.max()):.2f}")

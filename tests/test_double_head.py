@@ -298,6 +298,36 @@ def test_state_survives_a_safe_file(tmp_path) -> None:  # type: ignore[no-untype
     alternation.step(0.5)
 
 
+def test_the_state_of_another_process_brings_its_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the first process saved: the others must not all draw its batches from then on."""
+    seen: list[Tensor] = []
+
+    def noting(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    def alternation(rank: int) -> Alternation:
+        monkeypatch.setattr("doublehead.double_head.rank", lambda: rank)
+        calib = DataLoader(some_data(64, 2), 16, shuffle=True)
+        return Alternation(DoubleHead(small_net()), calib, every=2, augment=noting)
+
+    first = alternation(0)
+    for _ in range(3):
+        first.step(0.5)
+    saved = first.state_dict()
+    first.step(0.5)
+    same = alternation(0)
+    same.load_state_dict(saved)
+    same.step(0.5)
+    second = alternation(1)
+    second.load_state_dict(saved)
+    second.step(0.5)
+    assert first.calls == same.calls == second.calls == 4
+    assert len(second.optimizer.state) == len(first.optimizer.state) > 0
+    assert torch.equal(seen[-2], seen[-3])  # the first process itself goes on where it was
+    assert not torch.equal(seen[-1], seen[-2])
+
+
 def test_follows_the_lr_of_an_optimizer() -> None:
     model = DoubleHead(small_net())
     optimizer = torch.optim.SGD(model.main_parameters(), lr=0.3)

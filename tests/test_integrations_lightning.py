@@ -340,6 +340,8 @@ def test_an_attached_head_only_looks_on() -> None:
     with pytest.raises(RuntimeError):
         net(torch.randn(5, 3))  # a forward that fails leaves nothing open
     torch.testing.assert_close(net(x), calib)
+    with pytest.raises(RuntimeError, match="cannot follow the copies of a model that nn.DataParallel makes"):
+        net._replicate_for_data_parallel()(x)
     attachment.detach()
     torch.testing.assert_close(net(x), main)
 

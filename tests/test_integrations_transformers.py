@@ -216,7 +216,7 @@ def test_resume_is_exact(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     assert second.alternation is not None
     assert second.alternation.calls == 20
-    (tmp_path / "checkpoint-10/doublehead-0.pt").unlink()
+    (tmp_path / "checkpoint-10/doublehead.pt").unlink()
     trainer = make_trainer(tiny_bert(), texts, tmp_path, tokenizer, callback(), **steps)
     with pytest.warns(
         UserWarning, match="the calibration head goes on with its saved weights and a fresh optimizer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -196,3 +197,13 @@ def test_import_stays_light() -> None:
         f"print(sorted(set(sys.modules) & set({HEAVY!r})))"
     )
     assert out.split("\n")[:2] == ["set()", "[]"]
+
+
+def test_ci_runs_the_oldest_and_the_newest_python_that_the_package_names() -> None:
+    project = (SOURCE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    workflow = (SOURCE.parent / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    matrix = re.search(r"^ +python: \[(.*)\]", workflow, re.MULTILINE)
+    assert matrix is not None
+    assert re.findall(r"3\.\d+", matrix[1]) == [named[0], named[-1]]
+    assert f'requires-python = ">={named[0]}"' in project

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
 
 import tiny_networks
 from doublehead import HeadSpec, Predictions, ShiftGuard
@@ -328,6 +329,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"the training loss is (nan|inf) in epoch 0: lower lr \(now 1e\+30\)"):
         run(small(lr=1e30), tmp_path)
     assert not (tmp_path / "results.json").exists()
+
+
+def test_a_run_that_fails_leaves_torch_loaders_as_they_were(tmp_path: Path) -> None:
+    """Fabric patches them while it runs; Lightning, later in the same process, would stumble over that."""
+    names = ("__init__", "__setattr__", "__delattr__")
+    before = [getattr(cls, name) for cls in (DataLoader, BatchSampler) for name in names]
+    with pytest.raises(RunError, match="the training loss is"):
+        run(small(lr=1e30), tmp_path)
+    assert [getattr(cls, name) for cls in (DataLoader, BatchSampler) for name in names] == before
 
 
 def test_missing_shift_data_is_told_before_training(tmp_path: Path) -> None:

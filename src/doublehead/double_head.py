@@ -427,17 +427,22 @@ class Alternation:
             "calls": self.calls,
             "skipped": [self.skipped, self._skipped_in_a_row],
             "optimizer": self.optimizer.state_dict(),
+            "rank": rank(),
             "randomness": self._randomness.state,
             "batches": self._batches.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken, given the same calibration data."""
+        """Go on exactly where `state_dict` was taken, given the same calibration data.
+
+        From another process's state come its steps alone: each process draws calibration batches of its own.
+        """
         self.calls = state["calls"]
         self._skipped, self._skipped_in_a_row = state["skipped"]
         self.optimizer.load_state_dict(state["optimizer"])
-        self._batches.load_state_dict(state["batches"])
-        self._randomness.state = dict(state["randomness"])
+        if state.get("rank", rank()) == rank():
+            self._batches.load_state_dict(state["batches"])
+            self._randomness.state = dict(state["randomness"])
 
 
 def _nll(logits: Tensor, labels: Tensor) -> Tensor:

@@ -218,6 +218,14 @@ def rank() -> int:
     return dist.get_rank() if n_processes() > 1 else 0
 
 
+def from_every_process(value: Any) -> list[Any]:
+    """The `value` of each process, in their order; every process must call it."""
+    values = [value] * n_processes()
+    if n_processes() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def average_over_processes(values: Tensor) -> Tensor:
     """The mean of `values` over all processes, written into `values`."""
     if n_processes() > 1:

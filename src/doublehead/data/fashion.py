@@ -109,8 +109,8 @@ def encode_images(images: Array) -> tuple[bytes, bytes]:
 def decode_images(mask: bytes, residuals: bytes, n: int, side: int = 28) -> Array:
     """The (n, side, side) uint8 images of two compressed streams; pixel by pixel, all images at once."""
     bits = np.frombuffer(lzma.decompress(mask), np.uint8)
-    is_set = np.unpackbits(bits, count=n * side * side).reshape(n, side, side).astype(bool)
-    difference = np.zeros(is_set.shape, np.uint8)
+    is_set: Array = np.unpackbits(bits, count=n * side * side).reshape(n, side, side).astype(bool)
+    difference: Array = np.zeros(is_set.shape, np.uint8)
     difference[is_set] = np.frombuffer(lzma.decompress(residuals), np.uint8)
     # Pixel-major, so that each step touches contiguous memory: (side, side, n).
     is_set, difference = (np.ascontiguousarray(a.transpose(1, 2, 0)) for a in (is_set, difference))

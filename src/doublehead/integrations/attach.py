@@ -42,6 +42,11 @@ class Attachment:
 
     def _before(self, model: nn.Module, args: Any) -> None:
         tap = self.double._tap
+        if self.active and not model.training and getattr(model, "_is_replica", False):
+            raise RuntimeError(
+                "a calibration head cannot follow the copies of a model that nn.DataParallel makes: start a process "
+                "for each GPU (torchrun --nproc_per_node), or let one be seen (CUDA_VISIBLE_DEVICES=0)"
+            )
         if self._opened:  # the last forward raised before it came to its end
             self._opened = tap.recording = False
         if self.active and not model.training and not tap.recording:

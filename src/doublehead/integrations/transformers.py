@@ -20,11 +20,13 @@ from doublehead.integrations.schedule import follow
 from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
 from doublehead.integrations.watch import Watch
 from doublehead.optional import require
-from doublehead.plumbing import device_of, rank
+from doublehead.plumbing import average_over_processes, device_of, from_every_process, n_processes, rank
 
 TrainerCallback: Any = require("transformers.trainer_callback", extra="transformers").TrainerCallback
 HEAD = "calibration_head"  # the name of the head inside the model, and so of its weights in the file
 FACTS = "doublehead"  # the entry of config.json that describes it
+STATE = "doublehead.pt"  # the file of a checkpoint that holds the state of the head's training
+PLACE = ("rank", "randomness", "batches")  # what each process has of its own in the state of an Alternation
 
 
 class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
@@ -92,7 +94,7 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         self.on_init_end(args, state, control, model)
         check_disjoint(self.calib_data, train_dataloader)
         self.model.head.to(device_of(model)).requires_grad_(True)
-        saved = _load(_checkpoint(args, state)) if state.global_step else None
+        saved = _load(_checkpoint(args, state), device_of(model)) if state.global_step else None
         self._lr_scale = saved["lr_scale"] if saved else follow(optimizer, self.lr)
         self.alternation = Alternation(
             self.model,
@@ -128,7 +130,9 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take in what the model just said, where it was told the labels."""
         if self._seen is not None:
-            self._watch.add(*self._seen)
+            heads, labels = self._seen
+            n = _n_own(len(labels))
+            self._watch.add(Heads(heads.main[:n], heads.calib[:n]), labels[:n])
             self._seen = None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
@@ -152,12 +156,16 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     on_predict = on_evaluate
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Put the head's optimizer and its place in the data beside the Trainer's own."""
-        if self.alternation is not None:
-            whole = {"head": self.model.head.state_dict(), "alternation": self.alternation.state_dict()}
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save({**whole, "lr_scale": self._lr_scale}, folder / f"doublehead-{rank()}.pt")
+        """Put the head's optimizer and each process's place in the data beside the Trainer's own."""
+        if self.alternation is None:
+            return
+        alternation = self.alternation.state_dict()
+        places = from_every_process({key: alternation.pop(key) for key in PLACE})
+        if args.should_save:
+            whole = {"head": self.model.head.state_dict(), "alternation": alternation, "places": places}
+            file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({**whole, "lr_scale": self._lr_scale}, file)
 
     def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels")
@@ -236,15 +244,31 @@ def _checkpoint(args: Any, state: Any) -> Path:
     folder = (
         Path(asked) if isinstance(asked, str) else Path(args.output_dir) / f"checkpoint-{state.global_step}"
     )
-    return folder / f"doublehead-{rank()}.pt"
+    return folder / STATE
 
 
-def _load(file: Path) -> dict[str, Any] | None:
-    if not file.exists():
+def _load(file: Path, device: torch.device) -> dict[str, Any] | None:
+    """The state in a checkpoint, for all processes or for none: they must go on at the same step."""
+    there = average_over_processes(torch.tensor(float(file.exists()), device=device))
+    if there < 1:
         warnings.warn(
             f"{file} is not there: the calibration head goes on with its saved weights and a fresh optimizer",
             stacklevel=2,
         )
         return None
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    return state
+    # A process that the saved run did not have gets another one's place, which an Alternation does not take.
+    place = state["places"][min(rank(), len(state["places"]) - 1)]
+    return {**state, "alternation": {**state["alternation"], **place}}
+
+
+def _n_own(n: int) -> int:
+    """How many of the n samples in this process's batch count.
+
+    Accelerate fills up the last batch of all processes with samples that had their turn. It tells how many are left
+    then, of which the first processes hold the first.
+    """
+    batches = require("accelerate.state", extra="transformers").GradientState()
+    if n_processes() == 1 or not batches.end_of_dataloader or batches.remainder <= 0:
+        return n
+    return min(n, max(0, int(batches.remainder) - n * rank()))

@@ -89,7 +89,7 @@ def _on_mesh(confidence: Tensor, correct: Tensor) -> Array:
 
 def _mirror(points: Array) -> Array:
     """(2 MESH,) the points and their mirror image on a circle of length 2; the ends meet their own image."""
-    circle = np.concatenate([points, points[-2:0:-1]])
+    circle: Array = np.concatenate([points, points[-2:0:-1]])
     circle[[0, MESH]] *= 2
     return circle
 

@@ -19,7 +19,14 @@ from doublehead.training.config import Config
 from doublehead.training.evaluation import epoch_numbers, predict
 from doublehead.training.finish import as_plain, finish
 from doublehead.training.methods import objective
-from doublehead.training.run import Run, leave_processes_at_exit, make_fabric, on_first_process, set_up
+from doublehead.training.run import (
+    Run,
+    leave_processes_at_exit,
+    loaders_left_alone,
+    make_fabric,
+    on_first_process,
+    set_up,
+)
 from doublehead.training.run_folder import RunError, RunFolder, environment
 from doublehead.training.schedules import learning_rate
 
@@ -58,9 +65,10 @@ def train(
         folder.drop_checkpoints()  # those of a process that was killed between its last two steps
         return folder.results
     fabric = make_fabric(config, accelerator=accelerator, devices=devices, num_nodes=nodes, strategy=strategy)
-    results: dict[str, Any] = fabric.launch(
-        _train, config, folder, splits, root, checkpoint_seconds, report, tick
-    )
+    with loaders_left_alone():
+        results: dict[str, Any] = fabric.launch(
+            _train, config, folder, splits, root, checkpoint_seconds, report, tick
+        )
     return results
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
 
 from doublehead.data import FAMILIES, Splits, load, load_test
 from doublehead.data.epochs import Batches
@@ -18,7 +20,7 @@ from doublehead.double_head import Alternation, DoubleHead
 from doublehead.head_bank import AUTO, HeadBank
 from doublehead.models import build
 from doublehead.optional import require
-from doublehead.plumbing import get_random, n_processes, rank, set_random
+from doublehead.plumbing import from_every_process, get_random, n_processes, rank, set_random
 from doublehead.shift_guard import Guard, StageTap, normalisation_layers
 from doublehead.training.config import Config
 from doublehead.training.inputs import Inputs, load_inputs
@@ -62,7 +64,7 @@ class Run:
             "riders": {name: rider.head.state_dict() for name, rider in self.riders.items()},
             "alternations": {name: one.state_dict() for name, one in self.alternations.items()},
             "gradients": self.gradients,
-            "randomness": _from_every_process({"": get_random(self.fabric.device), **randomness}),
+            "randomness": from_every_process({"": get_random(self.fabric.device), **randomness}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,7 +81,7 @@ class Run:
         ]  # it may have been another number of them
         for name, rider in self.riders.items():
             rider.head.load_state_dict(state["riders"][name])
-            alternation = {**state["alternations"][name], "randomness": own[name]}
+            alternation = {**state["alternations"][name], "randomness": own[name], "rank": rank()}
             self.alternations[name].load_state_dict(alternation)
         set_random(own[""], self.fabric.device)
 
@@ -95,6 +97,30 @@ def make_fabric(config: Config, **options: Any) -> Any:
     except Exception as error:  # Lightning has many; each says which option cannot be had here
         asked = ", ".join(f"{name} {value}" for name, value in options.items())
         raise RunError(f"cannot train with {asked}: {error}") from error
+
+
+@contextmanager
+def loaders_left_alone() -> Iterator[None]:
+    """Take back what Fabric does to torch's loaders while it runs a function: where that raises, it leaves them so.
+
+    Lightning could then no longer make its own of a loader, in the same process.
+    """
+    try:
+        yield
+    except BaseException:
+        for cls in (*_family(DataLoader), *_family(BatchSampler)):
+            for name in ("__init__", "__setattr__", "__delattr__"):
+                if f"__old{name}" in vars(cls):  # where Fabric keeps the true one
+                    setattr(cls, name, vars(cls)[f"__old{name}"])
+                    delattr(cls, f"__old{name}")
+        raise
+
+
+def _family(cls: type) -> Iterator[type]:
+    yield cls
+    children: list[type] = cls.__subclasses__()
+    for child in children:
+        yield from _family(child)
 
 
 def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None) -> Run:
@@ -206,10 +232,3 @@ def leave_processes_at_exit() -> None:
 def _leave_processes() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _from_every_process(value: Any) -> list[Any]:
-    values = [value] * n_processes()
-    if n_processes() > 1:
-        dist.all_gather_object(values, value)
-    return values

@@ -1,0 +1,204 @@
+"""The Trainer callback in two real processes, started by torchrun: this file is also what they run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from doublehead import Predictions, metrics
+from doublehead.integrations.transformers import DoubleHeadTrainerCallback, load_calibrated
+from doublehead.optional import require
+
+hf = require("transformers", extra="transformers")
+N_TEST = 41  # two processes and batches of 16: the last batches are filled up with samples seen before
+
+
+def rows(n: int, seed: int) -> list[dict[str, Any]]:
+    ids = torch.randint(1, 50, (n, 6), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": int(row[0] > 25)} for row in ids]
+
+
+class Recorded(DoubleHeadTrainerCallback):
+    """Notes the calibration batches that this process draws."""
+
+    drawn: list[dict[str, torch.Tensor]]
+
+    def _batches(self, args: Any, train_dataloader: Any) -> Any:
+        inner, self.drawn = super()._batches(args, train_dataloader), []
+        noted = self.drawn
+
+        class Noting:
+            def __iter__(self) -> Iterator[Any]:
+                for batch in inner:
+                    noted.append(dict(batch))
+                    yield batch
+
+        return Noting()
+
+
+def train(
+    folder: Path, callback: Any, n_processes: int, checkpoint: Path | None = None, save: str = "no"
+) -> Any:
+    torch.manual_seed(3)
+    config = hf.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=8, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    args = hf.TrainingArguments(
+        str(folder), num_train_epochs=2, learning_rate=3e-3, per_device_train_batch_size=16 // n_processes,
+        per_device_eval_batch_size=16, save_strategy=save, save_steps=10, report_to=[], use_cpu=True, disable_tqdm=True,
+        dataloader_pin_memory=False, average_tokens_across_devices=False,
+    )  # fmt: skip
+    trainer = hf.Trainer(
+        hf.BertForSequenceClassification(config),
+        args,
+        train_dataset=rows(160, 1),
+        eval_dataset=rows(N_TEST, 2),
+        callbacks=[callback] if callback else [],
+    )
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    return trainer
+
+
+def one_of_two(folder: Path) -> None:
+    """What each process does; the files it writes carry its rank."""
+    plain = train(folder / "plain", None, 2)
+    callback = Recorded(rows(37, 3), every=3)
+    whole = train(folder / "two", callback, 2, save="steps")
+    rank = torch.distributed.get_rank()
+    states = {"plain": plain.model.state_dict(), "whole": whole.model.state_dict()}
+    found = {
+        "evaluate": whole.evaluate(),
+        "predict": whole.predict(rows(N_TEST, 2)).predictions.tolist(),
+        "log": whole.state.log_history,
+    }
+    whole.save_model(str(folder / "saved"))
+    for name, saved in (("resumed", "two"), ("joined", "one")):  # the second was saved by a single process
+        again = Recorded(rows(37, 3), every=3)
+        trainer = train(folder / saved, again, 2, folder / saved / "checkpoint-10")
+        states[name] = trainer.model.state_dict()
+        found[name] = [batch["input_ids"].tolist() for batch in again.drawn]
+        assert again.alternation is not None
+        found[f"{name} calls"] = again.alternation.calls
+    torch.save({"states": states, "drawn": callback.drawn}, folder / f"{rank}.pt")
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes, and before them one, have trained."""
+    folder = tmp_path_factory.mktemp("trainer")
+    train(folder / "one", DoubleHeadTrainerCallback(rows(37, 3), every=3), 1, save="steps")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        __file__,
+    ]
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """What both processes ended with."""
+    return [
+        {**torch.load(folder / f"{rank}.pt", weights_only=True), **json.loads((folder / f"{rank}.json").read_text())}
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_all_processes_end_with_the_same_model_and_the_network_does_not_notice(
+    ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["states"] for rank in ranks)
+    for name in first:
+        assert_equal(first[name], second[name])
+    heads = {name for name in first["whole"] if name.startswith("calibration_head.")}
+    assert heads
+    assert_equal({k: v for k, v in first["whole"].items() if k not in heads}, first["plain"])
+
+
+def test_each_process_draws_batches_of_its_own_and_the_head_learns_from_all(
+    ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert [len(rank["drawn"]) for rank in ranks] == [6, 6]  # 20 steps, every third
+    both = []
+    for one, other in zip(*(rank["drawn"] for rank in ranks)):
+        assert one["labels"].shape == other["labels"].shape
+        assert not torch.equal(one["input_ids"], other["input_ids"])
+        both.append({key: torch.cat([one[key], other[key]]) for key in one})
+    alone = train(tmp_path, DoubleHeadTrainerCallback(iter_again(both), every=3), 1)
+    for name, value in ranks[0]["states"]["whole"].items():
+        torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def iter_again(batches: list[Any]) -> Any:
+    """Batches as a loader: a list would be taken for a data set."""
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(batches)
+
+    return Loader()
+
+
+def test_every_test_sample_counts_once(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    model = load_calibrated(folder / "saved")
+    test = rows(N_TEST, 2)
+    with torch.no_grad():
+        main, calib = model._doublehead.double.heads(
+            input_ids=torch.stack([row["input_ids"] for row in test])
+        )
+    labels = torch.tensor([row["labels"] for row in test])
+    for rank in ranks:
+        torch.testing.assert_close(torch.tensor(rank["predict"]), calib, rtol=1e-4, atol=1e-5)
+        for name, logits in (("main", main), ("calib", calib)):
+            p = Predictions(logits, labels)
+            assert rank["evaluate"][f"eval_ece_{name}"] == pytest.approx(metrics.ece(p), abs=1e-4)
+            assert rank["evaluate"][f"eval_nll_{name}"] == pytest.approx(metrics.nll(p), abs=1e-5)
+            assert rank["evaluate"][f"eval_accuracy_{name}"] == pytest.approx(metrics.accuracy(p))
+        assert rank["log"][-1]["eval_ece_calib"] == rank["evaluate"]["eval_ece_calib"]
+
+
+def test_one_file_holds_the_state_of_all_and_resuming_is_exact(
+    folder: Path, ranks: list[dict[str, Any]]
+) -> None:
+    names = [file.name for file in (folder / "two/checkpoint-10").iterdir()]
+    assert [name for name in names if "doublehead" in name] == ["doublehead.pt"]
+    for rank in ranks:
+        assert rank["resumed calls"] == 20
+        assert_equal(rank["states"]["resumed"], rank["states"]["whole"])
+        late = [batch["input_ids"].tolist() for batch in rank["drawn"][3:]]
+        assert rank["resumed"][-3:] == late
+
+
+def test_more_processes_than_the_checkpoint_had(ranks: list[dict[str, Any]]) -> None:
+    """The new one takes over the steps, which must fall together, but draws batches of its own."""
+    first, second = ranks
+    assert first["joined calls"] == second["joined calls"] == 20
+    late = [(one, other) for one, other in zip(first["joined"][-3:], second["joined"][-3:])]
+    assert len(late) == 3  # steps 12, 15 and 18
+    assert all(one != other for one, other in late)
+
+
+if __name__ == "__main__":
+    one_of_two(Path(sys.argv[1]))
