@@ -23,6 +23,7 @@ ORDER = (
     "double_head",  # the method
     "losses",
     "predictions",  # what it predicts, and how good that is
+    "adafocal",  # a loss that follows predictions
     "bins",
     "metrics",
     "calibrators",
