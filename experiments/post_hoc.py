@@ -88,10 +88,16 @@ def measure(name: str, calib: Predictions, test: Predictions) -> dict[str, Any]:
     }
 
 
+def read_networks(results: Path = RESULTS) -> dict[str, Found]:
+    """What was measured, by network; nothing where there is no file."""
+    file = results / NAME
+    found: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
 def post_hoc_table(results: Path = RESULTS) -> Table | None:
     """All calibrators on all networks; None where nothing was measured."""
-    file = results / NAME
-    networks: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
+    networks = read_networks(results)
     if not networks:
         return None
     head = [
@@ -134,8 +140,7 @@ def _lines(network: str, one: Found) -> list[list[str]]:
 
 def post_hoc_text(results: Path = RESULTS) -> str:
     """On how many networks each calibrator beats the scalar temperature, and is inside the band, in two sentences."""
-    file = results / NAME
-    networks: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
+    networks = read_networks(results)
     better, inside = Counter[str](), Counter[str]()
     for one in networks.values():
         for name in _calibrators(one):
@@ -182,7 +187,8 @@ def main() -> None:
     names: Sequence[str] = [
         name
         for name, one in calibrators.CALIBRATORS.items()
-        if name in (options.calibrators or calibrators.CALIBRATORS)
+        if name
+        in ("temperature", *(options.calibrators or calibrators.CALIBRATORS))  # all are compared with it
         and (not one.binary_only or found[0][0].n_classes == 2)
     ]
     numbers = []
@@ -193,8 +199,7 @@ def main() -> None:
             f"{name:22s} NLL {fmean(n['nll'] for n in last):.4f} ECE {100 * fmean(n['ece'] for n in last):.2f}",
             flush=True,
         )
-    file = options.results / NAME
-    networks = json.loads(file.read_text()) if file.exists() else {}
+    networks = read_networks(options.results)
     networks[options.network] = as_plain({
         "environment": environment(torch.device("cpu")),
         "sources": [source.name for source in options.sources],
@@ -202,7 +207,7 @@ def main() -> None:
         "test": len(found[0][1]),
         "numbers": numbers,
     })  # fmt: skip
-    file.write_text(
+    (options.results / NAME).write_text(
         json.dumps(networks, separators=(",", ":")).replace('{"calibrator"', '\n{"calibrator"') + "\n"
     )
 

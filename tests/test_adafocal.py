@@ -108,7 +108,8 @@ def test_gradients_are_right_and_finite_at_the_ends() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"n_bins": 0}, "n_bins must be at least 1, got 0"),
+        ({"n_bins": 0}, "n_bins must be a whole number of at least 1, got 0"),
+        ({"n_bins": 2.5}, "n_bins must be a whole number of at least 1, got 2.5"),
         ({"rate": 0}, "rate must be above 0, got 0"),
         ({"switch": 0}, "switch must be above 0, got 0"),
         ({"least": -0.1}, "least must be at most -switch, -0.2, got -0.1"),

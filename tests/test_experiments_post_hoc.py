@@ -62,8 +62,7 @@ def test_a_run_folder_and_a_file_give_the_numbers_of_the_calibrator(
             name,
             str(tmp_path / source),
             "--calibrators",
-            "none",
-            "temperature",
+            "none",  # temperature comes along: all are compared with it
             "--results",
             str(tmp_path),
         ]

@@ -40,7 +40,7 @@ class AdaFocal(nn.Module):
         switch: float = 0.2,
     ) -> None:
         super().__init__()
-        _check("n_bins", n_bins, n_bins >= 1, "at least 1")
+        _check("n_bins", n_bins, n_bins >= 1 and n_bins == int(n_bins), "a whole number of at least 1")
         _check("rate", rate, rate > 0, "above 0")
         _check("switch", switch, switch > 0, "above 0")
         _check("least", least, least <= -switch, f"at most -switch, {-switch:g}")
