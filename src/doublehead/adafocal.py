@@ -69,9 +69,8 @@ class AdaFocal(nn.Module):
         confidence, order = calib.confidence.double().sort()
         values, tied = confidence.unique_consecutive(return_inverse=True)
         sums = torch.zeros_like(values).index_add(0, tied, calib.correct[order].double())
-        correct = (sums / tied.bincount())[
-            tied
-        ]  # equal confidences have no order: each is as right as all of them
+        # Equal confidences have no order: each is as right as all of them.
+        correct = (sums / tied.bincount())[tied]
         excess = torch.stack([part.mean() for part in (confidence - correct).tensor_split(self.n_bins)])
         ends = torch.stack([part[[0, -1]] for part in confidence.tensor_split(self.n_bins)])
         self.edges.copy_((ends[:-1, 1] + ends[1:, 0]) / 2)
