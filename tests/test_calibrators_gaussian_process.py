@@ -12,9 +12,9 @@ from doublehead.calibrators.gaussian_process import (
     JITTER,
     _divergence,
     _expected_log_likelihood,
-    _Places,
     _posterior,
 )
+from doublehead.calibrators.maps import Places
 from doublehead.calibrators.optimise import Minimum
 from doublehead.predictions import Predictions
 
@@ -98,7 +98,7 @@ def test_expected_log_likelihood_agrees_with_sampling_where_variances_are_small(
 
 def test_places_interpolate_on_the_grid() -> None:
     grid = torch.tensor([-2.0, -1.0, 0.0])
-    places = _Places.of(torch.tensor([[-3.0, -2.0], [-1.25, 0.0]]), grid)
+    places = Places.of(torch.tensor([[-3.0, -2.0], [-1.25, 0.0]]), grid)
     assert places(torch.tensor([10.0, 20.0, 40.0])).tolist() == [[10.0, 10.0], [17.5, 40.0]]
 
 

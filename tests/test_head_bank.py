@@ -192,10 +192,10 @@ def guesses(labels: torch.Tensor, n_right: int, when_wrong: float) -> torch.Tens
 def test_the_chosen_head_alone_has_the_last_temperature_too() -> None:
     model, held = trained_readings()
     model.head._choose(2)
-    model.head._fit_scale(held, 2)
-    assert float(model.head.inverse_temperature) != 1
+    model.head._fit_last(held, 2)
+    assert float(model.head.after.scale) != 1
     torch.testing.assert_close(model.head.head(2).eval()(*held[:2]), model.eval().head(*held[:2]))
-    assert float(model.head.head(1).scale) == 1
+    assert float(model.head.head(1).after.scale) == 1
 
 
 def test_a_score_that_is_not_known_is_refused() -> None:

@@ -117,16 +117,17 @@ def with_bank(network: nn.Module) -> DoubleHead:
     return model
 
 
-@pytest.mark.parametrize("chosen", ["head", "temperature", "ensemble"])
+@pytest.mark.parametrize("chosen", ["head", "temperature", "curve", "bent head", "ensemble"])
 def test_a_bank_becomes_what_answers(chosen: str, tmp_path: Path) -> None:
     model = with_bank(net())
     bank = model.head
     assert isinstance(bank, HeadBank)
-    if chosen == "head":
-        bank._choose(1)
-    elif chosen == "temperature":
+    if chosen == "temperature":
         bank.select(readings(200))
-        bank._choose(HeadBank.CHOSEN_TEMPERATURE)
+    if chosen in ("curve", "bent head"):
+        bank.after.load_state_dict({**bank.after.state_dict(), "curve": torch.linspace(3, -1, 256)})
+    if chosen != "ensemble":
+        bank._choose(1 if "head" in chosen else HeadBank.CHOSEN_TEMPERATURE)
     x = torch.randn(6, 1, 8, 8)
     one = single(model)
     torch.testing.assert_close(one(x).softmax(1), model(x).softmax(1))
@@ -134,6 +135,9 @@ def test_a_bank_becomes_what_answers(chosen: str, tmp_path: Path) -> None:
     if chosen != "ensemble":
         file = export_model(model, x, tmp_path, to="safetensors")
         torch.testing.assert_close(load_weights(file, net())(x).softmax(1), model(x).softmax(1))
+    if chosen == "bent head":
+        probs, _, _ = run_onnx(export_model(model, x, tmp_path), input=x)
+        np.testing.assert_allclose(probs, model(x).softmax(1).detach(), atol=1e-5)
 
 
 def test_a_fitted_head_without_a_layer_comes_back() -> None:
@@ -473,7 +477,10 @@ def test_cards_say_what_was_chosen(guarded: Path, tmp_path: Path) -> None:
     assert "beta0 = 1.2" in about["mlp"]
     assert "so that no prediction changes" in about["own"]
     assert "Its logits are divided by one temperature" in about["scalar"]
-    assert not any("guard" in text for text in about.values())
+    assert not any("guard" in text or "bent" in text for text in about.values())
+    assert "divided by a last temperature." in about["own"]
+    for spec in (None, HeadSpec(kind="temperature")):
+        assert "and then bent by a smooth curve" in card(replace(found, spec=spec, bends=True))
 
 
 def test_cards_name_the_teachers_of_a_guard() -> None:

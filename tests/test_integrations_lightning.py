@@ -291,11 +291,11 @@ def test_a_bank_chooses_on_held_out_data(images: dict[str, TensorDataset], tmp_p
     everything = callback.model.read(
         DataLoader(images["calib"], 32)
     )  # the last temperature is fitted to all of it
-    inverse = float(bank.inverse_temperature)
+    inverse = float(bank.after.scale)
     bank.select(
         Readings(*(part[64:96] for part in everything)), Readings(*(part[:96] for part in everything))
     )
-    assert float(bank.inverse_temperature) == pytest.approx(inverse, rel=1e-4)
+    assert float(bank.after.scale) == pytest.approx(inverse, rel=1e-4)
 
 
 def test_other_batches_through_to_pair(images: dict[str, TensorDataset], tmp_path: Path) -> None:

@@ -20,13 +20,14 @@ ORDER = (
     "plumbing",
     "last_layer",
     "head_optimizer",
-    "double_head",  # the method
     "losses",
-    "predictions",  # what it predicts, and how good that is
+    "predictions",  # what a classifier predicts, and how good that is
     "adafocal",  # a loss that follows predictions
     "bins",
     "metrics",
     "calibrators",
+    "last_map",  # a temperature and a curve, after a head
+    "double_head",  # the method
     "shift_guard",  # humility under shift, for any classifier
     "head_bank",  # chooses among heads by proper scores, a scalar temperature among them
     "curves",

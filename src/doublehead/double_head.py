@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from doublehead.head_optimizer import HeadSGD
 from doublehead.last_layer import FeatureTap, find_last_layer, logits_of, uncompiled, with_logits
+from doublehead.last_map import LastMap
 from doublehead.plumbing import (
     Endless,
     Randomness,
@@ -144,8 +145,7 @@ class CalibrationHead(StaysFloat32):
         # Features come out of the network in a tame range; logits and their statistics do not.
         wants = self.reads != ("features",) if standardise is None else standardise
         self.standardise = Standardise(size) if wants else nn.Identity()
-        self.register_buffer("scale", torch.ones(()))  # of all logits: a last temperature, after training
-        self.scale: Tensor
+        self.after = LastMap()  # changes nothing until it is fitted, after training
         n_out = n_classes if kind == "mlp" else 1
         with seeded(seed):  # the caller's random numbers stay as they were
             self.first = nn.Linear(size, self.hidden) if self.hidden else nn.Identity()
@@ -157,7 +157,10 @@ class CalibrationHead(StaysFloat32):
     def forward(self, features: Tensor, main: Tensor) -> Tensor:
         """Features (B, F) and main logits (B, K) -> calibrated logits (B, K), in float32 whatever comes in."""
         with torch.autocast(main.device.type, enabled=False):
-            return self.calibrate(self.standardise(self.gather(features, main)), main)
+            calibrated: Tensor = self.after(
+                self.calibrate(self.standardise(self.gather(features, main)), main)
+            )
+            return calibrated
 
     def follow(self, features: Tensor, main: Tensor, fine: Tensor) -> None:
         """Let the moments of what the head reads go along with a calibration batch that is `fine`."""
@@ -177,10 +180,10 @@ class CalibrationHead(StaysFloat32):
             inputs = F.relu(self.first(inputs))
         out: Tensor = self.last(F.dropout(inputs, self.dropout, self.training))
         if self.kind == "mlp":
-            return out * self.scale
+            return out
         # Below the largest logit, which stays exactly 0, so rounding can never make a new tie at the top.
         below = main.float() - main.float().amax(-1, keepdim=True)
-        return below * (F.softplus(out).clamp(min=1e-6) * self.scale)
+        return below * F.softplus(out).clamp(min=1e-6)
 
 
 class DoubleHead(nn.Module):

@@ -2,7 +2,7 @@
 
 Heads of the same shape are one stacked computation, so a whole sweep costs little more than one head. What came out
 best is chosen by a proper score on calibration data held back from the heads' training, if it beats one fitted scalar
-temperature there by more than chance; a last scalar temperature sets the level.
+temperature there by more than chance; a `LastMap`, a temperature with or without a smooth curve, follows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Subset
 
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.double_head import Annealing, CalibrationHead, Readings, Reads, Standardise
+from doublehead.last_map import LastMap
 from doublehead.losses import brier, cross_entropy
 from doublehead.plumbing import StaysFloat32, evaluating
 
@@ -76,7 +77,7 @@ class Selection:
     """What `select` chose: a head's number, or None for the scalar temperature, and every candidate's score.
 
     Scores are means over the held-back data, each candidate at the scale that suits it best there; `temperature` is the
-    last one, by which the chosen logits are divided.
+    last one, by which the chosen logits are divided, and `bends` says whether a smooth curve follows.
     """
 
     index: int | None
@@ -84,6 +85,7 @@ class Selection:
     scores: tuple[float, ...]
     temperature_score: float
     temperature: float
+    bends: bool
 
 
 class HeadBank(StaysFloat32):
@@ -122,10 +124,9 @@ class HeadBank(StaysFloat32):
         order = [number for numbers in self.members for number in numbers]
         self.register_buffer("order", torch.tensor(order).argsort(), persistent=False)
         self.register_buffer("chosen", torch.tensor(self.ENSEMBLE))
-        self.register_buffer("inverse_temperature", torch.ones(()))
         self.order: Tensor
         self.chosen: Tensor
-        self.inverse_temperature: Tensor
+        self.after = LastMap()  # what the chosen logits go through
         self._choice = self.ENSEMBLE
 
     @classmethod
@@ -170,11 +171,16 @@ class HeadBank(StaysFloat32):
         if self.training:
             return self.all_heads(features, main)
         if self._choice == self.CHOSEN_TEMPERATURE:
-            return main.float() * self.inverse_temperature
+            return self._last(main.float())
         logits = self.all_heads(features, main)
         if self._choice == self.ENSEMBLE:
             return logits.log_softmax(-1).logsumexp(0) - torch.tensor(float(len(logits))).log()
-        return logits[self._choice] * self.inverse_temperature
+        return self._last(logits[self._choice])
+
+    def _last(self, logits: Tensor) -> Tensor:
+        with torch.autocast(logits.device.type, enabled=False):
+            mapped: Tensor = self.after(logits)
+            return mapped
 
     @torch.no_grad()
     def select(
@@ -218,15 +224,15 @@ class HeadBank(StaysFloat32):
         self._choose(self.CHOSEN_TEMPERATURE if index is None else index)
         spec = None if index is None else self.specs[index]
         by_heart = spec is not None and spec.kind == "mlp"
-        self._fit_scale(held_out if calib is None or by_heart else calib, index)
-        temperature = 1 / float(self.inverse_temperature)
-        return Selection(index, spec, tuple(scores), float(by_temperature.mean()), temperature)
+        self._fit_last(held_out if calib is None or by_heart else calib, index)
+        last = 1 / float(self.after.scale), self.after.bends
+        return Selection(index, spec, tuple(scores), float(by_temperature.mean()), *last)
 
-    def _fit_scale(self, calib: Readings, index: int | None) -> None:
-        """The last temperature, of the chosen head's logits or of the main ones."""
+    def _fit_last(self, calib: Readings, index: int | None) -> None:
+        """The last map, of the chosen head's logits or of the main ones."""
         with evaluating(self):
             logits = calib.main if index is None else self.all_heads(calib.features, calib.main)[index]
-        self.inverse_temperature.copy_(fit_inverse_temperature(logits.float(), calib.labels))
+        self.after.fit(logits, calib.labels)
 
     def ensemble(self) -> HeadBank:
         """From now on the mean of all heads' probabilities."""
@@ -240,7 +246,7 @@ class HeadBank(StaysFloat32):
             if index in numbers:
                 stack.write_to(made, numbers.index(index))  # type: ignore[operator]
         if index == self._choice:
-            made.scale.copy_(self.inverse_temperature)
+            made.after.load_state_dict(self.after.state_dict())
         return made.train(self.training)
 
     def _choose(self, choice: int) -> None:

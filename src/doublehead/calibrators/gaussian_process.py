@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.maps import lines
+from doublehead.calibrators.maps import Places
 from doublehead.calibrators.optimise import minimise
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.predictions import Predictions
@@ -47,7 +47,7 @@ class GaussianProcess(Calibrator):
         low = x.min().clamp(LOWEST, -1.0).item()
         grid = torch.linspace(low, 0, self.n_table, dtype=x.dtype, device=x.device)
         inducing = torch.linspace(low, 0, self.n_inducing, dtype=x.dtype, device=x.device)
-        places = _Places.of(x, grid)
+        places = Places.of(x, grid)
 
         def loss(mean: Tensor, root: Tensor, kernel: Tensor) -> Tensor:
             f, variance = _posterior(grid, inducing, mean, root, kernel)
@@ -67,25 +67,7 @@ class GaussianProcess(Calibrator):
 
     def _transform(self, logits: Tensor) -> Tensor:
         x = (logits / self.temperature_.to(logits.dtype)).log_softmax(-1)
-        return x + lines(x[..., None], self.inputs_, self.values_)[..., 0]
-
-
-class _Places(NamedTuple):
-    """Where entries lie on an even grid, for linear interpolation that is cheap to repeat and to differentiate."""
-
-    left: Tensor
-    share: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, grid: Tensor) -> _Places:
-        position = (x.clamp(min=grid[0].item()) - grid[0]) / (grid[1] - grid[0])
-        left = position.long().clamp(max=len(grid) - 2)
-        return cls(left, position - left)
-
-    def __call__(self, table: Tensor) -> Tensor:
-        flat = self.left.flatten()
-        low, high = table.index_select(0, flat), table.index_select(0, flat + 1)
-        return torch.lerp(low.view_as(self.share), high.view_as(self.share), self.share)
+        return x + Places.of(x, self.inputs_[0].to(x.dtype))(self.values_[0].to(x.dtype))
 
 
 def _posterior(

@@ -96,10 +96,11 @@ def card(found: RunModel) -> str:
 
 def _about_head(found: RunModel) -> str:
     name = "auto" if found.guard else found.head
+    bent = " and then bent by a smooth curve, the same for all classes" if found.bends else ""
     if found.spec is None:
         return (
-            "Its logits are divided by one temperature, fitted to calibration data that the network never saw: none "
-            f"of {len(AUTO)} calibration heads that learned beside it was better by more than chance ('{name}')."
+            f"Its logits are divided by one temperature{bent}, fitted to calibration data that the network never saw: "
+            f"none of {len(AUTO)} calibration heads that learned beside it was better by more than chance ('{name}')."
         )
     annealed = found.spec.beta0 != 1
     beta0 = f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch" if annealed else ""
@@ -108,6 +109,7 @@ def _about_head(found: RunModel) -> str:
     return (
         f"Beside it stands a calibration head ('{name}'{chosen}) {HOW[found.spec.kind]}. It learned from calibration "
         f"data that the network never saw, one step for every {every} of the network{beta0} (Annealing Double-Head)."
+        + (f" Its logits are divided by a last temperature{bent}." if name == "auto" else "")
     )
 
 

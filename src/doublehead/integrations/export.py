@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from doublehead.double_head import CalibrationHead, DoubleHead
 from doublehead.head_bank import HeadBank
 from doublehead.integrations.head_config import describe, put_head, rebuild
-from doublehead.integrations.nll_curves import inverse_softplus
 from doublehead.last_layer import logits_of, uncompiled
 from doublehead.optional import require
 from doublehead.plumbing import device_of, evaluating
@@ -151,7 +150,7 @@ def _single(double: DoubleHead) -> DoubleHead:
         return double
     if int(bank.chosen) == HeadBank.CHOSEN_TEMPERATURE:
         head = CalibrationHead(*bank.sizes, "temperature", 0, reads="statistics")
-        nn.init.constant_(head.last.bias, inverse_softplus(float(bank.inverse_temperature)))
+        head.after.load_state_dict(bank.after.state_dict())
     else:
         head = bank.head(int(bank.chosen))
     beside = rebuild(double.model, describe(double, bank.sizes[1]))

@@ -31,6 +31,7 @@ class RunModel:
     model: DoubleHead | ShiftGuard
     head: str  # the output that it gives
     spec: HeadSpec | None  # None where `auto` chose the scalar temperature
+    bends: bool  # whether a smooth curve follows
     guard: str | None  # the perturbation that taught the guard
     example: Tensor  # a batch as the exported model gets it: pixels 0..1, or rows of the vocabulary
     prepare: Normalise | None
@@ -59,7 +60,7 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
     net.load_state_dict(_under(weights, "model."))
     guard = config.guarded().get(name)
     model: DoubleHead | ShiftGuard
-    model, spec = _with_head(net, inputs.n_classes, config, "auto" if guard else name, weights)
+    model, spec, bends = _with_head(net, inputs.n_classes, config, "auto" if guard else name, weights)
     if guard:
         model = ShiftGuard(model)  # reads the layers that it read in training: the head brings no others
         model.guard.load_state_dict(_under(weights, f"{name}."))
@@ -75,15 +76,15 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
         words = _vectors(config, inputs.splits)[0].words
     test, main = (Predictions.load(folder.path / f"predictions/test-{one}.npz") for one in (name, "main"))
     return RunModel(
-        model.eval(), name, spec, guard, x[:2].contiguous(), inputs.normalise, words, inputs.splits.class_names, config,
-        inputs.splits.sizes, test, main,
+        model.eval(), name, spec, bends, guard, x[:2].contiguous(), inputs.normalise, words, inputs.splits.class_names,
+        config, inputs.splits.sizes, test, main,
     )  # fmt: skip
 
 
 def _with_head(
     net: nn.Module, n_classes: int, config: Config, name: str, weights: dict[str, Tensor]
-) -> tuple[DoubleHead, HeadSpec | None]:
-    """The network with the head called `name`, or with `auto`'s bank, and the settings of the head that answers."""
+) -> tuple[DoubleHead, HeadSpec | None, bool]:
+    """The network with the head called `name`, or with `auto`'s bank; the settings of what answers, and if it bends."""
     group = next(group for group, names in config.riders().items() if name in names)
     names = config.riders()[group]
     specs = AUTO if group == "auto" else tuple(config.heads[one] for one in names)
@@ -93,9 +94,10 @@ def _with_head(
     bank.load_state_dict(_under(weights, f"{group}."))
     if group == "auto":
         chosen = int(bank.chosen)
-        return double, None if chosen == HeadBank.CHOSEN_TEMPERATURE else specs[chosen]
+        spec = None if chosen == HeadBank.CHOSEN_TEMPERATURE else specs[chosen]
+        return double, spec, bank.after.bends
     place = names.index(name)
-    return put_head(double, bank.head(place)), specs[place]
+    return put_head(double, bank.head(place)), specs[place], False
 
 
 def _pick(config: Config, head: str | None) -> str:

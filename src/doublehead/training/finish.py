@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from doublehead import metrics
+from doublehead.double_head import DoubleHead
 from doublehead.head_bank import HeadBank, Selection
 from doublehead.optional import require
 from doublehead.plumbing import device_of, same_on_all_processes, seeded
@@ -59,18 +60,17 @@ def _fit_guards(run: Run) -> None:
     """Teach each guard what is usual on the calibration data: in every process, which then have the first one's."""
     if not run.config.guards:
         return
-    guard = ShiftGuard(run.net, seed=run.config.seed)
+    bank = run.riders["auto"].head
+    guard = ShiftGuard(DoubleHead(run.net, run.inputs.n_classes, head=bank), seed=run.config.seed)
     calib = run.inputs.whole(run.inputs.splits.calib)
-    auto = _predict(run, "calib")["auto"]
     with run.fabric.autocast():
         clean = guard.look(calib)  # once for all guards; but for that each is fitted as ShiftGuard.fit does
-    usual = clean._replace(logits=auto.logits)  # what the guards are put round
     for output, name in run.config.guarded().items():
         perturb = run.inputs.perturbation(name, share=1.0)
         assert perturb is not None
         with run.fabric.autocast(), seeded(run.config.seed, device_of(run.net)):
             guard.guard.fit(clean, guard.look_at_views(calib, perturb), seed=run.config.seed)
-        guard.guard.settle(usual)
+        guard.guard.settle(clean)
         same_on_all_processes(guard.guard)  # devices may round otherwise than their neighbours
         run.guards[output] = copy.deepcopy(guard.guard)
     run.stages = guard.tap
