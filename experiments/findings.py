@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from auto_choice import choice_of
+from auto_choice import choice_of, last_of
 from committed import Run, having, numbers
 from disagreements import said
 from guards import row_words, rows_with_guards
@@ -101,11 +101,13 @@ def auto(rows: Rows) -> str:
     return said(
         """**The auto head against temperature scaling, on clean data:** its NLL is lower in {nll} runs (auto minus
         temperature: {nlls}), its ECE in {ece}. An ECE not above a perfect model's band: auto {ours} runs, temperature
-        scaling {theirs}. It chose the scalar temperature in {scalar} runs, the paper's head in {paper}.{accuracy}""",
+        scaling {theirs}. It chose the scalar temperature in {scalar} runs, the paper's head in {paper}, and ended with
+        a curve in {bent}.{accuracy}""",
         nll=_in([one < 0 for one in nlls]),
         nlls=between([round(one, 4) + 0.0 for one in nlls], 1, 4),  # + 0.0: no -0.0000
         scalar=_in([choice == "the scalar temperature" for choice in choices]),
         paper=_in([choice.startswith("the paper's head") for choice in choices]),
+        bent=_in([last_of(run).endswith("a curve") for run in runs]),
         ece=_in([ours < theirs for ours, theirs in (both(run, "ece") for run in runs)]),
         ours=inside(AUTO.output, "before"),
         theirs=inside("main", "after"),

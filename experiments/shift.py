@@ -135,7 +135,7 @@ def _said(families: Sequence[str]) -> str:
 
 
 GUARD_NOTES = (
-    "Guards (`ShiftGuard` round the auto head, with a scalar temperature at the end) learned from corrupted copies of "
+    "Guards (`ShiftGuard` round the auto head, with one more temperature at the end) learned from corrupted copies of "
     "the calibration images. "
     "**Family unseen: each family is measured by that one of three guards which had it left out**: "
     + "; ".join(f"part {name}: {_said(LEFT_OUT[name])}" for name in ("1", "2", "3"))

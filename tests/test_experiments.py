@@ -83,6 +83,7 @@ def made_up(tmp_path: Path, loss: str = "cross_entropy", seed: int = 0, **output
         "shift": shifted if shifted["contrast:1"] else {},
         "selection": None,
         "train_seconds": 60.0,
+        "sizes": [45_000, 5_000, 10_000],
     }
     folder = tmp_path / f"cifar10-{loss}-s{seed}"
     committed.write_small(results, folder / "results.json")

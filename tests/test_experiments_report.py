@@ -104,10 +104,13 @@ CHOICES = {
 
 
 def chosen(tmp_path: Path, accuracies: tuple[float, float, float]) -> Any:
-    """Three seeds with each of the choices; temperature scaling has ECE 1 %, NLL 0.3; auto 0.5, 2 and 0.9 %."""
+    """Three seeds with each of the choices; temperature scaling has ECE 1 %, NLL 0.3; auto 0.5, 2 and 0.9 %.
+
+    The first one ends with a curve, the second without, the third was made before there was one.
+    """
     for seed, (spec, ece) in enumerate(zip(CHOICES.values(), (0.005, 0.02, 0.009))):
         run = made_up(tmp_path, seed=seed, auto=output_of(ece, after=0.5, accuracy=accuracies[seed]))
-        run.results["selection"] = {"spec": spec}
+        run.results["selection"] = {"spec": spec, **({"bends": seed == 0} if seed < 2 else {})}
         run.results["outputs"]["auto"]["before"] |= {"nll": 0.29 + ece, "brier": 0.12 + seed / 100}
         committed.write_small(run.results, run.path / "results.json")
     return committed.rows_of(committed.read_runs(tmp_path))
@@ -117,7 +120,17 @@ def test_what_auto_chose_is_shown_run_by_run(tmp_path: Path) -> None:
     rows = chosen(tmp_path, (0.9, 0.912, 0.9))
     lines = auto_choice.auto_table(rows).lines
     assert [line[1] for line in lines] == list(CHOICES)
-    assert lines[1] == ["CIFAR-10, ResNet-50, seed 1", "the paper's head, beta0 1.2", "90.00", "91.20",
+    assert [line[2] for line in lines] == [
+        "a temperature and a curve",
+        "a temperature",
+        "a temperature (made before curves)",
+    ]
+    assert tables.auto_note(rows).endswith("with a temperature alone: CIFAR-10, ResNet-50.")
+    few = committed.having(rows[next(iter(rows))]["cross-entropy"], "auto")[2]
+    few.results["sizes"][1] = 900  # too few for a curve anyway
+    assert auto_choice.last_of(few) == "a temperature"
+    assert tables.auto_note(rows) == tables.AUTO_NOTE
+    assert lines[1] == ["CIFAR-10, ResNet-50, seed 1", "the paper's head, beta0 1.2", "a temperature", "90.00", "91.20",
                         "1.00 (0.40 to 0.90)", "2.00 (0.40 to 0.90)", "0.3000", "0.3100", "0.1400",
                         "0.1300"]  # fmt: skip
     line = next(line for line in tables.table1(rows).lines if line[1] == "Auto head (ours)")
@@ -130,11 +143,12 @@ def test_auto_is_counted_against_temperature_scaling(tmp_path: Path) -> None:
     assert (
         "its NLL is lower in 2 of 3 runs (auto minus temperature: -0.0050 .. 0.0100), its ECE in 2 of 3. An ECE not "
         "above a perfect model's band: auto 2 of 3 runs, temperature scaling 0 of 3. It chose the scalar temperature "
-        "in 1 of 3 runs, the paper's head in 1 of 3. In 1 of 3 runs its accuracy is not the network's: +1.20 points."
+        "in 1 of 3 runs, the paper's head in 1 of 3, and ended with a curve in 1 of 3. In 1 of 3 runs "
+        "its accuracy is not the network's: +1.20 points."
     ) in text
     text = findings.auto(chosen(tmp_path, (0.899, 0.912, 0.9)))
     assert text.endswith("In 2 of 3 runs its accuracy is not the network's: -0.10 to +1.20 points.")
-    assert findings.auto(chosen(tmp_path, (0.9, 0.9, 0.9))).endswith("the paper's head in 1 of 3.")
+    assert findings.auto(chosen(tmp_path, (0.9, 0.9, 0.9))).endswith("a curve in 1 of 3.")
     assert findings.auto({}) == "**The auto head:** not run."
 
 

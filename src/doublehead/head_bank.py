@@ -190,13 +190,13 @@ class HeadBank(StaysFloat32):
 
         Each head competes at the scale that suits it best on the held-back data, as does the scalar temperature; that
         one is kept unless the best head's gain over it is larger than the gain's standard error. An "mlp" competes only
-        on at least 150 samples, and if it is right there as often as the network. What was chosen is then given a last
-        scalar temperature, fitted on `calib`, all of the calibration data, or else on `held_out`: always on that where
-        an "mlp" was chosen, which knows what it was trained on too well.
+        on at least 150 samples, and if it is right there as often as the network. What was chosen then goes through a
+        `LastMap`, fitted on `calib`, all of the calibration data, or else on `held_out`: always on that where an "mlp"
+        was chosen, which knows what it was trained on too well.
 
         Fewer than 50 held-back samples get a warning. On Fashion-MNIST (experiments/held_back.py), with 50 to 800
         samples held back of five times as many, what `auto` chose had a higher NLL on new data than a temperature
-        fitted to all of them in 0 to 6 of 60 draws, by 0.034 at most. Without the standard error, the last temperature
+        fitted to all of them in 0 to 11 of 60 draws, by 0.034 at most. Without the standard error, the last map
         and what is asked of an "mlp" it was 17 to 30.
         """
         if score not in SCORES:
