@@ -10,6 +10,8 @@ from torch.nn.functional import cross_entropy
 from doublehead.calibrators import GaussianProcess, NotConverged, Temperature, gaussian_process
 from doublehead.calibrators.gaussian_process import (
     JITTER,
+    _ByEntries,
+    _BySums,
     _divergence,
     _expected_log_likelihood,
     _posterior,
@@ -17,6 +19,35 @@ from doublehead.calibrators.gaussian_process import (
 from doublehead.calibrators.maps import Places
 from doublehead.calibrators.optimise import Minimum
 from doublehead.predictions import Predictions
+
+
+def test_sums_over_classes_give_the_likelihood_of_all_entries() -> None:
+    """And its gradient; a class below the grid counts too."""
+    generator = torch.Generator().manual_seed(0)
+    x = (4 * torch.randn(30, 50, generator=generator, dtype=torch.float64)).log_softmax(1)
+    x[:, 0] -= 30
+    labels = torch.randint(1, 50, (30,), generator=generator)
+    grid = torch.linspace(-15, 0, 256, dtype=torch.float64)
+    f, variance = (part.requires_grad_() for part in ((grid / 5).sin() * 0.5, 0.1 + 0.05 * (grid / 3).cos()))
+    found = [
+        (value, *torch.autograd.grad(value, (f, variance)))
+        for value in (one(x, grid, labels)(f, variance) for one in (_ByEntries, _BySums))
+    ]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-4)
+    for by_entries, by_sums in zip(found[0][1:], found[1][1:]):
+        torch.testing.assert_close(by_entries, by_sums, rtol=0, atol=3e-4)
+        assert by_entries.abs().max() > 1e-3
+
+
+def test_many_classes_get_the_same_map_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(400, 40, generator=generator)
+    labels = torch.multinomial(0.8 * logits.softmax(1) + 0.2 / 40, 1, generator=generator)[:, 0]
+    by_sums = GaussianProcess().fit(Predictions(logits, labels))(logits)
+    monkeypatch.setattr(gaussian_process, "MANY", 100)
+    by_entries = GaussianProcess().fit(Predictions(logits, labels))(logits)
+    assert not torch.equal(by_sums, by_entries)
+    torch.testing.assert_close(by_sums.softmax(1), by_entries.softmax(1), rtol=0, atol=2e-3)
 
 
 def spd_root(m: int, seed: int = 0) -> torch.Tensor:

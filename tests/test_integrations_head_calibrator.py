@@ -74,3 +74,32 @@ def test_on_real_predictions_it_is_not_worse_than_temperature(shared: Path) -> N
         test = Predictions(arrays["test_logits"], arrays["test_labels"])
     by_head = metrics.nll(HeadCalibrator().fit(val).calibrate(test))
     assert by_head <= metrics.nll(Temperature().fit(val).calibrate(test)) + 1e-4
+
+
+def random_labels(n: int, seed: int) -> Predictions:
+    """One label in five drawn at random: neither a temperature nor a head says that, a curve does."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, 5, generator=generator)
+    probs = 0.8 * logits.softmax(1) + 0.2 / 5
+    return Predictions(logits, torch.multinomial(probs, 1, generator=generator)[:, 0])
+
+
+def test_a_curve_goes_along(tmp_path: Path) -> None:
+    fit, test = random_labels(1_200, 0), random_labels(4_000, 1)
+    none = torch.empty(1_200, 0)
+    head = fit_head_on(Readings(none, fit.logits, fit.labels)).eval()
+    assert head.choice.bends
+    assert "and a curve" in repr(head)
+    with torch.no_grad():
+        want = head(torch.empty(4_000, 0), test.logits)
+        head.after = type(head.after)()
+        without = head(torch.empty(4_000, 0), test.logits)
+    got = HeadCalibrator().fit(fit)
+    torch.testing.assert_close(got(test.logits), want, rtol=1e-4, atol=1e-4)
+    assert torch.equal(want.argmax(1), test.logits.argmax(1))
+    nlls = [float(metrics.nll(Predictions(logits, test.labels))) for logits in (want, without)]
+    assert nlls[0] < nlls[1] - 0.005
+    fresh = HeadCalibrator()
+    torch.save(got.state_dict(), tmp_path / "head.pt")
+    fresh.load_state_dict(torch.load(tmp_path / "head.pt", weights_only=True))
+    assert torch.equal(fresh(test.logits), got(test.logits))

@@ -110,7 +110,7 @@ def test_of_many_samples_some_are_enough(monkeypatch: pytest.MonkeyPatch) -> Non
             return super().fit(predictions)
 
     monkeypatch.setattr(last_map, "GaussianProcess", Seeing)
-    monkeypatch.setattr(last_map, "ENTRIES", 7_500)
+    monkeypatch.setattr(last_map, "PLENTY", 1_500)
     LastMap().fit(*noisy(3_000))
     assert seen == [1_200] * 5 + [1_500]
 

@@ -24,7 +24,6 @@ ENOUGH = (
     1_000  # samples from which on a curve is tried; with fewer it was no better than the temperature alone
 )
 PLENTY = 10_000  # samples that a curve of a dozen free numbers can make use of
-ENTRIES = 2_500_000  # logits to fit it to at most: half a minute on two CPU cores
 FOLDS = 5
 LEAST = (
     0.5  # standard errors by which a curve must win; on Fashion-MNIST 0 let through losses, 1 missed gains
@@ -59,10 +58,7 @@ class LastMap(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         """The same predictions with other confidences."""
         logits = logits * self.scale
-        if not self.bends:
-            return logits
-        log_probs = logits.log_softmax(-1)
-        return keep_top(log_probs + Places.of(log_probs, self.grid)(self.curve), logits)
+        return bend(logits, self.grid, self.curve) if self.bends else logits
 
     @torch.no_grad()
     def fit(self, logits: Tensor, labels: Tensor) -> LastMap:
@@ -72,8 +68,7 @@ class LastMap(nn.Module):
         self.scale.copy_(fit_inverse_temperature(logits, labels))
         if len(labels) < ENOUGH:
             return self
-        n = max(ENOUGH, min(PLENTY, ENTRIES // logits.shape[1]))
-        rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:n]
+        rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:PLENTY]
         # On the CPU: the fit needs float64, which not all devices have, and hundreds of short steps.
         some = Predictions(logits.cpu()[rows], labels.cpu()[rows])
         with warnings.catch_warnings():
@@ -93,6 +88,12 @@ class LastMap(nn.Module):
     def extra_repr(self) -> str:
         """Its temperature, and whether it has a curve."""
         return f"temperature={1 / float(self.scale):.4g}, {'with a' if self.bends else 'no'} curve"
+
+
+def bend(logits: Tensor, grid: Tensor, curve: Tensor) -> Tensor:
+    """Log probabilities (..., K) plus a function of them that has the values `curve` on `grid`; predictions stay."""
+    log_probs = logits.log_softmax(-1)
+    return keep_top(log_probs + Places.of(log_probs, grid)(curve), logits)
 
 
 def _curve_pays(some: Predictions) -> bool:

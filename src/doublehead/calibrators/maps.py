@@ -80,6 +80,16 @@ class Places(NamedTuple):
         low, high = table.index_select(0, flat), table.index_select(0, flat + 1)
         return torch.lerp(low.view_as(self.share), high.view_as(self.share), self.share)
 
+    def sums(self, weights: Tensor, size: int) -> Tensor:
+        """(N, G) the weights (N, K) of entries (N, K), each shared by the two points of the grid (G,) next to it.
+
+        >>> Places.of(torch.tensor([[-1.5, 0.0]]), torch.tensor([-2.0, -1.0, 0.0])).sums(torch.tensor([[4.0, 1.0]]), 3)
+        tensor([[2., 2., 1.]])
+        """
+        made = weights.new_zeros(len(weights), size)
+        made.scatter_add_(1, self.left, weights * (1 - self.share))
+        return made.scatter_add_(1, self.left + 1, weights * self.share)
+
 
 def log_normalise(probs: Tensor, floor: float = 0.0) -> Tensor:
     """Log probabilities (..., K) from one-vs-rest probabilities that need not sum to 1, none below `floor`."""

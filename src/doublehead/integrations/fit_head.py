@@ -2,14 +2,14 @@
 
 Small heads that give one inverse temperature per sample start at the fitted scalar temperature. Which of them, and how
 many steps of training, is chosen by their NLL on calibration data held back from them, fold by fold; the scalar
-temperature is kept unless a head is better there by more than chance.
+temperature is kept unless a head is better there by more than chance. A smooth curve follows where it pays (`LastMap`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from doublehead.head_bank import HeadSpec
 from doublehead.integrations.head_config import put_head
 from doublehead.integrations.nll_curves import NllCurves, inverse_softplus
 from doublehead.integrations.overlap import check_disjoint
+from doublehead.last_map import LastMap
 from doublehead.plumbing import device_of, seeded
 from doublehead.predictions import Predictions
 
@@ -50,6 +51,7 @@ class Choice:
     nll: float
     nll_of_temperature: float
     nlls: tuple[float, ...]  # of each candidate at its best number of steps
+    bends: bool = False  # whether a smooth curve follows; NLLs are those before it
 
 
 class FittedHead(CalibrationHead):
@@ -60,6 +62,7 @@ class FittedHead(CalibrationHead):
     def extra_repr(self) -> str:
         """The choice, for print(head)."""
         name = "scalar temperature" if self.choice.spec is None else str(self.choice.spec)
+        name += " and a curve" if self.choice.bends else ""
         return f"chosen: {name}, held-back NLL {self.choice.nll:.4f} (temperature {self.choice.nll_of_temperature:.4f})"
 
 
@@ -125,7 +128,17 @@ def fit_head_on(
     everything = torch.ones(1, len(order), device=main.device)
     for _ in range(choice.passes):
         heads.train_one_pass(curves, everything)
-    return heads.finish(choice)
+    return _with_last_map(heads.finish(choice), readings)
+
+
+@torch.no_grad()
+def _with_last_map(head: FittedHead, readings: Readings) -> FittedHead:
+    """The head with a curve after it where that pays; else as it is."""
+    last = LastMap().to(readings.main.device).fit(head(readings.features, readings.main), readings.labels)
+    if last.bends:
+        head.after.load_state_dict(last.state_dict())
+        head.choice = replace(head.choice, bends=True)
+    return head
 
 
 def _choose(

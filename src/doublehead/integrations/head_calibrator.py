@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from doublehead.calibrators import Calibrator
 from doublehead.double_head import Readings, Standardise, statistics
 from doublehead.integrations.fit_head import fit_head_on
+from doublehead.last_map import bend
 from doublehead.predictions import Predictions
 
 
@@ -18,8 +19,8 @@ class HeadCalibrator(Calibrator):
     """A temperature for each sample, from statistics of its logits. For some hundred samples or more, and many classes.
 
     What `fit_head` does for a network, for logits at hand: cross-fitted, and the scalar temperature itself unless a
-    head is better on held-back data by more than chance. With the network at hand prefer `fit_head`, whose
-    heads may read its features.
+    head is better on held-back data by more than chance; a smooth curve follows where it pays. With the network at
+    hand prefer `fit_head`, whose heads may read its features.
 
     >>> logits = 3 * torch.randn(200, 4)
     >>> calibrator = HeadCalibrator().fit(Predictions(logits, logits.argmax(1)))
@@ -27,7 +28,8 @@ class HeadCalibrator(Calibrator):
     True
     """
 
-    learned = ("first_weight_", "first_bias_", "last_weight_", "last_bias_", "mean_", "deviation_")
+    learned = ("first_weight_", "first_bias_", "last_weight_", "last_bias_", "mean_", "deviation_",
+               "scale_", "grid_", "curve_")  # fmt: skip
 
     first_weight_: Tensor  # (hidden, size), or empty for a linear head
     first_bias_: Tensor
@@ -35,6 +37,9 @@ class HeadCalibrator(Calibrator):
     last_bias_: Tensor
     mean_: Tensor
     deviation_: Tensor
+    scale_: Tensor
+    grid_: Tensor  # (G,) where the last curve is given, and `curve_` its values; both empty without one
+    curve_: Tensor
 
     def __init__(self, folds: int = 5, seed: int = 0) -> None:
         super().__init__()
@@ -42,7 +47,7 @@ class HeadCalibrator(Calibrator):
 
     @property
     def keeps_argmax(self) -> bool:
-        """A positive factor changes no prediction."""
+        """A positive factor changes no prediction, and the curve keeps the top class on top."""
         return True
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
@@ -59,6 +64,9 @@ class HeadCalibrator(Calibrator):
             "last_weight_": head.last.weight,
             "last_bias_": head.last.bias,
             "mean_": moments.mean,
+            "scale_": head.after.scale,
+            "grid_": head.after.grid if head.after.bends else torch.empty(0),
+            "curve_": head.after.curve if head.after.bends else torch.empty(0),
             "deviation_": (moments.square - moments.mean.square()).clamp(min=1e-6).sqrt(),
         }
 
@@ -68,7 +76,10 @@ class HeadCalibrator(Calibrator):
             inputs = F.relu(F.linear(inputs, self.first_weight_, self.first_bias_))
         out = F.linear(inputs, self.last_weight_, self.last_bias_).to(logits.dtype)  # (..., 1)
         below = logits - logits.amax(-1, keepdim=True)  # the largest stays exactly 0: no new tie at the top
-        return below * F.softplus(out).clamp(min=1e-6)
+        made = below * F.softplus(out).clamp(min=1e-6) * self.scale_.to(logits.dtype)
+        if not self.curve_.numel():
+            return made
+        return bend(made, self.grid_.to(logits.dtype), self.curve_.to(logits.dtype))
 
     def _n_classes(self) -> int | None:
         """The statistics of fewer than ten classes tell how many there were."""
