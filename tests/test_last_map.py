@@ -115,9 +115,31 @@ def test_of_many_samples_some_are_enough(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [1_200] * 5 + [1_500]
 
 
-def test_half_precision_and_stacks_of_logits(bent: LastMap) -> None:
+def test_stacks_of_logits(bent: LastMap) -> None:
     logits, _ = noisy(6)
     torch.testing.assert_close(bent(logits.view(2, 3, 5)), bent(logits).view(2, 3, 5))
+
+
+def test_what_is_no_number_stays_none_and_harms_no_other(bent: LastMap) -> None:
+    logits, _ = noisy(3)
+    broken = logits.clone()
+    broken[1, 2], broken[2, 0] = torch.nan, torch.inf
+    got = bent(broken)
+    assert torch.equal(got[0], bent(logits)[0])
+    assert bool(got[1:].isnan().any(1).all())
+
+
+def test_compiled_it_gives_the_same(bent: LastMap) -> None:
+    logits, _ = noisy(8)
+    compiled = torch.compile(bent, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(logits), bent(logits))
+
+
+def test_far_logits_keep_their_order_at_the_top(bent: LastMap) -> None:
+    logits = torch.tensor([[1e4, 0.0, -1e4, 9_999.0, 3.0], [0.0, 1e-7, 0.0, 0.0, 0.0]])
+    got = bent(logits)
+    assert bool(got.isfinite().all())
+    assert torch.equal(got.argmax(1), logits.argmax(1))
 
 
 def test_published_logits(shared: Path) -> None:

@@ -71,7 +71,7 @@ class Places(NamedTuple):
     def of(cls, x: Tensor, grid: Tensor) -> Places:
         """Of entries of any shape on a rising grid (G,); what lies outside is put at its ends."""
         position = (torch.maximum(x, grid[0]) - grid[0]) / (grid[1] - grid[0])
-        left = position.long().clamp(max=len(grid) - 2)
+        left = position.long().clamp(0, len(grid) - 2)  # what is no number has a place too, and stays none
         return cls(left, (position - left).clamp(max=1.0))
 
     def __call__(self, table: Tensor) -> Tensor:
