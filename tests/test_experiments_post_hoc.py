@@ -20,6 +20,8 @@ pytest.importorskip("matplotlib")
 import committed
 import post_hoc
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def overconfident(n: int, seed: int) -> Predictions:
     """Logits that say three times what they know."""
@@ -125,6 +127,22 @@ def test_the_committed_numbers_fit_the_committed_runs_and_what_is_said_of_them()
         return statistics.fmean(
             one[key] for one in networks[network]["numbers"] if one["calibrator"] == calibrator
         )
+
+    readme, guide = (
+        " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/which-method.md")
+    )
+    with_head = [
+        name for name, one in networks.items() if "head" in {run["calibrator"] for run in one["numbers"]}
+    ]
+    assert len(with_head) == 7  # "seven networks of seven"
+    gains = [mean("temperature", "nll", name) - mean("head", "nll", name) for name in with_head]
+    assert f"by {min(gains):.4f} to {max(gains):.4f}, and its ECE" in guide
+    share = max(gain / mean("temperature", "nll", name) for gain, name in zip(gains, with_head))
+    assert min(gains) > 0
+    assert f"by up to {100 * share:.1f} %, and its ECE not above a perfect model's band on six" in readme
+    assert sum(mean("head", "ece", name) <= mean("head", "high", name) for name in with_head) == 6
+    lower = [mean("gaussian_process", "nll", name) < mean("temperature", "nll", name) for name in networks]
+    assert lower == [True] * 8  # "on all eight networks tried"
 
     published = "CIFAR-10, ResNet-110 (published logits)"
     for name in ("gaussian_process", "spline"):
