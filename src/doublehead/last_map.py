@@ -20,14 +20,9 @@ from doublehead.calibrators.temperature import Temperature, fit_inverse_temperat
 from doublehead.losses import cross_entropy
 from doublehead.predictions import Predictions
 
-ENOUGH = (
-    1_000  # samples from which on a curve is tried; with fewer it was no better than the temperature alone
-)
+ENOUGH = 1_000  # samples to try a curve with; with fewer it was no better than the temperature alone
 PLENTY = 10_000  # samples that a curve of a dozen free numbers can make use of
-FOLDS = 5
-LEAST = (
-    0.5  # standard errors by which a curve must win; on Fashion-MNIST 0 let through losses, 1 missed gains
-)
+FOLDS, LEAST = 5, 0.5  # it must win by half a standard error: 0 let losses through, 1 missed gains
 N_POINTS = 256
 
 
