@@ -159,6 +159,22 @@ def reliability_by_beta(rows: Rows) -> Figure | None:
     return _diagrams(columns) if any(column[1] for column in columns) else None
 
 
+def reliability_of_auto(rows: Rows) -> Figure | None:
+    """Temperature scaling and auto in the two rows in which a curve goes with the largest fall of the NLL."""
+    gains: dict[float, tuple[str, Run]] = {}
+    for row in rows:
+        for run in having(rows[row].get("cross-entropy", []), AUTO.output):
+            before, after = (run.number(output, "nll") or 1.0 for output in ("main+T", AUTO.output))
+            if (run.results.get("selection") or {}).get("bends") and run.bins(AUTO.output) is not None:
+                gains[1 - after / before] = row_title(row, rows), run
+    columns: list[tuple[Any, ...]] = []
+    for gain in sorted(gains, reverse=True)[:2]:
+        name, run = gains[gain]
+        title = name.replace(", ", ",\n")
+        columns += [(f"{title}\n+ temperature", run, "main", "after"), (f"{title}\nauto", run, AUTO.output)]
+    return _diagrams(columns) if columns else None
+
+
 def run_with_bins(runs: Sequence[Run], output: str) -> Run | None:
     """The first seed whose bins of that output are recorded."""
     return next((run for run in runs if run.bins(output) is not None), None)
@@ -322,6 +338,7 @@ FIGURES: dict[str, Callable[[Rows], Figure | None]] = {
     "reliability-methods": reliability_by_method,
     "reliability-heads": reliability_by_head,
     "reliability-beta": reliability_by_beta,
+    "reliability-auto": reliability_of_auto,
     "gradients": gradient_norms,
     "shift": shift_curves,
     "period": period_sweep,

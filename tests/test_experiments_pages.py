@@ -136,7 +136,8 @@ def lines_of(text: str, words: str) -> list[list[str]]:
 
 def test_all_of_make_runs_on_seeds_and_heads_that_are_missing(made: Path) -> None:
     drawn = {file.stem for file in (made / "docs/results/figures").glob("*.png")}
-    assert set(figures.FIGURES) - {"period"} <= drawn  # no run need have heads of several periods
+    # no run need have heads of several periods, or a curve
+    assert set(figures.FIGURES) - {"period", "reliability-auto"} <= drawn
     for name in (
         *pages.PAGES,
         *(f"docs/results/{file.name}" for file in (made / "docs/results").glob("*.md")),
@@ -381,3 +382,18 @@ def test_verdicts_written_by_hand_are_those_of_the_committed_runs() -> None:
     for run in chosen:
         assert (run.number("auto", "nll") or 0) < (run.number("main+T", "nll") or 0)
         assert (run.number("auto", "ece") or 0) > (run.number("main+T", "ece") or 0)
+
+
+def test_autos_figure_shows_where_a_curve_goes_with_the_largest_gain() -> None:
+    rows = committed.rows_of(committed.read_runs())
+    bent = [run for row in rows for run in rows[row].get("cross-entropy", [])
+            if (run.results.get("selection") or {}).get("bends")]  # fmt: skip
+    gains = sorted(
+        bent, key=lambda run: (run.number("auto", "nll") or 0) / (run.number("main+T", "nll") or 1)
+    )
+    figure = figures.reliability_of_auto(rows)
+    assert figure is not None
+    titles = [ax.get_title().replace("\n", " ") for ax in figure.axes if "auto" in ax.get_title()]
+    assert titles == [f"{tables.row_title(run.row, rows)} auto" for run in gains[:2]]
+    plain = {row: methods for row, methods in rows.items() if row.data.startswith("20news")}
+    assert figures.reliability_of_auto(plain) is None
