@@ -106,12 +106,19 @@ def test_of_many_samples_some_are_enough(monkeypatch: pytest.MonkeyPatch) -> Non
 
     class Seeing(GaussianProcess):
         def fit(self, predictions: Predictions) -> Seeing:
+            assert torch.get_num_threads() == 1
             seen.append(len(predictions))
             return super().fit(predictions)
 
     monkeypatch.setattr(last_map, "GaussianProcess", Seeing)
     monkeypatch.setattr(last_map, "PLENTY", 1_500)
-    LastMap().fit(*noisy(3_000))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        LastMap().fit(*noisy(3_000))
+        assert torch.get_num_threads() == 2  # as it was
+    finally:
+        torch.set_num_threads(before)
     assert seen == [1_200] * 5 + [1_500]
 
 

@@ -18,6 +18,7 @@ from doublehead.calibrators.gaussian_process import LOWEST, GaussianProcess
 from doublehead.calibrators.maps import Places, keep_top
 from doublehead.calibrators.temperature import Temperature, fit_inverse_temperature
 from doublehead.losses import cross_entropy
+from doublehead.plumbing import one_thread
 from doublehead.predictions import Predictions
 
 ENOUGH = 1_000  # samples to try a curve with; with fewer it was no better than the temperature alone
@@ -66,7 +67,7 @@ class LastMap(nn.Module):
         rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:PLENTY]
         # On the CPU: the fit needs float64, which not all devices have, and hundreds of short steps.
         some = Predictions(logits.cpu()[rows], labels.cpu()[rows])
-        with warnings.catch_warnings():
+        with one_thread(), warnings.catch_warnings():
             warnings.simplefilter("ignore", NotConverged)  # how good it is, is measured
             if _curve_pays(some):
                 found = GaussianProcess(n_table=N_POINTS).fit(some)

@@ -80,6 +80,17 @@ class StaysFloat32(nn.Module):
         return self
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one CPU thread for a while: in many short operations threads wait for each other more than they help."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Randomness:
     """A second set of random number generators (torch, CUDA, numpy, Python) to swap in for a while."""
 
