@@ -82,7 +82,7 @@ class StaysFloat32(nn.Module):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one CPU thread for a while: in many short operations threads wait for each other more than they help."""
+    """Compute on one CPU thread for a while: in many short operations several wait for each other and do not help."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
