@@ -6,7 +6,6 @@ then corrected by a smooth curve, the same for all classes: the posterior mean o
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -14,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibrators.base import NotConverged
+from doublehead.calibrators.choose import choose
 from doublehead.calibrators.gaussian_process import LOWEST, GaussianProcess
 from doublehead.calibrators.maps import Places, keep_top
 from doublehead.calibrators.temperature import Temperature, fit_inverse_temperature
-from doublehead.losses import cross_entropy
 from doublehead.plumbing import one_thread
 from doublehead.predictions import Predictions
 
 ENOUGH = 1_000  # samples to try a curve with; with fewer it was no better than the temperature alone
 PLENTY = 10_000  # samples that a curve of a dozen free numbers can make use of
-FOLDS, LEAST = 5, 0.5  # it must win by half a standard error: 0 let losses through, 1 missed gains
+LEAST = 0.5  # standard errors by which it must win: 0 let losses through, 1 missed gains
 N_POINTS = 256
 
 
@@ -69,12 +68,13 @@ class LastMap(nn.Module):
         some = Predictions(logits.cpu()[rows], labels.cpu()[rows])
         with one_thread(), warnings.catch_warnings():
             warnings.simplefilter("ignore", NotConverged)  # how good it is, is measured
-            if _curve_pays(some):
-                found = GaussianProcess(n_table=N_POINTS).fit(some)
-                self.scale.copy_(found.temperature_.reciprocal())
-                self.grid.copy_(found.inputs_[0])
-                self.curve.copy_(found.values_[0])
-                self.bends = True
+            found = choose(some, {"temperature": Temperature(), "curve": GaussianProcess(n_table=N_POINTS)})
+        second = found.scores[-1]
+        if isinstance(found.calibrator, GaussianProcess) and second.behind > LEAST * second.behind_error:
+            self.scale.copy_(found.calibrator.temperature_.reciprocal())
+            self.grid.copy_(found.calibrator.inputs_[0])
+            self.curve.copy_(found.calibrator.values_[0])
+            self.bends = True
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -90,15 +90,3 @@ def bend(logits: Tensor, grid: Tensor, curve: Tensor) -> Tensor:
     """Log probabilities (..., K) plus a function of them that has the values `curve` on `grid`; predictions stay."""
     log_probs = logits.log_softmax(-1)
     return keep_top(log_probs + Places.of(log_probs, grid)(curve), logits)
-
-
-def _curve_pays(some: Predictions) -> bool:
-    """Whether a curve has a lower NLL than a temperature alone on samples that neither learned from, fold by fold."""
-    gains = []
-    everything = torch.arange(len(some))  # in random order
-    for held in everything.chunk(FOLDS):
-        learn, test = some[everything[(everything < held[0]) | (everything > held[-1])]], some[held]
-        plain, bent = (each.fit(learn)(test.logits) for each in (Temperature(), GaussianProcess()))
-        gains.append(cross_entropy(plain, test.labels) - cross_entropy(bent, test.labels))
-    gain = torch.cat(gains).double()
-    return float(gain.mean()) > LEAST * float(gain.std()) / math.sqrt(len(gain))
