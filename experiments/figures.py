@@ -161,16 +161,19 @@ def reliability_by_beta(rows: Rows) -> Figure | None:
 
 def reliability_of_auto(rows: Rows) -> Figure | None:
     """Temperature scaling and auto in the two rows in which a curve goes with the largest fall of the NLL."""
-    gains: dict[float, tuple[str, Run]] = {}
-    for row in rows:
-        for run in having(rows[row].get("cross-entropy", []), AUTO.output):
-            before, after = (run.number(output, "nll") or 1.0 for output in ("main+T", AUTO.output))
-            if (run.results.get("selection") or {}).get("bends") and run.bins(AUTO.output) is not None:
-                gains[1 - after / before] = row_title(row, rows), run
+
+    def left(run: Run) -> float:
+        return (run.number(AUTO.output, "nll") or 1.0) / (run.number("main+T", "nll") or 1.0)
+
+    bent = [
+        run
+        for methods in rows.values()
+        for run in having(methods.get("cross-entropy", []), AUTO.output)
+        if (run.results.get("selection") or {}).get("bends") and run.bins(AUTO.output) is not None
+    ]
     columns: list[tuple[Any, ...]] = []
-    for gain in sorted(gains, reverse=True)[:2]:
-        name, run = gains[gain]
-        title = name.replace(", ", ",\n")
+    for run in sorted(bent, key=left)[:2]:
+        title = row_title(run.row, rows).replace(", ", ",\n")
         columns += [(f"{title}\n+ temperature", run, "main", "after"), (f"{title}\nauto", run, AUTO.output)]
     return _diagrams(columns) if columns else None
 
