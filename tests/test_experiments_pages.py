@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from doublehead import HeadBank
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 pytest.importorskip("matplotlib")
@@ -410,3 +412,14 @@ def test_autos_figure_shows_where_a_curve_goes_with_the_largest_gain() -> None:
     assert titles == [f"{tables.row_title(run.row, rows)} auto" for run in gains[:2]]
     plain = {row: methods for row, methods in rows.items() if row.data.startswith("20news")}
     assert figures.reliability_of_auto(plain) is None
+
+
+def test_what_select_says_of_few_samples_was_measured() -> None:
+    measured = json.loads((committed.RESULTS / "held_back.json").read_text())
+    found = [one for n, one in measured["excess_by_n"].items() if int(n) >= 50]
+    today, first = (sorted(round(measured["draws"] * one[rule]["share_worse"]) for one in found)
+                    for rule in ("today", "first"))  # fmt: skip
+    worst = max(one["today"]["worst"] for one in found)
+    told = " ".join((HeadBank.select.__doc__ or "").split())
+    assert f"in {today[0]} to {today[-1]} of {measured['draws']} draws, by {worst:.3f} at most." in told
+    assert told.endswith(f"it was {first[0]} to {first[-1]}.")

@@ -196,7 +196,7 @@ class HeadBank(StaysFloat32):
 
         Fewer than 50 held-back samples get a warning. On Fashion-MNIST (experiments/held_back.py), with 50 to 800
         samples held back of five times as many, what `auto` chose had a higher NLL on new data than a temperature
-        fitted to all of them in 0 to 11 of 60 draws, by 0.034 at most. Without the standard error, the last map
+        fitted to all of them in 0 to 12 of 60 draws, by 0.034 at most. Without the standard error, the last map
         and what is asked of an "mlp" it was 17 to 30.
         """
         if score not in SCORES:
