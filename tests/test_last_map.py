@@ -78,6 +78,15 @@ def test_no_curve_where_a_temperature_is_the_truth() -> None:
     assert float(last.scale) == pytest.approx(0.5, abs=0.05)
 
 
+def test_a_curve_that_wins_by_too_little_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_map, "LEAST", 100.0)
+    logits, labels = noisy(ENOUGH)
+    last = LastMap().fit(logits, labels)
+    assert not last.bends
+    by_hand = Temperature().fit(Predictions(logits, labels))(logits)
+    torch.testing.assert_close(last(logits), by_hand, rtol=1e-5, atol=1e-5)
+
+
 def test_predictions_stay_even_under_a_curve_that_would_turn_them() -> None:
     last = LastMap()
     state = last.state_dict()
