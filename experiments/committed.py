@@ -3,6 +3,7 @@
 experiments/results/<run>/results.json   numbers of every output, config, certificate
                           metrics.jsonl  a line per epoch      gradients.npz  norms of the heads' gradients
                           bins.json      bins of runs whose results.json does not have them yet
+experiments/results/post_hoc.json        calibrators fitted to the logits of runs when they were trained
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from doublehead.training.methods import METHODS
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 SCALED = "+T"  # at the end of an output's name: after temperature scaling
+FITTED = "fit-head"  # the output of a head that post_hoc.py fitted to a run's logits after training
 
 
 class Spread(NamedTuple):
@@ -175,8 +177,16 @@ def method_of(config: dict[str, Any]) -> str:
 
 
 def read_runs(folder: Path = RESULTS) -> list[Run]:
-    """All committed runs, by name."""
-    return [Run.read(path.parent) for path in sorted(folder.glob("*/results.json"))]
+    """All committed runs, by name; those to whose logits a head was fitted later have it among their outputs."""
+    runs = {path.parent.name: Run.read(path.parent) for path in sorted(folder.glob("*/results.json"))}
+    file = folder / "post_hoc.json"
+    for network in json.loads(file.read_text()).values() if file.exists() else ():
+        heads = [one for one in network["numbers"] if one["calibrator"] == "head"]
+        for name, head in zip(network["sources"], heads):
+            if name in runs:
+                band = {"ece_floor_low": head["low"], "ece_floor_high": head["high"]}
+                runs[name].results["outputs"][FITTED] = {"before": {**head, **band}}
+    return list(runs.values())
 
 
 def rows_of(runs: Iterable[Run]) -> dict[Row, dict[str, list[Run]]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from committed import RESULTS, Row, Run, Spread, having, mean_shift, numbers, spread
+from committed import FITTED, RESULTS, Row, Run, Spread, having, mean_shift, numbers, spread
 from guards import answers
 from paper import TABLE_1
 from seen import FAMILY_UNSEEN, GUARD
@@ -82,6 +83,7 @@ def _row_lines(row: Row, methods: Mapping[str, list[Run]]) -> list[list[str]]:
 def _head_lines(row: Row, runs: Sequence[Run], seeds: int) -> list[list[str]]:
     """Cross entropy and what rides on it."""
     head = PAPER_SOURCES[5]
+    fitted = line_of("Head fitted after training (ours: `fit_head`)", runs, FITTED, "before", seeds)
     lines = [
         line_of("Cross entropy", runs, "main", "before", seeds),
         line_of("Cross entropy + temperature scaling", runs, "main", "after", seeds),
@@ -93,7 +95,9 @@ def _head_lines(row: Row, runs: Sequence[Run], seeds: int) -> list[list[str]]:
             for guard in (FAMILY_UNSEEN, GUARD)
         ),
     ]
-    return [[*line, _command(row, "cross-entropy", runs)] for line in lines if line]
+    made = [[*line, _command(row, "cross-entropy", runs)] for line in lines if line]
+    place = 1 + next((i for i, line in enumerate(made) if line[0].startswith(AUTO.title)), len(made))
+    return [*made[:place], *([[*fitted, _fitting(row, runs)]] if fitted else []), *made[place:]]
 
 
 def rival_lines(
@@ -176,6 +180,12 @@ def _command(row: Row, method: str, runs: Sequence[Run]) -> str:
     return f"`python experiments/{script} {row.data} {row.model} --epochs {row.epochs}{options}`"
 
 
+def _fitting(row: Row, runs: Sequence[Run]) -> str:
+    """What fits a head to the logits of finished runs."""
+    folders = " ".join(f"runs/{run.name}" for run in having(runs, FITTED))
+    return f'`python experiments/post_hoc.py "{title_of(row.data, row.model)}" {folders}`'
+
+
 def frozen_lines(frozen: Path) -> list[list[str]]:
     """The lines of a trained network that was calibrated afterwards, means over splits."""
     if not frozen.exists():
@@ -234,15 +244,18 @@ def targets(rows: Rows) -> Table:
     lines: list[list[str]] = []
     for row in sorted(rows, key=paper_order):
         runs = rows[row].get("cross-entropy", [])
+        made: list[list[str]] = []
         if having(runs, AUTO.output):
-            made = _by_seed(lambda some, row=row: _targets_of(row, some), having(runs, AUTO.output))  # type: ignore[misc]
+            for output in (AUTO.output, FITTED):
+                answer = partial(_targets_of, row, output)
+                made += _by_seed(answer, having(runs, output)) if having(runs, output) else []
             made += [[*line[:2], "", line[2]] for line in _shift_targets(runs)]
             made += _by_seed(_guard_targets, runs)
             lines += [[row_title(row, rows), *line] for line in made]
     head = ["row", "target", "measured", "seeds that meet it", "met"]
     notes = [
-        "The auto head unless said otherwise. Measured and met are means over the seeds that have that head, where "
-        "there are several.",
+        "The auto head unless said otherwise; fitted: the head of `fit_head`, fitted to the logits after training. "
+        "Measured and met are means over the seeds that have that head, where there are several.",
         "That auto and the guard need a last temperature, and that the paper's head belongs among auto's candidates, "
         "was learned from test numbers of earlier runs. That a curve may follow was decided on calibration data, when "
         "test numbers of three networks had been seen.",
@@ -261,14 +274,14 @@ def _by_seed(answer: Callable[[Sequence[Run]], list[list[str]]], runs: Sequence[
     return lines
 
 
-def _targets_of(row: Row, runs: Sequence[Run]) -> list[list[str]]:
-    def of(key: str, output: str = AUTO.output, when: str = "before") -> Spread:
+def _targets_of(row: Row, output: str, runs: Sequence[Run]) -> list[list[str]]:
+    def of(key: str, output: str = output, when: str = "before") -> Spread:
         found = numbers(runs, output, key, when)
         assert found is not None
         return found
 
     def line(target: str, measured: str, met: bool) -> list[str]:
-        return [target, measured, "yes" if met else "**no**"]
+        return ["fitted: " * (output == FITTED) + target, measured, "yes" if met else "**no**"]
 
     accuracy, before = of("accuracy"), of("accuracy", "main")
     ece, high, rival = of("ece"), of("ece_floor_high"), of("ece", "main", "after")

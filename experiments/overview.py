@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from committed import Row, Run, having, numbers
+from committed import FITTED, Row, Run, having, numbers
 from matplotlib.figure import Figure
 from seen import FAMILY_UNSEEN
 from shift import title_of_output
@@ -21,6 +21,7 @@ SHORT = {
     "double-head": "Double head",
     AUTO.output: "Auto head",
 }
+FITTED_HEAD = Source("Head fitted after training", "cross-entropy", FITTED)
 N_COLUMNS = 3
 
 
@@ -81,9 +82,10 @@ def ece_and_floor(rows: Rows) -> Figure | None:
 
 
 def present(rows: Rows, found: Sequence[Row]) -> list[Source]:
-    """The paper's methods and ours, and the rivals that any of these rows has."""
+    """The paper's methods and ours, and what any of these rows has of a head fitted later and of rivals."""
+    later = any(having(rows[row].get("cross-entropy", []), FITTED) for row in found)
     rivals = [source for source in RIVALS if any(source.method in rows[row] for row in found)]
-    return [*PAPER_SOURCES, AUTO, *rivals]
+    return [*PAPER_SOURCES, AUTO, *([FITTED_HEAD] if later else []), *rivals]
 
 
 def with_guard(sources: list[Source], rows: Rows, found: Sequence[Row]) -> list[Source]:

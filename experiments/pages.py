@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from committed import RESULTS, Row, Run, having, mean_shift, numbers
+from committed import FITTED, RESULTS, Row, Run, having, mean_shift, numbers
 from findings import (
     PAPER_HEAD,
     SHOWN,
@@ -141,6 +141,7 @@ def _measured_row(row: Row, methods: Mapping[str, list[Run]]) -> list[list[str]]
             f"paper's head, beta0 1.2 (the paper: {printed.annealing:.2f})", runs, PAPER_HEAD, "before", seeds
         ),
         line_of("auto head", runs, AUTO.output, "before", seeds),
+        line_of("`fit_head` after training", runs, FITTED, "before", seeds),
         perturbed_line(runs, "heads trained on perturbed batches, range over {n}"),
         line_of("guarded auto head, each family unseen by its guard", runs, FAMILY_UNSEEN, "before", seeds),
         line_of("... a guard that saw all families in training", runs, GUARD, "before", seeds),
@@ -164,7 +165,7 @@ def _losses_line(methods: Mapping[str, list[Run]], seeds: int) -> list[str]:
 
 
 def other_rows(rows: Rows) -> str:
-    """ECE of four methods on every other row that there is, one line each."""
+    """ECE of five methods on every other row that there is, one line each."""
     lines = []
     for row in sorted(rows, key=paper_order):
         runs = rows[row].get("cross-entropy", [])
@@ -173,7 +174,7 @@ def other_rows(rows: Rows) -> str:
             continue
         n = len(runs)
         cells = [ece_cell(runs, "main", of=n), ece_cell(runs, "main", "after", of=n),
-                 ece_cell(runs, PAPER_HEAD, of=n), ece_cell(runs, AUTO.output, of=n)]  # fmt: skip
+                 *(ece_cell(runs, output, of=n) for output in (PAPER_HEAD, AUTO.output, FITTED))]  # fmt: skip
         name = f"{row_title(row, [])}, {row.epochs} epochs, {seeds_said(n)}"
         lines.append([name, shown(numbers(runs, "main", "accuracy")), *cells])
     head = [
@@ -183,6 +184,7 @@ def other_rows(rows: Rows) -> str:
         "+ temperature",
         "paper's head",
         "auto head",
+        "`fit_head` after training",
     ]
     return Table("other-rows", "", head, lines).markdown() if lines else "No other rows have been run."
 
@@ -196,6 +198,7 @@ def evidence(rows: Rows) -> Table:
         "a temperature head: ECE at beta0 1.0 / 1.2",
         "temperature scaling: ECE, NLL",
         "the head chosen from the bank (auto): ECE, NLL",
+        "a head fitted after training (`fit_head`): ECE, NLL",
         "the paper's head: accuracy, beside the network's",
         "corrupted images: mean ECE of temperature scaling, of a perturbed head",
         "... without noise, a kind of which that head has seen",
@@ -255,7 +258,7 @@ def _evidence_of(runs: Sequence[Run]) -> list[str]:
     return [
         " / ".join(ece_cell(runs, output, of=n) for output in ("temperature-1", "temperature-1.2")),
         f"{ece_cell(runs, 'main', 'after', of=n)}; {nll('main', 'after')}",
-        f"{ece_cell(runs, AUTO.output, of=n)}; {nll(AUTO.output, 'before')}",
+        *(f"{ece_cell(runs, output, of=n)}; {nll(output, 'before')}" for output in (AUTO.output, FITTED)),
         "; ".join(shown(numbers(headed, output, "accuracy")) for output in (PAPER_HEAD, "main"))
         + _fewer(headed, n),
         corrupted(tuple(FAMILIES)),

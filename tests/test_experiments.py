@@ -180,6 +180,30 @@ def test_targets_say_what_was_missed(tmp_path: Path) -> None:
     ]  # 89.925 against 90; (2 + 0.2) / 2 = 1.1
 
 
+def test_a_head_fitted_after_training_is_an_output_of_the_run_it_was_fitted_to(tmp_path: Path) -> None:
+    made_up(tmp_path, auto=output_of(0.02))
+    made_up(tmp_path, seed=1, auto=output_of(0.02))
+    names = sorted(run.name for run in committed.read_runs(tmp_path))
+    assert not any(run.has(committed.FITTED) for run in committed.read_runs(tmp_path))
+    one = {"accuracy": 0.9, "low": 0.004, "high": 0.009, "nll": 0.31, "brier": 0.13}
+    found = {"ours": {"sources": ["elsewhere", names[1]], "numbers": [
+        {"calibrator": "temperature", "ece": 0.5, **one}, {"calibrator": "temperature", "ece": 0.6, **one},
+        {"calibrator": "head", "ece": 0.7, **one}, {"calibrator": "head", "ece": 0.008, **one},
+    ]}}  # fmt: skip
+    (tmp_path / "post_hoc.json").write_text(json.dumps(found))
+    runs = committed.read_runs(tmp_path)
+    assert [run.has(committed.FITTED) for run in runs] == [False, True]
+    assert runs[1].number(committed.FITTED, "ece") == 0.008
+    rows = committed.rows_of(runs)
+    line = next(line for line in headline.headline(rows).lines if line[1].startswith("Head fitted after"))
+    assert line[1].endswith("(1 seed)")
+    assert line[3] == "**0.80** (0.40 to 0.90)"
+    assert line[-1] == f'`python experiments/post_hoc.py "CIFAR-10, ResNet-50" runs/{names[1]}`'
+    lines = [line for line in headline.targets(rows).lines if line[1].startswith("fitted: ")]
+    assert [line[-1] for line in lines] == ["yes", "yes", "**no**", "yes"]  # 0.31 against 0.30
+    assert lines[2][2:4] == ["0.3100 against 0.3000", "0 of 1"]
+
+
 def test_the_headline_names_a_command_for_each_of_our_lines(tmp_path: Path) -> None:
     made_up(tmp_path, auto=output_of(0.005))
     made_up(tmp_path, "mmce")
