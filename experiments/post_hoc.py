@@ -28,7 +28,8 @@ from committed import RESULTS
 from imagenet_frozen import split
 from tables import BAND_NOTE, Table
 
-from doublehead import HeadCalibrator, Predictions, calibrators, metrics
+from doublehead import Predictions, calibrators, metrics
+from doublehead.calibrators import CALIBRATORS
 from doublehead.training.finish import as_plain
 from doublehead.training.run_folder import environment
 
@@ -37,7 +38,6 @@ FOLDS, SPLITS = 5, 5
 TEST = {"accuracy": "accuracy", "ece": "ece", "low": "ece_floor_low", "high": "ece_floor_high",
         "nll": "nll", "brier": "brier"}  # fmt: skip
 Found = Mapping[str, Any]
-TRIED: Mapping[str, type[calibrators.Calibrator]] = {**calibrators.CALIBRATORS, "head": HeadCalibrator}
 
 
 def pairs(source: Path) -> Iterator[tuple[Predictions, Predictions]]:
@@ -74,7 +74,7 @@ def cross_fitted(calibrator: calibrators.Calibrator, calib: Predictions) -> Pred
 
 def measure(name: str, calib: Predictions, test: Predictions) -> dict[str, Any]:
     """The numbers of one calibrator on one pair."""
-    calibrator = TRIED[name]()
+    calibrator = CALIBRATORS[name]()
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", calibrators.NotConverged)
@@ -177,7 +177,7 @@ def main() -> None:
     )
     parser.add_argument("network", help="what the table shall call it")
     parser.add_argument("sources", type=Path, nargs="+", help="run folders or files, one a seed")
-    parser.add_argument("--calibrators", nargs="+", choices=[*TRIED], help="all that fit unless given")
+    parser.add_argument("--calibrators", nargs="+", choices=[*CALIBRATORS], help="all that fit unless given")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -186,8 +186,8 @@ def main() -> None:
     ]
     names: Sequence[str] = [
         name
-        for name, one in TRIED.items()
-        if name in ("temperature", *(options.calibrators or TRIED))  # all are compared with it
+        for name, one in CALIBRATORS.items()
+        if name in ("temperature", *(options.calibrators or CALIBRATORS))  # all are compared with it
         and (not one.binary_only or found[0][0].n_classes == 2)
     ]
     numbers = []

@@ -478,6 +478,19 @@ def test_real_predictions_reach_the_known_numbers(shared: Path, tmp_path: Path) 
     assert read_predictions(tmp_path / "out.npz").load().are_probs
 
 
+def test_a_head_repairs_files_and_is_used_again(tmp_path: Path) -> None:
+    learn, new = write_csv(tmp_path / "a.csv", 0), write_csv(tmp_path / "b.csv", 1)
+    first, again = tmp_path / "first.csv", tmp_path / "again.csv"
+    told = run("calibrate", "--fit", learn, "--apply", new, "--logits", "--method", "head", "-o", first)
+    assert told.exit_code == 0, told.output
+    assert "Fitted head on" in told.output
+    assert "No predicted class changed." in told.output
+    saved = tmp_path / "first.calibrator.safetensors"
+    told = run("calibrate", "--use", saved, "--apply", new, "--logits", "-o", again)
+    assert told.exit_code == 0, told.output
+    assert first.read_text() == again.read_text()
+
+
 def test_the_tutorial_runs_and_prints_what_it_shows(shared: Path, tmp_path: Path, monkeypatch: Any) -> None:
     page = (Path(__file__).parents[1] / "docs" / "tutorials" / "audit.md").read_text(encoding="utf-8")
     write_tutorial_files(shared / "data" / "logits" / "resnet110_c10.npz", page, tmp_path)
@@ -495,7 +508,7 @@ def test_the_tutorial_runs_and_prints_what_it_shows(shared: Path, tmp_path: Path
                 assert result is not None
                 printed = re.sub(r"\s+", " ", result.output)
                 assert re.sub(r"\s+", " ", line.strip()) in printed
-    assert commands == 4
+    assert commands == 5
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.base import clone
 
 from doublehead import HeadCalibrator, Predictions, Readings, metrics
-from doublehead.calibrators import NotFitted, Temperature
+from doublehead.calibrators import CALIBRATORS, Temperature, choose, make
 from doublehead.integrations.fit_head import fit_head_on
 
 
@@ -31,33 +30,21 @@ def test_is_the_head_that_fit_head_on_finds_and_beats_temperature() -> None:
         want = head(torch.empty(4000, 0), test.logits)
     torch.testing.assert_close(calibrator(test.logits), want, rtol=1e-4, atol=1e-4)
     assert torch.equal(calibrator(test.logits).argmax(1), test.logits.argmax(1))
+    assert calibrator.in_words().startswith("a temperature for each sample")
     by_temperature = Temperature().fit(fit).calibrate(test)
     assert metrics.nll(calibrator.calibrate(test)) < metrics.nll(by_temperature) - 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("k", [3, 12])
-def test_keeps_the_contract(k: int, dtype: torch.dtype) -> None:
-    p = bent(600, k)
-    p = Predictions(p.logits.to(dtype), p.labels)
-    before = p.logits.clone()
-    calibrator = HeadCalibrator(folds=3)
-    with pytest.raises(NotFitted, match="HeadCalibrator is not fitted"):
-        calibrator(p.logits)
-    assert calibrator.fit(p) is calibrator
-    assert torch.equal(p.logits, before)
-    out = calibrator(p.logits)
-    assert out.dtype == dtype
-    fresh = HeadCalibrator()
-    fresh.load_state_dict(calibrator.state_dict())
-    assert torch.equal(fresh(p.logits), out)
-    compiled = torch.compile(calibrator, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(p.logits), out)
-    assert clone(calibrator).get_params() == {"folds": 3, "seed": 0}
-    assert not clone(calibrator).is_fitted
-    if k == 3:
-        with pytest.raises(ValueError, match=r"logits must have shape \(\.\.\., 3\)"):
-            calibrator(torch.randn(2, 4))
+def test_is_a_calibrator_with_a_name() -> None:
+    """So the tests of the contract are about it too."""
+    assert CALIBRATORS["head"] is HeadCalibrator
+    assert isinstance(make("head", folds=3), HeadCalibrator)
+
+
+def test_of_fewer_than_ten_classes_it_knows_how_many() -> None:
+    with pytest.raises(ValueError, match=r"logits must have shape \(\.\.\., 3\)"):
+        HeadCalibrator().fit(bent(60, 3))(torch.randn(2, 4))
+    assert HeadCalibrator().fit(bent(60, 12))(torch.randn(2, 14)).shape == (2, 14)
 
 
 def test_is_the_temperature_where_samples_are_few() -> None:
@@ -66,6 +53,8 @@ def test_is_the_temperature_where_samples_are_few() -> None:
     torch.testing.assert_close(
         calibrator(p.logits).softmax(1), temperature(p.logits).softmax(1), rtol=1e-4, atol=1e-5
     )
+    assert calibrator.in_words() == f"temperature {float(temperature.temperature_):.4g} for all samples"
+    assert HeadCalibrator().in_words() == ""
 
 
 def test_on_real_predictions_it_is_not_worse_than_temperature(shared: Path) -> None:
@@ -74,6 +63,8 @@ def test_on_real_predictions_it_is_not_worse_than_temperature(shared: Path) -> N
         test = Predictions(arrays["test_logits"], arrays["test_labels"])
     by_head = metrics.nll(HeadCalibrator().fit(val).calibrate(test))
     assert by_head <= metrics.nll(Temperature().fit(val).calibrate(test)) + 1e-4
+    tried = choose(val, ["temperature", "gaussian_process", "head"], folds=2)
+    assert [score.method for score in tried.scores] == ["head", "gaussian_process", "temperature"]
 
 
 def random_labels(n: int, seed: int) -> Predictions:
@@ -95,6 +86,7 @@ def test_a_curve_goes_along(tmp_path: Path) -> None:
         head.after = type(head.after)()
         without = head(torch.empty(4_000, 0), test.logits)
     got = HeadCalibrator().fit(fit)
+    assert got.in_words().endswith(", then a smooth curve")
     torch.testing.assert_close(got(test.logits), want, rtol=1e-4, atol=1e-4)
     assert torch.equal(want.argmax(1), test.logits.argmax(1))
     nlls = [float(metrics.nll(Predictions(logits, test.labels))) for logits in (want, without)]

@@ -102,6 +102,20 @@ class Calibrator(nn.Module):
         """Whether the NLL of the predictions fitted on cannot rise."""
         return False
 
+    def in_words(self) -> str:
+        """What it learned, where that is a number or two; else nothing.
+
+        >>> class Constant(Calibrator):
+        ...     learned = ("value_",)
+        ...     def _learn(self, predictions):
+        ...         return {"value_": 2.5}
+        >>> Constant().fit(Predictions([[0.0, 1.0]], [0])).in_words()
+        'value 2.5'
+        """
+        found = {name: value for name, value in self.state_dict().items() if value.numel() == 1}
+        told = [f"{name.rstrip('_')} {float(x):.4g}" for name, x in found.items() if x.is_floating_point()]
+        return ", ".join(told)
+
     def fresh(self) -> Self:
         """An unfitted calibrator with the same parameters."""
         return type(self)(**self.get_params())

@@ -22,6 +22,7 @@ from doublehead.calibrators.spline import Spline
 from doublehead.calibrators.temperature import Temperature, TemperatureGrid
 from doublehead.predictions import Predictions
 
+# To these `doublehead.HeadCalibrator`, which stands above this package, adds itself as "head".
 CALIBRATORS: dict[str, type[Calibrator]] = {
     "none": Identity,
     "temperature": Temperature,

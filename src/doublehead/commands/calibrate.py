@@ -142,6 +142,8 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _fit(method: str, learn: PredictionTable) -> Fitted:
+    from doublehead.commands import show
+
     known = learn.load()
     facts: dict[str, Any] = {
         "reads": learn.kind,
@@ -149,7 +151,8 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
         "classes": list(learn.layout.classes),
         "fitted_on": {"files": [str(source) for source in learn.sources], "n": len(known)},
     }
-    with _warnings_told():
+    doing = "cross-validating all calibrators" if method == "auto" else f"fitting {method}"
+    with _warnings_told(), show.notes().status(f"{doing} on {len(known):,} predictions"):
         try:
             if method == "auto":
                 choice = calibrators.choose(known)
@@ -159,11 +162,8 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
             calibrator = calibrators.make(method).fit(known)
         except ValueError as error:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
-    numbers = {
-        name.rstrip("_"): value for name, value in calibrator.state_dict().items() if value.numel() == 1
-    }
-    learned = [f"{name} {float(value):.4g}" for name, value in numbers.items() if value.is_floating_point()]
-    why = f"Fitted {method} on {len(known):,} predictions" + (f": {', '.join(learned)}." if learned else ".")
+    learned = calibrator.in_words()
+    why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
     return Fitted(method, calibrator, why, known.n_classes, facts)
 
 

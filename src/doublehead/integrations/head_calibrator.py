@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead.calibrators import Calibrator
+from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.double_head import Readings, Standardise, statistics
 from doublehead.integrations.fit_head import fit_head_on
 from doublehead.last_map import bend
@@ -50,6 +50,15 @@ class HeadCalibrator(Calibrator):
         """A positive factor changes no prediction, and the curve keeps the top class on top."""
         return True
 
+    def in_words(self) -> str:
+        """Whether a head was found, and whether a curve follows."""
+        if not self.is_fitted:
+            return ""
+        same = not self.first_weight_.numel() and not self.last_weight_.any()
+        factor = float(F.softplus(self.last_bias_).clamp(min=1e-6) * self.scale_)
+        told = f"temperature {1 / factor:.4g} for all samples" if same else "a temperature for each sample"
+        return told + ", then a smooth curve" * bool(self.curve_.numel())
+
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         logits, labels = predictions.logits, predictions.labels
         none = logits.new_empty(len(predictions), 0)
@@ -85,3 +94,6 @@ class HeadCalibrator(Calibrator):
         """The statistics of fewer than ten classes tell how many there were."""
         n_top = len(self.mean_) - 3
         return n_top if n_top < 10 else None
+
+
+CALIBRATORS["head"] = HeadCalibrator  # found by name as the others are: chosen, saved, on the command line
