@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from auto_choice import choice_of, last_of
-from committed import Run, having, numbers
+from committed import FITTED, Run, having, numbers
 from disagreements import said
 from guards import row_words, rows_with_guards
 from headline import between
@@ -113,6 +113,34 @@ def auto(rows: Rows) -> str:
         theirs=inside("main", "after"),
         accuracy=_accuracy_changes([ours - theirs for ours, theirs in accuracies]),
     )
+
+
+def fitted(rows: Rows) -> str:
+    """The head fitted after training against temperature scaling and auto, run by run; nothing where there is none."""
+    runs = [run for row in rows for run in having(rows[row].get("cross-entropy", []), FITTED, AUTO.output)]
+
+    def less(key: str, rival: str) -> list[float]:
+        """By how much it is above a rival, to the last digit that tables show."""
+        pairs = [[run.number(output, key) or 0.0 for output in (FITTED, rival)] for run in runs]
+        return [round(ours - theirs, 4) + 0.0 for ours, theirs in pairs]
+
+    bands = [[run.number(FITTED, key) or 0.0 for key in ("ece", "ece_floor_high")] for run in runs]
+    nlls, autos = less("nll", "main+T"), less("nll", AUTO.output)
+    return said(
+        """**The head fitted after training** (`fit_head`), on the {n} runs whose logits were kept: its NLL is lower
+        than temperature scaling's in {lower} and higher in {higher} (the difference: {nlls}), its ECE lower in {ece}
+        and not above a perfect model's band in {inside}. Beside the auto head its NLL is lower in {before} and higher
+        in {behind} ({autos}).""",
+        n=len(runs),
+        lower=_in([one < 0 for one in nlls]),
+        higher=_in([one > 0 for one in nlls]),
+        nlls=between(nlls, 1, 4),
+        ece=_in([one < 0 for one in less("ece", "main+T")]),
+        inside=_in([ece <= high for ece, high in bands]),
+        before=_in([one < 0 for one in autos]),
+        behind=_in([one > 0 for one in autos]),
+        autos=between(autos, 1, 4),
+    ) if runs else ""  # fmt: skip
 
 
 def _accuracy_changes(changes: Sequence[float]) -> str:

@@ -23,6 +23,7 @@ from findings import (
     auto,
     fit_head,
     fit_head_text,
+    fitted,
     guard,
     paper_head,
     shift,
@@ -31,6 +32,7 @@ from findings import (
 from guards import PERTURBED
 from headline import between, frozen_lines, line_of, perturbed_line, range_line, rival_lines
 from paper import TABLE_1
+from post_hoc import two_networks
 from seen import FAMILY_UNSEEN, GUARD, KIND_UNSEEN
 from shift import NOT_NOISE, evaluated, sets_of
 from tables import (
@@ -53,7 +55,7 @@ from withdrawal import NAME, first_run
 from doublehead.data import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/which-method.md", "docs/tutorials/training.md")
+PAGES = ("README.md", "docs/which-method.md", "docs/calibrators.md", "docs/tutorials/training.md")
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 WRAP: dict[str, Any] = {"width": 118, "break_long_words": False, "break_on_hyphens": False}
 DEMO = ROOT / "docs/images/demo.json"
@@ -68,10 +70,13 @@ def blocks(rows: Rows, results: Path = RESULTS) -> dict[str, str]:
         "demo": demo_table(),
         "measured": measured(rows, frozen).markdown(),
         "other-rows": other_rows(rows),
-        "findings": points([temperature(rows), paper_head(rows), auto(rows), shift(rows), guard(rows)]),
+        "findings": points(
+            [temperature(rows), paper_head(rows), auto(rows), fitted(rows), shift(rows), guard(rows)]
+        ),
         "first-run": textwrap.fill(first_run(rows, f"[its numbers]({NAME})"), **WRAP),
         "evidence": evidence(rows).markdown(),
-        "guide-findings": points([auto(rows), paper_head(rows), fit_head(frozen), guard(rows)]),
+        "guide-findings": points([auto(rows), paper_head(rows), fitted(rows), fit_head(frozen), guard(rows)]),
+        "two-networks": two_networks(results).markdown(),
         "fit-head": textwrap.fill(fit_head_text(frozen), **WRAP),
     }
 

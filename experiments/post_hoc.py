@@ -34,6 +34,7 @@ from doublehead.training.finish import as_plain
 from doublehead.training.run_folder import environment
 
 NAME = "post_hoc.json"
+PUBLISHED = {"CIFAR-10, ResNet-110 (published logits)": "CIFAR-10", "ImageNet, frozen ResNet-50": "ImageNet"}
 FOLDS, SPLITS = 5, 5
 TEST = {"accuracy": "accuracy", "ece": "ece", "low": "ece_floor_low", "high": "ece_floor_high",
         "nll": "nll", "brier": "brier"}  # fmt: skip
@@ -118,9 +119,32 @@ def post_hoc_table(results: Path = RESULTS) -> Table | None:
         "Percent but for NLL and Brier; means over seeds or splits where a network has several. Italic: below "
         "temperature scaling's NLL. The first two columns of numbers saw no test data: a choice may rest on them.",
         f"Samples to calibrate and to test on: {sizes}.",
-        "`head` is `HeadCalibrator`, what `fit_head` fits where no features are at hand.",
+        "`head` is `HeadCalibrator`: what `fit_head` does by default. What was trained again for this is not the "
+        "network of the other tables.",
     ]
     return Table("post-hoc", "Calibrators fitted after training", head, lines, notes)
+
+
+def two_networks(results: Path = RESULTS) -> Table:
+    """NLL and ECE of all calibrators on the two networks that others have published, for the guide."""
+    networks = read_networks(results)
+    found = [networks[name] for name in PUBLISHED if name in networks]
+    names = list(dict.fromkeys(name for one in found for name in _calibrators(one)))
+    best = [min(_mean(one, name, "nll") for name in _calibrators(one)) for one in found]
+    lines = []
+    for name in names:
+        cells = []
+        for one, lowest in zip(found, best):
+            if name not in _calibrators(one):
+                cells += ["-", "-"]
+                continue
+            nll, ece = _mean(one, name, "nll"), 100 * _mean(one, name, "ece")
+            bold = "**" if nll == lowest else ""
+            cells += [f"{bold}{nll:.4f}{bold}", f"{ece:.2f}"]
+        lines.append([name, *cells])
+    titles = [PUBLISHED[name] for name in PUBLISHED if name in networks]
+    head = ["", *(f"{title}: {what}" for title in titles for what in ("NLL", "ECE"))]
+    return Table("two-networks", "", head, lines or [["not run"]])
 
 
 def _lines(network: str, one: Found) -> list[list[str]]:

@@ -30,6 +30,7 @@ import committed  # noqa: E402
 import disagreements  # noqa: E402
 import ensemble  # noqa: E402
 import figures  # noqa: E402
+import findings  # noqa: E402
 import headline  # noqa: E402
 import last_layer  # noqa: E402
 import make  # noqa: E402
@@ -199,6 +200,13 @@ def test_a_head_fitted_after_training_is_an_output_of_the_run_it_was_fitted_to(t
     assert line[1].endswith("(1 seed)")
     assert line[3] == "**0.80** (0.40 to 0.90)"
     assert line[-1] == f'`python experiments/post_hoc.py "CIFAR-10, ResNet-50" runs/{names[1]}`'
+    told = findings.fitted(rows)
+    assert (
+        "on the 1 runs whose logits were kept: its NLL is lower than temperature scaling's in 0 of 1" in told
+    )
+    assert "higher in 1 of 1 (the difference: 0.0100), its ECE lower in 1 of 1" in told  # 0.008 against 0.01
+    assert "in 1 of 1. Beside the auto head its NLL is lower in 0 of 1 and higher in 1 of 1 (0.0100)" in told
+    assert findings.fitted({}) == ""
     lines = [line for line in headline.targets(rows).lines if line[1].startswith("fitted: ")]
     assert [line[-1] for line in lines] == ["yes", "yes", "**no**", "yes"]  # 0.31 against 0.30
     assert lines[2][2:4] == ["0.3100 against 0.3000", "0 of 1"]

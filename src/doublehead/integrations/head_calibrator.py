@@ -18,9 +18,8 @@ from doublehead.predictions import Predictions
 class HeadCalibrator(Calibrator):
     """A temperature for each sample, from statistics of its logits. For some hundred samples or more, and many classes.
 
-    What `fit_head` does for a network, for logits at hand: cross-fitted, and the scalar temperature itself unless a
-    head is better on held-back data by more than chance; a smooth curve follows where it pays. With the network at
-    hand prefer `fit_head`, whose heads may read its features.
+    What `fit_head` does for a network by default, for logits at hand: cross-fitted, and the scalar temperature itself
+    unless a head is better on held-back data by more than chance; a smooth curve follows where it pays.
 
     >>> logits = 3 * torch.randn(200, 4)
     >>> calibrator = HeadCalibrator().fit(Predictions(logits, logits.argmax(1)))
