@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,32 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from doublehead import Annealing, DoubleHead, HeadBank, HeadSpec, Predictions, Readings, metrics
 from doublehead.data.fashion import fashion_subset
 from doublehead.integrations.attach import Attachment, find_classifier
-from doublehead.integrations.lightning import DoubleHeadCallback
+from doublehead.integrations.lightning import DoubleHeadCallback, _n_own
 from doublehead.optional import require
 
 pl = require("lightning.pytorch", extra="lightning")
 CSVLogger = require("lightning.pytorch.loggers", extra="lightning").CSVLogger
+CombinedLoader = require("lightning.pytorch.utilities", extra="lightning").CombinedLoader
+Wrapper = require("lightning.fabric.utilities.distributed", extra="lightning").DistributedSamplerWrapper
 
 
 @pytest.fixture(scope="module")
 def images() -> dict[str, TensorDataset]:
     """Real images of clothes, 7 x 7, few enough for a test."""
-    parts = fashion_subset().first(256, 96, 120)
+    parts = fashion_subset().first(256, 96, 121)
     made = {}
     for name in ("train", "calib", "test"):
         samples = getattr(parts, name)
@@ -275,6 +286,105 @@ def test_two_processes(images: dict[str, TensorDataset], tmp_path: Path) -> None
     for name, value in alone.state_dict().items():
         assert torch.equal(value, first["main"][name]), name
     assert len(list((tmp_path / "log").rglob("reliability-*.png"))) == 1
+
+
+def test_two_processes_count_every_validation_sample_once(
+    images: dict[str, TensorDataset], tmp_path: Path
+) -> None:
+    pl.seed_everything(5, verbose=False)
+    module = Classifier()
+
+    def validate(data: Any, **how: Any) -> dict[str, float]:
+        trainer = quiet_trainer(tmp_path, callbacks=[DoubleHeadCallback(loader(images["calib"]))], **how)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # No advice to synchronise what is the same everywhere; the module's own val_loss may get it.
+            warnings.filterwarnings("error", "It is recommended to use `self.log.'val_(?!loss)")
+            trainer.validate(module, data, verbose=False)
+        return {k: float(v) for k, v in trainer.callback_metrics.items() if k != "val_loss"}
+
+    for n in (1, 41):  # of one sample the second process has none of its own
+        data = TensorDataset(*(part[:n] for part in images["test"].tensors))
+        with torch.no_grad():
+            p = Predictions(module.eval().model(data.tensors[0]), data.tensors[1])
+        one = validate(loader(data, 4))
+        assert one["val_nll_main"] == pytest.approx(metrics.nll(p), rel=1e-6)
+        wrapped = DataLoader(data, 4, sampler=SubsetRandomSampler(range(n)))
+        for batches in (loader(data, 4), wrapped):
+            two = validate(batches, devices=2, strategy="ddp_fork")
+            assert two == pytest.approx(one, rel=1e-6)
+            assert two["val_accuracy_main"] == one["val_accuracy_main"]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_samples_count_once_over_all_processes(wrapped: bool, drop_last: bool) -> None:
+    for n, n_processes, batch_size in product((1, 2, 5, 12, 13), (1, 2, 3, 4), (1, 3, 4, 20)):
+        seen: list[int] = []
+        for rank in range(n_processes):
+            how = {"num_replicas": n_processes, "rank": rank, "drop_last": drop_last}
+            sampler = Wrapper(range(n), **how) if wrapped else DistributedSampler(range(n), **how)
+            batches = DataLoader(range(n), batch_size, sampler=sampler)
+            for i, batch in enumerate(batches):
+                seen += batch[: _n_own(batches, i, len(batch))].tolist()
+        wanted = n // n_processes * n_processes if drop_last else n
+        assert len(seen) == len(set(seen)) == wanted, (n, n_processes, batch_size)
+
+
+def test_samples_in_an_unknown_order_all_count() -> None:
+    class Sorted(BatchSampler):
+        pass
+
+    class Blocks(DistributedSampler[int]):
+        pass
+
+    def counted(loader: Any, sizes: tuple[int, ...] = (2, 2, 1)) -> tuple[int, ...]:
+        return tuple(_n_own(loader, i, size) for i, size in enumerate(sizes))
+
+    data = range(9)  # the second of two processes gets its fifth from the first
+    sampler = DistributedSampler(data, num_replicas=2, rank=1)
+    known = DataLoader(data, 2, sampler=sampler)
+    assert counted(known) == (2, 2, 0)
+    assert counted(known, (6, 6, 3)) == (6, 6, 3)  # three rows for each sample
+    for unknown in (
+        DataLoader(data, batch_sampler=Sorted(sampler, 2, False)),
+        DataLoader(data, 2, sampler=Blocks(data, num_replicas=2, rank=1)),
+        DataLoader(data, 2, sampler=sampler, in_order=False),
+        [torch.zeros(2), torch.zeros(2), torch.zeros(1)],
+    ):
+        assert counted(unknown) == (2, 2, 1)
+
+
+def test_repeats_are_looked_for_in_the_data_that_is_validated(
+    images: dict[str, TensorDataset], tmp_path: Path
+) -> None:
+    class Silent(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    some, other = (TensorDataset(*(part[:n] for part in images["test"].tensors)) for n in (9, 5))
+    mine = DataLoader(some, 2, sampler=DistributedSampler(some, num_replicas=2, rank=1, shuffle=False))
+    callback = DoubleHeadCallback(
+        loader(images["calib"]), to_pair=lambda b: b["other"] if isinstance(b, dict) else b
+    )
+    trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
+
+    def nll(data: Any) -> float:
+        trainer.validate(module, data, verbose=False)
+        return float(trainer.callback_metrics["val_nll_main"])
+
+    def wanted(data: TensorDataset, rows: slice = slice(None)) -> Any:
+        with torch.no_grad():
+            p = Predictions(module.eval().model(data.tensors[0][rows]), data.tensors[1][rows])
+        return pytest.approx(metrics.nll(p), rel=1e-5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = Silent()
+        trainer.fit(module, loader(images["train"]), mine)
+        assert float(trainer.callback_metrics["val_nll_main"]) == wanted(some, slice(1, 9, 2))
+        assert nll(loader(other, 2)) == wanted(other)
+        assert nll(CombinedLoader({"mine": mine, "other": loader(other, 2)}, "max_size")) == wanted(other)
 
 
 def test_a_bank_chooses_on_held_out_data(images: dict[str, TensorDataset], tmp_path: Path) -> None:

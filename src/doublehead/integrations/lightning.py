@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads, Readings
 from doublehead.head_bank import HeadBank
@@ -21,6 +22,7 @@ from doublehead.optional import require
 from doublehead.plumbing import evaluating, unpack
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
+Wrapper: Any = require("lightning.fabric.utilities.distributed", extra="lightning").DistributedSamplerWrapper
 
 
 class DoubleHeadCallback(Callback):  # type: ignore[misc]
@@ -29,8 +31,9 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     The module, its optimizer and its weights after training stay bit for bit what they are without the callback.
     The head takes one step for every `every` optimizer steps, beta anneals within each epoch, and both are saved in
     the trainer's checkpoints and resumed from them. Validation logs `val_ece_calib`, `val_ece_main`, `val_ece_floor`,
-    NLL and accuracy of both heads, and the reliability diagram goes to the trainer's loggers. `trainer.test` and
-    `trainer.predict` see calibrated logits; `model` is the whole as a DoubleHead.
+    NLL and accuracy of both heads, and the reliability diagram goes to the trainer's loggers; in several processes
+    they are those of all samples, each counted once. `trainer.test` and `trainer.predict` see calibrated logits;
+    `model` is the whole as a DoubleHead.
 
     `classifier` names the submodule that gives the logits, where it is not found by itself. `wrap` makes the
     DoubleHead from it (`partial(DoubleHead, kind="temperature")`). `lr` is the head's learning rate at the peak of the
@@ -170,7 +173,8 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         if seen is None or len(seen.main) != len(labels):
             with trainer.precision_plugin.val_step_context(), torch.no_grad(), evaluating(self.model):
                 seen = self.model.heads(*args, **kwargs)
-        self._watch.add(seen, labels)
+        n = _n_own(_first_loader(trainer), batch_idx, len(labels))
+        self._watch.add(Heads(seen.main[:n], seen.calib[:n]), labels[:n])
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the numbers, and the picture on the first process."""
@@ -181,9 +185,9 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         watch.gather(pl_module.device)
         if watch.n == 0:
             return
-        pl_module.log_dict(
-            {f"val_{name}": value for name, value in watch.numbers().items()}, rank_zero_only=False
-        )
+        numbers = {f"val_{name}": value for name, value in watch.numbers().items()}
+        # Every process has the numbers of all, so their mean is the same; without it Lightning would warn.
+        pl_module.log_dict(numbers, sync_dist=True)
         if self.figure and trainer.is_global_zero:
             title = f"calibrated, epoch {trainer.current_epoch}"
             log_reliability(trainer.loggers, watch.reliability(), "reliability", trainer.global_step, title)
@@ -226,6 +230,30 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Kept until the head and its optimizer exist."""
         self._loaded = dict(state_dict)
+
+
+def _first_loader(trainer: Any) -> Any:
+    """The first loader of validation data; None where a batch is made of several loaders' batches."""
+    combined = trainer._evaluation_loop._combined_loader  # trainer.val_dataloaders would not tell the mode
+    return combined.flattened[0] if combined._mode == "sequential" else None
+
+
+def _n_own(loader: Any, batch_idx: int, n: int) -> int:
+    """How many of the n samples in this process's batch count.
+
+    A DistributedSampler deals the samples out in turn, and at the end some of them again, so that all processes have
+    equally many: what a process gets again comes last. Where anything else has a say in the order, all count.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
+    usual = type(batches) is BatchSampler and type(sampler) in (DistributedSampler, Wrapper)
+    if not usual or not getattr(loader, "in_order", True):
+        return n
+    before = batch_idx * batches.batch_size
+    if n != min(batches.batch_size, sampler.num_samples - before):
+        return n  # not one row for each sample
+    n_own = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # in all batches
+    return int(max(0, min(n, n_own - before)))
 
 
 def _pairs(batches: Any, to_pair: Callable[[Any], Any] | None) -> Any:
