@@ -659,6 +659,22 @@ def test_models_that_cannot_be_guarded() -> None:
         ShiftGuard(folded).eval()(torch.rand(5, 3, 4))
 
 
+def test_a_guard_round_a_guard() -> None:
+    net = small_net()
+    guard = ShiftGuard(net)
+    said = "model must be a classifier without a ShiftGuard, got "
+    for model, got in (
+        (guard, "a ShiftGuard: guard what that one guards"),
+        (torch.compile(guard, backend="eager"), "a ShiftGuard: guard what that one guards"),
+        (nn.Sequential(nn.Identity(), guard), "Sequential with one as '1': "),
+        (DoubleHead(guard, 4), "DoubleHead with one as 'model': "),
+    ):
+        with pytest.raises(ValueError, match=said + got):
+            ShiftGuard(model)
+    assert len(net[1]._forward_hooks) == 1  # what was refused left none
+    ShiftGuard(guard.model)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -299,9 +299,9 @@ class Guard(StaysFloat32):
 class ShiftGuard(nn.Module):
     """A trained classifier that becomes less sure where its input looks unlike the calibration data.
 
-    `model` is any classifier, a DoubleHead among them; it is not changed. `fit` needs calibration data that the
-    classifier did not learn from, and a perturbation such as `doublehead.data.Shifts`, and takes about `views + 1`
-    passes over the data. `guard` is the part that learned, `guard.threshold` from where on it acts.
+    `model` is any classifier without a guard, a DoubleHead among them; it is not changed. `fit` needs calibration data
+    that the classifier did not learn from, and a perturbation such as `doublehead.data.Shifts`, and takes about
+    `views + 1` passes over the data. `guard` is the part that learned, `guard.threshold` from where on it acts.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     >>> batches = [(torch.rand(32, 3, 8, 8), torch.randint(4, (32,)))]
@@ -319,6 +319,7 @@ class ShiftGuard(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        _check_unguarded(model)
         self.model = model
         self.tap = StageTap(model, layers, n_layers)
         self.guard = Guard(self.tap.widths, seed).to(device_of(model)).eval()
@@ -386,6 +387,16 @@ class ShiftGuard(nn.Module):
             raise ValueError(f"views must be at least 1, got {views}")
         seen = [self.look(batches, perturb) for _ in range(views)]
         return Sights(*(torch.cat(parts) for parts in zip(*seen)))
+
+
+def _check_unguarded(model: nn.Module) -> None:
+    model = uncompiled(model)
+    for name, module in model.named_modules():
+        if isinstance(module, ShiftGuard):
+            got = f"{type(model).__name__} with one as {name!r}" if name else "a ShiftGuard"
+            raise ValueError(
+                f"model must be a classifier without a ShiftGuard, got {got}: guard what that one guards"
+            )
 
 
 def _check(sights: Sights) -> None:
