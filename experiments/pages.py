@@ -32,7 +32,7 @@ from findings import (
 from guards import PERTURBED
 from headline import between, frozen_lines, line_of, perturbed_line, range_line, rival_lines
 from paper import TABLE_1
-from post_hoc import two_networks
+from post_hoc import beside_peers, two_networks
 from seen import FAMILY_UNSEEN, GUARD, KIND_UNSEEN
 from shift import NOT_NOISE, evaluated, sets_of
 from tables import (
@@ -77,6 +77,7 @@ def blocks(rows: Rows, results: Path = RESULTS) -> dict[str, str]:
         "evidence": evidence(rows).markdown(),
         "guide-findings": points([auto(rows), paper_head(rows), fitted(rows), fit_head(frozen), guard(rows)]),
         "two-networks": two_networks(results).markdown(),
+        "beside-peers": beside_peers().markdown(),
         "fit-head": textwrap.fill(fit_head_text(frozen), **WRAP),
     }
 

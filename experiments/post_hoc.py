@@ -35,6 +35,7 @@ from doublehead.training.run_folder import environment
 
 NAME = "post_hoc.json"
 PUBLISHED = {"CIFAR-10, ResNet-110 (published logits)": "CIFAR-10", "ImageNet, frozen ResNet-50": "ImageNet"}
+PEERS_FILE = Path(__file__).resolve().parents[1] / "benchmarks/results/calibrators_beside_peers.json"
 FOLDS, SPLITS = 5, 5
 TEST = {"accuracy": "accuracy", "ece": "ece", "low": "ece_floor_low", "high": "ece_floor_high",
         "nll": "nll", "brier": "brier"}  # fmt: skip
@@ -145,6 +146,21 @@ def two_networks(results: Path = RESULTS) -> Table:
     titles = [PUBLISHED[name] for name in PUBLISHED if name in networks]
     head = ["", *(f"{title}: {what}" for title in titles for what in ("NLL", "ECE"))]
     return Table("two-networks", "", head, lines or [["not run"]])
+
+
+def beside_peers(file: Path = PEERS_FILE) -> Table:
+    """NLL and ECE of our calibrators and a peer's on the same networks, for the guide; bold: the lowest NLL."""
+    networks: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
+    names = list(dict.fromkeys(run["method"] for one in networks.values() for run in one["numbers"]))
+    lines = []
+    for network, one in networks.items():
+        found = {name: [run for run in one["numbers"] if run["method"] == name] for name in names}
+        nlls = {name: fmean(run["nll"] for run in runs) for name, runs in found.items()}
+        eces = {name: 100 * fmean(run["ece"] for run in runs) for name, runs in found.items()}
+        low = min(nlls.values())
+        cells = [f"**{nlls[name]:.4f}**" if nlls[name] == low else f"{nlls[name]:.4f}" for name in names]
+        lines.append([network, *(f"{cell} / {eces[name]:.2f}" for cell, name in zip(cells, names))])
+    return Table("beside-peers", "", ["NLL / ECE", *names], lines or [["not run"]])
 
 
 def _lines(network: str, one: Found) -> list[list[str]]:
