@@ -135,6 +135,43 @@ def test_the_guides_table_of_published_networks(tmp_path: Path) -> None:
     assert post_hoc.two_networks(tmp_path / "nothing").lines == [["not run"]]
 
 
+def test_calibrators_beside_a_peers(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    assert post_hoc.beside_peers(file).lines == [["not run"]]
+    numbers = [{"method": name, "nll": nll, "ece": 0.01} for name, nll in
+               (("head", 0.2), ("head", 0.4), ("sms", 0.5), ("sms", 0.25))]  # fmt: skip
+    file.write_text(json.dumps({"a network": {"numbers": numbers}, "another": {"numbers": numbers[1:3]}}))
+    table = post_hoc.beside_peers(file)
+    assert table.head == ["NLL / ECE", "head", "sms"]
+    assert table.lines[0] == ["a network", "**0.3000** / 1.00", "0.3750 / 1.00"]
+    assert table.lines[1] == ["another", "**0.4000** / 1.00", "0.5000 / 1.00"]
+
+
+def test_what_is_said_of_probmetrics_was_measured() -> None:
+    readme, guide = (
+        " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/calibrators.md")
+    )
+    ours = json.loads((committed.RESULTS / post_hoc.NAME).read_text())
+    lead, behind_sms, lowest = [], {}, 0
+    for network, one in json.loads(post_hoc.PEERS_FILE.read_text()).items():
+        nlls: dict[str, float] = {}
+        for name in {run["method"] for run in one["numbers"]}:
+            nlls[name] = statistics.fmean(run["nll"] for run in one["numbers"] if run["method"] == name)
+        same = [run["nll"] for run in ours[network]["numbers"] if run["calibrator"] == "head"]
+        assert nlls["head"] == pytest.approx(statistics.fmean(same), rel=1e-4)
+        assert nlls["temperature"] == pytest.approx(nlls["probmetrics temp-scaling"], abs=2e-5)
+        best = min(nll for name, nll in nlls.items() if name.startswith("probmetrics"))
+        lead.append(100 * (1 - nlls["head"] / best))
+        behind_sms[network] = 100 * (1 - nlls["probmetrics sms"] / nlls["head"])
+        lowest += nlls["head"] == min(nlls.values())
+    assert (len(lead), lowest, sum(one > 0 for one in lead)) == (12, 7, 7)
+    assert f"lower on seven networks of twelve, by up to {max(lead):.1f} %" in readme
+    assert f"lowest NLL on seven networks of twelve, by up to {max(lead):.1f} % of the best" in guide
+    assert sum(one < 0 for one in behind_sms.values()) == 8  # "is below `sms` on eight"
+    fine, binary = (one for name, one in behind_sms.items() if name.startswith("SST"))
+    assert f"by {fine:.1f} and {binary:.1f} %, and a little on two image networks" in guide
+
+
 def test_the_committed_numbers_fit_the_committed_runs_and_what_is_said_of_them() -> None:
     networks = json.loads((committed.RESULTS / post_hoc.NAME).read_text())
     runs = {run.name: run for run in committed.read_runs()}
