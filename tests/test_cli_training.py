@@ -155,7 +155,10 @@ def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch
         (["--set", "milestones=0.5,x"], "--set milestones must be a number, got 'x'"),
         (["--set", "loss=brier"], "--set takes NAME=VALUE"),  # that is what --method is for
         (["--set", "mixup=0.3"], "--set takes NAME=VALUE"),
-        (["--set", "guards=shifts"], "guards must be empty without auto, whose output they guard"),
+        (
+            ["--method", "double-head", "--set", "guards=shifts"],
+            "guards must be empty without auto, whose output they guard",
+        ),
         (["--method", "guarded", "--set", "guards=noise"], "--set takes NAME=VALUE"),
         (["--method", "auto", "--set", "guards=fog"], "guards must be among "),
         (["--set", 'loss_options={"gamma":2}'], "loss_options must be among [] for cross_entropy"),
@@ -203,6 +206,14 @@ def test_compare_refuses_what_belongs_to_a_method(tmp_path: Path) -> None:
     assert "got 'magic'" in refused("compare", *SMALL, "--methods", "brier,magic", "-o", tmp_path)
 
 
+def test_train_lets_held_back_data_choose_unless_told_otherwise(tmp_path: Path) -> None:
+    result = call("train", *SMALL, "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "Auto head" in result.stdout
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "results.json").read_text())["selection"] is not None
+
+
 def test_tensorboard(tmp_path: Path) -> None:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -210,7 +221,7 @@ def test_tensorboard(tmp_path: Path) -> None:
         sentence = refused("train", *SMALL, "--tensorboard", "-o", tmp_path)
         assert sentence == "--tensorboard needs the package tensorboard: pip install tensorboard"
         pytest.skip("tensorboard is not installed")
-    result = call("train", *SMALL, "--tensorboard", "-o", tmp_path)
+    result = call("train", *SMALL, "--method", "annealing-double-head", "--tensorboard", "-o", tmp_path)
     assert result.exit_code == 0, result.output
     (folder,) = tmp_path.iterdir()
     read = EventAccumulator(str(folder / "tensorboard")).Reload()

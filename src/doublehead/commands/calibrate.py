@@ -151,7 +151,7 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
         "classes": list(learn.layout.classes),
         "fitted_on": {"files": [str(source) for source in learn.sources], "n": len(known)},
     }
-    doing = "cross-validating all calibrators" if method == "auto" else f"fitting {method}"
+    doing = "cross-validating calibrators" if method == "auto" else f"fitting {method}"
     with _warnings_told(), show.notes().status(f"{doing} on {len(known):,} predictions"):
         try:
             if method == "auto":

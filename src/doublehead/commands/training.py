@@ -56,7 +56,9 @@ NOT_SET = ("data", "model", "loss", "auto", "heads")  # by --set: they have opti
 def train(
     data: Data = "cifar10",
     model: Model = None,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "annealing-double-head",
+    method: Annotated[
+        str, typer.Option(help=f"One of {', '.join(METHODS)}. The paper's is annealing-double-head.")
+    ] = "auto",
     root: Root = None,
     settings: Settings = None,
     output: Output = Path("runs"),
@@ -68,8 +70,9 @@ def train(
 ) -> None:
     """Train one method into a run folder. The same command again resumes a run that was stopped.
 
-    The settings are the paper's for the data set; --set changes them. The run folder holds the config, a line of
-    metrics per epoch, predictions of every split and the weights.
+    Unless --method names another, many heads train beside the network, and held-back calibration data choose one of
+    them, or a temperature. The settings are the paper's for the data set; --set changes them. The run folder holds the
+    config, a line of metrics per epoch, predictions of every split and the weights.
     """
     with training_errors():
         asked = method_called(method)

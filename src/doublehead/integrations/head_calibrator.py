@@ -16,7 +16,7 @@ from doublehead.predictions import Predictions
 
 
 class HeadCalibrator(Calibrator):
-    """A temperature for each sample, from statistics of its logits. For some hundred samples or more, and many classes.
+    """A temperature for each sample, from statistics of its logits. For a thousand samples or more.
 
     What `fit_head` does for a network by default, for logits at hand: cross-fitted, and the scalar temperature itself
     unless a head is better on held-back data by more than chance; a smooth curve follows where it pays.
