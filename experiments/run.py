@@ -3,6 +3,7 @@
     python experiments/run.py cifar10 resnet50 --epochs 30 --seeds 0 1 2 --root data --output runs
     python experiments/run.py cifar10 resnet50 --seeds 0 --methods rivals --root data
     python experiments/run.py 20newsgroups-bydate --seeds 0 --root data
+    python experiments/run.py cifar10 resnet50 --seeds 3 --methods cross-entropy --bare --results experiments/members
 
 Runs that are finished are not trained again, and one that was stopped goes on. Of each run results.json (numbers of
 every output, config, seed, commit, versions, device, time), metrics and gradient norms are kept in
@@ -17,6 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,14 @@ def configs(options: argparse.Namespace) -> Iterator[Config]:
     """The runs asked for, seed by seed."""
     for seed in options.seeds:
         runs = row(options.data, options.model, options.epochs, seed)
-        yield from (runs[name] for name in methods_of(options.methods) if name in runs)
+        asked = (runs[name] for name in methods_of(options.methods) if name in runs)
+        yield from (bare(config) if options.bare else config for config in asked)
+
+
+def bare(config: Config) -> Config:
+    """The same network with nothing beside it: no heads, no guards, no shifted test sets."""
+    beside: dict[str, Any] = {"heads": {}, "augment_of": {}, "every_of": {}, "auto": False, "guards": ()}
+    return replace(config, **beside, record_gradients=False, shift=())
 
 
 def train_and_keep(config: Config, options: argparse.Namespace, neighbours: Neighbours) -> dict[str, Any]:
@@ -136,6 +145,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
         "--methods", nargs="+", default=[], help="or baselines, rivals, all; the paper's unless given"
+    )
+    parser.add_argument(
+        "--bare", action="store_true", help="the network alone, as a member of an ensemble or to be retrained"
     )
     parser.add_argument("--root", help="where the data sets lie")
     parser.add_argument("--output", type=Path, default=Path("runs"))

@@ -489,3 +489,16 @@ def test_the_examples_in_the_docstrings_run(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted
     assert result.failed == 0
+
+
+def test_a_bare_run_is_the_configuration_of_the_members() -> None:
+    options = Namespace(
+        data="cifar100", model="resnet50", epochs=30, seeds=[0, 1], methods=["cross-entropy"], bare=True
+    )
+    for config in run_script.configs(options):
+        kept = json.loads((ROOT / "experiments" / "members" / config.name / "results.json").read_text())[
+            "config"
+        ]
+        assert committed.small(json.loads(config.to_json())) == kept
+    options.bare = False
+    assert all(config.heads and config.guards for config in run_script.configs(options))
