@@ -65,7 +65,7 @@ def main() -> None:
     fabric = make_fabric(config, accelerator="cuda", devices=1)
     n_images = options.steps * config.batch_size
     run = set_up(config, fabric, generated(n_images), None)
-    fast, heads = run.forward, DoubleHead(run.forward, 10)
+    fast, heads = run.forward, DoubleHead(run.forward, 10, kind="mlp")
 
     def with_head(every: int):
         return {

@@ -65,7 +65,7 @@ def retrain(
 def frozen(folder: RunFolder, inputs: Inputs, device: torch.device) -> DoubleHead:
     """The trained network of a run with a fresh head beside it."""
     net = trained(folder, inputs, device).requires_grad_(False)
-    return DoubleHead(net, inputs.n_classes, seed=folder.config.seed)
+    return DoubleHead(net, inputs.n_classes, kind="mlp", seed=folder.config.seed)
 
 
 def trained(folder: RunFolder, inputs: Inputs, device: torch.device) -> nn.Module:

@@ -61,7 +61,7 @@ def train(with_head: bool, epochs: int = 2, **options: object) -> tuple[nn.Modul
     return net, model if with_head else None  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("head", [{}, {"kind": "temperature", "reads": ("statistics", "features")}])
+@pytest.mark.parametrize("head", [{}, {"kind": "mlp"}, {"reads": ("statistics", "features")}])
 def test_main_network_is_bit_identical_with_and_without_the_head(head: dict[str, object]) -> None:
     alone, _ = train(with_head=False)
     beside, model = train(with_head=True, head=head)
@@ -73,7 +73,7 @@ def test_main_network_is_bit_identical_with_and_without_the_head(head: dict[str,
 
 
 def test_head_has_the_papers_shape() -> None:
-    head = CalibrationHead(64, 10)
+    head = CalibrationHead(64, 10, kind="mlp")
     assert [tuple(p.shape) for p in head.parameters()] == [(32, 64), (32,), (10, 32), (10,)]
     features = torch.randn(3, 64)
     by_hand = F.relu(features @ head.first.weight.T + head.first.bias) @ head.last.weight.T + head.last.bias
@@ -81,7 +81,7 @@ def test_head_has_the_papers_shape() -> None:
 
 
 def test_temperature_head_starts_at_one_and_keeps_every_prediction() -> None:
-    head = CalibrationHead(16, 5, kind="temperature")
+    head = CalibrationHead(16, 5, reads="features")
     main = torch.randn(1000, 5)
     torch.testing.assert_close(head(torch.randn(1000, 16), main).softmax(1), main.softmax(1))
     nn.init.normal_(head.last.weight, std=3.0)
@@ -93,7 +93,7 @@ def test_temperature_head_starts_at_one_and_keeps_every_prediction() -> None:
 
 
 def test_temperature_head_is_softplus_times_main_logits() -> None:
-    head = CalibrationHead(2, 3, kind="temperature", hidden=0)
+    head = CalibrationHead(2, 3, hidden=0, reads="features")
     with torch.no_grad():
         head.last.weight.copy_(torch.tensor([[0.5, -1.0]]))
         head.last.bias.fill_(0.25)
@@ -129,7 +129,7 @@ def test_standardise_follows_the_data_it_is_given() -> None:
 
 def test_modes() -> None:
     net = small_net()
-    model = DoubleHead(net)
+    model = DoubleHead(net, kind="mlp")
     x = torch.randn(5, 1, 8, 8)
     model.eval()
     main, calib = model.heads(x)
@@ -150,16 +150,16 @@ def test_reads_logits_alone_needs_no_layer() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x[:, :3]
 
-    model = DoubleHead(Odd(), n_classes=3, reads="statistics", kind="temperature").eval()
+    model = DoubleHead(Odd(), n_classes=3).eval()
     assert model(torch.randn(4, 5)).shape == (4, 3)
     with pytest.raises(
         ValueError, match=r"no last layer found in Odd: looked for get_classifier\(\).*layer='...'"
     ):
-        DoubleHead(Odd(), n_classes=3)
+        DoubleHead(Odd(), n_classes=3, reads="features")
 
 
 def test_layer_can_be_named_and_wrong_names_are_refused() -> None:
-    model = DoubleHead(small_net(), layer="6", n_classes=4).eval()
+    model = DoubleHead(small_net(), layer="6", n_classes=4, reads="features").eval()
     assert model.head.first.in_features == 24
     assert model.heads(torch.randn(2, 1, 8, 8)).calib.shape == (2, 4)
     with pytest.raises(
@@ -169,7 +169,9 @@ def test_layer_can_be_named_and_wrong_names_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"n_features must be given: layer '0\.?.*' \(.*\) does not state it"
     ):
-        DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), layer="0", n_classes=2)
+        DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), layer="0", n_classes=2, reads="features")
+    with pytest.raises(ValueError, match="n_classes must be given: layer '0' does not state it"):
+        DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), layer="0")
 
 
 def test_layer_that_never_runs_is_named() -> None:
@@ -182,7 +184,8 @@ def test_layer_that_never_runs_is_named() -> None:
             return self.used(x)
 
     with pytest.raises(RuntimeError, match="layer 'unused' was not run in the model's forward"):
-        DoubleHead(Bypassed()).eval()(torch.randn(2, 4))
+        DoubleHead(Bypassed(), reads="features").eval()(torch.randn(2, 4))
+    assert DoubleHead(Bypassed()).eval()(torch.randn(2, 4)).shape == (2, 3)  # reads no features
 
 
 def test_unknown_reads_and_kind() -> None:
@@ -207,7 +210,7 @@ def test_annealing_by_hand() -> None:
 def test_one_step_by_hand() -> None:
     """One calibration step equals one SGD step on cross entropy of beta * logits, worked out beside it."""
     net = small_net().eval()
-    model = DoubleHead(net)
+    model = DoubleHead(net, kind="mlp")
     x, y = some_data(16, 5).tensors
     reference = copy.deepcopy(model.head)
     with torch.no_grad():
@@ -269,7 +272,7 @@ def test_resume_is_exact(loader: str) -> None:
 
     def fresh() -> tuple[DoubleHead, Alternation]:
         torch.manual_seed(1)
-        model = DoubleHead(small_net(), kind="temperature", reads=("statistics", "features"))
+        model = DoubleHead(small_net(), reads=("statistics", "features"))
         return model, Alternation(model, calib(), every=1, augment=noisy, seed=5)
 
     model, alternation = fresh()
@@ -328,13 +331,112 @@ def test_the_state_of_another_process_brings_its_steps_alone(monkeypatch: pytest
     assert not torch.equal(seen[-1], seen[-2])
 
 
-def test_follows_the_lr_of_an_optimizer() -> None:
-    model = DoubleHead(small_net())
-    optimizer = torch.optim.SGD(model.main_parameters(), lr=0.3)
-    alternation = Alternation(model, DataLoader(some_data(32, 2), 16), every=1, lr=optimizer)
-    optimizer.param_groups[0]["lr"] = 0.07
+def defaults(head: CalibrationHead) -> tuple[object, ...]:
+    return head.kind, head.reads, head.hidden, head.lr, head.annealing
+
+
+def test_defaults_of_both_kinds() -> None:
+    """For 64 features and 10 classes: 10 + 3 statistics, so 16 hidden units and not 6."""
+    temperature = "temperature", ("statistics",), 16, 0.03, Annealing(1.0)
+    paper = "mlp", ("features",), 32, 0.1, Annealing(1.2)
+    assert defaults(CalibrationHead(64, 10)) == temperature
+    assert defaults(CalibrationHead(64, 10, kind="mlp")) == paper
+    assert CalibrationHead(64, 10).first.weight.shape == (16, 13)
+    assert defaults(CalibrationHead(64, 10, reads="features"))[1:3] == (("features",), 32)
+    assert defaults(CalibrationHead(20, 10, reads="features"))[1:3] == (("features",), 16)
+    assert defaults(CalibrationHead(20, 10, kind="mlp"))[1:3] == (("features",), 10)
+    assert defaults(CalibrationHead(64, 10, kind="mlp", reads="statistics"))[1:3] == (("statistics",), 6)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 10))
+    assert defaults(DoubleHead(net).head) == defaults(DoubleHead(net, 10).head) == temperature
+    assert defaults(DoubleHead(net, kind="mlp").head) == paper
+    assert defaults(DoubleHead(net, reads=("logits", "features")).head)[1:3] == (("logits", "features"), 37)
+    assert (HeadBank.auto(64, 10).lr, Annealing().beta0) == (0.1, 1.2)
+
+
+def test_the_papers_method_is_one_argument_away() -> None:
+    def trained(head: dict[str, object], **how: object) -> DoubleHead:
+        torch.manual_seed(4)
+        model = DoubleHead(small_net(), **head)  # type: ignore[arg-type]
+        alternation = Alternation(model, DataLoader(some_data(64, 2), 16), every=1, **how)  # type: ignore[arg-type]
+        for step in range(6):
+            alternation.step(step / 6)
+        return model
+
+    short = trained({"kind": "mlp"})
+    explicit = {"kind": "mlp", "reads": "features", "hidden": 8}
+    written_out = trained(explicit, annealing=Annealing(1.2), lr=0.1)
+    for (name, a), b in zip(short.state_dict().items(), written_out.state_dict().values()):
+        assert torch.equal(a, b), name
+    for other in ({"annealing": Annealing(1.0)}, {"lr": 0.03}):
+        assert not torch.equal(short.head.last.weight, trained({"kind": "mlp"}, **other).head.last.weight)
+
+
+def rate(alternation: Alternation) -> float:
+    return float(alternation.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("head", "own"),
+    [({}, 0.03), ({"kind": "mlp"}, 0.1), ({"head": HeadBank.auto}, 0.1), ({"head": nn.Linear(16, 4)}, 0.1)],
+)
+def test_a_head_has_a_rate_of_its_own(head: dict[str, object], own: float) -> None:
+    model = DoubleHead(small_net(), **head)  # type: ignore[arg-type]
+    adam = torch.optim.Adam(model.main_parameters(), 2e-4)
+    calib = [some_data(8, 1)[:]]
+    assert rate(Alternation(model, calib)) == own
+    assert rate(Alternation(model, calib, lr=0.2)) == 0.2
+    assert rate(Alternation(model, calib, lr=adam)) == pytest.approx(own)
+    assert rate(Alternation(model, calib, lr=adam, lr_scale=3.0)) == 3.0 * 2e-4
+
+
+def test_the_rate_follows_the_schedule_and_is_the_heads_own_at_its_peak() -> None:
+    model, calib = DoubleHead(small_net()), [some_data(8, 1)[:]]
+
+    def followed(make: object, n: int) -> list[float]:
+        optimizer = torch.optim.SGD(model.main_parameters(), lr=0.3)
+        scheduler = make(optimizer)  # type: ignore[operator]
+        alternation, seen = Alternation(model, calib, every=1, lr=optimizer), []
+        for _ in range(n):
+            alternation.step(0.0)
+            seen.append(rate(alternation))
+            optimizer.step()
+            scheduler.step()
+        return seen
+
+    schedulers = torch.optim.lr_scheduler
+    decay = followed(lambda optimizer: schedulers.StepLR(optimizer, 2, 0.1), 4)
+    assert decay == pytest.approx([0.03, 0.03, 0.003, 0.003])
+    warmup = followed(lambda optimizer: schedulers.LambdaLR(optimizer, lambda i: min(1.0, i / 2)), 4)
+    assert warmup == pytest.approx([0.0, 0.015, 0.03, 0.03])
+    cycle = followed(lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.5, total_steps=20), 20)
+    assert max(cycle) == pytest.approx(0.03)
+    assert cycle[0] == pytest.approx(0.03 / 25)
+    none = torch.optim.SGD(model.main_parameters(), lr=0.0)
+    with pytest.raises(
+        ValueError, match="main optimizer must have a positive learning rate at its peak, got 0.0"
+    ):
+        Alternation(model, calib, lr=none)
+
+
+def test_a_resumed_run_goes_on_at_the_same_rate() -> None:
+    """The rate has fallen when the run is resumed, and nobody noted the peak."""
+
+    def made(lr: float) -> tuple[Alternation, torch.optim.Optimizer]:
+        model = DoubleHead(small_net())
+        optimizer = torch.optim.SGD(model.main_parameters(), lr=lr)
+        return Alternation(model, [some_data(8, 1)[:]], every=1, lr=optimizer), optimizer
+
+    alternation, optimizer = made(0.3)
+    optimizer.param_groups[0]["lr"] = 0.03
     alternation.step(0.0)
-    assert alternation.optimizer.param_groups[0]["lr"] == 0.07
+    resumed, _ = made(0.03)
+    resumed.load_state_dict(alternation.state_dict())
+    resumed.step(0.0)
+    assert rate(alternation) == rate(resumed) == pytest.approx(0.003)
+    older = {key: value for key, value in alternation.state_dict().items() if key != "lr_scale"}
+    again, _ = made(0.3)
+    again.load_state_dict(older)
+    assert again.lr_scale == pytest.approx(0.1)
 
 
 def test_another_optimizer() -> None:
@@ -376,9 +478,7 @@ def test_moments_leave_out_what_is_not_finite_or_not_fine() -> None:
     assert all(torch.equal(before[key], value) for key, value in moments.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "head", [{}, {"kind": "temperature"}, {"kind": "temperature", "reads": "statistics"}]
-)
+@pytest.mark.parametrize("head", [{}, {"kind": "mlp"}, {"reads": "features"}])
 def test_features_that_explode_at_the_start_do_not_end_a_head(head: dict[str, object]) -> None:
     """A deep network's first calibration batches come with features of 1e9: BatchNorm's averages are not there yet."""
 
@@ -465,14 +565,14 @@ def test_token_logits_find_their_features() -> None:
         def forward(self, x: Tensor, at: Tensor) -> Tensor:
             return self.score(x)[torch.arange(len(x)), at]
 
-    model = DoubleHead(Decoder()).eval()
+    model = DoubleHead(Decoder(), kind="mlp").eval()
     x, at = torch.randn(4, 7, 6), torch.tensor([0, 6, 3, 2])
     features = model._tap.run(model.model, (x, at), {})[1]
     torch.testing.assert_close(features, x[torch.arange(4), at])
 
 
 def test_bf16_autocast_and_channels_last() -> None:
-    model = DoubleHead(small_net().to(memory_format=torch.channels_last), kind="temperature")
+    model = DoubleHead(small_net().to(memory_format=torch.channels_last), reads=("features", "statistics"))
     x, y = some_data(16, 1)[:]
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
@@ -486,7 +586,7 @@ def test_bf16_autocast_and_channels_last() -> None:
 def test_compiled_models(what: str) -> None:
     torch._dynamo.reset()
     net = small_net()
-    plain = DoubleHead(net).eval()
+    plain = DoubleHead(net, kind="mlp").eval()
     x, y = some_data(8, 1)[:]
     want = plain.heads(x)
     if what == "network":
@@ -505,7 +605,7 @@ def test_compiled_models(what: str) -> None:
 
 def test_heads_on_one_network_share_its_tap() -> None:
     net, x = small_net().eval(), torch.randn(3, 1, 8, 8)
-    one, other = DoubleHead(net, seed=1).eval(), DoubleHead(net, kind="temperature", seed=2).eval()
+    one, other = (DoubleHead(net, kind=kind, reads="features").eval() for kind in ("mlp", "temperature"))
     assert one._tap is other._tap
     assert len(net[8]._forward_hooks) == 1
     features = net[:8](x)
@@ -515,10 +615,17 @@ def test_heads_on_one_network_share_its_tap() -> None:
         assert one._tap.caught is None
     alone = copy.deepcopy(one)
     assert alone._tap is not one._tap
-    assert DoubleHead(alone.model)._tap is alone._tap
-    deeper = DoubleHead(net, 3, layer="6")  # another layer, another tap
+    assert DoubleHead(alone.model, reads="features")._tap is alone._tap
+    deeper = DoubleHead(net, 3, layer="6", reads="features")  # another layer, another tap
     assert deeper._tap is not one._tap
-    assert DoubleHead(net, 3, layer="6", n_features=7)._tap is not deeper._tap
+    assert DoubleHead(net, 3, layer="6", n_features=7, reads="features")._tap is not deeper._tap
+
+
+def test_a_head_that_reads_no_features_puts_no_hook_on_the_network() -> None:
+    net = small_net()
+    model = DoubleHead(net)
+    assert not any(module._forward_hooks for module in net.modules())
+    assert model.read([some_data(5, 1)[:]]).features.shape == (5, 0)
 
 
 def test_deep_copy_stands_on_its_own() -> None:
@@ -534,7 +641,7 @@ def test_deep_copy_stands_on_its_own() -> None:
 def test_the_head_stays_float32_in_a_half_precision_model(dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     for model in (
-        DoubleHead(net, kind="temperature", reads=("features", "statistics")),
+        DoubleHead(net, reads=("features", "statistics")),
         DoubleHead(net, head=HeadBank.auto),
     ):
         half = copy.deepcopy(model).to(dtype).eval()
@@ -551,6 +658,6 @@ def test_a_network_that_was_compiled_and_run_before() -> None:
     with torch.no_grad():
         compiled(x)
         compiled(x)
-        model = DoubleHead(compiled, 3).eval()
+        model = DoubleHead(compiled, 3, kind="mlp").eval()
         torch.testing.assert_close(model.heads(x).main, net(x))
         torch.testing.assert_close(model(x), model.head(net[:3](x), net(x)))

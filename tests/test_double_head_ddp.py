@@ -57,7 +57,7 @@ def test_two_processes_share_one_head(tmp_path: Path) -> None:
 def test_two_processes_step_like_one_with_both_halves(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(half_worker, args=(2, str(tmp_path)), nprocs=2)
     together = torch.load(tmp_path / "0.pt", weights_only=True)
-    model = DoubleHead(net().eval())
+    model = DoubleHead(net().eval(), kind="mlp")
     alternation = Alternation(model, [data(2)], every=1, lr=0.1)
     for _ in range(3):
         alternation.step(0.5)
@@ -68,7 +68,7 @@ def test_two_processes_step_like_one_with_both_halves(tmp_path: Path) -> None:
 def half_worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    model = DoubleHead(net().eval())
+    model = DoubleHead(net().eval(), kind="mlp")
     x, y = data(2)
     alternation = Alternation(model, [(x[rank::world], y[rank::world])], every=1, lr=0.1)
     for _ in range(3):

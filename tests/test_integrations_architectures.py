@@ -93,7 +93,7 @@ def test_features_logits_and_gradients(library: str, name: str, size: int) -> No
     net = network(library, name, size)
     x, y = torch.randn(2, 3, size, size), torch.tensor([1, 5])
     check_guard(copy.deepcopy(net), name, x)
-    model = DoubleHead(net)
+    model = DoubleHead(net, kind="mlp")
 
     model.eval()
     with torch.no_grad():

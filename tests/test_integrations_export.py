@@ -56,7 +56,7 @@ def run_onnx(path: Path, **feed: Tensor) -> list[Any]:
 
 def test_onnx_gives_the_same_probabilities_labels_and_confidences(tmp_path: Path) -> None:
     normalise = Normalise((0.4,), (0.2,))
-    model = DoubleHead(net(), kind="temperature", reads=("statistics", "features"))
+    model = DoubleHead(net(), reads=("statistics", "features"))
     nn.init.normal_(model.head.last.weight)
     x = torch.rand(33, 1, 8, 8)
     path = export_model(model, x[:1], tmp_path / "out", prepare=normalise, card="# A card\n")
@@ -73,7 +73,7 @@ def test_onnx_gives_the_same_probabilities_labels_and_confidences(tmp_path: Path
 
 
 def test_torch_export_and_safetensors_come_back(tmp_path: Path) -> None:
-    model = DoubleHead(net()).eval()
+    model = DoubleHead(net(), kind="mlp").eval()
     x = torch.randn(7, 1, 8, 8)
     want = model(x).softmax(1).detach()
     export_model(model, x[:2], tmp_path / "program", to="torch-export")
@@ -96,7 +96,7 @@ def test_words_of_any_length_by_keyword(tmp_path: Path) -> None:
             pooled = (self.embedding(words) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
             return {"logits": self.classifier(pooled)}
 
-    model = DoubleHead(Keyed()).eval()
+    model = DoubleHead(Keyed(), kind="mlp").eval()
     example = {"words": torch.randint(30, (2, 6)), "mask": torch.ones(2, 6, dtype=torch.long)}
     path = export_model(model, example, tmp_path)
     words, mask = torch.randint(30, (5, 11)), torch.ones(5, 11, dtype=torch.long)
@@ -200,7 +200,7 @@ def test_an_export_that_answers_differently_is_not_kept(tmp_path: Path) -> None:
         with pytest.raises(
             RuntimeError, match="does not give the same answers as the model: probs differ by up to"
         ):
-            export_model(DoubleHead(network, kind="temperature"), torch.randn(2, 4), tmp_path / "out", to=to)
+            export_model(DoubleHead(network), torch.randn(2, 4), tmp_path / "out", to=to)
         assert list((tmp_path / "out").iterdir()) == []
     with pytest.raises(ValueError, match="to must be one of onnx, torch-export, safetensors, got 'tflite'"):
         export_model(DoubleHead(net()), torch.randn(2, 1, 8, 8), tmp_path, to="tflite")  # type: ignore[arg-type]

@@ -102,6 +102,7 @@ class HeadBank(StaysFloat32):
     torch.Size([3, 5, 3])
     """
 
+    lr = 0.1  # what the heads' own rates are relative to, where an Alternation is not told otherwise
     CHOSEN_TEMPERATURE = -1  # values of `chosen` that are not a head's number
     ENSEMBLE = -2
 

@@ -72,7 +72,6 @@ class FeatureTap:
                 f"n_features must be given: layer {name!r} ({type(layer).__name__}) does not state it"
             )
         self.n_features = wanted
-        self.n_classes = None if layer is None else outputs_of(layer)
         self.recording = False
         self.caught: tuple[Tensor, Tensor] | None = None
         if layer is not None:

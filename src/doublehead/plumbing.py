@@ -148,6 +148,22 @@ def set_random(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
 
+def follow(optimizer: torch.optim.Optimizer, lr: float) -> float:
+    """The factor that takes an optimizer's learning rate to `lr` at the peak of its schedule.
+
+    A scheduler notes its peak as `max_lr` (OneCycleLR) or `initial_lr`; without one, the present rate is the peak.
+
+    >>> optimizer = torch.optim.Adam([torch.zeros(1)], lr=2e-5)
+    >>> round(follow(optimizer, 0.1) * 2e-5, 6)
+    0.1
+    """
+    first = optimizer.param_groups[0]
+    peak = float(first.get("max_lr", first.get("initial_lr", first["lr"])))
+    if peak <= 0:
+        raise ValueError(f"the main optimizer must have a positive learning rate at its peak, got {peak}")
+    return lr / peak
+
+
 class Verdicts:
     """Yes or no from the device, read when it has come over, so that nobody waits for it."""
 

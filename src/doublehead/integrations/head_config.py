@@ -16,7 +16,7 @@ def describe(double: DoubleHead, n_classes: int) -> dict[str, Any]:
     """What is needed to put an equal head beside an equal network; its weights are saved apart.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> facts = describe(DoubleHead(net, kind="temperature"), 3)
+    >>> facts = describe(DoubleHead(net, kind="mlp"), 3)
     >>> facts["layer"], facts["heads"][0]["hidden"]
     ('2', 4)
     """

@@ -15,11 +15,10 @@ from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads, Re
 from doublehead.head_bank import HeadBank
 from doublehead.integrations.attach import Attachment, find_classifier
 from doublehead.integrations.overlap import check_disjoint, n_shared
-from doublehead.integrations.schedule import follow
 from doublehead.integrations.trackers import log_reliability
 from doublehead.integrations.watch import Watch
 from doublehead.optional import require
-from doublehead.plumbing import evaluating, unpack
+from doublehead.plumbing import evaluating, follow, unpack
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
 Wrapper: Any = require("lightning.fabric.utilities.distributed", extra="lightning").DistributedSamplerWrapper

@@ -16,11 +16,10 @@ from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads
 from doublehead.integrations.attach import Attachment
 from doublehead.integrations.head_config import describe, rebuild
 from doublehead.integrations.overlap import check_disjoint
-from doublehead.integrations.schedule import follow
 from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
 from doublehead.integrations.watch import Watch
 from doublehead.optional import require
-from doublehead.plumbing import average_over_processes, device_of, from_every_process, n_processes, rank
+from doublehead.plumbing import average_over_processes, device_of, follow, from_every_process, n_processes, rank
 
 TrainerCallback: Any = require("transformers.trainer_callback", extra="transformers").TrainerCallback
 HEAD = "calibration_head"  # the name of the head inside the model, and so of its weights in the file
