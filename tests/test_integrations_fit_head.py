@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from doublehead import CalibrationHead, DoubleHead, HeadSpec, Predictions, Readings, metrics
+from doublehead import (
+    Alternation,
+    CalibrationHead,
+    DoubleHead,
+    HeadBank,
+    HeadSpec,
+    Predictions,
+    Readings,
+    metrics,
+    refit,
+)
 from doublehead.calibrators import Temperature
-from doublehead.integrations.fit_head import CANDIDATES, LR, STEPS, _choose, _Heads, fit_head, fit_head_on
+from doublehead.integrations.fit_head import (
+    CANDIDATES,
+    LR,
+    STEPS,
+    _choose,
+    _Heads,
+    fit_head,
+    fit_head_on,
+    refit_on,
+)
 from doublehead.integrations.nll_curves import NllCurves, inverse_softplus
 from doublehead.integrations.overlap import check_disjoint, n_shared
 
@@ -197,6 +217,125 @@ def test_one_call_on_a_network(reads: str) -> None:
 def test_a_generator_of_batches_is_read_whole() -> None:
     batches = (some_data(30, seed)[:] for seed in range(3))
     assert fit_head(trained_net(), batches).head.choice.n == 90
+
+
+class Given(nn.Module):
+    """A network whose logits are its inputs, with features before them: readings become batches."""
+
+    def __init__(self, n_classes: int = 5) -> None:
+        super().__init__()
+        self.last = nn.Linear(n_classes, n_classes, bias=False)
+        nn.init.eye_(self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x)
+
+
+def batches(readings: Readings) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(readings.main.split(64), readings.labels.split(64)))
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize(
+    "head", [{}, {"hidden": 0}, {"reads": ("statistics", "features")}, {"reads": "features"}, {"seed": 5}]
+)
+def test_refit_is_fit_head_in_place(head: dict[str, Any], planted: bool) -> None:
+    calib, x = drawn(900, seed=1, planted=planted), drawn(9, seed=3).main
+    model = DoubleHead(Given(), **head)
+    modules, shapes = list(model.modules()), {name: v.shape for name, v in model.state_dict().items()}
+    for parameter in model.head.parameters():
+        nn.init.normal_(parameter)  # what it learned in training
+    random, before = torch.get_rng_state(), model.training
+    choice = refit(model, batches(calib))
+    assert torch.equal(random, torch.get_rng_state())
+    assert model.training == before
+    assert list(model.modules()) == modules
+    assert {name: v.shape for name, v in model.state_dict().items()} == shapes
+    spec = HeadSpec(hidden=model.head.hidden, reads=model.head.reads)
+    candidates = [spec, HeadSpec(beta0=1.1, hidden=spec.hidden, reads=spec.reads)]
+    wanted = fit_head_on(calib._replace(features=calib.main), candidates=candidates)
+    assert choice == wanted.choice
+    assert (choice.spec is not None) == planted
+    assert choice.nll <= choice.nll_of_temperature
+    assert model.head.after.bends == wanted.after.bends
+    exact = {"rtol": 1e-4, "atol": 1e-4} if head == {"reads": "features"} else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(model.eval()(x), wanted.eval()(x, x), **exact)
+    if not planted:
+        temperature = Temperature().fit(Predictions(calib.main, calib.labels))
+        torch.testing.assert_close(model(x).softmax(1), temperature(x).softmax(1), atol=1e-4, rtol=1e-3)
+
+
+def test_a_refitted_head_trains_on_and_starts_over() -> None:
+    """The curve after it is in its state; another fit leaves none of it behind."""
+    calib = drawn(1200, seed=1, planted=True)
+    one_in_five = torch.rand(1200, generator=torch.Generator().manual_seed(0)) < 0.2
+    calib.labels[one_in_five] = torch.randint(5, (int(one_in_five.sum()),))
+    model = DoubleHead(Given())
+    alternation = Alternation(model, batches(calib), every=1)
+    first = refit(model, batches(calib))
+    assert first.bends
+    assert model.head.after.bends
+    again = DoubleHead(Given()).eval()
+    again.load_state_dict(model.state_dict())
+    assert again.head.after.bends
+    assert torch.equal(again(calib.main), model.eval()(calib.main))
+    before = model.head.last.bias.clone()
+    for _ in range(3):
+        assert torch.isfinite(alternation.step(0.5))
+    assert not torch.equal(before, model.head.last.bias)
+    few = drawn(40, seed=2)
+    assert not refit(model, batches(few)).bends
+    assert not model.head.after.bends
+    assert refit(model, batches(calib)) == first
+    torch.testing.assert_close(model(calib.main), again(calib.main), rtol=0, atol=0)
+
+
+def test_refit_under_autocast_and_on_a_wrapped_or_fitted_model() -> None:
+    calib = drawn(300, seed=1, planted=True)
+    model, wrapped = DoubleHead(Given()), DoubleHead(Given())
+    readings = model.read(batches(calib))
+    want = refit_on(model, readings)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert refit_on(wrapped, readings) == want
+    assert refit(nn.ModuleDict({"module": wrapped}), batches(calib)) == want  # as DDP holds it
+    fitted = fit_head(Given(), batches(drawn(300, seed=4)))
+    choice = refit(fitted, batches(calib))
+    assert fitted.head.choice == choice
+    assert choice.in_words() == (
+        f"a head, held-back NLL {choice.nll:.4f} (temperature {choice.nll_of_temperature:.4f}, 300 samples)"
+    )
+    scalar = refit(fitted, batches(drawn(40, seed=4)))
+    assert scalar.in_words().startswith(f"the scalar temperature {scalar.temperature:.4g}, held-back NLL")
+
+
+def test_refit_refuses_other_heads() -> None:
+    data = batches(drawn(60))
+    wanted = "double must be a DoubleHead whose head is a CalibrationHead of kind 'temperature', got a head "
+    for head, got in (
+        ({"kind": "mlp"}, "CalibrationHead of kind 'mlp'"),
+        ({"head": HeadBank.auto}, "HeadBank"),
+        ({"head": nn.Linear(2, 2)}, "Linear"),
+    ):
+        with pytest.raises(TypeError, match=wanted + got):
+            refit(DoubleHead(Given(), **head), data)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="double must be a DoubleHead .* got Given"):
+        refit(Given(), data)
+    with pytest.raises(ValueError, match="batches must hold at least one batch, got none"):
+        refit(DoubleHead(Given()), [])
+
+
+def test_the_scalar_comes_in_the_shape_of_the_first_candidate() -> None:
+    calib = drawn(40, seed=4)
+    for candidates, hidden in ((CANDIDATES, 0), (CANDIDATES[2:], 16), ((), 0)):
+        head = fit_head_on(calib, candidates=candidates)
+        assert head.choice.spec is None
+        assert head.hidden == hidden
+        assert not head.last.weight.any()
+        scale = float(F.softplus(head.last.bias.detach()))
+        assert scale == pytest.approx(1 / head.choice.temperature, rel=1e-5)
+        torch.testing.assert_close(
+            head(calib.features, calib.main).softmax(1), (scale * calib.main).softmax(1)
+        )
 
 
 def test_bad_use() -> None:

@@ -17,7 +17,7 @@ from doublehead.double_head import (
     statistics,
 )
 from doublehead.head_bank import HeadBank, HeadSpec, Selection, hold_back
-from doublehead.integrations.fit_head import fit_head, fit_head_on
+from doublehead.integrations.fit_head import fit_head, fit_head_on, refit
 from doublehead.integrations.head_calibrator import HeadCalibrator
 from doublehead.predictions import Predictions
 from doublehead.shift_guard import ShiftGuard
@@ -46,5 +46,6 @@ __all__ = [
     "hold_back",
     "losses",
     "metrics",
+    "refit",
     "statistics",
 ]

@@ -3,6 +3,7 @@
 Small heads that give one inverse temperature per sample start at the fitted scalar temperature. Which of them, and how
 many steps of training, is chosen by their NLL on calibration data held back from them, fold by fold; the scalar
 temperature is kept unless a head is better there by more than chance. A smooth curve follows where it pays (`LastMap`).
+`refit` does the same, in place, to the head of a DoubleHead that was trained beside its network.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibrators.temperature import fit_inverse_temperature
-from doublehead.double_head import Annealing, CalibrationHead, DoubleHead, Readings, Standardise
+from doublehead.double_head import Annealing, CalibrationHead, DoubleHead, Readings, Standardise, _unwrap
 from doublehead.head_bank import HeadSpec
 from doublehead.integrations.head_config import put_head
 from doublehead.integrations.nll_curves import NllCurves, inverse_softplus
 from doublehead.integrations.overlap import check_disjoint
 from doublehead.last_map import LastMap
-from doublehead.plumbing import device_of, seeded
+from doublehead.plumbing import device_of, from_every_process, same_on_all_processes, seeded
 from doublehead.predictions import Predictions
 
 PASSES, STEPS = 20, 20  # passes at most, and steps in each, over which beta runs from beta0 to 1
@@ -32,10 +33,11 @@ LR = 0.01  # of Adam; 0.003 .. 0.03 end within 0.001 NLL of each other on ImageN
 ENOUGH = 20_000  # samples that a head of a few hundred weights can make use of
 FEW = 50  # below this only the scalar temperature is fitted
 
+BETA0 = (1.0, 1.1)
 CANDIDATES = tuple(
     HeadSpec(beta0=beta0, kind="temperature", hidden=hidden, reads="statistics")
     for hidden in (0, 16)
-    for beta0 in (1.0, 1.1)
+    for beta0 in BETA0
 )
 TEMPERATURE = HeadSpec(kind="temperature", hidden=0, reads="statistics")  # untrained: the scalar it starts at
 
@@ -52,6 +54,12 @@ class Choice:
     nll_of_temperature: float
     nlls: tuple[float, ...]  # of each candidate at its best number of steps
     bends: bool = False  # whether a smooth curve follows; NLLs are those before it
+
+    def in_words(self) -> str:
+        """What was chosen, and its NLL beside the temperature's, in a line."""
+        name = f"the scalar temperature {self.temperature:.4g}" if self.spec is None else "a head"
+        name += " and a curve" if self.bends else ""
+        return f"{name}, held-back NLL {self.nll:.4f} (temperature {self.nll_of_temperature:.4f}, {self.n:,} samples)"
 
 
 class FittedHead(CalibrationHead):
@@ -103,6 +111,68 @@ def fit_head(
     return put_head(double, head).eval()
 
 
+def refit(double: nn.Module, calib_batches: Iterable[Any], *, seed: int = 0) -> Choice:
+    """Fit the temperature head of a trained DoubleHead anew, in place, on its network as it is now.
+
+    As `fit_head` does it, with the head's own shape as the only candidate besides the scalar temperature. The head's
+    modules and shapes stay, so checkpoints, optimizers and an `Alternation` stay valid: training may go on, and the
+    next `refit` starts over. The network runs once over `calib_batches`, in evaluation mode. Where several processes
+    train together, each must call it, and all end with the first one's head.
+
+    >>> model = DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
+    >>> refit(model, [(torch.randn(64, 4), torch.randint(3, (64,)))]).n
+    64
+    """
+    inner = _unwrap(double, "double")
+    _check_refit(inner)
+    with seeded(seed, device_of(inner)):
+        readings = inner.read(calib_batches)
+    return refit_on(inner, readings, seed=seed)
+
+
+def refit_on(double: DoubleHead, readings: Readings, *, seed: int = 0) -> Choice:
+    """`refit` with what `double.read` gave already at hand."""
+    head = _check_refit(double)
+    spec = HeadSpec(kind="temperature", hidden=head.hidden, reads=head.reads)  # type: ignore[arg-type]
+    candidates = [replace(spec, beta0=beta0) for beta0 in BETA0]
+    fitted = fit_head_on(readings, candidates=candidates, seed=seed)
+    choice: Choice = from_every_process(fitted.choice)[0]
+    same_on_all_processes(fitted)
+    if isinstance(head.standardise, nn.Identity):
+        _fold_in(fitted)
+    head.load_state_dict(fitted.state_dict())
+    if isinstance(head, FittedHead):
+        head.choice = choice
+    return choice
+
+
+def can_refit(double: DoubleHead) -> bool:
+    """Whether the head is one that `refit` can fit: a CalibrationHead of kind "temperature"."""
+    return isinstance(double.head, CalibrationHead) and double.head.kind == "temperature"
+
+
+def _check_refit(double: DoubleHead) -> CalibrationHead:
+    head = double.head
+    if not isinstance(head, CalibrationHead) or not can_refit(double):
+        got = type(head).__name__ + (f" of kind {head.kind!r}" if isinstance(head, CalibrationHead) else "")
+        raise TypeError(
+            f"double must be a DoubleHead whose head is a CalibrationHead of kind 'temperature', got a head {got}"
+        )
+    return head
+
+
+@torch.no_grad()
+def _fold_in(head: CalibrationHead) -> None:
+    """Let the first layer itself subtract and divide what `standardise` did, for a head that has none."""
+    moments, layer = head.standardise, head.first if head.hidden else head.last
+    assert isinstance(moments, Standardise)
+    assert isinstance(layer, nn.Linear)
+    deviation = (moments.square - moments.mean.square()).clamp(min=1e-6).sqrt()
+    layer.weight.div_(deviation)
+    layer.bias.sub_(layer.weight @ moments.mean)
+    head.standardise = nn.Identity()
+
+
 def fit_head_on(
     readings: Readings, *, candidates: Sequence[HeadSpec] = CANDIDATES, folds: int = 5, seed: int = 0
 ) -> FittedHead:
@@ -110,6 +180,7 @@ def fit_head_on(
 
     Every candidate must be of kind "temperature", so no prediction ever changes. Features may be empty, (N, 0), where
     no candidate reads them. Inputs are always standardised. Of more than 20,000 samples a random 20,000 are used.
+    Where the scalar temperature is kept, it comes in the shape of the first candidate.
 
     >>> logits = 3 * torch.randn(200, 4)
     >>> head = fit_head_on(Readings(torch.empty(200, 0), logits, logits.argmax(1)))
@@ -121,14 +192,15 @@ def fit_head_on(
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[:ENOUGH]
     order = order.to(main.device)
     readings = Readings(features[order], main[order], labels[order])
-    inverse = float(fit_inverse_temperature(readings.main, readings.labels))
-    curves = NllCurves(readings.main, readings.labels, math.log(inverse))
-    choice = _choose(readings, curves, inverse, candidates if len(order) >= FEW else (), folds)
-    heads = _Heads(choice.spec or TEMPERATURE, readings, [inverse])
-    everything = torch.ones(1, len(order), device=main.device)
-    for _ in range(choice.passes):
-        heads.train_one_pass(curves, everything)
-    return _with_last_map(heads.finish(choice), readings)
+    with torch.autocast(main.device.type, enabled=False):
+        inverse = float(fit_inverse_temperature(readings.main, readings.labels))
+        curves = NllCurves(readings.main, readings.labels, math.log(inverse))
+        choice = _choose(readings, curves, inverse, candidates if len(order) >= FEW else (), folds)
+        heads = _Heads(choice.spec or next(iter(candidates), TEMPERATURE), readings, [inverse])
+        everything = torch.ones(1, len(order), device=main.device)
+        for _ in range(choice.passes):
+            heads.train_one_pass(curves, everything)
+        return _with_last_map(heads.finish(choice), readings)
 
 
 @torch.no_grad()
