@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from doublehead import DoubleHead, HeadBank, HeadSpec, Predictions, metrics
+from doublehead import Annealing, DoubleHead, HeadBank, HeadSpec, Predictions, metrics, refit
 from doublehead.data.fashion import fashion_subset
 from doublehead.data.trees import parse_tree
 from doublehead.integrations.transformers import DoubleHeadTrainerCallback, attached_to, load_calibrated
@@ -129,11 +129,16 @@ def test_beta_and_lr_follow_the_trainer(texts: Any, tokenizer: Any, tmp_path: Pa
             assert self.alternation is not None
             seen.append((self.alternation.beta, self.alternation.optimizer.param_groups[0]["lr"]))
 
-    train(tiny_bert(), texts, tmp_path, tokenizer, Spy(texts["calib"], every=1, lr=0.2), num_train_epochs=1)
+    callback = Spy(texts["calib"], every=1, annealing=Annealing(1.2), lr=0.2)
+    train(tiny_bert(), texts, tmp_path, tokenizer, callback, num_train_epochs=1)
     assert [beta for beta, _ in seen] == pytest.approx([1 + 0.2 * (1 - step / 10) for step in range(1, 11)])
     assert [lr for _, lr in seen] == pytest.approx(
         [0.2 * (1 - step / 10) for step in range(1, 11)]
     )  # linear decay
+    seen.clear()
+    train(tiny_bert(), texts, tmp_path, tokenizer, Spy(texts["calib"], every=1), num_train_epochs=1)
+    assert [beta for beta, _ in seen] == [1.0] * 10
+    assert [lr for _, lr in seen] == pytest.approx([0.03 * (1 - step / 10) for step in range(1, 11)])
 
 
 def test_evaluate_predict_and_pipeline_are_calibrated(
@@ -168,7 +173,7 @@ def test_evaluate_predict_and_pipeline_are_calibrated(
 
 
 def test_the_saved_model_reloads_with_its_head(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
-    wrap = partial(DoubleHead, kind="temperature", reads=("statistics", "features"))
+    wrap = partial(DoubleHead, reads=("statistics", "features"))
     callback = DoubleHeadTrainerCallback(texts["calib"], every=1, wrap=wrap)
     trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback)
     trainer.save_model(tmp_path / "saved")
@@ -201,6 +206,88 @@ def test_the_saved_model_reloads_with_its_head(texts: Any, tokenizer: Any, tmp_p
         load_calibrated(tmp_path / "plain")
 
 
+def test_the_head_is_fitted_anew_to_the_best_model_and_saved_with_it(
+    texts: Any, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "transformers.doublehead")
+    hf.logging.enable_propagation()
+    best = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5,
+            "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+            "log_level": "info"}  # fmt: skip
+    callback = DoubleHeadTrainerCallback(texts["calib"], every=1, seed=3)
+    trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, **best)
+    hf.logging.set_verbosity_warning()
+    hf.logging.disable_propagation()
+    assert callback.choice is not None
+    assert f"calibration head: {callback.choice.in_words()}" in caplog.text
+    checkpoint = Path(trainer.state.best_model_checkpoint)
+    assert checkpoint.name == "checkpoint-5"  # the worst, so not the last
+    same = {"attn_implementation": "eager"}  # which a config does not keep
+    model = load_calibrated(checkpoint, **same)
+    for name, value in main_state(trainer.model).items():
+        assert torch.equal(value, main_state(model)[name]), name
+    attachment = attached_to(model)
+    assert attachment is not None
+    double = attachment.double  # its head is that of mid-training
+    loader = DataLoader(texts["calib"], 16, shuffle=True, collate_fn=trainer.data_collator)
+    assert refit(double, loader, seed=3) == callback.choice
+    for name, value in double.head.state_dict().items():
+        assert torch.equal(value, callback.model.head.state_dict()[name]), name
+    trainer.save_model(tmp_path / "saved")
+    batch = dict(trainer.data_collator(texts["test"]))
+    del batch["labels"]
+    again = load_calibrated(tmp_path / "saved", **same)
+    with torch.no_grad():
+        want = trainer.model.eval()(**batch).logits
+        assert torch.equal(again(**batch).logits, want)
+        assert not torch.allclose(
+            load_calibrated(checkpoint)(**batch).logits, want
+        )  # its head is of mid-training
+
+
+def test_another_wrap_leaves_the_head_as_training_left_it(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
+    class Notes(DoubleHeadTrainerCallback):
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            self.before = {name: value.clone() for name, value in self.model.head.state_dict().items()}
+            super().on_train_end(*args, **kwargs)
+
+    for wrap in (DoubleHead, partial(DoubleHead, kind="mlp")):
+        callback = Notes(texts["calib"], every=1, wrap=wrap)
+        trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, num_train_epochs=1)
+        assert callback.choice is None
+        for name, value in callback.model.head.state_dict().items():
+            assert torch.equal(value, callback.before[name]), name
+    trainer.save_model(tmp_path / "saved")  # the paper's head, to be trained on
+    callback = Notes(texts["calib"], every=1)
+    train(load_calibrated(tmp_path / "saved"), texts, tmp_path, tokenizer, callback, num_train_epochs=1)
+    assert callback.choice is None
+    assert callback.model.head.kind == "mlp"
+
+
+def test_a_classifier_without_a_last_layer(tmp_path: Path) -> None:
+    """The default head reads logits alone, and the config states how many there are."""
+
+    class Odd(hf.BertPreTrainedModel):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scores = nn.Embedding(50, config.num_labels)
+
+        def forward(self, input_ids: torch.Tensor, labels: Any = None) -> Any:
+            logits = self.scores(input_ids).mean(1)
+            loss = None if labels is None else F.cross_entropy(logits, labels)
+            return require("transformers.modeling_outputs", extra="transformers").SequenceClassifierOutput(
+                loss, logits
+            )
+
+    rows = [{"input_ids": torch.randint(50, (6,)), "labels": i % 3} for i in range(96)]
+    data = {"train": rows[:32], "test": rows[:32]}
+    callback = DoubleHeadTrainerCallback(rows[32:], every=1)
+    trainer = train(Odd(hf.BertConfig(num_labels=3)), data, tmp_path, None, callback, num_train_epochs=1)
+    assert callback.choice is not None
+    assert callback.choice.n == 64
+    assert trainer.evaluate()["eval_nll_calib"] < 2
+
+
 def test_resume_is_exact(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     def callback() -> DoubleHeadTrainerCallback:
         return DoubleHeadTrainerCallback(texts["calib"], every=3)
@@ -214,8 +301,17 @@ def test_resume_is_exact(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     )
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert first.alternation is not None
     assert second.alternation is not None
     assert second.alternation.calls == 20
+    file = tmp_path / "checkpoint-10/doublehead.pt"
+    state = torch.load(file, weights_only=True)
+    assert state["alternation"].pop("lr_scale") == first.alternation.lr_scale == second.alternation.lr_scale
+    torch.save({**state, "lr_scale": 7.0}, file)  # where it was kept before
+    third = callback()
+    train(tiny_bert(), texts, tmp_path, tokenizer, third, checkpoint=str(file.parent), **steps)
+    assert third.alternation is not None
+    assert third.alternation.lr_scale == 7.0
     (tmp_path / "checkpoint-10/doublehead.pt").unlink()
     trainer = make_trainer(tiny_bert(), texts, tmp_path, tokenizer, callback(), **steps)
     with pytest.warns(

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from doublehead import Predictions, metrics
+from doublehead import DoubleHead, Predictions, metrics
 from doublehead.integrations.transformers import DoubleHeadTrainerCallback, load_calibrated
 from doublehead.optional import require
 
 hf = require("transformers", extra="transformers")
+N_CALIB = 61  # enough for the last fit to try heads
 N_TEST = 41  # two processes and batches of 16: the last batches are filled up with samples seen before
 
 
@@ -29,6 +30,7 @@ class Recorded(DoubleHeadTrainerCallback):
     """Notes the calibration batches that this process draws."""
 
     drawn: list[dict[str, torch.Tensor]]
+    trained: dict[str, torch.Tensor]  # the head as training left it
 
     def _batches(self, args: Any, train_dataloader: Any) -> Any:
         inner, self.drawn = super()._batches(args, train_dataloader), []
@@ -41,6 +43,16 @@ class Recorded(DoubleHeadTrainerCallback):
                     yield batch
 
         return Noting()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        n_drawn = len(self.drawn)
+        self.trained = {name: value.clone() for name, value in self.model.head.state_dict().items()}
+        if torch.distributed.is_initialized():
+            self.seed += (
+                torch.distributed.get_rank()
+            )  # reads in another order, so that other folds are held back
+        super().on_train_end(*args, **kwargs)
+        del self.drawn[n_drawn:]
 
 
 def train(
@@ -70,7 +82,7 @@ def train(
 def one_of_two(folder: Path) -> None:
     """What each process does; the files it writes carry its rank."""
     plain = train(folder / "plain", None, 2)
-    callback = Recorded(rows(37, 3), every=3)
+    callback = Recorded(rows(N_CALIB, 3), every=3)
     whole = train(folder / "two", callback, 2, save="steps")
     rank = torch.distributed.get_rank()
     states = {"plain": plain.model.state_dict(), "whole": whole.model.state_dict()}
@@ -81,13 +93,14 @@ def one_of_two(folder: Path) -> None:
     }
     whole.save_model(str(folder / "saved"))
     for name, saved in (("resumed", "two"), ("joined", "one")):  # the second was saved by a single process
-        again = Recorded(rows(37, 3), every=3)
+        again = Recorded(rows(N_CALIB, 3), every=3)
         trainer = train(folder / saved, again, 2, folder / saved / "checkpoint-10")
         states[name] = trainer.model.state_dict()
         found[name] = [batch["input_ids"].tolist() for batch in again.drawn]
         assert again.alternation is not None
         found[f"{name} calls"] = again.alternation.calls
-    torch.save({"states": states, "drawn": callback.drawn}, folder / f"{rank}.pt")
+    heads = {"drawn": callback.drawn, "trained": callback.trained, "choice": str(callback.choice)}
+    torch.save({"states": states, **heads}, folder / f"{rank}.pt")
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
@@ -96,7 +109,7 @@ def one_of_two(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes, and before them one, have trained."""
     folder = tmp_path_factory.mktemp("trainer")
-    train(folder / "one", DoubleHeadTrainerCallback(rows(37, 3), every=3), 1, save="steps")
+    train(folder / "one", DoubleHeadTrainerCallback(rows(N_CALIB, 3), every=3), 1, save="steps")
     command = [
         sys.executable,
         "-m",
@@ -134,6 +147,9 @@ def test_all_processes_end_with_the_same_model_and_the_network_does_not_notice(
         assert_equal(first[name], second[name])
     heads = {name for name in first["whole"] if name.startswith("calibration_head.")}
     assert heads
+    assert ranks[0]["choice"] == ranks[1]["choice"]
+    assert f"n={N_CALIB}" in ranks[0]["choice"]
+    assert not torch.equal(first["whole"]["calibration_head.last.bias"], ranks[0]["trained"]["last.bias"])
     assert_equal({k: v for k, v in first["whole"].items() if k not in heads}, first["plain"])
 
 
@@ -146,8 +162,9 @@ def test_each_process_draws_batches_of_its_own_and_the_head_learns_from_all(
         assert one["labels"].shape == other["labels"].shape
         assert not torch.equal(one["input_ids"], other["input_ids"])
         both.append({key: torch.cat([one[key], other[key]]) for key in one})
-    alone = train(tmp_path, DoubleHeadTrainerCallback(iter_again(both), every=3), 1)
-    for name, value in ranks[0]["states"]["whole"].items():
+    alone = train(tmp_path, DoubleHeadTrainerCallback(iter_again(both), every=3, wrap=DoubleHead), 1)
+    trained = {f"calibration_head.{name}": value for name, value in ranks[0]["trained"].items()}
+    for name, value in {**ranks[0]["states"]["whole"], **trained}.items():
         torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
 
 

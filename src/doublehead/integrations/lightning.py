@@ -14,13 +14,15 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads, Readings
 from doublehead.head_bank import HeadBank
 from doublehead.integrations.attach import Attachment, find_classifier
+from doublehead.integrations.fit_head import Choice, can_refit, refit_on
 from doublehead.integrations.overlap import check_disjoint, n_shared
 from doublehead.integrations.trackers import log_reliability
 from doublehead.integrations.watch import Watch
 from doublehead.optional import require
-from doublehead.plumbing import evaluating, follow, unpack
+from doublehead.plumbing import device_of, evaluating, follow, seeded, unpack
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
+rank_zero_info: Any = require("lightning.pytorch.utilities.rank_zero", extra="lightning").rank_zero_info
 Wrapper: Any = require("lightning.fabric.utilities.distributed", extra="lightning").DistributedSamplerWrapper
 
 
@@ -34,10 +36,15 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     they are those of all samples, each counted once. `trainer.test` and `trainer.predict` see calibrated logits;
     `model` is the whole as a DoubleHead.
 
-    `classifier` names the submodule that gives the logits, where it is not found by itself. `wrap` makes the
-    DoubleHead from it (`partial(DoubleHead, kind="temperature")`). `lr` is the head's learning rate at the peak of the
-    main schedule, whose shape it follows. `to_pair` turns a batch into (inputs, labels) where it is not one already.
-    `held_out` chooses among the heads of a HeadBank.
+    At the end of training the head is fitted anew on the finished network (`refit`), and before `trainer.test` and
+    `trainer.predict` on the weights that these see, where it was not yet: those of the best checkpoint, say. `choice`
+    says what came of it, `settled` whether the head belongs to the network as it is.
+
+    `classifier` names the submodule that gives the logits, where it is not found by itself. `wrap` makes another
+    DoubleHead from it: its head stays exactly as training left it; the paper's is `partial(DoubleHead, kind="mlp")`.
+    `lr` is the head's learning rate at the peak of the main schedule, whose shape it follows; the head's own unless
+    given. `to_pair` turns a batch into (inputs, labels) where it is not one already. `held_out` chooses among the heads
+    of a HeadBank.
     """
 
     def __init__(
@@ -45,11 +52,11 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         calib_dataloader: Iterable[Any],
         *,
         classifier: str | None = None,
-        wrap: Callable[[nn.Module], DoubleHead] = DoubleHead,
+        wrap: Callable[[nn.Module], DoubleHead] | None = None,
         every: int = 10,
         annealing: Annealing | None = None,
         augment: Callable[[Any], Any] | None = None,
-        lr: float = 0.1,
+        lr: float | None = None,
         weight_decay: float = 5e-5,
         held_out: Iterable[Any] | None = None,
         to_pair: Callable[[Any], Any] | None = None,
@@ -64,12 +71,14 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         self.lr, self.weight_decay, self.seed = lr, weight_decay, seed
         self.figure, self.n_bins = figure, n_bins
         self.alternation: Alternation | None = None
+        self.choice: Choice | None = None
+        self.settled = False
         self._model: DoubleHead | None = None
         self._attachment: Attachment | None = None
         self._loaded: dict[str, Any] = {}
         self._watch: Watch | None = None
         self._seen: Heads | None = None
-        self._global_step, self._lr_scale = 0, 1.0
+        self._global_step = 0
 
     @property
     def model(self) -> DoubleHead:
@@ -86,23 +95,33 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         """Find the classifier and put the head beside it."""
         self._build(pl_module)
 
-    on_validation_start = on_test_start = on_predict_start = on_fit_start
+    on_validation_start = on_fit_start
 
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """The head beside the classifier, and right for the weights that it has now."""
+        self._build(pl_module)
+        if not self.settled:
+            self._settle(trainer)
+
+    on_predict_start = on_test_start
+
+    @torch.inference_mode(False)  # the head may learn later
     def _build(self, pl_module: Any) -> None:
         if self._model is None or not any(part is self._model.model for part in pl_module.modules()):
-            self._model = self.wrap(find_classifier(pl_module, self.classifier))
+            self._model = (self.wrap or DoubleHead)(find_classifier(pl_module, self.classifier))
             self._attachment = Attachment(self._model, seen=self._note)
-            self._attachment.active = False
+            self._attachment.active = self.settled = False
         self._model.head.to(pl_module.device)
         if "head" in self._loaded:
             self._model.head.load_state_dict(self._loaded.pop("head"))
+            self.settled = self._loaded.pop("settled", False)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the alternation, now that optimizers and devices are settled."""
         check_disjoint(self.calib_dataloader, trainer.train_dataloader)
         self._warn_of_validation(trainer.val_dataloaders)
         optimizer = trainer.optimizers[0]
-        self._lr_scale = self._loaded.pop("lr_scale", None) or follow(optimizer, self.lr)
+        self.settled = False
         precision = trainer.precision_plugin
         self.alternation = Alternation(
             self.model,
@@ -111,7 +130,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
             annealing=self.annealing,
             augment=lambda inputs: precision.convert_input(self.augment(inputs) if self.augment else inputs),
             lr=optimizer,
-            lr_scale=self._lr_scale,
+            lr_scale=None if self.lr is None else follow(optimizer, self.lr),
             weight_decay=self.weight_decay,
             seed=self.seed,
         )
@@ -121,7 +140,8 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
                 "annealing=Annealing(1.0), or limit_train_batches to the Trainer"
             )
         if "alternation" in self._loaded:
-            self.alternation.load_state_dict(self._loaded.pop("alternation"))
+            scale = self._loaded.pop("lr_scale", self.alternation.lr_scale)  # where it was kept before
+            self.alternation.load_state_dict({"lr_scale": scale, **self._loaded.pop("alternation")})
         self._global_step = trainer.global_step
 
     def _warn_of_validation(self, val_dataloaders: Any) -> None:
@@ -147,12 +167,25 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
             pl_module.log("calib_loss", loss.mean())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let a bank of heads choose."""
+        """Fit the head to the finished network, or let a bank of heads choose."""
+        self._settle(trainer)
         if isinstance(self.model.head, HeadBank) and self.held_out is not None:
-            loaders = (self.held_out, self.calib_dataloader)
-            held, seen = (self.model.read(_pairs(loader, self.to_pair)) for loader in loaders)
+            held, seen = (self._read(trainer, loader) for loader in (self.held_out, self.calib_dataloader))
             everything = Readings(*(torch.cat(parts) for parts in zip(held, seen)))
             self.model.head.select(held, everything)
+
+    @torch.inference_mode(False)  # which testing and predicting are in
+    def _settle(self, trainer: Any) -> None:
+        """Fit the default head anew on the network as it is now; a head of another `wrap` stays as it is."""
+        if self.wrap is None and can_refit(self.model):
+            self.choice = refit_on(self.model, self._read(trainer, self.calib_dataloader), seed=self.seed)
+            self.settled = True
+            rank_zero_info(f"calibration head: {self.choice.in_words()}")
+
+    def _read(self, trainer: Any, batches: Iterable[Any]) -> Readings:
+        precision = trainer.precision_plugin
+        with seeded(self.seed, device_of(self.model)), precision.val_step_context():
+            return self.model.read(map(precision.convert_input, _pairs(batches, self.to_pair)))
 
     # Numbers and pictures
 
@@ -221,9 +254,9 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         """The head, its optimizer and its place in the calibration data, for the trainer's checkpoint."""
         state = dict(self._loaded)
         if self._model is not None:
-            state["head"] = self._model.head.state_dict()
+            state["head"], state["settled"] = self._model.head.state_dict(), self.settled
         if self.alternation is not None:
-            state["alternation"], state["lr_scale"] = self.alternation.state_dict(), self._lr_scale
+            state["alternation"] = self.alternation.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

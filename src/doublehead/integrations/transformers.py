@@ -14,13 +14,22 @@ from torch.utils.data import DataLoader, Dataset
 
 from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads
 from doublehead.integrations.attach import Attachment
+from doublehead.integrations.fit_head import Choice, can_refit, refit
 from doublehead.integrations.head_config import describe, rebuild
 from doublehead.integrations.overlap import check_disjoint
 from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
 from doublehead.integrations.watch import Watch
 from doublehead.optional import require
-from doublehead.plumbing import average_over_processes, device_of, follow, from_every_process, n_processes, rank
+from doublehead.plumbing import (
+    average_over_processes,
+    device_of,
+    follow,
+    from_every_process,
+    n_processes,
+    rank,
+)
 
+logger = require("transformers.utils.logging", extra="transformers").get_logger("transformers.doublehead")
 TrainerCallback: Any = require("transformers.trainer_callback", extra="transformers").TrainerCallback
 HEAD = "calibration_head"  # the name of the head inside the model, and so of its weights in the file
 FACTS = "doublehead"  # the entry of config.json that describes it
@@ -37,19 +46,21 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     them. The loss that `evaluate` reports stays that of the model itself; beside it stand ECE, its floor, NLL and
     accuracy of both heads. The rest of the model learns exactly as it would without the head.
 
-    `wrap` makes the DoubleHead (`partial(DoubleHead, kind="temperature")`). `lr` is the head's learning rate at the
-    peak of the main schedule, whose shape it follows.
+    At the end of training, after the best model was loaded if that was asked for, the head is fitted anew on the
+    finished model (`refit`); `choice` says what came of it. `wrap` makes another DoubleHead: its head stays exactly as
+    training left it; the paper's is `partial(DoubleHead, kind="mlp")`. `lr` is the head's learning rate at the peak of
+    the main schedule, whose shape it follows; the head's own unless given.
     """
 
     def __init__(
         self,
         calib_data: Dataset[Any] | Iterable[Any],
         *,
-        wrap: Callable[[nn.Module], DoubleHead] = DoubleHead,
+        wrap: Callable[[nn.Module], DoubleHead] | None = None,
         every: int = 10,
         annealing: Annealing | None = None,
         augment: Callable[[Any], Any] | None = None,
-        lr: float = 0.1,
+        lr: float | None = None,
         weight_decay: float = 5e-5,
         figure: bool = True,
         n_bins: int = 15,
@@ -60,8 +71,8 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         self.lr, self.weight_decay, self.seed = lr, weight_decay, seed
         self.figure, self.n_bins = figure, n_bins
         self.alternation: Alternation | None = None
+        self.choice: Choice | None = None
         self._attachment: Attachment | None = None
-        self._lr_scale = 1.0
         self._watch = Watch(n_bins)
         self._seen: tuple[Heads, Tensor] | None = None
 
@@ -75,7 +86,7 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Make the head a part of the model, before any optimizer is made."""
         if self._attachment is None or self._attachment.double.model is not model:
-            self._attachment = attached_to(model) or attach(model, self.wrap(model))
+            self._attachment = attached_to(model) or attach(model, (self.wrap or _wrap)(model))
             self._attachment.seen = self._note
         self.model.head.requires_grad_(False)  # no business of the Trainer's optimizer, nor of DDP
 
@@ -94,7 +105,6 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         check_disjoint(self.calib_data, train_dataloader)
         self.model.head.to(device_of(model)).requires_grad_(True)
         saved = _load(_checkpoint(args, state), device_of(model)) if state.global_step else None
-        self._lr_scale = saved["lr_scale"] if saved else follow(optimizer, self.lr)
         self.alternation = Alternation(
             self.model,
             self._batches(args, train_dataloader),
@@ -102,13 +112,14 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             annealing=self.annealing,
             augment=self.augment,
             lr=optimizer,
-            lr_scale=self._lr_scale,
+            lr_scale=None if self.lr is None else follow(optimizer, self.lr),
             weight_decay=self.weight_decay,
             seed=self.seed,
         )
         if saved:
             self.model.head.load_state_dict(saved["head"])
-            self.alternation.load_state_dict(saved["alternation"])
+            scale = saved.get("lr_scale", self.alternation.lr_scale)  # where it was kept before
+            self.alternation.load_state_dict({"lr_scale": scale, **saved["alternation"]})
 
     def _batches(self, args: Any, train_dataloader: Any) -> Iterable[Any]:
         data: Any = self.calib_data
@@ -123,8 +134,12 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             self.alternation.step(done if done > 0 else 1.0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The head rests."""
+        """The head is fitted to the finished model, and rests."""
         self.model.head.requires_grad_(False)
+        if self.wrap is None and can_refit(self.model) and self.alternation is not None:
+            self.choice = refit(self.model, self.alternation.calib_batches, seed=self.seed)
+            if state.is_world_process_zero:
+                logger.info(f"calibration head: {self.choice.in_words()}")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take in what the model just said, where it was told the labels."""
@@ -164,12 +179,16 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             whole = {"head": self.model.head.state_dict(), "alternation": alternation, "places": places}
             file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({**whole, "lr_scale": self._lr_scale}, file)
+            torch.save(whole, file)
 
     def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.shape == heads.main.shape[:1]:
             self._seen = heads, labels
+
+
+def _wrap(model: nn.Module) -> DoubleHead:
+    return DoubleHead(model, getattr(getattr(model, "config", None), "num_labels", None))
 
 
 def attach(model: nn.Module, double: DoubleHead) -> Attachment:
