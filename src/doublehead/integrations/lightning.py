@@ -99,8 +99,9 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """The head beside the classifier, and right for the weights that it has now."""
+        others = trainer.ckpt_path is not None and "head" not in self._loaded  # a checkpoint of weights alone
         self._build(pl_module)
-        if not self.settled:
+        if others or not self.settled:
             self._settle(trainer)
 
     on_predict_start = on_test_start
