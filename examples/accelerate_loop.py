@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import Alternation, DoubleHead, Predictions, metrics
+from doublehead import Alternation, DoubleHead, Predictions, metrics, refit
 from doublehead.data import fashion_subset
 
 
@@ -18,7 +18,7 @@ def batches(part, shuffle):
 torch.manual_seed(0)
 accelerator = Accelerator()
 data = fashion_subset()
-model = DoubleHead(nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)), kind="temperature")
+model = DoubleHead(nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)))
 optimizer = torch.optim.SGD(model.main_parameters(), lr=0.1, momentum=0.9)
 model, optimizer, train_batches = accelerator.prepare(model, optimizer, batches(data.train, True))
 alternation = Alternation(model, batches(data.calib, True), lr=optimizer)  # calibration batches: not prepared
@@ -29,6 +29,7 @@ for _ in range(5):
         optimizer.step()
         optimizer.zero_grad()
         alternation.step(step / len(train_batches))
+refit(model, batches(data.calib, False))  # the head to the finished network, in all processes
 
 model.eval()
 with torch.no_grad():

@@ -6,7 +6,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import Alternation, DoubleHead, Predictions, metrics
+from doublehead import Alternation, DoubleHead, Predictions, metrics, refit
 from doublehead.data import fashion_subset
 
 
@@ -18,7 +18,7 @@ def batches(part, shuffle):
 torch.manual_seed(0)
 fabric = Fabric(accelerator="auto", devices=1, precision="bf16-mixed")
 data = fashion_subset()
-model = DoubleHead(nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)), kind="temperature")
+model = DoubleHead(nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)))
 model, optimizer = fabric.setup(model, torch.optim.SGD(model.main_parameters(), lr=0.1, momentum=0.9))
 train_batches = fabric.setup_dataloaders(batches(data.train, True))
 alternation = Alternation(model, batches(data.calib, True), lr=optimizer)
@@ -30,6 +30,8 @@ for _ in range(5):
         optimizer.zero_grad()
         with fabric.autocast():
             alternation.step(step / len(train_batches))
+with fabric.autocast():
+    refit(model, batches(data.calib, False))  # the head to the finished network
 
 model.eval()
 with torch.no_grad():

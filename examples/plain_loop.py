@@ -4,7 +4,7 @@
 import torch
 import torch.nn.functional as F
 
-from doublehead import Alternation, DoubleHead, Predictions, metrics
+from doublehead import Alternation, DoubleHead, Predictions, metrics, refit
 from doublehead.data import fashion_subset
 
 splits = fashion_subset()  # real images that come with the package; yours go here
@@ -18,9 +18,9 @@ def batches(part, size=100):
 train_batches, calib_batches = batches(splits.train), batches(splits.calib)
 network = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 
-model = DoubleHead(network, kind="temperature")  # 1: any torch classifier
+model = DoubleHead(network)  # 1: any torch classifier
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-alternation = Alternation(model, calib_batches, every=10, lr=optimizer)  # 2: data it never trains on
+alternation = Alternation(model, calib_batches, lr=optimizer)  # 2: data it never trains on
 for epoch in range(10):
     model.train()
     for step, (x, y) in enumerate(train_batches):
@@ -29,6 +29,7 @@ for epoch in range(10):
         optimizer.step()
         optimizer.zero_grad()
         alternation.step(progress=step / len(train_batches))  # 3: one step of the head in ten
+refit(model, calib_batches)  # and fit it to the finished network
 
 x, y = batches(splits.test, 6000)[0]
 main, calib = model.eval().heads(x)  # model(x) gives the calibrated logits

@@ -16,7 +16,7 @@ def batches(part, size=64):
 
 
 torch.manual_seed(0)
-model = DoubleHead(timm.create_model("mobilenetv3_small_050", num_classes=10, in_chans=1), kind="temperature")
+model = DoubleHead(timm.create_model("mobilenetv3_small_050", num_classes=10, in_chans=1))
 optimizer = torch.optim.SGD(model.main_parameters(), lr=0.05, momentum=0.9)
 alternation = Alternation(model, batches(data.calib), every=2, lr=optimizer)
 train_batches = batches(data.train)
