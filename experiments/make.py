@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import theory
-from auto_choice import auto_table
+from auto_choice import auto_table, candidates_table
 from committed import RESULTS, read_runs, rows_of
 from figures import FIGURES
 from guard_search import read_search, search_table
@@ -54,6 +54,7 @@ def all_tables(rows: Rows, results: Path = RESULTS, brief: Path = BRIEF) -> dict
         shift_table(rows),
         family_table(rows),
         auto_table(rows),
+        candidates_table(rows),
         ablation(rows),
         *([search_table(tried)] if tried else []),
         frozen_table(frozen),

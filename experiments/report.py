@@ -65,6 +65,7 @@ def page(
         "guard_search": search(tables, results),
         "post_hoc": fitted_after(tables, results),
         "auto_table": with_notes(tables["auto"]),
+        "candidates": with_notes(tables["candidates"]),
         "networks": with_notes(tables["other-networks"]),
         "beta_text": beta_text(rows),
         "gaps": bullets(gaps(rows, brief)),

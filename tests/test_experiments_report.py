@@ -6,12 +6,14 @@ import inspect
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from doublehead import ShiftGuard, shift_guard
+from doublehead import Annealing, DoubleHead, HeadBank, ShiftGuard, shift_guard
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -114,6 +116,44 @@ def chosen(tmp_path: Path, accuracies: tuple[float, float, float]) -> Any:
         run.results["outputs"]["auto"]["before"] |= {"nll": 0.29 + ece, "brier": 0.12 + seed / 100}
         committed.write_small(run.results, run.path / "results.json")
     return committed.rows_of(committed.read_runs(tmp_path))
+
+
+def test_candidates_are_measured_against_the_temperature(tmp_path: Path) -> None:
+    n = len(auto_choice.CANDIDATES)
+    for seed, shift in enumerate((-0.01, 0.03)):
+        run = made_up(tmp_path, seed=seed, auto=output_of(0.01))
+        scores = [0.3 + shift + number / 1000 for number in range(n)]
+        run.results["selection"] = {"spec": None, "scores": scores, "temperature_score": 0.3}
+        committed.write_small(run.results, run.path / "results.json")
+    table = auto_choice.candidates_table(committed.rows_of(committed.read_runs(tmp_path)))
+    assert table.head[1:4] == ["CIFAR-10, mean of 2", "CIFAR-100, mean of 0", "texts, mean of 0"]
+    assert table.lines[0] == ["reads features, beta0 1", "+0.0100", "", "", "+0.0300", "1 of 2"]
+    assert table.lines[4] == ["**reads statistics, beta0 1**", "+0.0140", "", "", "+0.0340", "1 of 2"]
+    assert table.lines[-1] == ["the paper's head, beta0 1.2", "+0.0230", "", "", "+0.0430", "0 of 2"]
+    assert auto_choice.candidates_table({}).lines == []
+
+
+def test_the_head_by_default_is_the_one_that_the_candidates_recommend() -> None:
+    spec = auto_choice.DEFAULT
+    assert spec in auto_choice.CANDIDATES
+    head = DoubleHead(nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 12))).head
+    assert (head.kind, head.reads, head.hidden) == (spec.kind, spec.reads, spec.hidden)
+    assert head.annealing == Annealing(spec.beta0)
+    assert head.lr == pytest.approx(spec.lr * HeadBank.lr)
+    rows = committed.rows_of(committed.read_runs())
+    behind = [run for names in auto_choice.KINDS.values() for run in auto_choice._behind(rows, names)]
+    assert all(len(run) == len(auto_choice.CANDIDATES) for run in behind)
+    worst = [max(run[number] for run in behind) for number in range(len(auto_choice.CANDIDATES))]
+    by_worst = sorted(range(len(worst)), key=worst.__getitem__)
+    assert all(auto_choice.CANDIDATES[number].reads == ("statistics",) for number in by_worst[:4])
+    assert auto_choice.CANDIDATES[by_worst[0]] == spec
+    for run in (run for row in rows for run in rows[row].get("cross-entropy", [])):
+        selection = run.results.get("selection")
+        if selection and selection["index"] is not None:  # the scores are those of the present candidates
+            assert (
+                json.loads(json.dumps(asdict(auto_choice.CANDIDATES[selection["index"]])))
+                == selection["spec"]
+            )
 
 
 def test_what_auto_chose_is_shown_run_by_run(tmp_path: Path) -> None:

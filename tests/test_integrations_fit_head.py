@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from doublehead import (
     Alternation,
@@ -34,6 +35,7 @@ from doublehead.integrations.fit_head import (
     _Heads,
     fit_head,
     fit_head_on,
+    how_many,
     refit_on,
 )
 from doublehead.integrations.nll_curves import NllCurves, inverse_softplus
@@ -306,6 +308,22 @@ def test_refit_under_autocast_and_on_a_wrapped_or_fitted_model() -> None:
     )
     scalar = refit(fitted, batches(drawn(40, seed=4)))
     assert scalar.in_words().startswith(f"the scalar temperature {scalar.temperature:.4g}, held-back NLL")
+
+
+def test_refit_takes_enough_of_batches_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("doublehead.integrations.fit_head.ENOUGH", 250)
+    x, y = drawn(100, seed=1)[1:]
+
+    class Endless(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield x, y
+
+    model = DoubleHead(Given())
+    assert refit(model, DataLoader(Endless(), batch_size=None)).n == 250
+    assert len(model.read([(x, y)] * 4, enough=250).labels) == 300  # no batch more than it takes
+    assert len(model.read([(x, y)] * 4).labels) == 400
+    assert (how_many([(x, y)]), how_many(iter([(x, y)]))) == (math.inf, 250)
 
 
 def test_refit_refuses_other_heads() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -673,6 +673,21 @@ def test_bad_use_is_named(images: dict[str, TensorDataset], tmp_path: Path) -> N
     with pytest.raises(ValueError, match="annealing needs the number of batches in an epoch"):
         on_a_stream(Annealing(1.2))
     on_a_stream(None)
+
+
+def test_calibration_data_without_an_end(
+    images: dict[str, TensorDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("doublehead.integrations.fit_head.ENOUGH", 250)
+
+    class Endless(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return cycle(images["calib"])
+
+    callback = DoubleHeadCallback(DataLoader(Endless(), 100), every=2)
+    fit(images, tmp_path, callback)
+    assert callback.choice is not None
+    assert callback.choice.n == 250
 
 
 def test_validating_on_calibration_data_is_said(images: dict[str, TensorDataset], tmp_path: Path) -> None:

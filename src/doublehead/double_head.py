@@ -6,8 +6,8 @@ logits, or a few statistics of them) and gives calibrated logits. `DoubleHead` p
 with the logits scaled by beta, which `Annealing` lets run from beta0 to 1 within each epoch. The network itself is
 not touched: its weights after training are bit-identical with and without the calibration head.
 
-The paper's method is `DoubleHead(network, kind="mlp")` with an `Alternation`. The default is the head that did best in
-our measurements: it reads statistics of the logits, gives one temperature per sample, and is not annealed.
+The paper's method is `DoubleHead(network, kind="mlp")` with an `Alternation`. The default is the head that was
+safest in our measurements: it reads statistics of the logits, gives one temperature per sample, and is not annealed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ Reads: TypeAlias = Literal["features", "logits", "statistics"]
 Kind: TypeAlias = Literal["mlp", "temperature"]
 N_TOP = 10  # how many of the largest log-probabilities the statistics hold
 LEAST_HIDDEN = 16  # of a temperature head: what was measured; half of the 13 statistics would be 6
-LR = {"mlp": 0.1, "temperature": 0.03}  # of SGD: the paper's; the best on held-back data of 13 networks
-BETA0 = {"mlp": 1.2, "temperature": 1.0}  # likewise
+LR = {
+    "mlp": 0.1,
+    "temperature": 0.03,
+}  # of SGD: the paper's; that of the safest of auto's candidates, which is
+BETA0 = {"mlp": 1.2, "temperature": 1.0}  # the default (docs/results/candidates.md)
 
 
 class Heads(NamedTuple):
@@ -285,17 +288,22 @@ class DoubleHead(nn.Module):
         return self.model.parameters()
 
     @torch.no_grad()
-    def read(self, batches: Iterable[Any]) -> Readings:
+    def read(self, batches: Iterable[Any], enough: float = math.inf) -> Readings:
         """Run over `batches` of (inputs, labels) in evaluation mode and keep features, main logits and labels.
 
-        The model runs as it was before any torch.compile: here batches differ in size.
+        The model runs as it was before any torch.compile: here batches differ in size. No batch is asked for once
+        there are `enough` samples.
         """
-        rows, model = [], uncompiled(self.model)
+        rows: list[tuple[Tensor, ...]] = []
+        model, n = uncompiled(self.model), 0
         with evaluating(self):
             for batch in batches:
                 args, kwargs, labels = unpack(batch, device_of(self))
                 output, features = self._tap.run(model, args, kwargs)
                 rows.append((features.float(), logits_of(output).float(), labels))
+                n += len(labels)
+                if n >= enough:
+                    break
         if not rows:
             raise ValueError("batches must hold at least one batch, got none")
         return Readings(*(torch.cat(parts) for parts in zip(*rows)))

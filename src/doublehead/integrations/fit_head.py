@@ -116,8 +116,9 @@ def refit(double: nn.Module, calib_batches: Iterable[Any], *, seed: int = 0) -> 
 
     As `fit_head` does it, with the head's own shape as the only candidate besides the scalar temperature. The head's
     modules and shapes stay, so checkpoints, optimizers and an `Alternation` stay valid: training may go on, and the
-    next `refit` starts over. The network runs once over `calib_batches`, in evaluation mode. Where several processes
-    train together, each must call it, and all end with the first one's head.
+    next `refit` starts over. The network runs once over `calib_batches`, in evaluation mode; of batches that do not
+    know their number, which may be endless, it sees the first 20,000 samples. Where several processes train together,
+    each must call it, and all end with the first one's head.
 
     >>> model = DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
     >>> refit(model, [(torch.randn(64, 4), torch.randint(3, (64,)))]).n
@@ -126,8 +127,17 @@ def refit(double: nn.Module, calib_batches: Iterable[Any], *, seed: int = 0) -> 
     inner = _unwrap(double, "double")
     _check_refit(inner)
     with seeded(seed, device_of(inner)):
-        readings = inner.read(calib_batches)
+        readings = inner.read(calib_batches, how_many(calib_batches))
     return refit_on(inner, readings, seed=seed)
+
+
+def how_many(batches: Any) -> float:
+    """How many samples of `batches` to read: all, or enough where they do not know their number and may be endless."""
+    try:
+        len(batches)
+    except TypeError:
+        return ENOUGH
+    return math.inf
 
 
 def refit_on(double: DoubleHead, readings: Readings, *, seed: int = 0) -> Choice:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads, Readings
 from doublehead.head_bank import HeadBank
 from doublehead.integrations.attach import Attachment, find_classifier
-from doublehead.integrations.fit_head import Choice, can_refit, refit_on
+from doublehead.integrations.fit_head import Choice, can_refit, how_many, refit_on
 from doublehead.integrations.overlap import check_disjoint, n_shared
 from doublehead.integrations.trackers import log_reliability
 from doublehead.integrations.watch import Watch
@@ -186,7 +186,8 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     def _read(self, trainer: Any, batches: Iterable[Any]) -> Readings:
         precision = trainer.precision_plugin
         with seeded(self.seed, device_of(self.model)), precision.val_step_context():
-            return self.model.read(map(precision.convert_input, _pairs(batches, self.to_pair)))
+            pairs = map(precision.convert_input, _pairs(batches, self.to_pair))
+            return self.model.read(pairs, how_many(batches))
 
     # Numbers and pictures
 
