@@ -120,7 +120,7 @@ def made(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, root / name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert make.make(results, root, draw=False).startswith("5 runs, 13 tables")
+        assert make.make(results, root, draw=False).startswith("5 runs, 14 tables")
     return root
 
 

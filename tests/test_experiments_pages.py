@@ -127,7 +127,7 @@ def made(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as empty axes or means of nothing
         said = make.make(results, root, dpi=20)
-    assert re.match(r"20 runs, 13 tables, \d+ figures", said)
+    assert re.match(r"20 runs, 14 tables, \d+ figures", said)
     return root
 
 
