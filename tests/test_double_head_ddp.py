@@ -41,6 +41,7 @@ def worker(rank: int, world: int, folder: str) -> None:
         optimizer.zero_grad()
         alternation.step(step / 6)
     torch.save(double.state_dict(), f"{folder}/{rank}.pt")
+    dist.barrier()  # a process that leaves early can take the other one's connection with it
     dist.destroy_process_group()
 
 
@@ -74,4 +75,5 @@ def half_worker(rank: int, world: int, folder: str) -> None:
     for _ in range(3):
         alternation.step(0.5)
     torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
