@@ -2,10 +2,10 @@
 
     python experiments/head_ablation.py "CIFAR-10, ResNet-50" runs/cifar10-resnet50-cross_entropy-e30-s{0,1,2}
 
-Sources are those of post_hoc.py. Each variant changes one thing. Its number is the NLL on folds that were held back from
-the head, less that of the scalar temperature on the same folds. The two lines on the curve hold back folds from
-everything, the choice of the head included. The numbers go into experiments/results/head_ablation.json, in place of those
-the network has there.
+Sources are those of post_hoc.py. Each variant changes one thing. Its number is the NLL on folds that were held back
+from the head, less that of the scalar temperature on the same folds. The two lines on the curve hold back folds from
+everything, the choice of the head included. The numbers go into experiments/results/head_ablation.json, in place of
+those the network has there.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def ablation_table(results: Path = RESULTS) -> Table | None:
     notes = [
         "Held-back NLL less that of the scalar temperature on the same folds of the calibration data: negative is "
         "better. Means over the networks of a column, whose number stands beside its name; the last column counts "
-        "networks below the temperature in the fourth digit. In use: linear heads and 16 hidden units, beta0 1 and 1.1, "
-        "statistics of the logits, Adam at 0.01, an early stop, and the scalar temperature unless a head is better by "
+        "networks below the temperature in the fourth digit. In use: linear heads and 16 hidden units, beta0 1 and "
+        "1.1, statistics of the logits, Adam at 0.01, an early stop, and the scalar temperature unless a head is better by "
         "a standard error.",
         "The last two lines hold back folds from everything, the choice included: their numbers are a little higher.",
         "A network counts with the mean of its seeds or splits.",
