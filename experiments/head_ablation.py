@@ -139,8 +139,8 @@ def ablation_table(results: Path = RESULTS) -> Table | None:
         "Held-back NLL less that of the scalar temperature on the same folds of the calibration data: negative is "
         "better. Means over the networks of a column, whose number stands beside its name; the last column counts "
         "networks below the temperature in the fourth digit. In use: linear heads and 16 hidden units, beta0 1 and "
-        "1.1, statistics of the logits, Adam at 0.01, an early stop, and the scalar temperature unless a head is better by "
-        "a standard error.",
+        "1.1, statistics of the logits, Adam at 0.01, an early stop, and the scalar temperature unless a head is "
+        "better by a standard error.",
         "The last two lines hold back folds from everything, the choice included: their numbers are a little higher.",
         "A network counts with the mean of its seeds or splits.",
     ]

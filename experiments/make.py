@@ -23,6 +23,7 @@ from committed import RESULTS, read_runs, rows_of
 from figures import FIGURES
 from guard_search import read_search, search_table
 from guards import ablation
+from head_ablation import ablation_table
 from headline import frozen_table, headline, runs_table, targets
 from other_networks import BRIEF, networks_table, read_brief
 from pages import PAGES, ROOT, blocks, filled
@@ -46,6 +47,7 @@ def all_tables(rows: Rows, results: Path = RESULTS, brief: Path = BRIEF) -> dict
     heads += [source for source in guards(runs) if source.output in (FAMILY_UNSEEN, GUARD)]
     tried = read_search(results)
     frozen, fitted_after = results / "imagenet_frozen.json", post_hoc_table(results)
+    choices = ablation_table(results)
     made = [
         table1(rows),
         table2(rows, heads),
@@ -59,6 +61,7 @@ def all_tables(rows: Rows, results: Path = RESULTS, brief: Path = BRIEF) -> dict
         *([search_table(tried)] if tried else []),
         frozen_table(frozen),
         *([fitted_after] if fitted_after else []),
+        *([choices] if choices else []),
         headline(rows, frozen),
         targets(rows),
         networks_table(read_brief(brief)),

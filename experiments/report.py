@@ -64,6 +64,9 @@ def page(
         "guard_table": with_notes(tables["guards"]) if rows_with_guards(rows) else "",
         "guard_search": search(tables, results),
         "post_hoc": fitted_after(tables, results),
+        "head_ablation": with_notes(tables["head-ablation"])
+        if "head-ablation" in tables
+        else "Not measured.",
         "auto_table": with_notes(tables["auto"]),
         "candidates": with_notes(tables["candidates"]),
         "networks": with_notes(tables["other-networks"]),
