@@ -268,7 +268,7 @@ def test_the_head_is_fitted_anew_to_the_finished_network(
     assert f"calibration head: {choice.in_words()}" in caplog.text
 
 
-def test_another_wrap_leaves_the_head_as_training_left_it(
+def test_another_wrap_or_augment_leaves_the_head_as_training_left_it(
     images: dict[str, TensorDataset], tmp_path: Path
 ) -> None:
     class Notes(DoubleHeadCallback):
@@ -276,8 +276,9 @@ def test_another_wrap_leaves_the_head_as_training_left_it(
             self.before = {name: value.clone() for name, value in self.model.head.state_dict().items()}
             super().on_train_end(trainer, pl_module)
 
-    for wrap in (DoubleHead, partial(DoubleHead, kind="mlp")):
-        callback = Notes(loader(images["calib"]), every=2, wrap=wrap)
+    paper = partial(DoubleHead, kind="mlp")
+    for options in ({"augment": lambda inputs: inputs.flip(-1)}, {"wrap": DoubleHead}, {"wrap": paper}):
+        callback = Notes(loader(images["calib"]), every=2, **options)
         module = fit(images, tmp_path, callback, max_epochs=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -245,14 +245,17 @@ def test_the_head_is_fitted_anew_to_the_best_model_and_saved_with_it(
         )  # its head is of mid-training
 
 
-def test_another_wrap_leaves_the_head_as_training_left_it(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_another_wrap_or_augment_leaves_the_head_as_training_left_it(
+    texts: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     class Notes(DoubleHeadTrainerCallback):
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             self.before = {name: value.clone() for name, value in self.model.head.state_dict().items()}
             super().on_train_end(*args, **kwargs)
 
-    for wrap in (DoubleHead, partial(DoubleHead, kind="mlp")):
-        callback = Notes(texts["calib"], every=1, wrap=wrap)
+    paper = partial(DoubleHead, kind="mlp")
+    for options in ({"augment": lambda inputs: inputs}, {"wrap": DoubleHead}, {"wrap": paper}):
+        callback = Notes(texts["calib"], every=1, **options)
         trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, num_train_epochs=1)
         assert callback.choice is None
         for name, value in callback.model.head.state_dict().items():

@@ -30,8 +30,8 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     """Trains a calibration head beside the network of a LightningModule: `callbacks=[DoubleHeadCallback(...)]`.
 
     The module, its optimizer and its weights after training stay bit for bit what they are without the callback.
-    The head takes one step for every `every` optimizer steps, beta anneals within each epoch, and both are saved in
-    the trainer's checkpoints and resumed from them. Validation logs `val_ece_calib`, `val_ece_main`, `val_ece_floor`,
+    The head takes one step for every `every` optimizer steps; it and its optimizer are saved in the trainer's
+    checkpoints and resumed from them. Validation logs `val_ece_calib`, `val_ece_main`, `val_ece_floor`,
     NLL and accuracy of both heads, and the reliability diagram goes to the trainer's loggers; in several processes
     they are those of all samples, each counted once. `trainer.test` and `trainer.predict` see calibrated logits;
     `model` is the whole as a DoubleHead.
@@ -41,7 +41,8 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     says what came of it, `settled` whether the head belongs to the network as it is.
 
     `classifier` names the submodule that gives the logits, where it is not found by itself. `wrap` makes another
-    DoubleHead from it: its head stays exactly as training left it; the paper's is `partial(DoubleHead, kind="mlp")`.
+    DoubleHead from it; the paper's is `partial(DoubleHead, kind="mlp")`. `augment` perturbs calibration batches. With
+    either of them the head stays exactly as training left it.
     `lr` is the head's learning rate at the peak of the main schedule, whose shape it follows; the head's own unless
     given. `to_pair` turns a batch into (inputs, labels) where it is not one already. `held_out` chooses among the heads
     of a HeadBank.
@@ -177,8 +178,8 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
 
     @torch.inference_mode(False)  # which testing and predicting are in
     def _settle(self, trainer: Any) -> None:
-        """Fit the default head anew on the network as it is now; a head of another `wrap` stays as it is."""
-        if self.wrap is None and can_refit(self.model):
+        """Fit the default head anew on the network as it is now; one of another `wrap` or `augment` stays as it is."""
+        if self.wrap is None and self.augment is None and can_refit(self.model):
             self.choice = refit_on(self.model, self._read(trainer, self.calib_dataloader), seed=self.seed)
             self.settled = True
             rank_zero_info(f"calibration head: {self.choice.in_words()}")

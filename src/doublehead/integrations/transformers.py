@@ -47,9 +47,10 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     accuracy of both heads. The rest of the model learns exactly as it would without the head.
 
     At the end of training, after the best model was loaded if that was asked for, the head is fitted anew on the
-    finished model (`refit`); `choice` says what came of it. `wrap` makes another DoubleHead: its head stays exactly as
-    training left it; the paper's is `partial(DoubleHead, kind="mlp")`. `lr` is the head's learning rate at the peak of
-    the main schedule, whose shape it follows; the head's own unless given.
+    finished model (`refit`); `choice` says what came of it. `wrap` makes another DoubleHead; the paper's is
+    `partial(DoubleHead, kind="mlp")`. `augment` perturbs calibration batches. With either of them the head stays
+    exactly as training left it. `lr` is the head's learning rate at the peak of the main schedule, whose shape it
+    follows; the head's own unless given.
     """
 
     def __init__(
@@ -134,9 +135,10 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             self.alternation.step(done if done > 0 else 1.0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The head is fitted to the finished model, and rests."""
+        """The head rests, and is fitted to the finished model unless `wrap` or `augment` makes it another one."""
         self.model.head.requires_grad_(False)
-        if self.wrap is None and can_refit(self.model) and self.alternation is not None:
+        usual = self.wrap is None and self.augment is None and can_refit(self.model)
+        if usual and self.alternation is not None:
             self.choice = refit(self.model, self.alternation.calib_batches, seed=self.seed)
             if state.is_world_process_zero:
                 logger.info(f"calibration head: {self.choice.in_words()}")
