@@ -7,7 +7,7 @@ with the logits scaled by beta, which `Annealing` lets run from beta0 to 1 withi
 not touched: its weights after training are bit-identical with and without the calibration head.
 
 The paper's method is `DoubleHead(network, kind="mlp")` with an `Alternation`. The default is the head that was
-safest in our measurements: it reads statistics of the logits, gives one temperature per sample, and is not annealed.
+safest on held-back data: it reads statistics of the logits, gives one temperature per sample, and is not annealed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ Reads: TypeAlias = Literal["features", "logits", "statistics"]
 Kind: TypeAlias = Literal["mlp", "temperature"]
 N_TOP = 10  # how many of the largest log-probabilities the statistics hold
 LEAST_HIDDEN = 16  # of a temperature head: what was measured; half of the 13 statistics would be 6
-LR = {
-    "mlp": 0.1,
-    "temperature": 0.03,
-}  # of SGD: the paper's; that of the safest of auto's candidates, which is
-BETA0 = {"mlp": 1.2, "temperature": 1.0}  # the default (docs/results/candidates.md)
+# The paper's, and those of the safest of auto's candidates, which is the default (docs/results/candidates.md).
+LR = {"mlp": 0.1, "temperature": 0.03}  # of SGD
+BETA0 = {"mlp": 1.2, "temperature": 1.0}
 
 
 class Heads(NamedTuple):

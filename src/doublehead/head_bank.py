@@ -32,7 +32,10 @@ FEW, MANY = (
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """One head of a bank. `lr` is relative to the learning rate of the Alternation that trains the bank."""
+    """One head of a bank: it reads features unless told otherwise, also where it gives temperatures.
+
+    `lr` is relative to the learning rate of the Alternation that trains the bank.
+    """
 
     beta0: float = 1.0
     lr: float = 1.0
