@@ -54,9 +54,10 @@ def temperature(row: Row, methods: Methods, name: str) -> str:
     cell = TABLE_1[row.data, row.model].cell("cross-entropy")
     after, grid = (mean(runs, "main", "ece", when, 100) for when in ("after", "after_grid"))
     share = (grid - after) / (cell.after - after) if cell.after != after else 0.0
+    much = "nothing" if share <= 0 else "little" if share < 0.3 else "some" if share < 0.7 else "much"
     return said(
         """**Temperature scaling, {row}:** {after} here, {cell.after:.2f} in the paper. The paper's coarse grid, which
-        gives {grid} here, explains {part} of it. The networks differ (ECE as trained {before} here and
+        gives {grid} here, {part}. The networks differ (ECE as trained {before} here and
         {cell.before:.2f} there, temperature {fitted} and {cell.temperature:.1f}); how the paper's temperature was
         fitted cannot be told from its text.""",
         row=name,
@@ -64,7 +65,7 @@ def temperature(row: Row, methods: Methods, name: str) -> str:
         before=percent(runs, "main"),
         after=percent(runs, "main", when="after"),
         grid=percent(runs, "main", when="after_grid"),
-        part="nothing" if share <= 0 else "little" if share < 0.3 else "some" if share < 0.7 else "much",
+        part=f"explains {much} of it" if share < 1.5 else "is further off",
         fitted=shown(numbers(runs, "main", "temperature", ""), scale=1),
     )
 

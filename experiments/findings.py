@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from auto_choice import choice_of, last_of
-from committed import FITTED, Run, having, numbers
+from committed import FITTED, having, numbers
 from disagreements import said
 from guards import row_words, rows_with_guards
 from headline import between
@@ -59,7 +59,7 @@ def paper_head(rows: Rows) -> str:
         runs = having(rows[row].get("cross-entropy", []), PAPER_HEAD)
         ours, theirs = (numbers(runs, output, "nll") for output in (PAPER_HEAD, "main+T"))
         if ours and theirs:
-            told = f"{row_title(row, rows)} ({ours.mean:.3f} against {theirs.mean:.3f})"
+            told = f"{row_title(row, rows)} ({ours.mean:.4f} against {theirs.mean:.4f})"
             nlls[ours.mean < theirs.mean].append(told)
         each = [
             (run.number(PAPER_HEAD, "accuracy") or 0) - (run.number("main", "accuracy") or 0) for run in runs
@@ -88,27 +88,31 @@ def auto(rows: Rows) -> str:
     if not runs:
         return "**The auto head:** not run."
 
-    def both(run: Run, key: str) -> tuple[float, float]:
-        return run.number(AUTO.output, key) or 0.0, run.number("main", key, "after") or 0.0
+    def less(key: str) -> list[float]:
+        """By how much it is above temperature scaling, to the last digit that tables show."""
+        pairs = [[run.number(output, key) or 0.0 for output in (AUTO.output, "main+T")] for run in runs]
+        return [round(ours - theirs, 4) + 0.0 for ours, theirs in pairs]  # + 0.0: no -0.0000
 
     def inside(output: str, when: str) -> str:
         pairs = [[run.number(output, key, when) or 0.0 for key in ("ece", "ece_floor_high")] for run in runs]
         return _in([ece <= high for ece, high in pairs])
 
     accuracies = [[run.number(output, "accuracy") or 0.0 for output in (AUTO.output, "main")] for run in runs]
-    nlls = [ours - theirs for ours, theirs in (both(run, "nll") for run in runs)]
+    nlls, eces = less("nll"), less("ece")
     choices = [choice_of(run) for run in runs]
     return said(
-        """**The auto head against temperature scaling, on clean data:** its NLL is lower in {nll} runs (auto minus
-        temperature: {nlls}), its ECE in {ece}. An ECE not above a perfect model's band: auto {ours} runs, temperature
-        scaling {theirs}. It chose the scalar temperature in {scalar} runs, the paper's head in {paper}, and ended with
-        a curve in {bent}.{accuracy}""",
+        """**The auto head against temperature scaling, on clean data:** its NLL is lower in {nll} runs and higher in
+        {worse} (auto minus temperature: {nlls}), its ECE lower in {ece} and higher in {above}. An ECE not above a
+        perfect model's band: auto {ours} runs, temperature scaling {theirs}. It chose the scalar temperature in
+        {scalar} runs, the paper's head in {paper}, and ended with a curve in {bent}.{accuracy}""",
         nll=_in([one < 0 for one in nlls]),
-        nlls=between([round(one, 4) + 0.0 for one in nlls], 1, 4),  # + 0.0: no -0.0000
+        worse=sum(one > 0 for one in nlls),
+        nlls=between(nlls, 1, 4),
         scalar=_in([choice == "the scalar temperature" for choice in choices]),
         paper=_in([choice.startswith("the paper's head") for choice in choices]),
         bent=_in([last_of(run).endswith("a curve") for run in runs]),
-        ece=_in([ours < theirs for ours, theirs in (both(run, "ece") for run in runs)]),
+        ece=_in([one < 0 for one in eces]),
+        above=sum(one > 0 for one in eces),
         ours=inside(AUTO.output, "before"),
         theirs=inside("main", "after"),
         accuracy=_accuracy_changes([ours - theirs for ours, theirs in accuracies]),

@@ -38,6 +38,11 @@ from doublehead.data import FAMILIES
 FROZEN = RESULTS / "imagenet_frozen.json"
 FROZEN_TITLES = {"raw": "as trained", "temperature": "temperature scaling", "fit_head": "`fit_head` (ours)"}
 FROZEN_COMMAND = "`python experiments/imagenet_frozen.py FILE.npz`"
+FOLDERS_NOTE = (
+    "`post_hoc.py`, `ensemble.py` and `last_layer.py` read the run folders that `run.py` leaves in `runs`. Where these "
+    "are gone, `run.py` with the seeds named (an ensemble: `--seeds 0 1 2 3`) and `--methods cross-entropy --bare "
+    "--results experiments/members` trains the networks alone; the same seed does not always give the same network."
+)
 GUARD_NOTE = (
     "Guarded: a shift guard round the auto head. Family unseen: each family of corruption is measured by a guard that "
     "never saw it; clean numbers are means over these three guards. That is the number to read. The guard that saw all "
@@ -60,6 +65,7 @@ def headline(rows: Rows, frozen: Path = FROZEN) -> Table:
         "Every method had the same epochs and the same calibration data. Perturbed heads are shown as the range over "
         "all that were trained, since none was chosen.",
         auto_note(rows),
+        FOLDERS_NOTE,
         *([GUARD_NOTE] if any("Guarded" in line[1] for line in lines) else []),
     ]
     return Table("headline", "Ours, the paper's head and the rivals", head, lines, notes)
@@ -176,7 +182,9 @@ def _command(row: Row, method: str, runs: Sequence[Run]) -> str:
     script = {"ensemble-4": "ensemble.py", "last-layer": "last_layer.py"}.get(method, "run.py")
     seeds = [run.seed for run in runs]
     options = f" --seeds {' '.join(map(str, seeds))}" if seeds != [0] else ""
-    options += f" --methods {method}" if script == "run.py" else ""
+    if script == "run.py":
+        on_cpu = any("CPU" in run.results["environment"]["device"] for run in runs)
+        options += f" --methods {method}" + " --accelerator cpu" * on_cpu
     return f"`python experiments/{script} {row.data} {row.model} --epochs {row.epochs}{options}`"
 
 

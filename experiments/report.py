@@ -33,7 +33,6 @@ from tables import (
     paper_order,
     reference,
     row_title,
-    seeds_said,
     title_of,
 )
 from withdrawal import first_run
@@ -185,11 +184,10 @@ def _gaps_of(row: Row, methods: Mapping[str, list[Run]], name: str) -> list[str]
     for method, runs in alone.items():
         lacking.setdefault(SEEDS_WANTED - len(runs), []).append(method)
     made = [f"{name}: {', '.join(missing)}."] if missing else []
-    few = [f"{seeds_said(n)} of {', '.join(lacking[n])}" for n in sorted(lacking) if n > 0]
+    few = [f"{n} for {', '.join(lacking[n])}" for n in sorted(lacking) if n > 0]
     if few:
-        made.append(
-            f"{name}, of {SEEDS_WANTED} seeds of each method: {'; '.join(few)}. One seed has no spread."
-        )
+        alone_said = " One seed has no spread." * (SEEDS_WANTED - 1 in lacking)
+        made.append(f"{name}, of {SEEDS_WANTED} seeds, missing: {'; '.join(few)}.{alone_said}")
     return made
 
 

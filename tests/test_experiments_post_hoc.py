@@ -166,6 +166,12 @@ def test_what_is_said_of_probmetrics_was_measured() -> None:
         lowest += nlls["head"] == min(nlls.values())
     assert (len(lead), lowest, sum(one > 0 for one in lead)) == (13, 7, 7)
     assert f"lower on seven networks of thirteen, by up to {max(lead):.1f} %" in readme
+    behind = {name: -one for name, one in zip(behind_sms, lead) if one < 0}
+    on_texts = [one for name, one in behind.items() if name.startswith(("SST", "20 News"))]
+    on_images = [one for name, one in behind.items() if not name.startswith(("SST", "20 News"))]
+    assert (len(on_images), len(on_texts)) == (3, 3)
+    said = f"higher on three of images, by up to {max(on_images):.1f} %, and all three of texts, by up to"
+    assert f"{said} {max(on_texts):.1f} %." in readme
     assert f"lowest NLL on seven networks of thirteen, by up to {max(lead):.1f} % of the best" in guide
     assert sum(one < 0 for one in behind_sms.values()) == 8  # "is below `sms` on eight"
     texts = sorted(one for name, one in behind_sms.items() if name.startswith(("SST", "20 News")))

@@ -64,8 +64,8 @@ def test_missing_seeds_and_guards_are_named(tmp_path: Path) -> None:
         made_up(tmp_path, seed=seed, shifted=("main", "main+T"), **(guards if seed else {}))
     made_up(tmp_path, "brier")
     lines = report.gaps(committed.rows_of(committed.read_runs(tmp_path)))
-    seeds = "CIFAR-10, ResNet-50, of 3 seeds of each method: "
-    assert f"{seeds}1 seed of cross-entropy; 2 seeds of brier. One seed has no spread." in lines
+    seeds = "CIFAR-10, ResNet-50, of 3 seeds, missing: "
+    assert f"{seeds}1 for cross-entropy; 2 for brier. One seed has no spread." in lines
     assert "CIFAR-10, ResNet-50: guards on seed 0." in lines
     assert "CIFAR-10, ResNet-50: guards with a whole kind of corruption unseen." in lines
     assert any(line.startswith("SVHN's rows for want of its training set") for line in lines)
@@ -181,8 +181,9 @@ def test_what_auto_chose_is_shown_run_by_run(tmp_path: Path) -> None:
 def test_auto_is_counted_against_temperature_scaling(tmp_path: Path) -> None:
     text = findings.auto(chosen(tmp_path, (0.9, 0.912, 0.9)))
     assert (
-        "its NLL is lower in 2 of 3 runs (auto minus temperature: -0.0050 .. 0.0100), its ECE in 2 of 3. An ECE not "
-        "above a perfect model's band: auto 2 of 3 runs, temperature scaling 0 of 3. It chose the scalar temperature "
+        "its NLL is lower in 2 of 3 runs and higher in 1 (auto minus temperature: -0.0050 .. 0.0100), its ECE lower "
+        "in 2 of 3 and higher in 1. An ECE not above a perfect model's band: auto 2 of 3 runs, temperature scaling 0 "
+        "of 3. It chose the scalar temperature "
         "in 1 of 3 runs, the paper's head in 1 of 3, and ended with a curve in 1 of 3. In 1 of 3 runs "
         "its accuracy is not the network's: +1.20 points."
     ) in text
