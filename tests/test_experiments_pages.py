@@ -255,6 +255,7 @@ def test_the_withdrawn_run_is_told_of_with_its_numbers() -> None:
 def test_networks_that_differ_are_not_called_the_same(tmp_path: Path) -> None:
     first = committed.Run(tmp_path, json.loads(withdrawal.FILE.read_text()))
     assert "same in both" in withdrawal.same_network(first, first)
+    assert "same in both" in withdrawal.same_network(first, committed.Run.read(committed.RESULTS / RESNET))
     other = committed.Run(tmp_path, json.loads(withdrawal.FILE.read_text()))
     other.results["outputs"]["main"]["before"]["nll"] += 1e-6
     assert withdrawal.same_network(first, other) == ""
