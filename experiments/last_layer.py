@@ -5,6 +5,7 @@
 The two-stage training (TST) of Jordahn and Olmos, "Decoupling Feature Extraction and Classification Layers for
 Calibrated Neural Networks" (ICML 2024): 40 further epochs of a head with one hidden layer, here with Adam at 1e-4 and
 half as many units as features. Unlike a calibration head it learns from the data that the network has learned from.
+Needs the run folders that experiments/run.py left in --output; `run.py --bare` trains them with nothing beside.
 """
 
 from __future__ import annotations

@@ -147,7 +147,10 @@ def main() -> None:
         "--methods", nargs="+", default=[], help="or baselines, rivals, all; the paper's unless given"
     )
     parser.add_argument(
-        "--bare", action="store_true", help="the network alone, as a member of an ensemble or to be retrained"
+        "--bare",
+        action="store_true",
+        help="the network alone, as a member of an ensemble or to be retrained; with --results experiments/members, or "
+        "it takes the place of the row's own results",
     )
     parser.add_argument("--root", help="where the data sets lie")
     parser.add_argument("--output", type=Path, default=Path("runs"))
