@@ -147,6 +147,29 @@ def ablation_table(results: Path = RESULTS) -> Table | None:
     return Table("head-ablation", "What each choice behind fit_head is worth", head, lines, notes)
 
 
+def ablation_text(results: Path = RESULTS) -> str:
+    """What a change costs or brings, by kind of network, in a few sentences."""
+    networks = read_ablation(results)
+    if not networks:
+        return ""
+
+    def costs(name: str, usual: str = "as it is") -> str:
+        """How much NLL a variant costs against what is in use, kind by kind."""
+        by_kind: dict[str, list[float]] = {}
+        for network, one in networks.items():
+            by_kind.setdefault(kind_of(network), []).append(mean_of(one, name) - mean_of(one, usual))
+        return ", ".join(f"{fmean(some):+.4f} ({kind})" for kind, some in by_kind.items())
+
+    paper, none = costs("the paper's beta0 (1.2 alone)"), costs("no annealing (beta0 1 alone)")
+    late, straight = costs("no early stop: 20 passes"), costs(NO_CURVE, CURVE)
+    small, more = costs("16 hidden units alone"), costs("reads statistics and logits")
+    return (
+        f"Against what is in use, in NLL (positive: worse): the paper's beta0 {paper}; no annealing {none}; no early "
+        f"stop {late}; no curve {straight}; 16 hidden units alone, the head of `DoubleHead(network)` and so of `refit`, "
+        f"{small}. Reading the logits too: {more}."
+    )
+
+
 def kind_of(network: str) -> str:
     """The column of a network.
 

@@ -17,6 +17,7 @@ from disagreements import disagreements, said
 from figures import FIGURES, GRADIENT_BETAS, SWEEP, gradient_sample, sweep, with_gradients
 from guard_search import read_search, search_text
 from guards import guard_text, rows_with_guards
+from head_ablation import ablation_text
 from headline import between
 from other_networks import only_brief
 from paper import ODDITIES, TABLE_1
@@ -63,9 +64,7 @@ def page(
         "guard_table": with_notes(tables["guards"]) if rows_with_guards(rows) else "",
         "guard_search": search(tables, results),
         "post_hoc": fitted_after(tables, results),
-        "head_ablation": with_notes(tables["head-ablation"])
-        if "head-ablation" in tables
-        else "Not measured.",
+        "head_ablation": choices(tables, results),
         "auto_table": with_notes(tables["auto"]),
         "candidates": with_notes(tables["candidates"]),
         "networks": with_notes(tables["other-networks"]),
@@ -98,6 +97,13 @@ def fitted_after(tables: Mapping[str, Table], results: Path) -> str:
         if "post-hoc" in tables
         else "Not measured."
     )
+
+
+def choices(tables: Mapping[str, Table], results: Path) -> str:
+    """The choices behind `fit_head`, where they were measured."""
+    if "head-ablation" not in tables:
+        return "Not measured."
+    return f"{ablation_text(results)}\n\n{with_notes(tables['head-ablation'])}"
 
 
 def bullets(lines: Sequence[str]) -> str:

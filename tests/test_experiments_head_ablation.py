@@ -117,6 +117,17 @@ def test_the_table_is_made_of_means(
     assert table.head == ["variant", "CIFAR-10: 2", "texts: 1", "worst network", "below"]
     assert table.lines[0] == ["as it is", "-0.0050", "+0.0000", "+0.0100", "1 of 3"]
     assert doctest.testmod(head_ablation).failed == 0
+    for line in networks["SST fine, C"]["numbers"]:
+        line["behind"] = {"no early stop: 20 passes": 0.002, CURVE: 0.001, NO_CURVE: 0.004}.get(
+            line["variant"], 0.0
+        )
+    (tmp_path / head_ablation.NAME).write_text(json.dumps(networks))
+    text = head_ablation.ablation_text(tmp_path)
+    assert (
+        "no early stop +0.0000 (CIFAR-10), +0.0020 (texts); no curve +0.0000 (CIFAR-10), +0.0030 (texts);"
+        in text
+    )
+    assert head_ablation.ablation_text(tmp_path / "nothing") == ""
 
 
 def test_what_is_in_use_holds_its_own_on_the_committed_networks() -> None:
