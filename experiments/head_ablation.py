@@ -165,8 +165,8 @@ def ablation_text(results: Path = RESULTS) -> str:
     small, more = costs("16 hidden units alone"), costs("reads statistics and logits")
     return (
         f"Against what is in use, in NLL (positive: worse): the paper's beta0 {paper}; no annealing {none}; no early "
-        f"stop {late}; no curve {straight}; 16 hidden units alone, the head of `DoubleHead(network)` and so of `refit`, "
-        f"{small}. Reading the logits too: {more}."
+        f"stop {late}; no curve {straight}; 16 hidden units alone, the head of `DoubleHead(network)` and so of "
+        f"`refit`, {small}. Reading the logits too: {more}."
     )
 
 
