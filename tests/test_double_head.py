@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 import warnings
 
 import numpy as np
@@ -14,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import Alternation, Annealing, CalibrationHead, DoubleHead, HeadBank, Standardise, statistics
+from doublehead import (
+    Alternation,
+    Annealing,
+    CalibrationHead,
+    DoubleHead,
+    HeadBank,
+    Standardise,
+    statistics,
+)
 
 
 def small_net() -> nn.Module:
@@ -411,11 +420,36 @@ def test_the_rate_follows_the_schedule_and_is_the_heads_own_at_its_peak() -> Non
     cycle = followed(lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.5, total_steps=20), 20)
     assert max(cycle) == pytest.approx(0.03)
     assert cycle[0] == pytest.approx(0.03 / 25)
-    none = torch.optim.SGD(model.main_parameters(), lr=0.0)
-    with pytest.raises(
-        ValueError, match="main optimizer must have a positive learning rate at its peak, got 0.0"
-    ):
-        Alternation(model, calib, lr=none)
+    there_and_back = followed(lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.5, step_size_up=2), 5)
+    assert max(there_and_back) == pytest.approx(0.03)  # CyclicLR notes its foot as the initial rate
+    assert there_and_back[4] == pytest.approx(0.03 * 0.01 / 0.5)
+
+
+def test_a_warmup_by_hand_from_zero_and_a_group_that_rests() -> None:
+    model = DoubleHead(small_net())
+    first, *others = model.main_parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.0}, {"params": others, "lr": 0.0}])
+    alternation, seen = Alternation(model, [some_data(8, 1)[:]], every=1, lr=optimizer), []
+    for lr in (0.0, 0.1, 0.2, 0.05):
+        optimizer.param_groups[1]["lr"] = lr
+        alternation.step(0.0)
+        seen.append(rate(alternation))
+    assert seen == pytest.approx([0.0, 0.03, 0.03, 0.0075])
+    assert alternation.skipped == 0
+    at_half = Alternation(model, [some_data(8, 1)[:]], lr=optimizer, peak_lr=0.5)
+    assert rate(at_half) == pytest.approx(0.5)
+
+
+def test_rates_that_are_none_are_named() -> None:
+    model, calib = DoubleHead(small_net()), [some_data(8, 1)[:]]
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.main_parameters(), lr=0.1), 1)
+    for lr, got in ((-1.0, "-1.0"), (math.nan, "nan"), (scheduler, "StepLR"), ([0.1], "list")):
+        wanted = f"lr must be a finite number from 0 on, an optimizer or None, got {got}"
+        with pytest.raises(ValueError, match=re.escape(wanted)):
+            Alternation(model, calib, lr=lr)  # type: ignore[arg-type]
+    for name in ("lr_scale", "peak_lr"):
+        with pytest.raises(ValueError, match=f"{name} must be a finite number from 0 on, got -2"):
+            Alternation(model, calib, **{name: -2})  # type: ignore[arg-type]
 
 
 def test_a_resumed_run_goes_on_at_the_same_rate() -> None:
@@ -433,7 +467,9 @@ def test_a_resumed_run_goes_on_at_the_same_rate() -> None:
     resumed.load_state_dict(alternation.state_dict())
     resumed.step(0.0)
     assert rate(alternation) == rate(resumed) == pytest.approx(0.003)
-    older = {key: value for key, value in alternation.state_dict().items() if key != "lr_scale"}
+    older = {
+        key: value for key, value in alternation.state_dict().items() if key not in ("lr_scale", "peak_lr")
+    }
     again, _ = made(0.3)
     again.load_state_dict(older)
     assert again.lr_scale == pytest.approx(0.1)

@@ -365,7 +365,7 @@ def test_a_checkpoint_of_before_keeps_its_rate(images: dict[str, TensorDataset],
     module = fit(images, tmp_path, callback, max_epochs=1)
     state = callback.state_dict()
     state["lr_scale"] = 7.0
-    del state["settled"], state["alternation"]["lr_scale"]
+    del state["settled"], state["alternation"]["lr_scale"], state["alternation"]["peak_lr"]
     again = DoubleHeadCallback(loader(images["calib"]))
     again.load_state_dict(state)
     module.fitted_by.callbacks, module.fitted_by.fit_loop.max_epochs = [again], 2

@@ -30,11 +30,13 @@ from doublehead.plumbing import (
     Randomness,
     StaysFloat32,
     Verdicts,
+    as_rate,
     average_over_processes,
     device_of,
     evaluating,
-    follow,
+    peak_of,
     rank,
+    rate_of,
     same_on_all_processes,
     seeded,
     unpack,
@@ -344,8 +346,10 @@ class Alternation:
     inputs (for calibration under distribution shift). `annealing` is the head's own unless given.
 
     A head learns by SGD at a rate of its own, whatever the network's optimizer: `head.lr`, or 0.1 where a head has
-    none. `lr` is another rate, or your optimizer: then the head's rate follows the shape of its schedule and is the
-    head's own at the peak, or, if `lr_scale` is given, that many times the optimizer's rate at any time.
+    none. `lr` is another rate, or your optimizer: then the head's rate follows the shape of its schedule, as the
+    optimizer's highest rate shows it, and is the head's own (or `peak_lr`) at the peak; or, if `lr_scale` is given,
+    that many times the optimizer's rate at any time. The peak is what a scheduler noted in the optimizer, so make that
+    first; one that comes unannounced is taken as it comes, and the head's rate is never above its own.
     `optimizer` makes another optimizer than SGD: `optimizer(parameters, lr=...)`.
 
     In the first steps a deep network in evaluation mode gives features of any size, since BatchNorm's averages are
@@ -365,6 +369,7 @@ class Alternation:
         augment: Callable[[Any], Any] | None = None,
         lr: float | torch.optim.Optimizer | None = None,
         lr_scale: float | None = None,
+        peak_lr: float | None = None,
         weight_decay: float = 5e-5,
         momentum: float = 0.9,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
@@ -379,14 +384,7 @@ class Alternation:
         self.calib_batches, self.every, self.augment = calib_batches, every, augment
         self.clip, self.patience = clip, patience
         self.annealing = annealing or getattr(self.head, "annealing", None) or Annealing()
-        own = getattr(self.head, "lr", LR["mlp"])
-        if isinstance(lr, torch.optim.Optimizer):
-            self._followed: torch.optim.Optimizer | None = lr
-            self.lr_scale = follow(lr, own) if lr_scale is None else lr_scale
-            rate = self.lr_scale * lr.param_groups[0]["lr"]
-        else:
-            self._followed, self.lr_scale = None, 1.0 if lr_scale is None else lr_scale
-            rate = self.lr_scale * (own if lr is None else lr)
+        rate = self._set_rate(lr, lr_scale, peak_lr)
         if optimizer is not None:
             self.optimizer = optimizer(self.head.parameters(), lr=rate)
         else:
@@ -404,6 +402,26 @@ class Alternation:
         """How many calibration steps were left out because their loss was not finite."""
         self._count(wait=True)
         return self._skipped
+
+    def _set_rate(self, lr: Any, lr_scale: float | None, peak_lr: float | None) -> float:
+        """Settle what the head's rate follows, and how; the rate to begin with."""
+        own = as_rate(getattr(self.head, "lr", LR["mlp"]) if peak_lr is None else peak_lr, "peak_lr")
+        scale = None if lr_scale is None else as_rate(lr_scale, "lr_scale")
+        self._followed = lr if isinstance(lr, torch.optim.Optimizer) else None
+        self._peak_lr = own if scale is None else math.inf
+        if self._followed is not None:
+            peak = peak_of(self._followed)
+            self.lr_scale = scale if scale is not None else own / peak if peak else math.inf
+            return self._rate(self._followed)
+        self.lr_scale = 1.0 if scale is None else scale
+        return self.lr_scale * (own if lr is None else as_rate(lr, "lr", ", an optimizer or None"))
+
+    def _rate(self, followed: torch.optim.Optimizer) -> float:
+        """The head's rate now; a rate above the known peak is the new peak."""
+        now = rate_of(followed)
+        if now * self.lr_scale > self._peak_lr:
+            self.lr_scale = self._peak_lr / now
+        return now * self.lr_scale if now else 0.0
 
     def step(self, progress: float) -> Tensor | None:
         """Count one step of the network; on every k-th train the head once and return the calibration loss."""
@@ -445,9 +463,10 @@ class Alternation:
         return losses
 
     def _move(self, fine: Tensor, shrink: Tensor, gradients: list[Tensor]) -> None:
-        if self._followed:
+        if self._followed is not None:
+            rate = self._rate(self._followed)
             for group in self.optimizer.param_groups:
-                group["lr"] = self._followed.param_groups[0]["lr"] * self.lr_scale
+                group["lr"] = rate
         if isinstance(self.optimizer, HeadSGD):
             self.optimizer.step(fine, shrink)
         elif bool(fine.all()):  # another optimizer cannot leave a step out by itself
@@ -479,6 +498,7 @@ class Alternation:
             "skipped": [self.skipped, self._skipped_in_a_row],
             "optimizer": self.optimizer.state_dict(),
             "lr_scale": self.lr_scale,
+            "peak_lr": self._peak_lr,
             "rank": rank(),
             "randomness": self._randomness.state,
             "batches": self._batches.state_dict(),
@@ -493,6 +513,7 @@ class Alternation:
         self._skipped, self._skipped_in_a_row = state["skipped"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scale = state.get("lr_scale", self.lr_scale)
+        self._peak_lr = state.get("peak_lr", math.inf)  # an older run goes on at its rate, whatever that was
         if state.get("rank", rank()) == rank():
             self._batches.load_state_dict(state["batches"])
             self._randomness.state = dict(state["randomness"])

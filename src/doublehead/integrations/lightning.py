@@ -19,7 +19,7 @@ from doublehead.integrations.overlap import check_disjoint, n_shared
 from doublehead.integrations.trackers import log_reliability
 from doublehead.integrations.watch import Watch
 from doublehead.optional import require
-from doublehead.plumbing import device_of, evaluating, follow, seeded, unpack
+from doublehead.plumbing import device_of, evaluating, seeded, unpack
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
 rank_zero_info: Any = require("lightning.pytorch.utilities.rank_zero", extra="lightning").rank_zero_info
@@ -132,7 +132,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
             annealing=self.annealing,
             augment=lambda inputs: precision.convert_input(self.augment(inputs) if self.augment else inputs),
             lr=optimizer,
-            lr_scale=None if self.lr is None else follow(optimizer, self.lr),
+            peak_lr=self.lr,
             weight_decay=self.weight_decay,
             seed=self.seed,
         )

@@ -23,7 +23,6 @@ from doublehead.optional import require
 from doublehead.plumbing import (
     average_over_processes,
     device_of,
-    follow,
     from_every_process,
     n_processes,
     rank,
@@ -113,7 +112,7 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             annealing=self.annealing,
             augment=self.augment,
             lr=optimizer,
-            lr_scale=None if self.lr is None else follow(optimizer, self.lr),
+            peak_lr=self.lr,
             weight_decay=self.weight_decay,
             seed=self.seed,
         )
