@@ -21,6 +21,7 @@ from doublehead import (
     CalibrationHead,
     DoubleHead,
     HeadBank,
+    ShiftGuard,
     Standardise,
     statistics,
 )
@@ -450,6 +451,20 @@ def test_rates_that_are_none_are_named() -> None:
     for name in ("lr_scale", "peak_lr"):
         with pytest.raises(ValueError, match=f"{name} must be a finite number from 0 on, got -2"):
             Alternation(model, calib, **{name: -2})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_that_belongs_outside_goes_inside(compiled: bool) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    for inner, kind in ((DoubleHead(net), "DoubleHead"), (ShiftGuard(net), "ShiftGuard")):
+        model = torch.compile(inner, backend="eager") if compiled else inner
+        with pytest.raises(
+            ValueError, match=f"without a DoubleHead or ShiftGuard, got a {kind}: put the Double"
+        ):
+            DoubleHead(model, 4)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"got Sequential with a {kind} as '0': put"):
+            DoubleHead(nn.Sequential(inner), 4)
+    assert DoubleHead(net).eval()(torch.randn(2, 8)).shape == (2, 4)
 
 
 def test_a_resumed_run_goes_on_at_the_same_rate() -> None:

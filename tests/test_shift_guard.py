@@ -667,7 +667,6 @@ def test_a_guard_round_a_guard() -> None:
         (guard, "a ShiftGuard: guard what that one guards"),
         (torch.compile(guard, backend="eager"), "a ShiftGuard: guard what that one guards"),
         (nn.Sequential(nn.Identity(), guard), "Sequential with one as '1': "),
-        (DoubleHead(guard, 4), "DoubleHead with one as 'model': "),
     ):
         with pytest.raises(ValueError, match=said + got):
             ShiftGuard(model)

@@ -248,6 +248,7 @@ class DoubleHead(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        _check_innermost(model)
         self.model = model
         wants_features = head is not None or "features" in what_it_reads(kind, reads)
         self._tap = FeatureTap()
@@ -523,6 +524,19 @@ def _nll(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of logits (B, K), or of each of H heads for (H, B, K)."""
     at_labels = logits.gather(-1, labels.expand(logits.shape[:-1]).unsqueeze(-1)).squeeze(-1)
     return (logits.logsumexp(-1) - at_labels).mean(-1)
+
+
+def _check_innermost(model: nn.Module) -> None:
+    """An error for a model that has a DoubleHead, or a guard that belongs round one, inside."""
+    model = uncompiled(model)
+    for name, part in model.named_modules():
+        if isinstance(part, DoubleHead) or getattr(part, "goes_round_double_head", False):
+            kind = type(part).__name__
+            got = f"{type(model).__name__} with a {kind} as {name!r}" if name else f"a {kind}"
+            raise ValueError(
+                f"model must be a classifier without a DoubleHead or ShiftGuard, got {got}: put the DoubleHead round "
+                "the network itself, and a ShiftGuard round the DoubleHead"
+            )
 
 
 def _unwrap(model: nn.Module, name: str = "model") -> DoubleHead:

@@ -310,6 +310,8 @@ class ShiftGuard(nn.Module):
     torch.Size([2, 4])
     """
 
+    goes_round_double_head = True  # a DoubleHead refuses a model with one inside
+
     def __init__(
         self,
         model: nn.Module,
