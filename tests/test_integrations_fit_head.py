@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from doublehead.integrations.fit_head import (
     refit_on,
 )
 from doublehead.integrations.nll_curves import NllCurves, inverse_softplus
-from doublehead.integrations.overlap import check_disjoint, n_shared
+from doublehead.integrations.overlap import check_disjoint, n_shared, until_repeated
 
 
 def drawn(n: int, k: int = 5, seed: int = 0, planted: bool = False) -> Readings:
@@ -139,6 +140,7 @@ def test_keeps_the_scalar_where_it_is_the_truth() -> None:
 @pytest.mark.parametrize("n", [1, 2, 7, 49])
 def test_few_samples_give_plain_temperature_scaling(n: int) -> None:
     calib = drawn(n, seed=n, planted=True)
+    calib.labels[0] = calib.main[0].argmin()  # one is wrong, or there would be no best temperature
     head = fit_head_on(calib)
     assert head.choice.spec is None
     temperature = Temperature().fit(Predictions(calib.main, calib.labels))
@@ -316,14 +318,103 @@ def test_refit_takes_enough_of_batches_without_an_end(monkeypatch: pytest.Monkey
 
     class Endless(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield x, y
+            return (drawn(100, seed=seed)[1:] for seed in count())
 
     model = DoubleHead(Given())
     assert refit(model, DataLoader(Endless(), batch_size=None)).n == 250
     assert len(model.read([(x, y)] * 4, enough=250).labels) == 300  # no batch more than it takes
     assert len(model.read([(x, y)] * 4).labels) == 400
     assert (how_many([(x, y)]), how_many(iter([(x, y)]))) == (math.inf, 250)
+
+
+def test_a_stream_that_begins_again_is_read_once() -> None:
+    """Else every fold would know the others' samples, and the head that learns them by heart would win."""
+    data, fresh = drawn(120, seed=1), drawn(1000, seed=2)
+    model, alone = DoubleHead(Given()), DoubleHead(Given())
+    whole, labels = data.main, data.labels
+
+    def shuffled() -> Iterator[tuple[Tensor, Tensor]]:
+        for seed in range(30):
+            order = torch.randperm(120, generator=torch.Generator().manual_seed(seed))
+            yield from zip(whole[order].split(50), labels[order].split(50))
+
+    assert refit(model, shuffled()).n == 120
+    refit(alone, batches(data))
+    for double in (model, alone):
+        assert nll(double.eval()(fresh.main).detach(), fresh.labels) < 1.3 * nll(fresh.main / 2, fresh.labels)
+
+
+def test_samples_are_the_same_bit_for_bit() -> None:
+    x, y = torch.arange(12.0).view(6, 2), torch.zeros(6, dtype=torch.long)
+    half = torch.cat([x[:3], x[:3] + 100])
+
+    def n_read(*some: Any) -> int:
+        return len(list(until_repeated(some)))
+
+    assert n_read((x, y), (x, y)) == n_read((x, y), (half, y)) == n_read((x, y), (half, y), (x, y)) == 1
+    assert n_read((x, y), (x, y + 1)) == n_read((x, y), (x + 1e-3, y)) == n_read((x, y), (half + 50, y)) == 2
+    assert n_read((x.bfloat16(), y), (x.bfloat16(), y)) == 1
+    named = {"a": x, "b": x.long(), "labels": y}
+    assert n_read(named, named) == n_read(([x, x], y), ([x, x], y)) == 1
+    assert n_read(named, {**named, "b": x.long() + 1}) == n_read(("no tensor", y), ("no tensor", y)) == 2
+    long = torch.arange(5000.0).expand(6, -1) + torch.arange(6.0)[:, None] * 5000
+    assert n_read((long, y), (long + 1, y), (long.clone(), y)) == 2
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 60, 1200])
+def test_data_without_a_wrong_label_do_not_make_it_certain(n: int) -> None:
+    """There the NLL falls with the temperature down to 0, and says nothing of how often the network is wrong."""
+    logits = drawn(n, seed=3).main
+    right = Readings(torch.empty(n, 0), logits, logits.argmax(1))
+    head = fit_head_on(right)
+    assert head.choice.spec is None
+    assert not head.choice.bends
+    # By hand: as sharp as one wrong sample more allows, the usual one with its second label, but not softer than 1.
+    first, second = logits.topk(2).values.T
+    usual = int((first - second).argsort()[n // 2])
+    more = Predictions(
+        torch.cat([logits, logits[usual, None]]), torch.cat([right.labels, logits[usual].topk(2).indices[1:]])
+    )
+    want = min(1.0, float(Temperature().fit(more).temperature_))
+    assert head.choice.temperature == pytest.approx(want, rel=1e-4)
+    torch.testing.assert_close(head(*right[:2]).softmax(1), (logits / want).softmax(1), atol=1e-4, rtol=0)
+    assert n != 1200 or want < 0.5  # with many it may be sharp
+
+
+@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -1e30, -1e9])
+def test_classes_that_are_masked_out(masked: float) -> None:
+    """The head answers as it does for a network without them."""
+    _, logits, labels = drawn(300, 4, planted=True)
+    more = torch.cat([logits, torch.full((300, 1), masked)], 1)
+
+    class Masks(Given):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([super().forward(x), torch.full((len(x), 1), masked)], 1)
+
+    model = DoubleHead(Masks(4), 5)
+    alternation = Alternation(model, [(logits, labels)], every=1)
+    for _ in range(5):
+        alternation.step(0.5)
+    assert alternation.skipped == 0
+    choice = refit(model, [(logits, labels)])
+    without = fit_head_on(Readings(torch.empty(300, 0), logits, labels)).choice
+    assert choice.temperature == pytest.approx(without.temperature, rel=1e-3)
+    assert choice.nll == pytest.approx(without.nll, abs=0.03)
+    probs = model.head(torch.empty(300, 0), more).softmax(1)
+    assert torch.isfinite(probs).all()
+    assert torch.equal(probs[:, 4], torch.zeros(300))
+    with pytest.raises(ValueError, match=r"logits must not be above 1e\+09, got 1e\+30"):
+        fit_head_on(Readings(torch.empty(300, 0), logits + 1e30, labels))
+
+
+def test_fitting_inside_inference_mode() -> None:
+    model, data = DoubleHead(Given()), batches(drawn(200))
+    with torch.inference_mode():
+        choice = refit(model, data)
+        fitted = fit_head(model.model, data)
+    assert choice == refit(model, data)
+    assert not any(value.is_inference() for value in fitted.state_dict().values())
+    Alternation(model, data, every=1).step(0.5)
 
 
 def test_refit_refuses_other_heads() -> None:
@@ -338,7 +429,9 @@ def test_refit_refuses_other_heads() -> None:
             refit(DoubleHead(Given(), **head), data)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="double must be a DoubleHead .* got Given"):
         refit(Given(), data)
-    with pytest.raises(ValueError, match="batches must hold at least one batch, got none"):
+    with pytest.raises(
+        ValueError, match="calib_batches must hold at least one batch and start again .* got none"
+    ):
         refit(DoubleHead(Given()), [])
 
 

@@ -44,6 +44,10 @@ from doublehead.plumbing import (
 
 Reads: TypeAlias = Literal["features", "logits", "statistics"]
 Kind: TypeAlias = Literal["mlp", "temperature"]
+LOWEST = (
+    -1e9
+)  # below a row's largest logit: a class that is masked out with -inf has no probability here either
+LEAST_LOG_PROB = -1e4  # among the statistics, so that those of a masked class are a constant
 N_TOP = 10  # how many of the largest log-probabilities the statistics hold
 LEAST_HIDDEN = 16  # of a temperature head: what was measured; half of the 13 statistics would be 6
 # The paper's, and those of the safest of auto's candidates, which is the default (docs/results/candidates.md).
@@ -69,10 +73,11 @@ class Readings(NamedTuple):
 def statistics(logits: Tensor) -> Tensor:
     """What logits say about themselves, (B, K) -> (B, min(K, 10) + 3).
 
-    The largest log-probabilities in falling order, then log-sum-exp, entropy and the largest logit.
+    The largest log-probabilities in falling order, then log-sum-exp, entropy and the largest logit. Classes masked out
+    with -inf do no harm.
     """
     logits = logits.float()
-    log_probs = logits.log_softmax(-1)
+    log_probs = logits.log_softmax(-1).clamp(min=LEAST_LOG_PROB)
     entropy = -(log_probs.exp() * log_probs).sum(-1, keepdim=True)
     top = log_probs.topk(min(N_TOP, logits.shape[-1]), -1).values
     return torch.cat([top, logits.logsumexp(-1, keepdim=True), entropy, logits.amax(-1, keepdim=True)], -1)
@@ -202,7 +207,7 @@ class CalibrationHead(StaysFloat32):
         if self.kind == "mlp":
             return out
         # Below the largest logit, which stays exactly 0, so rounding can never make a new tie at the top.
-        below = main.float() - main.float().amax(-1, keepdim=True)
+        below = (main.float() - main.float().amax(-1, keepdim=True)).clamp(min=LOWEST)
         return below * F.softplus(out).clamp(min=1e-6)
 
 

@@ -9,7 +9,7 @@ temperature is kept unless a head is better there by more than chance. A smooth 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibrators.temperature import fit_inverse_temperature
-from doublehead.double_head import Annealing, CalibrationHead, DoubleHead, Readings, Standardise, _unwrap
+from doublehead.double_head import (
+    LOWEST,
+    Annealing,
+    CalibrationHead,
+    DoubleHead,
+    Readings,
+    Standardise,
+    _unwrap,
+)
 from doublehead.head_bank import HeadSpec
 from doublehead.integrations.head_config import put_head
 from doublehead.integrations.nll_curves import NllCurves, inverse_softplus
-from doublehead.integrations.overlap import check_disjoint
+from doublehead.integrations.overlap import check_disjoint, until_repeated
 from doublehead.last_map import LastMap
 from doublehead.plumbing import device_of, from_every_process, same_on_all_processes, seeded
 from doublehead.predictions import Predictions
@@ -74,6 +82,7 @@ class FittedHead(CalibrationHead):
         return f"chosen: {name}, held-back NLL {self.choice.nll:.4f} (temperature {self.choice.nll_of_temperature:.4f})"
 
 
+@torch.inference_mode(False)  # the head has to learn
 def fit_head(
     model: nn.Module,
     calib_loader: Iterable[Any],
@@ -89,7 +98,9 @@ def fit_head(
 
     `calib_loader` gives (inputs, labels) or dicts with "labels" that the network was not trained on; with
     `train_loader` that is checked where it can be. The network runs over it once and is left as it was. What was
-    chosen, and by how much, stands in `head.choice`.
+    chosen, and by how much, stands in `head.choice`. No sample should come twice: one that is in two folds is
+    held back from nobody, and a head looks better than it is. Where the network is right on all of them, only a scalar
+    temperature is fitted, as sharp as one wrong sample more would allow.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> model = fit_head(net, [(torch.randn(64, 4), torch.randint(3, (64,)))])
@@ -111,14 +122,16 @@ def fit_head(
     return put_head(double, head).eval()
 
 
+@torch.inference_mode(False)
 def refit(double: nn.Module, calib_batches: Iterable[Any], *, seed: int = 0) -> Choice:
     """Fit the temperature head of a trained DoubleHead anew, in place, on its network as it is now.
 
     As `fit_head` does it, with the head's own shape as the only candidate besides the scalar temperature. The head's
     modules and shapes stay, so checkpoints, optimizers and an `Alternation` stay valid: training may go on, and the
     next `refit` starts over. The network runs once over `calib_batches`, in evaluation mode; of batches that do not
-    know their number, which may be endless, it sees the first 20,000 samples. Where several processes train together,
-    each must call it, and all end with the first one's head.
+    know their number, which may be endless, it sees the first 20,000 samples, or those that come before they come
+    again, if they do so unchanged. Where several processes train together, each must call it, and all end with the
+    first one's head. A ShiftGuard round `double` learned from the answers of the head as it was: fit it again.
 
     >>> model = DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
     >>> refit(model, [(torch.randn(64, 4), torch.randint(3, (64,)))]).n
@@ -127,8 +140,25 @@ def refit(double: nn.Module, calib_batches: Iterable[Any], *, seed: int = 0) -> 
     inner = _unwrap(double, "double")
     _check_refit(inner)
     with seeded(seed, device_of(inner)):
-        readings = inner.read(calib_batches, how_many(calib_batches))
+        readings = read_once(inner, calib_batches, "calib_batches")
     return refit_on(inner, readings, seed=seed)
+
+
+def read_once(
+    double: DoubleHead, batches: Any, name: str, to_pairs: Callable[[Any], Iterable[Any]] = iter
+) -> Readings:
+    """`double.read` of `batches`, each turned into a pair: all of them, or enough where they may be endless."""
+    enough, pairs = how_many(batches), _some(to_pairs(batches), name)
+    return double.read(pairs if math.isinf(enough) else until_repeated(pairs), enough)
+
+
+def _some(batches: Iterable[Any], name: str) -> Iterator[Any]:
+    """The batches; an error where there are none."""
+    n = 0
+    for n, batch in enumerate(batches, 1):  # noqa: B007
+        yield batch
+    if n == 0:
+        raise ValueError(f"{name} must hold at least one batch and start again when iterated again, got none")
 
 
 def how_many(batches: Any) -> float:
@@ -203,9 +233,10 @@ def fit_head_on(
     order = order.to(main.device)
     readings = Readings(features[order], main[order], labels[order])
     with torch.autocast(main.device.type, enabled=False):
-        inverse = float(fit_inverse_temperature(readings.main, readings.labels))
+        inverse = _inverse_temperature(readings.main, readings.labels)
         curves = NllCurves(readings.main, readings.labels, math.log(inverse))
-        choice = _choose(readings, curves, inverse, candidates if len(order) >= FEW else (), folds)
+        tells = len(order) >= FEW and not _all_right(readings.main, readings.labels)
+        choice = _choose(readings, curves, inverse, candidates if tells else (), folds)
         heads = _Heads(choice.spec or next(iter(candidates), TEMPERATURE), readings, [inverse])
         everything = torch.ones(1, len(order), device=main.device)
         for _ in range(choice.passes):
@@ -216,11 +247,31 @@ def fit_head_on(
 @torch.no_grad()
 def _with_last_map(head: FittedHead, readings: Readings) -> FittedHead:
     """The head with a curve after it where that pays; else as it is."""
+    if _all_right(readings.main, readings.labels):
+        return head
     last = LastMap().to(readings.main.device).fit(head(readings.features, readings.main), readings.labels)
     if last.bends:
         head.after.load_state_dict(last.state_dict())
         head.choice = replace(head.choice, bends=True)
     return head
+
+
+def _all_right(main: Tensor, labels: Tensor) -> bool:
+    """Whether every label has the largest logit: then the surer, the better, and nothing says where to stop."""
+    return bool((main.gather(1, labels[:, None])[:, 0] == main.amax(1)).all())
+
+
+def _inverse_temperature(main: Tensor, labels: Tensor) -> float:
+    """The best inverse temperature; where no label is wrong, that of one wrong sample more, but not below 1.
+
+    The sample more is a usual one, that of the median margin, and its label the second best.
+    """
+    if not _all_right(main, labels):
+        return float(fit_inverse_temperature(main, labels))
+    top = main.topk(2)
+    usual = (top.values[:, 0] - top.values[:, 1]).argsort()[[len(labels) // 2]]
+    more = torch.cat([main, main[usual]]), torch.cat([labels, top.indices[usual, 1]])
+    return max(1.0, float(fit_inverse_temperature(*more)))
 
 
 def _choose(
@@ -233,7 +284,7 @@ def _choose(
     learns = (fold != torch.arange(folds, device=device)[:, None]).float()  # (folds, N), 0 where held back
     if n == 1:
         learns = torch.ones(1, 1, device=device)
-    starts = [float(fit_inverse_temperature(readings.main[at], readings.labels[at])) for at in learns.bool()]
+    starts = [_inverse_temperature(readings.main[at], readings.labels[at]) for at in learns.bool()]
     heads = _Heads(TEMPERATURE, readings, starts)
     by_temperature = heads.held_back(curves, learns)  # (N,)
     tried = [_cross_fit(_Heads(spec, readings, starts), curves, learns) for spec in candidates]
@@ -326,7 +377,10 @@ def _check_settings(candidates: Sequence[HeadSpec], folds: int) -> None:
 
 def _check(readings: Readings) -> Readings:
     features, main, labels = readings
+    main = main.clamp(min=LOWEST)  # classes that are masked out with -inf
     checked = Predictions(main, labels)  # refuses what is empty, not finite, or has labels out of range
+    if float(checked.logits.amax()) > -LOWEST:
+        raise ValueError(f"logits must not be above {-LOWEST:g}, got {float(checked.logits.amax()):g}")
     if features.ndim != 2 or len(features) != len(checked):
         raise ValueError(f"features must have shape ({len(checked)}, F), got {tuple(features.shape)}")
     return Readings(features.float(), checked.logits.float(), checked.labels)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from doublehead.plumbing import unpack
+
+ENTRIES = 1024  # of each sample's inputs, evenly spaced, that tell it from others
 
 
 def check_disjoint(calib: Any, train: Any) -> None:
@@ -39,6 +44,40 @@ def n_shared(calib: Any, train: Any) -> int:
             both |= _common(base, rows, other, other_rows)
         shared += len(both)
     return shared
+
+
+def until_repeated(batches: Iterable[Any]) -> Iterator[Any]:
+    """Batches of (inputs, labels) up to the first of which half or more came before: there a stream begins again.
+
+    Samples are the same if their labels and inputs are, bit for bit; augmented or padded otherwise they are new.
+
+    >>> batch = torch.arange(6.0).view(3, 2), torch.arange(3)
+    >>> len(list(until_repeated([batch, batch])))
+    1
+    """
+    seen: set[int] = set()
+    for batch in batches:
+        keys = _keys(batch)
+        if 2 * sum(key in seen for key in keys) >= len(keys) > 0:
+            return
+        seen.update(keys)
+        yield batch
+
+
+def _keys(batch: Any) -> list[int]:
+    """A number for each sample that stands for its label and its tensors; none where no input is a tensor."""
+    args, kwargs, labels = unpack(batch, torch.device("cpu"))
+    parts = [
+        part for part in (*args, *kwargs.values()) if isinstance(part, Tensor) and len(part) == len(labels)
+    ]
+    if not parts:
+        return []
+    rows = []
+    for part in (*parts, labels):
+        flat = part.detach().reshape(len(labels), -1)
+        flat = flat[:, :: max(1, flat.shape[1] // ENTRIES)].contiguous()
+        rows.append(flat.view(torch.uint8).numpy())
+    return [hash(b"".join(row.tobytes() for row in sample)) for sample in zip(*rows)]
 
 
 def _dataset(data: Any) -> Any:
