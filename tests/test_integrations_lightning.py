@@ -664,31 +664,36 @@ def test_bad_use_is_named(images: dict[str, TensorDataset], tmp_path: Path) -> N
         def __iter__(self) -> Any:
             return iter(images["train"])
 
-    def on_a_stream(annealing: Annealing | None) -> None:
-        callback = DoubleHeadCallback(loader(images["calib"]), every=2, annealing=annealing)
+    def on_a_stream(annealing: Annealing | None, specs: tuple[HeadSpec, ...] = ()) -> None:
+        wrap = partial(DoubleHead, head=partial(HeadBank, specs=specs)) if specs else None
+        callback = DoubleHeadCallback(loader(images["calib"]), every=2, annealing=annealing, wrap=wrap)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
             trainer.fit(Classifier(), DataLoader(Stream(), 32))
 
-    with pytest.raises(ValueError, match="annealing needs the number of batches in an epoch"):
-        on_a_stream(Annealing(1.2))
+    many, none = (HeadSpec(beta0=1.0), HeadSpec(beta0=1.2)), (HeadSpec(seed=1), HeadSpec(seed=2))
+    for annealing, specs in ((Annealing(1.2), ()), (None, many)):
+        with pytest.raises(ValueError, match="annealing needs the number of batches in an epoch"):
+            on_a_stream(annealing, specs)
     on_a_stream(None)
+    on_a_stream(None, none)
+    on_a_stream(Annealing(1.0), many)
 
 
 def test_calibration_data_without_an_end(
     images: dict[str, TensorDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("doublehead.integrations.fit_head.ENOUGH", 250)
-
     class Endless(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
             return cycle(images["calib"])
 
-    callback = DoubleHeadCallback(DataLoader(Endless(), 100), every=2)
-    fit(images, tmp_path, callback)
-    assert callback.choice is not None
-    assert callback.choice.n == 250
+    for batch_size, n in ((30, 50), (100, 100)):  # enough, or until they come again
+        monkeypatch.setattr("doublehead.integrations.fit_head.ENOUGH", 50 if batch_size == 30 else 250)
+        callback = DoubleHeadCallback(DataLoader(Endless(), batch_size), every=2)
+        fit(images, tmp_path, callback, max_epochs=1)
+        assert callback.choice is not None
+        assert callback.choice.n == n
 
 
 def test_validating_on_calibration_data_is_said(images: dict[str, TensorDataset], tmp_path: Path) -> None:

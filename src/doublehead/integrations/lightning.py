@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads, Readings
 from doublehead.head_bank import HeadBank
 from doublehead.integrations.attach import Attachment, find_classifier
-from doublehead.integrations.fit_head import Choice, can_refit, how_many, refit_on
+from doublehead.integrations.fit_head import Choice, can_refit, read_once, refit_on
 from doublehead.integrations.overlap import check_disjoint, n_shared
 from doublehead.integrations.trackers import log_reliability
 from doublehead.integrations.watch import Watch
@@ -136,7 +136,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
             weight_decay=self.weight_decay,
             seed=self.seed,
         )
-        if math.isinf(trainer.num_training_batches) and self.alternation.annealing != Annealing(1.0):
+        if math.isinf(trainer.num_training_batches) and _anneals(self.alternation):
             raise ValueError(
                 "annealing needs the number of batches in an epoch, and this train dataloader does not know it: pass "
                 "annealing=Annealing(1.0), or limit_train_batches to the Trainer"
@@ -172,7 +172,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         """Fit the head to the finished network, or let a bank of heads choose."""
         self._settle(trainer)
         if isinstance(self.model.head, HeadBank) and self.held_out is not None:
-            held, seen = (self._read(trainer, loader) for loader in (self.held_out, self.calib_dataloader))
+            held, seen = (self._read(trainer, name) for name in ("held_out", "calib_dataloader"))
             everything = Readings(*(torch.cat(parts) for parts in zip(held, seen)))
             self.model.head.select(held, everything)
 
@@ -180,15 +180,18 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     def _settle(self, trainer: Any) -> None:
         """Fit the default head anew on the network as it is now; one of another `wrap` or `augment` stays as it is."""
         if self.wrap is None and self.augment is None and can_refit(self.model):
-            self.choice = refit_on(self.model, self._read(trainer, self.calib_dataloader), seed=self.seed)
+            self.choice = refit_on(self.model, self._read(trainer, "calib_dataloader"), seed=self.seed)
             self.settled = True
             rank_zero_info(f"calibration head: {self.choice.in_words()}")
 
-    def _read(self, trainer: Any, batches: Iterable[Any]) -> Readings:
+    def _read(self, trainer: Any, name: str) -> Readings:
         precision = trainer.precision_plugin
+
+        def to_pairs(batches: Any) -> Iterator[Any]:
+            return map(precision.convert_input, _pairs(batches, self.to_pair))
+
         with seeded(self.seed, device_of(self.model)), precision.val_step_context():
-            pairs = map(precision.convert_input, _pairs(batches, self.to_pair))
-            return self.model.read(pairs, how_many(batches))
+            return read_once(self.model, getattr(self, name), name, to_pairs)
 
     # Numbers and pictures
 
@@ -265,6 +268,11 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Kept until the head and its optimizer exist."""
         self._loaded = dict(state_dict)
+
+
+def _anneals(alternation: Alternation) -> bool:
+    """Whether beta changes for any head of a bank, or for the only one."""
+    return bool(torch.as_tensor(alternation.annealing.beta0).ne(1).any())
 
 
 def _first_loader(trainer: Any) -> Any:
