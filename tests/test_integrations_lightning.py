@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -17,15 +19,26 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
 
-from doublehead import Annealing, DoubleHead, HeadBank, HeadSpec, Predictions, Readings, metrics, refit
+from doublehead import (
+    Annealing,
+    DoubleHead,
+    HeadBank,
+    HeadSpec,
+    Predictions,
+    Readings,
+    metrics,
+    plumbing,
+    refit,
+)
 from doublehead.data.fashion import fashion_subset
 from doublehead.integrations.attach import Attachment, find_classifier
-from doublehead.integrations.lightning import DoubleHeadCallback, _n_own
+from doublehead.integrations.lightning import DoubleHeadCallback, _n_own, key_of_weights
 from doublehead.optional import require
 
 pl = require("lightning.pytorch", extra="lightning")
@@ -331,7 +344,7 @@ def test_the_best_checkpoint_is_tested_with_a_head_of_its_own(
     trainer = quiet_trainer(tmp_path, callbacks=[again], precision=precision)
     check(again, Classifier(), trainer)  # a new process, which did not train
     saved = torch.load(tmp_path / "early.ckpt", weights_only=True)
-    assert alone or saved["callbacks"]["DoubleHeadCallback"]["settled"] is False
+    assert alone or saved["callbacks"]["DoubleHeadCallback"]["fitted_to"] is None
 
 
 def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_path: Path) -> None:
@@ -341,7 +354,7 @@ def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_pa
     class Spy(DoubleHeadCallback):
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_train_batch_end(*args, **kwargs)
-            seen.append(self.state_dict()["settled"])
+            seen.append((self.settled, self.state_dict()["fitted_to"]))
 
     callback = Spy(loader(images["calib"]), every=1)
     trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
@@ -352,7 +365,7 @@ def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_pa
         untrained = callback.choice
         assert callback.settled
         trainer.fit(module, loader(images["train"]))
-    assert seen == [False] * 8
+    assert seen == [(False, None)] * 8
     assert callback.settled
     assert untrained is not None
     assert callback.choice is not None
@@ -360,12 +373,12 @@ def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_pa
 
 
 def test_a_checkpoint_of_before_keeps_its_rate(images: dict[str, TensorDataset], tmp_path: Path) -> None:
-    """It held the scale beside the state of the Alternation, and no word on whether its head is settled."""
+    """It held the scale beside the state of the Alternation, and no word on what its head was fitted to."""
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     module = fit(images, tmp_path, callback, max_epochs=1)
     state = callback.state_dict()
     state["lr_scale"] = 7.0
-    del state["settled"], state["alternation"]["lr_scale"], state["alternation"]["peak_lr"]
+    del state["fitted_to"], state["alternation"]["lr_scale"], state["alternation"]["peak_lr"]
     again = DoubleHeadCallback(loader(images["calib"]))
     again.load_state_dict(state)
     module.fitted_by.callbacks, module.fitted_by.fit_loop.max_epochs = [again], 2
@@ -374,6 +387,90 @@ def test_a_checkpoint_of_before_keeps_its_rate(images: dict[str, TensorDataset],
         module.fitted_by.fit(module, loader(images["train"]))
     assert again.alternation is not None
     assert again.alternation.lr_scale == 7.0
+
+
+def test_the_head_belongs_to_the_weights_that_are_tested(
+    images: dict[str, TensorDataset], tmp_path: Path
+) -> None:
+    """However they came into the module since the head was fitted: it is fitted again, and only then."""
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
+    module = fit(images, tmp_path, callback, max_epochs=1)
+    trainer, others = module.fitted_by, Classifier().state_dict()
+    torch.save({"state_dict": others, "pytorch-lightning_version": pl.__version__}, tmp_path / "others.ckpt")
+    trained = copy.deepcopy(module.state_dict())
+
+    def check(fits: bool, **how: Any) -> None:
+        before = callback.choice
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tested = trainer.test(module, loader(images["test"]), verbose=False, **how)[0]["test_loss"]
+        double, (x, y) = DoubleHead(module.model), images["test"].tensors
+        refit(double, loader(images["calib"]))
+        assert tested == pytest.approx(float(F.cross_entropy(double.eval()(x).detach(), y)), rel=1e-5)
+        assert callback.settled
+        assert (callback.choice is not before) == fits
+
+    check(fits=False)
+    module.load_state_dict(others)
+    assert not callback.settled
+    check(fits=True)
+    module.load_state_dict(trained)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.validate(module, loader(images["test"]), ckpt_path=tmp_path / "others.ckpt", verbose=False)
+    check(fits=False)  # of all these weights the head knows the present ones
+    check(fits=False, ckpt_path=tmp_path / "others.ckpt")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_another_callback_changes_at_the_end(
+    images: dict[str, TensorDataset], tmp_path: Path, first: bool
+) -> None:
+    class Average(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.model[-1].weight.data.mul_(0.5)
+
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
+    order = [Average(), callback] if first else [callback, Average()]
+    trainer, module = quiet_trainer(tmp_path, callbacks=order, max_epochs=1), Classifier()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(images["train"]))
+    words = "put the callback that changes them before DoubleHeadCallback"
+    assert sum(words in str(one.message) for one in said) == (not first)
+    assert callback.settled == first
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.test(module, loader(images["test"]), verbose=False)
+    assert callback.settled
+
+
+def test_a_copied_module_answers_for_itself(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    """Its hooks lead to the callback, whose place in a loader cannot be copied."""
+    callback = DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2)
+    module = fit(images, tmp_path, callback, max_epochs=1)
+    x = images["test"].tensors[0]
+    callback._listen(active=True, answer=True)
+    again = copy.deepcopy(module.model).eval()
+    assert callback._seen is None
+    torch.testing.assert_close(again(x), callback.model.eval()(x))
+    assert callback._seen is None
+    with torch.no_grad():
+        callback.model.head.last.bias += 1
+    assert not torch.allclose(again(x), callback.model(x))
+
+
+def test_the_key_of_weights_knows_them_apart() -> None:
+    net = Classifier().model
+    keys = {key_of_weights(net)}
+    for name, value in net.state_dict().items():
+        value.view(-1)[0] += 1
+        keys.add(key_of_weights(net))
+        assert name
+    assert len(keys) == 1 + len(net.state_dict())
+    assert key_of_weights(copy.deepcopy(net)) == key_of_weights(net)
+    assert key_of_weights(copy.deepcopy(net).bfloat16()) != key_of_weights(net)
+    assert key_of_weights(nn.ReLU()) == 0
 
 
 class Rank(DoubleHeadCallback):
@@ -421,6 +518,19 @@ def test_two_processes(images: dict[str, TensorDataset], tmp_path: Path) -> None
     assert len(list((tmp_path / "log").rglob("reliability-*.png"))) == 1
 
 
+class Halves(Sampler[int]):
+    """A user's own way to deal out samples."""
+
+    def __init__(self, rows: range) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows[plumbing.rank() :: plumbing.n_processes()])
+
+    def __len__(self) -> int:
+        return len(self.rows[plumbing.rank() :: plumbing.n_processes()])
+
+
 def test_two_processes_count_every_validation_sample_once(
     images: dict[str, TensorDataset], tmp_path: Path
 ) -> None:
@@ -447,6 +557,10 @@ def test_two_processes_count_every_validation_sample_once(
             two = validate(batches, devices=2, strategy="ddp_fork")
             assert two == pytest.approx(one, rel=1e-6)
             assert two["val_accuracy_main"] == one["val_accuracy_main"]
+    how = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    assert validate(loader(data, 4), **how) == pytest.approx(one, rel=1e-6)  # all of them in each process
+    parts = validate(DataLoader(data, 4, sampler=Halves(range(n))), **how)
+    assert parts == pytest.approx(one, rel=1e-6)  # a part in each
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -6,6 +6,7 @@ module keeps its class, its name for every weight, and its place in the framewor
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +64,13 @@ class Attachment:
         if self.seen is not None:
             self.seen(Heads(main, calib), kwargs)
         return with_logits(output, calib) if self.answer else output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """A copied model has a head of its own, and nobody listens: who does may hold what cannot be copied."""
+        memo[id(self)] = made = copy.copy(self)
+        made.seen = None
+        made.double, made._handles = copy.deepcopy((self.double, self._handles), memo)
+        return made
 
     def detach(self) -> None:
         """Take the hooks off again."""

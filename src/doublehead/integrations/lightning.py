@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from doublehead.integrations.overlap import check_disjoint, n_shared
 from doublehead.integrations.trackers import log_reliability
 from doublehead.integrations.watch import Watch
 from doublehead.optional import require
-from doublehead.plumbing import device_of, evaluating, seeded, unpack
+from doublehead.plumbing import device_of, evaluating, from_every_process, n_processes, seeded, unpack
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
 rank_zero_info: Any = require("lightning.pytorch.utilities.rank_zero", extra="lightning").rank_zero_info
@@ -33,12 +34,14 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     The head takes one step for every `every` optimizer steps; it and its optimizer are saved in the trainer's
     checkpoints and resumed from them. Validation logs `val_ece_calib`, `val_ece_main`, `val_ece_floor`,
     NLL and accuracy of both heads, and the reliability diagram goes to the trainer's loggers; in several processes
-    they are those of all samples, each counted once. `trainer.test` and `trainer.predict` see calibrated logits;
+    they are those of all samples, each counted once where Lightning deals them out, or where all processes see the same
+    in the same order (`use_distributed_sampler=False`). `trainer.test` and `trainer.predict` see calibrated logits;
     `model` is the whole as a DoubleHead.
 
     At the end of training the head is fitted anew on the finished network (`refit`), and before `trainer.test` and
     `trainer.predict` on the weights that these see, where it was not yet: those of the best checkpoint, say. `choice`
-    says what came of it, `settled` whether the head belongs to the network as it is.
+    says what came of it, `settled` whether the head was fitted to the weights that the network has now. Callbacks that
+    change weights at the end of training, such as those that average them, come before this one.
 
     `classifier` names the submodule that gives the logits, where it is not found by itself. `wrap` makes another
     DoubleHead from it; the paper's is `partial(DoubleHead, kind="mlp")`. `augment` perturbs calibration batches. With
@@ -73,7 +76,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         self.figure, self.n_bins = figure, n_bins
         self.alternation: Alternation | None = None
         self.choice: Choice | None = None
-        self.settled = False
+        self._fitted_to: int | None = None  # the weights to which the head was fitted
         self._model: DoubleHead | None = None
         self._attachment: Attachment | None = None
         self._loaded: dict[str, Any] = {}
@@ -90,6 +93,11 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
             )
         return self._model
 
+    @property
+    def settled(self) -> bool:
+        """Whether the head was fitted to the network's weights as they are now."""
+        return self._fitted_to is not None and self._fitted_to == key_of_weights(self.model.model)
+
     # Putting it together
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -100,9 +108,8 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """The head beside the classifier, and right for the weights that it has now."""
-        others = trainer.ckpt_path is not None and "head" not in self._loaded  # a checkpoint of weights alone
         self._build(pl_module)
-        if others or not self.settled:
+        if not all(from_every_process(self.settled)):  # all fit together
             self._settle(trainer)
 
     on_predict_start = on_test_start
@@ -112,18 +119,18 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         if self._model is None or not any(part is self._model.model for part in pl_module.modules()):
             self._model = (self.wrap or DoubleHead)(find_classifier(pl_module, self.classifier))
             self._attachment = Attachment(self._model, seen=self._note)
-            self._attachment.active = self.settled = False
+            self._attachment.active, self._fitted_to = False, None
         self._model.head.to(pl_module.device)
         if "head" in self._loaded:
             self._model.head.load_state_dict(self._loaded.pop("head"))
-            self.settled = self._loaded.pop("settled", False)
+            self._fitted_to = self._loaded.pop("fitted_to", None)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the alternation, now that optimizers and devices are settled."""
         check_disjoint(self.calib_dataloader, trainer.train_dataloader)
         self._warn_of_validation(trainer.val_dataloaders)
         optimizer = trainer.optimizers[0]
-        self.settled = False
+        self._fitted_to = None
         precision = trainer.precision_plugin
         self.alternation = Alternation(
             self.model,
@@ -176,12 +183,21 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
             everything = Readings(*(torch.cat(parts) for parts in zip(held, seen)))
             self.model.head.select(held, everything)
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say it where another callback has changed the network since."""
+        if self._fitted_to is not None and not self.settled:
+            warnings.warn(
+                "the network's weights have changed since the calibration head was fitted to them: put the callback "
+                "that changes them before DoubleHeadCallback. trainer.test and trainer.predict will fit the head again",
+                stacklevel=2,
+            )
+
     @torch.inference_mode(False)  # which testing and predicting are in
     def _settle(self, trainer: Any) -> None:
         """Fit the default head anew on the network as it is now; one of another `wrap` or `augment` stays as it is."""
         if self.wrap is None and self.augment is None and can_refit(self.model):
             self.choice = refit_on(self.model, self._read(trainer, "calib_dataloader"), seed=self.seed)
-            self.settled = True
+            self._fitted_to = key_of_weights(self.model.model)
             rank_zero_info(f"calibration head: {self.choice.in_words()}")
 
     def _read(self, trainer: Any, name: str) -> Readings:
@@ -211,6 +227,8 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         if seen is None or len(seen.main) != len(labels):
             with trainer.precision_plugin.val_step_context(), torch.no_grad(), evaluating(self.model):
                 seen = self.model.heads(*args, **kwargs)
+        if n_processes() > 1:
+            self._watch.note((*args, *kwargs.values(), labels))
         n = _n_own(_first_loader(trainer), batch_idx, len(labels))
         self._watch.add(Heads(seen.main[:n], seen.calib[:n]), labels[:n])
 
@@ -260,7 +278,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         """The head, its optimizer and its place in the calibration data, for the trainer's checkpoint."""
         state = dict(self._loaded)
         if self._model is not None:
-            state["head"], state["settled"] = self._model.head.state_dict(), self.settled
+            state["head"], state["fitted_to"] = self._model.head.state_dict(), self._fitted_to
         if self.alternation is not None:
             state["alternation"] = self.alternation.state_dict()
         return state
@@ -268,6 +286,20 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Kept until the head and its optimizer exist."""
         self._loaded = dict(state_dict)
+
+
+def key_of_weights(model: nn.Module) -> int:
+    """A number that stands for a model's weights and buffers, on whatever device: another one for others.
+
+    >>> model = nn.Linear(2, 2)
+    >>> before = key_of_weights(model)
+    >>> _ = model.weight.data.mul_(1.001)
+    >>> key_of_weights(model) == before
+    False
+    """
+    tensors = [value.detach().reshape(-1).contiguous() for value in model.state_dict().values()]
+    sums = [value.view(torch.uint8).sum(dtype=torch.int64) for value in tensors if value.numel()]
+    return zlib.crc32(repr(torch.stack(sums).tolist()).encode()) if sums else 0
 
 
 def _anneals(alternation: Alternation) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,7 +14,7 @@ from doublehead.curves import Reliability, reliability
 from doublehead.double_head import Heads
 from doublehead.losses import cross_entropy
 from doublehead.metrics import ece_floor, fine_bins
-from doublehead.plumbing import n_processes
+from doublehead.plumbing import from_every_process, n_processes
 from doublehead.predictions import Predictions
 
 
@@ -31,6 +34,9 @@ class Watch:
         self.n_bins = n_bins
         self._bins: Tensor | None = None  # (2, 3, fine bins) int64: main, calib
         self._nll: Tensor | None = None  # (2,) float64 sums
+        self._noted = torch.zeros(
+            2, dtype=torch.float64
+        )  # of the inputs: sums of all entries and of every other one
         self.n_broken = 0
 
     @torch.no_grad()
@@ -49,15 +55,29 @@ class Watch:
         self._bins = both if self._bins is None else self._bins + both
         self._nll = sums if self._nll is None else self._nll + sums
 
+    @torch.no_grad()
+    def note(self, inputs: Iterable[Any]) -> None:
+        """Add up the entries of a batch's tensors: by their sums `gather` knows processes that saw the same data."""
+        for part in inputs:
+            if isinstance(part, Tensor):
+                flat = part.reshape(-1)
+                sums = [values.sum(dtype=torch.float64) for values in (flat, flat[::2])]
+                self._noted = self._noted.to(part.device) + torch.stack(sums)
+
     def gather(self, device: torch.device) -> None:
-        """Sum over all processes; each then holds the whole. Every process must call it."""
+        """Sum over all processes; each then holds the whole. Every process must call it.
+
+        Where all of them noted exactly the same, they saw the same samples, and those of the first count.
+        """
         if n_processes() > 1:
             if self._bins is None or self._nll is None:
                 self._bins = torch.zeros(2, 3, fine_bins(self.n_bins), dtype=torch.int64)
                 self._nll = torch.zeros(2, dtype=torch.float64)
             self._bins, self._nll = self._bins.to(device), self._nll.to(device)
-            dist.all_reduce(self._bins)
-            dist.all_reduce(self._nll)
+            noted = from_every_process(self._noted.tolist())
+            same = any(noted[0]) and all(one == noted[0] for one in noted)
+            for sums in (self._bins, self._nll):
+                dist.broadcast(sums, 0) if same else dist.all_reduce(sums)
 
     @property
     def n(self) -> int:
