@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tarfile
 import warnings
@@ -372,3 +373,32 @@ def test_bad_use_is_named(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model must be a classifier of transformers .* got Sequential"):
         make_trainer(net, texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"]))
+
+
+def test_a_model_that_brings_a_head_along(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
+    paper = partial(DoubleHead, kind="mlp", n_classes=2)
+    first = train(
+        tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"], wrap=paper)
+    )
+    first.save_model(tmp_path / "saved")
+    model = load_calibrated(tmp_path / "saved")
+    again = DoubleHeadTrainerCallback(texts["calib"], every=2, wrap=paper)
+    train(model, texts, tmp_path, tokenizer, again, num_train_epochs=1)
+    assert again.model.head is model.calibration_head
+    make_trainer(model, texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"]))
+    another = DoubleHeadTrainerCallback(texts["calib"], wrap=partial(DoubleHead, n_classes=2))
+    with pytest.raises(
+        ValueError, match="wrap must make the head that the model has brought along, .*'mlp'.*, got .*'temp"
+    ):
+        make_trainer(model, texts, tmp_path, tokenizer, another)
+    assert "calibration_head.last.weight" in model.state_dict()
+
+
+def test_a_copied_model_keeps_its_head(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """While the Trainer that made it holds an open loader, which cannot be copied."""
+    callback = DoubleHeadTrainerCallback(texts["calib"], every=3)
+    model = train(tiny_bert(), texts, tmp_path, tokenizer, callback).model.eval()
+    again, ids = copy.deepcopy(model), torch.arange(20).view(2, 10)
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert attached_to(again).double.model is again
+    assert attached_to(again).double.head is again.calibration_head

@@ -48,8 +48,8 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     At the end of training, after the best model was loaded if that was asked for, the head is fitted anew on the
     finished model (`refit`); `choice` says what came of it. `wrap` makes another DoubleHead; the paper's is
     `partial(DoubleHead, kind="mlp")`. `augment` perturbs calibration batches. With either of them the head stays
-    exactly as training left it. `lr` is the head's learning rate at the peak of the main schedule, whose shape it
-    follows; the head's own unless given.
+    exactly as training left it. A model that has brought a head along keeps that one. `lr` is the head's learning
+    rate at the peak of the main schedule, whose shape it follows; the head's own unless given.
     """
 
     def __init__(
@@ -86,7 +86,10 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Make the head a part of the model, before any optimizer is made."""
         if self._attachment is None or self._attachment.double.model is not model:
-            self._attachment = attached_to(model) or attach(model, (self.wrap or _wrap)(model))
+            brought = attached_to(model)
+            if brought is not None and self.wrap is not None:
+                _check_same_head(brought.double, self.wrap)
+            self._attachment = brought or attach(model, (self.wrap or _wrap)(model))
             self._attachment.seen = self._note
         self.model.head.requires_grad_(False)  # no business of the Trainer's optimizer, nor of DDP
 
@@ -205,6 +208,21 @@ def attach(model: nn.Module, double: DoubleHead) -> Attachment:
     attachment = Attachment(double)
     object.__setattr__(model, "_doublehead", attachment)
     return attachment
+
+
+def _check_same_head(double: DoubleHead, wrap: Callable[[nn.Module], DoubleHead]) -> None:
+    """An error where a model has brought another head along than `wrap` makes."""
+    model: Any = double.model
+    head = model._modules.pop(HEAD)  # a layer of which could be taken for the model's last
+    try:
+        has, makes = (describe(one, model.config.num_labels) for one in (double, wrap(model)))
+    finally:
+        model.add_module(HEAD, head)
+    if has != makes:
+        raise ValueError(
+            "wrap must make the head that the model has brought along, or be None, or the model come without one "
+            f"(from_pretrained, not load_calibrated); the model has {has['heads']}, got {makes['heads']}"
+        )
 
 
 def attached_to(model: nn.Module) -> Attachment | None:
