@@ -506,3 +506,15 @@ def test_export_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:
         made = CliRunner().invoke(app, ["export", *arguments])
         assert made.exit_code == 2
         assert message in made.output
+
+
+def test_weights_of_a_channels_last_network(tmp_path: Path) -> None:
+    """Their memory is in another order, which safetensors refuses."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+
+    model, x = DoubleHead(net().to(memory_format=torch.channels_last)).eval(), torch.randn(5, 3, 8, 8)
+    assert not model.model[0].weight.is_contiguous()
+    export_model(model, x, tmp_path, to="safetensors")
+    torch.testing.assert_close(load_weights(tmp_path, net())(x), model(x))

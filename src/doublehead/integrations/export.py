@@ -243,7 +243,12 @@ def _to_onnx(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
 
 def _to_weights(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
     save = require("safetensors.torch", extra="export").save_file
-    save({name: value.detach().cpu().clone() for name, value in model.model.state_dict().items()}, file)
+    # Copies, since shared tensors are refused, and in plain order, since those of a channels_last network are too.
+    weights = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in model.model.state_dict().items()
+    }
+    save(weights, file)
     network: nn.Module = model.model
     for part in (ShiftGuard, DoubleHead):
         network = network.model if isinstance(network, part) else network
