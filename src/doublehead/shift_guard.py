@@ -301,7 +301,8 @@ class ShiftGuard(nn.Module):
 
     `model` is any classifier without a guard, a DoubleHead among them; it is not changed. `fit` needs calibration data
     that the classifier did not learn from, and a perturbation such as `doublehead.data.Shifts`, and takes about
-    `views + 1` passes over the data; fit again after a `refit` of the DoubleHead. `guard` is the part that learned, `guard.threshold` from where on it acts.
+    `views + 1` passes over the data; after a `refit` of the DoubleHead it is due again. `guard` is the part that
+    learned, `guard.threshold` from where on it acts.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     >>> batches = [(torch.rand(32, 3, 8, 8), torch.randint(4, (32,)))]
