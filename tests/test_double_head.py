@@ -487,7 +487,7 @@ def test_a_resumed_run_goes_on_at_the_same_rate() -> None:
     }
     again, _ = made(0.3)
     again.load_state_dict(older)
-    assert again.lr_scale == pytest.approx(0.1)
+    assert again.rate.scale == pytest.approx(0.1)
 
 
 def test_another_optimizer() -> None:

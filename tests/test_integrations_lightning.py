@@ -386,7 +386,7 @@ def test_a_checkpoint_of_before_keeps_its_rate(images: dict[str, TensorDataset],
         warnings.simplefilter("ignore")
         module.fitted_by.fit(module, loader(images["train"]))
     assert again.alternation is not None
-    assert again.alternation.lr_scale == 7.0
+    assert again.alternation.rate.scale == 7.0
 
 
 def test_the_head_belongs_to_the_weights_that_are_tested(

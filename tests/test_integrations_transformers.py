@@ -310,13 +310,15 @@ def test_resume_is_exact(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     assert second.alternation.calls == 20
     file = tmp_path / "checkpoint-10/doublehead.pt"
     state = torch.load(file, weights_only=True)
-    assert state["alternation"].pop("lr_scale") == first.alternation.lr_scale == second.alternation.lr_scale
+    assert (
+        state["alternation"].pop("lr_scale") == first.alternation.rate.scale == second.alternation.rate.scale
+    )
     del state["alternation"]["peak_lr"]
     torch.save({**state, "lr_scale": 7.0}, file)  # where it was kept before
     third = callback()
     train(tiny_bert(), texts, tmp_path, tokenizer, third, checkpoint=str(file.parent), **steps)
     assert third.alternation is not None
-    assert third.alternation.lr_scale == 7.0
+    assert third.alternation.rate.scale == 7.0
     (tmp_path / "checkpoint-10/doublehead.pt").unlink()
     trainer = make_trainer(tiny_bert(), texts, tmp_path, tokenizer, callback(), **steps)
     with pytest.warns(

@@ -20,6 +20,7 @@ ORDER = (
     "plumbing",
     "last_layer",
     "head_optimizer",
+    "head_rate",
     "losses",
     "predictions",  # what a classifier predicts, and how good that is
     "adafocal",  # a loss that follows predictions

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead.head_optimizer import HeadSGD
+from doublehead.head_rate import HeadRate
 from doublehead.last_layer import FeatureTap, find_last_layer, logits_of, outputs_of, uncompiled, with_logits
 from doublehead.last_map import LastMap
 from doublehead.plumbing import (
@@ -30,13 +31,10 @@ from doublehead.plumbing import (
     Randomness,
     StaysFloat32,
     Verdicts,
-    as_rate,
     average_over_processes,
     device_of,
     evaluating,
-    peak_of,
     rank,
-    rate_of,
     same_on_all_processes,
     seeded,
     unpack,
@@ -44,9 +42,7 @@ from doublehead.plumbing import (
 
 Reads: TypeAlias = Literal["features", "logits", "statistics"]
 Kind: TypeAlias = Literal["mlp", "temperature"]
-LOWEST = (
-    -1e9
-)  # below a row's largest logit: a class that is masked out with -inf has no probability here either
+LOWEST = -1e9  # below a row's largest logit: a class masked out with -inf has no probability here either
 LEAST_LOG_PROB = -1e4  # among the statistics, so that those of a masked class are a constant
 N_TOP = 10  # how many of the largest log-probabilities the statistics hold
 LEAST_HIDDEN = 16  # of a temperature head: what was measured; half of the 13 statistics would be 6
@@ -390,12 +386,13 @@ class Alternation:
         self.calib_batches, self.every, self.augment = calib_batches, every, augment
         self.clip, self.patience = clip, patience
         self.annealing = annealing or getattr(self.head, "annealing", None) or Annealing()
-        rate = self._set_rate(lr, lr_scale, peak_lr)
+        own = getattr(self.head, "lr", LR["mlp"]) if peak_lr is None else peak_lr
+        self.rate = HeadRate(lr, peak=own, scale=lr_scale)
         if optimizer is not None:
-            self.optimizer = optimizer(self.head.parameters(), lr=rate)
+            self.optimizer = optimizer(self.head.parameters(), lr=self.rate.now())
         else:
             groups = getattr(self.head, "parameter_groups", self.head.parameters)
-            self.optimizer = HeadSGD(groups(), rate, momentum, weight_decay)
+            self.optimizer = HeadSGD(groups(), self.rate.now(), momentum, weight_decay)
         self._randomness = Randomness(seed + rank(), device_of(self.model))
         self._batches, self._verdicts = Endless(calib_batches, self._randomness), Verdicts()
         self.calls = self._skipped = self._skipped_in_a_row = 0
@@ -408,26 +405,6 @@ class Alternation:
         """How many calibration steps were left out because their loss was not finite."""
         self._count(wait=True)
         return self._skipped
-
-    def _set_rate(self, lr: Any, lr_scale: float | None, peak_lr: float | None) -> float:
-        """Settle what the head's rate follows, and how; the rate to begin with."""
-        own = as_rate(getattr(self.head, "lr", LR["mlp"]) if peak_lr is None else peak_lr, "peak_lr")
-        scale = None if lr_scale is None else as_rate(lr_scale, "lr_scale")
-        self._followed = lr if isinstance(lr, torch.optim.Optimizer) else None
-        self._peak_lr = own if scale is None else math.inf
-        if self._followed is not None:
-            peak = peak_of(self._followed)
-            self.lr_scale = scale if scale is not None else own / peak if peak else math.inf
-            return self._rate(self._followed)
-        self.lr_scale = 1.0 if scale is None else scale
-        return self.lr_scale * (own if lr is None else as_rate(lr, "lr", ", an optimizer or None"))
-
-    def _rate(self, followed: torch.optim.Optimizer) -> float:
-        """The head's rate now; a rate above the known peak is the new peak."""
-        now = rate_of(followed)
-        if now * self.lr_scale > self._peak_lr:
-            self.lr_scale = self._peak_lr / now
-        return now * self.lr_scale if now else 0.0
 
     def step(self, progress: float) -> Tensor | None:
         """Count one step of the network; on every k-th train the head once and return the calibration loss."""
@@ -469,10 +446,9 @@ class Alternation:
         return losses
 
     def _move(self, fine: Tensor, shrink: Tensor, gradients: list[Tensor]) -> None:
-        if self._followed is not None:
-            rate = self._rate(self._followed)
+        if self.rate.follows:
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = self.rate.now()
         if isinstance(self.optimizer, HeadSGD):
             self.optimizer.step(fine, shrink)
         elif bool(fine.all()):  # another optimizer cannot leave a step out by itself
@@ -503,8 +479,7 @@ class Alternation:
             "calls": self.calls,
             "skipped": [self.skipped, self._skipped_in_a_row],
             "optimizer": self.optimizer.state_dict(),
-            "lr_scale": self.lr_scale,
-            "peak_lr": self._peak_lr,
+            **self.rate.state_dict(),
             "rank": rank(),
             "randomness": self._randomness.state,
             "batches": self._batches.state_dict(),
@@ -518,8 +493,7 @@ class Alternation:
         self.calls = state["calls"]
         self._skipped, self._skipped_in_a_row = state["skipped"]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.lr_scale = state.get("lr_scale", self.lr_scale)
-        self._peak_lr = state.get("peak_lr", math.inf)  # an older run goes on at its rate, whatever that was
+        self.rate.load_state_dict(state)
         if state.get("rank", rank()) == rank():
             self._batches.load_state_dict(state["batches"])
             self._randomness.state = dict(state["randomness"])

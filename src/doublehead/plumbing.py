@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,38 +146,6 @@ def set_random(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-
-
-def rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """An optimizer's learning rate at present: the highest of its groups'."""
-    return max(float(group["lr"]) for group in optimizer.param_groups)
-
-
-def peak_of(optimizer: torch.optim.Optimizer) -> float:
-    """The highest learning rate that an optimizer's schedule makes known.
-
-    A scheduler notes it as `max_lr` (OneCycleLR) or `initial_lr`; without one it is the present rate.
-
-    >>> optimizer = torch.optim.Adam([torch.zeros(1)], lr=2e-5)
-    >>> scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01)
-    >>> round(rate_of(optimizer), 9), peak_of(optimizer)
-    (2e-07, 2e-05)
-    """
-    return max(
-        float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups
-    )
-
-
-def as_rate(value: Any, name: str, or_else: str = "") -> float:
-    """A learning rate, or a factor for one, as a number; an error for what is none."""
-    try:
-        rate = float(value)
-    except (TypeError, ValueError):
-        rate = math.nan
-    if not 0 <= rate < math.inf:
-        got = value if isinstance(value, (int, float)) else type(value).__name__
-        raise ValueError(f"{name} must be a finite number from 0 on{or_else}, got {got}")
-    return rate
 
 
 class Verdicts:

@@ -149,7 +149,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
                 "annealing=Annealing(1.0), or limit_train_batches to the Trainer"
             )
         if "alternation" in self._loaded:
-            scale = self._loaded.pop("lr_scale", self.alternation.lr_scale)  # where it was kept before
+            scale = self._loaded.pop("lr_scale", self.alternation.rate.scale)  # where it was kept before
             self.alternation.load_state_dict({"lr_scale": scale, **self._loaded.pop("alternation")})
         self._global_step = trainer.global_step
 

@@ -121,7 +121,7 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         )
         if saved:
             self.model.head.load_state_dict(saved["head"])
-            scale = saved.get("lr_scale", self.alternation.lr_scale)  # where it was kept before
+            scale = saved.get("lr_scale", self.alternation.rate.scale)  # where it was kept before
             self.alternation.load_state_dict({"lr_scale": scale, **saved["alternation"]})
 
     def _batches(self, args: Any, train_dataloader: Any) -> Iterable[Any]:
