@@ -381,6 +381,19 @@ def test_data_without_a_wrong_label_do_not_make_it_certain(n: int) -> None:
     assert n != 1200 or want < 0.5  # with many it may be sharp
 
 
+@pytest.mark.parametrize("wrong", [9, 10])
+def test_few_wrong_labels_are_no_school_for_a_head(wrong: int) -> None:
+    """Those of the boldest samples, so that a head has something to learn."""
+    logits = 4 * drawn(400, seed=5).main
+    labels = logits.argmax(1)
+    boldest = logits.amax(1).topk(wrong).indices
+    labels[boldest] = logits[boldest].topk(2).indices[:, 1]
+    readings = Readings(torch.empty(400, 0), logits, labels)
+    choice = fit_head_on(readings).choice
+    assert (choice.spec is None) == (wrong == 9)
+    assert len(choice.nlls) == (0 if wrong == 9 else len(CANDIDATES))
+
+
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -1e30, -1e9])
 def test_classes_that_are_masked_out(masked: float) -> None:
     """The head answers as it does for a network without them."""

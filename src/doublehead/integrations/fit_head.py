@@ -40,6 +40,9 @@ LEAST = 1e-4  # a smaller fall of the held-back NLL is none
 LR = 0.01  # of Adam; 0.003 .. 0.03 end within 0.001 NLL of each other on ImageNet calibration halves
 ENOUGH = 20_000  # samples that a head of a few hundred weights can make use of
 FEW = 50  # below this only the scalar temperature is fitted
+# So it is with fewer samples than this that the network gets wrong. Of 252 small draws of a ResNet-110's CIFAR-10
+# validation logits 12 gave a head from fewer, all worse than the temperature: by 0.35 NLL below 5, 0.07 from 5 on.
+FEW_WRONG = 10
 
 BETA0 = (1.0, 1.1)
 CANDIDATES = tuple(
@@ -99,8 +102,8 @@ def fit_head(
     `calib_loader` gives (inputs, labels) or dicts with "labels" that the network was not trained on; with
     `train_loader` that is checked where it can be. The network runs over it once and is left as it was. What was
     chosen, and by how much, stands in `head.choice`. No sample should come twice: one that is in two folds is
-    held back from nobody, and a head looks better than it is. Where the network is right on all of them, only a scalar
-    temperature is fitted, as sharp as one wrong sample more would allow.
+    held back from nobody, and a head looks better than it is. Where the network is wrong on fewer than 10
+    of them, only a scalar temperature is fitted; where on none, as sharp as one wrong sample more would allow.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> model = fit_head(net, [(torch.randn(64, 4), torch.randint(3, (64,)))])
@@ -235,7 +238,7 @@ def fit_head_on(
     with torch.autocast(main.device.type, enabled=False):
         inverse = _inverse_temperature(readings.main, readings.labels)
         curves = NllCurves(readings.main, readings.labels, math.log(inverse))
-        tells = len(order) >= FEW and not _all_right(readings.main, readings.labels)
+        tells = len(order) >= FEW and _n_wrong(readings.main, readings.labels) >= FEW_WRONG
         choice = _choose(readings, curves, inverse, candidates if tells else (), folds)
         heads = _Heads(choice.spec or next(iter(candidates), TEMPERATURE), readings, [inverse])
         everything = torch.ones(1, len(order), device=main.device)
@@ -247,7 +250,7 @@ def fit_head_on(
 @torch.no_grad()
 def _with_last_map(head: FittedHead, readings: Readings) -> FittedHead:
     """The head with a curve after it where that pays; else as it is."""
-    if _all_right(readings.main, readings.labels):
+    if _n_wrong(readings.main, readings.labels) < FEW_WRONG:
         return head
     last = LastMap().to(readings.main.device).fit(head(readings.features, readings.main), readings.labels)
     if last.bends:
@@ -256,17 +259,18 @@ def _with_last_map(head: FittedHead, readings: Readings) -> FittedHead:
     return head
 
 
-def _all_right(main: Tensor, labels: Tensor) -> bool:
-    """Whether every label has the largest logit: then the surer, the better, and nothing says where to stop."""
-    return bool((main.gather(1, labels[:, None])[:, 0] == main.amax(1)).all())
+def _n_wrong(main: Tensor, labels: Tensor) -> int:
+    """How many labels have not the largest logit."""
+    return int((main.gather(1, labels[:, None])[:, 0] < main.amax(1)).sum())
 
 
 def _inverse_temperature(main: Tensor, labels: Tensor) -> float:
     """The best inverse temperature; where no label is wrong, that of one wrong sample more, but not below 1.
 
-    The sample more is a usual one, that of the median margin, and its label the second best.
+    Without a wrong one the surer is the better, and nothing says where to stop. The sample more is a usual one, that
+    of the median margin, and its label the second best.
     """
-    if not _all_right(main, labels):
+    if _n_wrong(main, labels):
         return float(fit_inverse_temperature(main, labels))
     top = main.topk(2)
     usual = (top.values[:, 0] - top.values[:, 1]).argsort()[[len(labels) // 2]]
