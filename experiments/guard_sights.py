@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from constants import constants
 from last_layer import trained
 from torch import Tensor
 
@@ -55,18 +56,10 @@ class Seen(NamedTuple):
             return cls(sights, json.loads(str(held["about"])))
 
 
-@contextmanager
-def constants(settings: Settings) -> Iterator[None]:
+def settled(settings: Settings) -> AbstractContextManager[None]:
     """Those settings that are constants of shift_guard, set for a while."""
     theirs = {name.upper(): value for name, value in settings.items() if hasattr(shift_guard, name.upper())}
-    before = {name: getattr(shift_guard, name) for name in theirs}
-    try:
-        for name, value in theirs.items():
-            setattr(shift_guard, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(shift_guard, name, value)
+    return constants(shift_guard, theirs)
 
 
 def look(
@@ -82,7 +75,7 @@ def look(
     families = [family for family in FAMILIES if inputs.coloured or family != "saturate"]
     dealt: list[Tensor] = []
     bf16 = torch.autocast(device.type, torch.bfloat16, enabled=folder.config.precision == "bf16-mixed")
-    with constants(settings), seeded(seed, device), bf16:
+    with settled(settings), seeded(seed, device), bf16:
         guard = ShiftGuard(trained(folder, inputs, device), n_layers=settings["n_layers"])
         clean = guard.look(learn)
         perturb = partial(deal, families, inputs.normalise, dealt)

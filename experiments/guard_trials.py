@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from committed import RESULTS
 from guard_search import keep_search, read_search
-from guard_sights import LOOKING, Seen, Settings, constants, look
+from guard_sights import LOOKING, Seen, Settings, look, settled
 from torch import Tensor
 
 from doublehead import Predictions, metrics, shift_guard
@@ -77,7 +77,7 @@ def fitted(seen: Seen, left_out: Sequence[str], settings: Settings) -> Guard:
 def trial(seen: Seen, settings: Settings) -> dict[str, Any]:
     """The numbers of a setting: clean ones are means over all seven guards."""
     clean, unseen = [], {"family_ece": [], "kind_ece": []}
-    with constants(settings), torch.no_grad():
+    with settled(settings), torch.no_grad():
         for fold, left_out in LEFT_OUT.items():
             guard = fitted(seen, left_out, settings)
             clean.append(guarded(guard, seen.sights["held"]))

@@ -14,8 +14,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from committed import RESULTS
+from constants import constants
 from post_hoc import cross_fitted, pairs
 from tables import Table
 
@@ -75,19 +75,6 @@ VARIANTS = {
     "the best head even within a standard error": Variant(),
 }
 CURVE, NO_CURVE = "as it is, a curve included", "without the curve"
-
-
-@contextmanager
-def constants(module: Any, values: Mapping[str, float]) -> Iterator[None]:
-    """Inside, these constants of a module are other ones."""
-    before = {name: getattr(module, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
 
 
 def measure(calib: Predictions) -> list[dict[str, Any]]:

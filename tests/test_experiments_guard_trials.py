@@ -140,7 +140,7 @@ def test_a_trial_takes_each_mean_over_what_its_guards_left_out(
 
 def test_settings_hold_for_a_trial_and_no_longer(seen: guard_sights.Seen) -> None:
     before = vars(shift_guard).copy()
-    with guard_sights.constants(guard_trials.read_setting("hidden=4,margin=2,cost=0.5")):
+    with guard_sights.settled(guard_trials.read_setting("hidden=4,margin=2,cost=0.5")):
         assert (shift_guard.HIDDEN, shift_guard.MARGIN, shift_guard.COST) == (4, 2.0, 0.5)
         guard = guard_trials.fitted(seen, (), QUICK)
         assert guard.first.weight.shape == (4, 4)

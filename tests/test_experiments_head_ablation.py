@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 pytest.importorskip("matplotlib")
 
 import committed
+import constants
 import head_ablation
 import post_hoc
 from head_ablation import CURVE, NO_CURVE, VARIANTS
@@ -116,7 +117,7 @@ def test_the_table_is_made_of_means(
     assert table is not None
     assert table.head == ["variant", "CIFAR-10: 2", "texts: 1", "worst network", "below"]
     assert table.lines[0] == ["as it is", "-0.0050", "+0.0000", "+0.0100", "1 of 3"]
-    assert doctest.testmod(head_ablation).failed == 0
+    assert doctest.testmod(head_ablation).failed == doctest.testmod(constants).failed == 0
     for line in networks["SST fine, C"]["numbers"]:
         line["behind"] = {"no early stop: 20 passes": 0.002, CURVE: 0.001, NO_CURVE: 0.004}.get(
             line["variant"], 0.0
