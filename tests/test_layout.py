@@ -19,6 +19,7 @@ ORDER = (
     "optional",  # plumbing
     "plumbing",
     "last_layer",
+    "head_inputs",
     "head_optimizer",
     "head_rate",
     "losses",

@@ -13,10 +13,9 @@ from doublehead.double_head import (
     DoubleHead,
     Heads,
     Readings,
-    Standardise,
-    statistics,
 )
 from doublehead.head_bank import HeadBank, HeadSpec, Selection, hold_back
+from doublehead.head_inputs import Standardise, statistics
 from doublehead.integrations.fit_head import fit_head, fit_head_on, refit
 from doublehead.integrations.head_calibrator import HeadCalibrator
 from doublehead.predictions import Predictions

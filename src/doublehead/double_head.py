@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from doublehead.head_inputs import N_TOP, Standardise, statistics
 from doublehead.head_optimizer import HeadSGD
 from doublehead.head_rate import HeadRate
 from doublehead.last_layer import FeatureTap, find_last_layer, logits_of, outputs_of, uncompiled, with_logits
@@ -43,8 +44,6 @@ from doublehead.plumbing import (
 Reads: TypeAlias = Literal["features", "logits", "statistics"]
 Kind: TypeAlias = Literal["mlp", "temperature"]
 LOWEST = -1e9  # below a row's largest logit: a class masked out with -inf has no probability here either
-LEAST_LOG_PROB = -1e4  # among the statistics, so that those of a masked class are a constant
-N_TOP = 10  # how many of the largest log-probabilities the statistics hold
 LEAST_HIDDEN = 16  # of a temperature head: what was measured; half of the 13 statistics would be 6
 # The paper's, and those of the safest of auto's candidates, which is the default (docs/results/candidates.md).
 LR = {"mlp": 0.1, "temperature": 0.03}  # of SGD
@@ -64,59 +63,6 @@ class Readings(NamedTuple):
     features: Tensor
     main: Tensor
     labels: Tensor
-
-
-def statistics(logits: Tensor) -> Tensor:
-    """What logits say about themselves, (B, K) -> (B, min(K, 10) + 3).
-
-    The largest log-probabilities in falling order, then log-sum-exp, entropy and the largest logit. Classes masked out
-    with -inf do no harm.
-    """
-    logits = logits.float()
-    log_probs = logits.log_softmax(-1).clamp(min=LEAST_LOG_PROB)
-    entropy = -(log_probs.exp() * log_probs).sum(-1, keepdim=True)
-    top = log_probs.topk(min(N_TOP, logits.shape[-1]), -1).values
-    return torch.cat([top, logits.logsumexp(-1, keepdim=True), entropy, logits.amax(-1, keepdim=True)], -1)
-
-
-class Standardise(nn.Module):
-    """Subtract the mean and divide by the deviation of the calibration data that `follow` has seen.
-
-    The moments go along with the network as it learns: a plain average over the first 50 batches, then an
-    exponential one. They are part of the state.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("square", torch.ones(size))
-        self.register_buffer("batches", torch.zeros(()))
-        self.mean: Tensor
-        self.square: Tensor
-        self.batches: Tensor
-
-    def forward(self, values: Tensor) -> Tensor:
-        """(B, size) -> (B, size)."""
-        variance = (self.square - self.mean.square()).clamp(min=1e-6)
-        return (values - self.mean) * variance.rsqrt()
-
-    @torch.no_grad()
-    def set_moments(self, values: Tensor) -> None:
-        """Take the moments of all data (N, size) at once."""
-        self.mean.copy_(values.mean(0))
-        self.square.copy_(values.square().mean(0))
-        self.batches.fill_(50)  # as if it had followed for a while
-
-    @torch.no_grad()
-    def follow(self, values: Tensor, fine: Tensor) -> None:
-        """Take a batch (B, size) into the moments if it is `fine`, a bool tensor ()."""
-        moments = average_over_processes(torch.stack([values.mean(0), values.square().mean(0)]))
-        fine = fine & torch.isfinite(moments).all()
-        self.batches += fine
-        rate = fine * self.batches.clamp(min=1).reciprocal().clamp(min=0.02)
-        moments = moments.nan_to_num(0.0, 0.0, 0.0)
-        self.mean.lerp_(moments[0], rate)
-        self.square.lerp_(moments[1], rate)
 
 
 class CalibrationHead(StaysFloat32):
@@ -381,7 +327,7 @@ class Alternation:
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
-        self.model = _unwrap(model)
+        self.model = double_head_in(model)
         self.head: Any = self.model.head
         self.calib_batches, self.every, self.augment = calib_batches, every, augment
         self.clip, self.patience = clip, patience
@@ -518,7 +464,8 @@ def _check_innermost(model: nn.Module) -> None:
             )
 
 
-def _unwrap(model: nn.Module, name: str = "model") -> DoubleHead:
+def double_head_in(model: nn.Module, name: str = "model") -> DoubleHead:
+    """The DoubleHead inside what DDP, Fabric or torch.compile wrapped round it; errors call it `name`."""
     inner: Any = model
     while not isinstance(inner, DoubleHead):
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)

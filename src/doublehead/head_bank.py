@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from doublehead.calibrators.temperature import fit_inverse_temperature
-from doublehead.double_head import Annealing, CalibrationHead, Readings, Reads, Standardise
+from doublehead.double_head import Annealing, CalibrationHead, Readings, Reads
+from doublehead.head_inputs import Standardise
 from doublehead.last_map import LastMap
 from doublehead.losses import brier, cross_entropy
 from doublehead.plumbing import StaysFloat32, evaluating

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead.calibrators.temperature import fit_inverse_temperature
-from doublehead.double_head import Standardise
+from doublehead.head_inputs import Standardise
 from doublehead.last_layer import logits_of, uncompiled, with_logits
 from doublehead.plumbing import StaysFloat32, device_of, evaluating, seeded, unpack
 from doublehead.predictions import Predictions

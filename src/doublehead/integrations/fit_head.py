@@ -23,10 +23,10 @@ from doublehead.double_head import (
     CalibrationHead,
     DoubleHead,
     Readings,
-    Standardise,
-    _unwrap,
+    double_head_in,
 )
 from doublehead.head_bank import HeadSpec
+from doublehead.head_inputs import Standardise
 from doublehead.integrations.head_config import put_head
 from doublehead.integrations.nll_curves import NllCurves, inverse_softplus
 from doublehead.integrations.overlap import check_disjoint, until_repeated
@@ -40,15 +40,14 @@ LEAST = 1e-4  # a smaller fall of the held-back NLL is none
 LR = 0.01  # of Adam; 0.003 .. 0.03 end within 0.001 NLL of each other on ImageNet calibration halves
 ENOUGH = 20_000  # samples that a head of a few hundred weights can make use of
 FEW = 50  # below this only the scalar temperature is fitted
-# So it is with fewer samples than this that the network gets wrong: in small draws of a ResNet-110's CIFAR-10
-# validation logits the heads that were chosen from fewer were never better than the temperature on other samples.
+# So it is with fewer samples than this that the network gets wrong: a handful cannot teach a head when to doubt.
 FEW_WRONG = 10
 
-BETA0 = (1.0, 1.1)
+BETAS = (1.0, 1.1)  # beta0 of the candidates
 CANDIDATES = tuple(
     HeadSpec(beta0=beta0, kind="temperature", hidden=hidden, reads="statistics")
     for hidden in (0, 16)
-    for beta0 in BETA0
+    for beta0 in BETAS
 )
 TEMPERATURE = HeadSpec(kind="temperature", hidden=0, reads="statistics")  # untrained: the scalar it starts at
 
@@ -140,7 +139,7 @@ def refit(double: nn.Module, calib_batches: Iterable[Any], *, seed: int = 0) -> 
     >>> refit(model, [(torch.randn(64, 4), torch.randint(3, (64,)))]).n
     64
     """
-    inner = _unwrap(double, "double")
+    inner = double_head_in(double, "double")
     _check_refit(inner)
     with seeded(seed, device_of(inner)):
         readings = read_once(inner, calib_batches, "calib_batches")
@@ -177,7 +176,7 @@ def refit_on(double: DoubleHead, readings: Readings, *, seed: int = 0) -> Choice
     """`refit` with what `double.read` gave already at hand."""
     head = _check_refit(double)
     spec = HeadSpec(kind="temperature", hidden=head.hidden, reads=head.reads)  # type: ignore[arg-type]
-    candidates = [replace(spec, beta0=beta0) for beta0 in BETA0]
+    candidates = [replace(spec, beta0=beta0) for beta0 in BETAS]
     fitted = fit_head_on(readings, candidates=candidates, seed=seed)
     choice: Choice = from_every_process(fitted.choice)[0]
     same_on_all_processes(fitted)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead.calibrators import CALIBRATORS, Calibrator
-from doublehead.double_head import Readings, Standardise, statistics
+from doublehead.double_head import Readings
+from doublehead.head_inputs import Standardise, statistics
 from doublehead.integrations.fit_head import fit_head_on
 from doublehead.last_map import bend
 from doublehead.predictions import Predictions

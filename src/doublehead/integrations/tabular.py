@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead.double_head import Alternation, Annealing, DoubleHead, Standardise
+from doublehead.double_head import Alternation, Annealing, DoubleHead
+from doublehead.head_inputs import Standardise
 from doublehead.integrations.fit_head import fit_head
 from doublehead.plumbing import evaluating
 
