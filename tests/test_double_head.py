@@ -385,6 +385,15 @@ def rate(alternation: Alternation) -> float:
     return float(alternation.optimizer.param_groups[0]["lr"])
 
 
+def test_a_constant_rate_may_be_changed_from_outside() -> None:
+    alternation = Alternation(DoubleHead(small_net()), [some_data(8, 1)[:]], every=1, lr=0.1)
+    alternation.optimizer.param_groups[0]["lr"] = 0.0  # as a scheduler on it would
+    before = copy.deepcopy(alternation.head.state_dict())
+    alternation.step(0.5)
+    assert alternation.optimizer.param_groups[0]["lr"] == 0.0
+    assert torch.equal(alternation.head.last.bias, before["last.bias"])
+
+
 @pytest.mark.parametrize(
     ("head", "own"),
     [({}, 0.03), ({"kind": "mlp"}, 0.1), ({"head": HeadBank.auto}, 0.1), ({"head": nn.Linear(16, 4)}, 0.1)],
