@@ -108,7 +108,10 @@ def test_small_stem_keeps_the_resolution(name, before_pool):
 def test_plain_stem_is_torchvision_itself(name):
     network = make(name, input="224x224")
     torch.manual_seed(0)
-    peer = require("torchvision.models", extra="models").get_model(name, weights=None, num_classes=7)
+    options = {"zero_init_residual": True} if name.startswith("resnet") else {}
+    peer = require("torchvision.models", extra="models").get_model(
+        name, weights=None, num_classes=7, **options
+    )
     assert str(network) == str(peer)
     ours, theirs = network.state_dict(), peer.state_dict()
     assert ours.keys() == theirs.keys()

@@ -360,6 +360,7 @@ class Alternation:
         self.beta = self.annealing(progress)
         with self._randomness.swapped_in():
             args, kwargs, labels = unpack(self._batches.next(), device_of(self.model))
+            folds = fold_of(args, kwargs) if getattr(self.head, "has_folds", False) else None
             if self.augment is not None:
                 args = (self.augment(args[0]), *args[1:]) if args else args
                 kwargs = kwargs if args else self.augment(kwargs)
@@ -367,16 +368,19 @@ class Alternation:
                 if self.model.model is not uncompiled(self.model.model):
                     torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
                 output, features = self.model._tap.run(self.model.model, args, kwargs)
-            return self._train_head(features, logits_of(output), labels)
+            return self._train_head(features, logits_of(output), labels, folds)
 
-    def _train_head(self, features: Tensor, main: Tensor, labels: Tensor) -> Tensor:
+    def _train_head(self, features: Tensor, main: Tensor, labels: Tensor, folds: Tensor | None) -> Tensor:
         """One step of the head. Everything stays on the device: the network's next step need not wait."""
-        sane = average_over_processes(_nll(main.float(), labels)) < 10 * math.log(main.shape[-1])
+        sane = average_over_processes(_nll(main.float(), labels).mean()) < 10 * math.log(main.shape[-1])
         if hasattr(self.head, "follow"):
             self.head.follow(features, main, sane)
         self.head.train()
         with torch.enable_grad():
-            losses = _nll(self.beta * self.head(features, main), labels)  # (), or (H,) from a bank of H heads
+            losses = _nll(
+                self.beta * self.head(features, main), labels
+            )  # (B,), or (H, B) from a bank of H heads
+            losses = losses.mean(-1) if folds is None else (losses * self.head.weights(folds)).sum(-1)
             losses.sum().backward()
         self.head.train(self.model.training)
         losses = average_over_processes(losses.detach())
@@ -446,9 +450,32 @@ class Alternation:
 
 
 def _nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits (B, K), or of each of H heads for (H, B, K)."""
+    """Cross entropy per sample of logits (B, K), or of each of H heads for (H, B, K)."""
     at_labels = logits.gather(-1, labels.expand(logits.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-    return (logits.logsumexp(-1) - at_labels).mean(-1)
+    return logits.logsumexp(-1) - at_labels
+
+
+N_FOLDS = 5
+
+
+def fold_of(args: Sequence[Any], kwargs: Mapping[str, Any], n_folds: int = N_FOLDS) -> Tensor:
+    """(B,) the fold, 0 to n_folds - 1, that each sample belongs to, by what it contains.
+
+    The same sample is in the same fold in every epoch, wherever it stands in whatever order, and equal samples are in
+    the same one. Folds are about equal in size. Zeros at the end of a row, such as padding, change nothing.
+    """
+    total: Any = 0
+    for value in (*args, *(kwargs[key] for key in sorted(kwargs))):
+        if isinstance(value, Tensor) and value.ndim:
+            rows = value.detach().flatten(1) if value.ndim > 1 else value.detach()[:, None]
+            if rows.is_floating_point():
+                rows = rows.contiguous().view(
+                    {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+                )
+            places = torch.arange(rows.shape[1], device=rows.device)
+            weights = (places * 2654435761 + 40503) | 1
+            total = total + (rows.long() * weights).sum(1)
+    return (((total * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
 
 
 def _check_innermost(model: nn.Module) -> None:

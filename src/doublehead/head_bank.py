@@ -46,6 +46,9 @@ class HeadSpec:
     dropout: float = 0.0
     standardise: bool | None = None
     seed: int = 0
+    fold: int | None = (
+        None  # the fold of the calibration data (0 to N_FOLDS - 1) that this head never trains on
+    )
 
     def make(self, n_features: int, n_classes: int) -> CalibrationHead:
         """The head that this describes."""
@@ -120,7 +123,7 @@ class HeadBank(StaysFloat32):
             HeadSpec, list[int]
         ] = {}  # spec without what may differ inside a stack -> numbers of its heads
         for number, spec in enumerate(self.specs):
-            groups.setdefault(replace(spec, beta0=1.0, lr=1.0, seed=0), []).append(number)
+            groups.setdefault(replace(spec, beta0=1.0, lr=1.0, seed=0, fold=None), []).append(number)
         self.members = list(groups.values())
         self.stacks = nn.ModuleList(
             _Stack([self.specs[number].make(n_features, n_classes) for number in numbers])
@@ -158,6 +161,17 @@ class HeadBank(StaysFloat32):
         """Let the moments of what the heads read go along with a calibration batch that is `fine`."""
         for stack in self.stacks:
             stack.follow(features, main, fine)  # type: ignore[operator]
+
+    @property
+    def has_folds(self) -> bool:
+        """Whether some head is kept from a fold of the calibration data."""
+        return any(spec.fold is not None for spec in self.specs)
+
+    def weights(self, folds: Tensor) -> Tensor:
+        """(H, B) how much each head learns from each sample of a batch whose folds (B,) are these; rows sum to 1."""
+        blind = torch.tensor([-1 if s.fold is None else s.fold for s in self.specs], device=folds.device)
+        sees = (folds != blind[:, None]).float()
+        return sees / sees.sum(1, keepdim=True).clamp(min=1.0)
 
     def grad_norms(self) -> Tensor:
         """(H,) the 2-norm of each head's gradient."""

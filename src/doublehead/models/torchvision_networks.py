@@ -25,9 +25,10 @@ def resnet(
 
     Small images meet a 3x3 convolution of stride 1 and no pooling in place of the 7x7 convolution and the pooling
     that would leave little of them. `weights` is the path of a .safetensors file or one of torchvision's names.
+    Residual branches start at zero: at full scale a deep network's first epoch at lr 0.1 ends worse than guessing.
     """
     network = require("torchvision.models", extra="models").get_model(
-        arch, weights=None, num_classes=n_classes
+        arch, weights=None, num_classes=n_classes, zero_init_residual=True
     )
     small = max(size) <= SMALL
     if small or in_channels != 3:

@@ -61,6 +61,7 @@ class Config:
     momentum: float = 0.9
     weight_decay: float = 5e-4
     schedule: Literal["cosine", "steps", "constant"] = "cosine"
+    warmup: float = 0.0  # share of the run in which the rate rises from 0 to the schedule's
     milestones: tuple[float, ...] = (150 / 350, 250 / 350)  # of `schedule="steps"`, as shares of the run
     augment: Literal["crop-flip", "crop", "none"] = "crop-flip"  # of the training images
     every: int = 10  # network steps per calibration step: the paper's k
@@ -95,6 +96,7 @@ class Config:
         for name in ("lr", "calib_lr", "calib_clip"):
             _check(getattr(self, name) > 0, name, "positive", getattr(self, name))
         _check(self.lr < math.inf, "lr", "finite", self.lr)
+        _check(0 <= self.warmup < 1, "warmup", "a share of the run, 0 or more and below 1", self.warmup)
         _check(0 < self.hold_back < 1, "hold_back", "between 0 and 1", self.hold_back)
         losses = [*LOSSES, *ADAPTIVE]
         _check(self.loss in losses, "loss", f"one of {', '.join(losses)}", self.loss)

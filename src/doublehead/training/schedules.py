@@ -14,8 +14,9 @@ def learning_rate(config: Config, progress: float) -> float:
     >>> [round(learning_rate(config, at), 4) for at in (0.0, 0.5, 0.8)]
     [0.1, 0.01, 0.001]
     """
+    rate = config.lr
     if config.schedule == "cosine":
-        return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
-    if config.schedule == "steps":
-        return float(config.lr * 0.1 ** sum(progress >= at for at in config.milestones))
-    return config.lr
+        rate *= 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.schedule == "steps":
+        rate *= 0.1 ** sum(progress >= at for at in config.milestones)
+    return rate * min(1.0, progress / config.warmup) if config.warmup else rate
