@@ -1,50 +1,35 @@
-"""doublehead: deep classifiers that tell the truth about their confidence.
+"""Calibrated probabilities for PyTorch classifiers.
 
-The public names in the order data flows: a network with its calibration head, what it predicts, how good that is.
+Three verbs: `evaluate` measures predictions, `calibrate` repairs a network or predictions, `report` shows them. To train
+calibration heads beside a network, put a `DoubleHead` beside your training loop.
 """
 
 from doublehead import calibrators, losses, metrics
-from doublehead.adafocal import AdaFocal
 from doublehead.bins import Bins
-from doublehead.double_head import (
-    Alternation,
-    Annealing,
-    CalibrationHead,
-    DoubleHead,
-    Heads,
-    Readings,
-)
-from doublehead.head_bank import HeadBank, HeadSpec, Selection, hold_back
-from doublehead.head_inputs import Standardise, statistics
-from doublehead.integrations.fit_head import fit_head, fit_head_on, refit
-from doublehead.integrations.head_calibrator import HeadCalibrator
+from doublehead.calibrate import calibrate
+from doublehead.calibration_head import PAPER, CalibrationHead, HeadSpec
+from doublehead.calibrators import Calibrator, choose
+from doublehead.double_head import Calibrated, DoubleHead
 from doublehead.predictions import Predictions
+from doublehead.saving import load
 from doublehead.shift_guard import ShiftGuard
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
-    "AdaFocal",
-    "Alternation",
-    "Annealing",
+    "PAPER",
     "Bins",
+    "Calibrated",
     "CalibrationHead",
+    "Calibrator",
     "DoubleHead",
-    "HeadBank",
-    "HeadCalibrator",
     "HeadSpec",
-    "Heads",
     "Predictions",
-    "Readings",
-    "Selection",
     "ShiftGuard",
-    "Standardise",
+    "calibrate",
     "calibrators",
-    "fit_head",
-    "fit_head_on",
-    "hold_back",
+    "choose",
+    "load",
     "losses",
     "metrics",
-    "refit",
-    "statistics",
 ]

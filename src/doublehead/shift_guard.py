@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead.calibrators.temperature import fit_inverse_temperature
-from doublehead.head_inputs import Standardise
-from doublehead.last_layer import logits_of, uncompiled, with_logits
-from doublehead.plumbing import StaysFloat32, device_of, evaluating, seeded, unpack
+from doublehead.calibration_data import unpack
+from doublehead.calibration_head import Standardise
+from doublehead.network import find_logits, with_logits
+from doublehead.torch_tools import StaysFloat32, device_of, evaluating, seeded, uncompiled
 from doublehead.predictions import Predictions
 
 # Chosen on CIFAR-10 calibration images with families and whole kinds of corruption left out in turn (docs/results).
@@ -333,7 +334,7 @@ class ShiftGuard(nn.Module):
             return self.model(*args, **kwargs)
         with self.tap.recording():
             output = self.model(*args, **kwargs)
-        logits = logits_of(output)
+        logits = find_logits(output)
         return with_logits(
             output, scaled(logits, self.guard.scale * self.guard(self.tap.take(logits.shape[0])))
         )
@@ -374,7 +375,7 @@ class ShiftGuard(nn.Module):
                 if perturb is not None:
                     args = (perturb(args[0]), *args[1:]) if args else args
                     kwargs = kwargs if args else perturb(kwargs)
-                logits = logits_of(uncompiled(self.model)(*args, **kwargs)).float()
+                logits = find_logits(uncompiled(self.model)(*args, **kwargs)).float()
                 rows.append((self.tap.take(logits.shape[0]), logits, labels))
         if not rows:
             raise ValueError(

@@ -3,7 +3,9 @@
 from doublehead.calibrators.affine import Dirichlet, Matrix, Vector
 from doublehead.calibrators.base import Calibrator, NotConverged, NotFitted
 from doublehead.calibrators.binary import Beta, Platt
-from doublehead.calibrators.choose import CALIBRATORS, Choice, Score, choose, make
+from doublehead.calibrators.choose import Choice, choose
+from doublehead.calibrators.head import Head
+from doublehead.calibrators.table import CALIBRATORS, choose_calibrator, make
 from doublehead.calibrators.ensemble import EnsembleTemperature
 from doublehead.calibrators.gaussian_process import GaussianProcess
 from doublehead.calibrators.histogram import BBQ, HistogramBinning
@@ -22,6 +24,7 @@ __all__ = [
     "Dirichlet",
     "EnsembleTemperature",
     "GaussianProcess",
+    "Head",
     "HistogramBinning",
     "Identity",
     "Isotonic",
@@ -29,12 +32,12 @@ __all__ = [
     "NotConverged",
     "NotFitted",
     "Platt",
-    "Score",
     "Spline",
     "Temperature",
     "TemperatureGrid",
     "Vector",
     "choose",
+    "choose_calibrator",
     "fit_inverse_temperature",
     "load",
     "make",

@@ -65,8 +65,17 @@ class Calibrator(nn.Module):
             setattr(self, name, value.to(like.device, dtype))
         return self
 
-    def forward(self, logits: Tensor) -> Tensor:
-        """Calibrated logits (..., K) for logits (..., K); half precision is widened to float32."""
+    def forward(self, logits: Tensor, features: Tensor | None = None) -> Tensor:
+        """Calibrated logits (..., K) for logits (..., K); half precision is widened to float32.
+
+        `features` of a network are ignored by calibrators that read logits alone.
+        """
+        self._check_use(logits)
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        return self._transform(logits)
+
+    def _check_use(self, logits: Tensor) -> None:
         if not self.is_fitted:
             raise NotFitted(f"this {type(self).__name__} is not fitted: call fit(predictions) first")
         if not isinstance(logits, Tensor):
@@ -78,9 +87,6 @@ class Calibrator(nn.Module):
             raise ValueError(
                 f"logits must have shape (..., {wanted}), the number of classes fitted on, got {tuple(logits.shape)}"
             )
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        return self._transform(logits)
 
     def calibrate(self, predictions: Predictions) -> Predictions:
         """The same predictions with calibrated logits."""

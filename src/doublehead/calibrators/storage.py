@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from doublehead.calibrators.base import Calibrator, NotFitted
-from doublehead.calibrators.choose import CALIBRATORS, make
+from doublehead.calibrators.table import CALIBRATORS, make
 from doublehead.optional import require
 
 FORMAT = "doublehead calibrator 1"

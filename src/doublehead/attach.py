@@ -1,7 +1,7 @@
-"""Let a model that stays what it is answer with calibrated logits in evaluation mode: hooks, no wrapper.
+"""Let a network that stays what it is answer with calibrated log-probabilities in evaluation mode: hooks, no wrapper.
 
-Frameworks save, load, distribute and serve the user's own module. So the head is attached to it from outside, and the
-module keeps its class, its name for every weight, and its place in the framework.
+Frameworks save, load, distribute and serve the user's own module. So the calibration is attached to it from outside,
+and the module keeps its class, the names of its weights and its place in the framework.
 """
 
 from __future__ import annotations
@@ -11,65 +11,68 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from doublehead.double_head import DoubleHead, Heads
-from doublehead.last_layer import logits_of, with_logits
-from doublehead.plumbing import evaluating
+from doublehead.double_head import Heads
+from doublehead.network import Reader, features_of, find_logits, to_logits, with_logits
+
+Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits
 
 
 class Attachment:
-    """Hooks on the model of a DoubleHead that run its calibration head on every forward in evaluation mode.
+    """Hooks on a network that run `answer` on every forward in evaluation mode.
 
-    With `answer` the model's output carries the calibrated logits, otherwise it stays as it is. Either way `seen` is
-    called with both heads' logits and the keywords of the call. While the DoubleHead itself, or its Alternation, runs
-    the model, the hooks rest.
+    With `replace` the network's output carries the calibrated log-probabilities, otherwise it stays as it is. Either way
+    `seen` is called with the log-probabilities of both heads and the keywords of the call. While the reader itself runs
+    the network, in training or calibration, the hooks rest.
     """
 
     def __init__(
         self,
-        double: DoubleHead,
+        network: nn.Module,
+        reader: Reader,
+        answer: Answer,
         *,
-        answer: bool = True,
+        replace: bool = True,
         seen: Callable[[Heads, dict[str, Any]], None] | None = None,
     ) -> None:
-        self.double, self.answer, self.seen = double, answer, seen
-        self.active = True
+        self.network, self.reader, self.answer = network, reader, answer
+        self.replace, self.seen, self.active = replace, seen, True
         self._opened = False
         self._handles = [
-            double.model.register_forward_pre_hook(self._before),
-            double.model.register_forward_hook(self._after, with_kwargs=True),
+            network.register_forward_pre_hook(self._before),
+            network.register_forward_hook(self._after, with_kwargs=True),
         ]
 
-    def _before(self, model: nn.Module, args: Any) -> None:
-        tap = self.double._tap
-        if self.active and not model.training and getattr(model, "_is_replica", False):
+    def _before(self, network: nn.Module, args: Any) -> None:
+        tap = self.reader.tap
+        if self.active and not network.training and getattr(network, "_is_replica", False):
             raise RuntimeError(
                 "a calibration head cannot follow the copies of a model that nn.DataParallel makes: start a process "
-                "for each GPU (torchrun --nproc_per_node), or let one be seen (CUDA_VISIBLE_DEVICES=0)"
+                "for each GPU (torchrun --nproc_per_node), or make one visible (CUDA_VISIBLE_DEVICES=0)"
             )
-        if self._opened:  # the last forward raised before it came to its end
+        if self._opened:  # the last forward raised an error
             self._opened = tap.recording = False
-        if self.active and not model.training and not tap.recording:
+        if self.active and not network.training and not tap.recording:
             self._opened = tap.recording = True
 
-    def _after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def _after(self, network: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not self._opened:
             return output
-        tap = self.double._tap
-        self._opened = tap.recording = False
-        features, main = tap.take(output), logits_of(output)
-        with evaluating(self.double.head):  # it is no part of the model, and may be in training mode
-            calib = self.double.head(features, main)
+        self._opened = self.reader.tap.recording = False
+        main = to_logits(find_logits(output, self.reader.logits_of), self.reader.outputs)
+        features = features_of(self.reader.tap.take(), main, self.reader.layer)
+        calib = self.answer(main, features).float().log_softmax(-1)
         if self.seen is not None:
-            self.seen(Heads(main, calib), kwargs)
-        return with_logits(output, calib) if self.answer else output
+            self.seen(Heads(main.float().log_softmax(-1), calib), kwargs)
+        return with_logits(output, calib) if self.replace else output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        """A copied model has a head of its own, and nobody listens: who does may hold what cannot be copied."""
+        """A copied network has a calibration of its own; the copy drops its listener, which may not be copyable."""
         memo[id(self)] = made = copy.copy(self)
         made.seen = None
-        made.double, made._handles = copy.deepcopy((self.double, self._handles), memo)
+        parts = (self.network, self.reader, self.answer, self._handles)
+        made.network, made.reader, made.answer, made._handles = copy.deepcopy(parts, memo)
         return made
 
     def detach(self) -> None:
@@ -79,7 +82,7 @@ class Attachment:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Inside, the model answers as if nothing were attached."""
+        """Inside the block the network answers as if nothing were attached."""
         self.active, before = False, self.active
         try:
             yield

@@ -1,0 +1,109 @@
+"""The verb `calibrate`: from a trained network and calibration data, or from predictions, to calibrated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from doublehead.calibration_data import ToPair, as_batches, check_disjoint, unpack
+from doublehead.calibrators.base import Calibrator
+from doublehead.calibrators.head import Head
+from doublehead.calibrators.table import make
+from doublehead.double_head import Calibrated, DoubleHead, read
+from doublehead.network import LogitsOf, Outputs, Reader, Readings, View
+from doublehead.predictions import Predictions
+from doublehead.torch_tools import device_of, from_every_process, same_on_all_processes, seeded, unwrapped
+
+
+@overload
+def calibrate(what: nn.Module, calib_data: Any, **options: Any) -> Calibrated: ...
+
+
+@overload
+def calibrate(what: Predictions, calib_data: None = None, **options: Any) -> Calibrator: ...
+
+
+@torch.inference_mode(False)  # fitting needs gradients
+def calibrate(what: Any, calib_data: Any = None, *, method: str = "head", seed: int = 0, **options: Any) -> Any:
+    """Calibrate a trained network, or predictions.
+
+    `calibrate(network, calib_data)` runs the network once over data that it was not trained on (a loader, a Dataset or a pair
+    of arrays) and returns a `Calibrated`, whose calls give calibrated log-probabilities. `calibrate(predictions)` returns a
+    fitted `Calibrator`. `method` is the staged head or another calibrator by name (`doublehead.calibrators.CALIBRATORS`).
+
+    Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy; `views=["flip"]` averages
+    over the image and its mirror image, at twice the cost of inference; `train_data` is checked for samples in
+    common; `to_pair`, `logits_of`, `outputs` and `layer` as for `DoubleHead`.
+
+    >>> network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    >>> model = calibrate(network, (torch.randn(300, 4), torch.randint(3, (300,))))
+    >>> model(torch.randn(2, 4)).shape, model.head.choice.n
+    (torch.Size([2, 3]), 300)
+    """
+    if isinstance(what, nn.Module):
+        return _calibrate_network(what, calib_data, method, seed, **options)
+    if not isinstance(what, Predictions):
+        raise TypeError(f"what must be a network or Predictions, got {type(what).__name__}")
+    return make(method, **({"seed": seed} if method == "head" else {}), **options).fit(what)
+
+
+def _calibrate_network(
+    network: nn.Module,
+    calib_data: Any,
+    method: str,
+    seed: int,
+    *,
+    keep: Literal["predictions", "best"] = "predictions",
+    views: Sequence[View | str] = (),
+    beside: DoubleHead | None = None,
+    train_data: Any = None,
+    to_pair: ToPair | None = None,
+    logits_of: LogitsOf | None = None,
+    outputs: Outputs | None = None,
+    layer: str | None = None,
+) -> Calibrated:
+    if isinstance(network, Calibrated):
+        network = network.network
+    if train_data is not None:
+        check_disjoint(calib_data, train_data)
+    inner = unwrapped(network)
+    with seeded(seed, device_of(inner)):
+        if beside is not None:
+            to_pair, old = beside.to_pair, beside.reader
+            logits_of, outputs, layer = old.logits_of, old.outputs, old.layer
+        first = unpack(next(iter(as_batches(calib_data))), device_of(inner), to_pair)
+        reader = Reader(inner, first, layer=layer, logits_of=logits_of, outputs=outputs, views=views)
+        readings = read(reader, calib_data, to_pair)
+    return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed)
+
+
+def fit(
+    network: nn.Module,
+    reader: Reader,
+    readings: Readings,
+    *,
+    method: str = "head",
+    keep: Literal["predictions", "best"] = "predictions",
+    beside: DoubleHead | None = None,
+    seed: int = 0,
+) -> Calibrated:
+    """A `Calibrated` from what was read already. Where several processes train together, all get the first one's."""
+    predictions = Predictions(readings.logits, readings.labels)
+    if method != "head":
+        head: Calibrator = make(method).fit(predictions)
+        same_on_all_processes(head)
+        return Calibrated(network, head, reader).eval()
+    opinion = None if beside is None or not beside.active else beside.opinion(readings)
+    features = readings.features if readings.features.shape[1] else None
+    numbers = readings.numbers if readings.numbers.shape[1] else None
+    staged = Head(keep, seed=seed).fit(predictions, features=features, opinion=opinion, numbers=numbers)
+    same_on_all_processes(staged)
+    staged.choice = from_every_process(staged.choice)[0]
+    staged.refresh()
+    heads = None
+    if beside is not None and opinion is not None:
+        heads = beside.bank.take(*range(len(beside.bank.specs))).eval()
+    return Calibrated(network, staged, reader, heads).eval()

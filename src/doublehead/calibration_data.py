@@ -1,0 +1,305 @@
+"""Calibration data in any form: loaders, Datasets or arrays as batches of inputs and labels; folds; overlap checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+
+from doublehead.torch_tools import Randomness, get_random
+
+N_FOLDS = 5
+BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
+ENTRIES = 1024  # of each sample's inputs, evenly spaced, compared to recognise it
+
+ToPair = Callable[[Any], Any]
+
+
+class Batch(NamedTuple):
+    """Positional inputs, named inputs and labels (B,) of some samples, on one device."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Tensor
+
+
+def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> Batch:
+    """The inputs and labels of a batch: (inputs, labels) or a dict with "labels", or what `to_pair` makes of it."""
+    batch = batch if to_pair is None else to_pair(batch)
+    if isinstance(batch, Mapping):
+        named = dict(batch)
+        labels = named.pop("labels", None)
+        inputs: Any = named
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, labels = batch
+    else:
+        got = f"{type(batch).__name__}" + (
+            f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        )
+        raise TypeError(
+            f"a calibration batch must be (inputs, labels) or a dict with 'labels', got {got}; "
+            "give to_pair=, a function from your batch to such a pair"
+        )
+    labels = _check_labels(labels).to(device, torch.int64, non_blocking=True)
+    inputs = _to(inputs, device)
+    if isinstance(inputs, Mapping):
+        return Batch((), dict(inputs), labels)
+    return Batch(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}, labels)
+
+
+def _check_labels(labels: Any) -> Tensor:
+    if isinstance(labels, np.ndarray):
+        labels = torch.from_numpy(labels)
+    if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 1:
+        return labels
+    got = (
+        f"{labels.dtype} of shape {tuple(labels.shape)}"
+        if isinstance(labels, Tensor)
+        else type(labels).__name__
+    )
+    raise TypeError(f"labels of a calibration batch must be a whole-number tensor of shape (B,), got {got}")
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_to(part, device) for part in value]
+    if isinstance(value, Mapping):
+        return {key: _to(part, device) for key, part in value.items()}
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False) -> Iterable[Any]:
+    """Batches from calibration data: a loader is used as it is, a Dataset or a pair of arrays gets one.
+
+    >>> [len(y) for x, y in as_batches((torch.randn(5, 3), torch.arange(5)), 2)]
+    [2, 2, 1]
+    """
+    if _is_pair_of_arrays(data):
+        inputs, labels = (torch.as_tensor(part) for part in data)
+        if len(inputs) != len(labels):
+            raise ValueError(
+                f"calibration data (inputs, labels) must be equally long, got {len(inputs)} and {len(labels)}"
+            )
+        data = TensorDataset(inputs, labels)
+    if isinstance(data, Dataset) and hasattr(data, "__len__"):
+        return DataLoader(data, batch_size, shuffle=shuffle)
+    if isinstance(data, Iterator) or not hasattr(data, "__iter__"):
+        raise TypeError(
+            "calibration data must be a loader, a Dataset or a pair of arrays that can be read again and again, "
+            f"got {type(data).__name__}"
+        )
+    return data  # type: ignore[no-any-return]
+
+
+def _is_pair_of_arrays(data: Any) -> bool:
+    return (
+        isinstance(data, (tuple, list))
+        and len(data) == 2
+        and all(isinstance(part, (Tensor, np.ndarray)) for part in data)
+        and data[1].ndim == 1
+    )
+
+
+class Endless:
+    """Batch after batch, pass after pass, with a position that can be saved and restored."""
+
+    def __init__(self, batches: Iterable[Any], randomness: Randomness) -> None:
+        self.batches, self.randomness = batches, randomness
+        self.iterator: Iterator[Any] | None = None
+        self.taken, self.start = 0, randomness.state
+        self.length: int | None = len(batches) if hasattr(batches, "__len__") else None  # batches in a pass
+
+    def next(self) -> Any:
+        """The next batch; called with `randomness` swapped in."""
+        for _ in range(2):  # a pass that has just ended, then a new one
+            if self.iterator is None:
+                self.taken, self.start = 0, get_random(self.randomness.device)
+                self.iterator = iter(self.batches)
+            batch = next(self.iterator, None)
+            if batch is not None:
+                self.taken += 1
+                return batch
+            self.length, self.iterator = self.taken, None
+        raise ValueError("calibration data must hold at least one batch each time it is iterated, got none")
+
+    @property
+    def progress(self) -> float | None:
+        """The share of the current pass that was over before the last batch; None while its length is unknown."""
+        return None if not self.length else min(1.0, max(0, self.taken - 1) / self.length)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data: the batches' own state where they have one, else how to get there again."""
+        own = self.batches.state_dict() if hasattr(self.batches, "state_dict") else None
+        return {
+            "taken": self.taken,
+            "start": self.start,
+            "own": own,
+            "fresh": self.iterator is None,
+            "length": self.length,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the position; batches without a state of their own are drawn again and skipped."""
+        self.taken, self.start, self.iterator = state["taken"], dict(state["start"]), None
+        self.length = state["length"]
+        if state["own"] is not None:
+            self.batches.load_state_dict(state["own"])  # type: ignore[attr-defined]
+            self.iterator = None if state["fresh"] else iter(self.batches)
+        elif not state["fresh"]:
+            self.randomness.state = self.start
+            with self.randomness.swapped_in():
+                self.iterator = iter(self.batches)
+                for _ in range(self.taken):
+                    next(self.iterator)
+
+
+# --- folds
+
+
+def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
+    """(B,) the fold, 0 to n_folds - 1, of each sample, computed from the content of its inputs.
+
+    A sample has the same fold in every epoch and any order, and equal samples share one, so duplicates never leak
+    across folds. Folds are about equally large. Zeros at the end of a row, such as padding, do not matter. Inputs
+    without tensors may offer `sample_keys()`, whole numbers (B,); without these all samples are in fold 0.
+    """
+    total = torch.zeros_like(batch.labels)
+    for value in (*batch.args, *(batch.kwargs[key] for key in sorted(batch.kwargs))):
+        keys = value.sample_keys() if hasattr(value, "sample_keys") else value
+        if not isinstance(keys, Tensor) or keys.ndim == 0 or len(keys) != len(batch.labels):
+            continue
+        rows = keys.detach().reshape(len(keys), -1)
+        if rows.is_floating_point():
+            whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+            rows = rows.contiguous().view(whole)
+        places = torch.arange(rows.shape[1], device=rows.device)
+        total += (rows.long() * ((places * 2654435761 + 40503) | 1)).sum(1)  # wraps around, the same on any device
+    return (((total * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
+
+
+# --- overlap
+
+
+def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Iterator[Any]:
+    """Batches up to the first of which half or more came before: an endless stream starts over there.
+
+    >>> batch = torch.arange(6.0).view(3, 2), torch.arange(3)
+    >>> len(list(until_repeated([batch, batch])))
+    1
+    """
+    seen: set[int] = set()
+    for batch in batches:
+        keys = _keys(batch, to_pair)
+        if 2 * sum(key in seen for key in keys) >= len(keys) > 0:
+            return
+        seen.update(keys)
+        yield batch
+
+
+def _keys(batch: Any, to_pair: ToPair | None) -> list[int]:
+    """A hash of each sample's label and tensors; none where no input is a tensor."""
+    args, kwargs, labels = unpack(batch, torch.device("cpu"), to_pair)
+    parts = [
+        part for part in (*args, *kwargs.values()) if isinstance(part, Tensor) and len(part) == len(labels)
+    ]
+    if not parts:
+        return []
+    rows = []
+    for part in (*parts, labels):
+        flat = part.detach().reshape(len(labels), -1)
+        flat = flat[:, :: max(1, flat.shape[1] // ENTRIES)].contiguous()
+        rows.append(flat.view(torch.uint8).numpy())
+    return [hash(b"".join(row.tobytes() for row in sample)) for sample in zip(*rows)]
+
+
+def check_disjoint(calib: Any, train: Any) -> None:
+    """Raise where the calibration and the training data, loaders or data sets, certainly share samples.
+
+    Noticed are: the same data set, Subsets of one with common indices, and tensors that share memory. Copies of
+    samples are not noticed.
+
+    >>> data = TensorDataset(torch.arange(10))
+    >>> check_disjoint(Subset(data, [8, 9]), Subset(data, range(8)))
+    >>> check_disjoint(Subset(data, [7, 8]), Subset(data, range(8)))
+    Traceback (most recent call last):
+    ValueError: calibration data must not be training data: at least 1 of 2 calibration samples are in both
+    """
+    shared, n = n_shared(calib, train), _length(_dataset(calib))
+    if shared:
+        raise ValueError(
+            f"calibration data must not be training data: at least {shared} of {n} calibration samples are in both"
+        )
+
+
+def n_shared(calib: Any, train: Any) -> int:
+    """How many calibration samples are certainly also in `train`."""
+    theirs = _pieces(_dataset(train))
+    shared = 0
+    for base, rows in _pieces(_dataset(calib)):
+        both: set[int] = set()
+        for other, other_rows in theirs:
+            both |= _common(base, rows, other, other_rows)
+        shared += len(both)
+    return shared
+
+
+def _dataset(data: Any) -> Any:
+    return getattr(data, "dataset", data) if not isinstance(data, Subset) else data
+
+
+def _pieces(data: Any) -> list[tuple[Any, Any]]:
+    """Data as (base data set, rows of it): Subsets are followed to their base, concatenations taken apart."""
+    if isinstance(data, ConcatDataset):
+        return [piece for part in data.datasets for piece in _pieces(part)]
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, (list, tuple)) and all(hasattr(part, "dataset") for part in data):  # several loaders
+        return [piece for part in data for piece in _pieces(_dataset(part))]
+    rows: Any = None
+    while isinstance(data, Subset):
+        indices = [int(row) for row in data.indices]
+        rows = indices if rows is None else [indices[row] for row in rows]
+        data = data.dataset
+    return [(data, range(_length(data)) if rows is None else rows)]
+
+
+def _common(base: Any, rows: Sequence[int], other: Any, other_rows: Sequence[int]) -> set[int]:
+    """The rows of `base` that are also in `other`."""
+    if base is None or other is None:
+        return set()
+    if base is other or _same_fingerprint(base, other):
+        return set(rows) & set(other_rows)
+    if isinstance(base, TensorDataset) and isinstance(other, TensorDataset):
+        offset = _rows_apart(base.tensors[0], other.tensors[0])
+        if offset is not None:
+            return set(rows) & {row + offset for row in other_rows}
+    return set()
+
+
+def _same_fingerprint(base: Any, other: Any) -> bool:
+    """Hugging Face data sets with the same content carry the same fingerprint."""
+    fingerprint = getattr(base, "_fingerprint", None)
+    return fingerprint is not None and fingerprint == getattr(other, "_fingerprint", None)
+
+
+def _rows_apart(mine: Tensor, theirs: Tensor) -> int | None:
+    """How many rows the second tensor starts after the first, where both are rows of one piece of memory."""
+    if mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr():
+        return None
+    if mine.ndim == 0 or mine.shape[1:] != theirs.shape[1:] or mine.stride() != theirs.stride():
+        return None
+    rows, rest = divmod(int(theirs.storage_offset()) - int(mine.storage_offset()), max(1, mine.stride(0)))
+    return None if rest else rows
+
+
+def _length(data: Any) -> int:
+    try:
+        return len(data)
+    except TypeError:  # a stream does not know
+        return 0

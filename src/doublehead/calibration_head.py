@@ -1,0 +1,305 @@
+"""The calibration head: a shallow network that turns features or logits of a sample into calibrated logits.
+
+`CalibrationHead` is one head, or a stack of equal ones that run as one computation; `HeadBank` puts stacks of
+different shapes side by side. How heads are trained is in `head_training`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from doublehead.torch_tools import StaysFloat32, average_over_processes, seeded
+
+Reads = Literal["features", "logits", "statistics"]
+N_TOP = 10  # largest log-probabilities among the statistics
+MIN_LOG_PROB = -1e4  # classes masked with -inf are a constant there
+MIN_LOGIT = -1e9  # below a row's largest: a class masked with -inf keeps probability 0
+MAX_LOG_SCALE = 4.0  # a sample's temperature stays within e^-4 .. e^4
+MIN_HIDDEN = 16  # of a temperature head
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """One head and how it is trained.
+
+    `kind="mlp"` is the paper's head: features -> hidden -> K logits of its own. `kind="temperature"` gives one
+    inverse temperature per sample, which scales the main logits, so predictions never change; it reads statistics
+    of the logits unless `reads` says otherwise. `hidden` is half the input's size unless given; 0 makes the head linear.
+    `lr` is its peak learning rate, `beta0` where annealing starts (1 switches it off), `fold` the fold of the
+    calibration data that it never trains on.
+
+    >>> PAPER
+    HeadSpec(kind='mlp', hidden=None, reads=('features',), dropout=0.0, lr=0.1, beta0=1.2, fold=None, seed=0)
+    """
+
+    kind: Literal["mlp", "temperature"] = "mlp"
+    hidden: int | None = None
+    reads: Reads | tuple[Reads, ...] | None = None
+    dropout: float = 0.0
+    lr: float | None = None
+    beta0: float | None = None
+    fold: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("mlp", "temperature"):
+            raise ValueError(f"kind must be 'mlp' or 'temperature', got {self.kind!r}")
+        mlp = self.kind == "mlp"
+        usual = {"lr": 0.1 if mlp else 0.03, "beta0": 1.2 if mlp else 1.0}
+        for name, value in usual.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        reads = self.reads or ("features" if mlp else "statistics")
+        object.__setattr__(self, "reads", (reads,) if isinstance(reads, str) else tuple(reads))
+        known = ("features", "logits", "statistics")
+        if not set(self.reads) <= set(known):  # type: ignore[arg-type]
+            raise ValueError(f"reads must be one or several of {known}, got {reads!r}")
+        if not self.beta0 > 0:  # type: ignore[operator]
+            raise ValueError(f"beta0 must be positive, got {self.beta0}")
+
+    @property
+    def shape(self) -> HeadSpec:
+        """The spec without what may differ within a stack."""
+        return replace(self, lr=1.0, beta0=1.0, fold=None, seed=0)
+
+
+PAPER = HeadSpec()  # the method of the paper
+
+
+class CalibrationHead(StaysFloat32):
+    """A calibration head, or a stack of H heads that differ in their weights alone.
+
+    Called with main logits (B, K) and features (B, F) it gives calibrated logits, (B, K), or (H, B, K) for a stack.
+
+    >>> head = CalibrationHead(64, 10, HeadSpec(kind="temperature"))
+    >>> main = torch.randn(5, 10)
+    >>> torch.equal(head(main, torch.randn(5, 64)).argmax(1), main.argmax(1))
+    True
+    """
+
+    def __init__(self, n_features: int, n_classes: int, *specs: HeadSpec) -> None:
+        super().__init__()
+        specs = specs or (PAPER,)
+        spec = specs[0]
+        if any(one.shape != spec.shape for one in specs):
+            raise ValueError("the heads of one CalibrationHead must have the same shape; HeadBank takes any")
+        sizes = {"features": n_features, "logits": n_classes, "statistics": min(N_TOP, n_classes) + 3}
+        self.reads: tuple[str, ...] = spec.reads  # type: ignore[assignment]
+        if "features" in self.reads and n_features == 0:
+            raise ValueError("this head reads features, and the network has none: name the last layer with layer='...'")
+        self.specs, self.n_features, self.n_classes, self.size = (
+            specs, n_features, n_classes, sum(sizes[part] for part in self.reads)
+        )  # fmt: skip
+        usual = max(1 if spec.kind == "mlp" else MIN_HIDDEN, self.size // 2)
+        self.hidden = usual if spec.hidden is None else spec.hidden
+        # Features come in a moderate range; logits and their statistics do not.
+        self.standardise = Standardise(self.size) if self.reads != ("features",) else nn.Identity()
+        n_out = n_classes if spec.kind == "mlp" else 1
+        layers = [_initial(self.size, self.hidden, n_out, one.seed) for one in specs]
+        names = ("first_weight", "first_bias", "last_weight", "last_bias")
+        for name, parts in zip(names, zip(*layers)):
+            self.register_parameter(name, nn.Parameter(torch.stack(parts)))  # (H, ...)
+        if spec.kind == "temperature":  # start at an inverse temperature of 1
+            nn.init.zeros_(self.last_weight)
+            nn.init.zeros_(self.last_bias)
+
+    first_weight: Tensor  # (H, hidden, size), empty for a linear head
+    first_bias: Tensor  # (H, hidden)
+    last_weight: Tensor  # (H, n_out, hidden)
+    last_bias: Tensor  # (H, n_out)
+
+    def forward(self, main: Tensor, features: Tensor | None = None) -> Tensor:
+        """Calibrated logits in float32, whatever comes in."""
+        with torch.autocast(main.device.type, enabled=False):
+            return self.calibrate(main, self.standardise(self.inputs(main, features)))
+
+    def inputs(self, main: Tensor, features: Tensor | None) -> Tensor:
+        """What the head reads, side by side, (B, size)."""
+        parts = []
+        for name in self.reads:
+            if name == "statistics":
+                parts.append(statistics(main))
+            else:
+                part = main if name == "logits" else features
+                assert part is not None
+                parts.append(part.float())
+        return torch.cat(parts, -1)
+
+    def calibrate(self, main: Tensor, inputs: Tensor) -> Tensor:
+        """Main logits (B, K) and standardised inputs (B, size) -> calibrated logits."""
+        if self.hidden:
+            inputs = F.relu(inputs @ self.first_weight.mT + self.first_bias[:, None])  # (H, B, hidden)
+        spec = self.specs[0]
+        inputs = F.dropout(inputs, spec.dropout, self.training)
+        out = inputs @ self.last_weight.mT + self.last_bias[:, None]  # (H, B, n_out)
+        if spec.kind == "temperature":
+            out = scale_logits(main, out)
+        return out[0] if len(self.specs) == 1 else out
+
+    def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
+        """Update the moments of the inputs with a calibration batch if it is `fine`, a bool tensor ()."""
+        if isinstance(self.standardise, Standardise):
+            self.standardise.follow(self.inputs(main, features), fine)
+
+    def extra_repr(self) -> str:
+        """The settings, for print(head)."""
+        return "\n".join(map(str, self.specs))
+
+
+class HeadBank(StaysFloat32):
+    """Heads of any shapes on one network: equal ones are stacked, so a sweep costs little more than one head.
+
+    >>> bank = HeadBank(16, 3, [HeadSpec(beta0=b) for b in (1.0, 1.2, 1.5)])
+    >>> bank(torch.randn(5, 3), torch.randn(5, 16)).shape
+    torch.Size([3, 5, 3])
+    """
+
+    def __init__(self, n_features: int, n_classes: int, specs: Sequence[HeadSpec]) -> None:
+        super().__init__()
+        if not specs:
+            raise ValueError("specs must hold at least one HeadSpec, got none")
+        self.specs = tuple(specs)
+        groups: dict[HeadSpec, list[int]] = {}
+        for number, spec in enumerate(self.specs):
+            groups.setdefault(spec.shape, []).append(number)
+        self.members = list(groups.values())
+        stacks = [CalibrationHead(n_features, n_classes, *(self.specs[i] for i in some)) for some in self.members]
+        self.stacks = nn.ModuleList(stacks)
+        order = torch.tensor([number for numbers in self.members for number in numbers]).argsort()
+        self.register_buffer("order", order, persistent=False)
+        self.order: Tensor
+
+    def forward(self, main: Tensor, features: Tensor | None = None) -> Tensor:
+        """The logits of every head, (H, B, K)."""
+        made = [stack(main, features) for stack in self.stacks]
+        return torch.cat([one if one.ndim == 3 else one[None] for one in made])[self.order]
+
+    def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
+        """Update the moments of what the heads read with a calibration batch that is `fine`."""
+        for stack in self.stacks:
+            stack.follow(main, features, fine)  # type: ignore[operator]
+
+    @torch.no_grad()
+    def take(self, *numbers: int) -> CalibrationHead:
+        """A copy of some equal heads of the bank, as a CalibrationHead of their own."""
+        stack, rows = next(
+            (stack, [some.index(number) for number in numbers])
+            for stack, some in zip(self.stacks, self.members)
+            if set(numbers) <= set(some)
+        )
+        assert isinstance(stack, CalibrationHead)
+        made = CalibrationHead(stack.n_features, stack.n_classes, *(self.specs[number] for number in numbers))
+        made.standardise.load_state_dict(stack.standardise.state_dict())
+        made.to(stack.last_bias.device)
+        for name, value in made.named_parameters():
+            value.copy_(stack.get_parameter(name)[rows])
+        return made.train(self.training)
+
+
+def scale_logits(main: Tensor, log_scale: Tensor) -> Tensor:
+    """Logits (..., K) times exp(log_scale), (..., 1), moved so that a row's largest is exactly 0.
+
+    So rounding never makes a new tie at the top, and no prediction changes.
+    """
+    below = main if main.dtype == torch.float64 else main.float()
+    below = (below - below.amax(-1, keepdim=True)).clamp(min=MIN_LOGIT)
+    return below * log_scale.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
+
+
+def statistics(logits: Tensor) -> Tensor:
+    """What logits say about themselves, (..., K) -> (..., min(K, 10) + 3).
+
+    The largest log-probabilities in falling order, logsumexp, entropy and the largest logit.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    log_probs = logits.log_softmax(-1).clamp(min=MIN_LOG_PROB)
+    entropy = -(log_probs.exp() * log_probs).sum(-1, keepdim=True)
+    top = log_probs.topk(min(N_TOP, logits.shape[-1]), -1).values
+    return torch.cat([top, logits.logsumexp(-1, keepdim=True), entropy, logits.amax(-1, keepdim=True)], -1)
+
+
+def feature_numbers(features: Tensor) -> Tensor:
+    """Five numbers of features (..., F): log norm, log maximum, share of zeros, log mean size, log kurtosis."""
+    features = features.float()
+    mean = features.mean(-1, keepdim=True)
+    off = features - mean
+    kurtosis = off.pow(4).mean(-1) / off.square().mean(-1).square().clamp(min=1e-12)
+    sizes = [features.norm(dim=-1), features.amax(-1), features.abs().mean(-1), kurtosis]
+    norm, top, size, heavy = (value.clamp(min=1e-6).log() for value in sizes)
+    return torch.stack([norm, top, (features.abs() <= 1e-6).float().mean(-1), size, heavy], -1)
+
+
+class Standardise(nn.Module):
+    """Subtract the mean and divide by the deviation of the data that `follow` or `set_moments` has seen.
+
+    The moments follow the network as it learns: a plain average over the first 50 batches, then an exponential one.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("square", torch.ones(size))
+        self.register_buffer("batches", torch.zeros(()))
+        self.mean: Tensor
+        self.square: Tensor
+        self.batches: Tensor
+
+    def forward(self, values: Tensor) -> Tensor:
+        """(..., size) -> (..., size)."""
+        variance = (self.square - self.mean.square()).clamp(min=1e-6)
+        return (values - self.mean) * variance.rsqrt()
+
+    @torch.no_grad()
+    def set_moments(self, values: Tensor) -> None:
+        """Take the moments of all data (N, size) at once."""
+        self.mean.copy_(values.mean(0))
+        self.square.copy_(values.square().mean(0))
+        self.batches.fill_(50)
+
+    @torch.no_grad()
+    def follow(self, values: Tensor, fine: Tensor) -> None:
+        """Take a batch (B, size) into the moments if it is `fine`, a bool tensor ()."""
+        moments = average_over_processes(torch.stack([values.mean(0), values.square().mean(0)]))
+        fine = fine & torch.isfinite(moments).all()
+        self.batches += fine
+        rate = fine * self.batches.clamp(min=1).reciprocal().clamp(min=0.02)
+        moments = moments.nan_to_num(0.0, 0.0, 0.0)
+        self.mean.lerp_(moments[0], rate)
+        self.square.lerp_(moments[1], rate)
+
+
+def _initial(n_in: int, hidden: int, n_out: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weights and biases that nn.Linear would start with; the caller's random numbers stay as they were."""
+    with seeded(seed):
+        first = nn.Linear(n_in, hidden) if hidden else None
+        last = nn.Linear(hidden or n_in, n_out)
+    none = torch.empty(0)
+    weights = (first.weight, first.bias) if first is not None else (none, none)
+    return tuple(part.detach() for part in (*weights, last.weight, last.bias))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """beta as a function of progress within the epoch: from beta0 straight to 1 (the paper's Eq. 5).
+
+    beta0 > 1 makes the head less confident, beta0 < 1 more; beta0 = 1 switches annealing off.
+
+    >>> anneal = Annealing(1.2)
+    >>> round(anneal(0.0), 6), round(anneal(0.5), 6), anneal(1.0)
+    (1.2, 1.1, 1.0)
+    """
+
+    beta0: float = 1.2
+
+    def __call__(self, progress: float) -> float:
+        """beta at `progress` in 0..1."""
+        if not 0.0 <= progress <= 1.0 or math.isnan(progress):
+            raise ValueError(f"progress must lie in 0..1, the share of the epoch that is over, got {progress}")
+        return 1 + (self.beta0 - 1) * (1 - progress)

@@ -1,0 +1,124 @@
+"""The calibrators by name, and the choice among them by cross-validation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from doublehead.calibrators.affine import Dirichlet, Matrix, Vector
+from doublehead.calibrators.base import Calibrator, NotConverged
+from doublehead.calibrators.binary import Beta, Platt
+from doublehead.calibrators.choose import Choice, choose, random_folds
+from doublehead.calibrators.ensemble import EnsembleTemperature
+from doublehead.calibrators.gaussian_process import GaussianProcess
+from doublehead.calibrators.head import Head
+from doublehead.calibrators.histogram import BBQ, HistogramBinning
+from doublehead.calibrators.identity import Identity
+from doublehead.calibrators.isotonic import Isotonic
+from doublehead.calibrators.spline import Spline
+from doublehead.calibrators.temperature import Temperature, TemperatureGrid
+from doublehead.predictions import Predictions
+
+CALIBRATORS: dict[str, type[Calibrator]] = {
+    "none": Identity,
+    "temperature": Temperature,
+    "head": Head,
+    "temperature_grid": TemperatureGrid,
+    "ensemble_temperature": EnsembleTemperature,
+    "vector": Vector,
+    "matrix": Matrix,
+    "dirichlet": Dirichlet,
+    "platt": Platt,
+    "beta": Beta,
+    "histogram": HistogramBinning,
+    "isotonic": Isotonic,
+    "bbq": BBQ,
+    "spline": Spline,
+    "gaussian_process": GaussianProcess,
+}
+MAX_CLASSES = 100  # beyond, these learn too much from too little: K * K weights, or a map for every class
+_FOR_FEW_CLASSES = ("matrix", "dirichlet", "beta", "bbq")
+
+
+def make(method: str, **params: Any) -> Calibrator:
+    """The unfitted calibrator of this name.
+
+    >>> make("histogram", n_bins=10).n_bins
+    10
+    """
+    if method not in CALIBRATORS:
+        raise ValueError(f"method must be one of {sorted(CALIBRATORS)}, got {method!r}")
+    return CALIBRATORS[method](**params)
+
+
+def choose_calibrator(
+    predictions: Predictions,
+    methods: Sequence[str] | Mapping[str, Calibrator] | None = None,
+    folds: int = 5,
+    seed: int = 0,
+) -> tuple[Calibrator, Choice]:
+    """The calibrator with the lowest NLL on held-out folds, fitted on all of the predictions, and how all did.
+
+    `methods` are names, or names with calibrators to try under them; by default all that suit the number of classes.
+    One that cannot be fitted is listed with the reason. `none` and `temperature` are kept unless another is better by
+    more than a standard error.
+
+    >>> p = Predictions([[4.0, 0.0]] * 20, [0] * 15 + [1] * 5)
+    >>> choose_calibrator(p, ["none", "temperature"])[1].chosen
+    'temperature'
+    """
+    if not 2 <= folds <= len(predictions):
+        raise ValueError(f"folds must lie in 2..{len(predictions)}, the number of samples, got {folds}")
+    candidates = _candidates(predictions.n_classes, methods)
+    fold = random_folds(len(predictions), folds, seed).to(predictions.labels.device)
+    nlls: dict[str, Tensor | None] = {}
+    notes: dict[str, str] = {}
+    for name, calibrator in candidates.items():
+        nlls[name], note = _held_out_nll(calibrator, predictions, fold, folds)
+        if note:
+            notes[name] = note
+    baseline = [name for name in ("none", "temperature") if nlls.get(name) is not None]
+    choice = choose(nlls, baseline, notes=notes)
+    return candidates[choice.chosen].fresh().fit(predictions), choice
+
+
+def _candidates(
+    n_classes: int, methods: Sequence[str] | Mapping[str, Calibrator] | None
+) -> dict[str, Calibrator]:
+    if isinstance(methods, Mapping):
+        return dict(methods)
+    if methods is None:
+        left_out = ["temperature_grid"] + ([] if n_classes == 2 else ["platt"])
+        left_out += _FOR_FEW_CLASSES if n_classes > MAX_CLASSES else ()
+        methods = [name for name in CALIBRATORS if name not in left_out]
+    if not methods:
+        raise ValueError("methods must name at least one calibrator, got none")
+    return {name: make(name) for name in methods}
+
+
+def _held_out_nll(
+    calibrator: Calibrator, predictions: Predictions, fold_of: Tensor, folds: int
+) -> tuple[Tensor | None, str]:
+    """The loss (N,) of every sample when it was held out, or None, and a note on what went wrong."""
+    losses = torch.empty(len(predictions), dtype=torch.float64, device=fold_of.device)
+    short = 0
+    for fold in range(folds):
+        held = fold_of == fold
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                fitted = calibrator.fresh().fit(predictions[~held])
+            out = fitted.calibrate(predictions[held])
+        except Exception as error:  # a candidate that fails, however, is out of the race
+            return None, f"{type(error).__name__}: {error}"
+        short += not bool(fitted.converged_)
+        losses[held] = cross_entropy(out.logits.double(), out.labels, reduction="none")
+    return losses, f"did not converge in {short} of {folds} folds" if short else ""
+
+
+__all__ = ["CALIBRATORS", "NotConverged", "choose_calibrator", "make"]

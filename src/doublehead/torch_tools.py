@@ -1,0 +1,203 @@
+"""Small tools on top of torch: modes, devices, random numbers of one's own, flags from a GPU, several processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# --- modules
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter; the CPU for a model without parameters."""
+    example = next(model.parameters(), None)
+    return torch.device("cpu") if example is None else example.device
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped, or the model itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel, Fabric and torch.compile wrappers."""
+    wrappers = ("DistributedDataParallel", "DataParallel", "_FabricModule")
+    while True:
+        inner = uncompiled(model)
+        if inner is model and type(model).__name__ in wrappers:
+            inner = model.module  # type: ignore[assignment]
+        if inner is model:
+            return model
+        model = inner
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; each module gets back the mode it had."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for module in training:
+        object.__setattr__(module, "training", False)  # ten times faster than nn.Module's own way
+    try:
+        yield
+    finally:
+        for module in training:
+            object.__setattr__(module, "training", True)
+
+
+class StaysFloat32(nn.Module):
+    """A module that moves between devices but stays float32 when the model around it becomes half precision."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StaysFloat32:
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One CPU thread inside the block: many short operations are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- random numbers
+
+
+class Randomness:
+    """A second set of random number generators (torch, CUDA, numpy, Python) to swap in."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        with seeded(seed, device):
+            self.state = get_random(device)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Draw from this set inside the block; afterwards the caller's generators are as they were."""
+        theirs = get_random(self.device)
+        set_random(self.state, self.device)
+        try:
+            yield
+        finally:
+            self.state = get_random(self.device)
+            set_random(theirs, self.device)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Every generator seeded with `seed` inside the block; afterwards the caller's are as they were."""
+    device = device or torch.device("cpu")
+    theirs = get_random(device)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (the caller's data code may draw from it)
+    try:
+        yield
+    finally:
+        set_random(theirs, device)
+
+
+def get_random(device: torch.device) -> dict[str, Any]:
+    """The state of all generators in types that torch.load(weights_only=True) accepts."""
+    name, words, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    state["numpy"] = (name, torch.from_numpy(np.asarray(words, np.int64)), *rest)
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put the generators into a state that `get_random` returned."""
+    random.setstate(state["python"])
+    name, words, *rest = state["numpy"]
+    np.random.set_state((name, words.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+# --- flags from the device
+
+
+class AsyncFlags:
+    """Bool tensors sent from the device to the host without waiting, read in order once they have arrived."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def send(self, flag: Tensor) -> None:
+        """Start copying a bool tensor ()."""
+        if flag.device.type != "cuda":
+            self._pending.append((flag, None))
+            return
+        here = torch.empty((), dtype=torch.bool, pin_memory=True)
+        here.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending.append((here, event))
+
+    def arrived(self, wait: bool = False) -> Iterator[bool]:
+        """The flags that have arrived; all of them if `wait`."""
+        while self._pending:
+            flag, event = self._pending[0]
+            if event is not None and not event.query():
+                if not wait:
+                    return
+                event.synchronize()
+            del self._pending[0]
+            yield bool(flag)
+
+
+# --- several processes
+
+
+def n_processes() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this process."""
+    return dist.get_rank() if n_processes() > 1 else 0
+
+
+def from_every_process(value: Any) -> list[Any]:
+    """The `value` of each process, in order of rank; every process must call it."""
+    values = [value] * n_processes()
+    if n_processes() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def average_over_processes(values: Tensor) -> Tensor:
+    """The mean of `values` over all processes, written into `values`."""
+    if n_processes() > 1:
+        dist.all_reduce(values)
+        values /= n_processes()
+    return values
+
+
+def same_on_all_processes(module: nn.Module) -> None:
+    """Give every process the first one's weights and buffers."""
+    if n_processes() > 1:
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, 0)
