@@ -4,7 +4,6 @@ The public names in the order data flows: a network with its calibration head, w
 """
 
 from doublehead import calibrators, losses, metrics
-from doublehead.adafocal import AdaFocal
 from doublehead.bins import Bins
 from doublehead.double_head import (
     Alternation,
@@ -18,6 +17,7 @@ from doublehead.head_bank import HeadBank, HeadSpec, Selection, hold_back
 from doublehead.head_inputs import Standardise, statistics
 from doublehead.integrations.fit_head import fit_head, fit_head_on, refit
 from doublehead.integrations.head_calibrator import HeadCalibrator
+from doublehead.losses import AdaFocal
 from doublehead.predictions import Predictions
 from doublehead.shift_guard import ShiftGuard
 
