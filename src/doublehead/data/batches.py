@@ -108,8 +108,8 @@ class Batches(ABC):
     def _check_enough(self) -> None:
         if self.train and len(self) == 0:
             raise ValueError(
-                f"batch_size times {self.world_size} processes must be at most the {self.n} samples for training, "
-                f"got {self.batch_size}"
+                f"batch_size must be at most the {self.n} samples divided by the {self.world_size} processes for "
+                f"training, got {self.batch_size}"
             )
 
 

@@ -189,7 +189,7 @@ def convert(name: str, root: str | os.PathLike[str] | None, dest: str | os.PathL
     """
     splits, dest = load(name, root), Path(dest)
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise FileExistsError(f"dest must be empty or not exist, got {dest}")
+        raise FileExistsError(f"{dest} must be empty or not exist")
     with _temporary_folder(dest.parent) as temporary:
         _write(splits, temporary)
         temporary.chmod(0o755)
