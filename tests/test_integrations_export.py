@@ -26,7 +26,7 @@ from doublehead import DoubleHead, HeadBank, HeadSpec, Predictions, Readings, Sh
 from doublehead.cli import app
 from doublehead.commands.export import _taught_by, card
 from doublehead.data import load
-from doublehead.data.normalise import Normalise
+from doublehead.data.batches import Normalise
 from doublehead.data.text import tokens_of
 from doublehead.head_bank import AUTO
 from doublehead.integrations.export import export_model, load_program, load_weights, single

@@ -22,9 +22,8 @@ ORDER = (
     "head_inputs",
     "head_optimizer",
     "head_rate",
-    "losses",
     "predictions",  # what a classifier predicts, and how good that is
-    "adafocal",  # a loss that follows predictions
+    "losses",
     "bins",
     "metrics",
     "calibrators",

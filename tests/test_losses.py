@@ -1,11 +1,14 @@
-"""Losses: hand-worked cases, slow references, the contract they share, and the ends of the number line."""
+"""Losses: cases by hand, slow references, the shared contract, extreme logits; AdaFocal, also in a training run."""
 
 from __future__ import annotations
 
 import doctest
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from torch import Tensor
 from doublehead import losses
 from doublehead.losses import (
     LOSSES,
+    AdaFocal,
     MixedLabels,
     avuc,
     brier,
@@ -29,6 +33,9 @@ from doublehead.losses import (
     mse_logits,
     soft_ece,
 )
+from doublehead.predictions import Predictions
+from doublehead.training import loop
+from training_helpers import assert_same, run, small
 
 NAMES = list(LOSSES)
 TAKES_SOFT = {"cross_entropy", "label_smoothing", "brier", "entropy_penalty"}
@@ -301,9 +308,7 @@ def test_soft_targets_are_taken_where_they_mean_something(name: str) -> None:
     if name in TAKES_SOFT:
         torch.testing.assert_close(LOSSES[name](logits, soft), LOSSES[name](logits, labels))
     else:
-        with pytest.raises(
-            ValueError, match=r"labels must be whole numbers of shape \(24,\) for logits of shape"
-        ):
+        with pytest.raises(ValueError, match=r"labels must be integers of shape \(24,\)"):
             LOSSES[name](logits, soft)
 
 
@@ -412,13 +417,13 @@ def test_bad_input_is_named() -> None:
         brier(logits[:, :1], labels)
     with pytest.raises(ValueError, match=r"B >= 1 and K >= 2, got \(0, 3\)"):
         mmce(logits[:0], labels[:0])
-    with pytest.raises(TypeError, match="logits must be of a floating type, got int64"):
+    with pytest.raises(TypeError, match="logits must be floating-point, got int64"):
         focal(logits.long(), labels)
     with pytest.raises(
         ValueError, match=r"shape \(4,\), or soft targets of shape \(4, 3\) for .*, got int64 of shape \(3,\)"
     ):
         cross_entropy(logits, labels[:3])
-    with pytest.raises(ValueError, match=r"whole numbers of shape \(4,\) .*, got float32 of shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"integers of shape \(4,\) .*, got float32 of shape \(4,\)"):
         avuc(logits, labels.float())
 
 
@@ -433,12 +438,12 @@ def test_a_label_out_of_range_never_passes(name: str, label: int) -> None:
     ("loss", "hyper", "message"),
     [
         (label_smoothing, {"epsilon": 1.5}, r"epsilon must be in 0\.\.1, got 1.5"),
-        (focal, {"gamma": -1.0}, "gamma must be at least 0, got -1"),
-        (mmce, {"width": 0.0}, "width must be above 0, got 0"),
-        (mmce_published, {"width": -0.4}, "width must be above 0, got -0.4"),
-        (soft_ece, {"n_bins": 0}, "n_bins must be at least 1, got 0"),
-        (soft_ece, {"temperature": 0.0}, "temperature must be above 0, got 0"),
-        (mse_logits, {"k": 0.0}, "k must be above 0, got 0"),
+        (focal, {"gamma": -1.0}, "gamma must be >= 0, got -1"),
+        (mmce, {"width": 0.0}, "width must be > 0, got 0"),
+        (mmce_published, {"width": -0.4}, "width must be > 0, got -0.4"),
+        (soft_ece, {"n_bins": 0}, "n_bins must be >= 1, got 0"),
+        (soft_ece, {"temperature": 0.0}, "temperature must be > 0, got 0"),
+        (mse_logits, {"k": 0.0}, "k must be > 0, got 0"),
     ],
 )
 def test_bad_hyperparameters_are_named(
@@ -446,6 +451,154 @@ def test_bad_hyperparameters_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), **hyper)
+
+
+# AdaFocal ------------------------------------------------------------------------------------------------------------
+
+
+def of_confidence(confidence: list[float], correct: list[bool]) -> Predictions:
+    """Two classes, the first one predicted."""
+    probs = torch.tensor([[c, 1 - c] for c in confidence], dtype=torch.float64)
+    return Predictions.from_probs(probs, torch.tensor([0 if right else 1 for right in correct]))
+
+
+def test_adafocal_by_hand() -> None:
+    loss = AdaFocal(n_bins=2)
+    loss.gammas.copy_(torch.tensor([2.0, -0.5]))
+    logits = torch.tensor([[0.2, 0.8], [0.2, 0.8]], dtype=torch.float64).log()
+    got = loss(logits, torch.tensor([0, 1]))  # p of the label: 0.2, in the first bin, and 0.8, in the second
+    want = [0.8**2 * -math.log(0.2), 1.8**0.5 * -math.log(0.8)]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
+
+
+def test_adafocal_starts_as_the_focal_loss() -> None:
+    logits, labels = torch.randn(50, 4), torch.randint(4, (50,))
+    torch.testing.assert_close(AdaFocal(gamma=3)(logits, labels), focal(logits, labels, gamma=3.0))
+    torch.testing.assert_close(AdaFocal(gamma=0)(logits, labels), cross_entropy(logits, labels))
+
+
+def test_an_update_of_adafocal_by_hand() -> None:
+    loss = AdaFocal(n_bins=2)
+    loss.gammas.copy_(torch.tensor([1.0, -1.0]))
+    loss.update(of_confidence([0.9, 0.6, 0.7, 0.8], [False, True, True, True]))
+    # bins {0.6, 0.7}, all correct: 0.35 too low; {0.8, 0.9}, half correct: 0.35 too high
+    torch.testing.assert_close(loss.edges, torch.tensor([0.75]))
+    torch.testing.assert_close(loss.gammas, torch.tensor([math.exp(-0.35), -math.exp(-0.35)]))
+
+
+def test_gammas_near_zero_change_sign_and_large_ones_are_clipped() -> None:
+    high, low = of_confidence([0.99] * 4, [False] * 4), of_confidence([0.51] * 4, [True] * 4)
+    loss = AdaFocal(n_bins=1, gamma=0.25)
+    loss.update(low)  # 0.25 e^-0.49 < 0.2
+    assert loss.gammas.tolist() == pytest.approx([-0.2])
+    loss.update(low)  # still too low: away from 0
+    assert loss.gammas.tolist() == pytest.approx([-0.2 * math.exp(0.49)])
+    for _ in range(10):
+        loss.update(low)
+    assert loss.gammas.tolist() == [-2.0]
+    loss.gammas.fill_(-0.3)
+    loss.update(high)  # -0.3 e^-0.99 is within 0.2 of 0
+    assert loss.gammas.tolist() == pytest.approx([0.2])
+    for _ in range(10):
+        loss.update(high)
+    assert loss.gammas.tolist() == [20.0]
+
+
+def test_equal_confidences_share_their_accuracy() -> None:
+    """Independent of the order of the samples, for example when many confidences round to 1."""
+    loss = AdaFocal(n_bins=3)
+    loss.update(of_confidence([0.9] * 6, [True, True, True, False, False, False]))
+    torch.testing.assert_close(loss.gammas, torch.full((3,), math.exp(0.4)))
+
+
+def test_updates_of_adafocal_against_a_slow_reference() -> None:
+    draw = np.random.default_rng(0)
+    loss, gammas = AdaFocal(n_bins=7, rate=2.0), [1.0] * 7
+    for _ in range(30):
+        logits = draw.normal(size=(61, 3)) * draw.uniform(0.2, 6)
+        labels = np.where(draw.random(61) < 0.6, logits.argmax(1), draw.integers(0, 3, 61))
+        loss.update(Predictions(torch.from_numpy(logits), torch.from_numpy(labels)))
+        probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        order = probs.max(1).argsort()
+        for b, rows in enumerate(np.array_split(order, 7)):
+            excess = probs[rows].max(1).mean() - (logits[rows].argmax(1) == labels[rows]).mean()
+            grown = gammas[b] * math.exp(2 * excess if gammas[b] > 0 else -2 * excess)
+            grown = min(20.0, max(-2.0, grown))
+            gammas[b] = math.copysign(0.2, -grown) if abs(grown) < 0.2 else grown
+        np.testing.assert_allclose(loss.gammas, gammas, rtol=1e-4)
+    assert min(gammas) < 0 < max(gammas)
+
+
+def test_gradients_of_adafocal() -> None:
+    loss = AdaFocal(n_bins=3).double()
+    loss.gammas.copy_(torch.tensor([2.5, -1.5, 0.3]))
+    logits, labels = torch.randn(12, 4, dtype=torch.float64, requires_grad=True), torch.arange(12) % 4
+    assert torch.autograd.gradcheck(lambda z: loss(z, labels).mean(), (logits,), atol=1e-6)
+    ends = torch.tensor([[80.0, 0.0], [-80.0, 0.0], [800.0, 0.0], [-800.0, 0.0]], requires_grad=True)
+    AdaFocal(gamma=0.5)(ends, torch.zeros(4, dtype=torch.long)).mean().backward()
+    assert ends.grad is not None
+    assert bool(ends.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_bins": 0}, "n_bins must be an integer >= 1, got 0"),
+        ({"n_bins": 2.5}, "n_bins must be an integer >= 1, got 2.5"),
+        ({"rate": 0}, "rate must be > 0, got 0"),
+        ({"switch": 0}, "switch must be > 0, got 0"),
+        ({"min_gamma": -0.1}, "min_gamma must be <= -switch, -0.2, got -0.1"),
+        ({"max_gamma": 0.1}, "max_gamma must be >= switch, 0.2, got 0.1"),
+        ({"gamma": 30}, r"gamma must be in -2\.\.20, got 30"),
+    ],
+)
+def test_bad_settings_of_adafocal_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaFocal(**settings)
+
+
+def test_adafocal_needs_one_sample_per_bin() -> None:
+    with pytest.raises(ValueError, match="calib must have at least 15 samples, .* got 4"):
+        AdaFocal().update(of_confidence([0.9] * 4, [True] * 4))
+
+
+def test_adafocal_in_a_run_that_is_stopped_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(loss="adafocal", loss_options={"n_bins": 5}, epochs=4)
+    seen: list[Predictions] = []
+    update = AdaFocal.update
+    monkeypatch.setattr(AdaFocal, "update", lambda self, calib: (seen.append(calib), update(self, calib))[1])
+    run(config, tmp_path / "whole")
+    assert [len(calib) for calib in seen] == [120] * 4  # the calibration images, once an epoch
+    by_hand = AdaFocal(n_bins=5)
+    for calib in tuple(seen):
+        update(by_hand, calib)
+    assert not torch.equal(by_hand.gammas, AdaFocal(n_bins=5).gammas)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["epoch"] == 1:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(config, tmp_path / "stopped", report=stop)
+    run(config, tmp_path / "stopped")
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_adafocal_changes_a_run_from_the_second_epoch_on(tmp_path: Path) -> None:
+    lines = []
+    for name, settings in (
+        ("ada", {"loss": "adafocal"}),
+        ("focal", {"loss": "focal", "loss_options": {"gamma": 1.0}}),
+    ):
+        run(small(**settings), tmp_path / name)
+        lines.append([row["train_loss"] for row in loop.RunFolder(tmp_path / name).lines()])
+    assert lines[0][0] == lines[1][0]  # the same in the first epoch
+    assert lines[0][1] != lines[1][1]
 
 
 # Mixup -----------------------------------------------------------------------------------------------------------
@@ -489,9 +642,9 @@ def test_mixed_loss_is_the_share_of_each() -> None:
 def test_mixup_keeps_the_type_and_refuses_what_cannot_be_mixed() -> None:
     made, _ = mixup(torch.ones(3, 2, 2, dtype=torch.bfloat16), torch.arange(3))
     assert made.dtype == torch.bfloat16
-    with pytest.raises(TypeError, match="inputs must be of a floating type to be mixed, got uint8"):
+    with pytest.raises(TypeError, match="inputs must be floating-point, got uint8"):
         mixup(torch.ones(3, 2, dtype=torch.uint8), torch.arange(3))
-    with pytest.raises(ValueError, match="alpha must be above 0, got 0"):
+    with pytest.raises(ValueError, match="alpha must be > 0, got 0"):
         mixup(torch.ones(3, 2), torch.arange(3), alpha=0.0)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead.models import MODELS, SmallCNN, WideResNet, build
-from doublehead.models import torchvision_networks as networks
+from doublehead.models import images as networks
 from doublehead.optional import require
 
 IMAGES = [name for name, row in MODELS.items() if row.reads == "images"]
@@ -193,10 +193,9 @@ def test_weights_from_a_file_with_another_number_of_classes(tmp_path):
 
 def test_weights_that_do_not_fit(tmp_path):
     _, path = saved(tmp_path, 3, input="224x224")
-    message = r"do not fit resnet18: 1 of its tensors differ.*'conv1.weight' \(the network: \(64, 3, 3, 3\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"1 tensors .*'conv1.weight' \(network: \(64, 3, 3, 3\)"):
         build("resnet18", 3, weights=path)
-    with pytest.raises(FileNotFoundError, match=r"weights must name an existing file, got 'no.safetensors'"):
+    with pytest.raises(FileNotFoundError, match="weights must .* got 'no.safetensors'"):
         build("resnet18", 3, weights="no.safetensors")
     with pytest.raises(ValueError, match=r"one of .*IMAGENET1K_V1.* for resnet18, got 'BEST'"):
         build("resnet18", 3, weights="BEST")

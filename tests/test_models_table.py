@@ -140,16 +140,12 @@ def test_the_documentation_lists_every_network_and_option(name):
     ],
 )
 def test_unknown_name_lists_near_ones(name, near):
-    with pytest.raises(
-        ValueError, match=rf"unknown network '{name}' \(did you mean .*{near}.*there are resnet18"
-    ):
+    with pytest.raises(ValueError, match=rf"unknown network '{name}' \(did you mean .*{near}"):
         build(name, 10)
 
 
 def test_unknown_name_far_from_all():
-    with pytest.raises(
-        ValueError, match=r"unknown network 'qqq'; there are resnet18.*package\.module:factory"
-    ):
+    with pytest.raises(ValueError, match="unknown network 'qqq'; name must be one of resnet18"):
         build("qqq", 10)
 
 
@@ -168,20 +164,18 @@ def test_options_are_checked():
 
 @pytest.mark.parametrize("n_classes", [1, 0, 2.5, True, "10"])
 def test_n_classes_is_checked(n_classes):
-    with pytest.raises(ValueError, match=r"n_classes must be a whole number of at least 2, got "):
+    with pytest.raises(ValueError, match="n_classes must be .* got "):
         build("small_cnn", n_classes)
 
 
 @pytest.mark.parametrize("text", ["32", "32x", "0x32", "32x32x3x3", "big", "32 x 32", "-1x2"])
 def test_input_is_checked(text):
-    with pytest.raises(ValueError, match=r"input must be written as '32x32' or '28x28x1', got "):
+    with pytest.raises(ValueError, match="input must .*'32x32' or '28x28x1', got "):
         build("small_cnn", 10, input=text)
 
 
 def test_text_networks_take_no_input():
-    with pytest.raises(
-        ValueError, match="input is for networks that read images, gp_cnn reads words; got '32x32'"
-    ):
+    with pytest.raises(ValueError, match="input must be None for gp_cnn, .* got '32x32'"):
         build("gp_cnn", 2, input="32x32", vectors=torch.zeros(4, 8))
 
 
@@ -191,7 +185,7 @@ def test_text_networks_take_no_input():
         ("wide_resnet28_10", {"depth": 27}, "depth must be 6 n"),
         ("wide_resnet28_10", {"depth": 4}, "depth must be 6 n"),
         ("wide_resnet28_10", {"depth": 10, "width": 0}, "width must be at least 1, got 0"),
-        ("small_cnn", {"channels": ()}, r"channels must be positive numbers.*got \[\]"),
+        ("small_cnn", {"channels": ()}, r"channels must .* got \[\]"),
         ("small_cnn", {"hidden": 0}, "hidden must be at least 1, got 0"),
     ],
 )
@@ -227,11 +221,9 @@ def test_network_from_a_module(tmp_path, monkeypatch):
     assert build("my_nets:ours", 7, input="32x32").weight.shape == (7, 8)
     with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
         build("my_nets:ours", 7, depth=5)
-    with pytest.raises(
-        TypeError, match=r"must take the number of classes as n_classes or num_classes, got \('width',\)"
-    ):
+    with pytest.raises(TypeError, match=r"n_classes or num_classes, got \('width',\)"):
         build("my_nets:silent", 7, width=5)
-    with pytest.raises(TypeError, match="'my_nets:wrong' must make an nn.Module, got str"):
+    with pytest.raises(TypeError, match="'my_nets:wrong' must .* got str"):
         build("my_nets:wrong", 7)
     with pytest.raises(ValueError, match="module 'my_nets' has no 'our' .did you mean ours"):
         build("my_nets:our", 7)

@@ -1,4 +1,4 @@
-"""TextCNN and the global-pooling CNN: by hand, against loops over words, and however far a batch is filled up."""
+"""TextCNN, the global-pooling CNN and TreeLSTM: by hand, against plain loops, independent of the batch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from doublehead.models import GlobalPoolingCNN, TextCNN
+from doublehead.data.trees import IGNORED, Tree, TreeBatch, parse_tree, schedule
+from doublehead.models import GlobalPoolingCNN, TextCNN, TreeLSTM
 
 VECTORS = torch.randn(13, 6, generator=torch.Generator().manual_seed(5))
 
 
-def make(kind: type, **options: object) -> TextCNN | GlobalPoolingCNN:
+def make_cnn(kind: type, **options: object) -> TextCNN | GlobalPoolingCNN:
     torch.manual_seed(2)
     return kind(3, vectors=VECTORS, **options).double().eval()
 
@@ -38,7 +39,7 @@ TEXTS = [[4, 8, 12, 1, 5, 6, 2], [3], [], [7, 7], list(range(1, 13)) * 3]
 
 @pytest.mark.parametrize("words", TEXTS)
 def test_textcnn_equals_loops(words):
-    network = make(TextCNN, filters=(2, 3), channels=4)
+    network = make_cnn(TextCNN, filters=(2, 3), channels=4)
     row = looked_up(network, words, before=3, after=9)
     maxima = [convolved(row, conv.weight, conv.bias).max(0) for conv in network.convolutions]
     features = network.features(torch.tensor([words], dtype=torch.int64))[0]
@@ -48,7 +49,7 @@ def test_textcnn_equals_loops(words):
 @pytest.mark.parametrize("words", TEXTS)
 @pytest.mark.parametrize("stride", [1, 5])
 def test_gp_cnn_equals_loops(words, stride):
-    network = make(GlobalPoolingCNN, channels=4, hidden=7, stride=stride)
+    network = make_cnn(GlobalPoolingCNN, channels=4, hidden=7, stride=stride)
     row = looked_up(network, words, before=0, after=400)
     row = pooled(convolved(row, network.conv1.weight, network.conv1.bias), 5, stride)
     row = pooled(convolved(row, network.conv2.weight, network.conv2.bias), 5, stride)
@@ -78,10 +79,10 @@ def test_textcnn_by_hand():
     ],
 )
 def test_logits_do_not_depend_on_the_batch(kind, options):
-    network = make(kind, **options)
+    network = make_cnn(kind, **options)
     longest = max(map(len, TEXTS))
-    for filled_to in (longest, longest + 1, longest + 7, longest + 30, longest + 211):
-        batch = torch.zeros(len(TEXTS), filled_to, dtype=torch.int64)
+    for padded_to in (longest, longest + 1, longest + 7, longest + 30, longest + 211):
+        batch = torch.zeros(len(TEXTS), padded_to, dtype=torch.int64)
         for row, words in zip(batch, TEXTS):
             row[: len(words)] = torch.tensor(words, dtype=torch.int64)
         alone = torch.cat([network(torch.tensor([words], dtype=torch.int64)) for words in TEXTS])
@@ -91,7 +92,7 @@ def test_logits_do_not_depend_on_the_batch(kind, options):
 @pytest.mark.parametrize("kind", [TextCNN, GlobalPoolingCNN])
 def test_every_word_counts(kind):
     """Changing any one word can change the logits: none falls off the end of the windows."""
-    network, words = make(kind), torch.arange(1, 9)[None]
+    network, words = make_cnn(kind), torch.arange(1, 9)[None]
     network.embedding.weight.requires_grad_(True)
     # The gradient of a maximum reaches the winning word alone, so look at the winners of many networks.
     reached = torch.zeros(13, dtype=torch.bool)
@@ -107,8 +108,8 @@ def test_every_word_counts(kind):
 
 
 @pytest.mark.parametrize("kind", [TextCNN, GlobalPoolingCNN])
-def test_vectors_stay_as_they_are(kind):
-    network = make(kind).train()
+def test_vectors_are_not_trained(kind):
+    network = make_cnn(kind).train()
     network(torch.tensor([[1, 2, 3]])).square().sum().backward()
     assert network.embedding.weight.grad is None
     trained = [p for p in network.parameters() if p.requires_grad]
@@ -125,8 +126,208 @@ def test_arrays_of_numpy_are_taken_and_copied():
     assert network.embedding.weight.min() == 1
 
 
-def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"filters must be widths of at least 1, got \[\]"):
+def test_bad_arguments_of_cnns():
+    with pytest.raises(ValueError, match=r"filters must .* got \[\]"):
         TextCNN(2, vectors=VECTORS, filters=())
-    with pytest.raises(ValueError, match=r"stride must lie in 1\.\.5, the width of the pooling, got 6"):
+    with pytest.raises(ValueError, match="stride must .* got 6"):
         GlobalPoolingCNN(2, vectors=VECTORS, stride=6)
+
+
+N_WORDS, N_CLASSES = 11, 5
+
+
+def sentence(n_leaves: int, shape: str, random: np.random.Generator) -> str:
+    """A labelled tree in brackets over words w0, w1, ...: a chain, balanced, or split at random places."""
+
+    def grow(n: int) -> str:
+        label = random.integers(N_CLASSES)
+        if n == 1:
+            return f"({label} w{random.integers(N_WORDS)})"
+        first = {"left": n - 1, "right": 1, "balanced": n // 2, "random": int(random.integers(1, n))}[shape]
+        return f"({label} {grow(first)} {grow(n - first)})"
+
+    return grow(n_leaves)
+
+
+def forest(seed: int) -> list[Tree]:
+    random = np.random.default_rng(seed)
+    shapes = ["left", "right", "balanced", "random", "random"]
+    texts = [sentence(int(random.integers(1, 14)), shape, random) for shape in shapes]
+    texts += [sentence(1, "random", random), sentence(2, "random", random)]
+    trees = [parse_tree(texts[i]) for i in random.permutation(len(texts))]
+    return [tree.index(lambda token: int(token[1:])) for tree in trees]
+
+
+def make_tree_lstm(cell: str, **options: object) -> TreeLSTM:
+    torch.manual_seed(1)
+    network = TreeLSTM(N_CLASSES, vectors=torch.randn(N_WORDS, 4), cell=cell, hidden=3, **options)
+    return network.double().eval()
+
+
+# The reference: Tai et al.'s equations, one node after the other, one gate after the other.
+def binary_node(network: TreeLSTM, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
+    word, (w, b) = int(tree.words[node]), (network.cell.from_word.weight, network.cell.from_word.bias)
+    d = 3
+    if word >= 0:
+        x = network.embedding.weight[word]
+        c = w[d:] @ x + b[d:]
+        return torch.sigmoid(w[:d] @ x + b[:d]) * torch.tanh(c), c
+    (hl, cl), (hr, cr) = (binary_node(network, tree, int(child[node])) for child in (tree.left, tree.right))
+    u, b = network.cell.from_children.weight, network.cell.from_children.bias
+
+    def gate(k: int) -> Tensor:
+        rows = slice(k * d, (k + 1) * d)
+        return u[rows, :d] @ hl + u[rows, d:] @ hr + b[rows]
+
+    i, fl, fr, o = (torch.sigmoid(gate(k)) for k in range(4))
+    c = i * torch.tanh(gate(4)) + fl * cl + fr * cr
+    return o * torch.tanh(c), c
+
+
+def child_sum_node(network: TreeLSTM, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
+    word, cell, d = int(tree.words[node]), network.cell, 3
+    x = network.embedding.weight[word] if word >= 0 else torch.zeros(4).double()
+    children = [] if word >= 0 else [int(tree.left[node]), int(tree.right[node])]
+    states = [child_sum_node(network, tree, child) for child in children]
+    total = sum((h for h, _ in states), torch.zeros(d).double())
+
+    def gate(k: int) -> Tensor:
+        rows = slice(k * d, (k + 1) * d)
+        return cell.from_word.weight[rows] @ x + cell.from_sum.weight[rows] @ total + cell.from_sum.bias[rows]
+
+    c = torch.sigmoid(gate(0)) * torch.tanh(gate(2))
+    for h_k, c_k in states:
+        c = c + torch.sigmoid(cell.forget.weight @ h_k + cell.forget.bias) * c_k
+    return torch.sigmoid(gate(1)) * torch.tanh(c), c
+
+
+REFERENCES = {"binary": binary_node, "child_sum": child_sum_node}
+
+
+@pytest.mark.parametrize("cell", REFERENCES)
+@pytest.mark.parametrize("seed", range(6))
+def test_logits_and_gradients_equal_the_recursive_reference(cell, seed):
+    network, trees = make_tree_lstm(cell), forest(seed)
+    expected = torch.stack([REFERENCES[cell](network, tree, len(tree) - 1)[0] for tree in trees])
+    expected = network.classifier(expected)
+    logits = network(TreeBatch.of(trees))
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+
+    weights = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weights).sum(), list(network.parameters()))
+    got = torch.autograd.grad((logits * weights).sum(), list(network.parameters()))
+    for (name, _), one, other in zip(network.named_parameters(), got, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("cell", REFERENCES)
+def test_all_nodes_with_their_labels(cell):
+    network, trees = make_tree_lstm(cell), forest(9)
+    batch = TreeBatch.of([tree.relabel((0, 0, IGNORED, 1, 1)) for tree in trees], nodes="all")
+    logits = network(batch)
+    pairs = []
+    for tree in trees:
+        for node in range(len(tree)):
+            if tree.labels[node] != 2:
+                state = REFERENCES[cell](network, tree, node)[0]
+                pairs.append((int(tree.labels[node] > 2), network.classifier(state)))
+    got = sorted(zip(batch.target_labels.tolist(), logits.tolist()))
+    wanted = sorted((label, row.tolist()) for label, row in pairs)
+    assert [label for label, _ in got] == [label for label, _ in wanted]
+    np.testing.assert_allclose([row for _, row in got], [row for _, row in wanted], rtol=1e-10)
+
+
+@pytest.mark.parametrize("cell", REFERENCES)
+def test_a_tree_does_not_depend_on_its_batch(cell):
+    network, trees = make_tree_lstm(cell), forest(3)
+    together = network(TreeBatch.of(trees))
+    alone = torch.cat([network(TreeBatch.of([tree])) for tree in trees])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_binary_cell_by_hand():
+    """One unit, every weight zero but those named, so that each gate is 1/2 and the numbers can be followed."""
+    network = TreeLSTM(2, vectors=torch.tensor([[1.0], [3.0]]), hidden=1, dropout=0.0).double()
+    for parameter in network.cell.parameters():
+        torch.nn.init.zeros_(parameter)
+    network.cell.from_word.weight.data[1] = 1.0  # memory = the word's number
+    network.cell.from_children.bias.data[4] = 100.0  # update = tanh(100) = 1
+    tree = Tree(
+        ("a", "b"), np.array([0, 1, -1]), np.array([-1, -1, 0]), np.array([-1, -1, 1]), np.array([0, 0, 1])
+    )
+    states = network.states(TreeBatch.of([tree]))
+    # leaves: memory 1 and 3, hidden tanh / 2; root: memory = 1/2 * 1 + 1/2 * 1 + 1/2 * 3 = 2.5
+    expected = [[np.tanh(1) / 2, 1], [np.tanh(3) / 2, 3], [np.tanh(2.5) / 2, 2.5]]
+    np.testing.assert_allclose(states.detach().numpy(), expected, rtol=1e-12)
+
+
+def test_left_and_right_differ_in_the_binary_cell_alone():
+    trees = [parse_tree("(1 (1 w0) (2 w1))"), parse_tree("(1 (1 w1) (2 w0))")]
+    batch = TreeBatch.of([tree.index(lambda token: int(token[1:])) for tree in trees])
+    one, other = make_tree_lstm("binary")(batch)
+    assert not torch.allclose(one, other)
+    one, other = make_tree_lstm("child_sum")(batch)
+    assert torch.allclose(one, other)
+
+
+def test_vectors_are_copied_and_trained_if_asked():
+    vectors = torch.randn(N_WORDS, 4)
+    for tune in (True, False):
+        network = TreeLSTM(N_CLASSES, vectors=vectors, hidden=3, tune_vectors=tune)
+        before = vectors.clone()
+        optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=1.0)
+        network(TreeBatch.of(forest(0))).square().sum().backward()
+        optimizer.step()
+        assert torch.equal(vectors, before)
+        assert torch.equal(network.embedding.weight, vectors) is not tune
+    # Frozen vectors are part of the state: a saved network needs no other file.
+    assert "embedding.weight" in network.state_dict()
+
+
+def test_dropout_acts_in_training_only():
+    network, batch = make_tree_lstm("binary", dropout=0.5), TreeBatch.of(forest(0))
+    assert torch.equal(network(batch), network(batch))
+    network.train()
+    assert not torch.equal(network(batch), network(batch))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_schedule_uses_each_state_once(seed):
+    """Follow the schedule with node numbers in place of states: each parent must meet its own children."""
+    batch = TreeBatch.of(forest(seed))
+    plan = schedule(batch.left.numpy(), batch.right.numpy(), batch.levels)
+    leaves, gather = plan.leaf_order.tolist(), plan.gather.tolist()
+    assert sorted(leaves) == list(range(batch.levels[1]))
+    waiting: list[int] = []
+    used: list[int] = []
+    for height, step in enumerate(plan.steps, start=1):
+        pool = leaves[: step.leaves] + waiting
+        picked = [pool[i] for i in gather[: 2 * step.parents + step.kept]]
+        leaves, gather = leaves[step.leaves :], gather[2 * step.parents + step.kept :]
+        nodes = list(range(batch.levels[height], batch.levels[height + 1]))
+        assert picked[: step.parents] == batch.left[nodes].tolist()
+        assert picked[step.parents : 2 * step.parents] == batch.right[nodes].tolist()
+        used += picked[: 2 * step.parents]
+        waiting = picked[2 * step.parents :] + nodes
+        assert not set(picked[2 * step.parents :]) & set(batch.roots.tolist())
+    assert not gather
+    assert sorted(used + batch.roots.tolist()) == list(range(len(batch.words)))
+
+
+def test_batch_moves_between_devices():
+    batch = TreeBatch.of(forest(0), nodes="all").to("meta")
+    assert {batch.words.device.type, batch.targets.device.type, batch.schedule.gather.device.type} == {"meta"}
+    assert make_tree_lstm("binary").to("meta")(batch).shape == (len(batch.targets), N_CLASSES)
+
+
+def test_bad_arguments_of_trees():
+    with pytest.raises(ValueError, match=r"cell must be one of \['binary', 'child_sum'\], got 'lstm'"):
+        TreeLSTM(5, vectors=torch.zeros(4, 2), cell="lstm")
+    with pytest.raises(TypeError, match="vectors must .* got list"):
+        TreeLSTM(5, vectors=[[1.0]])
+    with pytest.raises(ValueError, match=r"vectors must .* got int64 \(4, 2\)"):
+        TreeLSTM(5, vectors=torch.zeros(4, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"got float32 \(4,\)"):
+        TreeLSTM(5, vectors=torch.zeros(4))
+    with pytest.raises(ValueError, match="nodes must be 'root' or 'all', got 'leaf'"):
+        TreeBatch.of(forest(0), nodes="leaf")

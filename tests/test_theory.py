@@ -163,7 +163,7 @@ def test_theorem1_names_bad_input() -> None:
         theorem1([1.0], 1.0)
     with pytest.raises(ValueError, match="logits must be finite"):
         theorem1([1.0, float("nan")], 1.0)
-    with pytest.raises(ValueError, match="beta must be positive and finite, got -1"):
+    with pytest.raises(ValueError, match="beta must be .* got -1"):
         theorem1([1.0, 2.0], -1.0)
 
 
@@ -286,9 +286,9 @@ def test_theorem2_names_bad_input() -> None:
         theorem2([], [])
     with pytest.raises(ValueError, match=r"correct must have shape \(2,\) like confidence, got \(1,\)"):
         theorem2([0.5, 0.6], [True])
-    with pytest.raises(ValueError, match="confidence must lie above 0 and at most at 1, got 0.0 to 0.5"):
+    with pytest.raises(ValueError, match="confidence must .* got 0.0 to 0.5"):
         theorem2([0.5, 0.0], [True, False])
-    with pytest.raises(ValueError, match="correct must be true or false"):
+    with pytest.raises(ValueError, match="correct must be 0 or 1"):
         theorem2([0.5], [2])
     with pytest.raises(ValueError, match="n_values must be at least 1, got 0"):
         theorem2([0.5], [True], n_values=0)

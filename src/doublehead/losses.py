@@ -1,13 +1,14 @@
 """Losses: pure functions `(logits, labels, *, hyperparameters) -> (B,)`, one number per example.
 
-The caller reduces once, with `.mean()`. Some losses add a term that belongs to the whole batch (MMCE, soft-binned
-ECE, AvUC): that scalar is added, times its weight, to the cross entropy of every example, so that `.mean()` gives
-cross entropy + weight * term. Split a batch and the term is that of each part.
+Reduce once, with `.mean()`. MMCE, soft-binned ECE and AvUC add a term of the whole batch: the scalar, times its
+weight, is added to the cross entropy of every example, so that `.mean()` is cross entropy + weight * term.
 
-Labels are whole numbers (B,); cross entropy, label smoothing, Brier and the entropy penalty also take soft targets
-(B, K). Half precision is widened to float32 inside, float64 is kept; the result has the widened type. Nothing
-here waits for the device or has a shape that depends on the data, so every loss runs inside a CUDA graph. For the
-same reason label values are not checked here: one out of range fails in the indexing, -100 is no exception.
+Labels are integers (B,); cross entropy, label smoothing, Brier and the entropy penalty also take soft targets (B, K).
+Half precision is widened to float32, float64 is kept; the result has the widened type. No loss synchronises with the
+device or has a shape that depends on the data, so all of them run inside a CUDA graph. For this reason label values
+are not checked: one out of range, including -100, fails in the indexing.
+
+`AdaFocal` is a module with the same call: it also keeps a state that follows the calibration data.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-FLOOR = 1e-12  # under a root: keeps its gradient finite where the batch is perfectly calibrated
-MMCE_PUBLISHED_FLOOR = 1e-10  # the published code's; its term is small enough to notice
-AVUC_FLOOR = 1e-10  # the published code's: a batch without a single good answer scores about 23
+from doublehead.predictions import Predictions
+
+FLOOR = 1e-12  # under a root: keeps its gradient finite if the batch is perfectly calibrated
+MMCE_PUBLISHED_FLOOR = 1e-10  # of the published code, whose term is small enough for it to matter
+AVUC_FLOOR = 1e-10  # of the published code: the term is at most about 23
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The negative log-probability of the label; for soft targets its expectation.
+    """The negative log-probability of the label, or its expectation for soft targets.
 
     >>> cross_entropy(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
     tensor([0.6931])
@@ -37,7 +40,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def label_smoothing(logits: Tensor, labels: Tensor, *, epsilon: float = 0.05) -> Tensor:
     """Cross entropy against (1 - epsilon) * target + epsilon / K (Szegedy et al. 2016; Mueller et al. 2019).
 
-    The default of 0.05 is what Mukhoti et al. 2020 compare with (LS-0.05).
+    The default is that of Mukhoti et al. 2020 (LS-0.05).
 
     >>> label_smoothing(torch.tensor([[0.0, 0.0]]), torch.tensor([1]), epsilon=0.5)
     tensor([0.6931])
@@ -64,7 +67,7 @@ def focal(logits: Tensor, labels: Tensor, *, gamma: float = 3.0) -> Tensor:
     >>> focal(torch.tensor([[0.0, 0.0]]), torch.tensor([1]), gamma=1.0)
     tensor([0.3466])
     """
-    _check("gamma", gamma, gamma >= 0, "at least 0")
+    _check("gamma", gamma, gamma >= 0, ">= 0")
     log_probs, labels = _prepare(logits, labels)
     nll = _nll(log_probs, labels)
     return _complement(-nll).pow(gamma) * nll
@@ -85,7 +88,7 @@ def flsd53(logits: Tensor, labels: Tensor) -> Tensor:
 def entropy_penalty(logits: Tensor, labels: Tensor, *, weight: float = 0.1) -> Tensor:
     """Cross entropy - weight * entropy of the probabilities (the confidence penalty of Pereyra et al. 2017).
 
-    The default of 0.1 is theirs for CIFAR-10.
+    The default is theirs for CIFAR-10.
 
     >>> entropy_penalty(torch.tensor([[0.0, 0.0]]), torch.tensor([1]), weight=1.0)
     tensor([0.])
@@ -97,14 +100,14 @@ def entropy_penalty(logits: Tensor, labels: Tensor, *, weight: float = 0.1) -> T
 def mse_logits(logits: Tensor, labels: Tensor, *, k: float = 1.0, m: float = 1.0) -> Tensor:
     """Squared error on the logits: (k * (z_label - m)^2 + sum of the other z^2) / K (Hui and Belkin 2021).
 
-    k weighs the true class and m is its target, 0 being that of the others. k = m = 1 is theirs up to about forty
-    classes; for ImageNet they rescale with k = 15, m = 30. The softmax of such logits is flat at m = 1: calibrate
-    it (a temperature) before reading it as confidence.
+    k is the weight of the true class and m its target; the target of the others is 0. They use k = m = 1 for up to
+    about forty classes and k = 15, m = 30 for ImageNet. At m = 1 the softmax of the logits is nearly flat: fit a
+    temperature before using it as a confidence.
 
     >>> mse_logits(torch.tensor([[0.5, 3.0]]), torch.tensor([1]))
     tensor([2.1250])
     """
-    _check("k", k, k > 0, "above 0")
+    _check("k", k, k > 0, "> 0")
     log_probs, labels = _prepare(logits, labels)
     true = _one_hot(labels, log_probs)  # (B, K)
     return ((logits.to(true.dtype) - m * true).square() * (1 + (k - 1) * true)).mean(1)
@@ -116,16 +119,15 @@ def mmce(
     """Cross entropy + weight * MMCE, the maximum mean calibration error (Kumar et al. 2018).
 
     With confidence r, correctness c and the kernel k(a, b) = exp(-|a - b| / width), MMCE is the **root** of
-    sum_ij (c_i - r_i)(c_j - r_j) k(r_i, r_j) / B^2: the published measure and objective, zero in expectation for a
-    calibrated model. `weighted=True` is their MMCE_w, which divides the correct and the wrong predictions by
-    their own counts. That one is not a calibration error (a calibrated model that is right nine times in ten at
-    confidence 0.9 scores |0.1 - 0.9|), and it is taken as 0 where a batch has only one of the two kinds.
+    sum_ij (c_i - r_i)(c_j - r_j) k(r_i, r_j) / B^2. `weighted=True` is their MMCE_w, which divides correct and wrong
+    predictions by their own counts. MMCE_w is not a calibration error: a calibrated model with confidence and
+    accuracy 0.9 scores |0.1 - 0.9|. It is 0 if a batch has only correct or only wrong predictions.
 
-    >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])  # 0.5 confident twice, right once
+    >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])  # confidence 0.5 twice, correct once
     >>> mmce(logits, torch.tensor([0, 1])).mean()
     tensor(0.6931)
     """
-    _check("width", width, width > 0, "above 0")
+    _check("width", width, width > 0, "> 0")
     log_probs, labels = _prepare(logits, labels)
     power = 1 if weighted else 0
     term = _mmce_term(log_probs, labels, width=width, power=power, floor=FLOOR)
@@ -135,11 +137,11 @@ def mmce(
 def mmce_published(logits: Tensor, labels: Tensor, *, weight: float = 2.0, width: float = 0.4) -> Tensor:
     """Cross entropy + weight * MMCE_w as the published code computes it: divided by the pair counts twice.
 
-    The code of Kumar et al. and of Mukhoti et al. averages over the pairs and then divides by their number once
-    more. Published MMCE rows were trained with this. The term is weaker than `mmce` with `weighted=True` by about
-    the number of wrong predictions in the batch: some 24 times when 24 of 128 are wrong.
+    The code of Kumar et al. and of Mukhoti et al. averages over pairs and then divides by their number again.
+    Published MMCE results were trained with it. The term is weaker than `mmce(..., weighted=True)` by a factor of
+    about the number of wrong predictions in the batch.
     """
-    _check("width", width, width > 0, "above 0")
+    _check("width", width, width > 0, "> 0")
     log_probs, labels = _prepare(logits, labels)
     term = _mmce_term(log_probs, labels, width=width, power=2, floor=MMCE_PUBLISHED_FLOOR)
     return _nll(log_probs, labels) + weight * term
@@ -150,18 +152,18 @@ def soft_ece(
 ) -> Tensor:
     """Cross entropy + weight * soft-binned ECE in the l2 norm (SB-ECE, Karandikar et al. 2021).
 
-    A confidence r belongs to bin j, of centre x_j, by softmax_j(-(r - x_j)^2 / temperature); the term is the root of
-    sum_j size_j / B * (accuracy_j - confidence_j)^2. As temperature falls to 0 it becomes the binned ECE2. They
-    tune weight and temperature per data set.
+    A confidence r belongs to bin j with centre x_j by softmax_j(-(r - x_j)^2 / temperature); the term is the root of
+    sum_j size_j / B * (accuracy_j - confidence_j)^2. At temperature 0 it is the binned ECE2. They tune weight and
+    temperature per data set.
     """
-    _check("n_bins", n_bins, n_bins >= 1, "at least 1")
-    _check("temperature", temperature, temperature > 0, "above 0")
+    _check("n_bins", n_bins, n_bins >= 1, ">= 1")
+    _check("temperature", temperature, temperature > 0, "> 0")
     log_probs, labels = _prepare(logits, labels)
     confidence, rest, correct = _top(log_probs, labels)
     gap = torch.where(correct, rest, -confidence)  # c - r
     centres = (torch.arange(n_bins, device=gap.device, dtype=gap.dtype) + 0.5) / n_bins
     share = (-(confidence[:, None] - centres).square() / temperature).softmax(1)  # (B, n_bins)
-    size = share.sum(0).clamp(min=1e-12)  # (n_bins,); a bin nobody is near weighs nothing
+    size = share.sum(0).clamp(min=1e-12)  # (n_bins,); an empty bin has no weight
     gaps = (share * gap[:, None]).sum(0) / size  # (n_bins,) accuracy - confidence
     term = ((size * gaps.square()).sum() / len(gap) + FLOOR).sqrt()
     return _nll(log_probs, labels) + weight * term
@@ -170,24 +172,25 @@ def soft_ece(
 def avuc(logits: Tensor, labels: Tensor, *, weight: float = 1.0, threshold: float | None = None) -> Tensor:
     """Cross entropy + weight * AvUC, accuracy versus uncertainty calibration (Krishnan and Tickoo 2020).
 
-    AvUC = log(1 + (n_au + n_ic) / (n_ac + n_iu)), soft counts of accurate/inaccurate and certain/uncertain
-    predictions: each weighs r if accurate, 1 - r if not, times tanh(u) if uncertain, 1 - tanh(u) if not. Theirs is
-    for sampled networks; here the uncertainty u is the entropy (in nats) of the one softmax, and an example is
-    certain up to `threshold`. By default that is their rule on the batch at hand instead of on warm-up epochs:
-    halfway between the mean u of the accurate and of the inaccurate predictions.
+    AvUC = log(1 + (n_au + n_ic) / (n_ac + n_iu)) with soft counts of accurate/inaccurate and certain/uncertain
+    predictions: each counts r if accurate, 1 - r if not, times tanh(u) if uncertain, 1 - tanh(u) if not. They sample
+    several networks; here the uncertainty u is the entropy (in nats) of one softmax. An example is certain if u is at
+    most `threshold`, by default halfway between the mean u of accurate and of inaccurate predictions in the batch.
     """
     log_probs, labels = _prepare(logits, labels)
     confidence, rest, correct = _top(log_probs, labels)
     uncertainty = _entropy(log_probs)
     certain = uncertainty.detach() <= (_halfway(uncertainty, correct) if threshold is None else threshold)
-    doubt = uncertainty.tanh()
-    counts = torch.where(correct, confidence, rest) * torch.where(certain, 1 - doubt, doubt)  # (B,)
+    weight_uncertain = uncertainty.tanh()
+    counts = torch.where(correct, confidence, rest) * torch.where(
+        certain, 1 - weight_uncertain, weight_uncertain
+    )  # (B,)
     good = (counts * (correct == certain)).sum()
     term = ((counts.sum() + AVUC_FLOOR) / (good + AVUC_FLOOR)).log()
     return _nll(log_probs, labels) + weight * term
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {  # the columns of the paper's table, then what it cites
+LOSSES: dict[str, Callable[..., Tensor]] = {  # first the columns of the paper's table
     "cross_entropy": cross_entropy,
     "mmce": mmce,
     "mmce_published": mmce_published,
@@ -202,8 +205,81 @@ LOSSES: dict[str, Callable[..., Tensor]] = {  # the columns of the paper's table
 }
 
 
+class AdaFocal(nn.Module):
+    """AdaFocal (Ghosh et al. 2022): focal loss whose gamma follows the calibration error of held-out data, per bin.
+
+    (logits, labels) -> (B,): cross entropy times (1 - p)^gamma, or (1 + p)^|gamma| for gamma < 0, where p is the
+    probability of the label and gamma that of the bin of p. Call `update` with predictions of the calibration data
+    after each epoch. It makes `n_bins` bins of equal counts of their confidences and multiplies each gamma by
+    exp(rate * (confidence - accuracy)) of its bin, so that gamma grows where the network is overconfident. A gamma
+    closer to 0 than `switch` changes its sign; negative gammas raise the confidence. All gammas lie in
+    min_gamma..max_gamma. The defaults are the published ones.
+
+    >>> loss = AdaFocal()
+    >>> loss(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))  # gamma is 1 at first
+    tensor([0.3466])
+    >>> loss.update(Predictions([[5.0, 0.0]] * 30, [0] * 15 + [1] * 15))  # confidence 0.99, accuracy 0.5
+    >>> bool((loss.gammas > 1.6).all())
+    True
+    """
+
+    def __init__(
+        self,
+        n_bins: int = 15,
+        rate: float = 1.0,
+        gamma: float = 1.0,
+        min_gamma: float = -2.0,
+        max_gamma: float = 20.0,
+        switch: float = 0.2,
+    ) -> None:
+        super().__init__()
+        _check("n_bins", n_bins, n_bins >= 1 and n_bins == int(n_bins), "an integer >= 1")
+        _check("rate", rate, rate > 0, "> 0")
+        _check("switch", switch, switch > 0, "> 0")
+        _check("min_gamma", min_gamma, min_gamma <= -switch, f"<= -switch, {-switch:g}")
+        _check("max_gamma", max_gamma, max_gamma >= switch, f">= switch, {switch:g}")
+        _check("gamma", gamma, min_gamma <= gamma <= max_gamma, f"in {min_gamma:g}..{max_gamma:g}")
+        self.n_bins, self.rate, self.switch = int(n_bins), rate, switch
+        self.min_gamma, self.max_gamma = min_gamma, max_gamma
+        self.register_buffer("edges", torch.linspace(0, 1, self.n_bins + 1)[1:-1])
+        self.register_buffer("gammas", torch.full((self.n_bins,), float(gamma)))
+        self.edges: Tensor  # (n_bins - 1,) inner edges of the bins
+        self.gammas: Tensor  # (n_bins,)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """One number per example; no gradient flows through the gammas."""
+        log_probs, labels = _prepare(logits, labels)
+        nll = _nll(log_probs, labels)
+        p = (-nll).exp()
+        gamma = self.gammas[torch.bucketize(p.detach(), self.edges.to(p.dtype))].to(p.dtype)
+        factor = _complement(-nll).pow(gamma.clamp(min=0))
+        return torch.where(gamma < 0, (1 + p).pow(gamma.clamp(max=0).abs()), factor) * nll
+
+    @torch.no_grad()
+    def update(self, calib: Predictions) -> None:
+        """Adapt the bins and their gammas to predictions of the calibration data."""
+        if len(calib) < self.n_bins:
+            raise ValueError(f"calib must have at least {self.n_bins} samples, one per bin, got {len(calib)}")
+        confidence, order = calib.confidence.double().sort()
+        values, tied = confidence.unique_consecutive(return_inverse=True)
+        sums = torch.zeros_like(values).index_add(0, tied, calib.correct[order].double())
+        # Ties have no order, so each gets the mean accuracy of its tie.
+        correct = (sums / tied.bincount())[tied]
+        excess = torch.stack([part.mean() for part in (confidence - correct).tensor_split(self.n_bins)])
+        ends = torch.stack([part[[0, -1]] for part in confidence.tensor_split(self.n_bins)])
+        self.edges.copy_((ends[:-1, 1] + ends[1:, 0]) / 2)
+        growth = (self.rate * excess.to(self.gammas) * self.gammas.sign()).exp()
+        gammas = (self.gammas * growth).clamp(self.min_gamma, self.max_gamma)
+        self.gammas.copy_(torch.where(gammas.abs() < self.switch, -self.switch * gammas.sign(), gammas))
+
+    def extra_repr(self) -> str:
+        """The settings, for print(loss)."""
+        names = ("n_bins", "rate", "min_gamma", "max_gamma", "switch")
+        return ", ".join(f"{name}={getattr(self, name):g}" for name in names)
+
+
 class MixedLabels(NamedTuple):
-    """The labels of a mixed batch: `share` of the first ones, the rest of the second ones."""
+    """The labels of a mixed batch: weight `share` for `first`, 1 - share for `second`."""
 
     first: Tensor  # (B,)
     second: Tensor  # (B,)
@@ -213,20 +289,20 @@ class MixedLabels(NamedTuple):
 def mixup(
     inputs: Tensor, labels: Tensor, *, alpha: float = 0.2, generator: torch.Generator | None = None
 ) -> tuple[Tensor, MixedLabels]:
-    """Mix every example with another one of the batch, in one proportion drawn from Beta(alpha, alpha).
+    """Mix each example with another one of the batch, in one proportion drawn from Beta(alpha, alpha).
 
-    Zhang et al. 2018; Thulasidasan et al. 2019 found it to calibrate, with alpha between 0.1 and 0.4. The draws are
-    made on the generator's device, or on that of the inputs. Train with `mixed(loss, logits, labels)`.
+    Zhang et al. 2018; Thulasidasan et al. 2019 find that it improves calibration for alpha between 0.1 and 0.4. Draws
+    are made on the device of the generator, or of the inputs. Train with `mixed(loss, logits, labels)`.
 
     >>> x, y = mixup(torch.eye(4), torch.arange(4), generator=torch.Generator().manual_seed(0))
     >>> bool(torch.allclose(x.sum(1), torch.ones(4))), mixed(brier, x, y).shape
     (True, torch.Size([4]))
     """
-    _check("alpha", alpha, alpha > 0, "above 0")
+    _check("alpha", alpha, alpha > 0, "> 0")
     if not inputs.is_floating_point():
-        raise TypeError(f"inputs must be of a floating type to be mixed, got {_name(inputs.dtype)}")
+        raise TypeError(f"inputs must be floating-point, got {_name(inputs.dtype)}")
     device = inputs.device if generator is None else generator.device
-    # A Beta variable is a ratio of two Gamma variables; torch.distributions.Beta takes no generator.
+    # Beta by two Gamma draws: torch.distributions.Beta takes no generator.
     one, other = torch._standard_gamma(torch.full((2,), alpha, device=device), generator).unbind()
     share = (one / (one + other)).to(inputs.device)
     order = torch.randperm(len(inputs), device=device, generator=generator).to(inputs.device)
@@ -235,7 +311,7 @@ def mixup(
 
 
 def mixed(loss: Callable[..., Tensor], logits: Tensor, labels: MixedLabels, **hyper: float) -> Tensor:
-    """The loss of a mixed batch: `loss` against both sets of labels, in the proportion they were mixed in."""
+    """The loss of a mixed batch: `loss` for both sets of labels, weighted by their shares."""
     first, second, share = labels
     return share * loss(logits, first, **hyper) + (1 - share) * loss(logits, second, **hyper)
 
@@ -245,7 +321,7 @@ def _prepare(logits: Tensor, labels: Tensor, soft: bool = False) -> tuple[Tensor
     if logits.ndim != 2 or logits.shape[0] < 1 or logits.shape[1] < 2:
         raise ValueError(f"logits must have shape (B, K) with B >= 1 and K >= 2, got {tuple(logits.shape)}")
     if not logits.is_floating_point():
-        raise TypeError(f"logits must be of a floating type, got {_name(logits.dtype)}")
+        raise TypeError(f"logits must be floating-point, got {_name(logits.dtype)}")
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     log_probs = logits.log_softmax(1, dtype=wide)
     if labels.is_floating_point() and soft and labels.shape == logits.shape:
@@ -253,7 +329,7 @@ def _prepare(logits: Tensor, labels: Tensor, soft: bool = False) -> tuple[Tensor
     shape = f"({len(logits)},)" + (f", or soft targets of shape {tuple(logits.shape)}" if soft else "")
     if labels.is_floating_point() or labels.shape != logits.shape[:1]:
         raise ValueError(
-            f"labels must be whole numbers of shape {shape} for logits of shape {tuple(logits.shape)}, "
+            f"labels must be integers of shape {shape} for logits of shape {tuple(logits.shape)}, "
             f"got {_name(labels.dtype)} of shape {tuple(labels.shape)}"
         )
     return log_probs, labels.long()
@@ -269,7 +345,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _nll(log_probs: Tensor, labels: Tensor) -> Tensor:
-    """(B,) cross entropy. By gather and not F.cross_entropy, which silently gives 0 for a label of -100."""
+    """(B,) cross entropy, by gather because F.cross_entropy returns 0 for a label of -100."""
     if labels.ndim == 2:
         return -(labels * log_probs).sum(1)
     return -log_probs.gather(1, labels[:, None])[:, 0]
@@ -284,18 +360,21 @@ def _entropy(log_probs: Tensor) -> Tensor:
 
 
 def _complement(log_p: Tensor) -> Tensor:
-    """1 - p without cancellation; never 0, whose powers below 1 have no derivative."""
+    """1 - p without cancellation; never 0, where powers below 1 have no derivative."""
     return (-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny)
 
 
 def _top(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B,) each: the largest probability r, 1 - r without cancellation, and whether its class is the label."""
+    """(B,) each: the confidence r, 1 - r without cancellation, and whether the prediction is correct."""
     log_confidence, predicted = log_probs.max(1)
     return log_confidence.exp(), -log_confidence.expm1(), predicted == labels
 
 
 def _mmce_term(log_probs: Tensor, labels: Tensor, *, width: float, power: int, floor: float) -> Tensor:
-    """The root of sum_ij s_i s_j k(r_i, r_j), s_i = (c_i - r_i) / B, or divided by the count of its kind^power."""
+    """The root of sum_ij s_i s_j k(r_i, r_j).
+
+    s_i = (c_i - r_i) / B for power 0, else (c_i - r_i) / (number of correct or of wrong predictions)^power.
+    """
     confidence, rest, correct = _top(log_probs, labels)
     gap = torch.where(correct, rest, -confidence)  # c - r
     n_correct = correct.sum()
@@ -305,13 +384,13 @@ def _mmce_term(log_probs: Tensor, labels: Tensor, *, width: float, power: int, f
     else:
         scaled = gap / torch.where(correct, n_correct, n_wrong).to(gap.dtype).pow(power)
     kernel = (-(confidence[:, None] - confidence).abs() / width).exp()  # (B, B)
-    # No matrix product: autocast would round it to half precision.
+    # Not a matrix product: autocast would use half precision.
     root = ((scaled[:, None] * scaled * kernel).sum().clamp(min=0) + floor).sqrt()
     return root if power == 0 else root * ((n_correct > 0) & (n_wrong > 0))
 
 
 def _halfway(uncertainty: Tensor, correct: Tensor) -> Tensor:
-    """Between the mean uncertainty of correct and of wrong predictions; one kind alone gives its mean."""
+    """Halfway between the mean uncertainty of correct and of wrong predictions; the one mean if one kind is missing."""
     u, right = uncertainty.detach(), correct.to(uncertainty.dtype)
     n_right, n_wrong = right.sum(), (1 - right).sum()
     of_right = (u * right).sum() / n_right.clamp(min=1)

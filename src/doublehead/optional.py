@@ -1,4 +1,4 @@
-"""Import a package that only some users need, or say which extra brings it."""
+"""Import optional packages, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-# Packages that import torchvision when they find it.
-BRING_TORCHVISION = ("torchvision", "timm", "torchmetrics", "lightning", "transformers")
+# Packages that import torchvision if it is installed.
+IMPORT_TORCHVISION = ("torchvision", "timm", "torchmetrics", "lightning", "transformers")
 
-_torchvision_library: torch.library.Library | None = None  # kept alive: its declarations die with it
+_torchvision_library: torch.library.Library | None = None  # its declarations end when it is deleted
 
 
 def require(name: str, extra: str) -> Any:
-    """The module called `name`, or an ImportError that names the extra of doublehead to install.
+    """Import the module `name`, or raise an ImportError that names the extra of doublehead to install.
 
     >>> require("math", extra="data").floor(2.5)
     2
     """
     package = name.partition(".")[0]
-    if package in BRING_TORCHVISION:
+    if package in IMPORT_TORCHVISION:
         _declare_torchvision_operators()
     try:
         return importlib.import_module(name)
@@ -34,14 +34,13 @@ def require(name: str, extra: str) -> Any:
 
 
 def _declare_torchvision_operators() -> ModuleType | None:
-    """Let torchvision import when its compiled operators do not fit the installed torch.
+    """Make torchvision importable when its compiled operators do not match the installed torch.
 
-    A CPU build of torch beside a CUDA build of torchvision (what a plain package index serves) cannot load
-    torchvision's compiled library, and torchvision then fails on import because it attaches rules to operators
-    that were never declared. Networks and transforms need none of those operators: declaring their
-    signatures is enough.
+    With a CPU build of torch, torchvision's CUDA build cannot load its compiled library. Its import then fails
+    because it registers rules for operators that do not exist. Networks and transforms do not need these operators,
+    so declaring their signatures is enough.
     """
-    global _torchvision_library  # noqa: PLW0603 (one declaration per process)
+    global _torchvision_library  # noqa: PLW0603 (declared once per process)
     if _torchvision_library is not None:
         return None
     try:

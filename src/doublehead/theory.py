@@ -1,7 +1,7 @@
-"""The paper's two theorems as functions, so that numbers can say whether they hold.
+"""The paper's two theorems as functions, to check them numerically.
 
-Theorem 1 (how annealing rescales gradients) holds. Theorem 2 (entropy bounds the calibration error) does not:
-it is false with the entropy it names and says nothing as it is printed. docs/theory.md gives the proofs.
+Theorem 1 (how annealing rescales gradients) holds. Theorem 2 (entropy bounds the calibration error) does not: it is
+false with the entropy it names, and trivial as printed. docs/theory.md has the proofs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from doublehead.predictions import ArrayLike
 
-# Three predictions, all wrong: the smallest case that breaks theorem 2. With one or two distinct confidences its
-# right side is above 1 and cannot be reached.
+# Confidences and correctness: the smallest counterexample to theorem 2. With one or two distinct confidences its
+# right side exceeds 1, which no ECE2 does.
 COUNTEREXAMPLE = ((0.98, 0.99, 1.0), (False, False, False))
 
 
 class Theorem1(NamedTuple):
-    """Gradient factors gamma and their claimed bounds, all (..., K) and in logarithms: they overflow otherwise."""
+    """Gradient factors gamma and their claimed bounds, (..., K), in logarithms to avoid overflow."""
 
-    label: Tensor  # (...,) the assumed label: the class of the largest logit
+    label: Tensor  # (...,) the class of the largest logit
     log_gamma: Tensor
     log_lower: Tensor  # log c0 at the label, log c2 elsewhere
     log_upper: Tensor  # log c1 at the label, log c3 elsewhere
@@ -29,7 +29,7 @@ class Theorem1(NamedTuple):
 
     @property
     def gamma(self) -> Tensor:
-        """(..., K) the factors themselves."""
+        """(..., K) the factors."""
         return self.log_gamma.exp()
 
     @property
@@ -46,9 +46,9 @@ class Theorem1(NamedTuple):
 def theorem1(logits: ArrayLike, beta: float) -> Theorem1:
     """How scaling the logits by beta changes the gradient of cross entropy, and the paper's bounds on it.
 
-    For one vector of logits (K,) or many (N, K), with the label taken as the largest logit as the theorem assumes:
-    d CE(beta z) / dz_j = gamma_j * beta * d CE(z) / dz_j. Bounds as in the paper's main text; its appendix states
-    c2, c3 and the factor beta differently, and wrongly. In float64; a bound counts as met within a few roundings.
+    For logits (K,) or (N, K) whose label is the largest logit, as the theorem assumes:
+    d CE(beta z) / dz_j = gamma_j * beta * d CE(z) / dz_j. The bounds are those of the main text; the appendix states
+    c2, c3 and the factor beta differently and wrongly. Computed in float64; bounds hold up to rounding.
 
     >>> t = theorem1([2.0, 1.0, 0.0], beta=1.5)
     >>> [round(g, 3) for g in t.gamma.tolist()], bool(t.holds.all())
@@ -56,9 +56,9 @@ def theorem1(logits: ArrayLike, beta: float) -> Theorem1:
     """
     z = _check_logits(logits)
     if not 0 < beta < float("inf"):
-        raise ValueError(f"beta must be positive and finite, got {beta}")
+        raise ValueError(f"beta must be finite and > 0, got {beta}")
     label = z.argmax(-1)
-    z = z - z.amax(-1, keepdim=True)  # gamma and the bounds do not change when all logits shift
+    z = z - z.amax(-1, keepdim=True)  # gamma and the bounds are invariant to a shift of all logits
     at_label = torch.zeros_like(z, dtype=torch.bool).scatter(-1, label[..., None], True)
     log_gamma = torch.where(
         at_label, _log_miss(beta * z, at_label) - _log_miss(z, at_label), _log_probs(beta * z) - _log_probs(z)
@@ -92,48 +92,48 @@ def _log_probs(z: Tensor) -> Tensor:
 
 
 def _log_miss(z: Tensor, at_label: Tensor) -> Tensor:
-    """log(1 - p_label), (..., 1): summed over the other classes, since 1 - p cancels to 0 in float64."""
+    """log(1 - p_label), (..., 1), summed over the other classes because 1 - p would cancel to 0."""
     others = z.masked_fill(at_label, -torch.inf)
     return others.logsumexp(-1, keepdim=True) - z.logsumexp(-1, keepdim=True)
 
 
 class Theorem2(NamedTuple):
-    """The two sides of theorem 2 squared, under both readings of its H, and a bound that does hold."""
+    """The two sides of theorem 2, squared, under both readings of H, and a bound that holds."""
 
     ece2: Tensor
     constant: Tensor  # C = 3 - 2 E[log p] - E[f(p)]
-    shannon: Tensor  # H as the text calls it: the Shannon entropy -E[log f(p)], in nats
-    literal: Tensor  # H as the formula prints it: E[log f(p)], the negative of that
-    squared_shannon: Tensor  # C - 2 * shannon: may be negative, and then bounds nothing
+    shannon: Tensor  # H as named in the text: the Shannon entropy -E[log f(p)], in nats
+    literal: Tensor  # H as printed in the formula: E[log f(p)], its negative
+    squared_shannon: Tensor  # C - 2 * shannon: may be negative
     squared_literal: Tensor  # C - 2 * literal: never below 2
-    brier: Tensor  # ECE2^2 <= E[(correct - p)^2]: the true bound, the top-label Brier score
+    brier: Tensor  # E[(correct - p)^2], the top-label Brier score: a valid bound on ECE2^2
 
     @property
     def holds_shannon(self) -> Tensor:
-        """Whether ECE2^2 <= C - 2 H, H the Shannon entropy."""
+        """Whether ECE2^2 <= C - 2 H with the Shannon entropy H."""
         return self.ece2.square() <= self.squared_shannon + 1e-12
 
     @property
     def holds_literal(self) -> Tensor:
-        """Whether ECE2^2 <= C - 2 E[log f]: always, since it never asks for less than ECE2 <= sqrt(2)."""
+        """Whether ECE2^2 <= C - 2 E[log f]; always true, as the right side is at least 2."""
         return self.ece2.square() <= self.squared_literal + 1e-12
 
     @property
     def bound_shannon(self) -> Tensor:
-        """The claimed bound on ECE2; NaN where the root is of a negative number."""
+        """The claimed bound on ECE2; NaN if its square is negative."""
         return self.squared_shannon.sqrt()
 
     @property
     def bound_literal(self) -> Tensor:
-        """The claimed bound on ECE2 as printed: at least the root of 2."""
+        """The claimed bound on ECE2 as printed; at least the root of 2."""
         return self.squared_literal.sqrt()
 
 
 def theorem2(confidence: ArrayLike, correct: ArrayLike, n_values: int | None = None) -> Theorem2:
-    """Both sides of theorem 2 for predictions with these confidences, right or wrong.
+    """Both sides of theorem 2 for predictions with these confidences and correctness.
 
-    The theorem speaks of a confidence that takes finitely many values. By default those are the distinct ones that
-    occur; with `n_values` the confidences of each of that many equal cells of 0..1 are replaced by their mean.
+    The theorem assumes a confidence with finitely many values. By default these are the distinct confidences; with
+    `n_values`, the confidences in each of that many equal cells of 0..1 are replaced by their mean.
 
     >>> t = theorem2(*COUNTEREXAMPLE)
     >>> round(float(t.ece2), 3), round(float(t.bound_shannon), 3), round(float(t.bound_literal), 3)
@@ -150,9 +150,9 @@ def theorem2(confidence: ArrayLike, correct: ArrayLike, n_values: int | None = N
 def theorem2_of(values: Tensor, mass: Tensor, accuracy: Tensor) -> Theorem2:
     """Both sides of theorem 2 for a distribution: confidences (..., V) in (0, 1], their mass f and accuracy.
 
-    A value of mass 0 counts for nothing, so distributions of different sizes fit one tensor.
+    Values of mass 0 are ignored, so distributions of different sizes fit one tensor.
 
-    >>> five = torch.tensor([0.96, 0.97, 0.98, 0.99, 1.0])  # equally often, and perfectly calibrated
+    >>> five = torch.tensor([0.96, 0.97, 0.98, 0.99, 1.0])  # equally frequent, perfectly calibrated
     >>> t = theorem2_of(five, torch.full((5,), 0.2), five)
     >>> float(t.ece2), round(float(t.squared_shannon), 3), bool(t.holds_shannon)
     (0.0, -0.378, False)
@@ -200,9 +200,9 @@ def _check_outcomes(confidence: ArrayLike, correct: ArrayLike) -> tuple[Tensor, 
             f"correct must have shape {tuple(p.shape)} like confidence, got {tuple(right.shape)}"
         )
     if not bool(((p > 0) & (p <= 1)).all()):
-        raise ValueError(
-            f"confidence must lie above 0 and at most at 1, got {float(p.min())} to {float(p.max())}"
-        )
+        raise ValueError(f"confidence must lie in (0, 1], got {float(p.min())} to {float(p.max())}")
     if not bool(((right == 0) | (right == 1)).all()):
-        raise ValueError("correct must be true or false (1 or 0) for each prediction")
+        raise ValueError(
+            f"correct must be 0 or 1 for each prediction, got {float(right.min())} to {float(right.max())}"
+        )
     return p, right

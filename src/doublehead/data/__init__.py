@@ -1,16 +1,13 @@
-"""One table of data sets -> Splits(train, calib, test); readers, corruptions, on-device batches, text."""
+"""Data sets as train, calib and test splits; batches on a device; text; corruptions and perturbations."""
 
-from doublehead.data.batches import CropFlip, DeviceBatches
-from doublehead.data.catalog import DATASETS, load, load_test
+from doublehead.data.batches import CropFlip, DeviceBatches, FileBatches, Normalise
+from doublehead.data.catalog import DATASETS, list_datasets, load, load_test
 from doublehead.data.corruptions import FAMILIES, corrupt, corrupt_images, read_cifar10c
+from doublehead.data.download import check, convert, get
 from doublehead.data.fashion import fashion_subset
-from doublehead.data.files import FileBatches
-from doublehead.data.glove import Embedding, embed
-from doublehead.data.manage import check, convert, get, list_datasets
-from doublehead.data.normalise import Normalise
 from doublehead.data.perturb import Broad, GaussianNoise, Perturb, Shifts
-from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, check_disjoint, count_duplicates
-from doublehead.data.text import TextBatches, TreeBatches, Vocabulary, tokenize
+from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, count_duplicates, split_off
+from doublehead.data.text import Embedding, TextBatches, TreeBatches, Vocabulary, embed, tokenize
 from doublehead.data.trees import Tree, TreeBatch
 
 __all__ = [
@@ -36,7 +33,6 @@ __all__ = [
     "Trees",
     "Vocabulary",
     "check",
-    "check_disjoint",
     "convert",
     "corrupt",
     "corrupt_images",
@@ -48,5 +44,6 @@ __all__ = [
     "load",
     "load_test",
     "read_cifar10c",
+    "split_off",
     "tokenize",
 ]

@@ -1,29 +1,174 @@
-"""Image batches made on the device itself: the whole set lies there, no worker processes, no waiting."""
+"""Batches of one split, epoch after epoch, with exact resume and one part per process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from doublehead.data.epochs import Batches
-from doublehead.data.normalise import Normalise
+from doublehead.data.readers import naming
+from doublehead.data.splits import ImageFiles
+from doublehead.optional import require
 
-CHUNK_IMAGES = (
-    2048  # made in one go and then cut into batches, so that launching kernels costs next to nothing
-)
+B = TypeVar("B", bound="Batches")
+CHUNK_IMAGES = 2048  # images made at once and then cut into batches, to launch fewer kernels
+
+
+class Batches(ABC):
+    """Batches (inputs, labels) of one split, epoch after epoch.
+
+    `train=True` shuffles in each epoch and drops the last, smaller batch; otherwise all samples come in their own
+    order. Everything random in an epoch follows from `seed` and the epoch number alone, so a run resumes exactly
+    and every device sees the same samples.
+
+    Iterating starts the next epoch, or continues the one that `load_state_dict` restored.
+    """
+
+    def __init__(self, n: int, batch_size: int, *, train: bool, seed: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.n, self.batch_size, self.train, self.seed = n, batch_size, train, seed
+        self.rank, self.world_size = 0, 1
+        self.epoch = self.position = 0  # position: batches yielded in this epoch
+        self._begun = False
+        self._check_enough()
+
+    def shard(self: B, rank: int, world_size: int) -> B:
+        """The batches of process `rank` out of `world_size`; the data itself is shared.
+
+        In training each step's `world_size * batch_size` samples are divided among the processes, so together they
+        see what one process with the larger batch would see. Otherwise each takes one contiguous part, and together
+        they see each sample exactly once.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
+        part = copy.copy(self)
+        part.rank, part.world_size = rank, world_size
+        part._check_enough()
+        return part
+
+    def __len__(self) -> int:
+        if self.train:
+            return self.n // (self.batch_size * self.world_size)
+        start, stop = self._bounds()
+        return (stop - start + self.batch_size - 1) // self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            self.epoch, self.position = self.epoch + 1, 0
+        self._begun = True
+        for batch in self._batches_from(self.position):
+            self.position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Seed, epoch and position; not the data or the settings."""
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where `state_dict` was taken. After a finished epoch the next one starts."""
+        self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
+        self._begun = self.position >= len(self)
+
+    @abstractmethod
+    def _batches_from(self, position: int) -> Iterator[Any]:
+        """The batches of epoch `self.epoch`, starting at number `position`."""
+
+    def _generator(self) -> torch.Generator:
+        """The generator of this epoch, always on the CPU, so that every device sees the same draws."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+
+    def _order(self, generator: torch.Generator) -> Tensor:
+        """(N,) the sample numbers of this epoch, in the order of all processes together."""
+        return torch.randperm(self.n, generator=generator) if self.train else torch.arange(self.n)
+
+    def _own(self, values: Tensor) -> Tensor:
+        """This process's part of `values`, which has one entry per sample in the order of the epoch."""
+        if self.train:
+            whole = values[: len(self) * self.world_size * self.batch_size]
+            steps = whole.view(len(self), self.world_size, self.batch_size)
+            return steps[:, self.rank].flatten()
+        start, stop = self._bounds()
+        return values[start:stop]
+
+    def _bounds(self) -> tuple[int, int]:
+        return self.rank * self.n // self.world_size, (self.rank + 1) * self.n // self.world_size
+
+    def _check_enough(self) -> None:
+        if self.train and len(self) == 0:
+            raise ValueError(
+                f"batch_size must be at most the {self.n} samples divided by the {self.world_size} processes for "
+                f"training, got {self.batch_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """(pixel - mean) / std for each channel, pixels in 0..1; images are (..., C, H, W).
+
+    >>> normalise = Normalise((0.5,), (0.25,))
+    >>> normalise(torch.ones(1, 1, 1)).item(), normalise.undo(torch.tensor([[[2.0]]])).item()
+    (2.0, 1.0)
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not self.mean:
+            raise ValueError(f"mean and std must have one number per channel, got {self.mean} and {self.std}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be positive, got {self.std}")
+
+    @classmethod
+    def of(cls, images: npt.NDArray[Any]) -> Normalise:
+        """Mean and standard deviation of uint8 images (N, H, W, C) over all pixels; pass the train split."""
+        n_pixels = images[..., 0].size
+        counts = np.stack(
+            [np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])]
+        )
+        values = np.arange(256) / 255.0
+        mean = counts @ values / n_pixels
+        std = np.sqrt(counts @ values**2 / n_pixels - mean**2)
+        return cls(tuple(mean.tolist()), tuple(np.maximum(std, 1e-3).tolist()))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Pixels in 0..1 -> normalised."""
+        return (images - self._channels(self.mean, images)) / self._channels(self.std, images)
+
+    def undo(self, images: Tensor) -> Tensor:
+        """Normalised -> pixels in 0..1."""
+        return images * self._channels(self.std, images) + self._channels(self.mean, images)
+
+    def _channels(self, values: tuple[float, ...], images: Tensor) -> Tensor:
+        if images.shape[-3] != len(values):
+            raise ValueError(f"images must have {len(values)} channels, got shape {tuple(images.shape)}")
+        return _constant(values, images.dtype, images.device)
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(C, 1, 1), cached: copying it to a GPU for each batch would wait for the GPU."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
 
 @dataclass(frozen=True)
 class CropFlip:
-    """The augmentation of the paper: a crop of the original size after padding, and a flip left to right.
+    """The paper's augmentation: pad, crop a random window of the original size, flip left to right by chance.
 
-    `mode="zero"` pads with black, `"reflect"` with the mirrored image.
+    `mode="zero"` pads with zeros, `"reflect"` with the mirrored image.
     """
 
     padding: int = 4
@@ -38,11 +183,11 @@ class CropFlip:
 
 
 class DeviceBatches(Batches):
-    """Batches of images (B, C, H, W) and labels (B,) from uint8 images (N, H, W, C) that lie on `device` as a whole.
+    """Batches of images (B, C, H, W) and labels (B,) from uint8 images (N, H, W, C) kept whole on `device`.
 
-    Images come out as `dtype`, in 0..1, or normalised where `normalise` is given. With `channels_last` their memory
-    has the channels innermost. `augment` is drawn anew for each image in each epoch. Augmenting costs one gather
-    over 2,048 images at a time and no synchronisation with the host.
+    Images come out as `dtype`, in 0..1, or normalised if `normalise` is given; `channels_last` sets their memory
+    format. `augment` is drawn for each image in each epoch. Augmentation is one gather per 2,048 images and does not
+    synchronise with the host.
 
     >>> images, labels = np.zeros((10, 8, 8, 3), np.uint8), np.arange(10)
     >>> batches = DeviceBatches(images, labels, 4, train=True, augment=CropFlip())
@@ -70,7 +215,9 @@ class DeviceBatches(Batches):
                 f"images must be uint8 of shape (N, H, W, C), got {pixels.dtype} {tuple(pixels.shape)}"
             )
         if len(labels) != len(pixels):
-            raise ValueError(f"labels must be as many as the {len(pixels)} images, got {len(labels)}")
+            raise ValueError(
+                f"labels must have one entry for each of the {len(pixels)} images, got {len(labels)}"
+            )
         super().__init__(len(pixels), batch_size, train=train, seed=seed)
         self.device, self.augment, self.dtype = torch.device(device), augment, dtype
         self.channels_last = channels_last
@@ -94,7 +241,7 @@ class DeviceBatches(Batches):
             )
 
     def _plan(self) -> Tensor:
-        """(1, n) the sample numbers of this epoch, or (4, n) with the crop's top and left and whether to flip."""
+        """(1, n) the sample numbers of this epoch; with `augment` (4, n): also top, left and flip of each crop."""
         generator = self._generator()
         rows = [self._order(generator)]
         if self.augment:
@@ -103,13 +250,13 @@ class DeviceBatches(Batches):
         return torch.stack([self._own(row) for row in rows]).to(self.device)
 
     def _images(self, plan: Tensor) -> Tensor:
-        """The images of some columns of the plan, (B, C, H, W)."""
+        """(B, C, H, W) the images of some columns of the plan."""
         pixels = self._cropped(plan) if self.augment else self.pixels[plan[0]]  # (B, H, W, C) uint8
         images = torch.mul(pixels, self._scale).add_(self._shift).to(self.dtype).permute(0, 3, 1, 2)
         return images if self.channels_last else images.contiguous()
 
     def _cropped(self, plan: Tensor) -> Tensor:
-        """One gather: the row and the column that each pixel of each crop comes from."""
+        """(B, H, W, C) the crops, gathered by source row and column."""
         sample, top, left, flip = plan[:, :, None]  # (B, 1) each
         down = torch.arange(self.height, device=self.device)
         across = torch.arange(self.width, device=self.device)
@@ -122,3 +269,97 @@ def _pad(images: Tensor, augment: CropFlip) -> Tensor:
     width = ((0, 0), (augment.padding,) * 2, (augment.padding,) * 2, (0, 0))
     mode = {"zero": "constant", "reflect": "reflect"}[augment.mode]
     return torch.from_numpy(np.pad(images.cpu().numpy(), width, mode=mode))  # type: ignore[call-overload]
+
+
+class FileBatches(Batches):
+    """Batches of images (B, 3, size, size) and labels (B,), read from files by a torch DataLoader.
+
+    In training a random part of the image (8 % to 100 % of its area) is resized to `size` and randomly flipped, as is
+    usual for ImageNet; otherwise the centre is cropped after resizing the shorter side to 256/224 of `size`. Draws
+    follow from seed, epoch and sample number, so they do not depend on `workers` and resume exactly.
+    `augment=False` takes the centre in training too.
+    """
+
+    def __init__(
+        self,
+        samples: ImageFiles,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        train: bool = False,
+        augment: bool | None = None,
+        size: int = 224,
+        normalise: Normalise | None = None,
+        workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(len(samples), batch_size, train=train, seed=seed)
+        self.samples, self.device, self.size, self.workers = samples, torch.device(device), size, workers
+        self.augment = train if augment is None else augment
+        self.normalise = normalise
+
+    def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = self._own(self._order(self._generator()))[position * self.batch_size :]
+        batches: DataLoader[tuple[Tensor, int]] = DataLoader(
+            _Files(self.samples, self.size, self.augment, (self.seed, self.epoch)),
+            batch_sampler=[chosen.tolist() for chosen in order.split(self.batch_size)],
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            # Workers draw their base seed from this generator; the default is the global one.
+            generator=torch.Generator().manual_seed(self.seed),
+            worker_init_fn=_one_thread,
+        )
+        for pixels, labels in batches:
+            images = pixels.to(self.device, non_blocking=True).float() / 255
+            yield (
+                self.normalise(images) if self.normalise else images,
+                labels.to(self.device, non_blocking=True),
+            )
+
+
+class _Files(Dataset[tuple[Tensor, int]]):
+    """Item i: the image of file i, uint8 (3, size, size), and its label."""
+
+    def __init__(self, samples: ImageFiles, size: int, augment: bool, key: tuple[int, int]) -> None:
+        self.size, self.augment, self.key, self.labels = size, augment, key, samples.labels
+        # One array, not a million Python objects: reference counts would make each worker copy those.
+        self.files = np.array([os.fsencode(file) for file in samples.files])
+        self.pillow = require("PIL.Image", extra="data")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        file = Path(os.fsdecode(self.files[i]))
+        with naming(file), self.pillow.open(file) as image:
+            colour = image.convert("RGB")
+            box, flip = self._box(i, *colour.size)
+            pixels = colour.resize((self.size, self.size), self.pillow.Resampling.BILINEAR, box=box)
+        tensor = torch.frombuffer(bytearray(pixels.tobytes()), dtype=torch.uint8)
+        tensor = tensor.view(self.size, self.size, 3).permute(2, 0, 1)
+        return tensor.flip(2) if flip else tensor, int(self.labels[i])
+
+    def _box(self, i: int, width: int, height: int) -> tuple[tuple[float, float, float, float], bool]:
+        """The box (left, top, right, bottom) to crop, and whether to flip it."""
+        if not self.augment:
+            side = min(width, height) * 224 / 256
+            left, top = (width - side) / 2, (height - side) / 2
+            return (left, top, left + side, top + side), False
+        seed, epoch = self.key
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) * 2_000_003 + i)
+        for _ in range(10):  # ten tries, then the centre, like torchvision's RandomResizedCrop
+            area, ratio, x, y = torch.rand(4, generator=generator).tolist()
+            shape = (3 / 4) * (16 / 9) ** ratio  # 3/4 .. 4/3, log-uniform
+            pixels = (0.08 + 0.92 * area) * width * height
+            w, h = (pixels * shape) ** 0.5, (pixels / shape) ** 0.5
+            if w <= width and h <= height:
+                left, top = x * (width - w), y * (height - h)
+                flip = bool(torch.rand((), generator=generator) < 0.5)
+                return (left, top, left + w, top + h), flip
+        side = min(width, height)
+        left, top = (width - side) / 2, (height - side) / 2
+        return (left, top, left + side, top + side), bool(torch.rand((), generator=generator) < 0.5)
+
+
+def _one_thread(worker: int) -> None:
+    torch.set_num_threads(1)

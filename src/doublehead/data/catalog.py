@@ -1,4 +1,4 @@
-"""The one table of data sets: what each is, its splits, where its files must lie and how they are read."""
+"""The table of data sets: what each is, its splits, the files it needs and how they are read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from doublehead.data import class_names, readers
+from doublehead.data import readers
+from doublehead.data.batches import Normalise
 from doublehead.data.fashion import fashion_subset
-from doublehead.data.normalise import Normalise
-from doublehead.data.own import load_own
-from doublehead.data.splits import SPLIT_SEED, Images, Samples, Splits, Trees, carve
+from doublehead.data.splits import SPLIT_SEED, Images, Samples, Splits, Trees, split_samples
+
+CIFAR100 = tuple(
+    """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+    man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+    pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+    tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm""".split()  # noqa: SIM905 (a hundred quoted strings read worse)
+)
+# In the order of the labels.
+CLASS_NAMES: dict[str, tuple[str, ...]] = {
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    "cifar100": CIFAR100,
+    "svhn": tuple("0123456789"),
+    "sst-fine": ("very negative", "negative", "neutral", "positive", "very positive"),
+    "sst-binary": ("negative", "positive"),
+}
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """One row of the table. `read(root, split_seed)` gives the splits; `layout` says what must lie under root."""
+    """One row of the table. `read(root, split_seed)` gives the splits; `layout` describes the files under root."""
 
     name: str
     about: str
@@ -26,41 +43,48 @@ class DataSet:
     sizes: tuple[int, int, int]  # train, calib, test
     layout: str
     read: Callable[[Path, int], Splits]
-    normalise: Normalise | None = None  # of the train images: the published channel means and deviations
+    normalise: Normalise | None = None  # published channel means and standard deviations of the train images
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None, *, split_seed: int = SPLIT_SEED) -> Splits:
-    """The splits of a data set of the table, or of your own data.
+    """The splits of a data set in the table, or of your own data.
 
-    `root` is the folder that holds the files, directly or in a folder named like the data set; without it the
-    environment variable DOUBLEHEAD_DATA or else the folder `data` is taken. Your own data is named by a prefix
-    and a path: `arrays:PATH`, `folder:PATH` (images) or `table:PATH` (texts), see `load_own`.
+    `root` contains the files, directly or in a folder named like the data set. The default is the environment
+    variable DOUBLEHEAD_DATA, then the folder `data`. Your own data is `arrays:PATH`, `folder:PATH` (images) or
+    `table:PATH` (texts), see `load_own`.
 
     >>> load("fashion").sizes
     (8500, 2500, 6000)
     """
     if ":" in name:
-        return load_own(name, split_seed=split_seed)
-    return _find(name).read(data_root(root), split_seed)
+        return readers.load_own(name, split_seed=split_seed)
+    return find(name).read(data_root(root), split_seed)
 
 
 def load_test(name: str, root: str | os.PathLike[str] | None = None) -> Samples:
-    """The test split alone: out-of-distribution data for a network trained on another set needs no more.
-
-    Of the image sets only the test files have to be there.
-    """
-    spec, folder = _find(name), data_root(root)
+    """The test split alone, for example as out-of-distribution data; CIFAR and SVHN need only their test files."""
+    spec, folder = find(name), data_root(root)
     if name in ("cifar10", "cifar100", "svhn"):
         return _image_split(spec, folder, "test")
     return spec.read(folder, SPLIT_SEED).test
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of data sets: `root`, or the environment variable DOUBLEHEAD_DATA, or `data`."""
+    """The folder of data sets: `root`, the environment variable DOUBLEHEAD_DATA, or `data`."""
     return Path(root if root is not None else os.environ.get("DOUBLEHEAD_DATA", "data"))
 
 
-def _find(name: str) -> DataSet:
+def list_datasets() -> list[dict[str, object]]:
+    """One row per data set: name, about, kind, n_classes, train, calib, test, layout."""
+    rows: list[dict[str, object]] = []
+    for spec in DATASETS.values():
+        row = {name: getattr(spec, name) for name in ("name", "about", "kind", "n_classes")}
+        rows.append({**row, **dict(zip(("train", "calib", "test"), spec.sizes)), "layout": spec.layout})
+    return rows
+
+
+def find(name: str) -> DataSet:
+    """The row of a data set by name."""
     if name not in DATASETS:
         raise ValueError(
             f"data set must be one of {', '.join(DATASETS)}, or arrays:PATH, folder:PATH, table:PATH, got {name!r}"
@@ -76,8 +100,8 @@ def _under(root: Path, name: str, *paths: str) -> Path | None:
 
 def _missing(name: str, root: Path) -> FileNotFoundError:
     return FileNotFoundError(
-        f"{name} was not found in {root}: {DATASETS[name].layout}. `doublehead data get {name}` fetches what may be "
-        "fetched"
+        f"{name} was not found in {root}: {DATASETS[name].layout}. `doublehead data get {name}` downloads it where "
+        "that is allowed"
     )
 
 
@@ -102,67 +126,66 @@ def _image_split(spec: DataSet, root: Path, split: str) -> Images:
 def _read_images(name: str) -> Callable[[Path, int], Splits]:
     def read(root: Path, split_seed: int) -> Splits:
         spec = DATASETS[name]
-        train, calib = carve(_image_split(spec, root, "train"), spec.sizes[1], split_seed)
-        return Splits(name, train, calib, _image_split(spec, root, "test"), class_names.OF[name])
+        train, calib = split_samples(_image_split(spec, root, "train"), spec.sizes[1], split_seed)
+        return Splits(name, train, calib, _image_split(spec, root, "test"), CLASS_NAMES[name])
 
     return read
 
 
 def _read_imagenet(root: Path, split_seed: int) -> Splits:
-    """Folders train and val with a folder per class; half of val, drawn by class, is for calibration."""
+    """Folders train and val with one folder per class; a stratified half of val is calib."""
     folder = _under(root, "imagenet", "train")
     if folder is None:
         raise _missing("imagenet", root)
     train, names = readers.read_image_folder(folder)
     val, _ = readers.read_image_folder(folder.parent / "val", names)
-    test, calib = carve(val, len(val) // 2, split_seed)
+    test, calib = split_samples(val, len(val) // 2, split_seed)
     return Splits("imagenet", train, calib, test, names)
 
 
 def _read_sst(name: str) -> Callable[[Path, int], Splits]:
-    """The data set's own splits; `dev` is for calibration."""
+    """The data set's own splits; `dev` is calib."""
 
     def read(root: Path, split_seed: int) -> Splits:
-        found = _under(root, "sst", "trees/train.txt", "train.txt") or _under(
-            root, name, "trees/train.txt", "train.txt"
-        )
+        files = ("trees/train.txt", "train.txt")
+        found = _under(root, "sst", *files) or _under(root, name, *files)
         if found is None:
             raise _missing(name, root)
         parts = [readers.read_sst(found.parent / f"{part}.txt") for part in ("train", "dev", "test")]
         if name == "sst-binary":
             parts = [_binary(part) for part in parts]
-        return Splits(name, parts[0], parts[1], parts[2], class_names.OF[name])
+        return Splits(name, parts[0], parts[1], parts[2], CLASS_NAMES[name])
 
     return read
 
 
 def _binary(samples: Trees) -> Trees:
-    """Negative (0, 1) against positive (3, 4); neutral sentences are dropped, neutral phrases carry no label."""
+    """Negative (0, 1) against positive (3, 4); neutral sentences are dropped, neutral phrases get no label."""
     kept = samples.take((samples.labels != 2).nonzero()[0])
     trees = tuple(tree.relabel((0, 0, -100, 1, 1)) for tree in kept.trees)
     return Trees(trees, (kept.labels > 2).astype("int64"))
 
 
 def _read_newsgroups(root: Path, split_seed: int) -> Splits:
-    """The 19,997 documents: 3,999 drawn for test, then 900 of the rest for calibration, each by class."""
+    """The 19,997 documents: 3,999 are drawn for test, then 900 of the rest for calib."""
     folder = _under(root, "20newsgroups", "20_newsgroups", "20news-19997")
     if folder is None:
         raise _missing("20newsgroups", root)
     documents, groups = readers.read_newsgroups(folder)
     _, n_calib, n_test = DATASETS["20newsgroups"].sizes
-    rest, test = carve(documents, n_test, split_seed)
-    train, calib = carve(rest, n_calib, split_seed)
+    rest, test = split_samples(documents, n_test, split_seed)
+    train, calib = split_samples(rest, n_calib, split_seed)
     return Splits("20newsgroups", train, calib, test, groups)
 
 
 def _read_newsgroups_bydate(root: Path, split_seed: int) -> Splits:
-    """The later 40 % of the documents are the test set of this version; calib is drawn from the earlier ones."""
+    """The later 40 % of the documents are test; calib is drawn from the earlier ones."""
     folder = _under(root, "20newsgroups", "20news-bydate-train")
     if folder is None:
         raise _missing("20newsgroups-bydate", root)
     documents, groups = readers.read_newsgroups(folder)
     test, _ = readers.read_newsgroups(folder.parent / "20news-bydate-test")
-    train, calib = carve(documents, DATASETS["20newsgroups-bydate"].sizes[1], split_seed)
+    train, calib = split_samples(documents, DATASETS["20newsgroups-bydate"].sizes[1], split_seed)
     return Splits("20newsgroups-bydate", train, calib, test, groups)
 
 
@@ -170,17 +193,17 @@ _ARRAYS = "or {train,test}_{images,labels}.npy"
 _ROWS = (
     DataSet(
         "fashion",
-        "a subset of Fashion-MNIST that comes with the package",
+        "a subset of Fashion-MNIST, included in the package",
         "images",
         10,
         (8_500, 2_500, 6_000),
-        "nothing to put anywhere",
+        "included in the package",
         lambda root, split_seed: fashion_subset(),
         Normalise((0.2860,), (0.3530,)),
     ),
     DataSet(
         "cifar10",
-        "32 x 32 photographs of ten things",
+        "32 x 32 photographs, ten classes",
         "images",
         10,
         (45_000, 5_000, 10_000),
@@ -190,7 +213,7 @@ _ROWS = (
     ),
     DataSet(
         "cifar100",
-        "32 x 32 photographs of a hundred things",
+        "32 x 32 photographs, a hundred classes",
         "images",
         100,
         (45_000, 5_000, 10_000),
@@ -210,11 +233,11 @@ _ROWS = (
     ),
     DataSet(
         "imagenet",
-        "ImageNet 2012; its validation images are halved into calib and test",
+        "ImageNet 2012; the validation images are split in half into calib and test",
         "files",
         1000,
         (1_281_167, 25_000, 25_000),
-        "put the folders train and val there, each with one folder of images per class (image-net.org asks for an "
+        "put the folders train and val there, each with one folder of images per class (image-net.org requires an "
         "account; the validation images must be sorted into class folders)",
         _read_imagenet,
         Normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),

@@ -1,9 +1,8 @@
 """The corruptions of CIFAR-10-C that need no extra asset, at severities 1 to 5, on batches and on any device.
 
-The families and constants are those published with Hendrycks & Dietterich, "Benchmarking Neural Network Robustness
-to Common Corruptions and Perturbations" (ICLR 2019) for 32 x 32 images. Random draws differ from the official
-files (another generator), the distributions are the same. Glass and zoom blur, snow, frost, fog and
-spatter are read from the official files only.
+Families and constants are those of Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to Common
+Corruptions and Perturbations" (ICLR 2019) for 32 x 32 images. The random draws differ from the official files, the
+distributions are the same. Glass and zoom blur, snow, frost, fog and spatter can only be read from the official files.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from doublehead.data.filters import blur_matrix, box_matrix, disk_kernel, sample_at, separable
 from doublehead.data.splits import Images
 from doublehead.optional import require
 
@@ -31,9 +29,9 @@ CHUNK_IMAGES = 2048
 
 
 def corrupt(images: Tensor, family: str, severity: int, generator: torch.Generator) -> Tensor:
-    """Corrupt images (N, C, H, W) with pixels in 0..1; a new tensor with pixels in 0..1 on the same device.
+    """Corrupt images (N, C, H, W) with pixels in 0..1; returns a new tensor on the same device, in 0..1.
 
-    `generator` must live on the images' device. JPEG compression goes through the CPU.
+    `generator` must be on the device of the images. JPEG compression runs on the CPU.
 
     >>> grey = torch.full((2, 3, 8, 8), 0.5)
     >>> corrupt(grey, "brightness", 5, torch.Generator())[0, 0, 0, 0].item()
@@ -52,20 +50,20 @@ def corrupt(images: Tensor, family: str, severity: int, generator: torch.Generat
 def corrupt_images(
     images: Array, family: str, severity: int, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Array:
-    """Corrupt uint8 images (N, H, W, C) into uint8 images, as the official files hold them (fractions cut off)."""
+    """Corrupt uint8 images (N, H, W, C); fractions are truncated as in the official files."""
     generator = torch.Generator(device).manual_seed(seed)
     out = np.empty_like(images)
     for start in range(0, len(images), CHUNK_IMAGES):
         part = slice(start, start + CHUNK_IMAGES)
         pixels = torch.from_numpy(np.ascontiguousarray(images[part])).to(device).permute(0, 3, 1, 2) / 255
-        harmed = corrupt(pixels, family, severity, generator)
-        # The small term keeps whole grey levels whole in spite of rounding.
-        out[part] = (harmed * 255 + 1e-3).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+        corrupted = corrupt(pixels, family, severity, generator)
+        # The small term keeps whole grey levels from being truncated to the level below.
+        out[part] = (corrupted * 255 + 1e-3).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     return out
 
 
 def read_cifar10c(root: str | os.PathLike[str], family: str, severity: int) -> Images:
-    """10,000 images of an official file `root/<family>.npy` (CIFAR-10-C or CIFAR-100-C) with `root/labels.npy`."""
+    """The 10,000 images of one severity from the official files `root/<family>.npy` and `root/labels.npy`."""
     if severity not in (1, 2, 3, 4, 5):
         raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
     folder = Path(root)
@@ -96,7 +94,7 @@ def _shot_noise(x: Tensor, photons: float, generator: torch.Generator) -> Tensor
 
 
 def _impulse_noise(x: Tensor, amount: float, generator: torch.Generator) -> Tensor:
-    """Each channel of each pixel turns black or white, half and half, with probability `amount`."""
+    """Set each channel of each pixel to 0 or 1, with probability `amount` / 2 each."""
     draw = _rand(x.shape, x, generator)
     return torch.where(draw < amount, (draw < amount / 2).to(x.dtype), x)
 
@@ -118,9 +116,9 @@ def _defocus_blur(x: Tensor, constants: tuple[float, float], _: torch.Generator)
 
 
 def _motion_blur(x: Tensor, constants: tuple[int, float], generator: torch.Generator) -> Tensor:
-    """A one-sided Gaussian along a direction drawn for each image from -45..45 degrees, as ImageMagick does it.
+    """A one-sided Gaussian along a direction drawn per image from -45..45 degrees, as in ImageMagick.
 
-    Steps are rounded to whole pixels, the border is repeated.
+    Steps are rounded to whole pixels; the border is repeated.
     """
     radius, sigma = constants
     steps = torch.arange(2 * radius + 1, device=x.device, dtype=x.dtype)
@@ -144,18 +142,18 @@ def _contrast(x: Tensor, factor: float, _: torch.Generator) -> Tensor:
 
 
 def _brightness(x: Tensor, shift: float, _: torch.Generator) -> Tensor:
-    """Raise the V of HSV: all channels grow by the same factor; black becomes grey."""
+    """Raise V in HSV: all channels grow by the same factor; black becomes grey."""
     value = x.amax(1, keepdim=True)
     factor = (value + shift).clamp(max=1) / value.clamp(min=1e-12)
     return torch.where(value > 0, x * factor, torch.full_like(x, shift))
 
 
 def _saturate(x: Tensor, constants: tuple[float, float], _: torch.Generator) -> Tensor:
-    """Change the S of HSV; a grey pixel has hue 0 there, so what saturation it gets is red."""
+    """Change S in HSV; grey pixels have hue 0, so they turn red."""
     if x.shape[1] != 3:
-        raise ValueError(f"saturate needs images with 3 channels, got {x.shape[1]}")
+        raise ValueError(f"images must have 3 channels for saturate, got {x.shape[1]}")
     value = x.amax(1, keepdim=True)
-    distance = value - x  # from the strongest channel
+    distance = value - x  # from the largest channel
     spread = distance.amax(1, keepdim=True)
     saturation = spread / value.clamp(min=1e-12)
     wanted = (saturation * constants[0] + constants[1]).clamp(0, 1)
@@ -165,7 +163,7 @@ def _saturate(x: Tensor, constants: tuple[float, float], _: torch.Generator) -> 
 
 
 def _jpeg_compression(x: Tensor, quality: int, _: torch.Generator) -> Tensor:
-    """Through Pillow, image by image, on the CPU; pixels are cut to whole grey levels first."""
+    """Encode and decode each image with Pillow, on the CPU; pixels are truncated to grey levels first."""
     pillow = require("PIL.Image", extra="data")
     pixels = (x * 255 + 1e-3).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     out = []
@@ -179,7 +177,7 @@ def _jpeg_compression(x: Tensor, quality: int, _: torch.Generator) -> Tensor:
 
 
 def _pixelate(x: Tensor, factor: float, _: torch.Generator) -> Tensor:
-    """Box-filtered down to `factor` of the size and up again; rounded after each axis, as Pillow does."""
+    """Box-filter down to `factor` of the size and up again; rounded after each axis, as in Pillow."""
     height, width = x.shape[2:]
     for sizes in ((int(height * factor), int(width * factor)), (height, width)):
         rows, columns = (box_matrix(old, new).to(x) for old, new in zip(x.shape[2:], sizes))
@@ -189,14 +187,14 @@ def _pixelate(x: Tensor, factor: float, _: torch.Generator) -> Tensor:
 
 
 def _round(x: Tensor) -> Tensor:
-    """To the nearest grey level, halves up; the small term keeps halves halves in spite of float32."""
+    """To the nearest grey level, halves up; the small term makes up for float32 rounding of halves."""
     return (x * 255 + 0.5 + 1e-4).floor() / 255
 
 
 def _elastic_transform(
     x: Tensor, constants: tuple[float, float, float], generator: torch.Generator
 ) -> Tensor:
-    """A random affine map and then a smooth random displacement; constants are shares of the image's size."""
+    """A random affine map, then a smooth random displacement; constants are relative to the image size."""
     n, _, height, width = x.shape
     size = min(height, width)
     strength, sigma, jitter = (c * size for c in constants)
@@ -212,9 +210,9 @@ def _elastic_transform(
 
 
 def _affine_sources(x: Tensor, jitter: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Where each pixel comes from, rows and columns (N, H, W), if three points around the centre are jittered."""
+    """Source rows and columns (N, H, W) of the affine map that moves three points by random jitter."""
     n, _, height, width = x.shape
-    x0, y0, side = width // 2, height // 2, min(height, width) // 3  # points are (x, y), as OpenCV counts
+    x0, y0, side = width // 2, height // 2, min(height, width) // 3  # points are (x, y) as in OpenCV
     corners = [(x0 + side, y0 + side), (x0 + side, y0 - side), (x0 - side, y0 - side)]
     before = torch.tensor([[*corner, 1.0] for corner in corners], device=x.device, dtype=x.dtype)  # (3, 3)
     shift = (2 * _rand((n, 3, 2), x, generator) - 1) * jitter
@@ -236,6 +234,70 @@ def _rand(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Ten
     return torch.rand(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
 
 
+def separable(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Apply `rows` (H', H) along the height and `columns` (W', W) along the width of (..., H, W)."""
+    return rows @ images @ columns.T
+
+
+def blur_matrix(size: int, sigma: float, truncate: float, border: Literal["nearest", "reflect"]) -> Tensor:
+    """(size, size): a Gaussian along one axis, cut at `truncate` standard deviations, with scipy.ndimage's borders.
+
+    "nearest" repeats the last pixel, "reflect" mirrors the image including it (d c b a | a b c d | d c b a).
+    """
+    radius = int(truncate * sigma + 0.5)
+    steps = torch.arange(-radius, radius + 1)
+    weights = (-0.5 * (steps / max(sigma, 1e-12)).double() ** 2).exp()
+    weights /= weights.sum()
+    source = torch.arange(size)[:, None] + steps  # (size, taps)
+    if border == "nearest":
+        source = source.clamp(0, size - 1)
+    else:
+        source = source % (2 * size)
+        source = torch.where(source < size, source, 2 * size - 1 - source)
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    return matrix.scatter_add_(1, source, weights.expand(size, -1))
+
+
+def box_matrix(old: int, new: int) -> Tensor:
+    """(new, old): Pillow's box filter; a new pixel is the mean of the old ones whose centres it covers."""
+    scale = old / new
+    support = max(scale, 1.0) / 2
+    matrix = torch.zeros(new, old, dtype=torch.float64)
+    for i in range(new):
+        centre = (i + 0.5) * scale
+        low, high = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), old)
+        distance = (torch.arange(low, high) + 0.5 - centre) / max(scale, 1.0)
+        inside = ((distance > -0.5) & (distance <= 0.5)).double()
+        matrix[i, low:high] = inside / inside.sum()
+    return matrix
+
+
+def disk_kernel(radius: float, sigma: float) -> Tensor:
+    """A disk smoothed by a 3 x 3 Gaussian, in the smallest square that contains it."""
+    reach = int(radius) + 1
+    place = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    disk = (place[:, None] ** 2 + place**2 <= radius**2).double()
+    weights = (-0.5 * (torch.arange(-1, 2) / sigma).double() ** 2).exp()
+    weights /= weights.sum()
+    smooth = weights[:, None] * weights
+    return F.conv2d((disk / disk.sum())[None, None], smooth[None, None], padding=1)[0, 0]
+
+
+def sample_at(images: Tensor, row: Tensor, column: Tensor, border: Literal["mirror", "reflect"]) -> Tensor:
+    """Images (N, C, H, W) sampled at `row`, `column` (N, H', W') by linear interpolation.
+
+    Beyond the border the image is mirrored: "mirror" excludes the last pixel (d c b | a b c d | c b a), "reflect"
+    includes it.
+    """
+    height, width = images.shape[2:]
+    corners = border == "mirror"
+    if corners:
+        y, x = 2 * row / max(height - 1, 1) - 1, 2 * column / max(width - 1, 1) - 1
+    else:
+        y, x = (2 * row + 1) / height - 1, (2 * column + 1) / width - 1
+    return F.grid_sample(images, torch.stack([x, y], -1), padding_mode="reflection", align_corners=corners)
+
+
 # The published CIFAR constants, severity 1 to 5.
 SEVERITIES: dict[str, tuple[Corruption, tuple[Any, ...]]] = {
     "gaussian_noise": (_gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10)),
@@ -243,13 +305,13 @@ SEVERITIES: dict[str, tuple[Corruption, tuple[Any, ...]]] = {
     "impulse_noise": (_impulse_noise, (0.01, 0.02, 0.03, 0.05, 0.07)),
     "speckle_noise": (_speckle_noise, (0.06, 0.1, 0.12, 0.16, 0.2)),
     "gaussian_blur": (_gaussian_blur, (0.4, 0.6, 0.7, 0.8, 1.0)),
-    # radius, deviation of the smoothing
+    # radius, standard deviation of the smoothing
     "defocus_blur": (_defocus_blur, ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1))),
-    # radius, deviation along the motion
+    # radius, standard deviation along the motion
     "motion_blur": (_motion_blur, ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5))),
     "contrast": (_contrast, (0.75, 0.5, 0.4, 0.3, 0.15)),
     "brightness": (_brightness, (0.05, 0.1, 0.15, 0.2, 0.3)),
-    # factor and shift of the saturation
+    # factor, shift
     "saturate": (_saturate, ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))),
     "jpeg_compression": (_jpeg_compression, (80, 65, 58, 50, 40)),
     "pixelate": (_pixelate, (0.95, 0.9, 0.85, 0.75, 0.65)),

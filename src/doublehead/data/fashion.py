@@ -1,9 +1,9 @@
-"""The subset of Fashion-MNIST that travels with the package: real images for the demo, 5.8 MB, no download.
+"""The subset of Fashion-MNIST included in the package: real images for the demo in 5.8 MB, without a download.
 
-Fashion-MNIST (c) 2017 Zalando SE, MIT licence; the text lies beside the asset. Images are kept without loss:
-a bit per pixel says whether it is 0, and each pixel that is not carries its difference from a prediction made
-of its left and upper neighbours; both streams are LZMA-compressed. That is a fifth smaller than the original
-gzip, and decoding needs numpy and the standard library alone.
+Fashion-MNIST (c) 2017 Zalando SE, MIT licence; its text is next to the asset. Compression is lossless: one bit per
+pixel tells whether it is 0, and each other pixel is stored as its difference from a prediction by its left and upper
+neighbours. Both streams are LZMA-compressed. That is a fifth smaller than the original gzip files, and decoding needs
+only numpy and the standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 ASSET = "fashion_mnist_subset.npz"
 SIZES = {"train": 8_500, "calib": 2_500, "test": 6_000}
-SEED = 2017  # the year of the data set; which images were drawn is also kept in the asset as `rows`
+SEED = 2017  # the drawn rows are also stored in the asset, as `rows`
 CLASS_NAMES = (
     "T-shirt/top",
     "trouser",
@@ -42,10 +42,10 @@ CLASS_NAMES = (
 
 
 def fashion_subset() -> Splits:
-    """The shipped subset of Fashion-MNIST: 8,500 / 2,500 / 6,000 images of 28 x 28 x 1, ten classes in equal parts.
+    """The included subset of Fashion-MNIST: 8,500 / 2,500 / 6,000 images of 28 x 28 x 1, ten equally frequent classes.
 
-    train and calib come from the original training images, test from the original test images. The order within
-    each split is random. Decoding takes about half a second.
+    train and calib come from the original training images, test from the original test images. The order within each
+    split is random. Decoding takes about half a second.
 
     >>> splits = fashion_subset()
     >>> len(splits.train), len(splits.calib), len(splits.test), splits.train.images.shape[1:]
@@ -57,9 +57,7 @@ def fashion_subset() -> Splits:
         labels = arrays["labels"].astype(np.int64)
         digest = arrays["sha256"].tobytes()
     if hashlib.sha256(images.tobytes() + labels.tobytes()).digest() != digest:
-        raise ValueError(
-            f"the package's {ASSET} is damaged (its checksum does not match): reinstall doublehead"
-        )
+        raise ValueError(f"{ASSET} in the package is damaged (wrong checksum): reinstall doublehead")
     ends = np.cumsum(list(SIZES.values()))[:-1]
     parts = zip(np.split(images[..., None], ends), np.split(labels, ends))
     train, calib, test = (Images(i, y) for i, y in parts)
@@ -69,7 +67,7 @@ def fashion_subset() -> Splits:
 def make_fashion_subset(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Draw the subset from the four original `*-ubyte.gz` files in `folder` and write the asset to `path`.
 
-    This is how the shipped file was made; it needs running again only if the draw changes.
+    The included file was made by this function.
     """
     source = {
         half: (_read_idx(folder, f"{half}-images-idx3"), _read_idx(folder, f"{half}-labels-idx1"))
@@ -98,7 +96,7 @@ def make_fashion_subset(folder: str | os.PathLike[str], path: str | os.PathLike[
 
 
 def encode_images(images: Array) -> tuple[bytes, bytes]:
-    """uint8 images (N, H, W) -> the two compressed streams that `decode_images` reads."""
+    """uint8 images (N, H, W) -> the compressed mask and residuals that `decode_images` reads."""
     padded = np.pad(images.astype(np.int16), ((0, 0), (1, 0), (1, 0)))
     predicted = _predict(padded[:, 1:, :-1], padded[:, :-1, 1:], padded[:, :-1, :-1])
     mask = images > 0
@@ -107,12 +105,12 @@ def encode_images(images: Array) -> tuple[bytes, bytes]:
 
 
 def decode_images(mask: bytes, residuals: bytes, n: int, side: int = 28) -> Array:
-    """The (n, side, side) uint8 images of two compressed streams; pixel by pixel, all images at once."""
+    """(n, side, side) uint8 images from the two compressed streams, pixel by pixel for all images at once."""
     bits = np.frombuffer(lzma.decompress(mask), np.uint8)
     is_set: Array = np.unpackbits(bits, count=n * side * side).reshape(n, side, side).astype(bool)
     difference: Array = np.zeros(is_set.shape, np.uint8)
     difference[is_set] = np.frombuffer(lzma.decompress(residuals), np.uint8)
-    # Pixel-major, so that each step touches contiguous memory: (side, side, n).
+    # (side, side, n), so that each step reads contiguous memory
     is_set, difference = (np.ascontiguousarray(a.transpose(1, 2, 0)) for a in (is_set, difference))
     padded = np.zeros((side + 1, side + 1, n), np.int16)
     for row in range(side):

@@ -1,9 +1,8 @@
-"""Perturbations of calibration batches, the paper's g: they teach the calibration head humility under shift.
+"""Perturbations of calibration batches (the paper's g), which lower the head's confidence under distribution shift.
 
-Pass one as `Alternation(..., augment=GaussianNoise(normalise=normalise))`. Each works on the device of the images and
-draws from torch's global generators, which Alternation replaces by its own while it runs. `GaussianNoise` and
-`Broad` imitate none of the families of `corruptions` but Gaussian noise, so those stay an honest test; `Shifts` is made
-of those families, and an honest test leaves out the ones it looks at.
+They run on the device of the images and draw from torch's global generators. `GaussianNoise` and `Broad` share only
+Gaussian noise with the families of `corruptions`, so the other families remain an independent test. `Shifts` is made
+of those families; test on the ones it leaves out.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from doublehead.data.batches import Normalise
 from doublehead.data.corruptions import FAMILIES, corrupt
-from doublehead.data.normalise import Normalise
 
 Perturbation: TypeAlias = Callable[[Tensor], Tensor]  # pixels (B, C, H, W) in 0..1 -> the same shape
 
 
 def noise(pixels: Tensor, max_sigma: float = 0.15) -> Tensor:
-    """Add Gaussian noise, its deviation drawn for each image from 0..max_sigma of the pixel range."""
+    """Add Gaussian noise; its standard deviation is uniform in 0..max_sigma for each image."""
     return pixels + max_sigma * _uniform(pixels, 0, 1) * torch.randn_like(pixels)
 
 
@@ -40,7 +39,7 @@ def rotate_shear_scale(pixels: Tensor) -> Tensor:
 
 
 def erase(pixels: Tensor) -> Tensor:
-    """Put one grey level over a rectangle whose sides are 0.3..0.7 of the image's."""
+    """Fill a rectangle, whose sides are 0.3..0.7 of the image's, with one grey level."""
     inside = torch.ones_like(pixels[:, :1], dtype=torch.bool)
     for axis in (2, 3):
         size = pixels.shape[axis]
@@ -54,7 +53,7 @@ def erase(pixels: Tensor) -> Tensor:
 
 
 def mix(pixels: Tensor) -> Tensor:
-    """Blend in another image of the batch with weight 0.2..0.5; the label stays that of the stronger one."""
+    """Blend in another image of the batch with weight 0.2..0.5; the label stays that of the first."""
     weight = _uniform(pixels, 0.2, 0.5)
     other = torch.rand(len(pixels), device=pixels.device).argsort()
     return (1 - weight) * pixels + weight * pixels[other]
@@ -74,7 +73,7 @@ def posterise(pixels: Tensor) -> Tensor:
 
 
 def shuffle_patches(pixels: Tensor) -> Tensor:
-    """Cut each image into 4 x 4 patches and put them back in random order; 2 x 2 where 4 does not divide the size."""
+    """Permute the 4 x 4 patches of each image; 2 x 2 if 4 does not divide the size."""
     b, c, h, w = pixels.shape
     n = next(n for n in (4, 2, 1) if h % n == 0 and w % n == 0)
     patches = pixels.view(b, c, n, h // n, n, w // n).permute(0, 2, 4, 1, 3, 5).reshape(b, n * n, -1)
@@ -95,10 +94,10 @@ BROAD: tuple[Perturbation, ...] = (
 
 @dataclass(frozen=True)
 class Perturb:
-    """Perturb a share of each batch, each image by one of `functions`, dealt out evenly; the rest stays as it is.
+    """Perturb the first `share` of each batch, each image by one of `functions`, in equal numbers.
 
-    Images (B, C, H, W) are pixels in 0..1 unless `normalise` says how they were normalised. The first
-    `share` of the batch is perturbed, so batches should come shuffled. Pixels are clipped to 0..1 afterwards.
+    Batches should be shuffled. Images (B, C, H, W) are pixels in 0..1, or normalised by `normalise`. Pixels are
+    clipped to 0..1 afterwards.
     """
 
     functions: Sequence[Perturbation]
@@ -109,7 +108,7 @@ class Perturb:
         if not 0 <= self.share <= 1:
             raise ValueError(f"share must lie in 0..1, got {self.share}")
         if not self.functions:
-            raise ValueError("functions must hold at least one perturbation, got none")
+            raise ValueError("functions must contain at least one perturbation, got none")
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
@@ -120,10 +119,10 @@ class Perturb:
             raise ValueError(
                 f"images must be floating (B, C, H, W), got {images.dtype} of shape {tuple(images.shape)}"
             )
-        n, functions = round(self.share * len(images)), self._fitting(images.shape[1])
+        n, functions = round(self.share * len(images)), self._applicable(images.shape[1])
         pixels = images[:n].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         pixels = self.normalise.undo(pixels) if self.normalise else pixels
-        turn = int(torch.randint(len(functions), ()))  # on the CPU: no waiting for a GPU
+        turn = int(torch.randint(len(functions), ()))  # on the CPU, so as not to wait for a GPU
         for i, function in enumerate(functions):
             mine = slice((i + turn) % len(functions), n, len(functions))
             if mine.start < n:
@@ -132,13 +131,13 @@ class Perturb:
         pixels = self.normalise(pixels) if self.normalise else pixels
         return torch.cat([pixels.to(images.dtype), images[n:]])
 
-    def _fitting(self, n_channels: int) -> Sequence[Perturbation]:
-        """Those of the functions that make sense for images of so many channels."""
+    def _applicable(self, n_channels: int) -> Sequence[Perturbation]:
+        """The functions that apply to images with this many channels."""
         return self.functions
 
 
 class GaussianNoise(Perturb):
-    """Gaussian noise on `share` of each batch, its deviation uniform in 0..max_sigma of the pixel range per image.
+    """Gaussian noise on `share` of each batch; its standard deviation is uniform in 0..max_sigma for each image.
 
     >>> clean = torch.full((4, 1, 8, 8), 0.5)
     >>> (GaussianNoise()(clean) != clean).flatten(1).any(1).tolist()
@@ -149,30 +148,30 @@ class GaussianNoise(Perturb):
         self, max_sigma: float = 0.15, share: float = 0.5, normalise: Normalise | None = None
     ) -> None:
         if max_sigma < 0:
-            raise ValueError(f"max_sigma must not be negative, got {max_sigma}")
+            raise ValueError(f"max_sigma must be >= 0, got {max_sigma}")
         super().__init__((lambda pixels: noise(pixels, max_sigma),), share, normalise)
 
 
 class Broad(Perturb):
-    """Six kinds of harm on `share` of each batch: geometry, erasing, mixing, channels, posterising, patch shuffling.
+    """Six perturbations on `share` of each batch: geometry, erasing, mixing, channels, posterising, patch shuffling.
 
-    With `max_sigma` above 0, half of the perturbed images get Gaussian noise instead ("noise + broad").
+    With `max_sigma` > 0, half of the perturbed images get Gaussian noise instead.
     """
 
     def __init__(
         self, share: float = 0.5, normalise: Normalise | None = None, max_sigma: float = 0.0
     ) -> None:
         if max_sigma < 0:
-            raise ValueError(f"max_sigma must not be negative, got {max_sigma}")
+            raise ValueError(f"max_sigma must be >= 0, got {max_sigma}")
         noisy: tuple[Perturbation, ...] = (lambda pixels: noise(pixels, max_sigma),) * len(BROAD)
         pairs = [f for pair in zip(BROAD, noisy) for f in pair]
         super().__init__(tuple(pairs) if max_sigma else BROAD, share, normalise)
 
 
 class Shifts(Perturb):
-    """The families of CIFAR-10-C at random severities on `share` of each batch, but for those in `leave_out`.
+    """The families of `corrupt` at random severities on `share` of each batch, except those in `leave_out`.
 
-    `saturate` is a matter of colour: images that have not three channels go without it.
+    Images without three channels skip `saturate`.
 
     >>> clean = torch.rand(26, 3, 32, 32)
     >>> (Shifts(share=1.0)(clean) != clean).flatten(1).any(1).sum().item() >= 24
@@ -184,22 +183,23 @@ class Shifts(Perturb):
     ) -> None:
         unknown = sorted(set(leave_out) - set(FAMILIES))
         if unknown:
-            raise ValueError(f"leave_out must hold some of {', '.join(FAMILIES)}, got {', '.join(unknown)}")
+            raise ValueError(f"leave_out must be among {', '.join(FAMILIES)}, got {', '.join(unknown)}")
         kept = [family for family in FAMILIES if family not in leave_out]
         super().__init__([partial(_any_severity, family) for family in kept], share, normalise)
 
-    def _fitting(self, n_channels: int) -> Sequence[Perturbation]:
-        coloured = n_channels == 3
-        fitting = [one for one in self.functions if coloured or getattr(one, "args", ()) != ("saturate",)]
-        if not fitting:
+    def _applicable(self, n_channels: int) -> Sequence[Perturbation]:
+        if n_channels == 3:
+            return self.functions
+        kept = [one for one in self.functions if getattr(one, "args", ()) != ("saturate",)]
+        if not kept:
             raise ValueError(
-                f"leave_out must leave a family that is not saturate for images with {n_channels} channels"
+                f"leave_out must keep a family other than saturate for images with {n_channels} channels"
             )
-        return fitting
+        return kept
 
 
 def _any_severity(family: str, pixels: Tensor) -> Tensor:
-    severity = 1 + int(torch.randint(5, ()))  # on the CPU: no waiting for a GPU
+    severity = 1 + int(torch.randint(5, ()))  # on the CPU, so as not to wait for a GPU
     generator = torch.default_generator
     if pixels.is_cuda:
         generator = torch.cuda.default_generators[pixels.device.index]

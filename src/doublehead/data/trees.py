@@ -1,31 +1,29 @@
-"""Parsed sentences as arrays, and many of them batched by height so that a TreeLSTM takes few large steps."""
+"""Parsed sentences as arrays, and batches of them sorted by height for a TreeLSTM."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from doublehead.data.tree_schedule import Schedule, schedule
-
 Array: TypeAlias = npt.NDArray[Any]
-IGNORED = -100  # the label that torch's cross entropy leaves out
+IGNORED = -100  # the label that torch's cross entropy ignores
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """A binary tree over the words of one sentence; arrays over its nodes in post-order, the root last.
+    """A binary tree over the words of one sentence, as arrays over its nodes in post-order, the root last.
 
-    `tokens` are the leaves' words from left to right. With n nodes:
-    `words` (n,) is a leaf's position in `tokens` or, after `index`, its row in a vocabulary; -1 for inner nodes.
-    `left`, `right` (n,) are the children's node numbers, -1 for leaves; children come before their parent.
-    `labels` (n,) is the class of each node's phrase, or -100 where it has none.
+    `tokens` are the words of the leaves from left to right. With n nodes:
+    `words` (n,): position of a leaf in `tokens` or, after `index`, its vocabulary row; -1 for inner nodes.
+    `left`, `right` (n,): node numbers of the children, -1 for leaves; children come before their parent.
+    `labels` (n,): class of each node's phrase, -100 if it has none.
 
     >>> tree = parse_tree("(3 (2 a) (4 (2 very) (3 good)))")
     >>> tree.tokens, tree.words.tolist(), tree.left.tolist(), tree.right.tolist(), tree.labels.tolist()
@@ -53,20 +51,22 @@ class Tree:
         return Tree(self.tokens, words, self.left, self.right, self.labels)
 
     def relabel(self, classes: Sequence[int]) -> Tree:
-        """The same tree with label l replaced by `classes[l]`; binary sentiment is (0, 0, -100, 1, 1)."""
+        """The same tree with label l replaced by `classes[l]`; (0, 0, -100, 1, 1) makes sentiment binary."""
         return Tree(self.tokens, self.words, self.left, self.right, np.array(classes, np.int64)[self.labels])
 
 
 def parse_tree(line: str) -> Tree:
     """One tree in the Penn Treebank notation of SST: `(label child child)` or `(label word)`.
 
-    A node with a single child node, which the notation allows, is refused: SST's trees are binary.
+    Each node must hold one word or two nodes: SST's trees are binary.
     """
     tokens: list[str] = []
     words, left, right, labels = [], [], [], []
     open_nodes: list[tuple[int, list[int]]] = []  # (label, finished children)
     root = -1
-    for piece in re.findall(r"\(\s*\d+|\)|[^ \t\r\n()]+", line):  # a word may hold a no-break space ("8 1/2")
+    for piece in re.findall(
+        r"\(\s*\d+|\)|[^ \t\r\n()]+", line
+    ):  # a word may contain a no-break space ("8 1/2")
         if root >= 0:
             raise ValueError(f"a tree must end with its root's bracket, got {piece!r} after it")
         if piece.startswith("("):
@@ -75,7 +75,7 @@ def parse_tree(line: str) -> Tree:
         if not open_nodes:
             raise ValueError(f"a tree must start with '(label', got {piece!r}")
         if piece != ")":
-            open_nodes[-1][1].append(-1 - len(tokens))  # a word: told from a child by its sign
+            open_nodes[-1][1].append(-1 - len(tokens))  # words are negative, child nodes are not
             tokens.append(piece)
             continue
         label, children = open_nodes.pop()
@@ -97,13 +97,14 @@ def parse_tree(line: str) -> Tree:
 
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
-    """Many trees as one forest whose nodes are sorted by height: leaves first, then all nodes of height 1, 2, ...
+    """Many trees as one forest whose nodes are sorted by height: leaves first, then height 1, 2, ...
 
-    With M nodes in all: `words`, `left`, `right`, `labels` (M,) as in `Tree`, children numbered within the forest;
-    `roots` (B,) the root of each tree in the order given; `tree` (M,) which tree a node belongs to;
-    `levels`, a plain list: the nodes of height h are `levels[h] : levels[h + 1]`. All nodes of one height depend
-    only on lower ones, so a TreeLSTM takes one matrix product per height, in the order of `schedule`. `targets` (T,)
-    are the nodes to classify: the roots, or every node that has a label; a network's logits are theirs, in this order.
+    With M nodes in all:
+    `words`, `left`, `right`, `labels` (M,): as in `Tree`, children numbered within the forest.
+    `roots` (B,): root of each tree. `tree` (M,): number of the tree a node belongs to.
+    `levels`: a list; the nodes of height h are `levels[h] : levels[h + 1]`. They depend on lower nodes only, so a
+    TreeLSTM needs one matrix product per height, in the order of `schedule`.
+    `targets` (T,): the nodes to classify, roots or all labelled nodes. Logits come in this order.
 
     >>> batch = TreeBatch.of([parse_tree("(3 (2 a) (3 b))"), parse_tree("(1 c)")])
     >>> batch.levels, batch.words.tolist(), batch.left.tolist(), batch.roots.tolist()
@@ -122,7 +123,7 @@ class TreeBatch:
 
     @classmethod
     def of(cls, trees: Sequence[Tree], nodes: Literal["root", "all"] = "root") -> TreeBatch:
-        """Batch trees, at least one; `nodes` says which of their nodes are to be classified."""
+        """Batch at least one tree; `nodes` selects the nodes to classify: roots, or all that have a label."""
         if nodes not in ("root", "all"):
             raise ValueError(f"nodes must be 'root' or 'all', got {nodes!r}")
         if not trees:
@@ -168,7 +169,7 @@ class TreeBatch:
 
 
 def _heights(left: Array, right: Array) -> Array:
-    """(M,) 0 for leaves, 1 + the higher child for the others; as many passes as the tallest tree is high."""
+    """(M,) 0 for leaves, else 1 + the larger height of the children; one pass per height."""
     height = np.zeros(len(left), np.int64)
     inner = np.flatnonzero(left >= 0)
     while len(inner):
@@ -178,3 +179,61 @@ def _heights(left: Array, right: Array) -> Array:
         if not changed.any():
             break
     return height
+
+
+class Step(NamedTuple):
+    """Numbers of states at one height."""
+
+    leaves: int  # leaves whose parent has this height: added to the pool
+    parents: int  # nodes of this height, each computed from two states in the pool
+    kept: int  # states in the pool that a higher parent uses
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The order in which a TreeLSTM uses the states of a forest: one step per height, from 1 upwards.
+
+    Gathering children from the states of all nodes would cost the whole forest at every height. But each state has
+    one parent, so a small pool of unused states is enough. At each step the pool is the next `leaves` leaf states
+    in `leaf_order`, followed by the states kept from the last step. The next 2 * parents + kept entries of `gather`
+    select from it the left children, the right children and the states to keep; new states are appended to those.
+    """
+
+    leaf_order: (
+        Tensor  # (n_leaves,) leaves sorted by the height of their parent; leaves that are roots come last
+    )
+    gather: Tensor  # (sum of 2 * parents + kept,)
+    steps: tuple[Step, ...]
+
+    def to(self, device: torch.device | str) -> Schedule:
+        """The same schedule on a device."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("leaf_order", "gather")}
+        return replace(self, **moved)
+
+
+def schedule(left: Array, right: Array, levels: list[int]) -> Schedule:
+    """The schedule of a forest whose nodes of height h are `levels[h] : levels[h + 1]`.
+
+    >>> plan = schedule(np.array([-1, -1, -1, 0, 3]), np.array([-1, -1, -1, 1, 2]), [0, 3, 4, 5])  # ((0 1) 2)
+    >>> plan.leaf_order.tolist(), plan.steps[1], plan.gather.tolist()
+    ([0, 1, 2], Step(leaves=1, parents=1, kept=0), [0, 1, 1, 0])
+    """
+    top, n_leaves = len(levels) - 2, levels[1]
+    heights = np.repeat(np.arange(top + 1), np.diff(levels))
+    used_at = np.full(len(left), top + 1)  # height of a node's parent; above `top` for roots
+    used_at[left[n_leaves:]] = used_at[right[n_leaves:]] = heights[n_leaves:]
+    leaf_order = np.argsort(used_at[:n_leaves], kind="stable")
+    ends = np.searchsorted(used_at[leaf_order], np.arange(top + 1), side="right")
+
+    slot = np.empty(len(left), np.int64)  # position of a state in the pool
+    waiting = np.empty(0, np.int64)
+    steps, gathers = [], [waiting]
+    for height in range(1, top + 1):
+        pool = np.concatenate([leaf_order[ends[height - 1] : ends[height]], waiting])
+        slot[pool] = np.arange(len(pool))
+        kept = waiting[(used_at[waiting] > height) & (used_at[waiting] <= top)]
+        parents = np.arange(levels[height], levels[height + 1])
+        gathers.append(slot[np.concatenate([left[parents], right[parents], kept])])
+        steps.append(Step(int(ends[height] - ends[height - 1]), len(parents), len(kept)))
+        waiting = np.concatenate([kept, parents])
+    return Schedule(torch.from_numpy(leaf_order), torch.from_numpy(np.concatenate(gathers)), tuple(steps))

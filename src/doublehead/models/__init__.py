@@ -1,10 +1,8 @@
-"""The paper's networks, made by name: images or text -> features -> one last linear layer -> logits."""
+"""The networks of the paper, built by name: input -> features -> one last linear layer -> logits."""
 
-from doublehead.models.small_cnn import SmallCNN
+from doublehead.models.images import SmallCNN, WideResNet
 from doublehead.models.table import MODELS, Network, build, parse_input
-from doublehead.models.text_cnn import GlobalPoolingCNN, TextCNN
-from doublehead.models.tree_lstm import TreeLSTM
-from doublehead.models.wide_resnet import WideResNet
+from doublehead.models.text import GlobalPoolingCNN, TextCNN, TreeLSTM
 
 __all__ = [
     "MODELS",

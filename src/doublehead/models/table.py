@@ -1,4 +1,4 @@
-"""The table of networks, and `build`, which makes one of them by name."""
+"""The table of networks, and `build`, which makes one by name."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ from typing import Any, Literal
 
 from torch import nn
 
-from doublehead.models.small_cnn import SmallCNN
-from doublehead.models.text_cnn import GlobalPoolingCNN, TextCNN
-from doublehead.models.torchvision_networks import densenet, resnet
-from doublehead.models.tree_lstm import TreeLSTM
-from doublehead.models.wide_resnet import WideResNet
+from doublehead.models.images import SmallCNN, WideResNet, densenet, resnet
+from doublehead.models.text import GlobalPoolingCNN, TextCNN, TreeLSTM
 from doublehead.optional import require
 
 
 @dataclass(frozen=True)
 class Network:
-    """One row of the table: how a network is made, what it reads, what its last linear layer is called."""
+    """One row of the table: how a network is made, what it reads and the name of its last linear layer."""
 
     make: Callable[..., nn.Module]
     reads: Literal["images", "words", "trees"]
-    classifier: str  # the attribute that holds the last nn.Linear
-    input: str | None = None  # the images it reads unless told; None for text
+    classifier: str  # the attribute with the last nn.Linear
+    input: str | None = None  # default image size; None for text
     about: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of what `build` takes for this network beyond n_classes and input."""
+        """The names of the options of `build` for this network, besides n_classes and input."""
         given = ("n_classes", "size", "in_channels")
         return tuple(name for name in _parameters(self.make) if name not in given)
 
@@ -62,45 +59,45 @@ MODELS: dict[str, Network] = {
 
 
 def build(name: str, n_classes: int, *, input: str | None = None, **options: Any) -> nn.Module:
-    """Make the network called `name`, with fresh weights, whose last linear layer gives `n_classes` logits.
+    """Make the network `name` with fresh weights and `n_classes` outputs.
 
-    `name` is one of `MODELS`, `timm/<name>` for any network of timm, or `package.module:factory` for any importable
-    function that makes one. `input` is the size of the images, "32x32" or "28x28x1" (3 channels unless said); the
-    ResNets and DenseNets get a stem made for small images up to 64 pixels a side. It is not for networks that
-    read text. The `options` of a network are those its row in `MODELS` lists.
+    `name` is one of `MODELS`, `timm/<name>` for any timm network, or `package.module:factory` for any importable
+    function that returns a network. `input` is the image size, "32x32" or "28x28x1" (3 channels by default); ResNets
+    and DenseNets get a stem for small images up to 64 pixels a side. Text networks take no `input`. `MODELS[name]`
+    lists the `options` of a network.
 
     >>> build("wide_resnet28_10", 100, depth=10, width=1).classifier
     Linear(in_features=64, out_features=100, bias=True)
     """
     if isinstance(n_classes, bool) or not isinstance(n_classes, int) or n_classes < 2:
-        raise ValueError(f"n_classes must be a whole number of at least 2, got {n_classes!r}")
+        raise ValueError(f"n_classes must be an integer >= 2, got {n_classes!r}")
     if name.startswith("timm/"):
         return _from_timm(name.removeprefix("timm/"), n_classes, input, options)
     if ":" in name:
         return _imported(name, n_classes, input, options)
     if name not in MODELS:
         raise ValueError(
-            f"unknown network {name!r}{_near(name, MODELS)}; there are {', '.join(MODELS)}, "
-            "timm/<name> and package.module:factory"
+            f"unknown network {name!r}{_near(name, MODELS)}; name must be one of {', '.join(MODELS)}, timm/<name> or "
+            "package.module:factory"
         )
     network = MODELS[name]
     _check_options(name, network, options)
     if network.input is None and input is not None:
         raise ValueError(
-            f"input is for networks that read images, {name} reads {network.reads}; got {input!r}"
+            f"input must be None for {name}, which reads {network.reads} and not images, got {input!r}"
         )
     return network.make(n_classes=n_classes, **_image_arguments(network, input), **options)
 
 
 def parse_input(text: str) -> tuple[int, int, int]:
-    """Height, width and channels of images written as "32x32" (3 channels) or "28x28x1".
+    """Height, width and channels of an image size such as "32x32" (3 channels) or "28x28x1".
 
     >>> parse_input("32x32"), parse_input("28x28x1")
     ((32, 32, 3), (28, 28, 1))
     """
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
     if not match:
-        raise ValueError(f"input must be written as '32x32' or '28x28x1', got {text!r}")
+        raise ValueError(f"input must have the form '32x32' or '28x28x1', got {text!r}")
     height, width, channels = match.groups(default="3")
     return int(height), int(width), int(channels)
 
@@ -130,7 +127,7 @@ def _check_options(name: str, network: Network, options: Mapping[str, Any]) -> N
 
 
 def _from_timm(name: str, n_classes: int, input: str | None, options: Mapping[str, Any]) -> nn.Module:
-    """A network of timm as it is; of `input` it takes the channels, the size being up to each network's options."""
+    """A timm network; `input` sets its channels, its own options (such as img_size) set the size."""
     timm = require("timm", extra="models")
     if not timm.is_model(name.partition(".")[0]):
         raise ValueError(f"timm has no network {name!r}{_near(name, timm.list_models())}")
@@ -140,17 +137,14 @@ def _from_timm(name: str, n_classes: int, input: str | None, options: Mapping[st
 
 
 def _imported(name: str, n_classes: int, input: str | None, options: Mapping[str, Any]) -> nn.Module:
-    """What an importable function makes; it is told the number of classes as n_classes or num_classes.
-
-    `input` is passed on where the function has a parameter of that name; other functions know their own.
-    """
+    """Call an importable function with n_classes or num_classes, and `input` if it has such a parameter."""
     factory = _import(name)
     arguments: dict[str, Any] = {_classes_argument(name, factory): n_classes, **options}
     if input is not None and "input" in _parameters(factory):
         arguments["input"] = input
     network = factory(**arguments)
     if not isinstance(network, nn.Module):
-        raise TypeError(f"{name!r} must make an nn.Module, got {type(network).__name__}")
+        raise TypeError(f"{name!r} must return an nn.Module, got {type(network).__name__}")
     return network
 
 

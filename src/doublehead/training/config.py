@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from doublehead.adafocal import AdaFocal
 from doublehead.data.corruptions import FAMILIES
 from doublehead.head_bank import HeadSpec
-from doublehead.losses import LOSSES
+from doublehead.losses import LOSSES, AdaFocal
 
 # Families of corruption to leave out of "shifts" in turn, so that each can be looked at by something that has not
 # seen it: one of each kind at a time, or a whole kind.

@@ -31,7 +31,7 @@ from doublehead.data import (
     embed,
     load,
 )
-from doublehead.data.epochs import Batches
+from doublehead.data.batches import Batches
 from doublehead.data.splits import Samples, stratified_draw
 from doublehead.models import MODELS
 from doublehead.training.config import LEFT_OUT, Config

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from doublehead.data import FAMILIES, Splits, load, load_test
-from doublehead.data.epochs import Batches
+from doublehead.data.batches import Batches
 from doublehead.double_head import Alternation, DoubleHead
 from doublehead.head_bank import AUTO, HeadBank
 from doublehead.models import build

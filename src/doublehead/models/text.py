@@ -1,0 +1,253 @@
+"""Text networks: TextCNN, the global-pooling CNN and TreeLSTM.
+
+The two CNNs read word numbers (B, T), padded at the end with 0. Each pads a text further, so that its logits do not
+depend on how far the batch was padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from doublehead.data.text import PADDING
+from doublehead.data.trees import TreeBatch
+
+
+class TextCNN(nn.Module):
+    """CNN-static of Kim (2014): convolutions of several widths over fixed vectors, each max-pooled over the text.
+
+    There are `channels` feature maps for each width in `filters`, and `dropout` before the last layer, `classifier`.
+    Kim's constraint on the norm of the last layer's weights is left out.
+
+    >>> network = TextCNN(n_classes=2, vectors=torch.randn(50, 8))
+    >>> network(torch.tensor([[4, 8, 15], [16, 23, 0]])).shape
+    torch.Size([2, 2])
+    """
+
+    def __init__(
+        self,
+        n_classes: int,
+        *,
+        vectors: Any,
+        filters: Sequence[int] = (3, 4, 5),
+        channels: int = 100,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        if not filters or min(filters) < 1:
+            raise ValueError(f"filters must be one or more widths >= 1, got {list(filters)}")
+        self.embedding = embedding(vectors, tuned=False)
+        self.widest = max(filters)
+        self.convolutions = nn.ModuleList(
+            nn.Conv1d(self.embedding.embedding_dim, channels, width) for width in filters
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(channels * len(filters), n_classes)
+
+    def features(self, words: Tensor) -> Tensor:
+        """(B, T) -> (B, channels * number of filters), before dropout."""
+        # In front as in Kim's code, so that the first word meets every position of a filter. One more at the end, so
+        # that there is always an all-padding window, as Kim's fixed length gives to all but the longest text.
+        words = F.pad(words, (self.widest - 1, self.widest), value=PADDING)
+        vectors = self.embedding(words).transpose(1, 2)  # (B, D, T)
+        return torch.cat([F.relu(convolve(vectors)).amax(2) for convolve in self.convolutions], 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(B, T) -> logits (B, K)."""
+        logits: Tensor = self.classifier(self.dropout(self.features(words)))
+        return logits
+
+
+class GlobalPoolingCNN(nn.Module):
+    """Three convolutions of width 5 with max pooling between them, the maximum over the text, a hidden layer.
+
+    This is the "global pooling CNN" that Kumar et al. (2018) and Mukhoti et al. (2020) calibrate on 20 Newsgroups,
+    with the sizes of Mukhoti et al.'s code. `stride=5` pools like the older Keras version: coarser, at less than
+    half the cost. The last layer is `classifier`.
+
+    >>> network = GlobalPoolingCNN(n_classes=20, vectors=torch.randn(50, 8))
+    >>> network(torch.tensor([[4, 8, 15], [16, 23, 0]])).shape
+    torch.Size([2, 20])
+    """
+
+    WIDTH = 5  # of the convolutions and of the pooling
+
+    def __init__(
+        self,
+        n_classes: int,
+        *,
+        vectors: Any,
+        channels: int = 128,
+        hidden: int = 128,
+        dropout: float = 0.3,
+        stride: int = 1,
+    ) -> None:
+        super().__init__()
+        if not 1 <= stride <= self.WIDTH:
+            raise ValueError(f"stride must lie in 1..{self.WIDTH}, the pooling width, got {stride}")
+        self.embedding = embedding(vectors, tuned=False)
+        self.stride = stride
+        self.conv1 = nn.Conv1d(self.embedding.embedding_dim, channels, self.WIDTH)
+        self.conv2 = nn.Conv1d(channels, channels, self.WIDTH)
+        self.conv3 = nn.Conv1d(channels, channels, self.WIDTH)
+        self.hidden = nn.Linear(channels, hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden, n_classes)
+
+    def features(self, words: Tensor) -> Tensor:
+        """(B, T) -> (B, hidden), before dropout."""
+        # A position in the last maps sees 1 + 2 * 4 * (1 + stride) + 4 * stride^2 words, and the next one starts
+        # stride^2 words later. With that much padding at the end, one position sees only padding.
+        reach = 1 + 2 * (self.WIDTH - 1) * (1 + self.stride) + (self.WIDTH - 1) * self.stride**2
+        words = F.pad(words, (0, reach + self.stride**2 - 1), value=PADDING)
+        maps = F.relu(self.conv1(self.embedding(words).transpose(1, 2)))  # (B, channels, T)
+        maps = F.relu(self.conv2(F.max_pool1d(maps, self.WIDTH, self.stride)))
+        maps = F.relu(self.conv3(F.max_pool1d(maps, self.WIDTH, self.stride)))
+        return F.relu(self.hidden(maps.amax(2)))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(B, T) -> logits (B, K)."""
+        logits: Tensor = self.classifier(self.dropout(self.features(words)))
+        return logits
+
+
+class TreeLSTM(nn.Module):
+    """Tree-LSTM of Tai, Socher and Manning (2015); its features are the states of the nodes to classify.
+
+    `cell="binary"` is the constituency Tree-LSTM they use for sentiment: it distinguishes left from right and has one
+    forget gate per child. `cell="child_sum"` adds the states of the children. `tune_vectors` also trains the word
+    vectors. The batch defines which nodes are classified: `TreeBatch.of(trees, nodes=...)`. All nodes of one height
+    are computed at once. The last layer is `classifier`.
+
+    >>> from doublehead.data.trees import parse_tree
+    >>> network = TreeLSTM(n_classes=5, vectors=torch.randn(9, 8), hidden=6)
+    >>> trees = [parse_tree("(3 (2 a) (4 (2 very) (3 good)))"), parse_tree("(1 bad)")]
+    >>> network(TreeBatch.of(trees)).shape, network(TreeBatch.of(trees, nodes="all")).shape
+    (torch.Size([2, 5]), torch.Size([6, 5]))
+    """
+
+    def __init__(
+        self,
+        n_classes: int,
+        *,
+        vectors: Any,
+        cell: Literal["binary", "child_sum"] = "binary",
+        hidden: int = 150,
+        dropout: float = 0.5,
+        tune_vectors: bool = True,
+    ) -> None:
+        super().__init__()
+        cells: dict[str, type[BinaryCell | ChildSumCell]] = {"binary": BinaryCell, "child_sum": ChildSumCell}
+        if cell not in cells:
+            raise ValueError(f"cell must be one of {list(cells)}, got {cell!r}")
+        self.embedding = embedding(vectors, tuned=tune_vectors)
+        self.cell: BinaryCell | ChildSumCell = cells[cell](self.embedding.embedding_dim, hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden, n_classes)
+
+    def features(self, batch: TreeBatch) -> Tensor:
+        """The hidden states of the nodes to classify, (T, hidden), before dropout."""
+        hidden, _memory = self.states(batch).chunk(2, 1)
+        return hidden.index_select(0, batch.targets)
+
+    def states(self, batch: TreeBatch) -> Tensor:
+        """(M, 2 * hidden): hidden state and memory of all nodes, in the order of the forest."""
+        plan = batch.schedule
+        leaves = self.cell.leaf(self.embedding(batch.words[: len(plan.leaf_order)]))
+        ends = tuple(accumulate(step.leaves for step in plan.steps))
+        pieces = leaves.index_select(0, plan.leaf_order).tensor_split(ends)
+        gathers = plan.gather.split([2 * step.parents + step.kept for step in plan.steps])
+        done, unused = [leaves], leaves[:0]
+        for step, piece, gather in zip(plan.steps, pieces, gathers):
+            pool = torch.cat([piece, unused]).index_select(0, gather)
+            left, right, kept = pool.split([step.parents, step.parents, step.kept])
+            done.append(self.cell(left, right))
+            unused = torch.cat([kept, done[-1]])
+        return torch.cat(done)
+
+    def forward(self, batch: TreeBatch) -> Tensor:
+        """Logits (T, K) of the nodes to classify."""
+        logits: Tensor = self.classifier(self.dropout(self.features(batch)))
+        return logits
+
+
+class BinaryCell(nn.Module):
+    """Binary Tree-LSTM with words at the leaves only: Eqs. 9-14 of Tai et al. for two children.
+
+    The memory of a leaf is linear in its word vector, with an output gate, as in the authors' code.
+    """
+
+    def __init__(self, n_inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.from_word = nn.Linear(n_inputs, 2 * hidden)  # output gate, memory
+        self.from_children = nn.Linear(2 * hidden, 5 * hidden)  # input, left, right and output gate, update
+
+    def leaf(self, vectors: Tensor) -> Tensor:
+        """Word vectors (L, D) -> states (L, 2 * hidden)."""
+        out, memory = self.from_word(vectors).chunk(2, 1)
+        return torch.cat([out.sigmoid() * memory.tanh(), memory], 1)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        """States of the left and the right children, (P, 2 * hidden) each -> of their parents."""
+        hidden = left.shape[1] // 2
+        gates, update = self.from_children(torch.cat([left[:, :hidden], right[:, :hidden]], 1)).split(
+            [4 * hidden, hidden], 1
+        )
+        enter, keep_left, keep_right, out = gates.sigmoid().chunk(4, 1)
+        memory = enter * update.tanh() + keep_left * left[:, hidden:] + keep_right * right[:, hidden:]
+        return torch.cat([out * memory.tanh(), memory], 1)
+
+
+class ChildSumCell(nn.Module):
+    """Child-Sum Tree-LSTM with words at the leaves only: Eqs. 2-8 of Tai et al.
+
+    The input weights of the forget gate are left out: leaves have no children, inner nodes no input.
+    """
+
+    def __init__(self, n_inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.from_word = nn.Linear(n_inputs, 3 * hidden, bias=False)  # input and output gate, update
+        self.from_sum = nn.Linear(hidden, 3 * hidden)  # the same; its bias is also used for leaves
+        self.forget = nn.Linear(hidden, hidden)
+
+    def leaf(self, vectors: Tensor) -> Tensor:
+        """Word vectors (L, D) -> states (L, 2 * hidden)."""
+        enter, out, update = (self.from_word(vectors) + self.from_sum.bias).chunk(3, 1)
+        memory = enter.sigmoid() * update.tanh()
+        return torch.cat([out.sigmoid() * memory.tanh(), memory], 1)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        """States of the left and the right children, (P, 2 * hidden) each -> of their parents."""
+        hidden = left.shape[1] // 2
+        enter, out, update = self.from_sum(left[:, :hidden] + right[:, :hidden]).chunk(3, 1)
+        kept = sum(self.forget(child[:, :hidden]).sigmoid() * child[:, hidden:] for child in (left, right))
+        memory = enter.sigmoid() * update.tanh() + kept
+        return torch.cat([out.sigmoid() * memory.tanh(), memory], 1)
+
+
+def embedding(vectors: Any, *, tuned: bool) -> nn.Embedding:
+    """An embedding layer with a copy of `vectors` (V, D), trained if `tuned`.
+
+    >>> embedding(torch.eye(3), tuned=False)(torch.tensor([2])).tolist()
+    [[0.0, 0.0, 1.0]]
+    """
+    if not isinstance(vectors, Tensor | np.ndarray):
+        raise TypeError(
+            f"vectors must be a tensor or array of shape (V, D), one row per word, got {type(vectors).__name__}"
+        )
+    table = torch.as_tensor(vectors)
+    if table.ndim != 2 or 0 in table.shape or not table.is_floating_point():
+        raise ValueError(
+            "vectors must be floating-point numbers of shape (V, D), one row per word, "
+            f"got {str(table.dtype).removeprefix('torch.')} {tuple(table.shape)}"
+        )
+    copied = table.detach().to(torch.get_default_dtype(), copy=True)
+    layer = nn.Embedding(table.shape[0], table.shape[1], _weight=copied)
+    layer.weight.requires_grad_(tuned)
+    return layer
