@@ -3,6 +3,8 @@
 The public names in the order data flows: a network with its calibration head, what it predicts, how good that is.
 """
 
+from typing import Any
+
 from doublehead import calibrators, losses, metrics
 from doublehead.adafocal import AdaFocal
 from doublehead.bins import Bins
@@ -39,12 +41,28 @@ __all__ = [
     "Selection",
     "ShiftGuard",
     "Standardise",
+    "Summary",
     "calibrators",
+    "evaluate",
     "fit_head",
     "fit_head_on",
     "hold_back",
     "losses",
     "metrics",
     "refit",
+    "report",
     "statistics",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need more modules than a training loop does, imported on first use."""
+    if name in ("evaluate", "report"):
+        from doublehead import audit
+
+        return getattr(audit, name)
+    if name == "Summary":
+        from doublehead.summary import Summary
+
+        return Summary
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
