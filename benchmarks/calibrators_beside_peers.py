@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT.parent / "experiments"))
 
 from post_hoc import PEERS_FILE, TEST, pairs  # noqa: E402
 
-from doublehead import Predictions, calibrators, metrics  # noqa: E402
+from doublehead import Predictions, Summary, calibrators  # noqa: E402
 from doublehead.training.finish import as_plain  # noqa: E402
 from doublehead.training.run_folder import environment  # noqa: E402
 
@@ -62,7 +62,7 @@ def measure(name: str, method: Method, calib: Predictions, test: Predictions) ->
     began = time.perf_counter()
     made = method(calib, test)
     seconds = round(time.perf_counter() - began, 2)
-    found = metrics.evaluate(made)
+    found = Summary.of(made).values
     return {"method": name, **{key: found[number] for key, number in TEST.items()}, "seconds": seconds}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from doublehead import Predictions, Readings, __version__, calibrators, metrics
+from doublehead import Predictions, Readings, Summary, __version__, calibrators
 from doublehead.integrations.fit_head import fit_head_on
 
 HERE = Path(__file__).parent
@@ -48,7 +48,7 @@ def one_split(
         calibrated = Predictions(head(features[test], rest.logits), rest.labels)
     rows = {"raw": rest, "temperature": temperature.calibrate(rest), "fit_head": calibrated}
     result: dict[str, object] = {
-        name: {key: metrics.evaluate(p)[key] for key in SHOWN} for name, p in rows.items()
+        name: {key: Summary.of(p).values[key] for key in SHOWN} for name, p in rows.items()
     }
     return {"seed": seed, "seconds": round(seconds, 2), "chosen": str(head.choice), **result}
 

@@ -28,7 +28,7 @@ from committed import RESULTS
 from imagenet_frozen import split
 from tables import BAND_NOTE, Table
 
-from doublehead import Predictions, calibrators, metrics
+from doublehead import Predictions, Summary, calibrators, metrics
 from doublehead.calibrators import CALIBRATORS
 from doublehead.training.finish import as_plain
 from doublehead.training.run_folder import environment
@@ -81,7 +81,7 @@ def measure(name: str, calib: Predictions, test: Predictions) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", calibrators.NotConverged)
         crossed = cross_fitted(calibrator, calib)
-        numbers = metrics.evaluate(calibrator.fit(calib).calibrate(test))
+        numbers = Summary.of(calibrator.fit(calib).calibrate(test)).values
     return {
         "calibrator": name,
         "cv_ece": float(metrics.ece(crossed)),

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from doublehead.commands import demo as demo_command
-from doublehead.commands.training import (
+from doublehead.cli import demo as demo_command
+from doublehead.cli.train import (
     _shift_columns,
     change,
     is_first_process,

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from doublehead.tables import clusters
-from doublehead.tables.reading import TableError, read_predictions
-from doublehead.tables.tally import tally_table
+from doublehead.files import clusters
+from doublehead.files.reading import TableError, read_predictions
 
 distributed = pytest.importorskip("distributed")
 pa = pytest.importorskip("pyarrow")
@@ -50,24 +49,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_bits_as_one_process(client: Any, folder: Path) -> None:
-    wanted = tally_table(read_predictions(folder, kind="logits", by="site"))
+    table = read_predictions(folder, kind="logits", by="site")
+    wanted = table.tally()
     told: list[int] = []
-    found = clusters.evaluate_on(client, folder, kind="logits", by="site", advance=told.append)
+    found = clusters.tally_on(client, table, advance=told.append)
     assert len(told) == 3 * 4 + 1  # row groups, one of them empty
-    assert found.whole.n == 2700
-    assert found.whole.top == wanted.whole.top
-    assert found.whole.classwise == wanted.whole.classwise
-    assert (found.whole.sums, found.whole.squares) == (wanted.whole.sums, wanted.whole.squares)
+    assert found.n == 2700
+    assert found.top == wanted.top
+    assert found.classwise == wanted.classwise
+    assert (found.sums, found.squares) == (wanted.sums, wanted.squares)
     assert sorted(found.groups) == sorted(wanted.groups) == ["site 0", "site 1"]
     for site, tally in wanted.groups.items():
         assert found.groups[site].top == tally.top
         assert found.groups[site].sums == tally.sums
-    assert found.whole.summary().to_dict() == wanted.whole.summary().to_dict()
+    assert found.summary().to_dict() == wanted.summary().to_dict()
 
 
 def test_work_is_spread_over_processes(client: Any, folder: Path) -> None:
     before = client.run(lambda dask_worker: len(dask_worker.state.log))
-    clusters.evaluate_on(client, folder, kind="logits")
+    clusters.tally_on(client, read_predictions(folder, kind="logits"))
     after = client.run(lambda dask_worker: len(dask_worker.state.log))
     assert len(after) == 2
     assert all(after[worker] > before[worker] for worker in after)
@@ -75,11 +75,11 @@ def test_work_is_spread_over_processes(client: Any, folder: Path) -> None:
 
 def test_errors_come_back_in_the_same_words(client: Any, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(TableError, match="none of the rows|no rows in 4 files .* with site=nowhere"):
-        clusters.evaluate_on(client, folder, kind="logits", where={"site": "nowhere"})
+        clusters.tally_on(client, read_predictions(folder, kind="logits", where={"site": "nowhere"}))
     bad = {"label": [0, 1, 5], "logit_0": [1.0, 2.0, 3.0], "logit_1": [0.0, 1.0, 2.0]}
     parquet.write_table(pa.table(bad), tmp_path / "bad.parquet", row_group_size=2)
     with pytest.raises(TableError, match=r"bad.parquet, column 'label', row 3: labels of 2 classes"):
-        clusters.evaluate_on(client, tmp_path, kind="logits")
+        clusters.tally_on(client, read_predictions(tmp_path, kind="logits"))
 
 
 def test_many_row_groups_become_few_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_many_row_groups_become_few_pieces(folder: Path, monkeypatch: pytest.Mon
     pieces = clusters._pieces(read_predictions(folder, kind="logits"))
     assert len(pieces) == 7  # three row groups each, and what is left of each file
     parts = [clusters._tally_piece(piece, 15)[1] for piece in pieces]
-    assert [part.whole.n for part in parts if part is not None] == [
+    assert [part.n for part in parts if part is not None] == [
         750,
         150,
     ] * 3  # the empty file counts nothing
@@ -96,4 +96,4 @@ def test_many_row_groups_become_few_pieces(folder: Path, monkeypatch: pytest.Mon
 def test_nobody_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "CONNECT_SECONDS", 0.2)
     with pytest.raises(ConnectionError, match="no Dask scheduler answers at 'tcp://127.0.0.1:1'"):
-        clusters.evaluate_on("tcp://127.0.0.1:1", folder, kind="logits")
+        clusters.tally_on("tcp://127.0.0.1:1", read_predictions(folder, kind="logits"))

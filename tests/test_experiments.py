@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead import Predictions, metrics
+from doublehead import Predictions, Summary, metrics
 from doublehead.training.config import RECIPES
 from doublehead.training.evaluation import binned
 from doublehead.training.methods import PAPER
@@ -286,7 +286,7 @@ def test_bins_of_other_predictions_are_refused(tmp_path: Path) -> None:
     p, folder = some_predictions(), tmp_path / "predictions"
     folder.mkdir()
     p.save(folder / "test-main.npz")
-    numbers = {"before": metrics.evaluate(p), "after": metrics.evaluate(Predictions(p.logits / 1.5, p.labels)),
+    numbers = {"before": Summary.of(p).values, "after": Summary.of(Predictions(p.logits / 1.5, p.labels)).values,
                "temperature": 1.5}  # fmt: skip
     run = made_up(tmp_path, main=numbers)
     made = record_bins.bins_from(run, folder)

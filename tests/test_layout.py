@@ -17,6 +17,7 @@ PACKAGE = SOURCE / "doublehead"
 # A module, or a folder of them, imports only from those above it.
 ORDER = (
     "optional",  # plumbing
+    "atomic",
     "plumbing",
     "last_layer",
     "head_inputs",
@@ -33,14 +34,15 @@ ORDER = (
     "head_bank",  # chooses among heads by proper scores, a scalar temperature among them
     "curves",
     "plots",
+    "summary",  # all numbers of some predictions
     "theory",
     "data",  # training
     "models",
     "training",
-    "tables",  # files of predictions
-    "report",
+    "files",  # files of predictions
+    "report_page",
+    "audit",  # the verbs evaluate and report
     "integrations",
-    "commands",  # the command line
     "cli",
 )
 HEAVY = (
@@ -173,7 +175,7 @@ model = doublehead.DoubleHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linea
 x, y = torch.randn(64, 4), torch.arange(64) % 3
 doublehead.Alternation(model, [(x, y)], every=1).step(0.5)
 p = doublehead.Predictions(model.eval()(x), y)
-assert 0 <= doublehead.metrics.evaluate(p)["ece"] <= 1
+assert 0 <= doublehead.evaluate(p).values["ece"] <= 1
 doublehead.calibrators.Temperature().fit(p).calibrate(p)
 """
 

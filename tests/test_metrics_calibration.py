@@ -11,6 +11,7 @@ import torch
 from doublehead import metrics
 from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.summary import Summary
 
 
 def from_top(confidence, correct, dtype=np.float64) -> Predictions:
@@ -38,7 +39,7 @@ def real(shared) -> Predictions:
 def test_real_predictions(real):
     assert round(100 * metrics.ece(real), 3) == 4.750
     assert round(metrics.nll(real), 4) == 0.3583
-    numbers = metrics.evaluate(real)
+    numbers = Summary.of(real).values
     assert numbers["ece"] == metrics.ece(real)
     assert numbers["ece_floor_high"] < 0.005 < numbers["ece"]
 

@@ -10,6 +10,7 @@ from doublehead import metrics
 from doublehead.bins import Bins
 from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.summary import Summary
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_against_sklearn(p):
 
 def test_logits_and_their_probabilities_agree(p):
     q = Predictions.from_probs(p.probs, p.labels)
-    assert metrics.evaluate(q) == pytest.approx(metrics.evaluate(p), abs=1e-9)
+    assert Summary.of(q).values == pytest.approx(Summary.of(p).values, abs=1e-9)
 
 
 def test_float32_logits_of_many_classes_keep_their_digits():
@@ -82,33 +83,6 @@ def test_brier_parts_by_hand():
     p = Predictions.from_probs([[0.75, 0.25]] * 4, [0, 0, 1, 1])
     parts = metrics.brier_decomposition(p)
     assert parts == pytest.approx((0.625, 2 * 0.0625, 2 * 0.25, 0.0))
-
-
-def test_evaluate_is_a_plain_dict_of_the_single_metrics(p):
-    numbers = metrics.evaluate(p, n_bins=12)
-    assert all(type(value) in (int, float) for value in numbers.values())
-    single = {
-        "accuracy": metrics.accuracy(p),
-        "ece": metrics.ece(p, 12),
-        "ece_floor": metrics.ece_floor(p, 12).mean,
-        "ece_floor_low": metrics.ece_floor(p, 12).low,
-        "ece_floor_high": metrics.ece_floor(p, 12).high,
-        "ece_all": metrics.ece(p, 12, "all"),
-        "ece_classwise": metrics.ece(p, 12, "classwise"),
-        "adaptive_ece": metrics.adaptive_ece(p, 12),
-        "debiased_ece": metrics.debiased_ece(p, 12),
-        "smooth_ece": metrics.smooth_ece(p),
-        "ks_error": metrics.ks_error(p),
-        "mce": metrics.mce(p, 12),
-        "ece2": metrics.ece2(p, 12),
-        "nll": metrics.nll(p),
-        "brier": metrics.brier(p),
-        "aurc": metrics.aurc(p),
-        "mean_entropy": metrics.mean_entropy(p),
-        "mean_confidence": metrics.mean_confidence(p),
-        "overconfidence": metrics.overconfidence(p),
-    }
-    assert numbers == pytest.approx({"n": 400, **single}, abs=1e-12)
 
 
 def test_every_public_name_is_there():

@@ -19,16 +19,22 @@ import pytest
 import torch
 
 from doublehead import Predictions, metrics
-from doublehead.metrics import Floor, Interval
 
 pytest.importorskip("jinja2")
-from doublehead.report import build, build_report, svg, write_report
-from doublehead.report.charts import shortened
-from doublehead.report.numbers import THRESHOLDS, Method, at_thresholds, changed_answers, measure
-from doublehead.report.rows import class_rows, classes_off, guaranteed_table, metrics_table
-from doublehead.report.verdict import describe, direction, grade, verdict
+from doublehead import report
+from doublehead.report_page import page as page_module
+from doublehead.report_page import svg
+from doublehead.report_page.charts import shortened
+from doublehead.report_page.numbers import THRESHOLDS, Method, at_thresholds, measure
+from doublehead.report_page.page import build_page, page_verdict
+from doublehead.report_page.tables import class_rows, classes_off, guaranteed_table, metrics_table
+from doublehead.summary import compare_all
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
+
+
+def build(named: Any, **options: Any) -> str:
+    return build_page(named, **options).html
 
 
 def made(n: int = 1500, k: int = 5, sharpness: float = 1.0, seed: int = 1) -> Predictions:
@@ -51,7 +57,7 @@ def methods(named: dict[str, Predictions]) -> list[Method]:
 
 @pytest.fixture(scope="module")
 def html(named: dict[str, Predictions]) -> str:
-    return build_report(named, title="Two models", shift={"noise": {"sharp": made(200, sharpness=3, seed=5)}})
+    return build(named, title="Two models", shift={"noise": {"sharp": made(200, sharpness=3, seed=5)}})
 
 
 class Elements(HTMLParser):
@@ -82,7 +88,7 @@ def embedded(page: str) -> Any:
     return json.loads(text)
 
 
-@pytest.mark.parametrize("module", [svg, build], ids=["svg", "build"])
+@pytest.mark.parametrize("module", [svg, page_module], ids=["svg", "page"])
 def test_examples_in_docstrings_run(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -101,7 +107,7 @@ def test_page_says_what_the_metrics_say(html: str, named: dict[str, Predictions]
 
 def test_same_input_same_page(html: str, named: dict[str, Predictions]) -> None:
     shift = {"noise": {"sharp": made(200, sharpness=3, seed=5)}}
-    assert build_report(named, title="Two models", shift=shift) == html
+    assert build(named, title="Two models", shift=shift) == html
 
 
 def test_nothing_outside_is_asked_for(html: str) -> None:
@@ -135,7 +141,7 @@ def test_hostile_names_stay_text_everywhere() -> None:
     p, q = made(300), made(300, sharpness=2)
     named = {HOSTILE: p, "other": q}
     classes = [f"{HOSTILE}{i}" for i in range(5)]
-    page = build_report(named, title=HOSTILE, classes=classes, shift={HOSTILE: {HOSTILE: q, "other": p}})
+    page = build(named, title=HOSTILE, classes=classes, shift={HOSTILE: {HOSTILE: q, "other": p}})
     page.encode()  # a lone surrogate of a broken file name would fail here
     assert "<script>alert" not in page
     assert "</style><!--" not in page
@@ -154,23 +160,23 @@ def test_svg_escapes_texts_tooltips_and_attributes() -> None:
     assert (
         svg.picture(1, 2, '"><b>') == '<svg viewBox="0 0 1 2" role="img" aria-label="&quot;&gt;&lt;b&gt;"/>'
     )
-    page = build_report({"<i>m</i>": made(80)}, shift={"<u>s</u>": {"<i>m</i>": made(80)}})
+    page = build({"<i>m</i>": made(80)}, shift={"<u>s</u>": {"<i>m</i>": made(80)}})
     assert not {"i", "u"} & {tag for tag, _ in Elements(page).tags}
 
 
 def test_embedded_json_cannot_end_its_element() -> None:
-    text = build._embed({"name": "</script><script>alert(1)</script>&<!--"})
+    text = page_module._embed({"name": "</script><script>alert(1)</script>&<!--"})
     assert not set("<>&") & set(text)
     assert json.loads(text) == {"name": "</script><script>alert(1)</script>&<!--"}
 
 
 def test_very_long_names_are_cut() -> None:
-    page = build_report({"a" * 5000: made(100)})
+    page = build({"a" * 5000: made(100)})
     assert "a" * 101 not in page
     with pytest.raises(
         ValueError, match="names of methods must differ in their first 99 printable characters"
     ):
-        build_report({"a" * 200: made(50), "a" * 201: made(50)})
+        build({"a" * 200: made(50), "a" * 201: made(50)})
     assert shortened("gaussian noise, severity 5") == "gaussian …verity 5"
     assert shortened("fog") == "fog"
 
@@ -181,8 +187,8 @@ def test_page_stays_small_with_many_methods_and_classes(monkeypatch: pytest.Monk
         torch.randn(2000, 1000, generator=generator), torch.randint(1000, (2000,), generator=generator)
     )
     one = measure("one", p, 15, 0)
-    monkeypatch.setattr(build, "measure", lambda name, *_: replace(one, name=name))
-    page = build_report({f"method number {i}": p for i in range(12)})
+    monkeypatch.setattr(page_module, "measure", lambda name, *_: replace(one, name=name))
+    page = build({f"method number {i}": p for i in range(12)})
     assert len(page.encode()) < 500_000
     assert "The 20 worst of 1000 classes" in page
     for method in embedded(page)["methods"]:
@@ -203,47 +209,31 @@ def test_counts_at_thresholds_against_a_loop() -> None:
         assert errors == int(((confidence >= t) & ~correct).sum())
 
 
-def test_changed_answers_needs_the_same_samples() -> None:
-    p = made(300)
-    flipped = p.logits.clone()
-    flipped[:7] = flipped[:7].flip(1)  # five classes: the middle one stays where it is
-    moved = int((flipped[:7].argmax(1) != p.predicted[:7]).sum())
-    assert moved > 0
-    other = Predictions(flipped, p.labels)
-    table = changed_answers({"a": p, "b": other, "c": p[:100], "d": Predictions(2 * p.logits, p.labels)})
-    assert table[0] == [0, moved, None, 0]
-    assert table[1][0] == moved
+def test_verdict_of_one_method_is_that_of_its_summary(methods: list[Method]) -> None:
+    assert page_verdict(methods[:1], [[None]]) == f"“sharp”: {methods[0].summary.verdict}"
 
 
-def with_numbers(method: Method, ece: float, floor: float, p_value: float, over: float) -> Method:
-    curve = replace(method.curve, ece=ece, floor=Floor(floor, floor / 2, 2 * floor))
-    intervals = {**method.intervals, "overconfidence": Interval(over, over, over)}
-    return replace(method, curve=curve, p_value=p_value, intervals=intervals)
+def verdict_of(*methods: tuple[str, Predictions]) -> str:
+    return build_page(dict(methods)).verdict
 
 
-def test_grades_by_test_first_and_by_excess_over_the_floor(methods: list[Method]) -> None:
-    one = methods[0]
-    assert grade(with_numbers(one, 0.2, 0.01, 0.05, 0.2)).key == "good"
-    assert grade(with_numbers(one, 0.0199, 0.01, 0.01, 0.01)).key == "fair"
-    assert grade(with_numbers(one, 0.021, 0.01, 0.01, 0.01)).key == "poor"
-    assert grade(with_numbers(one, 0.061, 0.01, 0.01, 0.01)).key == "bad"
-    assert direction(with_numbers(one, 0.1, 0.01, 0.01, 0.06)) == "overconfident"
-    assert direction(with_numbers(one, 0.1, 0.01, 0.01, -0.06)) == "underconfident"
-    assert "in places" in direction(with_numbers(one, 0.1, 0.01, 0.01, 0.04))
-
-
-def test_verdict_is_one_sentence_that_names_best_and_worst(methods: list[Method]) -> None:
-    sharp, honest = methods
-    assert grade(honest).key == "good"
-    assert grade(sharp).key == "bad"
-    both = verdict(methods)
-    assert both.startswith(
-        "Of 2 methods, “honest” is the best calibrated: its confidences can be taken at face value"
-    )
-    assert f"the worst is “sharp” with an ECE of {100 * sharp.curve.ece:.2f}\u00a0%." in both
-    assert verdict([sharp]).startswith("The confidences of “sharp” mislead (overconfident, ECE ")
-    assert "cannot be told from that of a perfectly calibrated model on 1,500 samples" in describe(honest)
-    assert "overconfident" in describe(sharp)
+def test_verdict_ranks_by_paired_differences_and_never_within_chance(named: dict[str, Predictions]) -> None:
+    sharp, honest = named["sharp"], named["honest"]
+    found = compare_all([sharp, honest])[0][1]
+    assert found is not None
+    said = verdict_of(("sharp", sharp), ("honest", honest))
+    assert said.startswith("“honest” has the lowest NLL")
+    assert f"{-found.nll.estimate:.4f} below “sharp”" in said
+    assert "0 of 1,500 predicted classes differ" in said
+    assert "“honest”: Calibrated" in said
+    nearly = Predictions(1.0001 * honest.logits, honest.labels)
+    said = verdict_of(("one", honest), ("two", nearly), ("sharp", sharp))
+    assert "is within chance" in said
+    assert "below" not in said
+    assert "sharp" not in said
+    said = verdict_of(("a", made(200)), ("b", made(150)))
+    assert "different samples" in said
+    assert "lowest" not in said
 
 
 def test_star_marks_the_best_of_a_row_and_no_one_where_all_are_equal(methods: list[Method]) -> None:
@@ -251,7 +241,7 @@ def test_star_marks_the_best_of_a_row_and_no_one_where_all_are_equal(methods: li
     assert rows["ECE"] == [False, True]
     assert rows["NLL"] == [False, True]
     assert rows["Accuracy"] == [False, False]  # the same answers
-    assert rows["p-value"] == [False, False]
+    assert rows["P-value"] == [False, False]
     assert not any(cell["best"] for row in metrics_table(methods[:1]) for cell in row["cells"])
 
 
@@ -274,25 +264,27 @@ def test_classes_come_worst_first_with_their_names(methods: list[Method]) -> Non
     order = methods[0].classes.worst_first()[:3]
     assert [row["name"] for row in found] == [f"name {k}" for k in order]
     assert all(row["off"] for row in found)
-    assert classes_off(methods[0]).startswith("5 of 5 predicted classes are off by more than chance")
-    assert classes_off(methods[1]) == "No class is off by more than chance explains."
+    assert classes_off(methods[0]).startswith("5 of 5 predicted classes")
+    assert classes_off(methods[1]).startswith("No class")
     assert class_rows(methods[0], None, 1)[0]["name"] == f"class {order[0]}"
 
 
 def test_a_class_never_predicted_is_no_trouble() -> None:
     p = Predictions.from_probs([[0.9, 0.1, 0.0]] * 30, [0] * 27 + [2] * 3)
-    page = build_report({"two of three": p})
+    page = build({"two of three": p})
     assert "nan" not in re.sub(r"<style>.*?</style>|<script.*?</script>", "", page, flags=re.DOTALL).lower()
 
 
 def test_one_sample_or_one_bin_makes_a_page() -> None:
-    assert "Bins: 1 of equal width" in build_report({"a": made(60)}, n_bins=1)
-    assert "1 samples" in build_report({"one": Predictions([[3.0, 0.0]], [0])})
+    assert "Bins: 1 of equal width" in build({"a": made(60)}, n_bins=1)
+    one = build_page({"one": Predictions([[3.0, 0.0]], [0])})
+    assert "Too few samples to judge" in one.verdict
+    assert "too few samples to judge" in one.html
 
 
 def test_shift_from_predictions_and_from_numbers(named: dict[str, Predictions]) -> None:
     shifted = made(400, sharpness=4, seed=9)
-    page = build_report(
+    page = build(
         named,
         shift={
             "blur": {"sharp": shifted},
@@ -307,27 +299,22 @@ def test_shift_from_predictions_and_from_numbers(named: dict[str, Predictions]) 
     with pytest.raises(
         ValueError, match=r"shift\['blur'\] must be for the methods \['sharp', 'honest'\], got 'x'"
     ):
-        build_report(named, shift={"blur": {"x": shifted}})
-
-
-def test_different_samples_are_pointed_out() -> None:
-    assert "different numbers of samples" in build_report({"a": made(100), "b": made(120)})
-    assert "different numbers of samples" not in build_report({"a": made(100), "b": made(100)})
+        build(named, shift={"blur": {"x": shifted}})
 
 
 def test_bad_arguments_are_named(named: dict[str, Predictions]) -> None:
     with pytest.raises(ValueError, match="named_predictions must hold 1 to 12 methods, got 0"):
-        build_report({})
+        build({})
     with pytest.raises(TypeError, match=r"named_predictions\['a'\] must be a Predictions, got list"):
-        build_report({"a": [1, 2]})  # type: ignore[dict-item]
+        build({"a": [1, 2]})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="classes must be 5 names, one per class of 'sharp', got 2"):
-        build_report(named, classes=["a", "b"])
+        build(named, classes=["a", "b"])
     with pytest.raises(ValueError, match="n_bins must be a whole number >= 1, got 0"):
-        build_report(named, n_bins=0)
+        build(named, n_bins=0)
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_report(tmp_path / "new" / "page.html", {"a": made(60)}, title="first")
+    path = report({"a": made(60)}, tmp_path / "new" / "page.html", title="first")
     assert "first" in path.read_text(encoding="utf-8")
     assert os.listdir(path.parent) == ["page.html"]
 
@@ -336,17 +323,29 @@ def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space left"):
-        write_report(path, {"a": made(60)}, title="second")
+        report(made(60), path, title="second")
     assert "first" in path.read_text(encoding="utf-8")
     assert os.listdir(path.parent) == ["page.html"]
     with pytest.raises(ValueError, match=r"path must end in .html, got 'page.txt'"):
-        write_report(tmp_path / "page.txt", {"a": made(60)})
+        report(made(60), tmp_path / "page.txt")
+
+
+def test_report_takes_predictions_pairs_and_paths(tmp_path: Path) -> None:
+    p = made(80)
+    p.save(tmp_path / "logits.npz")
+    probs = (p.probs.double().numpy(), p.labels.numpy())
+    both = {"array": probs, "file": tmp_path / "logits.npz", "own": p}
+    page = report(both, tmp_path / "page.html").read_text(encoding="utf-8")
+    numbers = {method["name"]: method["values"]["nll"] for method in embedded(page)["methods"]}
+    assert numbers == pytest.approx(dict.fromkeys(both, metrics.nll(p)))
+    alone = report(tmp_path / "logits.npz", tmp_path / "alone.html").read_text(encoding="utf-8")
+    assert [method["name"] for method in embedded(alone)["methods"]] == ["logits"]
 
 
 def test_needs_the_report_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"doublehead\[report\]"):
-        build_report({"a": made(60)})
+        build({"a": made(60)})
 
 
 @pytest.mark.parametrize("page", ["report.md", "reading-a-reliability-diagram.md"])

@@ -16,8 +16,9 @@ from doublehead import Predictions, metrics
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 pytest.importorskip("jinja2")
-from doublehead.report import write_report  # noqa: E402
-from doublehead.report.numbers import THRESHOLDS, at_thresholds  # noqa: E402
+from doublehead import report as write_report  # noqa: E402
+from doublehead.report_page.numbers import THRESHOLDS, at_thresholds  # noqa: E402
+from doublehead.summary import compare  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
@@ -88,8 +89,8 @@ def browser() -> Iterator[Any]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shift = {"noise": {name: Predictions(p.logits + 3, p.labels) for name, p in NAMED.items()}}
     return write_report(
-        tmp_path_factory.mktemp("report") / "report.html",
         NAMED,
+        tmp_path_factory.mktemp("report") / "report.html",
         title="Three models",
         classes=["ant", "bee", "cat", "dog"],
         shift=shift,
@@ -132,7 +133,7 @@ def test_opens_quietly_and_asks_for_nothing(page: Any, report: Path) -> None:
     assert page.complaints == []
     assert {url.partition("#")[0] for url in page.asked} == {report.as_uri()}
     assert page.title() == "Three models"
-    assert page.locator(".verdict").inner_text().startswith("Of 3 methods, “honest” is the best calibrated")
+    assert page.locator(".verdict").inner_text().startswith("“honest” has the lowest NLL")
 
 
 def test_slider_shows_error_and_coverage_of_every_threshold(page: Any) -> None:
@@ -186,12 +187,10 @@ def test_methods_can_be_hidden_and_shown(page: Any) -> None:
 
 def test_before_and_after_follow_the_choice(page: Any) -> None:
     sentence = page.locator("#pair-sentence")
-    sharp, honest, soft = (metrics.ece(p) for p in NAMED.values())
-    assert (
-        f"From sharp to honest the ECE goes from {100 * sharp:.2f}\u00a0% to {100 * honest:.2f}\u00a0%."
-        in (sentence.inner_text())
-    )
-    assert "0 of 811 answers differ." in sentence.inner_text()
+    soft, found = metrics.ece(NAMED["soft"]), compare(NAMED["sharp"], NAMED["honest"])
+    assert f"{found.nll.estimate:.4f}" in sentence.inner_text()
+    assert f"{found.nll.low:.4f} to {found.nll.high:.4f}" in sentence.inner_text()
+    assert "0 of 811 " in sentence.inner_text()
     page.locator("#before").select_option("soft")
     page.locator("#after").select_option("sharp")
     assert page.locator("#before-ece").inner_text() == f"{100 * soft:.2f} %"
@@ -303,8 +302,8 @@ def test_hostile_names_do_nothing(browser: Any, tmp_path: Path) -> None:
     p = made(1.0, 200)
     shift = {HOSTILE: {HOSTILE: p}}
     path = write_report(
-        tmp_path / "hostile.html",
         {HOSTILE: p, "b": made(2.0, 200)},
+        tmp_path / "hostile.html",
         title=HOSTILE,
         classes=[HOSTILE] * 4,
         shift=shift,
@@ -376,11 +375,11 @@ def test_without_javascript_pictures_and_tables_remain(browser: Any, report: Pat
 
 
 def test_one_method_needs_no_comparison(browser: Any, tmp_path: Path) -> None:
-    path = write_report(tmp_path / "one.html", {"alone": made(2.0)})
+    path = write_report({"alone": made(2.0)}, tmp_path / "one.html")
     with opened(browser, path) as page:
         assert page.complaints == []
         assert page.locator("#compare").count() == 0
         assert page.locator(".choose").count() == 0
-        assert page.locator(".verdict").inner_text().startswith("The confidences of “alone”")
+        assert page.locator(".verdict").inner_text().startswith("“alone”: ")
         page.locator("#threshold").press("Home")
         assert "100.0 %" in row_of(page, 0)

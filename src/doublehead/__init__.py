@@ -1,8 +1,10 @@
 """Calibrated probabilities for PyTorch classifiers.
 
-Three verbs: `evaluate` measures predictions, `calibrate` repairs a network or predictions, `report` shows them. To train
-calibration heads beside a network, put a `DoubleHead` beside your training loop.
+Three verbs, in Python as on the command line: `evaluate` measures predictions, `calibrate` calibrates a network or
+predictions, `report` writes a page about them. `DoubleHead` trains calibration heads beside a network, in your own loop.
 """
+
+from typing import Any
 
 from doublehead import calibrators, losses, metrics
 from doublehead.bins import Bins
@@ -26,10 +28,26 @@ __all__ = [
     "HeadSpec",
     "Predictions",
     "ShiftGuard",
+    "Summary",
     "calibrate",
     "calibrators",
     "choose",
+    "evaluate",
     "load",
     "losses",
     "metrics",
+    "report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need more modules than a training loop does, imported on first use."""
+    if name in ("evaluate", "report"):
+        from doublehead import audit
+
+        return getattr(audit, name)
+    if name == "Summary":
+        from doublehead.summary import Summary
+
+        return Summary
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

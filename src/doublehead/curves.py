@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from doublehead.bins import UNIT, Bins, bin_of
+from doublehead.bins import UNIT, Bins, bin_of, quantise
 from doublehead.metrics import Floor, RiskCoverage, ece_floor, fine_bins, risk_coverage
 from doublehead.predictions import Predictions
 
@@ -19,7 +19,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 BAND = (0.05, 0.95)  # the share of perfectly calibrated models a band leaves out below and above
 BAND_SIGMA = 1.6448536269514722  # the same in standard deviations of a normal variable
 EXACT_UP_TO = 20_000  # samples of a group; above it the normal distribution is as good
-CLASS_CELLS = 60  # confidences of a class within 1/60 of each other count as equal
+CLASS_CELLS = 20  # confidences of a class within 1/20 of each other count as equal
 LEVEL = 0.05  # chance that any class of a perfectly calibrated model is called off
 
 
@@ -217,30 +217,33 @@ def class_gaps(p: Predictions, n_bins: int = 15) -> ClassGaps:
     >>> gaps.counts.tolist(), [round(g, 2) for g in gaps.gap.tolist()]
     ([2, 1], [0.3, -0.4])
     """
-    confidence, correct = (column.cpu() for column in p.top_label())
-    predicted = p.predicted.cpu()
-    cell = (predicted * CLASS_CELLS + bin_of(confidence, CLASS_CELLS)).numpy()
+    return class_gaps_of(predicted_bins(p), Bins.classwise(p, n_bins))
 
-    def sums(weights: Array | None = None) -> Array:
-        flat: Array = np.bincount(cell, weights, minlength=p.n_classes * CLASS_CELLS)
-        return flat.reshape(p.n_classes, CLASS_CELLS)
 
-    counts, conf_sums, correct_sums = (
-        sums(),
-        sums(confidence.double().numpy()),
-        sums(correct.double().numpy()),
-    )
-    n, empty = counts.sum(1), np.full(p.n_classes, np.nan)
+def predicted_bins(p: Predictions) -> Bins:
+    """Bins (K, CLASS_CELLS): those of class k hold the confidences in k of the samples predicted to be of it."""
+    confidence, correct = p.top_label()
+    cell = p.predicted * CLASS_CELLS + bin_of(confidence, CLASS_CELLS)
+    entries = torch.stack([torch.ones_like(cell), quantise(confidence), correct.to(torch.int64)])
+    state = torch.zeros(3, p.n_classes * CLASS_CELLS, dtype=torch.int64, device=cell.device)
+    return Bins.from_state(state.index_add_(1, cell, entries).view(3, p.n_classes, CLASS_CELLS))
+
+
+def class_gaps_of(predicted: Bins, classwise: Bins) -> ClassGaps:
+    """`class_gaps` of a stream, from its `predicted_bins` and class-wise bins."""
+    counts, units, correct_sums = (part.numpy() for part in predicted.state().cpu())
+    conf_sums, n = units / UNIT, counts.sum(1)
     low, high, p_value = _perfect_model(counts, conf_sums, correct_sums)
+    empty = np.full(len(n), np.nan)
     return ClassGaps(
         counts=n,
-        n_labels=np.bincount(p.labels.cpu().numpy(), minlength=p.n_classes),
+        n_labels=classwise.correct_sums.sum(1).cpu().numpy(),
         confidence=np.divide(conf_sums.sum(1), n, out=empty.copy(), where=n > 0),
         accuracy=np.divide(correct_sums.sum(1), n, out=empty.copy(), where=n > 0),
         band_low=low,
         band_high=high,
         p_value=p_value,
-        ece=Bins.classwise(p, n_bins).ece().cpu().numpy(),
+        ece=classwise.ece().cpu().numpy(),
     )
 
 

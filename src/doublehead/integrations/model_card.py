@@ -1,4 +1,4 @@
-"""A model card in Hugging Face's format: what the model is, what it was trained on, and how far to trust it."""
+"""A model card in Hugging Face's format: the model, its data, its method and its calibration."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from doublehead.metrics import Interval
 from doublehead.predictions import Predictions
-from doublehead.tables.tally import Summary, Tally
+from doublehead.summary import METRICS, Summary, shown, shown_interval
 
-ROWS = {"accuracy": "accuracy", "ece": "ECE", "nll": "NLL", "brier": "Brier score"}
-IN_PERCENT = ("accuracy", "ece")
+ROWS = ("accuracy", "ece", "nll", "brier")
 SERVE = """```python
 import numpy as np
 import onnxruntime
@@ -44,10 +43,7 @@ def model_card(
     the network nor its head has seen, `before` those of the network alone. ECE stands with its 95 % interval and the
     floor of a perfect model. `inputs` is Python code for the example of use.
     """
-    after, main = (
-        Tally.of(test, n_bins).summary(),
-        None if before is None else Tally.of(before, n_bins).summary(),
-    )
+    after, main = Summary.of(test, n_bins), None if before is None else Summary.of(before, n_bins)
     lines = [
         "---",
         "library_name: doublehead",
@@ -64,15 +60,15 @@ def model_card(
         "",
         f"**Method.** {method}",
         "",
-        f"## How far to trust it ({after.n:,} test samples)",
+        f"## Calibration ({after.n:,} test samples)",
         "",
         *_table(after, main, n_bins),
         "",
-        verdict(after),
+        after.verdict,
         "",
         "These numbers hold for data like the test data. Under distribution shift confidences are less reliable.",
         "",
-        "## How to use it",
+        "## Use",
         "",
         SERVE.format(inputs=inputs),
     ]
@@ -83,20 +79,10 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def verdict(summary: Summary) -> str:
-    """One sentence on the ECE against that of a perfect model."""
-    low, high = (f"{100 * bound:.2f}" for bound in (summary.floor.low, summary.floor.high))
-    ece = f"{100 * summary.metrics['ece'].estimate:.2f} %"
-    perfect = f"a perfectly calibrated model with these confidences scores {low} .. {high} %"
-    if summary.p_value > 0.05:
-        return f"On this many samples no miscalibration can be shown: ECE {ece}, and {perfect}."
-    return f"Some miscalibration remains: ECE {ece}, where {perfect}."
-
-
 def _index(name: str, task: str, dataset: str, summary: Summary) -> dict[str, Any]:
     metrics = [
-        {"type": key, "name": title, "value": round(summary.metrics[key].estimate, 6)}
-        for key, title in ROWS.items()
+        {"type": key, "name": METRICS[key].title, "value": round(summary.metrics[key].estimate, 6)}
+        for key in ROWS
     ]
     about = {"type": dataset, "name": dataset, "split": "test"}
     return {"name": name, "results": [{"task": {"type": task}, "dataset": about, "metrics": metrics}]}
@@ -106,15 +92,13 @@ def _table(after: Summary, main: Summary | None, n_bins: int) -> list[str]:
     heads = ["", "calibrated"] if main is None else ["", "network alone", "calibrated"]
     summaries = [after] if main is None else [main, after]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for key, title in ROWS.items():
-        shown = f"{title}, {n_bins} bins, 95 % interval" if key == "ece" else f"{title}, 95 % interval"
-        cells = [_cell(one.metrics[key], key in IN_PERCENT) for one in summaries]
-        lines.append("| " + " | ".join([shown, *cells]) + " |")
-    floors = [_cell(Interval(*one.floor), percent=True) for one in summaries]
-    return [*lines, "| " + " | ".join(["ECE of a perfect model, 5 to 95 %", *floors]) + " |"]
+    for key in ROWS:
+        title = f"{METRICS[key].title}, {n_bins} bins" if key == "ece" else METRICS[key].title
+        cells = [_cell(one.metrics[key], METRICS[key].is_share) for one in summaries]
+        lines.append("| " + " | ".join([f"{title}, 95 % interval", *cells]) + " |")
+    floors = [_cell(Interval(*one.floor), is_share=True) for one in summaries]
+    return [*lines, "| " + " | ".join(["ECE of a perfectly calibrated model, 5 to 95 %", *floors]) + " |"]
 
 
-def _cell(value: Interval, percent: bool) -> str:
-    if percent:
-        return f"{100 * value.estimate:.2f} % ({100 * value.low:.2f} .. {100 * value.high:.2f})"
-    return f"{value.estimate:.4f} ({value.low:.4f} .. {value.high:.4f})"
+def _cell(value: Interval, is_share: bool) -> str:
+    return f"{shown(value.estimate, is_share)} ({shown_interval(value, is_share)})"

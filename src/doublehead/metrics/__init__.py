@@ -24,7 +24,6 @@ from doublehead.metrics.selective import (
     risk_coverage,
 )
 from doublehead.metrics.shift import ShiftScores, aupr, auroc, fpr95, shift_detection
-from doublehead.metrics.summary import evaluate
 from doublehead.metrics.uncertainty import (
     CalibrationTest,
     Floor,
@@ -60,7 +59,6 @@ __all__ = [
     "ece2",
     "ece_floor",
     "ece_sweep",
-    "evaluate",
     "fine_bins",
     "fpr95",
     "ks_error",

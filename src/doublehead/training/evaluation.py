@@ -20,6 +20,7 @@ from doublehead.last_layer import logits_of
 from doublehead.plumbing import device_of, evaluating, n_processes, unpack
 from doublehead.predictions import Predictions
 from doublehead.shift_guard import scaled
+from doublehead.summary import Summary
 from doublehead.training.run import Run
 
 EPOCH_NUMBERS = ("accuracy", "ece", "nll", "brier", "mean_entropy", "mean_confidence")
@@ -89,10 +90,10 @@ def final_numbers(test: Mapping[str, Predictions], calib: Mapping[str, Predictio
         grid = TemperatureGrid().fit(calib[name])
         scaled = Predictions(temperature(p.logits), p.labels)
         made[name] = {
-            "before": metrics.evaluate(p),
-            "after": metrics.evaluate(scaled),
+            "before": Summary.of(p).values,
+            "after": Summary.of(scaled).values,
             "temperature": float(temperature.temperature_),
-            "after_grid": metrics.evaluate(Predictions(grid(p.logits), p.labels)),
+            "after_grid": Summary.of(Predictions(grid(p.logits), p.labels)).values,
             "grid_temperature": float(grid.temperature_),
             "bins": {"before": binned(p), "after": binned(scaled)},
         }

@@ -1,0 +1,272 @@
+"""The verbs `evaluate` and `report`: predictions in any form in, a `Summary` or an HTML page out.
+
+Predictions may be `Predictions`, arrays or tensors with labels, a pandas DataFrame, or paths. A positional argument
+holds probabilities; logits are given as `logits=...`, as `Predictions(logits, labels)`, or as "logits:FILE". An .npz
+that names its array `logits` or `probs` states it itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from doublehead.atomic import replacing
+from doublehead.calibrators import Temperature
+from doublehead.files.formats import Source, TableError, find_sources, open_source
+from doublehead.files.reading import Kind, PredictionTable, read_predictions, read_sources
+from doublehead.predictions import Predictions
+from doublehead.report_page.page import TITLE, Page, Shift, build_page
+from doublehead.summary import Summary, Tally
+
+Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
+
+
+def evaluate(
+    probs: Data = None,
+    labels: Any = None,
+    *,
+    logits: Data = None,
+    n_bins: int = 15,
+    by: Any = None,
+    classes: Sequence[str] | None = None,
+    cluster: Any = None,
+    **reading: Any,
+) -> Summary:
+    """Every number of some predictions with intervals, and whether they are calibrated.
+
+    Arrays need `labels`: class numbers from 0 on, or names in `classes`. In a DataFrame or a file, `labels` names the
+    column of the label (guessed where it is not given) and labels may be the names of the score columns. `by` is the
+    group of each sample, or the name of a column; see `Summary.groups`. Files are streamed, so they may be larger than
+    memory; `cluster` reads them on a Dask cluster. Further arguments are those of `files.read_predictions`.
+
+    >>> summary = evaluate([[0.9, 0.1], [0.2, 0.8]], [0, 1])
+    >>> summary.n, summary.values["accuracy"], summary.grade.word
+    (2, 1.0, 'too few samples to judge')
+    """
+    data, kind = _one_of(probs, logits)
+    if is_path(data):
+        table = _read_path(data, kind, labels, by=by, **reading)
+        return _tally(table, n_bins, cluster).summary()
+    if is_frame(data):
+        column = by if isinstance(by, str) else None
+        table = _read_frame(data, kind, labels, by=column, **reading)
+        groups = data[column] if column is not None else by
+        return Summary.of(table.load(), n_bins, groups)
+    return Summary.of(as_predictions(data, labels, kind, classes), n_bins, by)
+
+
+def report(
+    predictions: Data,
+    path: str | os.PathLike[str] = "report.html",
+    *,
+    title: str | None = None,
+    classes: Sequence[str] | None = None,
+    shift: Shift | None = None,
+    n_bins: int = 15,
+    **reading: Any,
+) -> Path:
+    """Write one self-contained HTML page about the calibration of one or several methods.
+
+    `predictions` are the methods by name, the one to improve on first, or one method. A method is a `Predictions`, a
+    pair (probs, labels), a DataFrame, or a path: a file (probabilities unless it is "logits:FILE" or states itself what
+    it holds), or the folder of a run with its outputs. `shift[data][method]` are predictions on shifted data. Further
+    arguments are those of `files.read_predictions`. The file appears whole or not at all.
+    """
+    path = check_page_path(path)
+    named = predictions if isinstance(predictions, Mapping) else {"": predictions}
+    inputs = collect(list(named.items()), **{"kind": "probs", **reading})
+    page = build_page(
+        inputs.methods,
+        title=title or TITLE,
+        classes=classes or inputs.classes or None,
+        shift={**inputs.shift, **(shift or {})},
+        n_bins=n_bins,
+    )
+    return write_page(path, page)
+
+
+def write_page(path: Path, page: Page) -> Path:
+    """Write a page; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(page.html, encoding="utf-8", newline="\n")
+    return path
+
+
+def check_page_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a page, which must end in .html."""
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"path must end in .html, got {Path(path).name!r}")
+    return Path(path)
+
+
+@dataclass
+class Inputs:
+    """What a report shows: methods by name, the names of the classes where a file has them, results on shifted data."""
+
+    methods: dict[str, Predictions] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+    shift: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def collect(named: Sequence[tuple[str, Data]], **reading: Any) -> Inputs:
+    """The methods of all inputs under unique names; an empty name is replaced by that of the file."""
+    found = Inputs()
+    for name, data in named:
+        part = read_input(data, **reading)
+        for inner, p in part.methods.items():
+            shown = _unique_name(name, data, inner, len(named) > 1, found.methods)
+            found.methods[shown] = p
+            for shifted, by_method in part.shift.items():
+                if inner in by_method:
+                    found.shift.setdefault(shifted, {})[shown] = by_method[inner]
+        found.classes = found.classes or part.classes
+    return found
+
+
+def read_input(data: Data, *, kind: Kind | None = None, **reading: Any) -> Inputs:
+    """The methods of one input: one, or several where it is a folder of .npz files or of a run."""
+    if not is_path(data):
+        if isinstance(data, tuple) and len(data) == 2:
+            return Inputs({"": as_predictions(*data, kind or "probs")})
+        if is_frame(data):
+            table = _read_frame(data, kind or "probs", **reading)
+            return Inputs({"": table.load()}, table.layout.classes)
+        return Inputs({"": as_predictions(data, None, kind or "probs")})
+    path, kind = split_kind(str(data), kind)
+    folder = Path(path)
+    inside = folder / "predictions" if (folder / "predictions").is_dir() else folder
+    files = sorted(inside.glob("*.npz")) if folder.is_dir() else []
+    tests = {file.stem.removeprefix("test-"): file for file in files if file.stem.startswith("test-")}
+    if tests:
+        return _read_run(folder, inside, tests)
+    if files:
+        return Inputs({file.stem: _read_path(file, kind, **reading).load() for file in files})
+    table = _read_path(path, kind, **reading)
+    return Inputs({"": table.load()}, table.layout.classes)
+
+
+def as_predictions(
+    data: Data, labels: Any, kind: Kind = "probs", classes: Sequence[str] | None = None
+) -> Predictions:
+    """`Predictions` as they are, or from an array (N, K) or (N,) of scores and labels."""
+    if isinstance(data, Predictions):
+        return data
+    if labels is None:
+        raise ValueError(f"labels must be given with an array of {kind}, got None")
+    numbers = np.asarray(labels)
+    if numbers.dtype.kind in "OUS":
+        if classes is None:
+            raise ValueError(
+                f"classes must name the columns where labels are names, got labels {numbers[:1].tolist()}"
+            )
+        numbers = _class_numbers(numbers.astype(str), [str(name) for name in classes])
+        labels = numbers
+    if getattr(data, "ndim", 2) == 1:
+        return Predictions.from_binary(data, labels, are_probs=kind == "probs")
+    return Predictions.from_probs(data, labels) if kind == "probs" else Predictions(data, labels)
+
+
+def split_kind(text: str, kind: Kind | None) -> tuple[str, Kind | None]:
+    """(path, kind) from [logits:|probs:]PATH; a path that exists is taken as it is."""
+    if not Path(text).exists():
+        if text.startswith("logits:"):
+            return text.removeprefix("logits:"), "logits"
+        if text.startswith("probs:"):
+            return text.removeprefix("probs:"), "probs"
+    return text, kind
+
+
+def is_path(data: Data) -> bool:
+    """Whether this is a path, or a list of paths."""
+    paths = data if isinstance(data, list) and data else [data]
+    return all(isinstance(path, str | os.PathLike) for path in paths)
+
+
+def is_frame(data: Data) -> bool:
+    """Whether this is a DataFrame (pandas or polars)."""
+    return hasattr(data, "columns") and hasattr(data, "to_numpy")
+
+
+def _one_of(probs: Data, logits: Data) -> tuple[Data, Kind]:
+    if (probs is None) == (logits is None):
+        given = "neither" if probs is None else "both"
+        raise ValueError(f"give probabilities as the first argument or logits=..., got {given}")
+    return (probs, "probs") if logits is None else (logits, "logits")
+
+
+def _read_path(path: Data, kind: Kind | None, labels: str | None = None, **reading: Any) -> PredictionTable:
+    """The table of files; an .npz that states what it holds is taken at its word."""
+    sources = find_sources(path if isinstance(path, list) else [path])
+    stated: Any = open_source(sources[0]).states or kind
+    label = labels if labels is not None else reading.pop("label", None)
+    return read_predictions(path, kind=stated, label=label, **reading)
+
+
+def _read_frame(frame: Data, kind: Kind, labels: Any = None, **reading: Any) -> PredictionTable:
+    arrays = {str(name): np.asarray(frame[name]) for name in frame.columns}
+    if labels is not None and not isinstance(labels, str):
+        if len(labels) != len(frame):
+            raise ValueError(f"labels must have {len(frame)} entries, one per row, got {len(labels)}")
+        labels, arrays["labels given"] = "labels given", np.asarray(labels)
+    source = Source(Path("DataFrame"), arrays=arrays)
+    return read_sources([source], kind, label=labels, **reading)
+
+
+def _tally(table: PredictionTable, n_bins: int, cluster: Any) -> Tally:
+    if cluster is None:
+        return table.tally(n_bins)
+    from doublehead.files.clusters import tally_on
+
+    return tally_on(cluster, table, n_bins)
+
+
+def _read_run(folder: Path, inside: Path, tests: Mapping[str, Path]) -> Inputs:
+    """Every output of a run on its test set, and the main one after a temperature fitted on its calibration set."""
+    found = Inputs()
+    for name in sorted(tests, key=lambda output: (output != "main", output)):
+        p = read_predictions(tests[name]).load()
+        found.methods[name] = p
+        calib = inside / f"calib-{name}.npz"
+        if name == "main" and calib.exists():
+            found.methods["main+T"] = Temperature().fit(read_predictions(calib).load()).calibrate(p)
+    results = folder / "results.json"
+    if results.exists():
+        try:
+            found.shift = json.loads(results.read_text()).get("shift") or {}
+        except (ValueError, AttributeError) as error:
+            raise TableError(f"{results} does not hold the results of a run: {error}") from error
+    return found
+
+
+def _unique_name(name: str, data: Data, inner: str, several: bool, taken: Mapping[str, Any]) -> str:
+    """`inner` is the name inside a folder, empty for a single method."""
+    if not is_path(data):
+        candidates = [name or "predictions"]
+    else:
+        path, _ = split_kind(str(data), None)
+        stem = Path(path.rstrip("/")).name
+        if inner:
+            first = f"{name}/{inner}" if name else f"{stem}/{inner}" if several else inner
+            candidates = [first, f"{path}/{inner}"]
+        else:
+            shown = name or (stem.replace(".npz:", ":") if ".npz:" in stem else Path(path).stem)
+            candidates = [shown, f"{Path(path).parent.name}/{shown}", path]
+    free = [candidate for candidate in candidates if candidate not in taken]
+    if not free:
+        raise ValueError(f"two inputs have the name {candidates[0]!r}: give them different ones as NAME=FILE")
+    return free[0]
+
+
+def _class_numbers(labels: Any, classes: Sequence[str]) -> Any:
+    numbers = {name: i for i, name in enumerate(classes)}
+    unknown = sorted({str(label) for label in labels.tolist()} - numbers.keys())
+    if unknown:
+        raise ValueError(f"labels must be among the classes {', '.join(classes[:10])}, got {unknown[0]!r}")
+    return np.array([numbers[label] for label in labels.tolist()], dtype=np.int64)

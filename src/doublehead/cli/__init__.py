@@ -1,0 +1,53 @@
+"""The command line: `doublehead --help`. One file per command; the signature of a function is its options."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from doublehead.cli import calibrate, compare, data, demo, evaluate, export, report, train
+from doublehead.cli.output import UserError
+
+app = typer.Typer(
+    name="doublehead",
+    help="Calibrated probabilities for PyTorch classifiers.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="List, fetch, check and convert data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+def command(function: Callable[..., None], to: typer.Typer = app) -> None:
+    """Register a command; its `UserError` becomes one sentence on standard error and exit code 2."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except UserError as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(2) from error
+
+    to.command(function.__name__.strip("_"))(guarded)
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (
+    evaluate.evaluate,
+    calibrate.calibrate,
+    report.report,
+    train.train,
+    compare.compare,
+    export.export,
+    demo.demo,
+)
+DATA_COMMANDS: tuple[Callable[..., None], ...] = (data.list_, data.get, data.check, data.convert)
+for function in COMMANDS:
+    command(function)
+for function in DATA_COMMANDS:
+    command(function, data_app)

@@ -1,0 +1,75 @@
+"""`doublehead data list | get | check | convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from doublehead import data
+from doublehead.cli.output import UserError, notes, results
+
+Name = Annotated[str, typer.Argument(help="A data set of `doublehead data list`.")]
+Root = Annotated[
+    Path | None, typer.Option(help="The folder of data sets [default: data, or $DOUBLEHEAD_DATA].")
+]
+
+
+def list_() -> None:
+    """List the data sets: sizes of train, calib and test, and where their files must lie."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("name", "kind", "classes", "train", "calib", "test", "files"):
+        table.add_column(title, justify="right" if title in ("classes", "train", "calib", "test") else "left")
+    for row in data.list_datasets():
+        sizes = [f"{row[key]:,}" for key in ("train", "calib", "test")]
+        table.add_row(
+            str(row["name"]), str(row["kind"]), str(row["n_classes"]), *sizes, escape(str(row["layout"]))
+        )
+    results().print(table)
+
+
+def get(name: Name, root: Root = None) -> None:
+    """Download a data set with checksums, or say what to put where."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with _told(), Progress(*columns, console=notes(), transient=True) as bar:
+        task = bar.add_task(name, total=None)
+
+        def progress(file: str, done: int, total: int) -> None:
+            bar.update(task, description=file, completed=done, total=total or None)
+
+        place = data.get(name, root, progress)
+    results().print(f"{name} lies in {place}")
+
+
+def check(name: Name, root: Root = None) -> None:
+    """Read a data set, count its splits, look for samples in two splits."""
+    with _told():
+        found = data.check(name, root)
+    for note in found.notes:
+        notes().print(f"note: {escape(note)}")
+    if not found.ok:
+        raise UserError("; ".join(found.problems))
+    assert found.sizes is not None
+    results().print(f"{name} is fine: {' / '.join(f'{n:,}' for n in found.sizes)} for train / calib / test")
+
+
+def convert(
+    name: Name, dest: Annotated[Path, typer.Argument(help="A folder for the plain files.")], root: Root = None
+) -> None:
+    """Write a data set as plain arrays or tables, which load faster."""
+    with _told():
+        results().print(f"written to {data.convert(name, root, dest)}")
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, LookupError, ImportError) as error:
+        raise UserError(str(error).strip("'\"")) from error

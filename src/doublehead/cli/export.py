@@ -1,0 +1,133 @@
+"""`doublehead export`: a run as one model for production."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from doublehead.cli.options import importable_here
+from doublehead.cli.output import UserError, notes, results, told_to_user
+from doublehead.data.corruptions import FAMILIES
+from doublehead.head_bank import AUTO
+from doublehead.integrations.export import FILES, export_model
+from doublehead.integrations.model_card import model_card
+from doublehead.integrations.run_model import RunModel, open_run
+from doublehead.training.config import LEFT_OUT
+from doublehead.training.run_folder import RunError, RunFolder
+
+HOW = {
+    "mlp": "with logits of its own",
+    "temperature": "that gives each sample its own temperature, so that no prediction changes",
+}
+TEACHERS = {  # the parts of `guards` that are not families of corruption, see doublehead.data.perturb
+    "noise": "Gaussian noise",
+    "broad": "changes of geometry and of channels, erasing, mixing, posterising, shuffled patches",
+}
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(FILES)}.")] = "onnx",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: RUN/export]")] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="Which head, where the run has several [default of auto and guarded: guarded]."),
+    ] = None,
+    root: Annotated[
+        Path | None, typer.Option(help="The folder that holds the data sets [default: data].")
+    ] = None,
+) -> None:
+    """Write network, head and shift guard as one model: outputs probs, label and confidence, any batch size.
+
+    The folder also gets a model card, README.md in Hugging Face's format. The exported model is run beside the original
+    before it is kept.
+    """
+    if to not in FILES:
+        raise UserError(f"--to must be one of {', '.join(FILES)}, got {to!r}")
+    with told_to_user():
+        try:
+            if RunFolder(run).finished:
+                importable_here(RunFolder(run).config.model)
+            found = open_run(run, head, None if root is None else str(root))
+            path = export_model(
+                found.model,
+                found.example,
+                output or run / "export",
+                to,  # type: ignore[arg-type]
+                prepare=found.prepare,
+                card=card(found),
+                facts={"run": found.config.name, "head": found.head, "classes": list(found.classes)},
+            )
+        except (RunError, ValueError) as error:
+            raise UserError(str(error)) from error
+    if found.words:
+        (path.parent / "vocabulary.txt").write_text("\n".join(found.words) + "\n", encoding="utf-8")
+    results().print(str(path))
+    notes().print(f"head: {found.head}, model card: {path.parent / 'README.md'}", style="dim")
+
+
+def card(found: RunModel) -> str:
+    """The model card of a run."""
+    config, shape = found.config, [1, *found.example.shape[1:]]
+    train, calib, test = found.sizes
+    images = found.example.is_floating_point()
+    epochs = f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
+    trained = f"{config.model}, trained for {epochs} with {config.loss.replace('_', ' ')}."
+    pixels = "pixels in 0..1, which the model normalises itself"
+    words = "rows of vocabulary.txt: 0 is padding, 1 an unknown word, 2 the word in the first line"
+    counts = f"{train:,} samples to train, {calib:,} to calibrate, {test:,} to test"
+    return model_card(
+        config.name,
+        dataset=config.data,
+        data=f"{config.data}: {counts}; inputs are {pixels if images else words}.",
+        method=" ".join([trained, _about_head(found), *([_about_guard(found)] if found.guard else [])]),
+        test=found.test,
+        before=found.main,
+        classes=found.classes,
+        task="image-classification" if images else "text-classification",
+        inputs=f'{{"input": np.zeros({tuple(shape)}, np.{"float32" if images else "int64"})}}',
+        settings=asdict(config),
+    )
+
+
+def _about_head(found: RunModel) -> str:
+    name = "auto" if found.guard else found.head
+    bent = " and then bent by a smooth curve, the same for all classes" if found.bends else ""
+    if found.spec is None:
+        return (
+            f"Its logits are divided by one temperature{bent}, fitted to calibration data that the network never saw: "
+            f"none of {len(AUTO)} calibration heads that learned beside it was better by more than chance ('{name}')."
+        )
+    annealed = found.spec.beta0 != 1
+    beta0 = f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch" if annealed else ""
+    chosen = f", chosen among {len(AUTO)} on data held back" if name == "auto" else ""
+    every = found.config.every_of.get(name, found.config.every)
+    return (
+        f"Beside it stands a calibration head ('{name}'{chosen}) {HOW[found.spec.kind]}. It learned from calibration "
+        f"data that the network never saw, one step for every {every} of the network{beta0} (Annealing Double-Head)."
+        + (f" Its logits are divided by a last temperature{bent}." if name == "auto" else "")
+    )
+
+
+def _about_guard(found: RunModel) -> str:
+    assert found.guard is not None
+    return (
+        f"Round that stands a shift guard ('{found.head}'). It measures how far what the network's normalisation "
+        "layers see lies from the calibration data's, and lowers the confidence where that is far; it changes no "
+        "prediction, and leaves nine tenths of the calibration data alone. It was taught by perturbed calibration "
+        "images: "
+        f"{_taught_by(found.guard, coloured=found.example.shape[1] == 3)}. On other shifts it may help less."
+    )
+
+
+def _taught_by(name: str, coloured: bool) -> str:
+    """The perturbations behind a name in `guards`, in words."""
+    kind, _, left_out = name.partition("-")
+    if kind != "shifts":
+        return ", ".join(TEACHERS[part] for part in name.split("+"))
+    absent = {*LEFT_OUT.get(left_out, ()), *(() if coloured else ("saturate",))}
+    families = [family.replace("_", " ") for family in FAMILIES if family not in absent]
+    return f"{', '.join(families)}, as in CIFAR-10-C, severities 1 to 5"

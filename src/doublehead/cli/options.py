@@ -1,0 +1,75 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import typer
+
+from doublehead.cli.output import UserError
+
+Logits = Annotated[
+    bool, typer.Option("--logits", help="The scores are logits (any real numbers, before softmax).")
+]
+Probs = Annotated[bool, typer.Option("--probs", help="The scores are probabilities (each row sums to 1).")]
+Label = Annotated[
+    str | None,
+    typer.Option(
+        help="Column (or array) of the true class: a number, or a class name that matches a score column. "
+        "Guessed from names such as label, target, y."
+    ),
+]
+Scores = Annotated[
+    str | None,
+    typer.Option(
+        help="Score columns in the order of the classes, separated by commas; * matches anything: "
+        "'logit_*'. One column is the score of class 1 of a binary model. Guessed from names such as "
+        "logit_0, prob_cat, or all columns of decimal numbers."
+    ),
+]
+LabelBase = Annotated[
+    int | None, typer.Option(help="The label of the first class where labels are numbers: 1 for labels 1..K.")
+]
+Tolerance = Annotated[
+    float, typer.Option(help="How far from 1 the probabilities of a row may sum (rounded files).")
+]
+BinCount = Annotated[int, typer.Option("--bins", min=1, help="Bins of equal width for calibration errors.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON (fractions, not percent) instead of tables.")
+]
+
+
+def stated_kind(logits: bool, probs: bool) -> Literal["logits", "probs"] | None:
+    """What the flags state; None where neither is given."""
+    if logits and probs:
+        raise UserError("give one of --logits and --probs, not both")
+    return "logits" if logits else "probs" if probs else None
+
+
+def split_names(scores: str | None) -> list[str] | None:
+    """["a", "b"] from "a, b"."""
+    return None if scores is None else [name.strip() for name in scores.split(",") if name.strip()]
+
+
+def parse_where(filters: Sequence[str]) -> dict[str, str]:
+    """{"site": "A"} from ["site=A"]."""
+    pairs = {}
+    for text in filters:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"--where must read COLUMN=VALUE, got {text!r}")
+        pairs[name] = value
+    return pairs
+
+
+def importable_here(model: str | None) -> None:
+    """Let `package.module:factory` be imported from the working folder, as with `python -m`.
+
+    An installed script does not search there, so every command that builds a network calls this first. The folder
+    is added last, so it hides no installed module.
+    """
+    if model and ":" in model and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

@@ -1,0 +1,123 @@
+"""`doublehead report`: one HTML page about the calibration of predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from doublehead import audit
+from doublehead.cli import options
+from doublehead.cli.output import UserError, show, told_to_user
+from doublehead.predictions import Predictions
+from doublehead.report_page.page import TITLE, build_page
+
+
+def report(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Predictions, one method each: .npz, .csv, .parquet, pairs of .npy in a folder, or run folders "
+            "(every output of the run on its test set). NAME=FILE names a method; logits:FILE or probs:FILE states "
+            "the kind of one file where they differ.",
+            metavar="[NAME=]INPUT",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write, .html.")] = Path(
+        "report.html"
+    ),
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help="Text file with the names of the classes, one per line.")
+    ] = None,
+    shift: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=FILE: the same model on shifted data; with several methods a folder whose files have the "
+            "names of the methods. May be given several times.",
+        ),
+    ] = None,
+    logits: options.Logits = False,
+    probs: options.Probs = False,
+    label: options.Label = None,
+    scores: options.Scores = None,
+    bins: options.BinCount = 15,
+    label_base: options.LabelBase = None,
+    tolerance: options.Tolerance = 1e-3,
+) -> None:
+    """Write one HTML page about the calibration of predictions.
+
+    The page works offline and in print: verdict, reliability diagrams with the band of a perfectly calibrated model,
+    metrics with intervals, methods side by side, the worst classes, and a slider for when to abstain. Put the method
+    to improve on first.
+
+    Examples:
+
+        doublehead report test.csv --logits -o report.html
+
+        doublehead report before=test.csv after=probs:repaired.csv --logits -o report.html
+
+        doublehead report runs/cifar10-resnet50 --title "ResNet-50 on CIFAR-10"
+    """
+    with told_to_user():
+        if output.suffix.lower() not in (".html", ".htm"):
+            raise UserError(f"--output must end in .html, got {output.name!r}")
+        if output.is_dir() or not output.parent.is_dir():
+            raise UserError(f"{output} cannot be written: it is a folder, or its folder does not exist")
+        how: dict[str, Any] = {
+            "kind": options.stated_kind(logits, probs),
+            "label": label,
+            "scores": options.split_names(scores),
+            "base": label_base,
+            "tolerance": tolerance,
+        }
+        found = audit.collect([_split_name(text) for text in inputs], **how)
+        page = build_page(
+            found.methods,
+            title=title or TITLE,
+            classes=_read_classes(classes) if classes else found.classes or None,
+            shift={**found.shift, **_read_shifts(shift or [], found.methods, how)},
+            n_bins=bins,
+        )
+        audit.write_page(output, page)
+    show(page.verdict)
+    show(f"Wrote {output}")
+
+
+def _split_name(text: str) -> tuple[str, str]:
+    """(name, input) from [NAME=]INPUT; a path that exists is taken as it is."""
+    if Path(text).exists() or "=" not in text:
+        return "", text
+    name, _, rest = text.partition("=")
+    return name, rest
+
+
+def _read_classes(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} must be a text file in UTF-8, one class per line: {error}") from error
+
+
+def _read_shifts(
+    given: Sequence[str], methods: Mapping[str, Predictions], how: Mapping[str, Any]
+) -> dict[str, dict[str, Predictions]]:
+    shifts: dict[str, dict[str, Predictions]] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"--shift must read NAME=FILE, got {text!r}")
+        part = audit.read_input(path, **how).methods
+        if len(part) == 1 and len(methods) == 1:
+            part = dict(zip(methods, part.values()))
+        if not part.keys() & methods.keys():
+            raise UserError(
+                f"{path} must hold predictions of {', '.join(methods)} under these names, got {', '.join(part)}"
+                if any(part)
+                else f"--shift {name}: with several methods give a folder whose files are called like them, got {path}"
+            )
+        shifts[name] = {method: p for method, p in part.items() if method in methods}
+    return shifts

@@ -1,0 +1,291 @@
+"""`doublehead train`, and what it shares with `compare` and `demo`: settings, progress, the table of results."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from doublehead.cli.options import importable_here
+from doublehead.cli.output import UserError, notes, results, told_to_user
+from doublehead.training.comparison import method_rows
+from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
+from doublehead.training.loop import train as train_run
+from doublehead.training.methods import METHODS, Method
+from doublehead.training.methods import method as method_called
+from doublehead.training.run_folder import RunError, RunFolder
+
+Data = Annotated[
+    str, typer.Option(help="A data set (`doublehead data list`), or arrays:PATH, folder:PATH, table:PATH.")
+]
+Model = Annotated[
+    str | None, typer.Option(help="A network: resnet50, ..., timm/NAME, or package.module:factory.")
+]
+Root = Annotated[
+    Path | None, typer.Option(help="The folder of data sets [default: data, or $DOUBLEHEAD_DATA].")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a setting: --set epochs=30 --set compile=true. See above for all."),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Run folders go here.")]
+Devices = Annotated[int, typer.Option(help="Devices to train with on this machine, a process each.")]
+Nodes = Annotated[int, typer.Option(help="Machines to train with: start the command on each by torchrun.")]
+Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best there is.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the table as JSON.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")]
+
+# What a method decides, and what is about its heads: the same for all methods of a comparison.
+OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "guards", "heads", "augment_of", "every_of")
+NOT_SET = ("data", "model", "loss", "auto", "heads")  # by --set: they have options of their own
+
+
+def train(
+    data: Data = "cifar10",
+    model: Model = None,
+    method: Annotated[
+        str, typer.Option(help=f"One of {', '.join(METHODS)}. The paper's is annealing-double-head.")
+    ] = "auto",
+    root: Root = None,
+    settings: Settings = None,
+    output: Output = Path("runs"),
+    devices: Devices = 1,
+    nodes: Nodes = 1,
+    accelerator: Accelerator = "auto",
+    tensorboard: TensorBoard = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train one method into a run folder. The same command again resumes a run that was stopped.
+
+    By default many heads train beside the network, and one of them, or a temperature, is chosen on held-back
+    calibration data. The settings are the paper's for the data set; --set changes them. The run folder holds the
+    config, a line of metrics per epoch, predictions of every split and the weights.
+    """
+    with training_errors():
+        asked = method_called(method)
+        config = change(asked.apply(recipe(data, model)), settings, asked)
+        folder = RunFolder(output / config.folder_name)
+        with watched(config, folder.path if tensorboard else None) as (report, tick):
+            made = train_run(
+                config,
+                folder,
+                root=text_of(root),
+                devices=devices,
+                nodes=nodes,
+                accelerator=accelerator,
+                report=report,
+                tick=tick,
+            )
+        if is_first_process():
+            show_rows(method_rows(method, made, folder.path), as_json)
+            notes().print(f"run folder: {escape(str(folder.path))}", style="dim")
+
+
+def list_settings(function: Callable[..., None], *left_out: str) -> None:
+    """Add the settings to the text of --help."""
+    names = [f.name for f in fields(Config) if f.name not in left_out]
+    listed = ", ".join(f"`{name}={_shown(getattr(Config(), name))}`" for name in names)
+    about = f"Settings for --set, here with the values for CIFAR-10: {listed}"
+    function.__doc__ = f"{function.__doc__}\n\n{about}"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(f"{part:.4g}" for part in value) if isinstance(value, tuple) else str(value)
+
+
+list_settings(train, *NOT_SET)
+
+
+def recipe(data: str, model: str | None = None) -> Config:
+    """The paper's config for a data set; for other data the config of a similar set."""
+    kind = data.partition(":")[0]
+    like = {"table": TEXT, "folder": IMAGENET}.get(kind, Config())
+    config = RECIPES.get(data) or replace(like, data=data)
+    importable_here(model)
+    return replace(config, model=model) if model else config
+
+
+def change(config: Config, settings: list[str] | None, asked: Method | None = None) -> Config:
+    """The config with some settings changed, each given as "name=value"; those that make a method only for `asked`."""
+    fixed = {*NOT_SET, *(OF_THE_METHOD if asked is None else ())}
+    if asked is not None and not asked.mixup:
+        fixed.add("mixup")
+    if asked is not None and asked.guards:
+        fixed.add("guards")
+    known = {f.name: getattr(config, f.name) for f in fields(Config) if f.name not in fixed}
+    changes: dict[str, Any] = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals or name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(
+                f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {setting!r}{hint}"
+            )
+        changes[name] = _parse(name, value, known[name])
+    return replace(config, **changes)
+
+
+def _parse(name: str, value: str, like: Any) -> Any:
+    if isinstance(like, str):
+        return value
+    if isinstance(like, tuple):
+        parts = [part for part in value.split(",") if part]
+        return tuple(_number(name, part) for part in parts) if name == "milestones" else tuple(parts)
+    if isinstance(like, float):
+        return _number(name, value)
+    try:
+        return json.loads(value.lower() if isinstance(like, bool) else value.replace("None", "null"))
+    except ValueError:
+        want = {bool: "true or false", int: "a whole number", dict: 'JSON such as {"gamma": 2}'}
+        raise UserError(
+            f"--set {name} must be {want.get(type(like), 'a whole number')}, got {value!r}"
+        ) from None
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise UserError(f"--set {name} must be a number, got {value!r}") from None
+
+
+@contextmanager
+def training_errors() -> Iterator[None]:
+    """Bad settings, missing data and runs that cannot continue become one sentence, printed by the first process."""
+    try:
+        with told_to_user(), _own_warnings():
+            yield
+    except (UserError, RunError, ImportError, FloatingPointError) as error:
+        if not is_first_process():
+            raise typer.Exit(2) from error
+        raise UserError(str(error)) from error
+
+
+@contextmanager
+def _own_warnings() -> Iterator[None]:
+    """Our own warnings (a checkpoint that cannot be read, say) in a line each, without their place in the code."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if issubclass(category, UserWarning) and "doublehead" in str(place[0]):
+            notes().print(f"Warning: {escape(str(message))}")
+        else:
+            usual(message, category, *place)
+
+    warnings.showwarning = show  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
+
+
+def is_first_process() -> bool:
+    """Whether this is the only process, or the first of those that train together."""
+    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")
+    return all(os.environ.get(name, "0") == "0" for name in ranks)
+
+
+def progress_bar() -> Progress:
+    """Epochs done and the time that is left, on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = not (notes().is_terminal and is_first_process())
+    return Progress(*columns, console=notes(), transient=True, disable=hidden)
+
+
+@contextmanager
+def watched(
+    config: Config, tensorboard: Path | None
+) -> Iterator[tuple[Callable[[dict[str, Any]], None], Callable[[int, int, int], None]]]:
+    """A bar with the time left, a line per epoch, and TensorBoard where asked."""
+    writer = _tensorboard(tensorboard) if tensorboard and is_first_process() else None
+    with progress_bar() as bar:
+        task = bar.add_task(escape(config.name), total=config.epochs)
+
+        def report(row: dict[str, Any]) -> None:
+            bar.console.print(_epoch_line(row, config.epochs))
+            if writer:
+                _to_tensorboard(writer, row)
+
+        yield report, lambda epoch, step, n_steps: bar.update(task, completed=epoch + step / n_steps)
+    if writer:
+        writer.close()
+
+
+def _epoch_line(row: dict[str, Any], epochs: int) -> str:
+    test = row.get("test", {})
+    shown = [
+        f"{name} ECE {100 * one['ece']:.2f} % acc {100 * one['accuracy']:.2f} %"
+        for name, one in list(test.items())[:3]
+    ]
+    more = [f"{len(test) - 3} more"] if len(test) > 3 else []
+    return f"epoch {row['epoch'] + 1}/{epochs}  loss {row['train_loss']:.4f}  {', '.join(shown + more)}"
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _to_tensorboard(writer: Any, row: dict[str, Any]) -> None:
+    writer.add_scalar("train_loss", row["train_loss"], row["epoch"])
+    for name, beta in row["beta"].items():
+        writer.add_scalar(f"beta/{name}", beta, row["epoch"])
+    for name, numbers in row.get("test", {}).items():
+        for key, value in numbers.items():
+            writer.add_scalar(f"{key}/{name}", value, row["epoch"])
+
+
+def show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """The table of methods: percent for accuracy, ECE and AUROC; the ECE of a perfect model beside each ECE."""
+    if as_json:
+        results().print_json(json.dumps(rows))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    shifts = _shift_columns(rows[0])
+    table.add_column("method")
+    for title in ("accuracy %", "ECE %", "perfect ECE %", "NLL", "Brier", *shifts):
+        table.add_column(title, justify="right")
+    for row in rows:
+        floor = [f"{100 * row[key]:.2f}" for key in ("ece_floor", "ece_floor_low", "ece_floor_high")]
+        table.add_row(
+            row["method"],
+            f"{100 * row['accuracy']:.2f}",
+            f"{100 * row['ece']:.2f}",
+            f"{floor[0]} ({floor[1]}..{floor[2]})",
+            f"{row['nll']:.4f}",
+            f"{row['brier']:.4f}",
+            *(f"{100 * sum(row[key] for key in keys) / len(keys):.2f}" for keys in shifts.values()),
+        )
+    results().print(table)
+
+
+def _shift_columns(row: dict[str, Any]) -> dict[str, list[str]]:
+    """Title -> the numbers of a row that it shows: those of each shifted set, or their mean where they are many."""
+    columns: dict[str, list[str]] = {}
+    for start, what in (("auroc ", "AUROC %"), ("ece ", "ECE %")):
+        keys = [key for key in row if key.startswith(start)]
+        if len(keys) > 2:
+            columns[f"{what} mean of {len(keys)} shifts"] = keys
+        else:
+            columns |= {f"{what} {key.removeprefix(start)}": [key] for key in keys}
+    return columns
+
+
+def text_of(path: Path | None) -> str | None:
+    """The path as text."""
+    return None if path is None else str(path)

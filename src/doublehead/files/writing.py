@@ -1,0 +1,190 @@
+"""Write calibrated probabilities in the format of the input, with all other columns unchanged."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doublehead.files.formats import NoRows, NpzReader, Source, TableError, format_of, open_source
+from doublehead.files.reading import Chunk, PredictionTable
+from doublehead.optional import require
+
+Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
+
+
+def check_output(out: Path, table: PredictionTable, *others: PredictionTable) -> None:
+    """Refuse an output that cannot be written or that would overwrite an input, before any work."""
+    sources = [source for each in (table, *others) for source in each.sources]
+    inputs = {path.resolve() for source in sources for path in (source.path, source.partner) if path}
+    if out.resolve() in inputs:
+        raise TableError(f"{out} is one of the files to read: give another name to --output")
+    if not out.parent.is_dir():
+        raise TableError(f"{out} cannot be written: there is no folder {out.parent}")
+    try:
+        Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.")).rmdir()
+    except OSError as error:
+        raise TableError(f"{out} cannot be written: {error.strerror}") from error
+    if len(table.sources) > 1:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise TableError(
+                f"{out} must be a new or empty folder, because {len(table.sources)} files are written"
+            )
+        return
+    wanted = format_of(table.sources[0].path)
+    if out.is_dir():
+        raise TableError(f"{out} is a folder: give the name of a file that ends in {wanted}")
+    if not out.name.lower().endswith(wanted):
+        raise TableError(
+            f"{out} must end in {wanted} like the file it is made from, {table.sources[0].path.name}"
+        )
+
+
+def write_calibrated(
+    table: PredictionTable, out: Path, calibrate: Calibrate, advance: Callable[[int], None] | None = None
+) -> None:
+    """Write `out`, a file for one source or a folder for many; `calibrate` returns the probabilities of a chunk."""
+    if len(table.sources) == 1:
+        _write_source(table, table.sources[0], out, calibrate, advance)
+        return
+    root = Path(os.path.commonpath([source.path.resolve().parent for source in table.sources]))
+    empty: list[NoRows] = []
+    for source in table.sources:
+        target = out / source.path.resolve().relative_to(root)
+        if target.exists():
+            raise TableError(f"{source.path} was given twice")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_source(table, source, target, calibrate, advance)
+        except NoRows as error:  # a part of a folder may be empty; then it has nothing to write
+            target.unlink(missing_ok=True)
+            empty.append(error)
+    if len(empty) == len(table.sources):
+        raise empty[0]
+
+
+def probs_name(column: str, table: PredictionTable) -> str:
+    """The name of a score column once it holds probabilities: logit_3 becomes prob_3, other names stay."""
+    if table.kind == "probs":
+        return column
+    return re.sub("(?i)logit", "prob", column)
+
+
+def _write_source(
+    table: PredictionTable,
+    source: Source,
+    target: Path,
+    calibrate: Calibrate,
+    advance: Callable[[int], None] | None,
+) -> None:
+    one = replace(table, sources=(source,))
+    pairs = ((chunk, calibrate(chunk)) for chunk in one.chunks(advance, keep=True))
+    suffix = format_of(source.path)
+    write = {".npz": _write_arrays, ".npy": _write_arrays, ".parquet": _write_parquet}.get(suffix, _write_csv)
+    write(one, target, pairs)
+
+
+def _write_csv(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    arrow = require("pyarrow", extra="tables")
+    reader: Any = open_source(table.sources[0])
+    with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
+        first = True
+        for chunk, probs in pairs:
+            batch = _replaced(table, chunk, probs)
+            if first:
+                names = arrow.RecordBatch.from_pydict(
+                    {str(i): [name] for i, name in enumerate(batch.schema.names)}
+                )
+                file.write(_csv_lines(names, reader.delimiter))
+            file.write(_csv_lines(batch, reader.delimiter))
+            first = False
+
+
+def _csv_lines(batch: Any, delimiter: str) -> bytes:
+    """Lines of CSV; values are quoted where they must be, and nowhere else."""
+    compute = require("pyarrow.compute", extra="tables")
+    cells = []
+    for column in batch.columns:
+        text = compute.fill_null(column.cast("string"), "")
+        if str(column.type) == "string":
+            quoted = compute.binary_join_element_wise(
+                '"', compute.replace_substring(text, '"', '""'), '"', ""
+            )
+            needed = compute.match_substring_regex(text, f'["\\r\\n{re.escape(delimiter)}]')
+            text = compute.if_else(needed, quoted, text)
+        cells.append(text)
+    lines = compute.binary_join_element_wise(*cells, delimiter)
+    return ("\n".join(lines.to_pylist()) + "\n").encode()
+
+
+def _write_parquet(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    parquet = require("pyarrow.parquet", extra="tables")
+    writer = None
+    try:
+        for chunk, probs in pairs:
+            batch = _replaced(table, chunk, probs)
+            if writer is None:
+                writer = parquet.ParquetWriter(target, batch.schema)
+            writer.write_batch(batch)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    """An .npz of `probs` and all other arrays, or an .npy of probabilities alone."""
+    reader: Any = open_source(table.sources[0])
+    probs = torch.cat([_columns(table, part) for _, part in pairs]).numpy()
+    name = table.layout.scores[0]
+    if probs.shape[1] == 1 and reader.arrays[name].ndim == 1:
+        probs = probs[:, 0]
+    with target.open("wb") as file:
+        if not isinstance(reader, NpzReader):
+            np.save(file, probs, allow_pickle=False)
+            return
+        others = {key: array for key, array in reader.arrays.items() if key != name}
+        arrays: dict[str, Any] = {probs_name(name, table): probs, **others}
+        np.savez_compressed(file, **arrays)
+
+
+def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
+    """The Arrow batch with its score columns replaced, in their places."""
+    arrow = require("pyarrow", extra="tables")
+    batch, names = chunk.raw.arrow, list(chunk.raw.arrow.schema.names)
+    columns = [batch.column(i) for i in range(batch.num_columns)]
+    values = _columns(table, probs).numpy()
+    for i, name in enumerate(table.layout.scores):
+        at, new = names.index(name), probs_name(name, table)
+        if new in names and new != name:
+            raise TableError(
+                f"{table.sources[0]} already has a column {new!r}, which the calibrated {name!r} would take"
+            )
+        if chunk.raw.columns[name].ndim == 2:
+            columns[at] = _lists(arrow, values, columns[at].type)
+        else:
+            narrow = chunk.raw.columns[name].dtype in (np.float16, np.float32)
+            columns[at] = arrow.array(values[:, i].astype(np.float32 if narrow else np.float64))
+        names[at] = new
+    schema = arrow.schema(
+        [arrow.field(name, column.type) for name, column in zip(names, columns)],
+        metadata=batch.schema.metadata,
+    )
+    return arrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _columns(table: PredictionTable, probs: Tensor) -> Tensor:
+    """Probs (B, K) as the input has them: a binary model's single column is the probability of class 1."""
+    return probs[:, 1:] if table.layout.binary else probs
+
+
+def _lists(arrow: Any, values: Any, kind: Any) -> Any:
+    offsets = np.arange(0, values.size + 1, values.shape[1])
+    return arrow.LargeListArray.from_arrays(offsets, values.reshape(-1)).cast(kind)

@@ -1,0 +1,231 @@
+"""The pictures of the page as inline SVG; every mark that shows a number has it as a tooltip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite, log10
+
+import numpy as np
+
+from doublehead.report_page.numbers import Array, Method, Shifted
+from doublehead.report_page.svg import (
+    Frame,
+    boxes,
+    line,
+    nice_ticks,
+    picture,
+    pixels,
+    rect,
+    tag,
+    text,
+    tick,
+    tooltip,
+)
+from doublehead.summary import span
+
+TENTHS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+LOOKS = 7  # methods beyond repeat the colours, dashes and markers of the style sheet
+
+# Markers around 0, 0, about as large as each other: circle, square, triangle, diamond, triangle, plus, cross.
+MARKERS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
+    "M-3.6 -3.6H3.6V3.6H-3.6Z",
+    "M0 -4.8L4.5 3.4H-4.5Z",
+    "M0 -5L5 0L0 5L-5 0Z",
+    "M0 4.8L4.5 -3.4H-4.5Z",
+    "M-1.5 -4.5H1.5V-1.5H4.5V1.5H1.5V4.5H-1.5V1.5H-4.5V-1.5H-1.5Z",
+    "M-4.3 -2.2L-2.2 -4.3L0 -2.1L2.2 -4.3L4.3 -2.2L2.1 0L4.3 2.2L2.2 4.3L0 2.1L-2.2 4.3L-4.3 2.2L-2.1 0Z",
+)
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A share as a number of percent, without the sign."""
+    return f"{100 * value:.{digits}f}"
+
+
+def look(i: int) -> str:
+    """The class name that gives method i its colour and dash."""
+    return f"m{i % LOOKS}"
+
+
+def marker(i: int, x: float, y: float, *children: str, class_: str = "") -> str:
+    """The marker of method i at a place."""
+    place = f"translate({pixels(x)} {pixels(y)})"
+    return tag(
+        "path", *children, d=MARKERS[i % LOOKS], transform=place, class_=f"mark {look(i)} {class_}".strip()
+    )
+
+
+def swatch(i: int) -> str:
+    """A line with the marker of method i, for legends."""
+    stroke = line(0, 8, 28, 8, f"curve {look(i)}")
+    return tag("svg", stroke, marker(i, 14, 8), viewBox="0 0 28 16", class_="swatch", aria_hidden="true")
+
+
+def reliability_chart(method: Method) -> str:
+    """Accuracy by confidence, the gap to what was claimed, the band of a perfect model; counts underneath."""
+    curve, frame, strip = method.curve, Frame(48, 8, 300, 300), Frame(48, 318, 300, 46)
+    width, tallest = frame.width / len(curve.counts), log10(1 + int(curve.counts.max()))
+    gaps, ticks, counts, targets = [], [], [], []
+    for i in np.flatnonzero(curve.counts):
+        left, acc = frame.x(curve.edges[i]), frame.y(curve.accuracy[i])
+        gaps.append((left + 0.5, acc, width - 1, frame.y(curve.confidence[i]) - acc))
+        ticks.append((left + 1, acc, width - 2, 0.0))
+        height = strip.height * log10(1 + int(curve.counts[i])) / tallest
+        counts.append((left + 0.5, strip.bottom - height, width - 1, height))
+        words = tooltip(bin_line(method, int(i)))
+        targets.append(rect(left, frame.top, width, strip.bottom - frame.top, "hit", words))
+    parts = [
+        frame.axes([], TENTHS, "", "accuracy (%)"),
+        _band(frame, method),
+        boxes(gaps, "gap"),
+        line(frame.x(0), frame.y(0), frame.x(1), frame.y(1), "diagonal"),
+        boxes(ticks, "acc"),
+        boxes(counts, "count"),
+        line(strip.left, strip.bottom, strip.right, strip.bottom, "base"),
+        strip.axes(TENTHS, [], "confidence (%)", "", grid=False),
+        text(42, strip.bottom - 18, "samples", class_="tick y"),
+        text(42, strip.bottom - 5, "(log)", class_="tick y"),
+        _note(method),
+        *targets,
+    ]
+    title = f"Reliability diagram of {method.name}: ECE {number(curve.ece)} %, {_n_outside(method)}"
+    return picture(360, 404, title, *parts, class_="chart")
+
+
+def bin_line(method: Method, i: int) -> str:
+    """One bin in words."""
+    curve = method.curve
+    start, end, count = number(curve.edges[i], 0), number(curve.edges[i + 1], 0), int(curve.counts[i])
+    return (
+        f"confidence {start} to {end} %: {count:,} samples, "
+        f"mean confidence {number(curve.confidence[i], 1)} %, accuracy {number(curve.accuracy[i], 1)} %, "
+        f"calibrated model {number(curve.band_low[i], 1)} to {number(curve.band_high[i], 1)} %"
+    )
+
+
+def overlay_chart(methods: Sequence[Method]) -> str:
+    """All methods in one frame, each in a group of its own that the page shows, hides and styles."""
+    frame = Frame(48, 8, 300, 300)
+    bands, groups = [], []
+    for m, method in enumerate(methods):
+        curve = method.curve
+        full = np.flatnonzero(curve.counts)
+        path = tag(
+            "path", d=frame.path(curve.confidence[full], curve.accuracy[full]), class_=f"curve {look(m)}"
+        )
+        dots = "".join(marker(m, frame.x(curve.confidence[i]), frame.y(curve.accuracy[i])) for i in full)
+        bands.append(tag("g", _band(frame, method), data_after=str(m), class_="off"))
+        groups.append(tag("g", path, dots, data_pair=str(m), class_="off"))
+    diagonal = line(frame.x(0), frame.y(0), frame.x(1), frame.y(1), "diagonal")
+    axes = frame.axes(TENTHS, TENTHS, "confidence (%)", "accuracy (%)")
+    title = "Accuracy by confidence, before and after; the numbers are in the table beside it"
+    return picture(360, 352, title, *bands, axes, diagonal, *groups, class_="chart", id="overlay")
+
+
+def confidence_chart(method: Method, drop_last: bool = False) -> str:
+    """The share of samples at each confidence, with mean confidence and accuracy as lines."""
+    histogram = method.histogram
+    shares = histogram.shares[:-1] if drop_last else histogram.shares
+    ticks = nice_ticks(float(shares.max(initial=0)), 4)
+    frame = Frame(48, 24, 300, 150, y_end=ticks[-1])
+    width, bars = frame.width / len(histogram.counts), []
+    for i in np.flatnonzero(shares):
+        start, end = (number(edge, 0) for edge in histogram.edges[i : i + 2])
+        words = f"confidence {start} to {end} %: {int(histogram.counts[i]):,} samples, {number(shares[i])} %"
+        x, y = frame.x(histogram.edges[i]) + 0.5, frame.y(shares[i])
+        bars.append(rect(x, y, width - 1, frame.bottom - y, "bar", *([] if drop_last else [tooltip(words)])))
+    parts = [frame.axes(TENTHS, ticks, "confidence (%)", "samples (%)"), *bars]
+    if not drop_last:
+        for value, class_ in ((histogram.accuracy, "right"), (histogram.mean_confidence, "claimed")):
+            parts.append(line(frame.x(value), 18, frame.x(value), frame.bottom, class_))
+    kept = ", without its last bin" if drop_last else ""
+    title = f"Confidence histogram of {method.name}{kept}"
+    return picture(360, 214, title, *parts, class_="chart")
+
+
+def risk_chart(methods: Sequence[Method]) -> str:
+    """Error among the answered by the share answered; a dot per method that the slider moves."""
+    settled = [risk for m in methods for risk, share in zip(*_risk(m)) if share >= 0.1]
+    ticks = nice_ticks(1.05 * max([*settled, 0.001]))
+    frame = Frame(48, 8, 340, 250, y_end=ticks[-1])
+    groups = []
+    for i, method in enumerate(methods):
+        risk, coverage = _risk(method)
+        path = tag("path", d=frame.path(coverage, np.minimum(risk, ticks[-1])), class_=f"curve {look(i)}")
+        # outside the frame until the slider places it
+        dot = tag("g", marker(i, 0, 0, class_="big"), class_="dot", transform="translate(-99 -99)")
+        groups.append(tag("g", path, dot, data_method=str(i)))
+    where: dict[str, str | float | None] = {
+        "data_left": frame.left, "data_width": frame.width, "data_top": frame.top, "data_height": frame.height,
+        "data_end": repr(float(ticks[-1])),
+    }  # fmt: skip
+    axes = frame.axes(TENTHS, ticks, "answered (%), the most confident first", "error of answers (%)")
+    title = "Risk-coverage curves: the error left when only the most confident samples are answered"
+    return picture(400, 302, title, axes, *groups, class_="chart wide", id="risk", **where)
+
+
+def shift_chart(methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted | None]]) -> str:
+    """ECE of every method on its own data and on each shifted set, a line of markers each."""
+    rows = [("own test data", [m.curve.ece for m in methods])]
+    rows += [(name, [np.nan if s is None else s.ece for s in found]) for name, found in shifts.items()]
+    largest = max(value for _, values in rows for value in values if isfinite(value))
+    ticks = nice_ticks(1.02 * largest)
+    frame = Frame(124, 8, 264, 26.0 * len(rows), x_end=ticks[-1])
+    parts = [line(frame.x(v), frame.top, frame.x(v), frame.bottom, "grid") for v in ticks]
+    parts += [text(frame.x(v), frame.bottom + 16, tick(v), class_="tick x") for v in ticks]
+    parts.append(text(256, frame.bottom + 33, "ECE (%)", class_="axis x"))
+    groups: list[list[str]] = [[] for _ in methods]
+    for j, (name, values) in enumerate(rows):
+        y = frame.top + 26 * (j + 0.5)
+        parts.append(line(frame.left, y, frame.right, y, "grid"))
+        parts.append(text(116, y + 4, shortened(name), class_="tick y"))
+        for i, value in enumerate(values):
+            if isfinite(value):
+                words = tooltip(f"{methods[i].name}, {name}: ECE {number(value)} %")
+                groups[i].append(marker(i, frame.x(value), y, words, class_="big"))
+    parts += [tag("g", *marks, data_method=str(i)) for i, marks in enumerate(groups) if marks]
+    title = "ECE under shift, by method; the numbers are in the table below"
+    return picture(400, frame.bottom + 44, title, *parts, class_="chart wide")
+
+
+def gap_bar(gap: float, widest: float) -> str:
+    """A small bar to the right for overconfidence, to the left for underconfidence."""
+    length = 0 if not isfinite(gap) or widest == 0 else 48 * gap / widest
+    bar = boxes([(min(50, 50 + length), 2, abs(length), 10)], "over" if gap > 0 else "under")
+    return tag(
+        "svg", line(50, 0, 50, 14, "base"), bar, viewBox="0 0 100 14", class_="gapbar", aria_hidden="true"
+    )
+
+
+def shortened(name: str, length: int = 18) -> str:
+    """A name that fits beside a picture: its beginning and its end."""
+    half = length // 2
+    return name if len(name) <= length else f"{name[:half]}…{name[1 - half :]}"
+
+
+def _risk(method: Method) -> tuple[Array, Array]:
+    return method.risk.risk.numpy(), method.risk.coverage.numpy()
+
+
+def _band(frame: Frame, method: Method) -> str:
+    """Where the accuracy of a perfectly calibrated model falls, bin by bin."""
+    curve = method.curve
+    width, heights = frame.width / len(curve.counts), frame.height * (curve.band_high - curve.band_low)
+    full = np.flatnonzero(curve.counts)
+    corners = [(frame.x(curve.edges[i]), frame.y(curve.band_high[i]), width, float(heights[i])) for i in full]
+    return boxes(corners, "band")
+
+
+def _note(method: Method) -> str:
+    """ECE, floor and n in the free corner of a reliability diagram."""
+    floor = method.curve.floor
+    words = [f"floor {span(floor.low, floor.high)}", f"n = {method.summary.n:,}"]
+    small = [text(338, 281 + 16 * i, word, class_="tick y") for i, word in enumerate(words)]
+    value = text(338, 265, f"ECE {number(method.curve.ece)} %", class_="value y")
+    return rect(206, 248, 138, 54, "note") + value + "".join(small)
+
+
+def _n_outside(method: Method) -> str:
+    outside, full = int(method.curve.outside.sum()), int((method.curve.counts > 0).sum())
+    return f"{outside} of {full} bins outside the band of a perfectly calibrated model"

@@ -1,0 +1,253 @@
+"""Predictions in, one HTML page out."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple, TypeAlias
+
+import doublehead
+from doublehead.bins import check_n_bins
+from doublehead.optional import require
+from doublehead.predictions import Predictions
+from doublehead.report_page import charts, tables
+from doublehead.report_page.numbers import THRESHOLDS, Method, Shifted, measure, measure_shift
+from doublehead.summary import Comparison, compare_all
+
+Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Mapping[str, float]]]"
+
+TITLE = "Can these confidences be trusted?"
+MAX_METHODS = 12
+LONGEST_NAME = 100
+START = 0.9  # where the slider stands at first
+
+
+class Page(NamedTuple):
+    """The report and its verdict."""
+
+    html: str
+    verdict: str
+
+
+def build_page(
+    named_predictions: Mapping[str, Predictions],
+    *,
+    title: str = TITLE,
+    classes: Sequence[str] | None = None,
+    shift: Shift | None = None,
+    n_bins: int = 15,
+    max_classes: int = 20,
+    seed: int = 0,
+) -> Page:
+    """The report as one HTML page without outside resources, the same for the same input.
+
+    `named_predictions` are the methods by name, the one to improve on first. `classes` are the names of the
+    classes. `shift[data][method]` are predictions of the same methods on shifted data, or numbers measured before
+    ("accuracy", "ece", "mean_confidence", "auroc"). The class table shows the `max_classes` worst. Only binned
+    numbers enter the page, so its size does not depend on the number of samples.
+
+    >>> page = build_page({"main": Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1])}, title="Two samples")
+    >>> page.html.startswith("<!doctype html>"), "http://" in page.html
+    (True, False)
+    """
+    named = _check(named_predictions, classes, shift)
+    check_n_bins(n_bins)
+    methods = [measure(name, p, n_bins, seed) for name, p in named.items()]
+    pairs = compare_all(list(named.values()))
+    shifts = _measure_shifts(named, shift or {}, n_bins, seed)
+    names = [_clean(name) for name in classes] if classes is not None else None
+    verdict = page_verdict(methods, pairs)
+    style, script = _asset("page.css"), _asset("page.js")
+    content = {
+        "title": _clean(title),
+        "policy": _policy(style, script),
+        "style": style,
+        "script": script,
+        "version": doublehead.__version__,
+        "data": _embed(_live_data(methods, pairs)),
+        "verdict": _unbroken(verdict),
+        "meta": _meta(methods),
+        "many": len(methods) > 1,
+        "methods": [_method(i, m, names, max_classes) for i, m in enumerate(methods)],
+        "table": tables.metrics_table(methods),
+        "pair": (0, _best(methods) or len(methods) - 1),
+        "pair_rows": tables.PAIR_ROWS,
+        "overlay": charts.overlay_chart(methods),
+        "risk": charts.risk_chart(methods),
+        "guaranteed": tables.guaranteed_table(methods),
+        "n_thresholds": len(THRESHOLDS),
+        "threshold_start": int(abs(THRESHOLDS - START).argmin()),
+        "shift": _shift(methods, shifts),
+        "n_bins": n_bins,
+    }
+    jinja2 = require("jinja2", extra="report")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return Page(str(environment.from_string(_asset("page.html.j2")).render(content)), verdict)
+
+
+def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison | None]]) -> str:
+    """The result in a few sentences; methods are ranked by paired differences of NLL, never within chance."""
+    if len(methods) == 1:
+        return f"“{methods[0].name}”: {methods[0].summary.verdict}"
+    if any(pair is None for row in pairs for pair in row):
+        grades = "; ".join(f"“{m.name}” is {m.summary.grade.word}" for m in methods)
+        return f"The methods were measured on different samples and cannot be compared sample by sample. {grades}."
+    best = _best(methods)
+    name, verdict = methods[best].name, methods[best].summary.verdict
+    equal = [m.name for m, pair in zip(methods, pairs[best]) if m.name != name and pair and not pair.is_clear]
+    sentences = [f"“{name}” has the lowest NLL."]
+    found = pairs[0][best]
+    if best > 0 and found is not None:
+        low, high = (f"{abs(bound):.4f}" for bound in (found.nll.high, found.nll.low))
+        below = f"{-found.nll.estimate:.4f} below “{methods[0].name}”"
+        changed = f"{found.n_changed:,} of {found.n:,} predicted classes differ"
+        if found.is_clear:
+            sentences = [f"“{name}” has the lowest NLL, {below} (95 % interval {low} to {high}); {changed}."]
+    if equal:
+        others = " and ".join(f"“{one}”" for one in equal)
+        sentences.append(f"Its difference to {others} is within chance.")
+    return " ".join([*sentences, f"“{name}”: {verdict}"])
+
+
+def _check(
+    named: Mapping[str, Predictions], classes: Sequence[str] | None, shift: Shift | None
+) -> dict[str, Predictions]:
+    if not 1 <= len(named) <= MAX_METHODS:
+        raise ValueError(f"named_predictions must hold 1 to {MAX_METHODS} methods, got {len(named)}")
+    for name, p in named.items():
+        if not isinstance(p, Predictions):
+            raise TypeError(f"named_predictions[{name!r}] must be a Predictions, got {type(p).__name__}")
+        if classes is not None and len(classes) != p.n_classes:
+            raise ValueError(
+                f"classes must be {p.n_classes} names, one per class of {name!r}, got {len(classes)}"
+            )
+    for data, found in (shift or {}).items():
+        unknown = [method for method in found if method not in named]
+        if unknown:
+            raise ValueError(
+                f"shift[{data!r}] must be for the methods {list(named)}, got {', '.join(map(repr, unknown))}"
+            )
+    cleaned = {_clean(name): p for name, p in named.items()}
+    if len(cleaned) < len(named):
+        raise ValueError("names of methods must differ in their first 99 printable characters")
+    return cleaned
+
+
+def _measure_shifts(
+    named: Mapping[str, Predictions], shift: Shift, n_bins: int, seed: int
+) -> dict[str, list[Shifted | None]]:
+    """Per shifted set one entry per method, None where a method was not run on it."""
+    found: dict[str, list[Shifted | None]] = {}
+    for data, by_method in shift.items():
+        known = {_clean(method): value for method, value in by_method.items()}
+        found[_clean(data)] = [
+            measure_shift(own, known[name], n_bins, seed) if name in known else None
+            for name, own in named.items()
+        ]
+    return found
+
+
+def _method(i: int, method: Method, names: Sequence[str] | None, max_classes: int) -> dict[str, Any]:
+    histogram = method.histogram
+    shown = min(max_classes, method.summary.n_classes)
+    return {
+        "index": i,
+        "name": method.name,
+        "grade": method.summary.grade,
+        "sentence": _unbroken(method.summary.verdict),
+        "swatch": charts.swatch(i),
+        "reliability": charts.reliability_chart(method),
+        "bins": tables.bins_table(method),
+        "confidence": charts.confidence_chart(method),
+        "confidence_cut": charts.confidence_chart(method, drop_last=True),
+        "claimed": charts.number(histogram.mean_confidence),
+        "right": charts.number(histogram.accuracy),
+        "last_bin": charts.number(histogram.shares[-1], 1),
+        "classes": tables.class_rows(method, names, shown),
+        "classes_off": tables.classes_off(method),
+        "classes_caption": f"The {shown} worst of {method.summary.n_classes} classes"
+        if shown < method.summary.n_classes
+        else "Classes",
+    }
+
+
+def _shift(
+    methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted | None]]
+) -> dict[str, Any] | None:
+    if not shifts:
+        return None
+    return {"chart": charts.shift_chart(methods, shifts), "rows": tables.shift_rows(methods, shifts)}
+
+
+def _live_data(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison | None]]) -> dict[str, Any]:
+    """The numbers behind the slider and the comparison."""
+    return {
+        "thresholds": THRESHOLDS.tolist(),
+        "rows": tables.PAIR_ROWS,
+        "pairs": [
+            [None if pair is None else {"nll": pair.nll, "changed": pair.n_changed} for pair in row]
+            for row in pairs
+        ],
+        "methods": [
+            {
+                "name": m.name,
+                "n": m.summary.n,
+                "accepted": m.accepted.tolist(),
+                "wrong": m.wrong.tolist(),
+                "values": {row["key"]: tables.value_of(m, row["key"]) for row in tables.PAIR_ROWS},
+            }
+            for m in methods
+        ],
+    }
+
+
+def _embed(value: Any) -> str:
+    """JSON that cannot end its script element, whatever names it holds."""
+    made = json.dumps(
+        value, allow_nan=False, separators=(",", ":")
+    )  # ASCII: no line separators of JavaScript
+    return made.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _policy(style: str, script: str) -> str:
+    """Allow this style and this script by their hashes, and nothing else: no request, no injected code."""
+
+    def digest(content: str) -> str:
+        return "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
+
+    return (
+        f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _meta(methods: Sequence[Method]) -> str:
+    def each(values: Sequence[int]) -> str:
+        low, high = min(values), max(values)
+        return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+    n, k = each([m.summary.n for m in methods]), each([m.summary.n_classes for m in methods])
+    return f"{n} samples, {k} classes" + (f", {len(methods)} methods" if len(methods) > 1 else "")
+
+
+def _best(methods: Sequence[Method]) -> int:
+    """The method with the lowest NLL."""
+    return min(range(len(methods)), key=lambda i: methods[i].summary.values["nll"])
+
+
+def _unbroken(sentence: str) -> str:
+    """With no line break before a percent sign."""
+    return sentence.replace(" %", "\u00a0%")
+
+
+def _asset(name: str) -> str:
+    return files("doublehead.report_page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _clean(name: str) -> str:
+    """A name that can be encoded and printed: control characters and broken file names become U+FFFD."""
+    whole = "".join(c if c.isprintable() else "\ufffd" for c in str(name))
+    return whole if len(whole) <= LONGEST_NAME else whole[: LONGEST_NAME - 1] + "…"

@@ -1,0 +1,495 @@
+"""Summary: every number of some predictions, with intervals, the floor of the ECE and a verdict.
+
+`Tally` holds the sums behind it. They do not grow with the data and add up exactly: sums of NLL, Brier score and
+entropy are whole numbers in units of 2^-32, like the confidences in `Bins`, so a stream, a folder of files or a
+cluster gives the same bits as one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from html import escape
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doublehead import metrics
+from doublehead.bins import UNIT, Bins
+from doublehead.curves import ClassGaps, class_gaps_of, predicted_bins, reliability
+from doublehead.metrics import Floor, Interval, fine_bins
+from doublehead.optional import require
+from doublehead.predictions import Predictions
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+SCORES = {"nll": "nll", "brier": "brier", "entropy": "mean_entropy"}  # per sample -> its mean
+MAX_GROUPS = 1000
+Z = 1.959963984540054  # 97.5 % of a standard normal lie below
+
+# How far an ECE may lie above its floor. One point in a hundred is about what people can act on; above five a stated
+# 95 % may as well be 90 %.
+SLIGHT, SEVERE = 0.01, 0.05
+LEVEL = 0.05  # p-values above it are called chance
+MIN_SAMPLES = 10  # below it nothing is judged
+MIN_SAMPLES_CALIBRATED = 100  # below it nothing is called calibrated
+
+
+class Metric(NamedTuple):
+    """How a metric is shown."""
+
+    title: str
+    is_share: bool  # shown in percent
+    better: int  # +1 where more is better, -1 where less is, 0 where neither
+    meaning: str
+
+
+METRICS = {
+    "accuracy": Metric("accuracy", True, 1, "share of correct predictions"),
+    "mean_confidence": Metric("mean confidence", True, 0, "should equal the accuracy"),
+    "overconfidence": Metric("overconfidence", True, 0, "mean confidence minus accuracy"),
+    "ece": Metric("ECE", True, -1, "mean gap between confidence and accuracy"),
+    "ece2": Metric("ECE, squared", True, -1, "root mean squared gap"),
+    "mce": Metric("MCE", True, 0, "gap of the worst bin; noisy"),
+    "ece_classwise": Metric("ECE, class-wise", True, -1, "mean over classes, each against the rest"),
+    "ece_all": Metric("ECE, all components", True, -1, "all probabilities pooled, divided by N"),
+    "adaptive_ece": Metric("ECE, equal-mass", True, -1, "over bins that hold equally many samples"),
+    "debiased_ece": Metric("ECE, debiased", True, -1, "root mean squared gap without the part due to chance"),
+    "smooth_ece": Metric("ECE, smooth", True, -1, "without bins, by smoothing"),
+    "ks_error": Metric("KS error", True, -1, "without bins, largest cumulative gap"),
+    "nll": Metric("NLL", False, -1, "proper score, nats; penalises confident errors"),
+    "brier": Metric("Brier score", False, -1, "proper score, 0 to 2"),
+    "mean_entropy": Metric("mean entropy", False, 0, "uncertainty of the predictions, nats"),
+    "aurc": Metric("AURC", True, -1, "mean error over all coverages"),
+}
+
+
+class Grade(NamedTuple):
+    """A short word for a badge and a key for its colour."""
+
+    key: str
+    word: str
+
+
+UNKNOWN = Grade("unknown", "too few samples to judge")
+CALIBRATED = Grade("good", "calibrated")
+CLASSES_OFF = Grade("fair", "calibrated overall, not in every class")
+SLIGHTLY_OFF = Grade("fair", "slightly miscalibrated")
+OFF = Grade("poor", "miscalibrated")
+FAR_OFF = Grade("bad", "badly miscalibrated")
+
+
+class TooManyGroups(ValueError):
+    """The column of groups has too many different values."""
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """Every number of some predictions; the bounds of an interval are nan where none is known.
+
+    `print(summary)` shows a table. Metrics that need all samples at once (adaptive_ece, smooth_ece, aurc, ...) are
+    absent where the predictions were streamed.
+
+    >>> summary = Summary.of(Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1]))
+    >>> summary.n, summary.values["accuracy"], round(summary.values["ece"], 4), summary.grade.word
+    (2, 1.0, 0.1941, 'too few samples to judge')
+    """
+
+    n: int
+    n_classes: int
+    n_bins: int
+    metrics: dict[str, Interval]  # by the names of METRICS
+    floor: Floor  # ECE of a perfectly calibrated model with the same confidences
+    p_value: float  # of `metrics.calibration_test`
+    bins: Bins | None = None  # fine top-label bins, for `plot`
+    classes: ClassGaps | None = None
+    groups: dict[str, Summary] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, p: Predictions, n_bins: int = 15, by: Sequence[Any] | None = None, seed: int = 0) -> Summary:
+        """The summary of predictions in memory; `by` holds the group of each sample, see `groups`."""
+        summary = Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed)
+        per_sample = {
+            "adaptive_ece": metrics.adaptive_ece(p, n_bins),
+            "debiased_ece": metrics.debiased_ece(p, n_bins),
+            "smooth_ece": metrics.smooth_ece(p),
+            "ks_error": metrics.ks_error(p),
+            "aurc": metrics.aurc(p),
+        }
+        found = summary.metrics | {name: _without_interval(value) for name, value in per_sample.items()}
+        return replace(summary, metrics={name: found[name] for name in METRICS if name in found})
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Every number by name, without intervals."""
+        floor = {f"ece_floor{end}": value for end, value in zip(("", "_low", "_high"), self.floor)}
+        found = {name: value.estimate for name, value in self.metrics.items()}
+        return {"n": self.n, **found, **floor, "p_value": self.p_value}
+
+    @property
+    def grade(self) -> Grade:
+        """By the calibration test first, then by how far the ECE lies above that of a calibrated model."""
+        by_chance = self.p_value >= LEVEL
+        if self.n < MIN_SAMPLES or (
+            by_chance and (self.n < MIN_SAMPLES_CALIBRATED or self.floor.high > SEVERE)
+        ):
+            return UNKNOWN
+        if by_chance:
+            return CLASSES_OFF if self.n_classes_off else CALIBRATED
+        excess = self.metrics["ece"].estimate - self.floor.mean
+        return SLIGHTLY_OFF if excess < SLIGHT else OFF if excess < SEVERE else FAR_OFF
+
+    @property
+    def n_classes_off(self) -> int:
+        """How many classes deviate by more than chance explains (5 % for all classes together)."""
+        return 0 if self.classes is None else int(self.classes.off.sum())
+
+    @property
+    def verdict(self) -> str:
+        """The grade and the numbers behind it in one sentence."""
+        grade, n = self.grade, f"{self.n:,} sample{'s' if self.n > 1 else ''}"
+        ece = f"ECE {percent(self.metrics['ece'].estimate)}"
+        perfect = f"a perfectly calibrated model with these confidences scores {span(*self.floor[1:])}"
+        chance = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.2g}"
+        if grade is UNKNOWN:
+            return f"{capital(grade.word)}: {ece} on {n}; {perfect}."
+        if grade is CALIBRATED:
+            return f"Calibrated: no miscalibration can be shown on {n}; {ece}, {perfect} ({chance})."
+        classes = ""
+        if self.n_classes_off:
+            n_predicted = int((self.classes.counts > 0).sum()) if self.classes is not None else 0
+            classes = f"{self.n_classes_off} of {n_predicted} predicted classes deviate by more than chance; "
+        direction = "" if grade is CLASSES_OFF else f"{self._direction()}; "
+        return f"{capital(grade.word)}: {direction}{classes}{ece}, {perfect} ({chance})."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, None for bounds that are not known."""
+        found: dict[str, Any] = {
+            "n": self.n,
+            "n_classes": self.n_classes,
+            "n_bins": self.n_bins,
+            "metrics": {
+                name: {
+                    "value": value.estimate,
+                    "low": None if math.isnan(value.low) else value.low,
+                    "high": None if math.isnan(value.high) else value.high,
+                }
+                for name, value in self.metrics.items()
+            },
+            "ece_floor": self.floor._asdict(),
+            "calibration_p_value": self.p_value,
+            "n_classes_off": None if self.classes is None else self.n_classes_off,
+            "grade": self.grade.word,
+            "verdict": self.verdict,
+        }
+        if self.groups:
+            found["groups"] = {name: group.to_dict() for name, group in self.groups.items()}
+        return found
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame with a row per metric: value, low, high."""
+        rows = {**self.metrics, "ece_floor": Interval(*self.floor)}
+        columns = ["value", "low", "high"]
+        return require("pandas", extra="tables").DataFrame.from_dict(rows, orient="index", columns=columns)
+
+    def plot(self, ax: Any = None, *, title: str | None = None) -> Any:
+        """Draw the reliability diagram; returns the matplotlib axes."""
+        from doublehead.plots import draw_reliability
+
+        if self.bins is None:
+            raise ValueError("a summary made without bins cannot be drawn")
+        return draw_reliability(reliability(self.bins, self.n_bins), ax, title=title)
+
+    def __str__(self) -> str:
+        head = f"{self.n:,} predictions of {self.n_classes} classes"
+        parts = [head, side_by_side({"value": self}, meanings=True)]
+        if self.groups:
+            parts.append(aligned(self._group_rows()))
+        return "\n\n".join([*parts, self.verdict])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        tables = [
+            summary_rows({"value": self}, meanings=True),
+            *([self._group_rows()] if self.groups else []),
+        ]
+        return "".join(_html_table(rows) for rows in tables) + f"<p>{escape(self.verdict)}</p>"
+
+    def _group_rows(self) -> list[list[str]]:
+        titles = ["group", "n", "accuracy", "ECE", "95 % interval", "ECE floor", "overconfidence"]
+        rows = [[*titles, "NLL", "Brier score"]]
+        for name, group in self.groups.items():
+            m = group.metrics
+            ece = [percent(m["ece"].estimate), shown_interval(m["ece"], True), span(*group.floor[1:])]
+            scores = [f"{m[key].estimate:.4f}" for key in ("nll", "brier")]
+            over = percent(m["overconfidence"].estimate)
+            rows.append([name, f"{group.n:,}", percent(m["accuracy"].estimate), *ece, over, *scores])
+        return rows
+
+    def _direction(self) -> str:
+        over = self.metrics["overconfidence"].estimate
+        if abs(over) < 0.5 * self.metrics["ece"].estimate:
+            return "overconfident in some bins and underconfident in others"
+        return f"{'over' if over > 0 else 'under'}confident by {100 * abs(over):.2f} points on average"
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """The sums behind a `Summary`; `a + b` is the tally of both data sets together, exactly.
+
+    >>> p = Predictions([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]], [0, 1, 0])
+    >>> (Tally.of(p[:1]) + Tally.of(p[1:])).summary().to_dict() == Tally.of(p).summary().to_dict()
+    True
+    """
+
+    n_bins: int
+    n_classes: int
+    top: Bins  # (fine_bins(n_bins),)
+    classwise: Bins | None  # (K, n_bins)
+    predicted: Bins | None  # (K, CLASS_CELLS), by predicted class
+    sums: dict[str, int]  # by name of SCORES, in units of 2^-32
+    squares: dict[str, int]
+    groups: dict[str, Tally]
+
+    @classmethod
+    def of(
+        cls, p: Predictions, n_bins: int = 15, groups: Array | None = None, *, per_class: bool = True
+    ) -> Tally:
+        """The tally of some predictions and of each group among them; groups have no numbers per class.
+
+        Without `per_class` it needs no memory that grows with the number of classes.
+        """
+        scores = metrics.per_sample(p)
+        return cls(
+            n_bins,
+            p.n_classes,
+            Bins.top(p, fine_bins(n_bins)).to("cpu"),
+            Bins.classwise(p, n_bins).to("cpu") if per_class else None,
+            predicted_bins(p).to("cpu") if per_class else None,
+            {name: exact_sum(scores[name]) for name in SCORES},
+            {name: exact_sum(scores[name].clamp(max=1e150).square()) for name in SCORES},
+            {} if groups is None else dict(_group_tallies(p, n_bins, groups)),
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        if not isinstance(other, Tally):
+            return NotImplemented
+        if (self.n_bins, self.n_classes) != (other.n_bins, other.n_classes):
+            raise ValueError(
+                f"tallies must have the same bins and classes, got {self.n_bins} and {other.n_bins} bins, "
+                f"{self.n_classes} and {other.n_classes} classes"
+            )
+        groups = dict(self.groups)
+        for name, tally in other.groups.items():
+            groups[name] = groups[name] + tally if name in groups else tally
+        check_groups(groups)
+        return Tally(
+            self.n_bins,
+            self.n_classes,
+            self.top + other.top,
+            _both(self.classwise, other.classwise),
+            _both(self.predicted, other.predicted),
+            {name: self.sums[name] + other.sums[name] for name in SCORES},
+            {name: self.squares[name] + other.squares[name] for name in SCORES},
+            groups,
+        )
+
+    @property
+    def n(self) -> int:
+        """How many samples were counted."""
+        return self.top.n
+
+    def summary(self, seed: int = 0) -> Summary:
+        """Every number with its 95 % interval; simulated numbers depend on `seed`."""
+        found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
+        classes = None
+        if self.classwise is not None and self.predicted is not None:
+            pooled = Bins.from_state(self.classwise.state().sum(1))
+            found["ece_classwise"] = _without_interval(float(self.classwise.ece().mean()))
+            found["ece_all"] = _without_interval(float(pooled.ece()) * self.n_classes)
+            classes = class_gaps_of(self.predicted, self.classwise)
+        return Summary(
+            n=self.n,
+            n_classes=self.n_classes,
+            n_bins=self.n_bins,
+            metrics={name: found[name] for name in METRICS if name in found},
+            floor=metrics.ece_floor(self.top, self.n_bins, seed=seed),
+            p_value=metrics.calibration_test(self.top, self.n_bins, seed=seed).p_value,
+            bins=self.top,
+            classes=classes,
+            groups={name: self.groups[name].summary(seed) for name in sorted(self.groups)},
+        )
+
+    def _scores(self) -> dict[str, Interval]:
+        """Means with the interval of the normal distribution."""
+        found = {}
+        for name, mean_name in SCORES.items():
+            mean, square = self.sums[name] / UNIT / self.n, self.squares[name] / UNIT / self.n
+            reach = Z * (max(square - mean * mean, 0.0) / self.n) ** 0.5
+            found[mean_name] = Interval(mean, max(0.0, mean - reach), mean + reach)
+        return found
+
+
+class Comparison(NamedTuple):
+    """Two methods on the same samples: the second minus the first, so a negative NLL difference is an improvement."""
+
+    nll: Interval  # mean paired difference with its 95 % interval
+    n_changed: int  # samples whose predicted class differs
+    n: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval of the difference leaves out 0."""
+        return self.nll.low > 0 or self.nll.high < 0
+
+
+def compare(before: Predictions, after: Predictions) -> Comparison:
+    """Compare two methods sample by sample, by their NLL; both must have the same labels in the same order.
+
+    >>> p = Predictions([[3.0, 0.0]] * 100, [0] * 70 + [1] * 30)
+    >>> found = compare(p, Predictions(p.logits / 3, p.labels))
+    >>> found.n_changed, found.nll.estimate < 0, found.is_clear
+    (0, True, True)
+    """
+    (found,) = compare_all([before, after])[0][1:]
+    if found is None:
+        raise ValueError(
+            f"both predictions must have the same labels in the same order, got {len(before)} and {len(after)} samples"
+        )
+    return found
+
+
+def compare_all(methods: Sequence[Predictions]) -> list[list[Comparison | None]]:
+    """`compare` of every method (row) with every other (column); None where their samples differ."""
+    nlls = [metrics.per_sample(p)["nll"].cpu().numpy() for p in methods]
+    labels, predicted = [p.labels.cpu() for p in methods], [p.predicted.cpu() for p in methods]
+
+    def pair(i: int, j: int) -> Comparison | None:
+        if not torch.equal(labels[i], labels[j]):
+            return None
+        difference = nlls[j] - nlls[i]
+        mean, reach = float(difference.mean()), Z * float(difference.std()) / math.sqrt(len(difference))
+        n_changed = int((predicted[i] != predicted[j]).sum())
+        return Comparison(Interval(mean, mean - reach, mean + reach), n_changed, len(difference))
+
+    return [[pair(i, j) for j in range(len(methods))] for i in range(len(methods))]
+
+
+def exact_sum(values: Tensor) -> int:
+    """The sum of finite values (N,) in units of 2^-32, each rounded to a whole number of them; never overflows.
+
+    >>> exact_sum(torch.tensor([0.5, 2.0])) == int(2.5 * 2**32)
+    True
+    """
+    values = values.double()
+    if float(values.abs().max()) * len(values) > 2.0**62:
+        return sum(round(Fraction(value) * int(UNIT)) for value in values.tolist())
+    units = (values * UNIT).round()
+    high = (units / UNIT).floor()
+    low = units - high * UNIT  # in 0 .. 2^32
+    return int(high.to(torch.int64).sum()) * int(UNIT) + int(low.to(torch.int64).sum())
+
+
+def check_groups(groups: Mapping[str, Any]) -> None:
+    """Refuse more groups than anyone can read."""
+    if len(groups) > MAX_GROUPS:
+        raise TooManyGroups(
+            f"by must have at most {MAX_GROUPS} different values, got more, such as {next(iter(groups))!r}"
+        )
+
+
+def side_by_side(summaries: Mapping[str, Summary], *, meanings: bool = False) -> str:
+    """A text table with a row per metric and two columns per summary: value and interval."""
+    return aligned(summary_rows(summaries, meanings))
+
+
+def summary_rows(summaries: Mapping[str, Summary], meanings: bool) -> list[list[str]]:
+    """The cells of `side_by_side`, the header first."""
+    header = [""]
+    for name in summaries:
+        header += [name, "95 % interval"]
+    rows = [[*header, "meaning"] if meanings else header]
+    first = next(iter(summaries.values()))
+    for key, metric in METRICS.items():
+        if any(key not in summary.metrics for summary in summaries.values()):
+            continue
+        row = [f"{metric.title} ({first.n_bins} bins)" if key == "ece" else metric.title]
+        for summary in summaries.values():
+            value = summary.metrics[key]
+            row += [shown(value.estimate, metric.is_share), shown_interval(value, metric.is_share)]
+        rows.append([*row, metric.meaning] if meanings else row)
+        if key == "ece":
+            floors = [[percent(s.floor.mean), span(*s.floor[1:])] for s in summaries.values()]
+            meaning = ["ECE of a perfectly calibrated model, mean and 5 to 95 %"] if meanings else []
+            rows.append(["ECE floor", *(cell for pair in floors for cell in pair), *meaning])
+    return rows
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Text columns: the first and any column of meanings to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    left = {0, *(i for i, title in enumerate(rows[0]) if title == "meaning")}
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def percent(value: float, digits: int = 2) -> str:
+    """4.75 % for the fraction 0.0475."""
+    return f"{100 * value:.{digits}f} %"
+
+
+def span(low: float, high: float) -> str:
+    """0.17 to 0.39 % for fractions."""
+    return f"{100 * low:.2f} to {100 * high:.2f} %"
+
+
+def shown(value: float, is_share: bool) -> str:
+    """4.75 % for the share 0.0475, 0.3583 for other numbers."""
+    return percent(value) if is_share else f"{value:.4f}"
+
+
+def shown_interval(value: Interval, is_share: bool) -> str:
+    """4.32 to 5.19 %, or nothing where no interval is known."""
+    if math.isnan(value.low):
+        return ""
+    return span(value.low, value.high) if is_share else f"{value.low:.4f} to {value.high:.4f}"
+
+
+def capital(text: str) -> str:
+    """The text with its first letter in upper case."""
+    return text[:1].upper() + text[1:]
+
+
+def _group_tallies(p: Predictions, n_bins: int, groups: Array) -> Iterator[tuple[str, Tally]]:
+    if groups.shape != (len(p),):
+        raise ValueError(f"by must hold one group for each of {len(p)} samples, got shape {groups.shape}")
+    names, which = np.unique(groups.astype(str), return_inverse=True)
+    check_groups(dict.fromkeys(names.tolist()))
+    for i, name in enumerate(names):
+        rows = torch.from_numpy(which == i).to(p.device)
+        yield str(name), Tally.of(p[rows], n_bins, per_class=False)
+
+
+def _both(a: Bins | None, b: Bins | None) -> Bins | None:
+    return None if a is None or b is None else a + b
+
+
+def _without_interval(value: float) -> Interval:
+    return Interval(value, math.nan, math.nan)
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows[1:])
+    lines = "".join(f"<tr>{cells}</tr>" for cells in body)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"

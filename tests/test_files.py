@@ -1,0 +1,398 @@
+"""Predictions in files: every format, which columns are guessed, what is refused, and the tally of a table."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from doublehead import Predictions
+from doublehead.files import TableError, read_predictions
+from doublehead.summary import Tally
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+LOGITS = [[2.0, 0.5, -1.0], [0.0, 3.0, 0.25], [1.0, 1.5, 4.0], [-1.0, 2.0, 0.0]]
+LABELS = [0, 1, 2, 2]
+
+
+def write_csv(path: Path, header: str, *rows: str) -> Path:
+    path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    return path
+
+
+def simple_csv(path: Path) -> Path:
+    rows = [f"{i},{y},{','.join(map(str, z))}" for i, (y, z) in enumerate(zip(LABELS, LOGITS))]
+    return write_csv(path, "id,label,logit_0,logit_1,logit_2", *rows)
+
+
+def columns(dtype: str = "float32") -> dict[str, Any]:
+    z = np.array(LOGITS, dtype=dtype)
+    return {"label": LABELS, **{f"logit_{k}": z[:, k] for k in range(3)}}
+
+
+def as_parquet(path: Path, table: dict[str, Any] | None = None, **kwargs: Any) -> Path:
+    parquet.write_table(pa.table(table or columns()), path, **kwargs)
+    return path
+
+
+def as_npz(path: Path) -> Path:
+    np.savez(path, logits=np.array(LOGITS), labels=np.array(LABELS))
+    return path
+
+
+def as_gz(path: Path) -> Path:
+    plain = simple_csv(path.with_suffix(""))
+    path.write_bytes(gzip.compress(plain.read_bytes()))
+    return path
+
+
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "a.csv": simple_csv,
+    "a.csv.gz": as_gz,
+    "a.parquet": as_parquet,
+    "a.npz": as_npz,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_reads_the_same(name: str, tmp_path: Path) -> None:
+    table = read_predictions(FORMATS[name](tmp_path / name), kind="logits")
+    p = table.load()
+    assert p.logits.tolist() == LOGITS
+    assert p.labels.tolist() == LABELS
+    assert table.kind == "logits"
+
+
+def test_npy_pair_in_either_order(tmp_path: Path) -> None:
+    scores, labels = tmp_path / "z.npy", tmp_path / "y.npy"
+    np.save(scores, np.array(LOGITS, dtype=np.float32))
+    np.save(labels, np.array(LABELS))
+    for pair in ([scores, labels], [labels, scores], [tmp_path]):
+        p = read_predictions(pair, kind="logits").load()
+        assert p.logits.dtype == torch.float32
+        assert p.logits.tolist() == LOGITS
+        assert p.labels.tolist() == LABELS
+
+
+def test_npz_states_its_kind_and_must_not_be_contradicted(tmp_path: Path) -> None:
+    file = as_npz(tmp_path / "a.npz")
+    assert read_predictions(file).kind == "logits"
+    with pytest.raises(TableError, match="holds an array called 'logits', but probs were stated"):
+        read_predictions(file, kind="probs")
+    saved = Predictions.from_probs([[0.25, 0.75]], [1]).save(tmp_path / "b.npz")
+    assert read_predictions(saved).load().are_probs
+
+
+def test_npz_with_several_sets(tmp_path: Path) -> None:
+    file = tmp_path / "both.npz"
+    z, y = np.array(LOGITS), np.array(LABELS)
+    np.savez(file, val_logits=z[:1], val_labels=y[:1], test_logits=z[1:], test_labels=y[1:])
+    assert len(read_predictions(f"{file}:test").load()) == 3
+    with pytest.raises(TableError, match=r"both.npz:test or .*both.npz:val"):
+        read_predictions(file)
+    with pytest.raises(TableError, match=r"does not hold arrays called train_"):
+        read_predictions(f"{file}:train")
+
+
+def test_folder_and_many_files_keep_order(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    (folder / "site=a").mkdir(parents=True)
+    as_parquet(folder / "site=a" / "1.parquet", {name: column[:2] for name, column in columns().items()})
+    as_parquet(folder / "z.parquet", {name: column[2:] for name, column in columns().items()})
+    as_parquet(folder / "_metadata.parquet", {"nothing": [1]})  # hidden, as Spark leaves them
+    table = read_predictions(folder, kind="logits")
+    assert table.load().labels.tolist() == LABELS
+    both = read_predictions([simple_csv(tmp_path / "a.csv"), folder], kind="logits")
+    assert both.load().labels.tolist() == LABELS + LABELS
+
+
+@pytest.mark.parametrize(
+    ("header", "kind", "wanted"),
+    [
+        ("y,logit_1,logit_0", "logits", ("logit_0", "logit_1")),  # by number, not by place
+        ("target,0,1", "probs", ("0", "1")),
+        ("label,prob_cat,prob_dog,age", "probs", ("prob_cat", "prob_dog")),
+        ("label,logit_0,logit_1,prob_0,prob_1", "probs", ("prob_0", "prob_1")),
+        ("label,logit_0,logit_1,prob_0,prob_1", "logits", ("logit_0", "logit_1")),
+        ("Label,cat,dog", "logits", ("cat", "dog")),
+        ("y_true,prob", "probs", ("prob",)),
+        ("label,p1,p2,p3", "probs", ("p1", "p2", "p3")),
+    ],
+)
+def test_guessed_columns(header: str, kind: Any, wanted: tuple[str, ...], tmp_path: Path) -> None:
+    names = header.split(",")
+    file = write_csv(tmp_path / "a.csv", header, ",".join(["1"] + ["0.5"] * (len(names) - 1)))
+    layout = read_predictions(file, kind=kind).layout
+    assert (layout.label, layout.scores) == (names[0], wanted)
+    assert layout.guesses[0] == f"label column {names[0]!r}"
+    assert all(name in layout.guesses[1] for name in (wanted[0], wanted[-1]))
+
+
+def test_named_columns_with_patterns(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", "truth2,m_10,m_9,m_8,label", "10,0.5,0.25,0.25,x")
+    table = read_predictions(file, kind="probs", label="truth2", scores=["m_*"])
+    assert table.layout.scores == ("m_8", "m_9", "m_10")
+    assert table.layout.guesses == ()
+    assert table.load().labels.tolist() == [2]  # the label 10 is the column m_10
+
+
+def test_two_sets_of_scores_are_not_guessed_between(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", "label,prob_0,prob_1,p_0,p_1", "0,1,0,1,0")
+    with pytest.raises(TableError, match=r"several sets of score columns \(prob_0, p_0, ...\)"):
+        read_predictions(file, kind="probs")
+
+
+def test_labels_by_name_number_and_base(tmp_path: Path) -> None:
+    by_name = write_csv(tmp_path / "a.csv", "label,prob_cat,prob_dog", "dog,0.5,0.5", "prob_cat,0.5,0.5")
+    assert read_predictions(by_name, kind="probs").load().labels.tolist() == [1, 0]
+    numbered = write_csv(tmp_path / "b.csv", "label,prob_1,prob_2", "1,0.5,0.5", "2.0,0.5,0.5")
+    assert read_predictions(numbered, kind="probs").load().labels.tolist() == [0, 1]
+    based = write_csv(tmp_path / "c.csv", "label,cat,dog", "1,0.5,0.5", "2,0.5,0.5")
+    assert read_predictions(based, kind="probs", base=1).load().labels.tolist() == [0, 1]
+
+
+def test_binary_score_alone_is_class_one(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", "label,prob", "true,0.75", "false,0.25")
+    p = read_predictions(file, kind="probs").load()
+    assert p.probs.tolist() == [[0.25, 0.75], [0.75, 0.25]]
+    assert p.labels.tolist() == [1, 0]
+    p = read_predictions(as_npz_binary(tmp_path / "b.npz")).load()
+    assert p.logits.tolist() == [[0.0, 2.0], [0.0, -1.0]]
+
+
+def as_npz_binary(path: Path) -> Path:
+    np.savez(path, logits=np.array([2.0, -1.0]), labels=np.array([1, 0]))
+    return path
+
+
+def test_lists_in_a_column(tmp_path: Path) -> None:
+    file = as_parquet(tmp_path / "a.parquet", {"label": LABELS, "logits": LOGITS})
+    assert read_predictions(file, kind="logits").load().logits.tolist() == LOGITS
+    ragged = as_parquet(tmp_path / "b.parquet", {"label": [0, 1], "logits": [[1.0, 2.0], [3.0]]})
+    with pytest.raises(TableError, match=r"b.parquet, column 'logits' \(number 0 of the row\), row 2"):
+        read_predictions(ragged, kind="logits").load()
+
+
+def test_semicolons_byte_order_mark_and_categories(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes("\ufefflabel;cat;dog\ncat;0.25;0.75\n".encode())
+    assert read_predictions(file, kind="probs").load().labels.tolist() == [0]
+    table = {"label": pa.array(["dog", "cat"]).dictionary_encode(), "cat": [0.5, 0.5], "dog": [0.5, 0.5]}
+    assert read_predictions(
+        as_parquet(tmp_path / "a.parquet", table), kind="probs"
+    ).load().labels.tolist() == [1, 0]
+
+
+def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    for text in ("label,caf\xe9,dog\n0,0.5,0.5\n", "label,cat,dog\nth\xe9,0.5,0.5\n"):
+        (tmp_path / "a.csv").write_bytes(text.encode("latin-1"))
+        with pytest.raises(TableError, match=r"a.csv must be UTF-8 text"):
+            read_predictions(tmp_path / "a.csv", kind="probs").load()
+
+
+def test_where_and_by(tmp_path: Path) -> None:
+    file = as_parquet(
+        tmp_path / "a.parquet", {**columns(), "site": ["A", None, "A", "B"], "month": [1, 1, 2, 2]}
+    )
+    assert read_predictions(file, kind="logits", where={"site": "A"}).load().labels.tolist() == [0, 2]
+    assert read_predictions(
+        file, kind="logits", where={"site": "A", "month": "2"}
+    ).load().labels.tolist() == [2]
+    groups = read_predictions(file, kind="logits", by="site").tally().groups
+    assert {name: tally.n for name, tally in groups.items()} == {"A": 2, "B": 1, "(missing)": 1}
+    with pytest.raises(TableError, match="none of the 4 rows of .* has site=C; the values there are .*A, B"):
+        read_predictions(file, kind="logits", where={"site": "C"}).load()
+
+
+def test_a_missing_statement_says_what_it_looks_like(tmp_path: Path) -> None:
+    with pytest.raises(
+        TableError, match=r"lie in -1..4 and rows do not sum to 1, .* looks like logits; give --logits"
+    ):
+        read_predictions(simple_csv(tmp_path / "a.csv"))
+    file = write_csv(tmp_path / "b.csv", "label,cat,dog", "cat,0.25,0.75")
+    with pytest.raises(
+        TableError, match=r"lie in 0.25..0.75 and rows sum to 1, which looks like probs; give --probs"
+    ):
+        read_predictions(file)
+
+
+BAD_CSV = {
+    "missing label": (
+        "id,x",
+        "1,2",
+        "no column that looks like the label: name it with --label, it has 'id', 'x'",
+    ),
+    "missing scores": ("label,name", "1,x", "no columns that look like scores: name them with --scores"),
+    "text": (
+        "label,logit_0,logit_1",
+        "0,1,2\n1,abc,2",
+        r"a.csv, column 'logit_0', row 2 must hold .*got 'abc'",
+    ),
+    "text label": (
+        "label,cat,dog",
+        "cat,1.5,2.5\nmouse,1,2",
+        r"row 2 must hold one of the classes cat, dog, got 'mouse'",
+    ),
+    "empty cell": (
+        "label,logit_0,logit_1",
+        "0,1,2\n1,,2",
+        r"column 'logit_0', row 2 must .* nothing or nan",
+    ),
+    "infinite": (
+        "label,logit_0,logit_1",
+        "0,1,inf",
+        r"column 'logit_1', row 1 must hold a finite number, got inf",
+    ),
+    "no label": (
+        "label,logit_0,logit_1",
+        "0,1,2\n,1,2",
+        r"column 'label', row 2 must hold a class .* got nothing",
+    ),
+    "broken label": (
+        "label,logit_0,logit_1",
+        "0.5,1,2",
+        r"column 'label', row 1 must hold a class .* got 0.5",
+    ),
+    "short row": (
+        "label,logit_0,logit_1",
+        "0,1,2\n1,3",
+        r"row 2 has 2 values where the header has 3: .* truncated",
+    ),
+    "base": (
+        "label,logit_0,logit_1",
+        "1,1,2\n2,1,2",
+        r"row 2: labels of 2 .* lie in 0..1, got 2; .*--label-base 1",
+    ),
+    "base 0": (
+        "label,logit_1,logit_2",
+        "0,1,2\n1,1,2",
+        r"row 1: labels .* must lie in 1..2, got 0; .*--label-base 0",
+    ),
+    "header only": ("label,logit_0,logit_1", "", r"a.csv has no rows"),
+    "twice": ("label,logit_0,logit_0", "0,1,2", r"more than one column called 'logit_0'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CSV)
+def test_bad_csv_names_the_place(case: str, tmp_path: Path) -> None:
+    header, rows, message = BAD_CSV[case]
+    file = tmp_path / "a.csv"
+    file.write_text(f"{header}\n{rows}\n" if rows else f"{header}\n")
+    with pytest.raises(TableError, match=message):
+        read_predictions(file, kind="logits").load()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0,0.7,0.2", r"row 1: probabilities must sum to 1 within 0.001, got 0.9; .*larger --tolerance"),
+        ("0,1.5,-0.5", r"row 1: probabilities must lie in 0..1, got -0.5; give --logits"),
+    ],
+)
+def test_bad_probabilities(row: str, message: str, tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", "label,prob_0,prob_1", row)
+    with pytest.raises(TableError, match=message):
+        read_predictions(file, kind="probs").load()
+    rounded = write_csv(tmp_path / "b.csv", "label,prob_0,prob_1", "0,0.7,0.28")
+    assert len(read_predictions(rounded, kind="probs", tolerance=0.05).load()) == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_cut_off_and_empty_files(name: str, tmp_path: Path) -> None:
+    file = FORMATS[name](tmp_path / name)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) - (8 if name == "a.csv" else len(whole) // 3)])
+    with pytest.raises(TableError, match=rf"{name}.*truncated"):
+        read_predictions(file, kind="logits").load()
+    file.write_bytes(b"")
+    with pytest.raises(TableError, match=rf"{name} is empty \(0 bytes\)"):
+        read_predictions(file, kind="logits")
+
+
+def test_parquet_text_column_and_missing_column_in_a_later_file(tmp_path: Path) -> None:
+    text = as_parquet(tmp_path / "t.parquet", {**columns(), "logit_1": ["1", "2", "x", "3"]})
+    with pytest.raises(
+        TableError, match=r"t.parquet: column 'logit_1' must hold numbers, got text \('1' in row 1\)"
+    ):
+        read_predictions(text, kind="logits").load()
+    short = columns()
+    del short["logit_2"]
+    files = [as_parquet(tmp_path / "a.parquet"), as_parquet(tmp_path / "b.parquet", short)]
+    with pytest.raises(TableError, match=r"b.parquet has no column 'logit_2', which .*a.parquet has"):
+        read_predictions(files, kind="logits").load()
+
+
+def test_places_that_are_not_tables(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="nowhere.csv does not exist"):
+        read_predictions(tmp_path / "nowhere.csv", kind="logits")
+    with pytest.raises(TableError, match="holds no file that ends in one of .csv"):
+        read_predictions(tmp_path, kind="logits")
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(TableError, match=r"a.txt must end in one of"):
+        read_predictions(tmp_path / "a.txt", kind="logits")
+    simple_csv(tmp_path / "a.csv")
+    as_parquet(tmp_path / "a.parquet")
+    with pytest.raises(TableError, match=r"mixes files of .csv and .parquet"):
+        read_predictions(tmp_path, kind="logits")
+    with pytest.raises(TableError, match="has no column 'site', it has 'id', 'label'"):
+        read_predictions(tmp_path / "a.csv", kind="logits", by="site")
+    np.save(tmp_path / "alone.npy", np.zeros((2, 2)))
+    with pytest.raises(TableError, match="alone.npy has no partner"):
+        read_predictions(tmp_path / "alone.npy", kind="logits")
+
+
+def test_pickles_are_never_run(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", logits=np.array([[1.0, 2.0]]), labels=np.array([{}], dtype=object))
+    with pytest.raises(TableError, match="a.npz must hold plain arrays, not pickled objects"):
+        read_predictions(tmp_path / "a.npz").load()
+
+
+def random_predictions(n: int, k: int = 7, sharpness: float = 2.0) -> Predictions:
+    """Labels drawn from softmax(sharpness * logits): calibrated at 1, underconfident above."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(n, k, generator=generator)
+    return Predictions(logits, (sharpness * logits).softmax(1).multinomial(1, generator=generator)[:, 0])
+
+
+def test_a_column_of_ids_is_not_a_group(tmp_path: Path) -> None:
+    n = 1001
+    table = {"label": [0] * n, "cat": [0.5] * n, "dog": [0.5] * n, "id": list(range(n))}
+    file = as_parquet(tmp_path / "a.parquet", table)
+    with pytest.raises(ValueError, match="at most 1000 different values"):
+        read_predictions(file, kind="probs", by="id").tally()
+
+
+def test_chunks_do_not_change_the_tally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = random_predictions(500)
+    table = {"label": p.labels.numpy(), **{f"logit_{k}": p.logits[:, k].numpy() for k in range(7)}}
+    file = as_parquet(tmp_path / "a.parquet", table, row_group_size=64)
+    monkeypatch.setattr("doublehead.files.reading.CHUNK_ENTRIES", 7 * 50)
+    source = read_predictions(file, kind="logits")
+    sizes = [len(chunk.scores) for chunk in source]
+    assert max(sizes) == 50
+    told: list[int] = []
+    found = source.tally(advance=told.append)
+    assert sum(told) == file.stat().st_size
+    assert found.sums == Tally.of(p).sums
+    pieces = [piece.tally() for piece in source.split()]
+    assert len(pieces) == 8
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    assert total.top == found.top
+    assert total.predicted == found.predicted
+
+
+def test_rows_of_later_row_groups_are_named_by_their_place_in_the_file(tmp_path: Path) -> None:
+    bad = columns()
+    bad["logit_0"] = np.array([1, 2, 3, np.nan], dtype=np.float32)
+    table = read_predictions(as_parquet(tmp_path / "a.parquet", bad, row_group_size=2), kind="logits")
+    with pytest.raises(TableError, match="row 4 must hold a finite number"):
+        table.split()[1].tally()

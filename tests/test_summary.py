@@ -1,0 +1,276 @@
+"""Summary, Tally and compare: the numbers of the metrics, exact sums, intervals, the verdict, how it is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import doublehead
+from doublehead import Predictions, Summary, metrics
+from doublehead.metrics import Floor, Interval
+from doublehead.summary import METRICS, Tally, TooManyGroups, compare, exact_sum
+
+
+def random_predictions(n: int, k: int = 7, sharpness: float = 2.0, seed: int = 3) -> Predictions:
+    """Labels drawn from softmax(sharpness * logits): calibrated at 1, underconfident above."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, k, generator=generator)
+    return Predictions(logits, (sharpness * logits).softmax(1).multinomial(1, generator=generator)[:, 0])
+
+
+def test_every_number_is_that_of_its_metric() -> None:
+    p = random_predictions(2000)
+    found = Summary.of(p, 10)
+    of_bins = {"ece_classwise": {"components": "classwise"}, "ece_all": {"components": "all"}}
+    for name, value in found.metrics.items():
+        metric = getattr(metrics, "ece" if name in of_bins else name)
+        has_bins = "n_bins" in metric.__code__.co_varnames
+        wanted = metric(p, 10, **of_bins.get(name, {})) if has_bins else metric(p)
+        assert value.estimate == pytest.approx(wanted, abs=1e-9), name
+        assert math.isnan(value.low) or value.low <= value.estimate <= value.high
+    assert list(found.metrics) == list(METRICS)
+    assert (found.n, found.n_classes, found.n_bins) == (2000, 7, 10)
+    assert found.floor == metrics.ece_floor(p, 10)
+    assert found.p_value == metrics.calibration_test(p, 10).p_value
+    assert found.values["ece_floor_high"] == found.floor.high
+    streamed = Tally.of(p, 10).summary()
+    assert all(streamed.metrics[name] == found.metrics[name] or math.isnan(found.metrics[name].low)
+               for name in streamed.metrics)  # fmt: skip
+    assert set(METRICS) - set(streamed.metrics) == {
+        "adaptive_ece",
+        "debiased_ece",
+        "smooth_ece",
+        "ks_error",
+        "aurc",
+    }
+
+
+def numbers_of(rows: np.ndarray) -> dict[str, float]:
+    """Rows (N, 5) of confidence, correct, nll, brier, entropy -> the metrics that have intervals, in plain numpy."""
+    confidence, correct, *scores = rows.T
+    which = np.ceil(confidence * 15).astype(int) - 1
+    n, excess = np.bincount(which, minlength=15), np.bincount(which, confidence - correct, 15)
+    gap = excess / np.maximum(n, 1)
+    return {
+        "accuracy": correct.mean(), "mean_confidence": confidence.mean(),
+        "overconfidence": (confidence - correct).mean(),
+        "ece": np.abs(excess).sum() / n.sum(), "ece2": np.sqrt((n * gap**2).sum() / n.sum()), "mce": np.abs(gap).max(),
+        **dict(zip(("nll", "brier", "mean_entropy"), np.mean(scores, 1))),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_intervals_agree_with_resampling_the_rows(sharpness: float) -> None:
+    p = random_predictions(3000, sharpness=sharpness)
+    found = {
+        name: value for name, value in Tally.of(p).summary().metrics.items() if not math.isnan(value.low)
+    }
+    rows = np.stack([*p.top_label(), *metrics.per_sample(p).values()], 1)
+    rng = np.random.default_rng(0)
+    drawn = [numbers_of(rows[rng.integers(0, 3000, 3000)]) for _ in range(2000)]
+    assert found.keys() == drawn[0].keys()
+    for name, (estimate, ours_low, ours_high) in found.items():
+        assert estimate == pytest.approx(numbers_of(rows)[name], abs=1e-6), name
+        draws = np.array([one[name] for one in drawn])
+        low, high = np.quantile(draws - draws.mean() + estimate, [0.025, 0.975])
+        # 1000 draws place a 2.5 % quantile within about 6 % of the width; MCE depends on one small bin
+        slack = (0.25 if name == "mce" else 0.12) * (high - low)
+        assert ours_low == pytest.approx(low if name == "overconfidence" else max(low, 0), abs=slack), name
+        assert ours_high == pytest.approx(high, abs=slack), name
+
+
+def test_tallies_of_any_split_are_the_same_bits() -> None:
+    p = random_predictions(1000)
+    groups = np.array(["a", "b", "c"])[np.arange(1000) % 3]
+    whole = Tally.of(p, groups=groups)
+    for size in (5, 37, 999):
+        parts = [Tally.of(p[i : i + size], groups=groups[i : i + size]) for i in range(0, 1000, size)]
+        total = sum(parts[1:], parts[0])
+        assert total.top == whole.top
+        assert total.classwise == whole.classwise
+        assert total.predicted == whole.predicted
+        assert (total.sums, total.squares) == (whole.sums, whole.squares)
+        assert total.groups["b"].top == whole.groups["b"].top
+    with pytest.raises(ValueError, match="same bins and classes, got 15 and 10 bins, 7 and 7 classes"):
+        _ = whole + Tally.of(p, 10)
+
+
+def test_exact_sum_is_exact() -> None:
+    values = torch.tensor([0.1, 1e9, 3.0, 2.0**-40])
+    assert exact_sum(values.double()) == sum(round(v * 2**32) for v in values.double().tolist())
+    assert exact_sum(torch.tensor([1e300, 1.0], dtype=torch.float64)) == int(1e300) * 2**32 + 2**32
+
+
+def test_groups_are_summaries_of_their_rows() -> None:
+    p = random_predictions(300)
+    found = Summary.of(p, by=[f"site {i % 2}" for i in range(300)])
+    assert list(found.groups) == ["site 0", "site 1"]
+    rows = torch.arange(300) % 2 == 1
+    assert found.groups["site 1"].values["nll"] == pytest.approx(metrics.nll(p[rows]))
+    assert "site 1" in str(found)
+    assert set(found.to_dict()["groups"]) == set(found.groups)
+    with pytest.raises(TooManyGroups, match="at most 1000 different values"):
+        Summary.of(random_predictions(1001), by=list(range(1001)))
+    with pytest.raises(ValueError, match=r"one group for each of 300 samples, got shape \(2,\)"):
+        Summary.of(p, by=["a", "b"])
+
+
+def graded(n: int, ece: float, floor: float, p_value: float, over: float = 0.0) -> Summary:
+    numbers = {"ece": Interval(ece, 0, 1), "overconfidence": Interval(over, -1, 1)}
+    return Summary(n, 3, 15, numbers, Floor(floor, floor / 2, 2 * floor), p_value)
+
+
+@pytest.mark.parametrize(
+    ("summary", "key"),
+    [
+        (graded(900, 0.006, 0.005, 0.4), "good"),
+        (graded(900, 0.20, 0.01, 0.05), "good"),  # by the test first
+        (graded(900, 0.0199, 0.01, 0.01), "fair"),
+        (graded(900, 0.021, 0.01, 0.01), "poor"),
+        (graded(900, 0.061, 0.01, 0.01), "bad"),
+        (graded(20, 0.2, 0.01, 0.001), "bad"),  # few samples can show miscalibration
+        (graded(900, 0.05, 0.05, 0.4), "unknown"),  # a calibrated model may have 10 %
+        (graded(99, 0.0, 0.0, 1.0), "unknown"),  # but never calibration
+        (graded(1, 1.0, 0.0, 0.0005), "unknown"),
+    ],
+)
+def test_grades(summary: Summary, key: str) -> None:
+    assert summary.grade.key == key
+    assert summary.verdict.lower().startswith(summary.grade.word)
+    assert summary.verdict.endswith(".")
+
+
+def test_verdict_names_the_direction() -> None:
+    assert "overconfident by 8.00 points" in graded(900, 0.09, 0.005, 0.001, over=0.08).verdict
+    assert "underconfident by 8.00 points" in graded(900, 0.09, 0.005, 0.001, over=-0.08).verdict
+    mixed = graded(900, 0.09, 0.005, 0.001, over=0.01).verdict
+    assert "overconfident" in mixed
+    assert "underconfident" in mixed
+
+
+def test_one_sample_is_never_judged() -> None:
+    for p in (
+        Predictions([[3.0, 0.0]], [0]),
+        Predictions([[3.0, 0.0]], [1]),
+        Predictions([[99.0, 0.0]], [0]),
+    ):
+        assert Summary.of(p).grade.key == "unknown"
+
+
+def test_classes_that_deviate_are_not_called_calibrated() -> None:
+    """Too confident in one class and not enough in another: the bins see nothing, the classes do."""
+    n = 2000
+    probs = torch.tensor([[0.8, 0.2], [0.2, 0.8]]).repeat_interleave(n, 0)
+    right = torch.arange(n) < torch.tensor([[0.7], [0.9]]) * n  # (2, n)
+    labels = torch.where(right, torch.tensor([[0], [1]]), torch.tensor([[1], [0]])).reshape(-1)
+    found = Summary.of(Predictions.from_probs(probs, labels))
+    assert found.p_value > 0.05
+    assert found.n_classes_off == 2
+    assert found.grade.key == "fair"
+    assert "2 of 2 predicted classes" in found.verdict
+
+
+def test_shown_as_text_html_frame_json_and_picture() -> None:
+    p = random_predictions(500)
+    found = Summary.of(p)
+    text = str(found)
+    assert f"{100 * metrics.ece(p):.2f} %" in text
+    assert f"{metrics.nll(p):.4f}" in text
+    assert text.endswith(found.verdict)
+    assert "<table>" in found._repr_html_()
+    hostile = Summary.of(p, by=["<b>x</b>"] * 500)
+    assert "<b>" not in hostile._repr_html_()
+    plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert plain["metrics"]["aurc"] == {"value": metrics.aurc(p), "low": None, "high": None}
+    frame = pytest.importorskip("pandas") and found.to_frame()
+    assert frame.loc["ece", "value"] == pytest.approx(metrics.ece(p))
+    pytest.importorskip("matplotlib")
+    assert found.plot(title="mine").get_title() == "mine"
+    with pytest.raises(ValueError, match="without bins"):
+        replace(found, bins=None).plot()
+
+
+def test_compare_is_paired() -> None:
+    before = random_predictions(400)
+    after = Predictions(2 * before.logits, before.labels)
+    found = compare(before, after)
+    difference = metrics.per_sample(after)["nll"] - metrics.per_sample(before)["nll"]
+    half = 1.96 * float(difference.std()) / 20
+    assert found.nll == pytest.approx((float(difference.mean()),) * 3, abs=1.01 * half)
+    assert found.nll.high - found.nll.low == pytest.approx(2 * half, rel=0.01)
+    assert (found.n_changed, found.n, found.is_clear) == (0, 400, True)
+    assert not compare(before, before).is_clear
+    flipped = Predictions(before.logits.flip(1), before.labels)
+    assert compare(before, flipped).n_changed == int((flipped.predicted != before.predicted).sum())
+    with pytest.raises(ValueError, match="same labels in the same order, got 400 and 100 samples"):
+        compare(before, before[:100])
+
+
+def test_paired_intervals_cover() -> None:
+    """The interval of two equally good methods holds 0 about 95 times in 100."""
+    hits = 0
+    for seed in range(200):
+        p = random_predictions(200, k=3, sharpness=1.0, seed=seed)
+        generator = torch.Generator().manual_seed(1000 + seed)
+        one, other = (p.logits + 0.3 * torch.randn(200, 3, generator=generator) for _ in range(2))
+        hits += not compare(Predictions(one, p.labels), Predictions(other, p.labels)).is_clear
+    assert 180 <= hits <= 199
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor, list], ids=["numpy", "torch", "list"])
+def test_evaluate_takes_arrays(make) -> None:
+    p = random_predictions(60)
+    probs = p.probs.tolist()
+    wanted = pytest.approx(Summary.of(Predictions.from_probs(probs, p.labels)).values, abs=1e-6)
+    assert doublehead.evaluate(make(probs), make(p.labels.tolist())).values == wanted
+    assert doublehead.evaluate(p).values == Summary.of(p).values
+    assert doublehead.evaluate(logits=make(p.logits.tolist()), labels=p.labels).values[
+        "nll"
+    ] == pytest.approx(metrics.nll(p))
+
+
+def test_evaluate_takes_names_and_binary_scores() -> None:
+    probs = [[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]
+    named = doublehead.evaluate(probs, ["cat", "dog", "dog"], classes=["cat", "dog"])
+    assert named.values == doublehead.evaluate(probs, [0, 1, 1]).values
+    binary = doublehead.evaluate(np.array([0.1, 0.8, 0.4]), [0, 1, 1])
+    assert binary.values == pytest.approx(named.values)
+    with pytest.raises(ValueError, match="classes must name the columns"):
+        doublehead.evaluate(probs, ["cat", "dog", "dog"])
+    with pytest.raises(ValueError, match="labels must be among the classes cat, dog, got 'emu'"):
+        doublehead.evaluate(probs, ["cat", "emu", "dog"], classes=["cat", "dog"])
+    with pytest.raises(ValueError, match="labels must be given"):
+        doublehead.evaluate(probs)
+    for given in ({}, {"probs": probs, "logits": probs}):
+        with pytest.raises(ValueError, match="probabilities as the first argument or logits="):
+            doublehead.evaluate(labels=[0, 1, 1], **given)
+
+
+def test_evaluate_takes_data_frames_and_paths(tmp_path) -> None:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    p = random_predictions(90, k=3)
+    names = ["ant", "bee", "cow"]
+    probs = pandas.DataFrame(p.probs.double().numpy(), columns=names)
+    labels = pandas.Series([names[y] for y in p.labels])
+    wanted = doublehead.evaluate(p.probs.double(), p.labels).values
+    assert doublehead.evaluate(probs, labels).values == wanted
+    assert doublehead.evaluate(probs, labels.astype("category")).values == wanted
+    whole = probs.assign(truth=labels, site=["x", "y"] * 45)
+    found = doublehead.evaluate(whole, by="site")
+    assert found.values == wanted
+    assert list(found.groups) == ["x", "y"]
+    assert doublehead.evaluate(whole, "truth", scores=names).values == wanted
+    with pytest.raises(ValueError, match="labels must have 90 entries, one per row, got 2"):
+        doublehead.evaluate(probs, ["ant", "bee"])
+    whole.to_csv(tmp_path / "a.csv", index=False)
+    streamed = doublehead.evaluate(tmp_path / "a.csv", by="site")
+    assert streamed.values["nll"] == pytest.approx(wanted["nll"])
+    assert list(streamed.groups) == ["x", "y"]
+    p.save(tmp_path / "a.npz")  # states that it holds logits
+    assert doublehead.evaluate(str(tmp_path / "a.npz")).values["nll"] == pytest.approx(metrics.nll(p))
