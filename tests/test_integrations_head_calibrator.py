@@ -57,6 +57,7 @@ def test_is_the_temperature_where_samples_are_few() -> None:
     assert HeadCalibrator().in_words() == ""
 
 
+@pytest.mark.slow
 def test_on_real_predictions_it_is_not_worse_than_temperature(shared: Path) -> None:
     with np.load(shared / "data/logits/resnet110_c10.npz") as arrays:
         val = Predictions(arrays["val_logits"], arrays["val_labels"])

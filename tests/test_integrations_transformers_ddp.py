@@ -18,6 +18,7 @@ from doublehead.optional import require
 from processes import leave
 
 hf = require("transformers", extra="transformers")
+pytestmark = pytest.mark.slow
 N_CALIB = 61  # enough for the last fit to try heads
 N_TEST = 41  # two processes and batches of 16: the last batches are filled up with samples seen before
 

@@ -80,7 +80,8 @@ def test_no_curve_where_a_temperature_is_the_truth() -> None:
 
 def test_a_curve_that_wins_by_too_little_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_map, "LEAST", 100.0)
-    logits, labels = noisy(ENOUGH)
+    monkeypatch.setattr(last_map, "ENOUGH", 300)
+    logits, labels = noisy(300)
     last = LastMap().fit(logits, labels)
     assert not last.bends
     by_hand = Temperature().fit(Predictions(logits, labels))(logits)
@@ -120,15 +121,15 @@ def test_of_many_samples_some_are_enough(monkeypatch: pytest.MonkeyPatch) -> Non
             return super().fit(predictions)
 
     monkeypatch.setattr(last_map, "GaussianProcess", Seeing)
-    monkeypatch.setattr(last_map, "PLENTY", 1_500)
+    monkeypatch.setattr(last_map, "PLENTY", 500)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        LastMap().fit(*noisy(3_000))
+        LastMap().fit(*noisy(1_000))
         assert torch.get_num_threads() == 2  # as it was
     finally:
         torch.set_num_threads(before)
-    assert seen == [1_200] * 5 + [1_500]
+    assert seen == [400] * 5 + [500]
 
 
 def test_stacks_of_logits(bent: LastMap) -> None:
