@@ -3,13 +3,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types check docs results clean
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test test-all test-portable lint types check docs results clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/doublehead demo
 
 test: $(VENV)/.dev-ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.dev-ready # with the slow tests
+	OMP_NUM_THREADS=1 $(PYTEST)
+
+test-portable: $(VENV)/.dev-ready # all tests as other machines compute; each line in another order, from another seed
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 $(PYTEST) --shuffle 1
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2 $(PYTEST) --shuffle 2
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(PYTEST) --shuffle 3
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 $(PYTEST) --shuffle 4
+	OMP_NUM_THREADS=2 $(PYTEST) --shuffle 5
 
 lint: $(VENV)/.dev-ready
 	$(BIN)/ruff check .

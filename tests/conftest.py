@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="run files and their tests in random order, from another seed",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle the files, then the tests of each: fixtures of a module are still made once."""
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        draw = random.Random(seed)  # the same in each process of xdist
+        files = sorted({item.path for item in items})
+        draw.shuffle(files)
+        draw.shuffle(items)
+        items.sort(key=lambda item: files.index(item.path))
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +39,6 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _same_seed() -> None:
-    torch.manual_seed(0)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """The same random numbers for each test: those of --shuffle, or of seed 0."""
+    torch.manual_seed(request.config.getoption("--shuffle") or 0)

@@ -33,6 +33,7 @@ RUN_ELSEWHERE = {
     **{f"docs/tutorials/{name}.md": "test_integrations_docs.py"
        for name in ("training", "lightning", "transformers", "sklearn", "export")},
 }  # fmt: skip
+SLOW = {"docs/shift.md"}  # fits several guards
 LANGUAGES = {
     "python",
     "console",
@@ -80,7 +81,13 @@ def test_every_block_says_what_it_is(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if has_python(p) and name_of(p) not in RUN_ELSEWHERE], ids=name_of
+    "page",
+    [
+        pytest.param(p, marks=[pytest.mark.slow] if name_of(p) in SLOW else [])
+        for p in PAGES
+        if has_python(p) and name_of(p) not in RUN_ELSEWHERE
+    ],
+    ids=name_of,
 )
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require("torchvision", extra="models")  # some packages bring it along, whether it fits or not

@@ -1,12 +1,12 @@
-"""The method: heads, wrapper, annealing, alternation."""
+"""The method: the companion that trains heads beside a network, and the calibrated module at its end."""
 
 from __future__ import annotations
 
 import copy
 import math
 import random
-import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import (
-    Alternation,
-    Annealing,
-    CalibrationHead,
-    DoubleHead,
-    HeadBank,
-    ShiftGuard,
-    Standardise,
-    statistics,
-)
+from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, calibrate
+from doublehead.calibration_data import fold_of, unpack
+from doublehead.double_head import SECOND_OPINION
+
+STATISTICS = HeadSpec(kind="temperature")
+BOTH = HeadSpec(kind="temperature", reads=("statistics", "features"))
 
 
 def small_net() -> nn.Module:
@@ -46,500 +42,288 @@ def noisy(images: Tensor) -> Tensor:
     return images + 0.1 * torch.randn_like(images) + 0.01 * random.random() + 0.01 * np.random.rand()  # noqa: NPY002
 
 
-def train(with_head: bool, epochs: int = 2, **options: object) -> tuple[nn.Module, DoubleHead | None]:
+def train(beside: bool, epochs: int = 2, **options: Any) -> tuple[nn.Module, DoubleHead | None]:
+    """A training loop that draws from every generator, with or without the companion's three lines."""
     torch.manual_seed(7)
     random.seed(7)
     np.random.seed(7)  # noqa: NPY002
     net = small_net()
-    model: nn.Module = DoubleHead(net, **options.pop("head", {})) if with_head else net  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
     calib = DataLoader(some_data(64, 2), batch_size=16, shuffle=True)
-    alternation = (
-        Alternation(model, calib, every=3, lr=optimizer, augment=noisy, **options) if with_head else None
-    )  # type: ignore[arg-type]
+    double = DoubleHead(net, calib, follow=optimizer, every=3, augment=noisy, **options) if beside else None
     train_batches = DataLoader(some_data(96, 1), batch_size=16, shuffle=True)
     for _ in range(epochs):
-        model.train()
-        for step, (x, y) in enumerate(train_batches):
+        net.train()
+        for x, y in train_batches:
             x = x + 0.01 * random.random() + 0.01 * np.random.rand()  # noqa: NPY002, PLW2901
-            F.cross_entropy(model(x), y).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            F.cross_entropy(net(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 5.0)
             optimizer.step()
             optimizer.zero_grad()
-            if alternation is not None:
-                alternation.step(step / len(train_batches))
-    return net, model if with_head else None  # type: ignore[return-value]
+            if double is not None:
+                double.step()
+    return net, double
 
 
-@pytest.mark.parametrize("head", [{}, {"kind": "mlp"}, {"reads": ("statistics", "features")}])
-def test_main_network_is_bit_identical_with_and_without_the_head(head: dict[str, object]) -> None:
-    alone, _ = train(with_head=False)
-    beside, model = train(with_head=True, head=head)
+@pytest.mark.parametrize("heads", [None, PAPER, STATISTICS, [PAPER, BOTH]])
+def test_the_network_is_bit_identical_with_and_without_the_companion(heads: Any) -> None:
+    alone, _ = train(beside=False)
+    beside, double = train(beside=True, heads=heads)
+    assert double is not None
     for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().values()):
         assert torch.equal(a, b), f"{name} differs"
-    fresh = DoubleHead(small_net(), **head)  # type: ignore[arg-type]
-    assert model is not None
-    assert any(not torch.equal(a, b) for a, b in zip(model.head.parameters(), fresh.head.parameters()))
+    assert list(alone.state_dict()) == list(beside.state_dict())
+    fresh = DoubleHead(small_net(), some_data(64, 2), heads=heads)
+    assert all(
+        not torch.equal(a, b)
+        for a, b in zip(double.bank.parameters(), fresh.bank.parameters())
+        if a.numel() and a.shape[-1] > 1
+    )
 
 
-def test_head_has_the_papers_shape() -> None:
-    head = CalibrationHead(64, 10, kind="mlp")
-    assert [tuple(p.shape) for p in head.parameters()] == [(32, 64), (32,), (10, 32), (10,)]
-    features = torch.randn(3, 64)
-    by_hand = F.relu(features @ head.first.weight.T + head.first.bias) @ head.last.weight.T + head.last.bias
-    torch.testing.assert_close(head(features, torch.randn(3, 10)), by_hand)
-
-
-def test_temperature_head_starts_at_one_and_keeps_every_prediction() -> None:
-    head = CalibrationHead(16, 5, reads="features")
-    main = torch.randn(1000, 5)
-    torch.testing.assert_close(head(torch.randn(1000, 16), main).softmax(1), main.softmax(1))
-    nn.init.normal_(head.last.weight, std=3.0)
-    main[:500] = main[:500].round()  # plenty of ties at the top
-    main[500:] = 1000 + torch.rand(500, 5) * 1e-4  # neighbours that rounding could merge
-    calib = head(torch.randn(1000, 16), main)
-    assert torch.equal(calib.argmax(1), main.argmax(1))
-    assert not torch.allclose(calib.softmax(1), main.softmax(1))
-
-
-def test_temperature_head_is_softplus_times_main_logits() -> None:
-    head = CalibrationHead(2, 3, hidden=0, reads="features")
-    with torch.no_grad():
-        head.last.weight.copy_(torch.tensor([[0.5, -1.0]]))
-        head.last.bias.fill_(0.25)
-    main = torch.tensor([[1.0, 3.0, 0.0]])
-    scale = math.log1p(math.exp(0.5 * 2.0 - 1.0 * 1.0 + 0.25))
-    want = (main * scale).log_softmax(1)
-    torch.testing.assert_close(head(torch.tensor([[2.0, 1.0]]), main).log_softmax(1), want)
-
-
-def test_statistics_by_hand() -> None:
-    logits = torch.tensor([[0.0, math.log(3.0)]])  # probabilities 1/4 and 3/4
-    entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    want = [math.log(0.75), math.log(0.25), math.log(4.0), entropy, math.log(3.0)]
-    torch.testing.assert_close(statistics(logits), torch.tensor([want]))
-    assert statistics(torch.randn(6, 100)).shape == (6, 13)
-
-
-YES = torch.tensor(True)
-
-
-def test_standardise_follows_the_data_it_is_given() -> None:
-    moments = Standardise(2)
-    data = torch.randn(40, 50, 2) * torch.tensor([3.0, 0.1]) + torch.tensor([5.0, -1.0])
-    for batch in data:
-        moments.follow(batch, YES)
-    torch.testing.assert_close(moments.mean, data.flatten(0, 1).mean(0), rtol=1e-4, atol=1e-4)
-    before = copy.deepcopy(moments.state_dict())
-    out = moments.train()(data.flatten(0, 1))
-    torch.testing.assert_close(out.mean(0), torch.zeros(2), atol=1e-3, rtol=0)
-    torch.testing.assert_close(out.std(0), torch.ones(2), atol=1e-2, rtol=0)
-    assert all(torch.equal(before[key], value) for key, value in moments.state_dict().items())
-
-
-def test_modes() -> None:
-    net = small_net()
-    model = DoubleHead(net, kind="mlp")
+def test_the_network_answers_as_before_until_the_end() -> None:
+    net, double = train(beside=True)
+    assert double is not None
     x = torch.randn(5, 1, 8, 8)
-    model.eval()
-    main, calib = model.heads(x)
-    torch.testing.assert_close(main, net(x))
-    torch.testing.assert_close(model(x), calib)
-    assert not torch.allclose(main, calib)
-    model.train()
-    torch.manual_seed(3)
-    out = model(x)
-    torch.manual_seed(3)
-    torch.testing.assert_close(out, net(x), rtol=0, atol=0)
-    model.heads(x).calib.sum().backward()
-    assert all(p.grad is None for p in net.parameters())
-
-
-def test_reads_logits_alone_needs_no_layer() -> None:
-    class Odd(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, :3]
-
-    model = DoubleHead(Odd(), n_classes=3).eval()
-    assert model(torch.randn(4, 5)).shape == (4, 3)
-    with pytest.raises(
-        ValueError, match=r"no last layer found in Odd: looked for get_classifier\(\).*layer='...'"
-    ):
-        DoubleHead(Odd(), n_classes=3, reads="features")
-
-
-def test_layer_can_be_named_and_wrong_names_are_refused() -> None:
-    model = DoubleHead(small_net(), layer="6", n_classes=4, reads="features").eval()
-    assert model.head.first.in_features == 24
-    assert model.heads(torch.randn(2, 1, 8, 8)).calib.shape == (2, 4)
-    with pytest.raises(
-        ValueError, match="layer must name a module of Sequential, got 'head'; its last linear layers"
-    ):
-        DoubleHead(small_net(), layer="head")
-    with pytest.raises(
-        ValueError, match=r"n_features must be given: layer '0\.?.*' \(.*\) does not state it"
-    ):
-        DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), layer="0", n_classes=2, reads="features")
-    with pytest.raises(ValueError, match="n_classes must be given: layer '0' does not state it"):
-        DoubleHead(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), layer="0")
-
-
-def test_layer_that_never_runs_is_named() -> None:
-    class Bypassed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    with pytest.raises(RuntimeError, match="layer 'unused' was not run in the model's forward"):
-        DoubleHead(Bypassed(), reads="features").eval()(torch.randn(2, 4))
-    assert DoubleHead(Bypassed()).eval()(torch.randn(2, 4)).shape == (2, 3)  # reads no features
-
-
-def test_unknown_reads_and_kind() -> None:
-    with pytest.raises(ValueError, match="reads must be one or several of .* got 'pixels'"):
-        CalibrationHead(4, 3, reads="pixels")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="kind must be 'mlp' or 'temperature', got 'cnn'"):
-        CalibrationHead(4, 3, kind="cnn")  # type: ignore[arg-type]
-
-
-def test_annealing_by_hand() -> None:
-    for beta0 in (0.1, 0.6, 1.0, 1.2, 3.0):
-        anneal = Annealing(beta0)
-        assert anneal(1.0) == 1.0
-        for t, s in ((0, 10), (3, 10), (7, 9)):
-            assert anneal(t / s) == pytest.approx(beta0 - (beta0 - 1) * t / s)  # Eq. 5
-    with pytest.raises(ValueError, match="beta0 must be positive, got 0"):
-        Annealing(0)
-    with pytest.raises(ValueError, match=r"progress must lie in 0..1 .* got 1.5"):
-        Annealing(1.2)(1.5)
+    want = net.eval()(x)
+    model = double.finish()
+    assert torch.equal(net(x), want)
+    assert torch.equal(model.network(x), want)
+    torch.testing.assert_close(model(x).exp().sum(1), torch.ones(5))
+    torch.testing.assert_close(model.heads(x).main, want.log_softmax(1))
 
 
 def test_one_step_by_hand() -> None:
     """One calibration step equals one SGD step on cross entropy of beta * logits, worked out beside it."""
     net = small_net().eval()
-    model = DoubleHead(net, kind="mlp")
     x, y = some_data(16, 5).tensors
-    reference = copy.deepcopy(model.head)
+    spec = HeadSpec(beta0=1.5)
+    double = DoubleHead(net, [(x, y)], heads=spec, every=1, clip=math.inf)
+    reference = copy.deepcopy(double.bank.take(0))
     with torch.no_grad():
-        features = net[:8](x)
+        features, main = net[:8](x), net(x)
     beta = 1.5 - 0.5 * 0.25
-    loss = F.cross_entropy(beta * reference(features, net(x).detach()), y)
+    loss = F.cross_entropy(beta * reference(main, features), y)
     loss.backward()
     torch.optim.SGD(reference.parameters(), 0.1, 0.9, weight_decay=5e-5, nesterov=True).step()
-    alternation = Alternation(model, [(x, y)], every=1, annealing=Annealing(1.5), lr=0.1, clip=math.inf)
-    got = alternation.step(0.25)
+    got = double.step(0.25)
     assert got is not None
-    torch.testing.assert_close(got, loss.detach())
-    for a, b in zip(model.head.parameters(), reference.parameters()):
+    torch.testing.assert_close(got[0], loss.detach())
+    for a, b in zip(double.bank.parameters(), reference.parameters()):
         torch.testing.assert_close(a, b)
-    norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
-    torch.testing.assert_close(alternation.grad_norm, norm)
+    norm = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm()
+    assert double.training.grad_norms is not None
+    torch.testing.assert_close(double.training.grad_norms[0], norm)
+
+
+def test_a_head_never_learns_from_its_own_fold() -> None:
+    net = small_net().eval()
+    x, y = some_data(40, 5).tensors
+    folds = fold_of(unpack((x, y), torch.device("cpu")))
+    changed = y.clone()
+    changed[folds == 2] = (y[folds == 2] + 1) % 4  # other labels in one fold
+    banks = []
+    for labels in (y, changed):
+        double = DoubleHead(net, [(x, labels)], every=1)
+        for _ in range(3):
+            double.step()
+        banks.append(double.bank)
+    for a, b in zip(*(bank.parameters() for bank in banks)):
+        assert torch.equal(a[2], b[2])  # the head that is blind to it does not notice
+        assert a.shape[-1] == 0 or not torch.equal(a[1], b[1])
+
+
+def test_opinions_are_those_of_the_head_that_never_saw_the_sample() -> None:
+    _, double = train(beside=True)
+    assert double is not None
+    readings = double.read()
+    with torch.no_grad():
+        every = double.bank.eval()(readings.logits, readings.features).log_softmax(-1)
+    want = torch.stack([every[fold, row] for row, fold in enumerate(readings.folds.tolist())])
+    assert set(readings.folds.tolist()) == set(range(5))
+    torch.testing.assert_close(double.opinion(readings), want)
 
 
 def test_gradients_are_clipped() -> None:
-    model = DoubleHead(small_net().eval())
     x, y = some_data(16, 5).tensors
-    before = copy.deepcopy(model.head)
-    alternation = Alternation(model, [(x, y)], every=1, lr=0.1, clip=1e-3, weight_decay=0.0)
-    alternation.step(0.0)
-    moved = torch.cat([(a - b).flatten() for a, b in zip(model.head.parameters(), before.parameters())])
-    torch.testing.assert_close(
-        moved.norm(), torch.tensor(0.1 * 1.9 * 1e-3), rtol=1e-3, atol=0
-    )  # Nesterov: 1 + 0.9
+    double = DoubleHead(small_net().eval(), [(x, y)], heads=PAPER, every=1, clip=1e-3, weight_decay=0.0)
+    before = copy.deepcopy(double.bank)
+    double.step(0.0)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(double.bank.parameters(), before.parameters())])
+    # Nesterov: 1 + 0.9
+    torch.testing.assert_close(moved.norm(), torch.tensor(0.1 * 1.9 * 1e-3), rtol=1e-3, atol=0)
 
 
 def test_steps_every_kth_call_and_leaves_no_gradients() -> None:
-    model = DoubleHead(small_net())
-    alternation = Alternation(model, DataLoader(some_data(32, 2), 16), every=4)
-    stepped = [alternation.step(i / 12) is not None for i in range(12)]
+    net = small_net()
+    frozen = net[1].eval()  # a user who freezes BatchNorm
+    double = DoubleHead(net, some_data(32, 2), every=4)
+    stepped = [double.step(i / 12) is not None for i in range(12)]
     assert [i + 1 for i, was in enumerate(stepped) if was] == [4, 8, 12]
-    assert all(p.grad is None for p in model.parameters())
-    assert model.training
-    assert all(m.training for m in model.modules())
-
-
-def test_modules_get_back_their_own_mode() -> None:
-    model = DoubleHead(small_net())
-    frozen = model.model[1].eval()  # a user who freezes BatchNorm
-    Alternation(model, [(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]))], every=1).step(0.0)
+    assert all(p.grad is None for p in (*net.parameters(), *double.bank.parameters()))
     assert not frozen.training
-    assert model.model[0].training
+    assert all(m.training for m in net.modules() if m is not frozen)
 
 
-@pytest.mark.parametrize("loader", ["plain", "shuffled", "transforming"])
-def test_resume_is_exact(loader: str) -> None:
+def test_beta_runs_once_an_epoch_or_once_a_pass_over_the_calibration_data() -> None:
+    def betas(n: int, **options: Any) -> list[float]:
+        calib = DataLoader(some_data(64, 2), 16)  # four batches
+        double = DoubleHead(small_net(), calib, heads=HeadSpec(beta0=2.0), every=1, **options)
+        found = []
+        for _ in range(n):
+            double.step()
+            assert double.training.beta is not None
+            found.append(round(float(double.training.beta[0]), 4))
+        return found
+
+    assert betas(6) == [2.0, 1.75, 1.5, 1.25, 2.0, 1.75]
+    assert betas(4, steps=2) == [2.0, 1.5, 2.0, 1.5]
+
+
+@pytest.mark.parametrize("heads", [None, BOTH])
+@pytest.mark.parametrize("loader", ["dataset", "shuffled", "transforming"])
+def test_resume_is_exact(loader: str, heads: Any) -> None:
     class Jitter(TensorDataset):
         def __getitem__(self, index: int) -> tuple[Tensor, ...]:
             x, y = super().__getitem__(index)
             return x + 0.1 * torch.randn_like(x), y
 
-    def calib() -> DataLoader:
-        data = some_data(40, 2) if loader != "transforming" else Jitter(*some_data(40, 2).tensors)
-        return DataLoader(data, batch_size=16, shuffle=loader != "plain")
-
-    def fresh() -> tuple[DoubleHead, Alternation]:
+    def fresh() -> DoubleHead:
         torch.manual_seed(1)
-        model = DoubleHead(small_net(), reads=("statistics", "features"))
-        return model, Alternation(model, calib(), every=1, augment=noisy, seed=5)
+        data = some_data(40, 2) if loader != "transforming" else Jitter(*some_data(40, 2).tensors)
+        calib = data if loader == "dataset" else DataLoader(data, batch_size=16, shuffle=True)
+        return DoubleHead(small_net(), calib, heads=heads, every=1, augment=noisy, seed=5, batch_size=16)
 
-    model, alternation = fresh()
+    double = fresh()
     for i in range(11):
         if i == 5:
-            saved = copy.deepcopy({"model": model.state_dict(), "alternation": alternation.state_dict()})
-        alternation.step(i / 11)
-    again, resumed = fresh()
+            saved = copy.deepcopy(double.state_dict())
+        double.step()
+    again = fresh()
     torch.manual_seed(99)  # the caller's randomness must not matter
-    again.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["alternation"])
+    again.load_state_dict(saved)
     before = torch.get_rng_state()
-    for i in range(5, 11):
-        resumed.step(i / 11)
+    for _ in range(5, 11):
+        again.step()
     assert torch.equal(before, torch.get_rng_state())
-    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values()):
+    for (name, a), b in zip(double.bank.state_dict().items(), again.bank.state_dict().values()):
         assert torch.equal(a, b), name
+    assert all(torch.equal(a, b) for a, b in zip(double.training.velocity, again.training.velocity))
 
 
-def test_state_survives_a_safe_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    model = DoubleHead(small_net())
-    alternation = Alternation(model, DataLoader(some_data(32, 2), 16), every=1)
-    alternation.step(0.0)
-    torch.save(alternation.state_dict(), tmp_path / "state.pt")
-    alternation.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    alternation.step(0.5)
+def test_state_survives_a_safe_file(tmp_path: Any) -> None:
+    double = DoubleHead(small_net(), some_data(32, 2), every=1)
+    double.step()
+    torch.save(double.state_dict(), tmp_path / "state.pt")
+    double.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert double.step() is not None
 
 
-def test_the_state_of_another_process_brings_its_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only the first process saved: the others must not all draw its batches from then on."""
+def test_the_state_of_another_process_brings_its_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
 
     def noting(x: Tensor) -> Tensor:
         seen.append(x)
         return x
 
-    def alternation(rank: int) -> Alternation:
+    def companion(rank: int) -> DoubleHead:
         monkeypatch.setattr("doublehead.double_head.rank", lambda: rank)
-        calib = DataLoader(some_data(64, 2), 16, shuffle=True)
-        return Alternation(DoubleHead(small_net()), calib, every=2, augment=noting)
+        return DoubleHead(small_net(), some_data(64, 2), every=2, augment=noting, batch_size=16)
 
-    first = alternation(0)
+    first = companion(0)
     for _ in range(3):
-        first.step(0.5)
+        first.step()
     saved = first.state_dict()
-    first.step(0.5)
-    same = alternation(0)
+    first.step()
+    same = companion(0)
     same.load_state_dict(saved)
-    same.step(0.5)
-    second = alternation(1)
+    same.step()
+    second = companion(1)
     second.load_state_dict(saved)
-    second.step(0.5)
+    second.step()
     assert first.calls == same.calls == second.calls == 4
-    assert len(second.optimizer.state) == len(first.optimizer.state) > 0
     assert torch.equal(seen[-2], seen[-3])  # the first process itself goes on where it was
     assert not torch.equal(seen[-1], seen[-2])
 
 
-def defaults(head: CalibrationHead) -> tuple[object, ...]:
-    return head.kind, head.reads, head.hidden, head.lr, head.annealing
+def rate(double: DoubleHead) -> float:
+    return double.training.schedule.now()
 
 
-def test_defaults_of_both_kinds() -> None:
-    """For 64 features and 10 classes: 10 + 3 statistics, so 16 hidden units and not 6."""
-    temperature = "temperature", ("statistics",), 16, 0.03, Annealing(1.0)
-    paper = "mlp", ("features",), 32, 0.1, Annealing(1.2)
-    assert defaults(CalibrationHead(64, 10)) == temperature
-    assert defaults(CalibrationHead(64, 10, kind="mlp")) == paper
-    assert CalibrationHead(64, 10).first.weight.shape == (16, 13)
-    assert defaults(CalibrationHead(64, 10, reads="features"))[1:3] == (("features",), 32)
-    assert defaults(CalibrationHead(20, 10, reads="features"))[1:3] == (("features",), 16)
-    assert defaults(CalibrationHead(20, 10, kind="mlp"))[1:3] == (("features",), 10)
-    assert defaults(CalibrationHead(64, 10, kind="mlp", reads="statistics"))[1:3] == (("statistics",), 6)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 10))
-    assert defaults(DoubleHead(net).head) == defaults(DoubleHead(net, 10).head) == temperature
-    assert defaults(DoubleHead(net, kind="mlp").head) == paper
-    assert defaults(DoubleHead(net, reads=("logits", "features")).head)[1:3] == (("logits", "features"), 37)
-    assert (HeadBank.auto(64, 10).lr, Annealing().beta0) == (0.1, 1.2)
+def test_the_rate_follows_the_shape_of_the_schedule() -> None:
+    net = small_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-5, total_steps=100)
+    double = DoubleHead(net, some_data(32, 2), follow=optimizer)
+    shares = []
+    for _ in range(99):
+        shares.append(rate(double))
+        optimizer.step()
+        scheduler.step()
+    assert max(shares) == pytest.approx(1.0, abs=0.01)
+    assert shares[0] == pytest.approx(1 / 25, rel=0.01)
+    assert shares[-1] < 0.01
+    assert rate(DoubleHead(net, some_data(32, 2))) == 1.0
+    resumed = DoubleHead(net, some_data(32, 2), follow=optimizer)
+    optimizer.param_groups[0]["lr"] = 1.0  # a peak that no scheduler announced
+    assert rate(double) == 1.0
+    resumed.load_state_dict(double.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert rate(double) == rate(resumed) == 0.25
+    with pytest.raises(TypeError, match=r"follow must be the network's optimizer, got float"):
+        DoubleHead(net, some_data(32, 2), follow=0.1)  # type: ignore[arg-type]
 
 
-def test_the_papers_method_is_one_argument_away() -> None:
-    def trained(head: dict[str, object], **how: object) -> DoubleHead:
-        torch.manual_seed(4)
-        model = DoubleHead(small_net(), **head)  # type: ignore[arg-type]
-        alternation = Alternation(model, DataLoader(some_data(64, 2), 16), every=1, **how)  # type: ignore[arg-type]
-        for step in range(6):
-            alternation.step(step / 6)
-        return model
-
-    short = trained({"kind": "mlp"})
-    explicit = {"kind": "mlp", "reads": "features", "hidden": 8}
-    written_out = trained(explicit, annealing=Annealing(1.2), lr=0.1)
-    for (name, a), b in zip(short.state_dict().items(), written_out.state_dict().values()):
-        assert torch.equal(a, b), name
-    for other in ({"annealing": Annealing(1.0)}, {"lr": 0.03}):
-        assert not torch.equal(short.head.last.weight, trained({"kind": "mlp"}, **other).head.last.weight)
-
-
-def rate(alternation: Alternation) -> float:
-    return float(alternation.optimizer.param_groups[0]["lr"])
-
-
-def test_a_constant_rate_may_be_changed_from_outside() -> None:
-    alternation = Alternation(DoubleHead(small_net()), [some_data(8, 1)[:]], every=1, lr=0.1)
-    alternation.optimizer.param_groups[0]["lr"] = 0.0  # as a scheduler on it would
-    before = copy.deepcopy(alternation.head.state_dict())
-    alternation.step(0.5)
-    assert alternation.optimizer.param_groups[0]["lr"] == 0.0
-    assert torch.equal(alternation.head.last.bias, before["last.bias"])
-
-
-@pytest.mark.parametrize(
-    ("head", "own"),
-    [({}, 0.03), ({"kind": "mlp"}, 0.1), ({"head": HeadBank.auto}, 0.1), ({"head": nn.Linear(16, 4)}, 0.1)],
-)
-def test_a_head_has_a_rate_of_its_own(head: dict[str, object], own: float) -> None:
-    model = DoubleHead(small_net(), **head)  # type: ignore[arg-type]
-    adam = torch.optim.Adam(model.main_parameters(), 2e-4)
-    calib = [some_data(8, 1)[:]]
-    assert rate(Alternation(model, calib)) == own
-    assert rate(Alternation(model, calib, lr=0.2)) == 0.2
-    assert rate(Alternation(model, calib, lr=adam)) == pytest.approx(own)
-    assert rate(Alternation(model, calib, lr=adam, lr_scale=3.0)) == 3.0 * 2e-4
-
-
-def test_the_rate_follows_the_schedule_and_is_the_heads_own_at_its_peak() -> None:
-    model, calib = DoubleHead(small_net()), [some_data(8, 1)[:]]
-
-    def followed(make: object, n: int) -> list[float]:
-        optimizer = torch.optim.SGD(model.main_parameters(), lr=0.3)
-        scheduler = make(optimizer)  # type: ignore[operator]
-        alternation, seen = Alternation(model, calib, every=1, lr=optimizer), []
-        for _ in range(n):
-            alternation.step(0.0)
-            seen.append(rate(alternation))
-            optimizer.step()
-            scheduler.step()
-        return seen
-
-    schedulers = torch.optim.lr_scheduler
-    decay = followed(lambda optimizer: schedulers.StepLR(optimizer, 2, 0.1), 4)
-    assert decay == pytest.approx([0.03, 0.03, 0.003, 0.003])
-    warmup = followed(lambda optimizer: schedulers.LambdaLR(optimizer, lambda i: min(1.0, i / 2)), 4)
-    assert warmup == pytest.approx([0.0, 0.015, 0.03, 0.03])
-    cycle = followed(lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.5, total_steps=20), 20)
-    assert max(cycle) == pytest.approx(0.03)
-    assert cycle[0] == pytest.approx(0.03 / 25)
-    there_and_back = followed(lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.5, step_size_up=2), 5)
-    assert max(there_and_back) == pytest.approx(0.03)  # CyclicLR notes its foot as the initial rate
-    assert there_and_back[4] == pytest.approx(0.03 * 0.01 / 0.5)
-
-
-def test_a_warmup_by_hand_from_zero_and_a_group_that_rests() -> None:
-    model = DoubleHead(small_net())
-    first, *others = model.main_parameters()
-    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.0}, {"params": others, "lr": 0.0}])
-    alternation, seen = Alternation(model, [some_data(8, 1)[:]], every=1, lr=optimizer), []
-    for lr in (0.0, 0.1, 0.2, 0.05):
-        optimizer.param_groups[1]["lr"] = lr
-        alternation.step(0.0)
-        seen.append(rate(alternation))
-    assert seen == pytest.approx([0.0, 0.03, 0.03, 0.0075])
-    assert alternation.skipped == 0
-    at_half = Alternation(model, [some_data(8, 1)[:]], lr=optimizer, peak_lr=0.5)
-    assert rate(at_half) == pytest.approx(0.5)
-
-
-def test_rates_that_are_none_are_named() -> None:
-    model, calib = DoubleHead(small_net()), [some_data(8, 1)[:]]
-    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.main_parameters(), lr=0.1), 1)
-    for lr, got in ((-1.0, "-1.0"), (math.nan, "nan"), (scheduler, "StepLR"), ([0.1], "list")):
-        wanted = f"lr must be a finite number from 0 on, an optimizer or None, got {got}"
-        with pytest.raises(ValueError, match=re.escape(wanted)):
-            Alternation(model, calib, lr=lr)  # type: ignore[arg-type]
-    for name in ("lr_scale", "peak_lr"):
-        with pytest.raises(ValueError, match=f"{name} must be a finite number from 0 on, got -2"):
-            Alternation(model, calib, **{name: -2})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_nothing_that_belongs_outside_goes_inside(compiled: bool) -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    for inner, kind in ((DoubleHead(net), "DoubleHead"), (ShiftGuard(net), "ShiftGuard")):
-        model = torch.compile(inner, backend="eager") if compiled else inner
-        with pytest.raises(
-            ValueError, match=f"without a DoubleHead or ShiftGuard, got a {kind}: put the Double"
-        ):
-            DoubleHead(model, 4)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"got Sequential with a {kind} as '0': put"):
-            DoubleHead(nn.Sequential(inner), 4)
-    assert DoubleHead(net).eval()(torch.randn(2, 8)).shape == (2, 4)
-
-
-def test_a_resumed_run_goes_on_at_the_same_rate() -> None:
-    """The rate has fallen when the run is resumed, and nobody noted the peak."""
-
-    def made(lr: float) -> tuple[Alternation, torch.optim.Optimizer]:
-        model = DoubleHead(small_net())
-        optimizer = torch.optim.SGD(model.main_parameters(), lr=lr)
-        return Alternation(model, [some_data(8, 1)[:]], every=1, lr=optimizer), optimizer
-
-    alternation, optimizer = made(0.3)
-    optimizer.param_groups[0]["lr"] = 0.03
-    alternation.step(0.0)
-    resumed, _ = made(0.03)
-    resumed.load_state_dict(alternation.state_dict())
-    resumed.step(0.0)
-    assert rate(alternation) == rate(resumed) == pytest.approx(0.003)
-    older = {
-        key: value for key, value in alternation.state_dict().items() if key not in ("lr_scale", "peak_lr")
-    }
-    again, _ = made(0.3)
-    again.load_state_dict(older)
-    assert again.rate.scale == pytest.approx(0.1)
-
-
-def test_another_optimizer() -> None:
-    model = DoubleHead(small_net())
-    alternation = Alternation(
-        model, DataLoader(some_data(32, 2), 16), every=1, lr=1e-3, optimizer=torch.optim.Adam
-    )
-    assert isinstance(alternation.optimizer, torch.optim.Adam)
-    assert alternation.step(0.0) is not None
-
-
-def test_non_finite_losses_are_skipped_counted_and_finally_raised() -> None:
-    bad = torch.full((4, 1, 8, 8), float("nan")), torch.tensor([0, 1, 2, 3])
-    good = some_data(4, 1)[:]
-    model = DoubleHead(small_net().eval())
-    alternation = Alternation(model, [bad, good], every=1, patience=3)
-    assert isinstance(model.head, CalibrationHead)
-    weights = copy.deepcopy(model.head.state_dict())
-    with pytest.warns(UserWarning, match="this step of the calibration head is skipped"):
-        alternation.step(0.0)
-    assert all(torch.equal(weights[key], value) for key, value in model.head.state_dict().items())
+def test_bad_batches_never_stop_the_users_training() -> None:
+    x, y = some_data(8, 1)[:]
+    broken = [
+        (x, y),  # the first is checked at construction
+        (x, y + 100),  # labels out of range: left out of the loss
+        (torch.full_like(x, math.nan), y),
+        (x[:, :, :2], y),  # an error inside the network
+        (x,),
+    ]
+    double = DoubleHead(small_net(), broken, every=1)
+    with pytest.warns(UserWarning, match="calibration step was skipped"):
+        for _ in range(5):
+            double.step()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # warned about once only
-        for i in range(1, 9):
-            alternation.step(i / 9)
-    assert alternation.skipped == 5
-    hopeless = Alternation(model, [bad], every=1, patience=3)
-    with pytest.warns(UserWarning), pytest.raises(FloatingPointError, match="not finite 3 times in a row"):
-        for _ in range(3):
-            hopeless.step(0.0)
+        warnings.simplefilter("error")  # warned about once
+        for _ in range(5):
+            double.step()
+    assert double.skipped == 6
+    assert double.active
+    assert all(torch.isfinite(p).all() for p in double.bank.parameters())
 
 
-def test_moments_leave_out_what_is_not_finite_or_not_fine() -> None:
-    moments = Standardise(2)
-    moments.follow(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), YES)
-    before = copy.deepcopy(moments.state_dict())
-    moments.follow(torch.tensor([[float("nan"), 2.0], [3.0, float("inf")]]), YES)
-    moments.follow(torch.tensor([[1e9, 2.0], [3.0, 1.0]]), ~YES)
-    assert all(torch.equal(before[key], value) for key, value in moments.state_dict().items())
+def test_persistent_trouble_ends_the_heads_training_and_finish_does_without_them() -> None:
+    class Turning:
+        """Batches that are fine at first, and never again until they are needed at the end."""
+
+        good = True
+
+        def __iter__(self) -> Any:
+            x, y = some_data(300, 1)[:]
+            yield (x if self.good else x * math.nan), y
+
+        def __len__(self) -> int:
+            return 1
+
+    data = Turning()
+    double = DoubleHead(small_net(), data, every=1)
+    data.good = False
+    with pytest.warns(UserWarning, match="no longer trained"):
+        for _ in range(25):
+            double.step()
+    assert not double.active
+    data.good = True
+    model = double.finish()
+    assert model.opinion is None
+    assert torch.isfinite(model(torch.randn(3, 1, 8, 8))).all()
 
 
-@pytest.mark.parametrize("head", [{}, {"kind": "mlp"}, {"reads": "features"}])
-def test_features_that_explode_at_the_start_do_not_end_a_head(head: dict[str, object]) -> None:
+@pytest.mark.parametrize("heads", [None, PAPER, BOTH])
+def test_features_that_explode_at_the_start_do_not_end_a_head(heads: Any) -> None:
     """A deep network's first calibration batches come with features of 1e9: BatchNorm's averages are not there yet."""
 
     class Exploding(nn.Module):
@@ -556,62 +340,107 @@ def test_features_that_explode_at_the_start_do_not_end_a_head(head: dict[str, ob
     net = Exploding()
     nn.init.normal_(net.last.weight)
     y = (2 * x @ net.last.weight.T + torch.randn(256, 3)).argmax(1)
-    model = DoubleHead(net, **head)  # type: ignore[arg-type]
-    alternation = Alternation(model, [(x, y)], every=1, lr=0.1, annealing=Annealing(1.0))
+    double = DoubleHead(net, [(x, y)], every=1, heads=heads)
     for _ in range(3):
-        alternation.step(0.0)
+        double.step(1.0)
     net.size = 1.0
     for _ in range(200):
-        last = alternation.step(0.0)
+        last = double.step(1.0)
     assert last is not None
-    assert float(last) < 0.8  # guessing scores log 3 = 1.10
-    assert alternation.skipped == 0
+    assert float(last.max()) < 0.9  # guessing scores log 3 = 1.10
+    assert double.skipped == 0
 
 
-def test_bad_calibration_batches_are_named() -> None:
-    model = DoubleHead(small_net())
-    x = torch.randn(4, 1, 8, 8)
-    with pytest.raises(ValueError, match="calib_batches must hold at least one batch"):
-        Alternation(model, [], every=1).step(0.0)
-    with pytest.raises(ValueError, match="start again when iterated again"):
-        used_up = iter([(x, torch.zeros(4, dtype=torch.long))])
-        alternation = Alternation(model, used_up, every=1)
-        alternation.step(0.0)
-        alternation.step(0.0)
-    with pytest.raises(
-        TypeError, match=r"whole-number tensor of shape \(B,\), got torch.float32 of shape \(4,\)"
+def test_what_is_wrong_is_said_at_construction() -> None:
+    net, x = small_net(), torch.randn(4, 1, 8, 8)
+    y = torch.arange(4)
+    for data, message in (
+        ([], "at least one batch"),
+        ([(x, torch.zeros(4))], r"whole-number tensor of shape \(B,\), got torch.float32 of shape \(4,\)"),
+        ([x], r"must be \(inputs, labels\) or a dict"),
+        ([(x, y, y)], "got tuple of 3; give to_pair="),
+        ([(x, y + 1)], r"labels must lie in 0..3 .* got 1..4"),
+        (iter([(x, y)]), "read again and again"),
+        (3, "read again and again, got int"),
+        ((x, y[:3]), "equally long, got 4 and 3"),
     ):
-        Alternation(model, [(x, torch.zeros(4))], every=1).step(0.0)
-    with pytest.raises(TypeError, match="a batch must be .* got Tensor"):
-        Alternation(model, [x], every=1).step(0.0)
-    with pytest.raises(TypeError, match="model must be a DoubleHead .* got Linear"):
-        Alternation(nn.Linear(2, 2), [x])
-    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
-        Alternation(model, [x], every=0)
+        with pytest.raises((TypeError, ValueError), match=message):
+            DoubleHead(net, data)
+    for options, message in (
+        ({"every": 0}, "every must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"layer": "9"}, "layer must name a module of Sequential, got '9'"),
+        ({"heads": []}, "at least one HeadSpec"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            DoubleHead(net, (x, y), **options)
+    with pytest.raises(TypeError, match=r"give its \.network"):
+        DoubleHead(calibrate(net, some_data(120, 1)), (x, y))
+    with pytest.raises(ValueError, match=r"one row of logits per sample"):
+        DoubleHead(nn.Conv2d(1, 3, 3), (x, y))
 
 
-def test_dict_batches_and_outputs_with_logits() -> None:
-    class Output(dict):  # the shape of a Hugging Face output
-        @property
-        def logits(self) -> Tensor:
-            return self["logits"]
-
+def test_other_forms_of_data_and_outputs() -> None:
     class Keyed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = small_net()
 
-        def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Output:
-            return Output(logits=self.net(pixel_values))
+        def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.net(pixel_values), "more": pixel_values}
 
-    model = DoubleHead(Keyed())
+    class Tupled(Keyed):
+        def forward(self, pixel_values: Tensor) -> Any:
+            return pixel_values, self.net(pixel_values)
+
     x, y = some_data(8, 1)[:]
-    alternation = Alternation(model, [{"pixel_values": x, "labels": y}], every=1, augment=lambda batch: batch)
-    assert alternation.step(0.0) is not None
-    model.eval()
+    double = DoubleHead(Keyed(), [{"pixel_values": x, "labels": y}], every=1, augment=dict, heads=PAPER)
+    assert double.step() is not None
+    model = double.finish()
     out = model(pixel_values=x)
-    assert isinstance(out, Output)
-    torch.testing.assert_close(out["logits"], model.heads(pixel_values=x).calib)
+    torch.testing.assert_close(out["logits"].exp().sum(1), torch.ones(8))
+    assert out["more"] is x
+    triple = DoubleHead(
+        Tupled(), [(x, y, "id")], every=1, to_pair=lambda batch: batch[:2], logits_of=lambda output: output[1]
+    )
+    assert triple.step() is not None
+    with pytest.raises(TypeError, match="give logits_of="):
+        DoubleHead(Tupled(), (x, y))
+    arrays = DoubleHead(small_net(), (x.numpy(), y.numpy()), every=1)
+    assert arrays.step() is not None
+
+
+@pytest.mark.parametrize("last", [nn.Identity(), nn.LogSoftmax(1), nn.Softmax(1)])
+def test_log_probabilities_and_probabilities_are_recognised(last: nn.Module) -> None:
+    """Networks of pytorch/examples return log-softmax: their loss must not be taken for that of logits."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+    data = some_data(600, 1)
+    model = calibrate(nn.Sequential(net, last), data)
+    plain = calibrate(net, data)
+    x, y = some_data(200, 9)[:]
+    torch.testing.assert_close(model(x), plain(x), atol=2e-4, rtol=1e-4)
+    loss = F.nll_loss(model(x), y)
+    torch.testing.assert_close(F.cross_entropy(model(x), y), loss)  # the same either way
+
+
+def test_the_last_layer_is_the_one_that_gives_the_logits() -> None:
+    class Auxiliary(nn.Module):
+        """Registers another layer after the one whose output are the logits."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.score, self.unused = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+            self.aux = nn.Linear(5, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.body(x).relu()
+            self.aux(hidden)
+            return self.score(hidden)
+
+    x, y = torch.randn(12, 6), torch.arange(12) % 3
+    reader = DoubleHead(Auxiliary(), (x, y)).reader
+    assert (reader.layer, reader.n_features, reader.n_classes) == ("score", 5, 3)
 
 
 def test_token_logits_find_their_features() -> None:
@@ -625,99 +454,127 @@ def test_token_logits_find_their_features() -> None:
         def forward(self, x: Tensor, at: Tensor) -> Tensor:
             return self.score(x)[torch.arange(len(x)), at]
 
-    model = DoubleHead(Decoder(), kind="mlp").eval()
     x, at = torch.randn(4, 7, 6), torch.tensor([0, 6, 3, 2])
-    features = model._tap.run(model.model, (x, at), {})[1]
-    torch.testing.assert_close(features, x[torch.arange(4), at])
+    double = DoubleHead(Decoder(), [((x, at), torch.tensor([0, 1, 2, 0]))])
+    torch.testing.assert_close(double.read().features, x[torch.arange(4), at])
+
+
+def test_a_network_without_a_linear_layer_has_no_features() -> None:
+    class Means(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([x.mean(1), x.std(1), x.amax(1)], 1)
+
+    x, y = torch.randn(300, 6), torch.arange(300) % 3
+    with pytest.raises(ValueError, match="name the last layer"):
+        DoubleHead(Means(), (x, y))
+    double = DoubleHead(Means(), (x, y), heads=STATISTICS, every=1)
+    assert double.step() is not None
+    assert calibrate(Means(), (x, y))(x).shape == (300, 3)
 
 
 def test_bf16_autocast_and_channels_last() -> None:
-    model = DoubleHead(small_net().to(memory_format=torch.channels_last), reads=("features", "statistics"))
+    net = small_net().to(memory_format=torch.channels_last)
     x, y = some_data(16, 1)[:]
+    double = DoubleHead(net, [(x.to(memory_format=torch.channels_last), y)], every=1)
     with torch.autocast("cpu", torch.bfloat16):
-        assert model(x).dtype == torch.bfloat16
-        loss = Alternation(model, [(x.to(memory_format=torch.channels_last), y)], every=1).step(0.0)
-        assert loss is not None
-        assert loss.dtype == torch.float32
-        assert model.eval()(x).dtype == torch.float32
+        assert net(x).dtype == torch.bfloat16
+        losses = double.step()
+        assert losses is not None
+        assert losses.dtype == torch.float32
+        assert double.finish()(x).dtype == torch.float32
 
 
-@pytest.mark.parametrize("what", ["network", "whole"])
-def test_compiled_models(what: str) -> None:
+def test_compiled_networks() -> None:
     torch._dynamo.reset()
     net = small_net()
-    plain = DoubleHead(net, kind="mlp").eval()
     x, y = some_data(8, 1)[:]
-    want = plain.heads(x)
-    if what == "network":
-        model: nn.Module = DoubleHead(torch.compile(net, backend="aot_eager"), head=plain.head)
-    else:
-        model = torch.compile(DoubleHead(net, head=plain.head), backend="aot_eager")
-    model.eval()
-    torch.testing.assert_close(model(x), want.calib)
-    model.train()
-    alternation = Alternation(model, [(x, y)], every=1)
-    F.cross_entropy(model(x), y).backward()
-    assert alternation.step(0.0) is not None
-    model.eval()
-    assert not torch.allclose(model(x), want.calib)
+    compiled = torch.compile(net, backend="aot_eager")
+    compiled(x)  # compiled and run before the companion comes
+    double = DoubleHead(compiled, [(x, y)], every=1, heads=PAPER)
+    F.cross_entropy(compiled(x), y).backward()
+    assert double.step() is not None
+    model = double.finish()
+    net.eval()
+    torch.testing.assert_close(model(x), model.head(net(x), net[:8](x)).log_softmax(1))
+    again = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(again(x), model(x))
 
 
-def test_heads_on_one_network_share_its_tap() -> None:
-    net, x = small_net().eval(), torch.randn(3, 1, 8, 8)
-    one, other = (DoubleHead(net, kind=kind, reads="features").eval() for kind in ("mlp", "temperature"))
-    assert one._tap is other._tap
+def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
+    net, data = small_net(), some_data(32, 2)
+    one, other = DoubleHead(net, data), DoubleHead(net, data, heads=PAPER)
+    assert one.reader.tap is other.reader.tap
     assert len(net[8]._forward_hooks) == 1
-    features = net[:8](x)
-    for model in (one, other, one):
-        torch.testing.assert_close(model(x), model.head(features, net(x)))
-        torch.testing.assert_close(model.read([(x, torch.tensor([0, 1, 2]))]).features, features)
-        assert one._tap.caught is None
-    alone = copy.deepcopy(one)
-    assert alone._tap is not one._tap
-    assert DoubleHead(alone.model, reads="features")._tap is alone._tap
-    deeper = DoubleHead(net, 3, layer="6", reads="features")  # another layer, another tap
-    assert deeper._tap is not one._tap
-    assert DoubleHead(net, 3, layer="6", n_features=7, reads="features")._tap is not deeper._tap
-
-
-def test_a_head_that_reads_no_features_puts_no_hook_on_the_network() -> None:
-    net = small_net()
-    model = DoubleHead(net)
+    one.close()
+    assert len(net[8]._forward_hooks) == 1
+    other.close()
     assert not any(module._forward_hooks for module in net.modules())
-    assert model.read([some_data(5, 1)[:]]).features.shape == (5, 0)
+    torch.jit.script(net)
 
 
 def test_deep_copy_stands_on_its_own() -> None:
-    model = DoubleHead(small_net()).eval()
+    model = calibrate(small_net(), some_data(300, 1))
     other = copy.deepcopy(model)
     x = torch.randn(3, 1, 8, 8)
-    nn.init.zeros_(model.model[6].weight)
-    torch.testing.assert_close(other.heads(x).main, other.model(x))
+    torch.testing.assert_close(other(x), model(x))
+    nn.init.zeros_(model.network[6].weight)
+    torch.testing.assert_close(other.heads(x).main, other.network(x).log_softmax(1))
     assert not torch.allclose(other(x), model(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_head_stays_float32_in_a_half_precision_model(dtype: torch.dtype) -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    for model in (
-        DoubleHead(net, reads=("features", "statistics")),
-        DoubleHead(net, head=HeadBank.auto),
-    ):
-        half = copy.deepcopy(model).to(dtype).eval()
-        assert {value.dtype for value in half.model.parameters()} == {dtype}
-        assert {value.dtype for value in half.head.parameters()} == {torch.float32}
-        x = torch.randn(4, 8)
-        with torch.no_grad():
-            torch.testing.assert_close(half(x.to(dtype)), model.eval()(x), atol=0.1, rtol=0.1)
-
-
-def test_a_network_that_was_compiled_and_run_before() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
-    compiled, x = torch.compile(net, backend="eager"), torch.randn(4, 8)
+def test_the_calibration_stays_float32_in_a_half_precision_model(dtype: torch.dtype) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
+    double = DoubleHead(net, some_data(300, 1), every=1)
+    double.step()
+    model = double.finish()
+    half = copy.deepcopy(model).to(dtype)
+    assert {value.dtype for value in half.network.parameters()} == {dtype}
+    assert half.opinion is not None
+    assert {value.dtype for value in half.opinion.parameters()} == {torch.float32}
+    x = torch.randn(4, 1, 8, 8)
     with torch.no_grad():
-        compiled(x)
-        compiled(x)
-        model = DoubleHead(compiled, 3, kind="mlp").eval()
-        torch.testing.assert_close(model.heads(x).main, net(x))
-        torch.testing.assert_close(model(x), model.head(net[:3](x), net(x)))
+        torch.testing.assert_close(half(x.to(dtype)), model(x), atol=0.1, rtol=0.1)
+
+
+def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
+    net, double = train(beside=True, heads=PAPER)
+    assert double is not None
+    model = double.finish()
+    x = torch.randn(6, 1, 8, 8)
+    with torch.no_grad():
+        want = double.bank.take(0).eval()(net.eval()(x), net[:8](x))
+    torch.testing.assert_close(model(x), want.log_softmax(1))
+    with pytest.raises(TypeError, match=r"finish takes no \['views'\]"):
+        double.finish(views=["flip"])
+    several = DoubleHead(small_net(), some_data(32, 2), heads=[PAPER, BOTH])
+    with pytest.raises(ValueError, match=r"double\.bank\.take"):
+        several.finish()
+    assert SECOND_OPINION[0].fold == 0
+
+
+def test_finish_may_be_called_again_after_more_training() -> None:
+    net, double = train(beside=True)
+    assert double is not None
+    first = double.finish()
+    double.step()
+    second = double.finish()
+    x = torch.randn(6, 1, 8, 8)
+    assert isinstance(first, Calibrated)
+    assert torch.isfinite(first(x)).all()
+    assert torch.isfinite(second(x)).all()
+    assert torch.equal(first.network(x), net.eval()(x))
+
+
+def test_flipped_views_are_averaged() -> None:
+    net = small_net()
+    data = some_data(300, 1)
+    model = calibrate(net, data, views=["flip"])
+    x = torch.randn(5, 1, 8, 8)
+    net.eval()
+    with torch.no_grad():
+        want = (net(x).log_softmax(1) + net(x.flip(-1)).log_softmax(1)) / 2
+    torch.testing.assert_close(model.heads(x).main, want.log_softmax(1))
+    torch.testing.assert_close(model(x), model(x.flip(-1)), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"views must be functions or among \['flip'\], got \['turn'\]"):
+        calibrate(net, data, views=["turn"])

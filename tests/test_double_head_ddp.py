@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from doublehead import Alternation, DoubleHead
+from processes import in_two_processes
 
 
 def net() -> nn.Module:
@@ -24,29 +24,25 @@ def data(seed: int, n: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :3].argmax(1)
 
 
-def worker(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+def work(rank: int, folder: Path) -> None:
     double = DoubleHead(
         net(), reads=("features", "statistics"), seed=rank
     )  # ranks start different on purpose
     model = DistributedDataParallel(double)  # strict about unused parameters
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x, y = data(2)
-    alternation = Alternation(model, [(x[rank::world], y[rank::world])], every=2, lr=0.1)
+    alternation = Alternation(model, [(x[rank::2], y[rank::2])], every=2, lr=0.1)
     for step in range(6):
         x, y = data(10 + step)
-        F.cross_entropy(model(x[rank::world]), y[rank::world]).backward()
+        F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
         optimizer.step()
         optimizer.zero_grad()
         alternation.step(step / 6)
-    torch.save(double.state_dict(), f"{folder}/{rank}.pt")
-    dist.barrier()  # a process that leaves early can take the other one's connection with it
-    dist.destroy_process_group()
+    torch.save(double.state_dict(), folder / f"{rank}.pt")
 
 
 def test_two_processes_share_one_head(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(worker, args=(2, str(tmp_path)), nprocs=2)
+    in_two_processes(work, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     for name, value in first.items():
         if not name.startswith("model.1."):  # BatchNorm's running moments are each process's own
@@ -56,7 +52,7 @@ def test_two_processes_share_one_head(tmp_path: Path) -> None:
 
 
 def test_two_processes_step_like_one_with_both_halves(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(half_worker, args=(2, str(tmp_path)), nprocs=2)
+    in_two_processes(half_the_work, tmp_path)
     together = torch.load(tmp_path / "0.pt", weights_only=True)
     model = DoubleHead(net().eval(), kind="mlp")
     alternation = Alternation(model, [data(2)], every=1, lr=0.1)
@@ -66,14 +62,10 @@ def test_two_processes_step_like_one_with_both_halves(tmp_path: Path) -> None:
         torch.testing.assert_close(together[name], value, msg=name)
 
 
-def half_worker(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+def half_the_work(rank: int, folder: Path) -> None:
     model = DoubleHead(net().eval(), kind="mlp")
     x, y = data(2)
-    alternation = Alternation(model, [(x[rank::world], y[rank::world])], every=1, lr=0.1)
+    alternation = Alternation(model, [(x[rank::2], y[rank::2])], every=1, lr=0.1)
     for _ in range(3):
         alternation.step(0.5)
-    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    torch.save(model.state_dict(), folder / f"{rank}.pt")

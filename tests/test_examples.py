@@ -38,6 +38,7 @@ def numbers(text: str, name: str) -> list[float]:
     return [float(found) for found in re.findall(rf"{name} ([0-9.]+[0-9])", text)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -377,6 +377,7 @@ def test_an_ensemble_is_the_mean_of_probabilities() -> None:
         ensemble.mean_of([members[0], other])
 
 
+@pytest.mark.slow
 def test_a_run_with_two_periods_its_ensemble_and_its_last_layer(tmp_path: Path) -> None:
     base = replace(
         RECIPES["fashion"], n_train=640, n_calib=100, n_test=100, epochs=1, every=2, batch_size=64,

@@ -259,6 +259,7 @@ def test_no_image_is_in_both_parts(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_from_a_run_to_the_table(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = str(tmp_path / "sights.npz")
     monkeypatch.setattr(

@@ -40,6 +40,7 @@ def known(n: int, seed: int) -> Predictions:
     return Predictions(factor * logits, labels)
 
 
+@pytest.mark.slow
 def test_each_variant_is_fit_head_with_one_thing_changed() -> None:
     calib = known(200, 0)
     found = {line["variant"]: line["behind"] for line in head_ablation.measure(calib)}

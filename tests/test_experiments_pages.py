@@ -19,6 +19,7 @@ from doublehead.data import FAMILIES
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.slow
 
 import auto_choice  # noqa: E402
 import committed  # noqa: E402

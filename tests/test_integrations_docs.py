@@ -20,6 +20,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", NEEDS)
 def test_tutorial(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(NEEDS[page])

@@ -259,6 +259,7 @@ def test_export_command(run: Path, tmp_path: Path) -> None:
     assert "9. ankle boot" in card
 
 
+@pytest.mark.slow
 def test_a_network_of_the_working_folder_is_trained_and_exported(tmp_path: Path) -> None:
     """In processes of their own that look for modules beside their script alone, as one that pip installed does."""
     (tmp_path / "here").mkdir()

@@ -15,8 +15,10 @@ import torch
 from doublehead import DoubleHead, Predictions, metrics
 from doublehead.integrations.transformers import DoubleHeadTrainerCallback, load_calibrated
 from doublehead.optional import require
+from processes import leave
 
 hf = require("transformers", extra="transformers")
+pytestmark = pytest.mark.slow
 N_CALIB = 61  # enough for the last fit to try heads
 N_TEST = 41  # two processes and batches of 16: the last batches are filled up with samples seen before
 
@@ -102,7 +104,6 @@ def one_of_two(folder: Path) -> None:
     heads = {"drawn": callback.drawn, "trained": callback.trained, "choice": str(callback.choice)}
     torch.save({"states": states, **heads}, folder / f"{rank}.pt")
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +220,4 @@ def test_more_processes_than_the_checkpoint_had(ranks: list[dict[str, Any]]) -> 
 
 if __name__ == "__main__":
     one_of_two(Path(sys.argv[1]))
+    leave()

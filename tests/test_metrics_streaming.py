@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-import socket
-from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from doublehead import metrics
 from doublehead.bins import Bins
 from doublehead.predictions import Predictions
+from processes import in_two_processes
 
 SHAPE = (700, 6)
 
@@ -99,10 +98,8 @@ def test_a_wrong_number_of_classes_is_named():
         metric.update(*data())
 
 
-def _work(rank: int, port: int, folder: str) -> None:
+def _work(rank: int, folder: Path) -> None:
     """One of two processes with unequal shares; saves what it computes."""
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=2))
     logits, labels = data()
     share = slice(0, 137) if rank == 0 else slice(137, None)
     logits, labels = logits[share], labels[share]
@@ -114,21 +111,11 @@ def _work(rank: int, port: int, folder: str) -> None:
         values.append(metric.compute())
     state = Bins.top(Predictions(logits, labels)).state()
     dist.all_reduce(state)
-    torch.save({"values": torch.stack(values), "state": state}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    torch.save({"values": torch.stack(values), "state": state}, folder / f"{rank}.pt")
 
 
 def test_two_processes_give_the_same_bits(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    other = mp.get_context("spawn").Process(target=_work, args=(1, port, str(tmp_path)))
-    other.start()
-    try:
-        _work(0, port, str(tmp_path))
-    finally:
-        other.join()
-    assert other.exitcode == 0
+    in_two_processes(_work, tmp_path)
     p = Predictions(*data())
     want = [
         metrics.ece(p, components=components) if norm == "ece" else getattr(metrics, norm)(p)

@@ -303,12 +303,12 @@ def test_a_fit_knows_nothing_of_the_one_before() -> None:
     """Guards that leave families of shift out must not start from one that has seen them."""
     clean, shifted, other = some_sights(), some_sights(shift=2.0), some_sights(shift=-1.0)
     once, twice = Guard([4, 2], seed=3), Guard([4, 2], seed=3)
-    once.fit(clean, shifted)
-    twice.fit(other, other)
-    twice.fit(clean, shifted)
+    once.fit(clean, shifted, steps=100)
+    twice.fit(other, other, steps=100)
+    twice.fit(clean, shifted, steps=100)
     assert all(torch.equal(value, twice.state_dict()[name]) for name, value in once.state_dict().items())
     differently = Guard([4, 2], seed=3)
-    differently.fit(clean, shifted, seed=1)
+    differently.fit(clean, shifted, steps=100, seed=1)
     assert not torch.equal(once.first.weight, differently.first.weight)
 
 
@@ -316,8 +316,8 @@ def test_overconfidence_everywhere_is_not_the_guards_matter() -> None:
     """It learns what is left when a temperature has been fitted to the clean data."""
     clean, shifted = some_sights(), some_sights(shift=2.0)
     one, other = Guard([4, 2]), Guard([4, 2])
-    one.fit(clean, shifted)
-    other.fit(*(sights._replace(logits=8 * sights.logits) for sights in (clean, shifted)))
+    one.fit(clean, shifted, steps=100)  # more steps would add up what is rounded otherwise
+    other.fit(*(sights._replace(logits=8 * sights.logits) for sights in (clean, shifted)), steps=100)
     torch.testing.assert_close(one(shifted.stages), other(shifted.stages), rtol=1e-3, atol=0)
 
 
@@ -359,7 +359,7 @@ def ece(model: nn.Module, x: Tensor, y: Tensor) -> float:
         return float(metrics.ece(Predictions(model(x), y)))
 
 
-def under_noise(images: Tensor, sigma: float = 0.4) -> Tensor:
+def under_noise(images: Tensor, sigma: float = 0.8) -> Tensor:
     draw = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     return NORMALISE((NORMALISE.undo(images) + sigma * draw).clamp(0, 1))
 
@@ -385,9 +385,10 @@ def test_on_real_images(
 
     x, y = fashion.test
     shifted = harm(x)
-    assert ece(fashion.base, shifted, y) > 0.09
-    assert ece(guard, shifted, y) < 0.7 * ece(fashion.base, shifted, y)
-    assert ece(guard, x, y) < ece(fashion.base, x, y) + 0.01
+    # Eight networks (four seeds, two instruction sets) had an ECE of 0.21 to 0.57, the guard 0.07 to 0.31 of that.
+    assert ece(fashion.base, shifted, y) > 0.1
+    assert ece(guard, shifted, y) < 0.6 * ece(fashion.base, shifted, y)
+    assert ece(guard, x, y) < ece(fashion.base, x, y) + 0.02
     for images in (x, shifted):
         with torch.no_grad():
             assert torch.equal(guard(images).argmax(1), fashion.net(images).argmax(1))
@@ -396,7 +397,7 @@ def test_on_real_images(
 def test_a_network_alone_is_guarded_too(fashion: Images) -> None:
     guard = ShiftGuard(fashion.net).fit(fashion.calib, Shifts(1.0, NORMALISE), views=3, keep=0.95)
     x, y = fashion.test
-    assert ece(guard, pale(x), y) < 0.6 * ece(fashion.net, pale(x), y)
+    assert ece(guard, pale(x), y) < 0.75 * ece(fashion.net, pale(x), y)  # 0.28 to 0.49 for eight networks
     with torch.no_grad():
         factor = guard.guard(guard.look([(x, y)]).stages)
     assert 0 < (factor < 1).float().mean() < 0.15  # of data that was not calibrated on; a twentieth of that

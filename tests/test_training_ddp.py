@@ -43,6 +43,7 @@ def close(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_good_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two losses, so two runs in one command; one of them with heads, the bank of `auto` and its guard."""
     script = Path(sys.executable).with_name("doublehead")

@@ -212,13 +212,16 @@ def test_guards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert torch.equal(saved[name].argmax(1), saved["main"].argmax(1))
 
-    inputs = inputs_of(several)
-    by_hand = ShiftGuard(net, seed=several.seed).fit(
-        inputs.whole(inputs.splits.calib), inputs.perturbation("shifts", share=1.0), seed=several.seed
+    again = loop.set_up(several, loop.make_fabric(several, accelerator="cpu", devices=1), fashion(), None)
+    again.net.load_state_dict(weights(tmp_path / "several"))
+    again.riders["auto"].head.load_state_dict(weights(tmp_path / "several", "auto"))
+    inputs, seed = again.inputs, several.seed
+    by_hand = ShiftGuard(again.riders["auto"].eval(), seed=seed).fit(
+        inputs.whole(inputs.splits.calib), inputs.perturbation("shifts", share=1.0), settle=True, seed=seed
     )
+    # A thousand steps of SGD add up what was rounded otherwise; another seed or perturbation changes weights by 0.1.
     for key, value in weights(tmp_path / "several", "guarded").items():
-        if key != "scale":  # settled on what `auto` gives
-            assert torch.equal(value, by_hand.guard.state_dict()[key])
+        torch.testing.assert_close(value, by_hand.guard.state_dict()[key], rtol=1e-2, atol=5e-3, msg=key)
 
     alone = small(model=network, auto=True, guards=("shifts-noises",), shift=("contrast:5",))
     run(

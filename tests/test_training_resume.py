@@ -109,6 +109,7 @@ def lines(folder: Path) -> int:
     return sum(file.read_bytes().count(b"\n") for file in folder.glob("*/metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     assert nursery.run([*COMMAND, "-o", str(calm)]) == 0
@@ -146,6 +147,7 @@ class Killed(BaseException):
     """Nothing catches it, as nothing catches a signal."""
 
 
+@pytest.mark.slow
 def test_stopped_at_each_change_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files appear by os.replace: stop before or after the first one, then the second one, ... of each attempt."""
     config = small(
