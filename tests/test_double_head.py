@@ -130,7 +130,7 @@ def test_a_head_never_learns_from_its_own_fold() -> None:
         banks.append(double.bank)
     for a, b in zip(*(bank.parameters() for bank in banks)):
         assert torch.equal(a[2], b[2])  # the head that is blind to it does not notice
-        assert a.shape[-1] == 0 or not torch.equal(a[1], b[1])
+        assert not torch.equal(a[1], b[1])
 
 
 def test_opinions_are_those_of_the_head_that_never_saw_the_sample() -> None:
@@ -419,7 +419,9 @@ def test_log_probabilities_and_probabilities_are_recognised(last: nn.Module) -> 
     model = calibrate(nn.Sequential(net, last), data)
     plain = calibrate(net, data)
     x, y = some_data(200, 9)[:]
-    torch.testing.assert_close(model(x), plain(x), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(model.heads(x).main, net(x).log_softmax(1), atol=1e-5, rtol=1e-5)
+    # Logits also say how large they are, so what is fitted may differ a little.
+    torch.testing.assert_close(model(x), plain(x), atol=0.05, rtol=0)
     loss = F.nll_loss(model(x), y)
     torch.testing.assert_close(F.cross_entropy(model(x), y), loss)  # the same either way
 

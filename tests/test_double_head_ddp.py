@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from doublehead import Alternation, DoubleHead
+from doublehead import PAPER, DoubleHead
 from processes import in_two_processes
 
 
@@ -25,47 +25,46 @@ def data(seed: int, n: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def work(rank: int, folder: Path) -> None:
-    double = DoubleHead(
-        net(), reads=("features", "statistics"), seed=rank
-    )  # ranks start different on purpose
-    model = DistributedDataParallel(double)  # strict about unused parameters
+    inner = net()
+    model = DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = data(2)
-    alternation = Alternation(model, [(x[rank::2], y[rank::2])], every=2, lr=0.1)
+    x, y = data(2, 400)
+    double = DoubleHead(model, [(x[rank::2], y[rank::2])], follow=optimizer, every=2)
     for step in range(6):
         x, y = data(10 + step)
         F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        alternation.step(step / 6)
-    torch.save(double.state_dict(), folder / f"{rank}.pt")
+        double.step()
+    model.eval()
+    calibrated = double.finish()
+    state = {"bank": double.bank.state_dict(), "head": calibrated.head.state_dict()}
+    torch.save(state, folder / f"{rank}.pt")
 
 
-def test_two_processes_share_one_head(tmp_path: Path) -> None:
+def test_two_processes_share_one_head_and_one_calibration(tmp_path: Path) -> None:
     in_two_processes(work, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    for name, value in first.items():
-        if not name.startswith("model.1."):  # BatchNorm's running moments are each process's own
-            torch.testing.assert_close(value, second[name], rtol=0, atol=0, msg=name)
-    fresh = DoubleHead(net(), reads=("features", "statistics"))
-    assert not torch.equal(first["head.first.weight"], fresh.head.first.weight)
+    for part, values in first.items():
+        for name, value in values.items():
+            torch.testing.assert_close(value, second[part][name], rtol=0, atol=0, msg=name)
+    fresh = DoubleHead(net(), data(2))
+    assert not torch.equal(first["bank"]["stacks.0.first_weight"], fresh.bank.stacks[0].first_weight)
 
 
 def test_two_processes_step_like_one_with_both_halves(tmp_path: Path) -> None:
     in_two_processes(half_the_work, tmp_path)
     together = torch.load(tmp_path / "0.pt", weights_only=True)
-    model = DoubleHead(net().eval(), kind="mlp")
-    alternation = Alternation(model, [data(2)], every=1, lr=0.1)
+    double = DoubleHead(net().eval(), [data(2)], every=1, heads=PAPER)
     for _ in range(3):
-        alternation.step(0.5)
-    for name, value in model.state_dict().items():
+        double.step(0.5)
+    for name, value in double.bank.state_dict().items():
         torch.testing.assert_close(together[name], value, msg=name)
 
 
 def half_the_work(rank: int, folder: Path) -> None:
-    model = DoubleHead(net().eval(), kind="mlp")
     x, y = data(2)
-    alternation = Alternation(model, [(x[rank::2], y[rank::2])], every=1, lr=0.1)
+    double = DoubleHead(net().eval(), [(x[rank::2], y[rank::2])], every=1, heads=PAPER)
     for _ in range(3):
-        alternation.step(0.5)
-    torch.save(model.state_dict(), folder / f"{rank}.pt")
+        double.step(0.5)
+    torch.save(double.bank.state_dict(), folder / f"{rank}.pt")

@@ -104,13 +104,13 @@ class CalibrationHead(StaysFloat32):
         n_out = n_classes if spec.kind == "mlp" else 1
         layers = [_initial(self.size, self.hidden, n_out, one.seed) for one in specs]
         names = ("first_weight", "first_bias", "last_weight", "last_bias")
-        for name, parts in zip(names, zip(*layers)):
+        for name, parts in zip(names if self.hidden else names[2:], zip(*layers)):
             self.register_parameter(name, nn.Parameter(torch.stack(parts)))  # (H, ...)
         if spec.kind == "temperature":  # start at an inverse temperature of 1
             nn.init.zeros_(self.last_weight)
             nn.init.zeros_(self.last_bias)
 
-    first_weight: Tensor  # (H, hidden, size), empty for a linear head
+    first_weight: Tensor  # (H, hidden, size); a linear head has no first layer
     first_bias: Tensor  # (H, hidden)
     last_weight: Tensor  # (H, n_out, hidden)
     last_bias: Tensor  # (H, n_out)
@@ -275,14 +275,12 @@ class Standardise(nn.Module):
         self.square.lerp_(moments[1], rate)
 
 
-def _initial(n_in: int, hidden: int, n_out: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _initial(n_in: int, hidden: int, n_out: int, seed: int) -> list[Tensor]:
     """The weights and biases that nn.Linear would start with; the caller's random numbers stay as they were."""
     with seeded(seed):
-        first = nn.Linear(n_in, hidden) if hidden else None
-        last = nn.Linear(hidden or n_in, n_out)
-    none = torch.empty(0)
-    weights = (first.weight, first.bias) if first is not None else (none, none)
-    return tuple(part.detach() for part in (*weights, last.weight, last.bias))  # type: ignore[return-value]
+        layers = [nn.Linear(n_in, hidden)] if hidden else []
+        layers.append(nn.Linear(hidden or n_in, n_out))
+    return [part.detach() for layer in layers for part in (layer.weight, layer.bias)]
 
 
 @dataclass(frozen=True)

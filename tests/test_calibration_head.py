@@ -1,0 +1,170 @@
+"""Calibration heads, stacks and banks of them, and what they read."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from doublehead import PAPER, CalibrationHead, HeadSpec
+from doublehead.calibration_head import Annealing, HeadBank, Standardise, feature_numbers, scale_logits, statistics
+from doublehead.head_training import HeadTraining
+
+YES = torch.tensor(True)
+TEMPERATURE = HeadSpec(kind="temperature", reads="features")
+
+
+def test_head_has_the_papers_shape() -> None:
+    head = CalibrationHead(64, 10)
+    assert [tuple(p.shape) for p in head.parameters()] == [(1, 32, 64), (1, 32), (1, 10, 32), (1, 10)]
+    features = torch.randn(3, 64)
+    hidden = F.relu(features @ head.first_weight[0].T + head.first_bias[0])
+    by_hand = hidden @ head.last_weight[0].T + head.last_bias[0]
+    torch.testing.assert_close(head(torch.randn(3, 10), features), by_hand)
+
+
+def test_temperature_head_starts_at_one_and_keeps_every_prediction() -> None:
+    head = CalibrationHead(16, 5, TEMPERATURE)
+    main = torch.randn(1000, 5)
+    torch.testing.assert_close(head(main, torch.randn(1000, 16)).softmax(1), main.softmax(1))
+    nn.init.normal_(head.last_weight, std=3.0)
+    main[:500] = main[:500].round()  # plenty of ties at the top
+    main[500:] = 1000 + torch.rand(500, 5) * 1e-4  # neighbours that rounding could merge
+    calib = head(main, torch.randn(1000, 16))
+    assert torch.equal(calib.argmax(1), main.argmax(1))
+    assert not torch.allclose(calib.softmax(1), main.softmax(1))
+
+
+def test_temperature_head_by_hand() -> None:
+    head = CalibrationHead(2, 3, replace(TEMPERATURE, hidden=0))
+    with torch.no_grad():
+        head.last_weight.copy_(torch.tensor([[[0.5, -1.0]]]))
+        head.last_bias.fill_(0.25)
+    main = torch.tensor([[1.0, 3.0, 0.0]])
+    scale = math.exp(0.5 * 2.0 - 1.0 * 1.0 + 0.25)
+    want = (main * scale).log_softmax(1)
+    torch.testing.assert_close(head(main, torch.tensor([[2.0, 1.0]])).log_softmax(1), want)
+
+
+def test_masked_classes_keep_probability_zero() -> None:
+    main = torch.tensor([[2.0, 1.0, -math.inf]])
+    scaled = scale_logits(main, torch.tensor([[-3.0]])).softmax(1)
+    assert float(scaled[0, 2]) == 0.0
+    assert torch.isfinite(scaled).all()
+
+
+def test_statistics_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)]])  # probabilities 1/4 and 3/4
+    entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    want = [math.log(0.75), math.log(0.25), math.log(4.0), entropy, math.log(3.0)]
+    torch.testing.assert_close(statistics(logits), torch.tensor([want]))
+    assert statistics(torch.randn(6, 100)).shape == (6, 13)
+    assert torch.isfinite(statistics(torch.tensor([[0.0, -math.inf]]))).all()
+
+
+def test_feature_numbers_by_hand() -> None:
+    numbers = feature_numbers(torch.tensor([[0.0, 0.0, 3.0, 4.0]]))[0]
+    off = torch.tensor([-1.75, -1.75, 1.25, 2.25])
+    kurtosis = float(off.pow(4).mean() / off.square().mean() ** 2)
+    want = [math.log(5.0), math.log(4.0), 0.5, math.log(1.75), math.log(kurtosis)]
+    torch.testing.assert_close(numbers, torch.tensor(want))
+    assert torch.isfinite(feature_numbers(torch.zeros(2, 8))).all()
+
+
+def test_standardise_follows_the_data_it_is_given() -> None:
+    moments = Standardise(2)
+    data = torch.randn(40, 50, 2) * torch.tensor([3.0, 0.1]) + torch.tensor([5.0, -1.0])
+    for batch in data:
+        moments.follow(batch, YES)
+    torch.testing.assert_close(moments.mean, data.flatten(0, 1).mean(0), rtol=1e-4, atol=1e-4)
+    before = copy.deepcopy(moments.state_dict())
+    out = moments.train()(data.flatten(0, 1))
+    torch.testing.assert_close(out.mean(0), torch.zeros(2), atol=1e-3, rtol=0)
+    torch.testing.assert_close(out.std(0), torch.ones(2), atol=1e-2, rtol=0)
+    moments.follow(torch.tensor([[math.nan, 2.0], [3.0, math.inf]]), YES)
+    moments.follow(torch.tensor([[1e9, 2.0], [3.0, 1.0]]), ~YES)
+    assert all(torch.equal(before[key], value) for key, value in moments.state_dict().items())
+
+
+def test_annealing_by_hand() -> None:
+    for beta0 in (0.1, 0.6, 1.0, 1.2, 3.0):
+        anneal = Annealing(beta0)
+        assert anneal(1.0) == 1.0
+        for t, s in ((0, 10), (3, 10), (7, 9)):
+            assert anneal(t / s) == pytest.approx(beta0 - (beta0 - 1) * t / s)  # Eq. 5
+    with pytest.raises(ValueError, match=r"progress must lie in 0..1, .* got 1.5"):
+        Annealing(1.2)(1.5)
+
+
+def test_specs_know_their_defaults_and_what_is_wrong() -> None:
+    assert (PAPER.kind, PAPER.reads, PAPER.lr, PAPER.beta0) == ("mlp", ("features",), 0.1, 1.2)
+    usual = HeadSpec(kind="temperature")
+    assert (usual.reads, usual.lr, usual.beta0) == (("statistics",), 0.03, 1.0)
+    for wrong, message in (
+        ({"kind": "cnn"}, "kind must be 'mlp' or 'temperature', got 'cnn'"),
+        ({"reads": "pixels"}, "reads must be one or several of"),
+        ({"beta0": 0.0}, r"beta0 must be positive, got 0\.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            HeadSpec(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must have the same shape"):
+        CalibrationHead(4, 3, PAPER, TEMPERATURE)
+
+
+SPECS = (
+    PAPER,
+    HeadSpec(beta0=1.0, lr=0.03, seed=1),
+    TEMPERATURE,
+    HeadSpec(kind="temperature", beta0=1.1),
+    replace(TEMPERATURE, beta0=1.5, seed=3),
+    HeadSpec(kind="temperature", reads=("statistics", "features"), hidden=0),
+)
+
+
+def test_each_head_of_a_bank_trains_as_it_would_alone() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(32, 4), torch.randn(32, 10), torch.randint(4, (32,))) for _ in range(6)]
+    none = torch.zeros(32, dtype=torch.int64)
+
+    def trained(specs: tuple[HeadSpec, ...]) -> HeadBank:
+        bank = HeadBank(10, 4, specs)
+        training = HeadTraining(bank)
+        for step, (main, features, labels) in enumerate(batches):
+            training.step(3 * main, features, labels, none, step / 6)
+        return bank
+
+    together = trained(SPECS)
+    main, features = torch.randn(8, 4), torch.randn(8, 10)
+    answers = together.eval()(main, features)
+    assert answers.shape == (6, 8, 4)
+    for number, spec in enumerate(SPECS):
+        alone = trained((spec,)).eval()
+        torch.testing.assert_close(answers[number], alone(main, features)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(together.take(number)(main, features), answers[number])
+
+
+def test_a_broken_head_does_not_stop_the_others() -> None:
+    bank = HeadBank(10, 4, (PAPER, HeadSpec(seed=1)))
+    with torch.no_grad():
+        bank.stacks[0].last_bias[1] = math.nan  # type: ignore[index, operator]
+    training = HeadTraining(bank)
+    before = copy.deepcopy(bank.state_dict())
+    training.step(torch.randn(8, 4), torch.randn(8, 10), torch.randint(4, (8,)), torch.zeros(8).long(), 0.0)
+    after = bank.state_dict()
+    key = "stacks.0.first_weight"
+    assert not torch.equal(before[key][0], after[key][0])
+    assert torch.equal(before[key][1], after[key][1])
+    training.count_skipped(wait=True)
+    assert training.skipped == 0
+
+
+def test_heads_of_one_bank_can_be_taken_together() -> None:
+    bank = HeadBank(6, 3, [replace(PAPER, seed=seed) for seed in range(4)])
+    main, features = torch.randn(5, 3), torch.randn(5, 6)
+    torch.testing.assert_close(bank.take(1, 3)(main, features), bank(main, features)[[1, 3]])
+    assert bank.take(2).specs == (bank.specs[2],)

@@ -1,0 +1,302 @@
+"""The one rule of choice, and the staged head that is built on it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from doublehead import Predictions
+from doublehead.calibrators import Head, NotFitted, Temperature, choose, choose_calibrator
+from doublehead.calibrators.head import class_distances, fit_class_means, fit_log_scale, fit_shared
+from doublehead.metrics import nll
+
+# --- the rule
+
+
+def test_choice_by_hand() -> None:
+    base = torch.tensor([1.0, 1.2, 0.8, 1.0])
+    better = base - torch.tensor([0.1, 0.1, 0.1, 0.1])
+    noisy = base - torch.tensor([0.9, -0.7, 0.6, -0.6])  # mean gain 0.05, far within its error
+    choice = choose({"none": base, "better": better, "noisy": noisy}, ["none"])
+    assert (choice.chosen, choice.baseline) == ("better", "none")
+    assert choice.gain == pytest.approx(0.1)
+    assert choice.gain_error == pytest.approx(0.0, abs=1e-7)
+    assert list(choice.nlls) == ["better", "noisy", "none"]
+    assert choose({"none": base, "noisy": noisy}, ["none"]).chosen == "none"
+    assert choose({"none": base, "noisy": noisy}, ["none"], margin=0.0).chosen == "noisy"
+    assert choose({"a": base, "b": noisy}, []).chosen == "b"  # without a baseline the lowest
+
+
+def test_what_could_not_be_fitted_is_listed_and_never_chosen() -> None:
+    base = torch.ones(3)
+    broken = torch.tensor([0.0, math.nan, 0.0])
+    choice = choose({"none": base, "broken": broken, "failed": None}, ["none"], notes={"failed": "no data"})
+    assert choice.chosen == "none"
+    assert math.isnan(choice.nlls["broken"])
+    assert choice.notes == {"failed": "no data"}
+    with pytest.raises(ValueError, match="none of the candidates could be fitted: failed: no data"):
+        choose({"failed": None}, [], notes={"failed": "no data"})
+
+
+def test_choosing_a_calibrator_skips_what_fails() -> None:
+    class Failing(Temperature):
+        def _learn(self, predictions: Predictions) -> dict[str, object]:
+            raise torch.linalg.LinAlgError("singular")
+
+    p = overconfident(300, 4)
+    found, choice = choose_calibrator(p, {"temperature": Temperature(), "failing": Failing()})
+    assert isinstance(found, Temperature)
+    assert "singular" in choice.notes["failing"]
+    with pytest.raises(ValueError, match=r"folds must lie in 2..300"):
+        choose_calibrator(p, folds=1)
+
+
+# --- data whose best calibration is known
+
+
+def overconfident(n: int, k: int, factor: float = 3.0, seed: int = 0) -> Predictions:
+    """Labels drawn from softmax(z), logits factor * z."""
+    generator = torch.Generator().manual_seed(seed)
+    z = 1.5 * torch.randn(n, k, generator=generator)
+    labels = z.softmax(1).multinomial(1, generator=generator)[:, 0]
+    return Predictions(factor * z, labels)
+
+
+def by_size(n: int, seed: int) -> Predictions:
+    """Each sample has a temperature of its own, which the size of its largest logit tells."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, 5, generator=generator)
+    factor = torch.where(torch.rand(n, 1, generator=generator) < 0.5, 1.0, 6.0)
+    labels = z.softmax(1).multinomial(1, generator=generator)[:, 0]
+    return Predictions(factor * z, labels)
+
+
+def by_class(n: int, seed: int) -> Predictions:
+    """A shift of one class."""
+    p = overconfident(n, 4, factor=1.0, seed=seed)
+    logits = p.logits.clone()
+    logits[:, 1] += 1.5
+    return Predictions(logits, p.labels)
+
+
+def uniform_share(n: int, seed: int) -> Predictions:
+    """One label in five is random: no temperature repairs that, a curve does."""
+    generator = torch.Generator().manual_seed(seed)
+    z = 4 * torch.randn(n, 5, generator=generator)
+    probs = 0.8 * z.softmax(1) + 0.2 / 5
+    return Predictions(z, probs.multinomial(1, generator=generator)[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("make", "stage"),
+    [(by_size, "head"), (by_class, "map"), (uniform_share, "curve")],
+)
+def test_each_stage_repairs_its_own_kind_of_error(make, stage: str) -> None:  # type: ignore[no-untyped-def]
+    fit, test = make(4000, 1), make(4000, 2)
+    head = Head().fit(fit)
+    assert head.choice is not None
+    assert stage in head.choice.chosen
+    best = float(nll(Temperature().fit(fit).calibrate(test)))
+    assert float(nll(head.calibrate(test))) < best - 0.01
+
+
+def test_a_second_opinion_is_pooled() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = 2 * torch.randn(6000, 4, generator=generator)
+    labels = z.softmax(1).multinomial(1, generator=generator)[:, 0]
+    views = [z + 2 * torch.randn(z.shape, generator=generator) for _ in range(2)]  # two noisy looks at the truth
+    fit, test = slice(0, 3000), slice(3000, None)
+    head = Head(keep="best").fit(Predictions(views[0][fit], labels[fit]), opinion=views[1][fit])
+    assert head.choice is not None
+    assert "pool" in head.choice.chosen
+    assert float(head.pool_[1]) > 0.15
+    out = head(views[0][test], opinion=views[1][test])
+    alone = Head().fit(Predictions(views[0][fit], labels[fit]))(views[0][test])
+    gain = nll(Predictions(alone, labels[test])) - nll(Predictions(out, labels[test]))
+    assert float(gain) > 0.1
+    assert (out.argmax(1) == labels[test]).float().mean() > (alone.argmax(1) == labels[test]).float().mean() + 0.02
+    with pytest.raises(ValueError, match="opinion must be given exactly where"):
+        head(views[0][test])
+
+
+def test_features_bring_distances_to_the_class_means() -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = 2 * torch.randn(4, 8, generator=generator)
+    labels = torch.randint(4, (4000,), generator=generator)
+    features = centres[labels] + 1.5 * torch.randn(4000, 8, generator=generator)
+    weights = torch.randn(8, 4, generator=generator)
+    logits = features @ weights  # a network that uses its features badly
+    fit, test = slice(0, 2000), slice(2000, None)
+    head = Head().fit(Predictions(logits[fit], labels[fit]), features=features[fit])
+    plain = Head().fit(Predictions(logits[fit], labels[fit]))
+    with_features = nll(Predictions(head(logits[test], features[test]), labels[test]))
+    without = nll(Predictions(plain(logits[test]), labels[test]))
+    assert float(with_features) < float(without) - 0.1
+    with pytest.raises(ValueError, match="features must be given"):
+        head(logits[test])
+
+
+@pytest.mark.parametrize("make", [by_size, by_class, uniform_share])
+def test_predictions_are_kept(make) -> None:  # type: ignore[no-untyped-def]
+    p = make(2000, 1)
+    head = Head().fit(p)
+    assert head.keeps_argmax
+    ties = torch.cat([p.logits.round(), p.logits * 1e-6, p.logits * 1e6])
+    for logits in (p.logits, ties, ties.double()):
+        assert torch.equal(head(logits).argmax(1), logits.argmax(1))
+
+
+def test_best_may_change_predictions_where_accuracy_does_not_fall() -> None:
+    p = by_class(4000, 1)
+    free, kept = Head(keep="best").fit(p), Head().fit(p)
+    assert not free.keeps_argmax
+    right = [(head(p.logits).argmax(1) == p.labels).float().mean() for head in (free, kept)]
+    assert right[0] > right[1] + 0.05
+
+
+def test_a_calibrated_network_is_left_nearly_alone() -> None:
+    fit, test = overconfident(2000, 10, factor=1.0, seed=3), overconfident(4000, 10, factor=1.0, seed=4)
+    cost = nll(Head().fit(fit).calibrate(test)) - nll(test)
+    assert float(cost) < 0.003
+
+
+# --- few samples
+
+
+def test_few_samples_get_a_temperature_pulled_towards_one() -> None:
+    with pytest.warns(UserWarning, match="40 calibration samples are little data"):
+        few = Head().fit(overconfident(40, 5, factor=1.0))
+    assert few.choice is not None
+    assert set(few.choice.nlls) == {"none", "temperature"}
+    sure = Predictions(torch.eye(3).repeat(20, 1) * 5, torch.arange(3).repeat(20))  # never wrong
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        temperature = float(Head().fit(sure).temperature_)
+    assert 0.2 < temperature <= 1.0  # a plain fit goes to 0
+
+
+@pytest.mark.parametrize("k", [2, 10])
+def test_small_calibration_sets_do_little_harm(k: int) -> None:
+    test = overconfident(4000, k, factor=1.0, seed=99)
+    losses = []
+    for seed in range(20):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            head = Head().fit(overconfident(60, k, factor=1.0, seed=seed))
+        losses.append(float(nll(head.calibrate(test)) - nll(test)))
+    assert np.mean(losses) < 0.02
+    assert max(losses) < 0.1
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_handful_of_samples(n: int) -> None:
+    p = overconfident(n, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.isfinite(Head().fit(p)(p.logits)).all()
+
+
+def test_masked_classes_and_constant_inputs() -> None:
+    p = overconfident(600, 4)
+    logits = p.logits.clone()
+    logits[:, 3] = -1e30
+    labels = p.labels.clamp(max=2)
+    out = Head().fit(Predictions(logits, labels))(logits).softmax(1)
+    assert float(out[:, 3].max()) < 1e-6
+    constant = Predictions(torch.zeros(600, 4), labels)
+    assert torch.isfinite(Head().fit(constant)(constant.logits)).all()
+
+
+# --- the pieces against slow references
+
+
+def test_log_scale_solver_finds_the_optimum() -> None:
+    p = by_size(500, 1)
+    design = torch.cat([torch.randn(500, 2), torch.ones(500, 1)], 1)
+    ridge = torch.tensor([1.0, 3.0, 0.0])
+    found = fit_log_scale(p.logits, p.labels, design, ridge).double().requires_grad_()
+    scaled = p.logits.double() * (design.double() @ found).exp()[:, None]
+    loss = torch.nn.functional.cross_entropy(scaled, p.labels) + 0.5 * (ridge * found.square()).sum() / 500
+    (gradient,) = torch.autograd.grad(loss, found)
+    assert float(gradient.abs().max()) < 1e-4
+
+
+def test_shared_weights_solver_finds_the_optimum() -> None:
+    p = overconfident(400, 5)
+    parts = torch.stack([p.logits, torch.randn(400, 5), torch.randn(400, 5)], 2)
+    towards = torch.tensor([1.0, 0.0, 0.0])
+    found = fit_shared(lambda at: parts[at], None, p.labels, towards, 2.0).double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(parts.double() @ found, p.labels)
+    loss = loss + 0.5 * 2.0 / 400 * (found - towards).square().sum()
+    (gradient,) = torch.autograd.grad(loss, found)
+    assert float(gradient.abs().max()) < 1e-4
+
+
+def test_class_distances_by_hand() -> None:
+    """Two far apart groups: the own class is nearest in both geometries, at a usual distance of 1."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(200) % 2
+    features = torch.randn(200, 3, generator=generator) + 8.0 * labels[:, None]
+    means = fit_class_means(features, labels, 2)
+    for distances in class_distances(features, means):
+        assert torch.equal(distances.argmax(1), labels)
+        own = -distances[torch.arange(200), labels]
+        assert float(own.median()) == pytest.approx(1.0, rel=1e-3)
+
+
+# --- state
+
+
+def test_state_restores_every_combination_of_stages() -> None:
+    for make in (by_size, by_class, uniform_share):
+        p = make(1500, 1)
+        head = Head().fit(p)
+        again = Head()
+        with pytest.raises(NotFitted):
+            again(p.logits)
+        again.load_state_dict(head.state_dict())
+        assert torch.equal(again(p.logits), head(p.logits))
+        assert again.in_words() == head.in_words()
+
+
+def test_shapes_of_the_state_do_not_depend_on_what_was_chosen() -> None:
+    shapes = [
+        {name: value.shape for name, value in Head().fit(make(1500, 1)).state_dict().items()}
+        for make in (by_size, uniform_share)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_fits_are_repeatable_and_leave_random_numbers_alone() -> None:
+    p = by_size(1000, 1)
+    before = torch.get_rng_state()
+    one, other = Head(seed=1).fit(p), Head(seed=1).fit(p)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize("argument", [{"keep": "all"}, {"folds": 1}])
+def test_wrong_arguments(argument: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(argument))} must be"):
+        Head(**argument).fit(overconfident(50, 3))  # type: ignore[arg-type]
+
+
+# --- a published network
+
+
+def test_better_than_temperature_scaling_on_a_published_network(shared: Path) -> None:
+    found = np.load(shared / "data" / "logits" / "resnet110_c10.npz")
+    fit, test = (
+        Predictions(found[f"{split}_logits"], found[f"{split}_labels"]) for split in ("val", "test")
+    )
+    head = Head().fit(fit)
+    scaled, staged = Temperature().fit(fit).calibrate(test), head.calibrate(test)
+    assert float(nll(scaled)) == pytest.approx(0.2093, abs=2e-4)
+    assert float(nll(staged)) < 0.202  # structured matrix scaling: 0.2031
+    assert Tensor.equal(staged.predicted, test.predicted)
