@@ -119,8 +119,9 @@ def test_a_second_opinion_is_pooled() -> None:
     out = head(views[0][test], opinion=views[1][test])
     alone = Head().fit(Predictions(views[0][fit], labels[fit]))(views[0][test])
     gain = nll(Predictions(alone, labels[test])) - nll(Predictions(out, labels[test]))
-    assert float(gain) > 0.1
-    assert (out.argmax(1) == labels[test]).float().mean() > (alone.argmax(1) == labels[test]).float().mean() + 0.02
+    assert float(gain) > 0.05
+    right = [(z.argmax(1) == labels[test]).float().mean() for z in (out, alone)]
+    assert right[0] > right[1] + 0.02
     with pytest.raises(ValueError, match="opinion must be given exactly where"):
         head(views[0][test])
 
