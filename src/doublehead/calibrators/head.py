@@ -31,6 +31,7 @@ from doublehead.torch_tools import one_thread, seeded
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MARGIN = 2.0  # standard errors by which further stages must beat the temperature
 MIN_SAMPLES = 200  # below, only a temperature is fitted
 MIN_WRONG = 10  # so it is with fewer wrong predictions than this: they cannot teach when to doubt
 WARN_SAMPLES = 100  # below, a warning says that this is little data
@@ -38,7 +39,7 @@ MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
 MAX_ENTRIES = 25_000_000  # of logits that are fitted to
 PER_CLASS = 20  # samples per class from which a scale and a shift for each class are tried
 # Ridges, in samples: a weight is pulled towards no change as if so many samples said so.
-RIDGE_TEMPERATURE, RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 4.0, 30.0, 1.0, 30.0
+RIDGE_TEMPERATURE, RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 1.0, 30.0, 1.0, 30.0
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
 RANK = 64  # directions of the features in which distances are measured
@@ -302,7 +303,7 @@ class _Fit:
             if self._try((*best, "curve")):
                 sequences.append((*best, "curve"))
                 nlls[self._name(sequences[-1])] = self._nll(sequences[-1])
-        choice = choose(nlls)
+        choice = choose(nlls, ["temperature"], MARGIN)
         chosen = next(sequence for sequence in ((), *sequences) if self._name(sequence) == choice.chosen)
         self.head.choice = choice
         return self._parameters(chosen)
