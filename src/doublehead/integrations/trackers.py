@@ -1,8 +1,8 @@
 """Send figures to experiment trackers through the logger of a framework; no tracker is imported here.
 
-Lightning and Transformers send numbers themselves. For figures each tracker has its own call, and a logger is recognised
-by its methods: W&B (`log_image`), MLflow (`run_id` and `experiment.log_figure`), TensorBoard (`experiment.add_figure`);
-any other logger with a folder gets a file.
+Lightning and Transformers send numbers themselves. For figures each tracker has its own call, and a logger is
+recognised by its methods: W&B (`log_image`), MLflow (`run_id` and `experiment.log_figure`), TensorBoard
+(`experiment.add_figure`); any other logger with a folder gets a file.
 """
 
 from __future__ import annotations
