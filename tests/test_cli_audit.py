@@ -509,3 +509,29 @@ def test_columns_called_the_other_kind_are_refused_unless_named(tmp_path: Path) 
     assert told.exit_code == 2
     assert "has columns such as 'prob_0', but logits were stated: state probs (--probs" in told.output
     assert run("evaluate", file, "--logits", "--scores", "prob_*").exit_code == 0
+
+
+@pytest.mark.parametrize("digits", [2, 3, 4, 6])
+@pytest.mark.parametrize("method", ["temperature", "vector"])
+def test_rounded_probabilities_are_repaired_not_ruined(
+    shared: Path, tmp_path: Path, digits: int, method: str
+) -> None:
+    """Zeros of a rounded file once blew temperatures up: ECE rose from 5.5 to 19.9 % on such files."""
+    arrays = np.load(shared / "data" / "logits" / "resnet110_c10.npz")
+    for split in ("val", "test"):
+        probs = torch.from_numpy(arrays[f"{split}_logits"]).double().softmax(1).numpy().round(digits)
+        np.savez(tmp_path / f"{split}.npz", probs=probs, labels=arrays[f"{split}_labels"])
+    files = ["--fit", tmp_path / "val.npz", "--apply", tmp_path / "test.npz", "-o", tmp_path / "out.npz"]
+    result = run("calibrate", *files, "--method", method, "--tolerance", "0.1", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    before, after = (found[when]["metrics"] for when in ("before", "after"))
+    assert after["ece"]["value"] < 0.02 < before["ece"]["value"]
+    assert after["nll"]["value"] < 0.32
+    assert after["accuracy"]["value"] > before["accuracy"]["value"] - 0.005
+
+
+def test_fitting_and_applying_the_same_file_warns(val: Path, tmp_path: Path) -> None:
+    result = run("calibrate", "--fit", val, "--apply", val, "--logits", "-o", tmp_path / "out.csv")
+    assert result.exit_code == 0, result.output
+    assert "share a file" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,7 @@ def test_a_missing_statement_says_what_it_looks_like(tmp_path: Path) -> None:
     ):
         read_predictions(simple_csv(tmp_path / "a.csv"))
     file = write_csv(tmp_path / "b.csv", "label,cat,dog", "cat,0.25,0.75")
-    with pytest.raises(
-        TableError, match=r"lie in 0.25..0.75 and rows sum to 1, which looks like probs; give --probs"
-    ):
+    with pytest.raises(TableError, match=r"each row sums to 1, so these are probabilities: give --probs"):
         read_predictions(file)
 
 
@@ -396,3 +395,110 @@ def test_rows_of_later_row_groups_are_named_by_their_place_in_the_file(tmp_path:
     table = read_predictions(as_parquet(tmp_path / "a.parquet", bad, row_group_size=2), kind="logits")
     with pytest.raises(TableError, match="row 4 must hold a finite number"):
         table.split()[1].tally()
+
+
+def scores_csv(
+    path: Path, n: int, names: list[str], extra: str = "", kind: str = "logits", text: bool = True
+) -> Path:
+    """Scores under names of classes, labels as names or numbers, and a column of decimal numbers that is no score."""
+    p = random_predictions(n, len(names), 1.0)
+    scores = p.logits if kind == "logits" else p.probs.double()
+    rows = [
+        f"{names[y] if text else int(y)},{','.join(f'{v:.6f}' for v in z)}" + (",31.5" if extra else "")
+        for y, z in zip(p.labels.tolist(), scores.tolist())
+    ]
+    return write_csv(path, ",".join(["label", *names, *([extra] if extra else [])]), *rows)
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+@pytest.mark.parametrize("text", [True, False], ids=["names", "numbers"])
+def test_a_decimal_column_that_is_no_score_is_refused(kind: Any, text: bool, tmp_path: Path) -> None:
+    names = ["ant", "bee", "cow"]
+    file = scores_csv(tmp_path / "a.csv", 200, names, "loss", kind, text)
+    with pytest.raises(
+        TableError, match="no label in 'label' stands for 'loss': name the score columns|sum to 1"
+    ):
+        read_predictions(file, kind=kind).load()
+    named = read_predictions(file, kind=kind, scores=names)
+    assert named.load().n_classes == 3
+    assert read_predictions(file, kind=kind, like=named).layout.scores == tuple(names)
+    fine = scores_csv(tmp_path / "b.csv", 200, names, "", kind, text)
+    assert read_predictions(fine, kind=kind).load().n_classes == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "message"),
+    [
+        (
+            "logits",
+            ["0,0.25,0.75", "1,0.5,0.5"],
+            "each row sums to 1, so these are probabilities: give --probs",
+        ),
+        ("logits", ["0,25,75", "1,50,50"], "each row sums to 100, so these are percentages"),
+        ("probs", ["0,25,75", "1,50,50"], "each row sums to 100, so these are percentages"),
+        (
+            "probs",
+            ["0,-0.693147,-0.693147", "1,-1.386294,-0.287682"],
+            "these are log-probabilities: give --logits",
+        ),
+        ("logits", ["0,1e300,0", "1,2,3"], r"row 1: logits must lie within 1e\+30"),
+        ("logits", ["1e20,1,2"], "row 1 must hold a class"),
+    ],
+)
+def test_a_stated_kind_that_the_data_contradict_is_refused(
+    kind: Any, rows: list[str], message: str, tmp_path: Path
+) -> None:
+    file = write_csv(tmp_path / "a.csv", "label,score_0,score_1", *rows)
+    with pytest.raises(TableError, match=message):
+        read_predictions(file, kind=kind).load()
+
+
+def test_rows_are_not_chosen_by_their_label(tmp_path: Path) -> None:
+    file = simple_csv(tmp_path / "a.csv")
+    for how in ({"by": "label"}, {"where": {"label": "2"}}):
+        with pytest.raises(TableError, match="cannot be selected or grouped by their label"):
+            read_predictions(file, kind="logits", **how)
+
+
+def test_values_a_rounding_error_outside_are_clipped(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", "label,prob_0,prob_1", "0,1.00001,-1e-9")
+    assert read_predictions(file, kind="probs").load().probs.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize("names", [["stage1", "stage2", "stage3"], ["class_0", "class_1", "class_2"]])
+def test_labels_that_end_in_a_number_are_names(names: list[str], tmp_path: Path) -> None:
+    rows = [f"{name},0.5,0.25,0.25" for name in reversed(names)]
+    file = write_csv(tmp_path / "a.csv", ",".join(["label", *names]), *rows)
+    assert read_predictions(file, kind="probs").load().labels.tolist() == [2, 1, 0]
+
+
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    file = simple_csv(tmp_path / "a.csv")
+    with pytest.raises(TableError, match=r"tolerance must lie in 0..1, got nan"):
+        read_predictions(file, kind="logits", tolerance=math.nan)
+    with pytest.raises(TableError, match="by must name a column"):
+        read_predictions(file, kind="logits", by="")
+    np.savez(tmp_path / "none.npz", logits=np.zeros((4, 0)), labels=np.zeros(4, dtype=int))
+    with pytest.raises(TableError, match="at least one score per row"):
+        read_predictions(tmp_path / "none.npz").load()
+
+
+def test_damaged_and_exploding_npz_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    np.savez_compressed(
+        file, logits=np.random.default_rng(0).normal(size=(500, 9)), labels=np.zeros(500, dtype=int)
+    )
+    data = bytearray(file.read_bytes())
+    data[200:400] = bytes(200)
+    file.write_bytes(bytes(data))
+    with pytest.raises(TableError, match=r"a.npz cannot be read as npz"):
+        read_predictions(file).load()
+
+
+def test_a_small_npz_that_unpacks_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("doublehead.files.formats.MAX_UNPACKED", 1 << 20)
+    np.savez_compressed(
+        tmp_path / "a.npz", logits=np.zeros((200_000, 2)), labels=np.zeros(200_000, dtype=int)
+    )
+    with pytest.raises(TableError, match="GiB unpacked"):
+        read_predictions(tmp_path / "a.npz")

@@ -19,7 +19,7 @@ import numpy as np
 from doublehead.atomic import replacing
 from doublehead.calibrators import Temperature
 from doublehead.files.formats import Source, TableError, find_sources, open_source
-from doublehead.files.reading import Kind, PredictionTable, read_predictions, read_sources
+from doublehead.files.reading import Kind, PredictionTable, read_predictions
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.summary import Summary, Tally
@@ -216,7 +216,7 @@ def _read_frame(frame: Data, kind: Kind, labels: Any = None, **reading: Any) -> 
             raise ValueError(f"labels must have {len(frame)} entries, one per row, got {len(labels)}")
         labels, arrays["labels given"] = "labels given", np.asarray(labels)
     source = Source(Path("DataFrame"), arrays=arrays)
-    return read_sources([source], kind, label=labels, **reading)
+    return read_predictions([source], kind=kind, label=labels, **reading)
 
 
 def _tally(table: PredictionTable, n_bins: int, cluster: Any) -> Tally:

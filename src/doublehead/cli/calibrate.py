@@ -92,6 +92,12 @@ def calibrate(
             learn = read_predictions(fit or [], **how)
             repair = _open_like(learn, apply, how)
             check_output(output, repair, learn)
+            if {source.path.resolve() for source in learn.sources} & {
+                s.path.resolve() for s in repair.sources
+            }:
+                typer.echo(
+                    "Warning: --fit and --apply share a file, so the numbers after are too good", err=True
+                )
             fitted = _fit(method, learn)
         _repair(repair, fitted, output, bins, as_json)
 
@@ -136,11 +142,12 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _fit(method: str, learn: PredictionTable) -> Fitted:
-    known = learn.load()
+    known, zero_floor = _without_zeros(learn.load(), learn.name)
     facts: dict[str, Any] = {
         "reads": learn.kind,
         "n_classes": known.n_classes,
         "classes": list(learn.layout.classes),
+        "zero_floor": zero_floor,
         "fitted_on": {"files": [str(source) for source in learn.sources], "n": len(known)},
     }
     doing = "cross-validating calibrators" if method == "auto" else f"fitting {method}"
@@ -157,6 +164,27 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
     learned = calibrator.in_words()
     why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
     return Fitted(method, calibrator, why, known.n_classes, facts)
+
+
+def _without_zeros(p: Predictions, name: str) -> tuple[Predictions, float | None]:
+    """Probabilities of exactly 0 are below the resolution of the file: replace them by smallest positive value / K."""
+    if not p.are_probs:
+        return p, None
+    probs = p.probs
+    zero = probs == 0
+    floor = float(probs[~zero].min()) / p.n_classes
+    if bool(zero.any()):
+        n = int(zero.any(1).sum())
+        notes().print(
+            f"{name}: {n:,} of {len(p):,} rows hold probabilities of 0, taken as {floor:.2g}", style="dim"
+        )
+        p = Predictions.from_probs(fill_zeros(probs, floor), p.labels, tolerance=1.0)
+    return p, floor
+
+
+def fill_zeros(probs: torch.Tensor, floor: float | None) -> torch.Tensor:
+    """The probabilities (N, K) with `floor` in place of 0, at least the smallest normal number."""
+    return probs.where(probs > 0, max(floor or 0.0, torch.finfo(probs.dtype).tiny))
 
 
 def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
@@ -264,7 +292,7 @@ def _apply(fitted: Fitted, scores: torch.Tensor, table: PredictionTable) -> torc
         )
     logits = scores
     if table.kind == "probs":
-        logits = scores.clamp(min=torch.finfo(scores.dtype).tiny).log()  # as Predictions.logits
+        logits = fill_zeros(scores, fitted.facts.get("zero_floor")).log()
     with torch.no_grad():
         calibrated: torch.Tensor = fitted.calibrator(logits)
     return calibrated.double().softmax(1).to(scores.dtype)

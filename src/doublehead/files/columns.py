@@ -34,6 +34,7 @@ PROBS = ("prob", "probs", "proba", "probability", "p", "calibrated_prob", "y_pro
 SCORES = ("score", "scores", "class", "output", "y_score", "")
 PREFIXES = {"logits": (*LOGITS, *SCORES), "probs": (*PROBS, *SCORES), None: (*LOGITS, *PROBS, *SCORES)}
 
+MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
 MISSING = "(missing)"
 WORDS: dict[str | None, float] = {
     None: np.nan,
@@ -58,6 +59,7 @@ class Layout:
     base: int
     guesses: tuple[str, ...] = ()
     binary: bool = False  # one column of a binary model's single score, of class 1
+    unnamed: bool = False  # the scores are all columns of decimal numbers, for want of telling names
 
 
 def choose_layout(
@@ -92,15 +94,17 @@ def choose_layout(
             f"{where} has no column that looks like the label: name it with --label, it has {_listed(columns)}"
         )
     left = {name: holds for name, holds in columns.items() if name != label and name not in taken}
+    unnamed = False
     if scores is None:
         found = _guess_scores(left, where, kind)
+        unnamed = len(found) > 1 and score_family(left, where, kind) is None
         if found != (kind,):
             guesses.append(f"score {_told(found)}")
     else:
         found = _named_scores(scores, left, where)
     classes, first = _classes(found)
     binary = len(found) == 1 and columns[found[0]] != "matrix"
-    return Layout(label, found, classes, first if base is None else base, tuple(guesses), binary)
+    return Layout(label, found, classes, first if base is None else base, tuple(guesses), binary, unnamed)
 
 
 def _named_scores(names: Sequence[str], columns: Mapping[str, str], where: str) -> tuple[str, ...]:
@@ -230,9 +234,15 @@ def to_scores(
         raise TableError(
             f"{source}, column {name}, row {rows[i]} must hold a finite number, got {got}{others}"
         )
+    if table.shape[1] == 0:
+        raise TableError(f"{source} must have at least one score per row, got none")
+    if kind == "probs":
+        table = _clip(table, tolerance)
     if table.shape[1] == 1:
         other = 1 - table if kind == "probs" else np.zeros_like(table)
         table = np.concatenate([other, table], 1)
+    elif kind == "logits":
+        _check_logits(table, rows, source)
     if kind == "probs":
         _check_probs(table, rows, source, tolerance)
     return torch.from_numpy(np.ascontiguousarray(table))
@@ -242,7 +252,7 @@ def to_labels(column: Array, layout: Layout, n_classes: int, rows: Array, source
     """(B,) int64 in 0..K-1 from whole numbers, or from names through the names of the score columns."""
     place = f"{source}, column {layout.label!r}, row"
     if column.dtype.kind in "OU":
-        if not all(name.isdecimal() for name in layout.classes):
+        if _are_names(column, layout):
             return _labels_by_name(column, layout, rows, place)
         column = _numbers(column, rows, place)
     if column.ndim != 1 or column.dtype.kind not in "fiub":
@@ -251,7 +261,7 @@ def to_labels(column: Array, layout: Layout, n_classes: int, rows: Array, source
             f"got {column.dtype} of shape {column.shape}"
         )
     number = column.astype(np.float64)
-    wrong = ~np.isfinite(number) | (number != np.floor(number))
+    wrong = ~np.isfinite(number) | (number != np.floor(number)) | (np.abs(number) > 2**53)
     if wrong.any():
         i = int(wrong.argmax())
         got = "nothing" if np.isnan(number[i]) else f"{number[i]:g}"
@@ -284,12 +294,58 @@ def _tell(value: object) -> str:
     return MISSING if value is None or value == "" else str(value)
 
 
+def _are_names(column: Array, layout: Layout) -> bool:
+    """Whether labels in text are names of classes: columns have other names than numbers, or a label is a column."""
+    if not all(name.isdecimal() for name in layout.classes):
+        return True
+    return (
+        bool(set(layout.scores) & {str(value) for value in column.tolist()[:1000]}) and len(layout.scores) > 1
+    )
+
+
+def _clip(table: Array, tolerance: float) -> Array:
+    """Probabilities a rounding error outside 0..1 moved onto the bound."""
+    low, high = table.min(), table.max()
+    near = -min(tolerance, 1e-3) <= low and high <= 1 + min(tolerance, 1e-3)
+    clipped: Array = np.clip(table, 0, 1) if near and (low < 0 or high > 1) else table
+    return clipped
+
+
+def _check_logits(table: Array, rows: Array, source: Source) -> None:
+    low, high = table.min(), table.max()
+    if max(-low, high) > MAX_LOGIT:
+        i = int(np.abs(table).max(1).argmax())
+        raise TableError(
+            f"{source}, row {rows[i]}: logits must lie within {MAX_LOGIT:g}, got {table[i].tolist()}"
+        )
+    if low < 0 or high > 100:
+        return
+    sums = table.sum(1, dtype=np.float64)
+    for total, what in (
+        (1, "probabilities: give --probs"),
+        (100, "percentages: divide them by 100, give --probs"),
+    ):
+        if np.abs(sums / total - 1).max() <= 1e-3:
+            raise TableError(
+                f"{source}: all scores are positive and each row sums to {total}, so these are {what}"
+            )
+
+
 def _check_probs(table: Array, rows: Array, source: Source, tolerance: float) -> None:
     low, high = table.min(1), table.max(1)
     outside = (low < 0) | (high > 1 + 1e-6)
     if outside.any():
         i = int(outside.argmax())
         value = low[i] if low[i] < 0 else high[i]
+        sums = table.sum(1, dtype=np.float64)
+        if low.min() >= 0 and np.abs(sums / 100 - 1).max() <= 1e-2:
+            raise TableError(f"{source}: each row sums to 100, so these are percentages: divide them by 100")
+        if high.max() <= 1e-6 and np.abs(np.exp(table.astype(np.float64)).sum(1) - 1).max() <= max(
+            tolerance, 1e-2
+        ):
+            raise TableError(
+                f"{source}: these are log-probabilities: give --logits, which gives the same results"
+            )
         raise TableError(
             f"{source}, row {rows[i]}: probabilities must lie in 0..1, got {value:.6g}{_others(int(outside.sum()))}; "
             "give --logits if these are logits"

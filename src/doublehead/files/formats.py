@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +26,12 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 FORMATS = (*CSV, ".parquet", ".npz", ".npy")
 CSV_BLOCK = 1 << 20  # bytes parsed together
+# What numpy and Arrow raise on damaged files.
+DAMAGED = (
+    ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, OSError, RuntimeError,
+    SyntaxError, TypeError, ValueError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+MAX_UNPACKED = 1 << 30  # bytes of an .npz that compresses suspiciously well
 
 
 class TableError(ValueError):
@@ -54,16 +63,19 @@ class RawBatch(NamedTuple):
     bytes_done: int
 
 
-def find_sources(paths: Iterable[str | Path]) -> list[Source]:
+def find_sources(paths: Iterable[str | Path | Source]) -> list[Source]:
     """The files named, the files inside folders (sorted; hidden ones left out), .npy files paired in order.
 
     >>> find_sources(["no_such.csv"])
     Traceback (most recent call last):
     doublehead.files.formats.TableError: no_such.csv does not exist
     """
-    named = [_split_part(path) for path in paths]
-    if not named:
+    paths = list(paths)
+    if not paths:
         raise TableError("no file was given")
+    if all(isinstance(path, Source) for path in paths):
+        return paths  # type: ignore[return-value]
+    named = [_split_part(path) for path in paths if not isinstance(path, Source)]
     files = [Source(file, part) for path, part in named for file in _inside(path)]
     arrays = [source.path for source in files if source.path.suffix == ".npy"]
     if len(arrays) % 2:
@@ -247,9 +259,10 @@ class NpzReader(ArraysReader):
                     f"{source.path} must be an .npz file, a zip of arrays: it is truncated or has another format"
                 )
             with np.load(source.path, allow_pickle=False) as file:
+                _check_size(source.path, file.zip.infolist())
                 names = [name for name in file.files if name.startswith(prefix)]
                 self._check_parts(list(file.files), names)
-                arrays = {name.removeprefix(prefix): file[name] for name in names}
+                arrays = {name.removeprefix(prefix): np.atleast_1d(file[name]) for name in names}
         super().__init__(source, arrays)
         kinds = [kind for kind in ("logits", "probs") if kind in arrays]
         self.states = kinds[0] if len(kinds) == 1 else None
@@ -296,8 +309,17 @@ def reading(source: Source, names: Sequence[str] = ()) -> Iterator[None]:
         raise TableError(
             f"{source.path} must be UTF-8 text, got {error.object[error.start : error.end]!r}"
         ) from error
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise TableError(_explain(str(error), source, names)) from error
+
+
+def _check_size(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
+    """Refuse a small file that would fill the memory: real scores are seldom compressed to a hundredth."""
+    size, packed = (sum(getattr(one, name) for one in members) for name in ("file_size", "compress_size"))
+    if size > MAX_UNPACKED and size > 100 * packed:
+        raise TableError(
+            f"{path} would take {size / 2**30:.1f} GiB unpacked, from {packed / 2**20:.1f} MiB: refused"
+        )
 
 
 def _explain(message: str, source: Source, names: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ from doublehead.summary import Tally
 Kind: TypeAlias = Literal["logits", "probs"]
 
 CHUNK_ENTRIES = 1 << 21  # scores looked at together: 16 MiB of float64
+ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
 
 
 class Chunk(NamedTuple):
@@ -176,7 +177,7 @@ class PredictionTable:
 
 
 def read_predictions(
-    paths: str | Path | Sequence[str | Path],
+    paths: str | Path | Sequence[str | Path | Source],
     *,
     kind: Kind | None = None,
     label: str | None = None,
@@ -208,23 +209,11 @@ def read_predictions(
     """
     if kind not in ("logits", "probs", None):
         raise ValueError(f"kind must be 'logits' or 'probs', got {kind!r}")
+    if not 0 <= tolerance < 1:
+        raise TableError(f"tolerance must lie in 0..1, got {tolerance}")
+    if by == "":
+        raise TableError("by must name a column, got an empty name")
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
-    return read_sources(sources, kind, label, scores, by, where or {}, base, tolerance, label_needed, like)
-
-
-def read_sources(
-    sources: Sequence[Source],
-    kind: Kind | None = None,
-    label: str | None = None,
-    scores: Sequence[str] | None = None,
-    by: str | None = None,
-    where: Mapping[str, str] | None = None,
-    base: int | None = None,
-    tolerance: float = 1e-3,
-    label_needed: bool = True,
-    like: PredictionTable | None = None,
-) -> PredictionTable:
-    """`read_predictions` of sources that were found before."""
     reader = open_source(sources[0])
     where = dict(where or {})
     others = [*where, *([by] if by else [])]
@@ -249,11 +238,18 @@ def read_sources(
         taken=others,
         label_needed=label_needed,
     )
+    if layout.label is not None and layout.label in others:
+        raise TableError(
+            f"rows cannot be selected or grouped by their label ({layout.label!r}): among the samples of one class a "
+            "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
+        )
     table = PredictionTable(tuple(sources), stated or "logits", layout, by, where, tolerance)
     if stated is None:
         raise TableError(_what_it_looks_like(table))
     if named is None:
         _check_names(table)
+    if layout.unnamed:
+        _check_unnamed(table, reader)
     return table
 
 
@@ -265,6 +261,33 @@ def _check_names(table: PredictionTable) -> None:
         raise TableError(
             f"{table.name} has columns such as {first!r}, but {table.kind} were stated: state {other} (--{other}, or "
             f"{other}:FILE in a report), or name the columns (--scores) if they hold {table.kind}"
+        )
+
+
+def _check_unnamed(table: PredictionTable, reader: Reader) -> None:
+    """Refuse score columns without telling names where the labels of the first rows contradict them."""
+    layout = table.layout
+    if layout.label is None:
+        return
+    with closing(table._raw(reader, keep=False)) as batches:
+        raw = next(batches, None)
+    if raw is None:
+        return
+    labels, scores = to_text(raw.columns[layout.label]), layout.scores
+    enough = len(labels) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
+    matrix = np.stack([raw.columns[name] for name in scores], 1)
+    if table.kind == "probs" and np.abs(np.nan_to_num(matrix).sum(1) - 1).max() <= max(table.tolerance, 1e-2):
+        return
+    named = set(labels.tolist()) & set(scores)
+    if named:
+        extra = [name for name in scores if name not in named] if enough or table.kind == "probs" else []
+    else:
+        numbers = [int(label) for label in set(labels.tolist()) if label.isdecimal()]
+        extra = list(scores[max(numbers) + 1 - layout.base :]) if numbers and enough else []
+    if extra and len(extra) < len(scores):
+        raise TableError(
+            f"{table.sources[0]}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
+            f"in {layout.label!r} stands for {', '.join(map(repr, extra[:12]))}: name the score columns with --scores"
         )
 
 

@@ -1,8 +1,8 @@
-"""Figures to experiment trackers through the logger that a framework already has; no tracker is imported here.
+"""Send figures to experiment trackers through the logger of a framework; no tracker is imported here.
 
-Numbers need no help: Lightning and Transformers send them. A figure goes by another call in each tracker, and the
-logger is known by what it can do: W&B (`log_image`), MLflow (`run_id` and `experiment.log_figure`), TensorBoard
-(`experiment.add_figure`), and any logger with a folder of its own gets a file.
+Lightning and Transformers send numbers themselves. For figures each tracker has its own call, and a logger is
+recognised by its methods: W&B (`log_image`), MLflow (`run_id` and `experiment.log_figure`), TensorBoard
+(`experiment.add_figure`); any other logger with a folder gets a file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def log_reliability(
 
 
 def log_figure(logger: Any, name: str, figure: Any, step: int) -> bool:
-    """Send a matplotlib figure to one logger (or bare SummaryWriter); False where it has no way to take it."""
+    """Send a matplotlib figure to one logger (or bare SummaryWriter); False where it cannot take one."""
     experiment = getattr(logger, "experiment", logger)
     if hasattr(logger, "log_image"):  # W&B; a step of its own, since its steps may only grow
         logger.log_image(key=name, images=[_pixels(figure)])
