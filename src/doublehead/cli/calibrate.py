@@ -48,7 +48,7 @@ def calibrate(
         typer.Option(
             help=f"One of {', '.join(CALIBRATORS)}; or auto: the best by cross-validated NLL on --fit."
         ),
-    ] = "temperature",
+    ] = "head",
     logits: options.Logits = False,
     probs: options.Probs = False,
     label: options.Label = None,
@@ -154,10 +154,10 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
     with _convergence_warnings(), notes().status(f"{doing} on {len(known):,} predictions"):
         try:
             if method == "auto":
-                choice = calibrators.choose(known)
-                facts["cross_validation"] = [_without_nan(score._asdict()) for score in choice.scores]
-                why = f"Of {len(choice.scores)} methods {choice.why()}."
-                return Fitted(choice.method, choice.calibrator, why, known.n_classes, facts)
+                calibrator, choice = calibrators.choose_calibrator(known)
+                facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
+                why = f"Of {len(choice.nlls)} methods {choice}."
+                return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
             calibrator = calibrators.make(method).fit(known)
         except ValueError as error:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
