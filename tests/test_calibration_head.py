@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from doublehead import PAPER, CalibrationHead, HeadSpec
-from doublehead.calibration_head import Annealing, HeadBank, Standardise, feature_numbers, scale_logits, statistics
-from doublehead.head_training import HeadTraining
+from doublehead.calibration_head import HeadBank, Standardise, feature_numbers, scale_logits, statistics
+from doublehead.head_training import HeadTraining, anneal
 
 YES = torch.tensor(True)
 TEMPERATURE = HeadSpec(kind="temperature", reads="features")
@@ -93,12 +93,11 @@ def test_standardise_follows_the_data_it_is_given() -> None:
 
 def test_annealing_by_hand() -> None:
     for beta0 in (0.1, 0.6, 1.0, 1.2, 3.0):
-        anneal = Annealing(beta0)
-        assert anneal(1.0) == 1.0
+        assert anneal(beta0, 1.0) == 1.0
         for t, s in ((0, 10), (3, 10), (7, 9)):
-            assert anneal(t / s) == pytest.approx(beta0 - (beta0 - 1) * t / s)  # Eq. 5
+            assert anneal(beta0, t / s) == pytest.approx(beta0 - (beta0 - 1) * t / s)  # Eq. 5
     with pytest.raises(ValueError, match=r"progress must lie in 0..1, .* got 1.5"):
-        Annealing(1.2)(1.5)
+        anneal(1.2, 1.5)
 
 
 def test_specs_know_their_defaults_and_what_is_wrong() -> None:

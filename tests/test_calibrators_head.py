@@ -110,7 +110,9 @@ def test_a_second_opinion_is_pooled() -> None:
     generator = torch.Generator().manual_seed(0)
     z = 2 * torch.randn(6000, 4, generator=generator)
     labels = z.softmax(1).multinomial(1, generator=generator)[:, 0]
-    views = [z + 2 * torch.randn(z.shape, generator=generator) for _ in range(2)]  # two noisy looks at the truth
+    views = [
+        z + 2 * torch.randn(z.shape, generator=generator) for _ in range(2)
+    ]  # two noisy looks at the truth
     fit, test = slice(0, 3000), slice(3000, None)
     head = Head(keep="best").fit(Predictions(views[0][fit], labels[fit]), opinion=views[1][fit])
     assert head.choice is not None
@@ -293,9 +295,7 @@ def test_wrong_arguments(argument: dict[str, object]) -> None:
 
 def test_better_than_temperature_scaling_on_a_published_network(shared: Path) -> None:
     found = np.load(shared / "data" / "logits" / "resnet110_c10.npz")
-    fit, test = (
-        Predictions(found[f"{split}_logits"], found[f"{split}_labels"]) for split in ("val", "test")
-    )
+    fit, test = (Predictions(found[f"{split}_logits"], found[f"{split}_labels"]) for split in ("val", "test"))
     head = Head().fit(fit)
     scaled, staged = Temperature().fit(fit).calibrate(test), head.calibrate(test)
     assert float(nll(scaled)) == pytest.approx(0.2093, abs=2e-4)

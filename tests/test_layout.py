@@ -118,7 +118,9 @@ def upward(module: str, source: str) -> list[str]:
     for wanted in sorted(imports(source)):
         if wanted == "doublehead":
             broken.append(f"{module} imports a name from doublehead itself: name the module it is from")
-        elif part(wanted) in LATE.get(part(module), ()) and wanted not in imports(source, only_at_import=True):
+        elif part(wanted) in LATE.get(part(module), ()) and wanted not in imports(
+            source, only_at_import=True
+        ):
             continue
         elif part(wanted) != part(module) and ORDER.index(part(wanted)) > ORDER.index(part(module)):
             broken.append(f"{module} imports {wanted}, which stands below it")

@@ -1,7 +1,8 @@
 """Calibrated probabilities for PyTorch classifiers.
 
 Three verbs, in Python as on the command line: `evaluate` measures predictions, `calibrate` calibrates a network or
-predictions, `report` writes a page about them. `DoubleHead` trains calibration heads beside a network, in your own loop.
+predictions, `report` writes a page about them. `DoubleHead` trains calibration heads beside a network, in your own
+loop.
 """
 
 from typing import Any

@@ -22,9 +22,9 @@ Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibr
 class Attachment:
     """Hooks on a network that run `answer` on every forward in evaluation mode.
 
-    With `replace` the network's output carries the calibrated log-probabilities, otherwise it stays as it is. Either way
-    `seen` is called with the log-probabilities of both heads and the keywords of the call. While the reader itself runs
-    the network, in training or calibration, the hooks rest.
+    With `replace` the network's output carries the calibrated log-probabilities, otherwise it stays as it is.
+    Either way `seen` is called with the log-probabilities of both heads and the keywords of the call. While the
+    reader itself runs the network, in training or calibration, the hooks rest.
     """
 
     def __init__(

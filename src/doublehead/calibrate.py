@@ -27,16 +27,19 @@ def calibrate(what: Predictions, calib_data: None = None, **options: Any) -> Cal
 
 
 @torch.inference_mode(False)  # fitting needs gradients
-def calibrate(what: Any, calib_data: Any = None, *, method: str = "head", seed: int = 0, **options: Any) -> Any:
+def calibrate(
+    what: Any, calib_data: Any = None, *, method: str = "head", seed: int = 0, **options: Any
+) -> Any:
     """Calibrate a trained network, or predictions.
 
-    `calibrate(network, calib_data)` runs the network once over data that it was not trained on (a loader, a Dataset or a pair
-    of arrays) and returns a `Calibrated`, whose calls give calibrated log-probabilities. `calibrate(predictions)` returns a
-    fitted `Calibrator`. `method` is the staged head or another calibrator by name (`doublehead.calibrators.CALIBRATORS`).
+    `calibrate(network, calib_data)` runs the network once over data that it was not trained on (a loader, a
+    Dataset or a pair of arrays) and returns a `Calibrated`, whose calls give calibrated log-probabilities.
+    `calibrate(predictions)` returns a fitted `Calibrator`. `method` is the staged head or another calibrator by
+    name (`doublehead.calibrators.CALIBRATORS`).
 
-    Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy; `views=["flip"]` averages
-    over the image and its mirror image, at twice the cost of inference; `train_data` is checked for samples in
-    common; `to_pair`, `logits_of`, `outputs` and `layer` as for `DoubleHead`.
+    Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy;
+    `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `train_data` is
+    checked for samples in common; `to_pair`, `logits_of`, `outputs` and `layer` as for `DoubleHead`.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> model = calibrate(network, (torch.randn(300, 4), torch.randint(3, (300,))))

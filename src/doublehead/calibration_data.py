@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,9 +37,7 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, labels = batch
     else:
-        got = f"{type(batch).__name__}" + (
-            f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-        )
+        got = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         raise TypeError(
             f"a calibration batch must be (inputs, labels) or a dict with 'labels', got {got}; "
             "give to_pair=, a function from your batch to such a pair"
@@ -113,7 +111,7 @@ class Endless:
         self.batches, self.randomness = batches, randomness
         self.iterator: Iterator[Any] | None = None
         self.taken, self.start = 0, randomness.state
-        self.length: int | None = len(batches) if hasattr(batches, "__len__") else None  # batches in a pass
+        self.length: int | None = len(batches) if isinstance(batches, Sized) else None  # batches in a pass
 
     def next(self) -> Any:
         """The next batch; called with `randomness` swapped in."""
@@ -179,7 +177,9 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
             whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
             rows = rows.contiguous().view(whole)
         places = torch.arange(rows.shape[1], device=rows.device)
-        total += (rows.long() * ((places * 2654435761 + 40503) | 1)).sum(1)  # wraps around, the same on any device
+        total += (rows.long() * ((places * 2654435761 + 40503) | 1)).sum(
+            1
+        )  # wraps around, the same on any device
     return (((total * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
 
 

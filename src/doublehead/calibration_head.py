@@ -6,7 +6,6 @@ different shapes side by side. How heads are trained is in `head_training`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -31,9 +30,9 @@ class HeadSpec:
 
     `kind="mlp"` is the paper's head: features -> hidden -> K logits of its own. `kind="temperature"` gives one
     inverse temperature per sample, which scales the main logits, so predictions never change; it reads statistics
-    of the logits unless `reads` says otherwise. `hidden` is half the input's size unless given; 0 makes the head linear.
-    `lr` is its peak learning rate, `beta0` where annealing starts (1 switches it off), `fold` the fold of the
-    calibration data that it never trains on.
+    of the logits unless `reads` says otherwise. `hidden` is half the input's size unless given; 0 makes the head
+    linear. `lr` is its peak learning rate, `beta0` where annealing starts (1 switches it off), `fold` the fold of
+    the calibration data that it never trains on.
 
     >>> PAPER
     HeadSpec(kind='mlp', hidden=None, reads=('features',), dropout=0.0, lr=0.1, beta0=1.2, fold=None, seed=0)
@@ -93,7 +92,9 @@ class CalibrationHead(StaysFloat32):
         sizes = {"features": n_features, "logits": n_classes, "statistics": min(N_TOP, n_classes) + 3}
         self.reads: tuple[str, ...] = spec.reads  # type: ignore[assignment]
         if "features" in self.reads and n_features == 0:
-            raise ValueError("this head reads features, and the network has none: name the last layer with layer='...'")
+            raise ValueError(
+                "this head reads features, and the network has none: name the last layer with layer='...'"
+            )
         self.specs, self.n_features, self.n_classes, self.size = (
             specs, n_features, n_classes, sum(sizes[part] for part in self.reads)
         )  # fmt: skip
@@ -170,7 +171,9 @@ class HeadBank(StaysFloat32):
         for number, spec in enumerate(self.specs):
             groups.setdefault(spec.shape, []).append(number)
         self.members = list(groups.values())
-        stacks = [CalibrationHead(n_features, n_classes, *(self.specs[i] for i in some)) for some in self.members]
+        stacks = [
+            CalibrationHead(n_features, n_classes, *(self.specs[i] for i in some)) for some in self.members
+        ]
         self.stacks = nn.ModuleList(stacks)
         order = torch.tensor([number for numbers in self.members for number in numbers]).argsort()
         self.register_buffer("order", order, persistent=False)
@@ -281,23 +284,3 @@ def _initial(n_in: int, hidden: int, n_out: int, seed: int) -> list[Tensor]:
         layers = [nn.Linear(n_in, hidden)] if hidden else []
         layers.append(nn.Linear(hidden or n_in, n_out))
     return [part.detach() for layer in layers for part in (layer.weight, layer.bias)]
-
-
-@dataclass(frozen=True)
-class Annealing:
-    """beta as a function of progress within the epoch: from beta0 straight to 1 (the paper's Eq. 5).
-
-    beta0 > 1 makes the head less confident, beta0 < 1 more; beta0 = 1 switches annealing off.
-
-    >>> anneal = Annealing(1.2)
-    >>> round(anneal(0.0), 6), round(anneal(0.5), 6), anneal(1.0)
-    (1.2, 1.1, 1.0)
-    """
-
-    beta0: float = 1.2
-
-    def __call__(self, progress: float) -> float:
-        """beta at `progress` in 0..1."""
-        if not 0.0 <= progress <= 1.0 or math.isnan(progress):
-            raise ValueError(f"progress must lie in 0..1, the share of the epoch that is over, got {progress}")
-        return 1 + (self.beta0 - 1) * (1 - progress)

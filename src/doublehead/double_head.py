@@ -5,9 +5,10 @@ training loop it trains calibration heads on data that the network never trains 
 runs from beta0 to 1 within each epoch. The network is not touched: its weights are bit-identical with and without
 the companion. `finish` gives a `Calibrated`: network and calibration as one module.
 
-The paper's method is `DoubleHead(network, calib_data, heads=PAPER)`: one head, whose own logits are the answer. By default
-five such heads are trained, each blind to a fifth of the calibration data. Their answers to samples they have not seen are
-a second opinion, which `finish` pools with the calibrated network where that is better on held-back data.
+The paper's method is `DoubleHead(network, calib_data, heads=PAPER)`: one head, whose own logits are the answer. By
+default five such heads are trained, each blind to a fifth of the calibration data. Their answers to samples they
+have not seen are a second opinion, which `finish` pools with the calibrated network where that is better on
+held-back data.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from doublehead.calibration_data import BATCH_SIZE, N_FOLDS, Endless, ToPair, as_batches, fold_of, unpack, until_repeated
+from doublehead.calibration_data import (
+    BATCH_SIZE,
+    N_FOLDS,
+    Endless,
+    ToPair,
+    as_batches,
+    fold_of,
+    unpack,
+    until_repeated,
+)
 from doublehead.calibration_head import PAPER, CalibrationHead, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
 from doublehead.network import LogitsOf, Outputs, Reader, Readings, with_logits
@@ -43,17 +53,17 @@ class Heads(NamedTuple):
 class DoubleHead:
     """Trains calibration heads beside a network, one step in every `every` calls of `step`.
 
-    `calib_data` is data that the network never trains on: a loader, a Dataset or a pair of arrays. `follow` is your
-    optimizer: the heads' learning rate follows the shape of its schedule, at a height of its own. `heads` are
-    HeadSpecs to train instead of the second opinion; `PAPER` is the paper's. `augment` perturbs calibration inputs, for
-    calibration under distribution shift. `steps` is the number of network steps in an epoch, in which beta runs from
-    beta0 to 1; without it, and without `step(progress=...)`, beta runs once in each pass over the calibration data.
-    `to_pair` turns a batch of another form into (inputs, labels), `logits_of` takes the logits out of an unusual
-    output, `layer` names the network's last layer; all three are found by themselves in the usual cases, and all is
-    checked at once with the first calibration batch.
+    `calib_data` is data that the network never trains on: a loader, a Dataset or a pair of arrays. `follow` is
+    your optimizer: the heads' learning rate follows the shape of its schedule, at a height of its own. `heads` are
+    HeadSpecs to train instead of the second opinion; `PAPER` is the paper's. `augment` perturbs calibration
+    inputs, for calibration under distribution shift. `steps` is the number of network steps in an epoch, in which
+    beta runs from beta0 to 1; without it, and without `step(progress=...)`, beta runs once in each pass over the
+    calibration data. `to_pair` turns a batch of another form into (inputs, labels), `logits_of` takes the logits
+    out of an unusual output, `layer` names the network's last layer; all three are found by themselves in the
+    usual cases, and all is checked at once with the first calibration batch.
 
-    A calibration batch that cannot be used is skipped and counted in `skipped`, and never stops your training; if that
-    happens 20 times in a row, the heads' training ends with a warning.
+    A calibration batch that cannot be used is skipped and counted in `skipped`, and never stops your training; if
+    that happens 20 times in a row, the heads' training ends with a warning.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     >>> double = DoubleHead(network, (torch.randn(100, 8), torch.randint(3, (100,))))
@@ -126,7 +136,11 @@ class DoubleHead:
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 if n_processes() > 1:
                     raise  # the other processes wait for this one
-                losses, self._failed, self._failed_in_a_row = None, self._failed + 1, self._failed_in_a_row + 1
+                losses, self._failed, self._failed_in_a_row = (
+                    None,
+                    self._failed + 1,
+                    self._failed_in_a_row + 1,
+                )
                 self._note_failure(f"{type(error).__name__}: {error}", self._failed_in_a_row)
             else:
                 self._failed_in_a_row = 0
@@ -176,14 +190,14 @@ class DoubleHead:
     def opinion(self, readings: Readings) -> Tensor:
         """(N, K) log-probabilities of each sample by the head that never saw it, for calibration data just read."""
         with torch.no_grad(), evaluating(self.bank):
-            answers = self.bank(readings.logits, readings.features).log_softmax(-1)  # (H, N, K)
+            answers: Tensor = self.bank(readings.logits, readings.features).log_softmax(-1)  # (H, N, K)
         rows = torch.arange(len(readings.labels), device=answers.device)
         return answers[readings.folds, rows]
 
     def answer(self, main: Tensor, features: Tensor) -> Tensor:
         """(B, K) what the heads say as they are now: the only one's logits, or the mean of all log-probabilities."""
         with evaluating(self.bank):
-            answers = self.bank(main, features)
+            answers: Tensor = self.bank(main, features)
         return answers[0] if len(answers) == 1 else answers.log_softmax(-1).mean(0)
 
     def finish(self, **options: Any) -> Calibrated:
@@ -197,7 +211,9 @@ class DoubleHead:
                 raise TypeError(f"a single head is used as trained: finish takes no {sorted(options)} then")
             return Calibrated(self.network, self.bank.take(0), self.reader).eval()
         if self.bank.specs != SECOND_OPINION:
-            raise ValueError("finish needs one head or the second opinion; take others with double.bank.take(number)")
+            raise ValueError(
+                "finish needs one head or the second opinion; take others with double.bank.take(number)"
+            )
         from doublehead.calibrate import calibrate
 
         model = calibrate(self.network, self.calib_data, beside=self, **options)
@@ -266,7 +282,8 @@ class Calibrated(nn.Module):
             options["opinion"] = self.opinion(main, features).log_softmax(-1).mean(0)
         if numbers is not None and numbers.shape[-1]:
             options["numbers"] = numbers
-        return self.head(main, features, **options).float().log_softmax(-1)
+        calibrated: Tensor = self.head(main, features, **options)
+        return calibrated.float().log_softmax(-1)
 
     def save(self, path: str | Path) -> Path:
         """Write weights and calibration into the folder `path`; `doublehead.load(path, network)` brings both back."""
@@ -276,7 +293,8 @@ class Calibrated(nn.Module):
 
 
 def read(reader: Reader, data: Any, to_pair: ToPair | None = None) -> Readings:
-    """Run the network over calibration data once; of data without a length, which may be endless, over enough of it."""
+    """Run the network over calibration data once; of data without a length, which may be endless, over enough of
+    it."""
     batches: Iterable[Any] = as_batches(data)
     if hasattr(batches, "__len__"):
         return reader.read(batches, to_pair=to_pair)

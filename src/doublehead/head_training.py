@@ -1,4 +1,5 @@
-"""How calibration heads learn: SGD at a rate of their own, clipped gradients, steps left out where the loss is broken.
+"""How calibration heads learn: SGD at a rate of their own, clipped gradients, steps left out where the loss is
+broken.
 
 Everything stays on the device: the network's next step need not wait for the heads'.
 """
@@ -7,26 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from doublehead.calibration_head import Annealing, HeadBank
+from doublehead.calibration_head import HeadBank
 from doublehead.torch_tools import AsyncFlags, average_over_processes, same_on_all_processes
 
 MOMENTUM = 0.9
-WORSE_THAN_GUESSING = 10  # times: a network whose BatchNorm averages are not there yet; such batches teach nothing
+WORSE_THAN_GUESSING = (
+    10  # times: a network whose BatchNorm averages are not there yet; such batches teach nothing
+)
 
 
 class HeadTraining:
     """Trains the heads of a bank, one `step` per calibration batch.
 
-    Each head moves as it would alone under SGD with Nesterov momentum, at its own peak rate `spec.lr` times the shape of the
-    schedule of `follow`, the network's optimizer. The gradient of each head is clipped to a 2-norm of `clip`: its
-    usual size is below 1, but in the first steps a deep network in evaluation mode gives features of any
-    size. `clip=math.inf` is the paper's method to the letter. A head whose loss or gradient is not finite is left out of
-    a step.
+    Each head moves as it would alone under SGD with Nesterov momentum, at its own peak rate `spec.lr` times the
+    shape of the schedule of `follow`, the network's optimizer. The gradient of each head is clipped to a 2-norm of
+    `clip`: its usual size is below 1, but in the first steps a deep network in evaluation mode gives features of
+    any size. `clip=math.inf` is the paper's method to the letter. A head whose loss or gradient is not finite is
+    left out of a step.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class HeadTraining:
         self.bank, self.weight_decay, self.clip = bank, weight_decay, clip
         self.schedule = ScheduleShape(follow)
         device = bank.order.device
-        self.annealing = Annealing(torch.tensor([spec.beta0 for spec in bank.specs], device=device)[:, None, None])  # type: ignore[arg-type]
+        self.beta0 = torch.tensor([spec.beta0 for spec in bank.specs], device=device)  # (H,)
         self.lr = torch.tensor([spec.lr for spec in bank.specs], device=device)  # (H,) peak rates
         blind = [-1 if spec.fold is None else spec.fold for spec in bank.specs]
         self.blind = torch.tensor(blind, device=device)[:, None]  # (H, 1) the fold that each head never sees
@@ -61,9 +64,9 @@ class HeadTraining:
         own = average_over_processes((nll(main.float(), labels) * valid).mean())
         sane = own < WORSE_THAN_GUESSING * math.log(n_classes)
         self.bank.follow(main, features, sane)
-        beta = self.annealing(progress)
+        beta = anneal(self.beta0, progress)  # (H,)
         with torch.enable_grad():
-            losses = (nll(beta * self.bank(main, features), labels) * weights).sum(-1)  # (H,)
+            losses = (nll(beta[:, None, None] * self.bank(main, features), labels) * weights).sum(-1)  # (H,)
             losses.sum().backward()
         losses = average_over_processes(losses.detach())
         for parameter in self.bank.parameters():
@@ -73,7 +76,7 @@ class HeadTraining:
         fine = torch.isfinite(losses) & torch.isfinite(norms)
         self._move(fine & sane, (self.clip / norms).clamp(max=1.0))
         self.bank.zero_grad(set_to_none=True)
-        self.grad_norms, self.beta = norms, beta.flatten()
+        self.grad_norms, self.beta = norms, beta
         self._flags.send(fine.any())
         return losses
 
@@ -160,6 +163,22 @@ class ScheduleShape:
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         self.peak = max(self.peak, rate)
         return rate / self.peak if rate else 0.0
+
+
+B0 = TypeVar("B0", float, Tensor)
+
+
+def anneal(beta0: B0, progress: float) -> B0:
+    """beta at `progress` of the epoch, 0..1: from beta0 straight to 1 (the paper's Eq. 5).
+
+    beta0 > 1 makes a head less confident, beta0 < 1 more; beta0 = 1 switches annealing off.
+
+    >>> [round(anneal(1.2, progress), 6) for progress in (0.0, 0.5, 1.0)]
+    [1.2, 1.1, 1.0]
+    """
+    if not 0.0 <= progress <= 1.0:
+        raise ValueError(f"progress must lie in 0..1, the share of the epoch that is over, got {progress}")
+    return 1 + (beta0 - 1) * (1 - progress)
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:

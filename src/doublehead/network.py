@@ -115,9 +115,7 @@ class Reader:
         reader.tap = FeatureTap.on(network, modules[layer], layer) if layer else FeatureTap()
         return reader
 
-    def run(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], network: nn.Module | None = None
-    ) -> Answer:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], network: nn.Module | None = None) -> Answer:
         """Show some inputs to the network, in every view."""
         network = self.network if network is None else network
         own = self._run_once(network, args, kwargs)
@@ -156,7 +154,9 @@ class Reader:
                 if n >= max_samples:
                     break
         if not rows:
-            raise ValueError("calibration data must hold at least one batch each time it is iterated, got none")
+            raise ValueError(
+                "calibration data must hold at least one batch each time it is iterated, got none"
+            )
         return Readings(*(torch.cat(parts) for parts in zip(*rows)))
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ def with_logits(output: Output, logits: Tensor) -> Output | Tensor:
     if isinstance(changed, Mapping):
         changed["logits"] = logits  # type: ignore[index]
     else:
-        changed.logits = logits  # type: ignore[attr-defined]
+        changed.logits = logits
     return changed
 
 

@@ -63,7 +63,9 @@ def describe(model: Calibrated) -> dict[str, Any]:
 def rebuild(network: nn.Module, facts: Mapping[str, Any]) -> Calibrated:
     """`network` with a calibration as `describe` wrote it down, its weights not loaded yet."""
     sizes = {name: facts[name] for name in ("n_classes", "n_features")}
-    reader = Reader.restore(network, layer=facts["layer"], outputs=facts["outputs"], views=facts["views"], **sizes)
+    reader = Reader.restore(
+        network, layer=facts["layer"], outputs=facts["outputs"], views=facts["views"], **sizes
+    )
     head = _rebuild_head(facts["head"], **sizes)
     opinion = None if facts["opinion"] is None else _rebuild_head(facts["opinion"], **sizes)
     return Calibrated(network, head, reader, opinion)  # type: ignore[arg-type]

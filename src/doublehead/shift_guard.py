@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.calibration_data import unpack
 from doublehead.calibration_head import Standardise
+from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.network import find_logits, with_logits
-from doublehead.torch_tools import StaysFloat32, device_of, evaluating, seeded, uncompiled
 from doublehead.predictions import Predictions
+from doublehead.torch_tools import StaysFloat32, device_of, evaluating, seeded, uncompiled
 
 # Chosen on CIFAR-10 calibration images with families and whole kinds of corruption left out in turn (docs/results).
 N_LAYERS = 9  # over the whole depth of the network

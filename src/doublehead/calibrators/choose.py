@@ -69,7 +69,13 @@ def choose(
     gain = float((able[base] - able[chosen]).mean())
     ordered = sorted(nlls, key=lambda name: means.get(name, math.inf))
     return Choice(
-        chosen, base, {name: means.get(name, math.nan) for name in ordered}, gain, error, len(gains), dict(notes or {})
+        chosen,
+        base,
+        {name: means.get(name, math.nan) for name in ordered},
+        gain,
+        error,
+        len(gains),
+        dict(notes or {}),
     )
 
 

@@ -62,12 +62,12 @@ class Evidence(NamedTuple):
 class Head(Calibrator):
     """The staged head. The default for networks and files; never changes a prediction unless asked to.
 
-    `fit(predictions)` learns from logits alone. `fit(predictions, features=...)` also reads the features (N, F) that went
-    into the network's last layer, and `opinion` is what heads trained beside the network say of the same samples, each
-    sample by a head that never saw it. What was chosen, and why, is in `choice`.
+    `fit(predictions)` learns from logits alone. `fit(predictions, features=...)` also reads the features (N, F)
+    that went into the network's last layer, and `opinion` is what heads trained beside the network say of the same
+    samples, each sample by a head that never saw it. What was chosen, and why, is in `choice`.
 
-    `keep="predictions"` never overrules the network's class. `keep="best"` lets stages change it if that does not lower the
-    accuracy on held-back samples.
+    `keep="predictions"` never overrules the network's class. `keep="best"` lets stages change it if that does not
+    lower the accuracy on held-back samples.
 
     >>> logits = 3 * torch.randn(500, 4)
     >>> head = Head().fit(Predictions(logits, logits.softmax(1).multinomial(1)[:, 0]))
@@ -143,7 +143,8 @@ class Head(Calibrator):
         opinion: Tensor | None = None,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """Calibrated logits (..., K); `features`, `opinion` and `numbers` are needed where it was fitted with them."""
+        """Calibrated logits (..., K); `features`, `opinion` and `numbers` are needed where it was fitted with
+        them."""
         self._check_use(logits)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         wide = wide.clamp(min=MIN_LOGIT)
@@ -187,7 +188,9 @@ class Head(Calibrator):
         if not self.is_fitted:
             return ""
         names = [name for name, used in zip(("temperature", *STAGES), self._open) if used]
-        return " + ".join(names).replace("temperature", f"temperature {float(self.temperature_):.4g}") or "none"
+        return (
+            " + ".join(names).replace("temperature", f"temperature {float(self.temperature_):.4g}") or "none"
+        )
 
     def _n_classes(self) -> int | None:
         return self.bias_.shape[0]
@@ -220,7 +223,7 @@ def _apply(name: str, params: Mapping[str, Tensor], z: Tensor, evidence: Evidenc
         return scale_logits(z, _linear(_inputs(z, evidence), p))
     if name == "pool":
         parts = [z, *evidence.opinions]
-        return sum(weight * part.log_softmax(-1) for weight, part in zip(p["pool_"], parts))  # type: ignore[return-value]
+        return torch.stack([part.log_softmax(-1) for part in parts], -1) @ p["pool_"]
     log_probs = z.log_softmax(-1)
     return log_probs + _hinges(log_probs) @ p["curve_"]
 
@@ -264,14 +267,16 @@ class _Fit:
         if opinion is not None:
             opinions.append(opinion[order].float())
         self.evidence = Evidence(given, tuple(opinions))
-        self.found: dict[tuple[str, ...], tuple[Tensor, Params]] = {}  # by sequence: cross-fitted outputs, parameters
+        self.found: dict[
+            tuple[str, ...], tuple[Tensor, Params]
+        ] = {}  # by sequence: cross-fitted outputs, parameters
 
     def _class_means(self, features: Tensor | None, order: Tensor) -> tuple[Params, list[Tensor]]:
         """The class means of all samples, and the distances of each sample to means that it is no part of."""
         none = self.logits.new_empty(0)
         if features is None or self.n < MIN_SAMPLES:
             shaped = none if features is None else self.logits.new_zeros(features.shape[1])
-            return {name: none for name in MEANS} | {"feature_mean_": shaped}, []
+            return dict.fromkeys(MEANS, none) | {"feature_mean_": shaped}, []
         features = features[order].float()
         out: list[Tensor] = [torch.empty_like(self.logits) for _ in range(2)]
         for fold in self.folds.unique():
@@ -294,7 +299,8 @@ class _Fit:
         base = ("temperature",)
         self._try(base)
         tells = self.n >= MIN_SAMPLES and wrong >= MIN_WRONG
-        sequences = [base, *((*base, *more) for more in self._sequences())] if tells else [base]
+        sequences: list[tuple[str, ...]] = [base]
+        sequences += [(*base, *more) for more in self._sequences()] if tells else []
         for sequence in sequences:
             self._try(sequence)
         nlls = {self._name(sequence): self._nll(sequence) for sequence in ((), *sequences)}
@@ -392,10 +398,14 @@ def _fit_stage(
         parts = [part.log_softmax(1) for part in (z, *evidence.opinions)]
         towards = z.new_zeros(len(parts))
         towards[0] = 1
-        found = fit_shared(lambda at: torch.stack([part[at] for part in parts], 2), None, labels, towards, RIDGE_POOL)
+        found = fit_shared(
+            lambda at: torch.stack([part[at] for part in parts], 2), None, labels, towards, RIDGE_POOL
+        )
         return {"pool_": found}
     log_probs = z.log_softmax(1)
-    found = fit_shared(lambda at: _hinges(log_probs[at]), log_probs, labels, z.new_zeros(len(KNOTS)), RIDGE_CURVE)
+    found = fit_shared(
+        lambda at: _hinges(log_probs[at]), log_probs, labels, z.new_zeros(len(KNOTS)), RIDGE_CURVE
+    )
     return {"curve_": found}
 
 
@@ -431,7 +441,7 @@ def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> P
         return loss
 
     with torch.enable_grad():
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
     return {"weight_": weight.detach(), "bias_": bias.detach(), "center_": center}
 
 
@@ -439,7 +449,8 @@ def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> P
 
 
 def fit_class_means(features: Tensor, labels: Tensor, k: int, seed: int = 0) -> Params:
-    """The class means of features (N, F) in two geometries: directions on the sphere, and unit spread within classes."""
+    """The class means of features (N, F) in two geometries: directions on the sphere, and unit spread within
+    classes."""
     mean = features.mean(0)
     centred = features - mean
     sphere = normalize(centred, dim=1)
@@ -491,8 +502,11 @@ def _squared_distances(values: Tensor, means: Tensor) -> Tensor:
 # --- solvers
 
 
-def fit_log_scale(logits: Tensor, labels: Tensor, design: Tensor, ridge: Tensor, max_steps: int = 30) -> Tensor:
-    """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL, by Newton steps.
+def fit_log_scale(
+    logits: Tensor, labels: Tensor, design: Tensor, ridge: Tensor, max_steps: int = 30
+) -> Tensor:
+    """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL, by Newton
+    steps.
 
     `ridge` (P,) is the pull of each weight towards 0, in samples.
     """
@@ -597,4 +611,11 @@ def _nlls(z: Tensor, labels: Tensor) -> Tensor:
     return z.logsumexp(1) - z.gather(1, labels[:, None])[:, 0]
 
 
-__all__: Sequence[str] = ["Evidence", "Head", "class_distances", "fit_class_means", "fit_log_scale", "fit_shared"]
+__all__: Sequence[str] = [
+    "Evidence",
+    "Head",
+    "class_distances",
+    "fit_class_means",
+    "fit_log_scale",
+    "fit_shared",
+]
