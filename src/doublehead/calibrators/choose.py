@@ -83,7 +83,16 @@ def _finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def random_folds(n: int, folds: int, seed: int) -> Tensor:
-    """(N,) the fold of each sample, at random, sizes differing by one at most."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    return torch.empty(n, dtype=torch.int64).scatter(0, order, torch.arange(n) % folds)
+def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:
+    """(N,) the fold of each sample, at random; folds differ by one sample at most, in all and in each class.
+
+    Were folds drawn without regard to the class, a class with a sample held back would be rarer in what is fitted to, and
+    the fit could tell a held-back label by that.
+
+    >>> stratified_folds(torch.tensor([0, 1, 0, 1]), 2, seed=0).reshape(2, 2).sum(0).tolist()
+    [1, 1]
+    """
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
+    order = shuffled[labels[shuffled].argsort(stable=True)]
+    places = torch.arange(len(labels), device=labels.device) % folds
+    return torch.empty_like(places).scatter(0, order, places)

@@ -23,7 +23,7 @@ from torch.nn.functional import normalize
 
 from doublehead.calibration_head import MIN_LOGIT, feature_numbers, scale_logits, statistics
 from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.choose import Choice, choose, random_folds
+from doublehead.calibrators.choose import Choice, choose, stratified_folds
 from doublehead.calibrators.maps import keep_top
 from doublehead.predictions import Predictions
 from doublehead.torch_tools import one_thread, seeded
@@ -37,7 +37,7 @@ MIN_WRONG = 10  # so it is with fewer wrong predictions than this: they cannot t
 WARN_SAMPLES = 100  # below, a warning says that this is little data
 MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
 MAX_ENTRIES = 25_000_000  # of logits that are fitted to
-PER_CLASS = 20  # samples per class from which a scale and a shift for each class are tried
+PER_CLASS = 20  # samples per class from which maps of the classes and distances to their means are tried
 # Ridges, in samples: a weight is pulled towards no change as if so many samples said so.
 RIDGE_TEMPERATURE, RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 1.0, 30.0, 1.0, 30.0
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
@@ -259,7 +259,7 @@ class _Fit:
         self.head, self.labels = head, predictions.labels[order]
         self.logits = predictions.logits[order].float().clamp(min=MIN_LOGIT)
         self.n, self.k = self.logits.shape
-        self.folds = random_folds(self.n, min(head.folds, self.n), head.seed).to(order.device)
+        self.folds = stratified_folds(self.labels, min(head.folds, self.n), head.seed)
         parts = [] if features is None else [feature_numbers(features[order].float())]
         parts += [] if numbers is None else [numbers[order].float()]
         given = torch.cat(parts, 1) if parts else self.logits.new_empty(self.n, 0)
@@ -274,7 +274,7 @@ class _Fit:
     def _class_means(self, features: Tensor | None, order: Tensor) -> tuple[Params, list[Tensor]]:
         """The class means of all samples, and the distances of each sample to means that it is no part of."""
         none = self.logits.new_empty(0)
-        if features is None or self.n < MIN_SAMPLES:
+        if features is None or self.n < max(MIN_SAMPLES, PER_CLASS * self.k):
             shaped = none if features is None else self.logits.new_zeros(features.shape[1])
             return dict.fromkeys(MEANS, none) | {"feature_mean_": shaped}, []
         features = features[order].float()
@@ -488,10 +488,14 @@ def class_distances(features: Tensor, means: Mapping[str, Tensor]) -> list[Tenso
 
 
 def _means(values: Tensor, labels: Tensor, k: int, prior: float) -> Tensor:
-    """(K, F) class means, each pulled towards the mean of all as if `prior` samples lay there."""
-    sums = values.new_zeros(k, values.shape[1]).index_add_(0, labels, values)
-    counts = torch.bincount(labels, minlength=k).to(values.dtype)[:, None]
-    return (sums + prior * values.mean(0)) / (counts + prior)
+    """(K, F) class means, all pulled by the same share towards the mean of all, as if `prior` samples lay there.
+
+    By the same share, since how far a mean is pulled must not tell how many samples of its class are held back.
+    """
+    overall, usual = values.mean(0), len(values) / k
+    sums = values.new_zeros(k, values.shape[1]).index_add_(0, labels, values - overall)
+    counts = torch.bincount(labels, minlength=k).to(values.dtype)[:, None].clamp(min=1)
+    return overall + sums / counts * (usual / (usual + prior))
 
 
 def _squared_distances(values: Tensor, means: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from doublehead.calibrators.affine import Dirichlet, Matrix, Vector
 from doublehead.calibrators.base import Calibrator, NotConverged
 from doublehead.calibrators.binary import Beta, Platt
-from doublehead.calibrators.choose import Choice, choose, random_folds
+from doublehead.calibrators.choose import Choice, choose, stratified_folds
 from doublehead.calibrators.ensemble import EnsembleTemperature
 from doublehead.calibrators.gaussian_process import GaussianProcess
 from doublehead.calibrators.head import Head
@@ -75,7 +75,7 @@ def choose_calibrator(
     if not 2 <= folds <= len(predictions):
         raise ValueError(f"folds must lie in 2..{len(predictions)}, the number of samples, got {folds}")
     candidates = _candidates(predictions.n_classes, methods)
-    fold = random_folds(len(predictions), folds, seed).to(predictions.labels.device)
+    fold = stratified_folds(predictions.labels, folds, seed)
     nlls: dict[str, Tensor | None] = {}
     notes: dict[str, str] = {}
     for name, calibrator in candidates.items():
