@@ -14,8 +14,8 @@ from doublehead.curves import Reliability, reliability
 from doublehead.double_head import Heads
 from doublehead.losses import cross_entropy
 from doublehead.metrics import ece_floor, fine_bins
-from doublehead.plumbing import from_every_process, n_processes
 from doublehead.predictions import Predictions
+from doublehead.torch_tools import from_every_process, n_processes
 
 
 class Watch:
