@@ -1,4 +1,4 @@
-"""Hugging Face: a Trainer, one callback, a saved model that brings its head along. `torchrun` it, if you like."""
+"""Hugging Face: a Trainer, one callback, a saved model with its calibration. It also runs under `torchrun`."""
 
 import torch
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
@@ -22,18 +22,19 @@ args = TrainingArguments(
     "trained", num_train_epochs=3, learning_rate=3e-3, per_device_train_batch_size=32, save_strategy="no",
     report_to=[], disable_tqdm=True, use_cpu=True,
 )  # fmt: skip
-head = DoubleHeadTrainerCallback(rows(data.calib), every=2)  # data the model never trains on
+calibration = DoubleHeadTrainerCallback(rows(data.calib), every=2)  # data the model never trains on
 trainer = Trainer(
     ViTForImageClassification(config),
     args,
     train_dataset=rows(data.train),
     eval_dataset=test,
-    callbacks=[head],
+    callbacks=[calibration],
 )
 trainer.train()
 numbers = trainer.evaluate()  # in every process: they share the work
 trainer.save_model("trained")
 if trainer.is_world_process_zero():  # this one has written the files
-    print(f"ECE of the model {numbers['eval_ece_main']:.3f} calibrated {numbers['eval_ece_calib']:.3f}")
+    print(calibration.model.head.choice)
+    print(f"NLL of the model {numbers['eval_nll_main']:.3f} calibrated {numbers['eval_nll_calib']:.3f}")
     probs = load_calibrated("trained")(pixel_values=test[0]["pixel_values"][None]).logits.softmax(-1)
     print(f"reloaded with its head: class {int(probs.argmax())}, confidence {float(probs.max()):.2f}")

@@ -7,7 +7,6 @@ import json
 import tarfile
 import warnings
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from doublehead import Annealing, DoubleHead, HeadBank, HeadSpec, Predictions, metrics, refit
+from doublehead import PAPER, DoubleHead, HeadSpec, Predictions, calibrate, load, metrics
+from doublehead.calibration_data import fold_of, unpack
 from doublehead.data.fashion import fashion_subset
 from doublehead.data.trees import parse_tree
-from doublehead.integrations.transformers import DoubleHeadTrainerCallback, attached_to, load_calibrated
+from doublehead.integrations.transformers import (
+    DoubleHeadTrainerCallback,
+    attach,
+    attached_to,
+    detach,
+    load_calibrated,
+)
 from doublehead.optional import require
 
 hf = require("transformers", extra="transformers")
-SIZES = {"train": 160, "calib": 64, "test": 96}
+SIZES = {"train": 160, "calib": 320, "test": 96}
 
 
 @pytest.fixture(scope="module")
@@ -97,28 +103,61 @@ def train(*args: Any, checkpoint: Any = None, **options: Any) -> Any:
     return trainer
 
 
-def main_state(model: Any) -> dict[str, torch.Tensor]:
+def own_state(model: Any) -> dict[str, torch.Tensor]:
+    """The model's weights without its calibration."""
     return {
         name: value for name, value in model.state_dict().items() if not name.startswith("calibration_head.")
     }
 
 
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.fixture(scope="module")
+def test_batch(texts: Any, tokenizer: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """All test samples: inputs and labels."""
+    batch = dict(hf.DataCollatorWithPadding(tokenizer)(texts["test"]))
+    return batch, batch.pop("labels")
+
+
+def logits(model: Any, inputs: Any) -> Any:
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def assert_numbers(numbers: Any, heads: Any, labels: torch.Tensor) -> None:
+    """That `evaluate` reported what both heads say."""
+    for name, values in zip(("main", "calib"), heads):
+        p = Predictions(values, labels)
+        assert numbers[f"eval_ece_{name}"] == pytest.approx(metrics.ece(p), abs=1e-4)
+        assert numbers[f"eval_nll_{name}"] == pytest.approx(metrics.nll(p), abs=1e-5)
+        assert numbers[f"eval_accuracy_{name}"] == pytest.approx(metrics.accuracy(p))
+
+
 @pytest.mark.parametrize("how", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
-def test_the_rest_of_the_model_is_bit_identical(
+def test_the_model_is_bit_identical_and_untouched_while_it_trains(
     texts: Any, tokenizer: Any, tmp_path: Path, how: dict[str, Any]
 ) -> None:
-    alone = train(tiny_bert(), texts, tmp_path, tokenizer, **how)
+    often = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps", "eval_steps": 3, **how}
+    alone = train(tiny_bert(), texts, tmp_path / "alone", tokenizer, **often)
     callback = DoubleHeadTrainerCallback(texts["calib"], every=2)
-    beside = train(tiny_bert(), texts, tmp_path, tokenizer, callback, **how)
-    mine, theirs = main_state(beside.model), main_state(alone.model)
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(value, mine[name]), name
-    assert callback.alternation is not None
-    assert callback.alternation.calls == 20 // how.get("gradient_accumulation_steps", 1)
-    fresh = DoubleHead(tiny_bert()).head
-    assert any(not torch.equal(a, b) for a, b in zip(callback.model.head.parameters(), fresh.parameters()))
-    assert all(p.grad is None for p in callback.model.head.parameters())
+    beside = train(tiny_bert(), texts, tmp_path / "beside", tokenizer, callback, **often)
+    assert_same(own_state(beside.model), alone.model.state_dict())
+    one, other = (tmp_path / name / "checkpoint-5" for name in ("alone", "beside"))
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert (one / "config.json").read_text() == (other / "config.json").read_text()
+    losses = [[entry.get("eval_loss") for entry in run.state.log_history] for run in (alone, beside)]
+    assert losses[0] == losses[1]
+    double = callback.double
+    assert double is not None
+    assert double.calls == 20 // how.get("gradient_accumulation_steps", 1)
+    assert double.skipped == 0
+    fresh = DoubleHead(tiny_bert(), double.calib_data)
+    trained, initial = (one.bank.state_dict()["stacks.0.last_bias"] for one in (double, fresh))
+    assert not torch.equal(trained, initial)
 
 
 def test_beta_and_lr_follow_the_trainer(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -127,154 +166,174 @@ def test_beta_and_lr_follow_the_trainer(texts: Any, tokenizer: Any, tmp_path: Pa
     class Spy(DoubleHeadTrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_step_end(*args, **kwargs)
-            assert self.alternation is not None
-            seen.append((self.alternation.beta, self.alternation.optimizer.param_groups[0]["lr"]))
+            assert self.double is not None
+            training = self.double.training
+            assert training.beta is not None
+            seen.append((float(training.beta), training.schedule.now()))
 
-    callback = Spy(texts["calib"], every=1, annealing=Annealing(1.2), lr=0.2)
-    train(tiny_bert(), texts, tmp_path, tokenizer, callback, num_train_epochs=1)
-    assert [beta for beta, _ in seen] == pytest.approx([1 + 0.2 * (1 - step / 10) for step in range(1, 11)])
-    assert [lr for _, lr in seen] == pytest.approx(
-        [0.2 * (1 - step / 10) for step in range(1, 11)]
-    )  # linear decay
-    seen.clear()
-    train(tiny_bert(), texts, tmp_path, tokenizer, Spy(texts["calib"], every=1), num_train_epochs=1)
-    assert [beta for beta, _ in seen] == [1.0] * 10
-    assert [lr for _, lr in seen] == pytest.approx([0.03 * (1 - step / 10) for step in range(1, 11)])
+    train(
+        tiny_bert(), texts, tmp_path, tokenizer, Spy(texts["calib"], every=1, heads=PAPER), num_train_epochs=1
+    )
+    left = [1 - step / 10 for step in range(1, 11)]
+    assert [beta for beta, _ in seen] == pytest.approx([1 + 0.2 * share for share in left])
+    assert [lr for _, lr in seen] == pytest.approx(left)  # linear decay
 
 
-def test_evaluate_predict_and_pipeline_are_calibrated(
-    texts: Any, sentences: Any, tokenizer: Any, tmp_path: Path
+def test_evaluate_while_training_reports_both_heads_and_leaves_the_answers(
+    texts: Any, tokenizer: Any, tmp_path: Path, test_batch: Any
+) -> None:
+    inputs, labels = test_batch
+    seen = []
+
+    class Spy(DoubleHeadTrainerCallback):
+        def on_evaluate(self, *args: Any, model: Any, metrics: Any, **kwargs: Any) -> None:
+            super().on_evaluate(*args, model=model, metrics=metrics, **kwargs)
+            assert self.double is not None
+            with torch.no_grad():
+                answer = self.double.reader.run((), inputs)
+                calib = self.double.answer(answer.logits, answer.features)
+            assert not torch.allclose(answer.logits.softmax(1), calib.softmax(1))
+            assert torch.equal(logits(model, inputs), answer.logits)
+            assert_numbers(metrics, (answer.logits, calib), labels)
+            seen.append(metrics)
+
+    best = {
+        "metric_for_best_model": "eval_nll_calib",
+        "greater_is_better": False,
+        "load_best_model_at_end": True,
+        "save_strategy": "epoch",
+    }
+    callback = Spy(texts["calib"], every=1)
+    trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, eval_strategy="epoch", **best)
+    assert len(seen) == 2
+    assert trainer.state.best_metric == min(numbers["eval_nll_calib"] for numbers in seen)
+
+
+def test_after_training_evaluate_predict_and_pipeline_are_calibrated(
+    texts: Any, sentences: Any, tokenizer: Any, tmp_path: Path, test_batch: Any
 ) -> None:
     callback = DoubleHeadTrainerCallback(texts["calib"], every=1)
     trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback)
-    batch = dict(trainer.data_collator(texts["test"]))
-    labels = batch.pop("labels")
-    model = callback.model.eval()
+    inputs, labels = test_batch
     with torch.no_grad():
-        main, calib = model.heads(**batch)
+        main, calib = callback.model.heads(**inputs)
     assert not torch.allclose(main, calib)
     numbers = trainer.evaluate()
-    for name, logits in (("main", main), ("calib", calib)):
-        p = Predictions(logits, labels)
-        assert numbers[f"eval_ece_{name}"] == pytest.approx(metrics.ece(p), abs=1e-4)
-        assert numbers[f"eval_nll_{name}"] == pytest.approx(metrics.nll(p), abs=1e-5)
-        assert numbers[f"eval_accuracy_{name}"] == pytest.approx(metrics.accuracy(p))
+    assert_numbers(numbers, (main, calib), labels)
     assert numbers["eval_loss"] == pytest.approx(float(F.cross_entropy(main, labels)), abs=1e-5)
     assert trainer.state.log_history[-1]["eval_ece_calib"] == numbers["eval_ece_calib"]
-    torch.testing.assert_close(
-        torch.from_numpy(trainer.predict(texts["test"]).predictions), calib, atol=1e-5, rtol=1e-4
-    )
+    predicted = torch.from_numpy(trainer.predict(texts["test"]).predictions)
+    torch.testing.assert_close(predicted, calib, atol=1e-5, rtol=1e-4)
     ask = hf.pipeline(
         "text-classification", model=trainer.model, tokenizer=tokenizer, device="cpu", top_k=None
     )
     answers = ask([text for text, _ in sentences["test"][:3]], truncation=True, max_length=32)
-    for answer, probs in zip(answers, calib.softmax(1)):
+    for answer, probs in zip(answers, calib.exp()):
         scores = {one["label"]: one["score"] for one in answer}
         assert [scores["LABEL_0"], scores["LABEL_1"]] == pytest.approx(probs.tolist(), abs=1e-5)
 
 
-def test_the_saved_model_reloads_with_its_head(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
-    wrap = partial(DoubleHead, reads=("statistics", "features"))
-    callback = DoubleHeadTrainerCallback(texts["calib"], every=1, wrap=wrap)
+@pytest.mark.parametrize("options", [{}, {"heads": PAPER}], ids=["default", "paper"])
+def test_the_saved_model_reloads_with_its_calibration(
+    texts: Any, tokenizer: Any, tmp_path: Path, test_batch: Any, options: dict[str, Any]
+) -> None:
+    callback = DoubleHeadTrainerCallback(texts["calib"], every=1, **options)
     trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback)
     trainer.save_model(tmp_path / "saved")
-    batch = dict(trainer.data_collator(texts["test"][:8]))
-    labels = batch.pop("labels")
+    inputs, _ = test_batch
+    want = logits(trainer.model, inputs)
+    torch.testing.assert_close(want.exp().sum(1), torch.ones(len(want)))
     assert json.loads((tmp_path / "saved/config.json").read_text())["doublehead"]["layer"] == "classifier"
     again = load_calibrated(tmp_path / "saved")
-    assert isinstance(again, hf.BertForSequenceClassification)
-    with torch.no_grad():
-        want = trainer.model.eval()(**batch).logits
-        got = again(**batch)
-        torch.testing.assert_close(got.logits, want)
-        plain = (
-            hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()(**batch).logits
-        )
-    torch.testing.assert_close(plain, callback.model.heads(**batch).main.detach())
-    assert not torch.allclose(plain, want)
+    assert type(again) is hf.BertForSequenceClassification
+    assert_same(again.state_dict(), trainer.model.state_dict())
+    assert not any(p.requires_grad for p in again.calibration_head.parameters())
+    torch.testing.assert_close(logits(again, inputs), want)
+    plain = logits(hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved"), inputs)
+    assert not torch.allclose(plain.log_softmax(1), want)
     attachment = attached_to(again)
     assert attachment is not None
-    with attachment.resting(), torch.no_grad():
-        torch.testing.assert_close(again(**batch, labels=labels).logits, plain)
-    again.save_pretrained(tmp_path / "twice", max_shard_size="20KB")  # in shards
-    assert (tmp_path / "twice/model.safetensors.index.json").exists()
-    with torch.no_grad():
-        torch.testing.assert_close(load_calibrated(tmp_path / "twice")(**batch).logits, want)
-    tiny_bert().save_pretrained(tmp_path / "plain")
-    with pytest.raises(
-        ValueError, match="config.json must have an entry 'doublehead': this model was saved without"
-    ):
-        load_calibrated(tmp_path / "plain")
+    with attachment.resting():
+        torch.testing.assert_close(logits(again, inputs), plain)
+    again.save_pretrained(tmp_path / "twice", max_shard_size="20KB")
+    assert (tmp_path / "twice/model.safetensors.index.json").exists()  # in shards
+    torch.testing.assert_close(logits(load_calibrated(tmp_path / "twice"), inputs), want)
+    callback.model.save(tmp_path / "whole")  # the other format: network and calibration as one module
+    torch.testing.assert_close(logits(load(tmp_path / "whole", tiny_bert()), inputs), want)
 
 
-def test_the_head_is_fitted_anew_to_the_best_model_and_saved_with_it(
-    texts: Any, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_attached_calibration_stays_float32_and_can_be_detached(
+    texts: Any, tokenizer: Any, test_batch: Any
+) -> None:
+    """For a model that was trained already, without the callback."""
+    inputs, _ = test_batch
+    model, plain = tiny_bert().eval(), tiny_bert()
+    loader = DataLoader(texts["calib"], 16, collate_fn=hf.DataCollatorWithPadding(tokenizer))
+    calibrated = calibrate(model, loader)
+    attach(model, calibrated)
+    want = logits(calibrated, inputs)
+    assert torch.equal(logits(model, inputs), want)
+    assert not torch.allclose(logits(plain, inputs).log_softmax(1), want)
+    model.bfloat16()
+    kept = [
+        value.dtype for value in model.calibration_head.state_dict().values() if value.is_floating_point()
+    ]
+    assert set(kept) == {torch.float32}
+    assert logits(model, inputs).dtype == torch.float32
+    detach(model.float())
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert model.config.to_dict() == plain.config.to_dict()
+    assert logits(model, inputs).exp().sum() != pytest.approx(len(want))
+
+
+def test_the_best_model_is_calibrated_with_the_heads_of_the_whole_training(
+    texts: Any, tokenizer: Any, tmp_path: Path, test_batch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "transformers.doublehead")
     hf.logging.enable_propagation()
     best = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5,
             "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
             "log_level": "info"}  # fmt: skip
-    callback = DoubleHeadTrainerCallback(texts["calib"], every=1, seed=3)
+    callback = DoubleHeadTrainerCallback(texts["calib"], every=1)
     trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, **best)
     hf.logging.set_verbosity_warning()
     hf.logging.disable_propagation()
-    assert callback.choice is not None
-    assert f"calibration head: {callback.choice.in_words()}" in caplog.text
+    assert f"calibration head: {callback.model.head.choice}" in caplog.text
     checkpoint = Path(trainer.state.best_model_checkpoint)
     assert checkpoint.name == "checkpoint-5"  # the worst, so not the last
     same = {"attn_implementation": "eager"}  # which a config does not keep
-    model = load_calibrated(checkpoint, **same)
-    for name, value in main_state(trainer.model).items():
-        assert torch.equal(value, main_state(model)[name]), name
-    attachment = attached_to(model)
-    assert attachment is not None
-    double = attachment.double  # its head is that of mid-training
-    loader = DataLoader(texts["calib"], 16, shuffle=True, collate_fn=trainer.data_collator)
-    assert refit(double, loader, seed=3) == callback.choice
-    for name, value in double.head.state_dict().items():
-        assert torch.equal(value, callback.model.head.state_dict()[name]), name
+    model = hf.BertForSequenceClassification.from_pretrained(checkpoint, **same)
+    assert_same(own_state(trainer.model), model.state_dict())
+    double = callback.double
+    assert double is not None
+    expected = calibrate(model, double.calib_data, beside=double)
+    assert expected.head.choice == callback.model.head.choice
+    assert_same(expected.head.state_dict(), callback.model.head.state_dict())
     trainer.save_model(tmp_path / "saved")
-    batch = dict(trainer.data_collator(texts["test"]))
-    del batch["labels"]
-    again = load_calibrated(tmp_path / "saved", **same)
-    with torch.no_grad():
-        want = trainer.model.eval()(**batch).logits
-        assert torch.equal(again(**batch).logits, want)
-        assert not torch.allclose(
-            load_calibrated(checkpoint)(**batch).logits, want
-        )  # its head is of mid-training
+    inputs, _ = test_batch
+    assert torch.equal(
+        logits(load_calibrated(tmp_path / "saved", **same), inputs), logits(trainer.model, inputs)
+    )
+    with pytest.raises(ValueError, match="must hold a model that was saved with its calibration"):
+        load_calibrated(checkpoint)  # a checkpoint is from the middle of training
 
 
-def test_another_wrap_or_augment_leaves_the_head_as_training_left_it(
-    texts: Any, tokenizer: Any, tmp_path: Path
-) -> None:
-    class Notes(DoubleHeadTrainerCallback):
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            self.before = {name: value.clone() for name, value in self.model.head.state_dict().items()}
-            super().on_train_end(*args, **kwargs)
-
-    paper = partial(DoubleHead, kind="mlp")
-    for options in ({"augment": lambda inputs: inputs}, {"wrap": DoubleHead}, {"wrap": paper}):
-        callback = Notes(texts["calib"], every=1, **options)
-        trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, num_train_epochs=1)
-        assert callback.choice is None
-        for name, value in callback.model.head.state_dict().items():
-            assert torch.equal(value, callback.before[name]), name
-    trainer.save_model(tmp_path / "saved")  # the paper's head, to be trained on
-    callback = Notes(texts["calib"], every=1)
-    train(load_calibrated(tmp_path / "saved"), texts, tmp_path, tokenizer, callback, num_train_epochs=1)
-    assert callback.choice is None
-    assert callback.model.head.kind == "mlp"
+def test_the_paper_head_stays_as_training_left_it(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
+    callback = DoubleHeadTrainerCallback(texts["calib"], every=1, heads=PAPER, augment=lambda inputs: inputs)
+    train(tiny_bert(), texts, tmp_path, tokenizer, callback, num_train_epochs=1)
+    assert callback.double is not None
+    assert callback.model.opinion is None
+    assert_same(callback.model.head.state_dict(), callback.double.bank.take(0).state_dict())
 
 
-def test_a_classifier_without_a_last_layer(tmp_path: Path) -> None:
-    """The default head reads logits alone, and the config states how many there are."""
+def test_a_classifier_of_ones_own_without_a_last_layer(tmp_path: Path) -> None:
+    """There are no features; a head that reads the logits alone is trained, and its state has empty tensors."""
 
     class Odd(hf.BertPreTrainedModel):  # type: ignore[misc, name-defined]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.scores = nn.Embedding(50, config.num_labels)
+            self.post_init()
 
         def forward(self, input_ids: torch.Tensor, labels: Any = None) -> Any:
             logits = self.scores(input_ids).mean(1)
@@ -283,13 +342,23 @@ def test_a_classifier_without_a_last_layer(tmp_path: Path) -> None:
                 loss, logits
             )
 
-    rows = [{"input_ids": torch.randint(50, (6,)), "labels": i % 3} for i in range(96)]
+    rows = [{"input_ids": torch.randint(50, (6,)), "labels": i % 3} for i in range(232)]
     data = {"train": rows[:32], "test": rows[:32]}
-    callback = DoubleHeadTrainerCallback(rows[32:], every=1)
+    callback = DoubleHeadTrainerCallback(rows[32:], every=1, heads=HeadSpec(kind="temperature"))
     trainer = train(Odd(hf.BertConfig(num_labels=3)), data, tmp_path, None, callback, num_train_epochs=1)
-    assert callback.choice is not None
-    assert callback.choice.n == 64
     assert trainer.evaluate()["eval_nll_calib"] < 2
+    model = trainer.model
+    loader = DataLoader(rows[32:], 16)  # type: ignore[arg-type]
+    for calibrated in (
+        callback.model,
+        calibrate(model, loader),
+        calibrate(model, loader, method="temperature"),
+    ):
+        attach(model, calibrated)
+        model.save_pretrained(tmp_path / "saved")
+        inputs = {"input_ids": torch.stack([row["input_ids"] for row in rows])}  # type: ignore[misc]
+        again = load_calibrated(tmp_path / "saved", Odd)
+        torch.testing.assert_close(logits(again, inputs), logits(model, inputs))
 
 
 def test_resume_is_exact(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -300,31 +369,46 @@ def test_resume_is_exact(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     steps = {"save_strategy": "steps", "save_steps": 10}
     whole = train(tiny_bert(), texts, tmp_path, tokenizer, first, **steps)
     torch.manual_seed(99)
-    resumed = train(
-        tiny_bert(), texts, tmp_path, tokenizer, second, checkpoint=str(tmp_path / "checkpoint-10"), **steps
-    )
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
-    assert first.alternation is not None
-    assert second.alternation is not None
-    assert second.alternation.calls == 20
-    file = tmp_path / "checkpoint-10/doublehead.pt"
-    state = torch.load(file, weights_only=True)
-    assert (
-        state["alternation"].pop("lr_scale") == first.alternation.rate.scale == second.alternation.rate.scale
-    )
-    del state["alternation"]["peak_lr"]
-    torch.save({**state, "lr_scale": 7.0}, file)  # where it was kept before
-    third = callback()
-    train(tiny_bert(), texts, tmp_path, tokenizer, third, checkpoint=str(file.parent), **steps)
-    assert third.alternation is not None
-    assert third.alternation.rate.scale == 7.0
-    (tmp_path / "checkpoint-10/doublehead.pt").unlink()
+    middle = tmp_path / "checkpoint-10"
+    resumed = train(tiny_bert(), texts, tmp_path, tokenizer, second, checkpoint=str(middle), **steps)
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
+    assert first.double is not None
+    assert second.double is not None
+    assert second.double.calls == 20
+    assert_same(first.double.bank.state_dict(), second.double.bank.state_dict())
+    (middle / "doublehead.pt").unlink()
     trainer = make_trainer(tiny_bert(), texts, tmp_path, tokenizer, callback(), **steps)
-    with pytest.warns(
-        UserWarning, match="the calibration head goes on with its saved weights and a fresh optimizer"
-    ):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    with pytest.warns(UserWarning, match="is not there: the calibration heads start afresh"):
+        trainer.train(resume_from_checkpoint=str(middle))
+
+
+def test_training_again_starts_without_the_old_calibration(
+    texts: Any, tokenizer: Any, tmp_path: Path, test_batch: Any
+) -> None:
+    inputs, labels = test_batch
+    first = train(tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"], every=2))
+    first.save_model(tmp_path / "saved")
+    plain = hf.BertForSequenceClassification.from_pretrained(tmp_path / "saved")  # its config has the entry
+    results = []
+    for number, model in enumerate((load_calibrated(tmp_path / "saved"), plain)):
+        callback = DoubleHeadTrainerCallback(texts["calib"], every=2)
+        trainer = make_trainer(
+            model, texts, tmp_path / str(number), tokenizer, callback, save_strategy="epoch"
+        )
+        before = trainer.evaluate()
+        if number == 0:  # the calibration that it came with
+            nll = float(F.nll_loss(logits(model, inputs), labels))
+            assert before["eval_nll_calib"] == pytest.approx(nll, abs=1e-5)
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trainer.train()
+        checkpoint = tmp_path / str(number) / "checkpoint-20"
+        assert "doublehead" not in json.loads((checkpoint / "config.json").read_text())
+        again = hf.BertForSequenceClassification.from_pretrained(checkpoint, attn_implementation="eager")
+        assert_same(again.state_dict(), own_state(model))
+        results.append(model.state_dict())
+    assert_same(*results)
 
 
 def test_images(tmp_path: Path) -> None:
@@ -340,67 +424,98 @@ def test_images(tmp_path: Path) -> None:
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=28, patch_size=7,
         num_channels=1, num_labels=10,
     )  # fmt: skip
-    specs = [HeadSpec(beta0=beta0, lr=0.1) for beta0 in (1.0, 1.2)]
-    wrap = partial(DoubleHead, head=partial(HeadBank, specs=specs))
-    callback = DoubleHeadTrainerCallback(DataLoader(data["calib"], 32), every=1, wrap=wrap)
+    callback = DoubleHeadTrainerCallback(DataLoader(data["calib"], 32), every=1)
     trainer = train(hf.ViTForImageClassification(config), data, tmp_path, None, callback)
     assert trainer.evaluate()["eval_ece_calib"] >= 0
     trainer.save_model(tmp_path / "saved")
-    pixels = torch.stack([one["pixel_values"] for one in data["test"][:5]])
-    want = trainer.model.eval()(pixel_values=pixels).logits
-    torch.testing.assert_close(load_calibrated(tmp_path / "saved")(pixel_values=pixels).logits, want)
+    inputs = {"pixel_values": torch.stack([one["pixel_values"] for one in data["test"][:5]])}
+    torch.testing.assert_close(
+        logits(load_calibrated(tmp_path / "saved"), inputs), logits(trainer.model, inputs)
+    )
+
+
+def test_folds_do_not_depend_on_padding() -> None:
+    ids = torch.randint(2, 50, (40, 8))
+    mask = (torch.arange(8) < torch.randint(1, 9, (40, 1))).long()
+    folds = []
+    for n_pad, pad, left in ((0, 1, False), (3, 1, False), (3, 7, False), (3, 1, True)):
+        fill = torch.zeros(40, n_pad, dtype=torch.int64)
+        masks = torch.cat([mask, fill], 1)
+        tokens = torch.cat([ids, fill], 1) * masks + pad * (1 - masks)
+        if left:
+            order = masks.argsort(dim=1, stable=True)
+            tokens, masks = tokens.gather(1, order), masks.gather(1, order)
+        batch = {"input_ids": tokens, "attention_mask": masks, "labels": torch.zeros(40, dtype=torch.int64)}
+        folds.append(fold_of(unpack(batch, torch.device("cpu"))).tolist())
+    assert folds[0] == folds[1] == folds[2] == folds[3]
+    assert set(folds[0]) == set(range(5))
+
+
+def test_columns_that_the_trainer_removes_from_its_data_are_removed_from_the_calibration_data(
+    texts: Any, tokenizer: Any
+) -> None:
+    class Columns(list):  # type: ignore[type-arg]
+        column_names = ("input_ids", "attention_mask", "label")
+
+    collate = hf.DataCollatorWithPadding(tokenizer)
+    train_batches = DataLoader(Columns(texts["train"]), 16, collate_fn=collate)  # type: ignore[arg-type]
+    rows = [{**row, "text": "which no tensor can hold"} for row in texts["calib"]]
+    args = hf.TrainingArguments(use_cpu=True, per_device_train_batch_size=16)
+    batches = DoubleHeadTrainerCallback(rows)._batches(args, train_batches)
+    assert set(next(iter(batches))) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_an_adapter_is_merged_to_save_its_calibration(
+    texts: Any, tokenizer: Any, tmp_path: Path, test_batch: Any
+) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])
+    callback = DoubleHeadTrainerCallback(texts["calib"], every=1)
+    trainer = train(peft.get_peft_model(tiny_bert(), lora), texts, tmp_path, tokenizer, callback)
+    inputs, _ = test_batch
+    want = logits(trainer.model, inputs)
+    torch.testing.assert_close(logits(callback.model, inputs), want)
+    merged = trainer.model.merge_and_unload()
+    attach(merged, callback.model)
+    torch.testing.assert_close(logits(merged, inputs), want, rtol=1e-3, atol=1e-4)
+    merged.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(logits(load_calibrated(tmp_path / "saved"), inputs), logits(merged, inputs))
 
 
 def test_bad_use_is_named(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     same = texts["train"]
-    data = {**texts, "train": same}
     with pytest.raises(ValueError, match="calibration data must not be training data: at least 160 of 160"):
-        train(tiny_bert(), data, tmp_path, tokenizer, DoubleHeadTrainerCallback(same))
+        train(tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(same))
     with pytest.raises(ValueError, match="calibration data must not be training data"):
-        train(tiny_bert(), data, tmp_path, tokenizer, DoubleHeadTrainerCallback(Subset(same, range(5))))
-    with pytest.raises(RuntimeError, match="has no model yet: give it to a Trainer first"):
+        train(tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(Subset(same, range(5))))
+    with pytest.raises(RuntimeError, match="has no model yet"):
         DoubleHeadTrainerCallback(same).model  # noqa: B018
-
-    class Own(nn.Module):
-        def forward(self, features: torch.Tensor) -> torch.Tensor:
-            return features
-
-    wrap = partial(DoubleHead, head=lambda n_features, n_classes: Own())
-    with pytest.raises(
-        TypeError, match="only a CalibrationHead or a HeadBank can be described in a file, got Own"
-    ):
-        make_trainer(
-            tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"], wrap=wrap)
-        )
+    with pytest.raises(TypeError, match="'evry'"):
+        DoubleHeadTrainerCallback(same, evry=3)
+    with pytest.raises(TypeError, match="logits_of must not be given"):
+        DoubleHeadTrainerCallback(same, logits_of=lambda output: output.logits)
+    with pytest.raises(ValueError, match="heads must be None or one HeadSpec, got 2"):
+        DoubleHeadTrainerCallback(same, heads=[PAPER, PAPER])
     net = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model must be a classifier of transformers .* got Sequential"):
         make_trainer(net, texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"]))
+    loader = DataLoader(texts["calib"], 16, collate_fn=hf.DataCollatorWithPadding(tokenizer))
+    with pytest.raises(ValueError, match="calibrated must be a Calibrated of this very Bert"):
+        attach(tiny_bert(), calibrate(tiny_bert(), loader))
+    tiny_bert().save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="no entry 'doublehead' in its config.json"):
+        load_calibrated(tmp_path / "plain")
 
 
-def test_a_model_that_brings_a_head_along(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
-    paper = partial(DoubleHead, kind="mlp", n_classes=2)
-    first = train(
-        tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"], wrap=paper)
-    )
-    first.save_model(tmp_path / "saved")
-    model = load_calibrated(tmp_path / "saved")
-    again = DoubleHeadTrainerCallback(texts["calib"], every=2, wrap=paper)
-    train(model, texts, tmp_path, tokenizer, again, num_train_epochs=1)
-    assert again.model.head is model.calibration_head
-    make_trainer(model, texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"]))
-    another = DoubleHeadTrainerCallback(texts["calib"], wrap=partial(DoubleHead, n_classes=2))
-    with pytest.raises(
-        ValueError, match="wrap must make the head that the model has brought along, .*'mlp'.*, got .*'temp"
-    ):
-        make_trainer(model, texts, tmp_path, tokenizer, another)
-    assert "calibration_head.last.weight" in model.state_dict()
-
-
-def test_a_copied_model_keeps_its_head(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_copied_model_keeps_its_calibration(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     """While the Trainer that made it holds an open loader, which cannot be copied."""
     callback = DoubleHeadTrainerCallback(texts["calib"], every=3)
     model = train(tiny_bert(), texts, tmp_path, tokenizer, callback).model.eval()
-    again, ids = copy.deepcopy(model), torch.arange(20).view(2, 10)
-    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert attached_to(again).double.model is again
-    assert attached_to(again).double.head is again.calibration_head
+    again, inputs = copy.deepcopy(model), {"input_ids": torch.arange(20).view(2, 10)}
+    assert torch.equal(logits(again, inputs), logits(model, inputs))
+    attachment = attached_to(again)
+    assert attachment is not None
+    assert attachment.network is again
+    assert attachment.answer.__self__.head is again.calibration_head.head  # type: ignore[attr-defined]
+    nn.init.zeros_(again.classifier.weight)
+    assert not torch.equal(logits(again, inputs), logits(model, inputs))

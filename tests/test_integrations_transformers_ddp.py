@@ -6,20 +6,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from doublehead import DoubleHead, Predictions, metrics
-from doublehead.integrations.transformers import DoubleHeadTrainerCallback, load_calibrated
+from doublehead import PAPER, Predictions, metrics
+from doublehead.integrations.transformers import DoubleHeadTrainerCallback, attached_to, load_calibrated
 from doublehead.optional import require
 from processes import leave
 
 hf = require("transformers", extra="transformers")
 pytestmark = pytest.mark.slow
-N_CALIB = 61  # enough for the last fit to try heads
+N_CALIB = 241  # enough for all stages of the calibration
 N_TEST = 41  # two processes and batches of 16: the last batches are filled up with samples seen before
 
 
@@ -29,14 +30,14 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 class Recorded(DoubleHeadTrainerCallback):
-    """Notes the calibration batches that this process draws."""
+    """Notes the calibration batches that this process draws, and the heads as training left them."""
 
-    drawn: list[dict[str, torch.Tensor]]
-    trained: dict[str, torch.Tensor]  # the head as training left it
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.drawn: list[dict[str, torch.Tensor]] = []
+        super().on_train_begin(*args, **kwargs)
 
     def _batches(self, args: Any, train_dataloader: Any) -> Any:
-        inner, self.drawn = super()._batches(args, train_dataloader), []
-        noted = self.drawn
+        inner, noted = super()._batches(args, train_dataloader), self.drawn
 
         class Noting:
             def __iter__(self) -> Iterator[Any]:
@@ -47,12 +48,11 @@ class Recorded(DoubleHeadTrainerCallback):
         return Noting()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        n_drawn = len(self.drawn)
-        self.trained = {name: value.clone() for name, value in self.model.head.state_dict().items()}
-        if torch.distributed.is_initialized():
-            self.seed += (
-                torch.distributed.get_rank()
-            )  # reads in another order, so that other folds are held back
+        assert self.double is not None
+        self.trained, n_drawn = self.double.bank.state_dict(), len(self.drawn)
+        if torch.distributed.is_initialized() and len(self.double.bank.specs) > 1:
+            # Each process reads and splits the data in another way.
+            self.double.finish = partial(self.double.finish, seed=torch.distributed.get_rank())  # type: ignore[method-assign]
         super().on_train_end(*args, **kwargs)
         del self.drawn[n_drawn:]
 
@@ -87,7 +87,10 @@ def one_of_two(folder: Path) -> None:
     callback = Recorded(rows(N_CALIB, 3), every=3)
     whole = train(folder / "two", callback, 2, save="steps")
     rank = torch.distributed.get_rank()
+    paper = Recorded(rows(N_CALIB, 3), every=3, heads=PAPER)
+    train(folder / "paper", paper, 2)
     states = {"plain": plain.model.state_dict(), "whole": whole.model.state_dict()}
+    states |= {"whole heads": callback.trained, "paper heads": paper.trained}
     found = {
         "evaluate": whole.evaluate(),
         "predict": whole.predict(rows(N_TEST, 2)).predictions.tolist(),
@@ -98,11 +101,13 @@ def one_of_two(folder: Path) -> None:
         again = Recorded(rows(N_CALIB, 3), every=3)
         trainer = train(folder / saved, again, 2, folder / saved / "checkpoint-10")
         states[name] = trainer.model.state_dict()
+        states[f"{name} heads"] = again.trained
         found[name] = [batch["input_ids"].tolist() for batch in again.drawn]
-        assert again.alternation is not None
-        found[f"{name} calls"] = again.alternation.calls
-    heads = {"drawn": callback.drawn, "trained": callback.trained, "choice": str(callback.choice)}
-    torch.save({"states": states, **heads}, folder / f"{rank}.pt")
+        assert again.double is not None
+        found[f"{name} calls"] = again.double.calls
+    drawn = {"drawn": callback.drawn, "paper drawn": paper.drawn}
+    choice = str(callback.model.head.choice)
+    torch.save({"states": states, "choice": choice, **drawn}, folder / f"{rank}.pt")
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -146,27 +151,30 @@ def test_all_processes_end_with_the_same_model_and_the_network_does_not_notice(
     first, second = (rank["states"] for rank in ranks)
     for name in first:
         assert_equal(first[name], second[name])
-    heads = {name for name in first["whole"] if name.startswith("calibration_head.")}
-    assert heads
+    part = {name for name in first["whole"] if name.startswith("calibration_head.")}
+    assert part
     assert ranks[0]["choice"] == ranks[1]["choice"]
-    assert f"n={N_CALIB}" in ranks[0]["choice"]
-    assert not torch.equal(first["whole"]["calibration_head.last.bias"], ranks[0]["trained"]["last.bias"])
-    assert_equal({k: v for k, v in first["whole"].items() if k not in heads}, first["plain"])
+    assert f"on {N_CALIB} samples" in ranks[0]["choice"]
+    assert_equal({k: v for k, v in first["whole"].items() if k not in part}, first["plain"])
 
 
-def test_each_process_draws_batches_of_its_own_and_the_head_learns_from_all(
+def test_each_process_draws_batches_of_its_own_and_the_heads_learn_from_all(
     ranks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    assert [len(rank["drawn"]) for rank in ranks] == [6, 6]  # 20 steps, every third
+    assert [len(rank["paper drawn"]) for rank in ranks] == [
+        7,
+        7,
+    ]  # one to look at, then 20 steps, every third
+    drawn = [rank["paper drawn"][1:] for rank in ranks]
     both = []
-    for one, other in zip(*(rank["drawn"] for rank in ranks)):
+    for one, other in zip(*drawn):
         assert one["labels"].shape == other["labels"].shape
         assert not torch.equal(one["input_ids"], other["input_ids"])
         both.append({key: torch.cat([one[key], other[key]]) for key in one})
-    alone = train(tmp_path, DoubleHeadTrainerCallback(iter_again(both), every=3, wrap=DoubleHead), 1)
-    trained = {f"calibration_head.{name}": value for name, value in ranks[0]["trained"].items()}
-    for name, value in {**ranks[0]["states"]["whole"], **trained}.items():
-        torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
+    alone = Recorded(iter_again(both), every=3, heads=PAPER)
+    train(tmp_path, alone, 1)
+    for name, value in ranks[0]["states"]["paper heads"].items():
+        torch.testing.assert_close(value, alone.trained[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def iter_again(batches: list[Any]) -> Any:
@@ -183,9 +191,10 @@ def test_every_test_sample_counts_once(folder: Path, ranks: list[dict[str, Any]]
     model = load_calibrated(folder / "saved")
     test = rows(N_TEST, 2)
     with torch.no_grad():
-        main, calib = model._doublehead.double.heads(
-            input_ids=torch.stack([row["input_ids"] for row in test])
-        )
+        inputs = {"input_ids": torch.stack([row["input_ids"] for row in test])}
+        calib = model(**inputs).logits
+        with attached_to(model).resting():
+            main = model(**inputs).logits
     labels = torch.tensor([row["labels"] for row in test])
     for rank in ranks:
         torch.testing.assert_close(torch.tensor(rank["predict"]), calib, rtol=1e-4, atol=1e-5)
@@ -205,7 +214,8 @@ def test_one_file_holds_the_state_of_all_and_resuming_is_exact(
     for rank in ranks:
         assert rank["resumed calls"] == 20
         assert_equal(rank["states"]["resumed"], rank["states"]["whole"])
-        late = [batch["input_ids"].tolist() for batch in rank["drawn"][3:]]
+        assert_equal(rank["states"]["resumed heads"], rank["states"]["whole heads"])
+        late = [batch["input_ids"].tolist() for batch in rank["drawn"][-3:]]
         assert rank["resumed"][-3:] == late
 
 

@@ -164,10 +164,12 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
     """(B,) the fold, 0 to n_folds - 1, of each sample, computed from the content of its inputs.
 
     A sample has the same fold in every epoch and any order, and equal samples share one, so duplicates never leak
-    across folds. Folds are about equally large. Zeros at the end of a row, such as padding, do not matter. Inputs
-    without tensors may offer `sample_keys()`, whole numbers (B,); without these all samples are in fold 0.
+    across folds. Folds are about equally large. Zeros at the end of a row do not matter, nor does padding that an
+    `attention_mask` masks. Inputs without tensors may offer `sample_keys()`, whole numbers (B,); without these all
+    samples are in fold 0.
     """
     total = torch.zeros_like(batch.labels)
+    mask = batch.kwargs.get("attention_mask")
     for value in (*batch.args, *(batch.kwargs[key] for key in sorted(batch.kwargs))):
         keys = value.sample_keys() if hasattr(value, "sample_keys") else value
         if not isinstance(keys, Tensor) or keys.ndim == 0 or len(keys) != len(batch.labels):
@@ -177,9 +179,9 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
             whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
             rows = rows.contiguous().view(whole)
         places = torch.arange(rows.shape[1], device=rows.device)
-        total += (rows.long() * ((places * 2654435761 + 40503) | 1)).sum(
-            1
-        )  # wraps around, the same on any device
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == keys.shape:
+            rows, places = rows * mask, mask.long().cumsum(1)  # tokens, padded to the longest of their batch
+        total += (rows.long() * ((places * 2654435761 + 40503) | 1)).sum(1)  # wraps around, the same on any device
     return (((total * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
 
 

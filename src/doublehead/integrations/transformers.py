@@ -1,10 +1,11 @@
-"""Calibrate while the Hugging Face Trainer trains; the saved model brings its head along."""
+"""Calibration for models that a Hugging Face Trainer trains; the saved model carries its calibration along."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from doublehead.double_head import Alternation, Annealing, DoubleHead, Heads
-from doublehead.integrations.attach import Attachment
-from doublehead.integrations.fit_head import Choice, can_refit, refit
-from doublehead.integrations.head_config import describe, rebuild
-from doublehead.integrations.overlap import check_disjoint
+from doublehead.attach import Attachment
+from doublehead.calibration_data import check_disjoint
+from doublehead.calibration_head import HeadSpec
+from doublehead.calibrators.head import Head
+from doublehead.double_head import SECOND_OPINION, Calibrated, DoubleHead, Heads
 from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
 from doublehead.integrations.watch import Watch
+from doublehead.network import Reader
 from doublehead.optional import require
-from doublehead.plumbing import (
+from doublehead.saving import describe, rebuild, under
+from doublehead.torch_tools import (
+    StaysFloat32,
     average_over_processes,
     device_of,
     from_every_process,
@@ -30,68 +34,56 @@ from doublehead.plumbing import (
 
 logger = require("transformers.utils.logging", extra="transformers").get_logger("transformers.doublehead")
 TrainerCallback: Any = require("transformers.trainer_callback", extra="transformers").TrainerCallback
-HEAD = "calibration_head"  # the name of the head inside the model, and so of its weights in the file
+PART = "calibration_head"  # the name of the calibration inside the model, and so of its weights in the file
 FACTS = "doublehead"  # the entry of config.json that describes it
-STATE = "doublehead.pt"  # the file of a checkpoint that holds the state of the head's training
-PLACE = ("rank", "randomness", "batches")  # what each process has of its own in the state of an Alternation
+STATE = "doublehead.pt"  # the file of a checkpoint that holds the state of the companion
+PLACE = ("rank", "randomness", "batches")  # what each process has of its own in the state of a DoubleHead
 
 
 class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
-    """Trains a calibration head beside the model of a Trainer: `callbacks=[DoubleHeadTrainerCallback(calib_dataset)]`.
+    """Calibrates the model of a Trainer: `callbacks=[DoubleHeadTrainerCallback(calib_dataset)]`.
 
-    `calib_data` is a data set like `train_dataset`, batched and collated as that one is, or a loader of batches. The
-    head becomes a part of the model: `save_model` and `save_pretrained` save it, `load_calibrated` brings both back,
-    and in evaluation mode the model answers with calibrated logits, so `evaluate`, `predict` and a pipeline see
-    them. The loss that `evaluate` reports stays that of the model itself; beside it stand ECE, its floor, NLL and
-    accuracy of both heads. The rest of the model learns exactly as it would without the head.
+    `calib_data` is data that the model never trains on: a data set like `train_dataset`, batched and collated as that
+    one is, or a loader of batches. `options` are those of `DoubleHead`, such as `every=10` or `heads=PAPER`.
 
-    At the end of training, after the best model was loaded if that was asked for, the head is fitted anew on the
-    finished model (`refit`); `choice` says what came of it. `wrap` makes another DoubleHead; the paper's is
-    `partial(DoubleHead, kind="mlp")`. `augment` perturbs calibration batches. With either of them the head stays
-    exactly as training left it. A model that has brought a head along keeps that one. `lr` is the head's learning
-    rate at the peak of the main schedule, whose shape it follows; the head's own unless given.
+    While the model trains, a `DoubleHead` trains calibration heads beside it and leaves the model as it is. `evaluate`
+    reports ECE, its floor, NLL and accuracy of both heads beside the model's own loss. At the end of training, after
+    `load_best_model_at_end`, the callback's `model` is the finished `Calibrated`, and the calibration is put into the
+    Trainer's model (`attach`): `evaluate`, `predict` and pipelines then give calibrated answers, `save_model` and
+    `save_pretrained` save the calibration too, and `load_calibrated` brings both back. A calibration that the model
+    had before is removed when training begins.
     """
 
     def __init__(
         self,
         calib_data: Dataset[Any] | Iterable[Any],
         *,
-        wrap: Callable[[nn.Module], DoubleHead] | None = None,
-        every: int = 10,
-        annealing: Annealing | None = None,
-        augment: Callable[[Any], Any] | None = None,
-        lr: float | None = None,
-        weight_decay: float = 5e-5,
         figure: bool = True,
         n_bins: int = 15,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        self.calib_data, self.wrap = calib_data, wrap
-        self.every, self.annealing, self.augment = every, annealing, augment
-        self.lr, self.weight_decay, self.seed = lr, weight_decay, seed
+        _check_options(calib_data, options)
+        self.calib_data, self.options = calib_data, options
         self.figure, self.n_bins = figure, n_bins
-        self.alternation: Alternation | None = None
-        self.choice: Choice | None = None
-        self._attachment: Attachment | None = None
+        self.double: DoubleHead | None = None
+        self._model: Calibrated | None = None
+        self._listener: Attachment | None = None
         self._watch = Watch(n_bins)
         self._seen: tuple[Heads, Tensor] | None = None
 
     @property
-    def model(self) -> DoubleHead:
-        """The network with its calibration head."""
-        if self._attachment is None:
-            raise RuntimeError("this DoubleHeadTrainerCallback has no model yet: give it to a Trainer first")
-        return self._attachment.double
+    def model(self) -> Calibrated:
+        """The model with its calibration, once training has ended."""
+        if self._model is None:
+            raise RuntimeError("this DoubleHeadTrainerCallback has no model yet: train with it first")
+        return self._model
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        """Make the head a part of the model, before any optimizer is made."""
-        if self._attachment is None or self._attachment.double.model is not model:
-            brought = attached_to(model)
-            if brought is not None and self.wrap is not None:
-                _check_same_head(brought.double, self.wrap)
-            self._attachment = brought or attach(model, (self.wrap or _wrap)(model))
-            self._attachment.seen = self._note
-        self.model.head.requires_grad_(False)  # no business of the Trainer's optimizer, nor of DDP
+        """Refuse a model that cannot carry a calibration; listen to one that carries one already."""
+        _check_classifier(model)
+        attachment = attached_to(model)
+        if attachment is not None:
+            attachment.seen = self._note
 
     def on_train_begin(
         self,
@@ -103,47 +95,51 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         train_dataloader: Any,
         **_: Any,
     ) -> None:
-        """Make the alternation, or go on with that of the checkpoint."""
-        self.on_init_end(args, state, control, model)
+        """Make the companion, or go on with that of the checkpoint."""
+        _check_classifier(model)
         check_disjoint(self.calib_data, train_dataloader)
-        self.model.head.to(device_of(model)).requires_grad_(True)
+        if self._listener is not None:  # of a training that was stopped
+            self._listener.detach()
+        detach(model)
         saved = _load(_checkpoint(args, state), device_of(model)) if state.global_step else None
-        self.alternation = Alternation(
-            self.model,
-            self._batches(args, train_dataloader),
-            every=self.every,
-            annealing=self.annealing,
-            augment=self.augment,
-            lr=optimizer,
-            peak_lr=self.lr,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-        )
+        batches = self._batches(args, train_dataloader)
+        self.double, self._model = DoubleHead(model, batches, follow=optimizer, **self.options), None
         if saved:
-            self.model.head.load_state_dict(saved["head"])
-            scale = saved.get("lr_scale", self.alternation.rate.scale)  # where it was kept before
-            self.alternation.load_state_dict({"lr_scale": scale, **saved["alternation"]})
+            self.double.load_state_dict(saved)
+        self._listener = Attachment(
+            model, self.double.reader, self.double.answer, replace=False, seen=self._note
+        )
 
-    def _batches(self, args: Any, train_dataloader: Any) -> Iterable[Any]:
+    def _batches(self, args: Any, train_dataloader: Any) -> Any:
         data: Any = self.calib_data
-        if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
-            return data  # type: ignore[no-any-return]
-        return DataLoader(data, args.train_batch_size, shuffle=True, collate_fn=train_dataloader.collate_fn)
+        if isinstance(data, (DataLoader, tuple)) or not hasattr(data, "__getitem__"):
+            return data
+        collate = train_dataloader.collate_fn
+        columns = getattr(
+            train_dataloader.dataset, "column_names", None
+        )  # that the Trainer has left in a `datasets` one
+        if columns:
+            remove = require("transformers.trainer_utils", extra="transformers").RemoveColumnsCollator
+            collate = remove(collate, columns)
+        return DataLoader(data, args.train_batch_size, shuffle=True, collate_fn=collate)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After each optimizer step it is the head's turn."""
-        if self.alternation is not None:
+        """Count each step of the optimizer."""
+        if self.double is not None:
             done = state.epoch % 1
-            self.alternation.step(done if done > 0 else 1.0)
+            self.double.step(done if done > 0 else 1.0)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The head rests, and is fitted to the finished model unless `wrap` or `augment` makes it another one."""
-        self.model.head.requires_grad_(False)
-        usual = self.wrap is None and self.augment is None and can_refit(self.model)
-        if usual and self.alternation is not None:
-            self.choice = refit(self.model, self.alternation.calib_batches, seed=self.seed)
-            if state.is_world_process_zero:
-                logger.info(f"calibration head: {self.choice.in_words()}")
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        """Calibrate the finished model and attach the calibration to it."""
+        if self.double is None or self._listener is None:
+            return
+        self._listener.detach()
+        self._listener = None
+        self._model = self.double.finish()
+        attach(model, self._model).seen = self._note
+        head = self._model.head
+        if isinstance(head, Head) and state.is_world_process_zero:
+            logger.info(f"calibration head: {head.choice}")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take in what the model just said, where it was told the labels."""
@@ -153,10 +149,12 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             self._watch.add(Heads(heads.main[:n], heads.calib[:n]), labels[:n])
             self._seen = None
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
-        """Add the calibrated numbers to those of `evaluate`, and send them and the picture to the trackers."""
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, model: nn.Module, metrics: dict[str, float], **_: Any
+    ) -> None:
+        """Add the numbers of both heads to those of `evaluate`, and send them and the diagram to the trackers."""
         watch, self._watch, self._seen = self._watch, Watch(self.n_bins), None
-        watch.gather(device_of(self.model))
+        watch.gather(device_of(model))
         if watch.n == 0:
             return
         prefix = next((key[: -len("_loss")] for key in metrics if key.endswith("_loss")), "eval")
@@ -174,16 +172,15 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     on_predict = on_evaluate
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Put the head's optimizer and each process's place in the data beside the Trainer's own."""
-        if self.alternation is None:
+        """Put the companion's state, with each process's place in the data, beside the Trainer's own."""
+        if self.double is None:
             return
-        alternation = self.alternation.state_dict()
-        places = from_every_process({key: alternation.pop(key) for key in PLACE})
+        double = self.double.state_dict()
+        places = from_every_process({key: double.pop(key) for key in PLACE})
         if args.should_save:
-            whole = {"head": self.model.head.state_dict(), "alternation": alternation, "places": places}
             file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(whole, file)
+            torch.save({"double": double, "places": places}, file)
 
     def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels")
@@ -191,38 +188,96 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             self._seen = heads, labels
 
 
-def _wrap(model: nn.Module) -> DoubleHead:
-    return DoubleHead(model, getattr(getattr(model, "config", None), "num_labels", None))
+def _check_options(calib_data: Any, options: dict[str, Any]) -> None:
+    """Errors that would otherwise come when training begins, or when it ends."""
+    inspect.signature(DoubleHead).bind(None, calib_data, follow=None, **options)
+    if options.get("logits_of") is not None:
+        raise TypeError(
+            "logits_of must not be given: a model of transformers returns an object with `logits`"
+        )
+    heads: Any = options.get("heads")
+    several = heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1
+    if several and tuple(heads) != SECOND_OPINION:
+        raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
 
 
-def attach(model: nn.Module, double: DoubleHead) -> Attachment:
-    """Make the head of a DoubleHead a part of its model: named, saved with it, and asked in evaluation mode."""
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "num_labels"):
+def _check_classifier(model: nn.Module) -> None:
+    if not hasattr(getattr(model, "config", None), "num_labels"):
         raise TypeError(
             f"model must be a classifier of transformers with config.num_labels, got {type(model).__name__}"
         )
-    facts = describe(double, config.num_labels)  # refuses a head that could not be saved
-    model.add_module(HEAD, double.head)
-    setattr(config, FACTS, facts)
-    attachment = Attachment(double)
+
+
+# --- the calibration inside a model
+
+
+class CalibrationPart(StaysFloat32):
+    """What a model carries of its calibration: the head, and the heads that were trained beside the model if any."""
+
+    def __init__(self, calibrated: Calibrated) -> None:
+        super().__init__()
+        self.head, self.opinion = calibrated.head, calibrated.opinion
+
+
+def attach(model: nn.Module, calibrated: Calibrated) -> Attachment:
+    """Put the calibration of a `Calibrated` into its network, which then gives calibrated answers in evaluation mode.
+
+    The `logits` of its outputs are then normalised log-probabilities. The model keeps its class, its weights' names and
+    its config. It gains the submodule `calibration_head` and the config entry `doublehead`, which
+    `save_pretrained` saves. The callback does this at the end of training; for a trained model it is
+    `attach(model, calibrate(model, calib_loader))`. `model` may also be what PEFT's `merge_and_unload` made of the
+    network.
+    """
+    _check_classifier(model)
+    if calibrated.reader.views:
+        raise ValueError("calibrated must have no views to be attached: the model runs once on its inputs")
+    if calibrated.network is not model:
+        calibrated = _moved(calibrated, model)
+    facts = describe(calibrated)
+    detach(model)
+    setattr(model.config, FACTS, facts)
+    part = CalibrationPart(calibrated).to(device_of(model)).requires_grad_(False).train(model.training)
+    model.add_module(PART, part)
+    calibrated.register_state_dict_post_hook(_without_part)  # type: ignore[no-untyped-call]
+    attachment = Attachment(model, calibrated.reader, calibrated.calibrated)
     object.__setattr__(model, "_doublehead", attachment)
+    if hasattr(model, "peft_config"):
+        logger.warning(
+            "an adapter is saved without the calibration: merge it, attach the calibration to the result and save that"
+        )
     return attachment
 
 
-def _check_same_head(double: DoubleHead, wrap: Callable[[nn.Module], DoubleHead]) -> None:
-    """An error where a model has brought another head along than `wrap` makes."""
-    model: Any = double.model
-    head = model._modules.pop(HEAD)  # a layer of which could be taken for the model's last
-    try:
-        has, makes = (describe(one, model.config.num_labels) for one in (double, wrap(model)))
-    finally:
-        model.add_module(HEAD, head)
-    if has != makes:
-        raise ValueError(
-            "wrap must make the head that the model has brought along, or be None, or the model come without one "
-            f"(from_pretrained, not load_calibrated); the model has {has['heads']}, got {makes['heads']}"
-        )
+def _moved(calibrated: Calibrated, model: nn.Module) -> Calibrated:
+    """The calibration of a model whose last layer is now in another one."""
+    old = calibrated.reader
+    for name, module in model.named_modules():
+        if any(getattr(hook, "__self__", None) is old.tap for hook in module._forward_hooks.values()):
+            reader = Reader.restore(
+                model, layer=name, outputs=old.outputs, n_classes=old.n_classes, n_features=old.n_features
+            )
+            return Calibrated(model, calibrated.head, reader, calibrated.opinion).eval()
+    raise ValueError(
+        f"calibrated must be a Calibrated of this very {type(model).__name__}, got one of another "
+        f"{type(calibrated.network).__name__}"
+    )
+
+
+def _without_part(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """The state of a Calibrated names its calibration once, not a second time inside its network."""
+    for name in under(state, f"{prefix}network.{PART}."):
+        del state[f"{prefix}network.{PART}.{name}"]
+
+
+def detach(model: nn.Module) -> None:
+    """Take off again what `attach` attached; a model without a calibration stays as it is."""
+    attachment, config = attached_to(model), getattr(model, "config", None)
+    if hasattr(config, FACTS):
+        delattr(config, FACTS)
+    if attachment is not None:
+        attachment.detach()
+        delattr(model, PART)
+        delattr(model, "_doublehead")
 
 
 def attached_to(model: nn.Module) -> Attachment | None:
@@ -231,49 +286,52 @@ def attached_to(model: nn.Module) -> Attachment | None:
     return found if isinstance(found, Attachment) else None
 
 
-def load_calibrated(path: str | Path, **options: Any) -> Any:
-    """A model that was saved with its calibration head, answering with calibrated logits; in evaluation mode.
+def load_calibrated(path: str | Path, model_class: Any = None, **options: Any) -> Any:
+    """A model that was saved with its calibration, in evaluation mode; give it to a pipeline as it is.
 
-    `options` go to the model's own `from_pretrained`. Works for whatever class wrote the folder, and in a pipeline.
+    `path` is a folder that `save_model` or `save_pretrained` wrote. `model_class` is needed where the model's class is
+    not part of transformers. `options` go to its `from_pretrained`.
     """
     transformers = require("transformers", extra="transformers")
     path = Path(path)
     config = transformers.AutoConfig.from_pretrained(path)
-    facts = getattr(config, FACTS, None)
-    if facts is None:
+    facts, weights = getattr(config, FACTS, None), _part_weights(path)
+    if facts is None or not weights:
         raise ValueError(
-            f"{path / 'config.json'} must have an entry {FACTS!r}: this model was saved without a head"
+            f"{path} must hold a model that was saved with its calibration, got one without: "
+            f"no entry {FACTS!r} in its config.json or no {PART!r} among its weights"
         )
-    cls = getattr(transformers, config.architectures[0])
-    weights = _head_weights(path)
+    cls = model_class or getattr(transformers, config.architectures[0])
     logger = transformers.utils.logging
     before = logger.get_verbosity()
-    logger.set_verbosity_error()  # the head's weights are not unexpected here
+    logger.set_verbosity_error()  # the weights of the calibration are not unexpected here
     try:
         model = cls.from_pretrained(path, **options)
     finally:
         logger.set_verbosity(before)
-    double = rebuild(model, facts)
-    double.head.load_state_dict(weights)
-    double.head.to(device_of(model)).requires_grad_(False)
-    attach(model, double)
+    calibrated = rebuild(model, facts)
+    CalibrationPart(calibrated).load_state_dict(weights)
+    attach(model, calibrated)
     return model.eval()
 
 
-def _head_weights(path: Path) -> dict[str, Tensor]:
-    """The head's weights in a saved folder, whole or in shards."""
+def _part_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of the calibration in a saved folder, whole or in shards."""
     index = path / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.exists():
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = sorted({file for name, file in places.items() if name.startswith(f"{HEAD}.")})
+        files = sorted({file for name, file in places.items() if name.startswith(f"{PART}.")})
     weights = {}
     for file in files:
         with require("safetensors", extra="transformers").safe_open(path / file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                if name.startswith(f"{HEAD}."):
-                    weights[name.removeprefix(f"{HEAD}.")] = tensors.get_tensor(name)
-    return weights
+                if name.startswith(f"{PART}."):
+                    weights[name] = tensors.get_tensor(name)
+    return under(weights, f"{PART}.")
+
+
+# --- checkpoints and processes
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
@@ -289,15 +347,14 @@ def _load(file: Path, device: torch.device) -> dict[str, Any] | None:
     there = average_over_processes(torch.tensor(float(file.exists()), device=device))
     if there < 1:
         warnings.warn(
-            f"{file} is not there: the calibration head goes on with its saved weights and a fresh optimizer. "
-            "To resume from a folder outside output_dir name it in TrainingArguments(resume_from_checkpoint=...) too",
+            f"{file} is not there: the calibration heads start afresh. To resume from a folder outside output_dir "
+            "name it in TrainingArguments(resume_from_checkpoint=...) too",
             stacklevel=2,
         )
         return None
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    # A process that the saved run did not have gets another one's place, which an Alternation does not take.
-    place = state["places"][min(rank(), len(state["places"]) - 1)]
-    return {**state, "alternation": {**state["alternation"], **place}}
+    # A process that the saved run did not have gets another one's place, which a DoubleHead does not take.
+    return {**state["double"], **state["places"][min(rank(), len(state["places"]) - 1)]}
 
 
 def _n_own(n: int) -> int:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from doublehead.curves import Reliability, reliability
 from doublehead.double_head import Heads
-from doublehead.plumbing import from_every_process, n_processes
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary, Tally
+from doublehead.torch_tools import from_every_process, n_processes
 
 
 class Watch:
