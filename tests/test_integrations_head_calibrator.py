@@ -23,16 +23,16 @@ def bent(n: int, k: int = 5, seed: int = 0) -> Predictions:
 
 
 def test_is_the_head_that_fit_head_on_finds_and_beats_temperature() -> None:
-    fit, test = bent(4000), bent(4000, seed=1)
+    fit, test = bent(1500), bent(4000, seed=1)
     calibrator = HeadCalibrator().fit(fit)
-    head = fit_head_on(Readings(torch.empty(4000, 0), fit.logits, fit.labels)).eval()
+    head = fit_head_on(Readings(torch.empty(1500, 0), fit.logits, fit.labels)).eval()
     with torch.no_grad():
         want = head(torch.empty(4000, 0), test.logits)
     torch.testing.assert_close(calibrator(test.logits), want, rtol=1e-4, atol=1e-4)
     assert torch.equal(calibrator(test.logits).argmax(1), test.logits.argmax(1))
     assert calibrator.in_words().startswith("a temperature for each sample")
     by_temperature = Temperature().fit(fit).calibrate(test)
-    assert metrics.nll(calibrator.calibrate(test)) < metrics.nll(by_temperature) - 0.01
+    assert metrics.nll(calibrator.calibrate(test)) < metrics.nll(by_temperature) - 0.05  # 0.11 lower for three seeds
 
 
 def test_is_a_calibrator_with_a_name() -> None:
