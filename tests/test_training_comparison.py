@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ def test_what_is_there_is_found(
 
 
 def test_other_methods_into_the_same_folder(made: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    folder, rows = made
-    (folder / "fashion-tiny_networks-mlp-cross_entropy-e1-s0-000000").mkdir(exist_ok=True)  # not a run
+    kept, rows = made
+    folder = Path(shutil.copytree(kept, tmp_path / "runs"))
+    (folder / "fashion-tiny_networks-mlp-cross_entropy-e1-s0-000000").mkdir()  # not a run
     told: list[tuple[list[str], int, int]] = []
     more = compare(
         small(**BASE),
@@ -80,7 +82,10 @@ def test_other_methods_into_the_same_folder(made: tuple[Path, list[dict[str, Any
     ]
     same = {key: value for key, value in more[0].items() if key != "predictions"}
     assert same == {key: value for key, value in rows[3].items() if key != "predictions"}  # the same network
-    assert more[0]["predictions"] != rows[3]["predictions"]
+    run_of = [
+        Path(row["predictions"]).relative_to(at).parts[0] for row, at in ((more[0], folder), (rows[3], kept))
+    ]
+    assert run_of[0] != run_of[1]
 
 
 def test_a_run_with_more_guards_answers_for_fewer() -> None:
