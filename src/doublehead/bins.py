@@ -11,6 +11,7 @@ holds up to 2^31 samples of confidence 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -76,26 +77,35 @@ class Bins:
             raise ValueError(
                 f"correct must have the shape of confidence {tuple(confidence.shape)}, got {tuple(correct.shape)}"
             )
-        return cls.from_state(_state_of(confidence, correct, n_bins))
+        states = in_threads(
+            lambda rows: _state_of(confidence[rows], correct[rows], n_bins),
+            confidence.shape,
+            confidence.device,
+        )
+        return cls.from_state(torch.stack(states).sum(0))
 
     @classmethod
     def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of the confidence in the predicted class."""
-        confidence, correct = predictions.top_label()
-        return cls.from_state(_state_of(confidence, correct, n_bins))
+        return cls._of_pieces(predictions, lambda piece: _state_of(*piece.top_label(), n_bins))
 
     @classmethod
     def classwise(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
         check_n_bins(n_bins)
-        shape = (len(predictions), predictions.n_classes)
-        states = in_threads(lambda rows: _components(predictions[rows], n_bins), shape, predictions.device)
-        return cls.from_state(torch.stack(states).sum(0))
+        return cls._of_pieces(predictions, lambda piece: _components(piece, n_bins))
 
     @classmethod
     def pooled(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of all N*K probabilities together, each with whether its class is the label."""
         return cls.from_state(cls.classwise(predictions, n_bins).state().sum(1))
+
+    @classmethod
+    def _of_pieces(cls, predictions: Predictions, state_of: Callable[[Predictions], Tensor]) -> Bins:
+        """The sum of the bins of some rows each, which `state_of` gives as states."""
+        shape = (len(predictions), predictions.n_classes)
+        states = in_threads(lambda rows: state_of(predictions[rows]), shape, predictions.device)
+        return cls.from_state(torch.stack(states).sum(0))
 
     def state(self) -> Tensor:
         """(3, ..., n_bins) int64: counts, conf_sums, correct_sums. Sum it over processes with one all-reduce."""
@@ -238,7 +248,8 @@ def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Ten
     if probs.device.type == "cpu":  # by numpy: torch takes several times as long without AVX2
         array, units = probs.numpy(), wide.numpy()
         high = torch.from_numpy(np.flatnonzero(array > array.dtype.type(edge)))  # (M,)
-        np.add(array, ROUNDING, out=units, dtype=np.float64)
+        np.copyto(units, array)
+        np.add(units, ROUNDING, out=units)
         totals = torch.from_numpy(
             np.add.reduce(units.view(np.int64), axis=0)
         )  # (K,) overflow is undone below

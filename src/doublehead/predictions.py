@@ -49,7 +49,9 @@ class Predictions:
         self._are_probs = False
         self._predicted, sums, _ = _look_through(self._scores, want_low=False)  # (N,) int64
         # A sum is finite when its entries are; overflow aside, which the second look settles.
-        if not bool(sums.isfinite().all()) and not bool(self._scores.isfinite().all()):
+        with one_thread():
+            suspect = not bool(sums.isfinite().all())
+        if suspect and not bool(self._scores.isfinite().all()):
             _raise_not_finite(self._scores, "logits")
         self.labels = _check_labels(labels, self._scores, "logits")  # (N,) int64
 
@@ -62,20 +64,7 @@ class Predictions:
         """
         scores = _check_shape(probs, "probs")
         predicted, sums, low = _look_through(scores, want_low=True)
-        high = float(_at(scores, predicted).max())
-        if not math.isfinite(low + high):
-            _raise_not_finite(scores, "probs")
-        if low < 0 or high > 1 + 1e-6:
-            raise ValueError(
-                f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
-                "logits enter through Predictions(logits, labels)"
-            )
-        off = (sums - 1).abs()
-        if float(off.max()) > tolerance:
-            row = int(off.argmax())
-            raise ValueError(
-                f"each row of probs must sum to 1 within {tolerance:g}, got {float(sums[row]):.6g} in row {row}"
-            )
+        high = _check_probs(scores, predicted, sums, low, tolerance)
         made = cls.__new__(cls)
         made._are_probs = True
         made._scores, made._predicted = scores, predicted
@@ -164,13 +153,15 @@ class Predictions:
     @property
     def correct(self) -> Tensor:
         """(N,) bool: whether the predicted class is the label."""
-        return self.predicted == self.labels
+        with one_thread():
+            return self._predicted == self.labels
 
     @property
     def confidence(self) -> Tensor:
         """(N,) the probability of the predicted class."""
         if self._are_probs:
-            return _at(self._scores, self._predicted).to(self.dtype)
+            with one_thread():
+                return _at(self._scores, self._predicted).to(self.dtype)
         confidence = torch.empty(len(self), dtype=self.dtype, device=self.device)
 
         def fill(rows: slice) -> None:
@@ -233,19 +224,22 @@ class Predictions:
 
 
 def in_threads(work: Callable[[slice], T], shape: Sequence[int], device: torch.device) -> list[T]:
-    """`work` of consecutive pieces of the rows of scores of a shape (N, K), in as many threads as torch may use.
+    """`work` of consecutive pieces of the rows of scores of a shape (N, ...), in as many threads as torch may use.
 
-    A thread computes alone on its piece: threads that share operations as short as those on a chunk spend more time
-    waiting for each other than they save.
+    A thread computes alone on its piece. Threads that share operations as short as those on a chunk, or on one number
+    per row, wait for each other; on a machine that is busy with other work the waiting takes longer than the work.
     """
-    n, k = shape
-    threads = torch.get_num_threads()
-    pieces = min(4 * threads, n * k // (PIECE_CHUNKS * CHUNK_ENTRIES), n)
-    if device.type != "cpu" or threads == 1 or pieces < 2:
+    n, entries = shape[0], math.prod(shape)
+    if device.type != "cpu":
         return [work(slice(0, n))]
-    size = -(-n // pieces)
-    with one_thread(), ThreadPoolExecutor(min(threads, pieces)) as pool:
-        return list(pool.map(work, [slice(start, start + size) for start in range(0, n, size)]))
+    threads = torch.get_num_threads()
+    pieces = min(4 * threads, entries // (PIECE_CHUNKS * CHUNK_ENTRIES), n) if threads > 1 else 1
+    with one_thread():
+        if pieces < 2:
+            return [work(slice(0, n))]
+        size = -(-n // pieces)
+        with ThreadPoolExecutor(min(threads, pieces)) as pool:
+            return list(pool.map(work, [slice(start, start + size) for start in range(0, n, size)]))
 
 
 def _chunks(scores: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -282,7 +276,28 @@ def _look_through(scores: Tensor, want_low: bool) -> tuple[Tensor, Tensor, float
 
     found = in_threads(look, scores.shape, scores.device)
     classes, sums, lows = zip(*found)
-    return torch.cat(classes), torch.cat(sums), min(lows)
+    with one_thread():
+        return torch.cat(classes), torch.cat(sums), min(lows)
+
+
+@one_thread()
+def _check_probs(scores: Tensor, predicted: Tensor, sums: Tensor, low: float, tolerance: float) -> float:
+    """The largest entry, or an error when entries or sums are not those of probabilities."""
+    high = float(_at(scores, predicted).max())
+    if not math.isfinite(low + high):
+        _raise_not_finite(scores, "probs")
+    if low < 0 or high > 1 + 1e-6:
+        raise ValueError(
+            f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
+            "logits enter through Predictions(logits, labels)"
+        )
+    off = (sums - 1).abs()
+    if float(off.max()) > tolerance:
+        row = int(off.argmax())
+        raise ValueError(
+            f"each row of probs must sum to 1 within {tolerance:g}, got {float(sums[row]):.6g} in row {row}"
+        )
+    return high
 
 
 def _at(scores: Tensor, classes: Tensor) -> Tensor:
@@ -401,6 +416,7 @@ def _rows_at_once(scores: Tensor) -> int:
     return min(max(8, entries // scores.shape[1] // 8 * 8), 1 << 20)
 
 
+@one_thread()
 def _check_labels(values: ArrayLike, scores: Tensor, name: str) -> Tensor:
     labels = as_tensor(values, "labels")
     if labels.is_floating_point() or labels.is_complex():
