@@ -1,13 +1,13 @@
 """Time the metrics beside the peers under several settings: instruction sets, threads, types of the input.
 
-    python benchmarks/metrics_speed.py                      # all settings, about twenty minutes
+    python benchmarks/metrics_speed.py                      # all settings, about half an hour
     python benchmarks/metrics_speed.py --save               # writes benchmarks/results/metrics_speed.json as well
     python benchmarks/metrics_speed.py --sets native --threads 1 --types float32 --slow
 
 Each setting runs in a process of its own. In it every candidate starts from the same tensor of logits or
 probabilities and ends with a number; checks of the input are part of the time. Candidates take turns, round after
 round. Both times of a candidate, CPU seconds of the process (all threads) and wall seconds, are those of its fastest
-round. A candidate that takes over two seconds runs twice.
+round. A candidate that takes over two seconds runs once.
 
 The table at the end holds, for each peer, the lowest ratio of any setting. On a machine that does other work as well,
 wall times are too long where two threads wait for each other: read the CPU times there.
@@ -210,7 +210,7 @@ def measure(candidates: dict[str, Candidate], rounds: int) -> dict[str, dict[str
     for round_ in range(rounds):
         for name, candidate in candidates.items():
             row = results[name]
-            if "error" in row or (round_ > 1 and row["cpu"] > 2):
+            if "error" in row or (round_ and row["cpu"] > 2):
                 continue
             wall, cpu = time.perf_counter(), time.process_time()
             try:
