@@ -1,26 +1,25 @@
-"""Time the metrics beside the peers: the same arrays, one process, one thread; ratios are what counts.
+"""Time the metrics beside the peers under several settings: instruction sets, threads, types of the input.
 
-    python benchmarks/metrics_speed.py            # the peers that are installed, about two minutes
-    python benchmarks/metrics_speed.py --slow     # also those that take more than half a minute each
-    python benchmarks/metrics_speed.py --save     # writes benchmarks/results/metrics_speed.json
+    python benchmarks/metrics_speed.py                      # all settings, about half an hour
+    python benchmarks/metrics_speed.py --save               # writes benchmarks/results/metrics_speed.json as well
+    python benchmarks/metrics_speed.py --sets native --threads 1 --types float32 --slow
 
-Every candidate starts from the same tensor of logits or probabilities and ends with a number; checks of the input
-are part of the time. Seconds are CPU seconds of this process, so that waiting for other work on the machine does
-not count; candidates take turns, round after round, and the fastest round of each counts. A candidate that takes
-over five seconds runs once.
+Each setting runs in a process of its own. In it every candidate starts from the same tensor of logits or
+probabilities and ends with a number; checks of the input are part of the time. Candidates take turns, round after
+round. Both times of a candidate, CPU seconds of the process (all threads) and wall seconds, are those of its fastest
+round. A candidate that takes over two seconds runs once.
+
+The table at the end holds, for each peer, the lowest ratio of any setting. On a machine that does other work as well,
+wall times are too long where two threads wait for each other: read the CPU times there.
 """
 
-# ruff: noqa: E402 (the number of threads is set before numpy and torch are loaded)
 from __future__ import annotations
-
-import os
-
-for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-    os.environ[name] = "1"
 
 import argparse
 import json
+import os
 import platform
+import subprocess
 import sys
 import time
 import warnings
@@ -41,6 +40,12 @@ from doublehead.predictions import Predictions
 
 Candidate = Callable[[], Any]
 RESULTS = Path(__file__).parent / "results" / "metrics_speed.json"
+INSTRUCTION_SETS = {  # the environment that holds torch to a set of instructions
+    "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "native": {},
+}
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 PACKAGES = {  # what is imported -> what is installed
     "torchmetrics": "torchmetrics",
     "sklearn": "scikit-learn",
@@ -50,7 +55,11 @@ PACKAGES = {  # what is imported -> what is installed
     "pycalib": "pycalib",
     "calibration": "uncertainty-calibration",
 }
-SLOW = {"torch_uncertainty class by class", "calibration"}  # over half a minute each in class-wise ECE
+SLOW = {
+    "torch_uncertainty class by class",
+    "calibration",
+    "netcal class by class",
+}  # in class-wise ECE, 5 s or more
 
 
 def make_logits(rows: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,10 +73,12 @@ def make_logits(rows: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, labels
 
 
-def installed() -> dict[str, Any]:
+def installed(wanted: list[str]) -> dict[str, Any]:
     """The peers that can be imported; the reason is printed for each that cannot."""
     peers = {}
     for module, package in PACKAGES.items():
+        if wanted and package not in wanted:
+            continue
         try:
             peers[module] = require(module, extra="dev")
         except Exception as error:  # peers fail in many ways
@@ -193,20 +204,26 @@ def adaptive(peers: dict[str, Any], probs: torch.Tensor, labels: torch.Tensor) -
 
 def measure(candidates: dict[str, Candidate], rounds: int) -> dict[str, dict[str, Any]]:
     """The fastest of some rounds of each candidate, in which all take turns, and the number it gave."""
-    results: dict[str, dict[str, Any]] = {}
-    for round_ in range(rounds + 1):
+    results: dict[str, dict[str, Any]] = {
+        name: {"cpu": float("inf"), "wall": float("inf")} for name in candidates
+    }
+    for round_ in range(rounds):
         for name, candidate in candidates.items():
-            row = results.setdefault(name, {"seconds": float("inf")})
-            if "error" in row or (round_ and row["seconds"] > 5):
+            row = results[name]
+            if "error" in row or (round_ and row["cpu"] > 2):
                 continue
-            start = time.process_time()
+            wall, cpu = time.perf_counter(), time.process_time()
             try:
-                value = candidate()
+                row["value"] = float(candidate())
             except Exception as error:  # a peer that fails is a result too
-                row.update(seconds=None, error=f"{type(error).__name__}: {error}")
+                row.update(cpu=None, wall=None, error=f"{type(error).__name__}: {error}"[:200])
                 continue
-            row["seconds"] = min(row["seconds"], time.process_time() - start)
-            row["value"] = float(value)
+            row["cpu"] = min(row["cpu"], time.process_time() - cpu)
+            row["wall"] = min(row["wall"], time.perf_counter() - wall)
+    ours = results["doublehead"]
+    for row in results.values():
+        if "error" not in row:
+            row["cpu_ratio"], row["wall_ratio"] = row["cpu"] / ours["cpu"], row["wall"] / ours["wall"]
     return results
 
 
@@ -227,34 +244,107 @@ def streaming_state(peers: dict[str, Any], logits: torch.Tensor, labels: torch.T
 
 
 def show(work: str, results: dict[str, dict[str, Any]]) -> None:
-    ours = results["doublehead"]
     print(f"\n{work}")
-    for name, row in sorted(results.items(), key=lambda item: item[1]["seconds"] or float("inf")):
-        if row["seconds"] is None:
+    for name, row in results.items():
+        if "error" in row:
             print(f"  {name:34s} failed: {row['error'][:90]}")
             continue
-        row["ratio"] = row["seconds"] / ours["seconds"]
-        off = abs(row["value"] - ours["value"])
+        off = abs(row["value"] - results["doublehead"]["value"])
         print(
-            f"  {name:34s}{1e3 * row['seconds']:12.1f} ms  x{row['ratio']:8.1f}   {row['value']:.6f} (off by {off:.1e})"
+            f"  {name:34s} CPU {1e3 * row['cpu']:8.1f} ms x{row['cpu_ratio']:6.2f}   "
+            f"wall {1e3 * row['wall']:8.1f} ms x{row['wall_ratio']:6.2f}   {row['value']:.6f} (off by {off:.1e})",
+            flush=True,
         )
 
 
-def certificate(arguments: argparse.Namespace, peers: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "rows": arguments.rows,
-        "classes": arguments.classes,
-        "rounds": arguments.rounds,
-        "seconds": "CPU seconds of one thread, the fastest round",
-        "python": platform.python_version(),
-        "device": f"{cpu_name()}, 1 thread",
-        "load": os.getloadavg()[0],
-        "note": "the machine was shared while this ran: compare within this run, not between runs",
-        "versions": {
-            name: version(name) for name in ["torch", "numpy", *(PACKAGES[module] for module in peers)]
-        },
+def run_setting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All works under the setting that the parent process put into the environment."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(arguments.threads[0])
+    peers = installed(arguments.peers)
+    logits, labels = make_logits(arguments.rows, arguments.classes)
+    dtype = getattr(torch, arguments.types[0])
+    logits, probs = logits.to(dtype), logits.softmax(1).to(dtype)
+    works = {
+        "top-label ECE from logits": top_from_logits(peers, logits, labels),
+        "top-label ECE from probabilities": top_from_probs(peers, probs, labels),
+        "adaptive (equal-mass) ECE from probabilities": adaptive(peers, probs, labels),
+        "class-wise ECE from probabilities": classwise(peers, probs, labels),
+        "all-component ECE from probabilities": pooled(peers, probs, labels),
     }
+    measured = {}
+    for work, candidates in works.items():
+        if arguments.works and not any(part in work for part in arguments.works):
+            continue
+        skip = SLOW if work.startswith("class-wise") and not arguments.slow else set()
+        wanted = {name: candidate for name, candidate in candidates.items() if name not in skip}
+        measured[work] = measure(wanted, arguments.rounds)
+        show(work, measured[work])
+    versions = {name: version(name) for name in ["torch", "numpy", *(PACKAGES[module] for module in peers)]}
+    return {
+        "set": arguments.sets[0],
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": arguments.threads[0],
+        "type": arguments.types[0],
+        "load": os.getloadavg()[0],
+        "works": measured,
+        "versions": versions,
+        "streaming_state_bytes": streaming_state(peers, logits, labels),
+    }
+
+
+def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each setting in a process of its own."""
+    found = []
+    flags = ["--rows", arguments.rows, "--classes", arguments.classes, "--rounds", arguments.rounds]
+    flags += [
+        "--peers",
+        *arguments.peers,
+        "--works",
+        *arguments.works,
+        *(["--slow"] if arguments.slow else []),
+    ]
+    for set_ in arguments.sets:
+        for threads in arguments.threads:
+            for type_ in arguments.types:
+                print(f"\n== instructions {set_}, threads {threads}, {type_}", flush=True)
+                environment = {**os.environ, **INSTRUCTION_SETS[set_]}
+                environment.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+                command = [sys.executable, __file__, "--inner", "--sets", set_, "--threads", threads]
+                command += ["--types", type_, *flags]
+                done = subprocess.run(
+                    [str(part) for part in command],
+                    env=environment,
+                    check=True,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                shown, _, result = done.stdout.rpartition("\n#")
+                print(shown, flush=True)
+                found.append(json.loads(result))
+    return found
+
+
+def lowest(settings: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """For each work and peer the lowest ratio of any setting, by CPU and by wall time, and where that was."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for setting in settings:
+        where = f"{setting['set']}, {setting['threads']} thread(s), {setting['type']}"
+        for work, rows in setting["works"].items():
+            for name, row in rows.items():
+                entry = found.setdefault(work, {}).setdefault(name, {})
+                for kind in ("cpu", "wall"):
+                    ratio = row.get(f"{kind}_ratio", float("inf"))
+                    if ratio < entry.get(f"{kind}_ratio", float("inf")):
+                        entry.update({f"{kind}_ratio": ratio, f"{kind}_setting": where})
+    return {work: {n: e for n, e in rows.items() if e and n != "doublehead"} for work, rows in found.items()}
+
+
+def commit() -> str:
+    """The commit of the working tree, marked where there are changes beside it; empty outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
+    done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def cpu_name() -> str:
@@ -269,37 +359,45 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--classes", type=int, default=1_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sets", nargs="+", choices=INSTRUCTION_SETS, default=list(INSTRUCTION_SETS))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--types", nargs="+", default=["float32", "float64", "float16"])
+    parser.add_argument("--peers", nargs="*", default=[], help="the packages to run, all if none is named")
+    parser.add_argument("--works", nargs="*", default=[], help="parts of the names of the works to run")
     parser.add_argument(
-        "--slow", action="store_true", help="also run the peers that take over half a minute each"
+        "--slow", action="store_true", help="also run the peers that take over five seconds each"
     )
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    peers = installed()
-    logits, labels = make_logits(arguments.rows, arguments.classes)
-    probs = logits.softmax(1)
-    works = {
-        "top-label ECE from logits": top_from_logits(peers, logits, labels),
-        "top-label ECE from probabilities": top_from_probs(peers, probs, labels),
-        "class-wise ECE from probabilities": classwise(peers, probs, labels),
-        "all-component ECE from probabilities": pooled(peers, probs, labels),
-        "adaptive (equal-mass) ECE from probabilities": adaptive(peers, probs, labels),
-    }
-    if not arguments.slow:
-        works["class-wise ECE from probabilities"] = {
-            name: candidate
-            for name, candidate in works["class-wise ECE from probabilities"].items()
-            if name not in SLOW
-        }
-    record: dict[str, Any] = {**certificate(arguments, peers), "works": {}}
-    for work, candidates in works.items():
-        record["works"][work] = measure(candidates, arguments.rounds)
-        show(work, record["works"][work])
-    record["streaming_state_bytes"] = streaming_state(peers, logits, labels)
-    print(f"\nbytes kept after 100 batches: {record['streaming_state_bytes']}")
+    if arguments.inner:
+        print(f"\n#{json.dumps(run_setting(arguments))}")
+        return
+    settings = run_all(arguments)
+    least = lowest(settings)
+    print("\nlowest ratio of any setting")
+    for work, rows in least.items():
+        for name, row in rows.items():
+            print(
+                f"  {work:46s}{name:24s} CPU x{row['cpu_ratio']:7.2f} ({row['cpu_setting']})   "
+                f"wall x{row['wall_ratio']:7.2f} ({row['wall_setting']})"
+            )
     if arguments.save:
+        record = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "rows": arguments.rows,
+            "classes": arguments.classes,
+            "rounds": arguments.rounds,
+            "seconds": "cpu: of all threads of the process; wall: passed; each the fastest round",
+            "python": platform.python_version(),
+            "device": f"{cpu_name()}, {os.cpu_count()} cores",
+            "note": "the machine was shared while this ran: compare within a setting, not between them",
+            "versions": settings[0]["versions"],
+            "lowest": least,
+            "settings": [{k: v for k, v in setting.items() if k != "versions"} for setting in settings],
+        }
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 

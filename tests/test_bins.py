@@ -106,8 +106,9 @@ def test_components_against_one_class_at_a_time(dtype, probs, k, n_bins):
 
 @pytest.mark.parametrize("make", [Bins.top, Bins.classwise, Bins.pooled])
 @pytest.mark.parametrize("probs", [False, True])
-def test_any_split_and_order_gives_the_same_bits(make, probs):
-    p = random_predictions(1500, 12, probs=probs)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_split_and_order_gives_the_same_bits(make, probs, dtype):
+    p = random_predictions(1500, 12, probs=probs, dtype=dtype)
     whole = make(p)
     for size in (1, 7, 64, 1500):
         n = min(1500, 40 * size)
@@ -121,6 +122,26 @@ def test_chunks_give_the_same_bits(monkeypatch):
     before = Bins.top(p), Bins.classwise(p), Bins.pooled(p)
     monkeypatch.setattr(predictions_module, "CHUNK_ENTRIES", 333)
     assert (Bins.top(p), Bins.classwise(p), Bins.pooled(p)) == before
+
+
+def test_threads_give_the_same_bits(monkeypatch):
+    p = random_predictions(500, 11)
+    monkeypatch.setattr(predictions_module, "CHUNK_ENTRIES", 88)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append((Bins.top(p), Bins.classwise(p), Bins.pooled(p)))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
+def test_class_wise_sums_round_half_to_even():
+    """0.5, 1.5 and 2.5 units of 2^-32, as `quantise` rounds them."""
+    small = torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64) / 2**32
+    p = Predictions.from_probs(torch.stack([small, 1 - small], 1), [1, 1, 1])
+    assert int(Bins.classwise(p).conf_sums[0, 0]) == int(quantise(small).sum()) == 4
 
 
 def test_a_stream_starts_from_zeros():

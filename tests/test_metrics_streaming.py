@@ -59,8 +59,9 @@ def test_forward_returns_the_batch_and_keeps_the_sum():
 def test_probabilities_are_stated():
     logits, labels = data()
     metric = metrics.CalibrationError(are_probs=True)
-    metric.update(logits.softmax(1), labels)
-    assert float(metric.compute()) == metrics.ece(Predictions(logits, labels))
+    p = Predictions(logits, labels)
+    metric.update(p.probs, labels)
+    assert float(metric.compute()) == metrics.ece(p)
     with pytest.raises(ValueError, match="probs must lie in 0..1"):
         metric.update(logits, labels)
 

@@ -122,6 +122,58 @@ def test_one_pass_is_the_same_in_any_chunks(monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("are_probs", [False, True])
+def test_threads_give_the_same_bits(monkeypatch, dtype, are_probs):
+    scores = torch.randn(999, 10, generator=torch.Generator().manual_seed(0)) * 3
+    scores = (scores.softmax(1) if are_probs else scores).to(dtype)
+    labels = torch.randint(0, 10, (999,))
+    make = Predictions.from_probs if are_probs else Predictions
+    before = torch.get_num_threads()
+    found = []
+    monkeypatch.setattr(module, "CHUNK_ENTRIES", 70)
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            p = make(scores, labels)
+            found.append((*p.top_label(), p.predicted, p.probs))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_either_softmax_gives_the_probabilities(monkeypatch, dtype):
+    """torch's, and exp and sums, with logits near and far from 0 in one chunk."""
+    logits = torch.randn(300, 12, generator=torch.Generator().manual_seed(0), dtype=dtype) * 3
+    logits += torch.tensor([0.0, 60.0, -60.0, 800.0, -2000.0], dtype=dtype).repeat(60)[:, None]
+    labels = torch.zeros(300, dtype=torch.int64)
+    want = logits.double().softmax(1)
+    ulp = torch.finfo(dtype).eps
+    for fast in (set(), {(torch.backends.cpu.get_cpu_capability(), dtype)}):
+        monkeypatch.setattr(module, "FAST_SOFTMAX", fast)
+        p = Predictions(logits, labels)
+        # exp of a logit l is off by |l| ulp where l - max was rounded, and the softmax of torch by up to 20 more
+        torch.testing.assert_close(p.probs.double(), want, rtol=3000 * ulp, atol=1e-30)
+        torch.testing.assert_close(p.probs.sum(1), torch.ones(300, dtype=dtype), rtol=0, atol=50 * ulp)
+        assert torch.equal(p.confidence, p.probs.gather(1, p.predicted[:, None])[:, 0])
+        assert bool((p.confidence <= 1).all())
+        for rows in (slice(1, 2), slice(7, 20), slice(3, 4)):
+            assert torch.equal(p[rows].confidence, p.confidence[rows])
+            assert torch.equal(p[rows].probs, p.probs[rows])
+
+
+def test_half_precision_is_read_as_float32():
+    logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).half()
+    p, wide = Predictions(logits, [0] * 50), Predictions(logits.float(), [0] * 50)
+    assert torch.equal(p.logits, wide.logits)
+    assert torch.equal(p.probs, wide.probs)
+    assert torch.equal(p.confidence, wide.confidence)
+    assert p.confidence.dtype == p[:3].dtype == torch.float32
+
+
 def test_extreme_logits_stay_finite():
     p = Predictions([[3e38, -3e38], [-1e4, 1e4]], [0, 1])
     assert p.confidence.tolist() == [1.0, 1.0]
@@ -250,10 +302,16 @@ def test_large_but_finite_logits_are_not_refused():
 
 
 BAD_PROBS = [
+    ([[0.5, 0.5], [np.nan, 1.0]], r"probs must be finite, got 1 non-finite values, .* \(nan\) in row 1, column 0"),
+    ([[0.5, 0.5], [0.5, np.nan]], r"the first one \(nan\) in row 1, column 1"),
+    ([[np.inf, 0.5]], r"the first one \(inf\) in row 0, column 0"),
+    ([[1.0, -np.inf]], r"the first one \(-inf\) in row 0, column 1"),
+    ([[1.4, 0.2]], r"probs must lie in 0..1, got values from 0.2 to 1.4"),
+    ([[1.0, -1e-7]], r"probs must lie in 0..1, got values from -1e-07 to 1"),
     ([[1.5, -0.5]], r"probs must lie in 0..1, got values from -0.5 to 1.5; logits enter through Predictions"),
     ([[0.5, 0.5], [0.5, 0.4]], r"each row of probs must sum to 1 within 0.001, got 0.9 in row 1"),
     ([[0.0, 0.0]], r"must sum to 1 within 0.001, got 0 in row 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("probs", "message"), BAD_PROBS)

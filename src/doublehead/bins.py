@@ -11,17 +11,22 @@ holds up to 2^31 samples of confidence 1.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.predictions import ArrayLike, Predictions, as_float_tensor, as_tensor
+from doublehead.predictions import ArrayLike, Predictions, as_float_tensor, as_tensor, in_threads
 
 UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
+# A number in 0..1 plus this has a last bit of 1 / UNIT in float64: its bits, read as int64, are those of ROUNDING
+# plus the number in whole units.
+ROUNDING = 1.5 * 2.0**52 / UNIT
+ROUNDING_BITS = int(np.float64(ROUNDING).view(np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,33 +77,35 @@ class Bins:
             raise ValueError(
                 f"correct must have the shape of confidence {tuple(confidence.shape)}, got {tuple(correct.shape)}"
             )
-        return cls.from_state(_state_of(confidence, correct, n_bins))
+        states = in_threads(
+            lambda rows: _state_of(confidence[rows], correct[rows], n_bins),
+            confidence.shape,
+            confidence.device,
+        )
+        return cls.from_state(torch.stack(states).sum(0))
 
     @classmethod
     def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of the confidence in the predicted class."""
-        confidence, correct = predictions.top_label()
-        return cls.from_state(_state_of(confidence, correct, n_bins))
+        return cls._of_pieces(predictions, lambda piece: _state_of(*piece.top_label(), n_bins))
 
     @classmethod
     def classwise(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
-        shape = (3, predictions.n_classes, check_n_bins(n_bins))
-        state = torch.zeros(shape, dtype=torch.int64, device=predictions.device)
-        chunks = predictions.probs_chunks()
-        scratch = torch.empty(0, dtype=predictions.dtype, device=state.device)
-        wide = torch.empty(0, dtype=torch.float64, device=state.device)
-        edge = float(torch.tensor(1 / n_bins, dtype=predictions.dtype))  # of the first bin
-        # The more classes, the smaller the share of a chunk that is kept for `_add_components`.
-        at_once = 1 if state.is_cuda else max(1, min(64, predictions.n_classes // 16))
-        while seen := [_sift(*chunk, scratch, wide, edge) for chunk in islice(chunks, at_once)]:
-            _add_components(state, seen, edge)
-        return cls.from_state(state)
+        check_n_bins(n_bins)
+        return cls._of_pieces(predictions, lambda piece: _components(piece, n_bins))
 
     @classmethod
     def pooled(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of all N*K probabilities together, each with whether its class is the label."""
         return cls.from_state(cls.classwise(predictions, n_bins).state().sum(1))
+
+    @classmethod
+    def _of_pieces(cls, predictions: Predictions, state_of: Callable[[Predictions], Tensor]) -> Bins:
+        """The sum of the bins of some rows each, which `state_of` gives as states."""
+        shape = (len(predictions), predictions.n_classes)
+        states = in_threads(lambda rows: state_of(predictions[rows]), shape, predictions.device)
+        return cls.from_state(torch.stack(states).sum(0))
 
     def state(self) -> Tensor:
         """(3, ..., n_bins) int64: counts, conf_sums, correct_sums. Sum it over processes with one all-reduce."""
@@ -217,23 +224,48 @@ def _state_of(confidence: Tensor, correct: Tensor, n_bins: int) -> Tensor:
     return state
 
 
-def _sift(probs: Tensor, labels: Tensor, scratch: Tensor, wide: Tensor, edge: float) -> tuple[Tensor, ...]:
+def _components(predictions: Predictions, n_bins: int) -> Tensor:
+    """(3, K, n_bins) the state of class-wise bins."""
+    shape = (3, predictions.n_classes, n_bins)
+    state = torch.zeros(shape, dtype=torch.int64, device=predictions.device)
+    chunks = predictions.probs_chunks()
+    wide = torch.empty(0, dtype=torch.float64, device=state.device)
+    edge = float(torch.tensor(1 / n_bins, dtype=predictions.dtype))  # of the first bin
+    # The more classes, the smaller the share of a chunk that is kept for `_add_components`.
+    at_once = 1 if state.is_cuda else max(1, min(64, predictions.n_classes // 16))
+    while seen := [_sift(*chunk, wide, edge) for chunk in islice(chunks, at_once)]:
+        _add_components(state, seen)
+    return state
+
+
+def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Tensor, ...]:
     """What a chunk of probs (B, K) adds to class-wise bins, looked at while it stays in the cache.
 
     Nearly all probabilities lie in the first bin when K is large. Only those above its edge are binned one by one;
-    the first bin is the total minus the rest, exact because everything is a whole number. To find them, up to
-    eight rows are laid on each other and only the places where any of them is high are looked at again.
+    the first bin is the total minus the rest, exact because everything is a whole number.
     """
-    height = math.gcd(len(probs), 8)
-    piles = probs.view(height, -1)  # (height, B / height * K): a pile holds one class
-    high = (piles.amax(0) > edge).nonzero()[:, 0]  # (M,)
-    classes, conf = (high % probs.shape[1]).repeat(height), piles[:, high].view(-1)
-    units = torch.mul(probs, UNIT, out=scratch.resize_(probs.shape)).round_()  # whole numbers
-    totals = wide.resize_(probs.shape).copy_(units).sum(0)  # (K,) exact: whole numbers below 2^53
-    return totals.to(torch.int64), labels, probs.gather(1, labels[:, None])[:, 0], classes, conf
+    wide.resize_(probs.shape)
+    if probs.device.type == "cpu":  # by numpy: torch takes several times as long without AVX2
+        array, units = probs.numpy(), wide.numpy()
+        high = torch.from_numpy(np.flatnonzero(array > array.dtype.type(edge)))  # (M,)
+        np.copyto(units, array)
+        np.add(units, ROUNDING, out=units)
+        totals = torch.from_numpy(
+            np.add.reduce(units.view(np.int64), axis=0)
+        )  # (K,) overflow is undone below
+    else:
+        high = (probs > edge).view(-1).nonzero()[:, 0]
+        totals = wide.copy_(probs).add_(ROUNDING).view(torch.int64).sum(0)
+    totals = totals - _wrapped(len(probs) * ROUNDING_BITS)
+    return totals, labels, probs.gather(1, labels[:, None])[:, 0], high % probs.shape[1], probs.view(-1)[high]
 
 
-def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]], edge: float) -> None:
+def _wrapped(whole: int) -> int:
+    """The int64 that equals a whole number modulo 2^64."""
+    return (whole + 2**63) % 2**64 - 2**63
+
+
+def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]]) -> None:
     """Add sifted chunks to class-wise state (3, K, n_bins), in place."""
     n_bins = state.shape[2]
     totals = torch.stack([chunk[0] for chunk in seen]).sum(0)
@@ -242,8 +274,7 @@ def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]], edge: float) 
     counts[:, 0] += len(labels)
     conf_sums[:, 0] += totals
     correct_sums.view(-1).scatter_add_(0, labels * n_bins + bin_of(at_label, n_bins), torch.ones_like(labels))
-    above = conf > edge
-    first, conf = (classes[above] * n_bins).expand(2, -1), conf[above]
+    first = (classes * n_bins).expand(2, -1)
     entries = torch.stack([torch.ones_like(first[0]), quantise(conf)])  # (2, M)
     sums = state[:2].view(2, -1)
     sums.scatter_add_(1, first + bin_of(conf, n_bins), entries).scatter_add_(1, first, -entries)

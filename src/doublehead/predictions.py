@@ -7,25 +7,35 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from doublehead.plumbing import one_thread
+
+T = TypeVar("T")
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
 CHUNK_ENTRIES = 1 << 18  # entries looked at together: 1 MiB of float32 stays in a core's cache
 CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
+PIECE_CHUNKS = 4  # a thread takes this many chunks or more
+
+# Where torch's softmax is faster than exp, a sum and a division: by instruction set and type. Without AVX2 it takes
+# up to three times as long as they do.
+FAST_SOFTMAX = {("AVX512", torch.float32), ("AVX512", torch.float64), ("AVX2", torch.float32)}
+FAR = 40.0  # exp neither overflows nor loses anything while the largest logit lies within -FAR..FAR
 
 
 class Predictions:
     """The logits of a classifier and the true labels, checked once, on entry.
 
     `Predictions(logits, labels)` takes logits; probabilities enter only through `from_probs`, a binary model's
-    single score only through `from_binary`. Half precision is widened to float32, float64 is kept.
+    single score only through `from_binary`. Half precision is kept as it came and read as float32.
 
     >>> p = Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 0])
     >>> len(p), p.n_classes, p.correct.tolist()
@@ -35,8 +45,14 @@ class Predictions:
     """
 
     def __init__(self, logits: ArrayLike, labels: ArrayLike) -> None:
-        self._scores = _check_scores(logits, "logits")  # (N, K)
+        self._scores = _check_shape(logits, "logits")  # (N, K)
         self._are_probs = False
+        self._predicted, sums, _ = _look_through(self._scores, want_low=False)  # (N,) int64
+        # A sum is finite when its entries are; overflow aside, which the second look settles.
+        with one_thread():
+            suspect = not bool(sums.isfinite().all())
+        if suspect and not bool(self._scores.isfinite().all()):
+            _raise_not_finite(self._scores, "logits")
         self.labels = _check_labels(labels, self._scores, "logits")  # (N,) int64
 
     @classmethod
@@ -47,23 +63,14 @@ class Predictions:
         Rows that sum to 1 only roughly (rounded files, half precision) are not rescaled.
         """
         scores = _check_shape(probs, "probs")
-        low, high, sums = _bounds_and_sums(scores)
-        if not math.isfinite(low + high):
-            _raise_not_finite(scores, "probs")
-        if low < 0 or high > 1 + 1e-6:
-            raise ValueError(
-                f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
-                "logits enter through Predictions(logits, labels)"
-            )
-        off = (sums - 1).abs()
-        if float(off.max()) > tolerance:
-            row = int(off.argmax())
-            raise ValueError(
-                f"each row of probs must sum to 1 within {tolerance:g}, got {float(sums[row]):.6g} in row {row}"
-            )
+        predicted, sums, low = _look_through(scores, want_low=True)
+        high = _check_probs(scores, predicted, sums, low, tolerance)
         made = cls.__new__(cls)
-        made._scores = scores.clamp(max=1.0) if high > 1 else scores
         made._are_probs = True
+        made._scores, made._predicted = scores, predicted
+        if high > 1:
+            made._scores = scores.clamp(max=1.0)
+            made._predicted = made._scores.argmax(1)  # what was larger may be equal now
         made.labels = _check_labels(labels, scores, "probs")
         return made
 
@@ -94,7 +101,11 @@ class Predictions:
     def __getitem__(self, rows: Any) -> Predictions:
         """The predictions of some rows: a slice, an index array or a mask."""
         part = Predictions.__new__(Predictions)
-        part._scores, part.labels = self._scores[rows], self.labels[rows]
+        part._scores, part._predicted, part.labels = (
+            self._scores[rows],
+            self._predicted[rows],
+            self.labels[rows],
+        )
         part._are_probs = self._are_probs
         if part._scores.ndim != 2:
             raise IndexError(f"rows must be a slice, an index array or a mask, got {rows!r}")
@@ -115,7 +126,7 @@ class Predictions:
     @property
     def dtype(self) -> torch.dtype:
         """float32 or float64."""
-        return self._scores.dtype
+        return _read_as(self._scores)
 
     @property
     def device(self) -> torch.device:
@@ -125,60 +136,64 @@ class Predictions:
     @property
     def logits(self) -> Tensor:
         """(N, K). For probabilities their logarithm, a probability of 0 taken as the smallest normal number."""
-        if not self._are_probs:
-            return self._scores
-        return self._scores.clamp(min=torch.finfo(self._scores.dtype).tiny).log()
+        scores = self._scores.to(self.dtype)
+        return scores.clamp(min=torch.finfo(self.dtype).tiny).log() if self._are_probs else scores
 
     @property
     def probs(self) -> Tensor:
         """(N, K), rows summing to 1."""
-        return self._scores if self._are_probs else self._scores.softmax(1)
+        scores = self._scores.to(self.dtype)
+        return scores if self._are_probs else _softmax(scores, self._predicted, torch.empty_like(scores))
 
     @property
     def predicted(self) -> Tensor:
         """(N,) the class of the largest score, the first one where several are equal."""
-        return self._scores.argmax(1)
+        return self._predicted
 
     @property
     def correct(self) -> Tensor:
         """(N,) bool: whether the predicted class is the label."""
-        return self.predicted == self.labels
+        with one_thread():
+            return self._predicted == self.labels
 
     @property
     def confidence(self) -> Tensor:
         """(N,) the probability of the predicted class."""
-        return self.top_label()[0]
+        if self._are_probs:
+            with one_thread():
+                return _at(self._scores, self._predicted).to(self.dtype)
+        confidence = torch.empty(len(self), dtype=self.dtype, device=self.device)
+
+        def fill(rows: slice) -> None:
+            spare = confidence.new_empty(0)
+            predicted, to_fill = self._predicted[rows], confidence[rows]
+            for part, scores in _chunks(self._scores[rows]):
+                to_fill[part] = _top_probability(scores, predicted[part], spare.resize_(scores.shape))
+
+        in_threads(fill, self._scores.shape, self.device)
+        return confidence
 
     def top_label(self) -> tuple[Tensor, Tensor]:
-        """(N,) `confidence` and (N,) `correct`, from one pass in which each chunk stays in the cache."""
-        rows = [_label_and_others(*chunk, spare=not self._are_probs) for chunk in self.probs_chunks()]
-        at_label, others = (torch.cat(parts) for parts in zip(*rows))
-        return torch.maximum(at_label, others), self._is_correct(at_label, others)
+        """(N,) `confidence` and (N,) `correct`."""
+        return self.confidence, self.correct
 
     def probs_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """`probs` and `labels` of some rows after the other, in memory that does not grow with N."""
-        for scores, labels in self.score_chunks():
-            # softmax works row by row in one kernel: a row gives the same bits in whatever batch it stands
-            yield (scores if self._are_probs else scores.softmax(1)), labels
+        """`probs` and `labels` of some rows after the other, in memory that does not grow with N.
+
+        A chunk may lie in the memory of the one before.
+        """
+        spare = torch.empty(0, dtype=self.dtype, device=self.device)
+        for part, scores in _chunks(self._scores):
+            if self._are_probs:
+                yield scores, self.labels[part]
+            else:
+                probs = _softmax(scores, self._predicted[part], spare.resize_(scores.shape))
+                yield probs, self.labels[part]
 
     def score_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The logits (or probs, as they came in) and labels of some rows after the other."""
-        rows = _rows_at_once(self._scores)
-        for scores, labels in zip(self._scores.split(rows), self.labels.split(rows)):
-            yield scores.contiguous(), labels
-
-    def _is_correct(self, at_label: Tensor, others: Tensor) -> Tensor:
-        """`correct`, from the probability of the label and the largest of the others (N,).
-
-        On a CPU argmax costs more than the softmax, so it only settles rows in which the two are equal or so near
-        that rounding may have made them so.
-        """
-        if self._scores.is_cuda:
-            return self.correct
-        correct = at_label > others
-        close = ((at_label - others).abs() <= 1e-6).nonzero()[:, 0]
-        correct[close] = self._scores[close].argmax(1) == self.labels[close]
-        return correct
+        """The logits (or probs, as they came in) and labels of some rows after the other, as `probs_chunks`."""
+        for part, scores in _chunks(self._scores):
+            yield scores, self.labels[part]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write an .npz without pickles; the file appears whole or not at all."""
@@ -187,7 +202,7 @@ class Predictions:
             raise ValueError(f"path must end in .npz, got {path.name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
         name = "probs" if self._are_probs else "logits"
-        arrays = {name: self._scores.cpu().numpy(), "labels": self.labels.cpu().numpy()}
+        arrays = {name: self._scores.to(self.dtype).cpu().numpy(), "labels": self.labels.cpu().numpy()}
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -208,12 +223,121 @@ class Predictions:
         return cls.from_probs(arrays["probs"], arrays["labels"], tolerance=tolerance)
 
 
-def _label_and_others(probs: Tensor, labels: Tensor, spare: bool) -> tuple[Tensor, Tensor]:
-    """(B,) the probability of the label and the largest of the other classes; a `spare` tensor may be written to."""
-    column = labels[:, None]
-    at_label = probs.gather(1, column)[:, 0]
-    others = probs.scatter_(1, column, -1.0) if spare else probs.scatter(1, column, -1.0)
-    return at_label, others.amax(1)
+def in_threads(work: Callable[[slice], T], shape: Sequence[int], device: torch.device) -> list[T]:
+    """`work` of consecutive pieces of the rows of scores of a shape (N, ...), in as many threads as torch may use.
+
+    A thread computes alone on its piece. Threads that share operations as short as those on a chunk, or on one number
+    per row, wait for each other; on a machine that is busy with other work the waiting takes longer than the work.
+    """
+    n, entries = shape[0], math.prod(shape)
+    if device.type != "cpu":
+        return [work(slice(0, n))]
+    threads = torch.get_num_threads()
+    pieces = min(4 * threads, entries // (PIECE_CHUNKS * CHUNK_ENTRIES), n) if threads > 1 else 1
+    with one_thread():
+        if pieces < 2:
+            return [work(slice(0, n))]
+        size = -(-n // pieces)
+        with ThreadPoolExecutor(min(threads, pieces)) as pool:
+            return list(pool.map(work, [slice(start, start + size) for start in range(0, n, size)]))
+
+
+def _chunks(scores: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Which rows, and those rows of `scores`, contiguous; half precision is widened into the same memory each time."""
+    rows, dtype = _rows_at_once(scores), _read_as(scores)
+    wide = torch.empty(0, dtype=dtype, device=scores.device)
+    for start in range(0, len(scores), rows):
+        part = slice(start, start + rows)
+        chunk = scores[part]
+        yield part, chunk.contiguous() if chunk.dtype == dtype else wide.resize_(chunk.shape).copy_(chunk)
+
+
+def _look_through(scores: Tensor, want_low: bool) -> tuple[Tensor, Tensor, float]:
+    """(N,) the first of the largest classes, (N,) the sums of the rows and the smallest entry, 0 if not wanted.
+
+    One pass, in which each chunk is read from memory once. On a CPU it is numpy's, whose reductions are fast under
+    every instruction set; torch's take up to ten times as long without AVX2. A nan counts as the largest.
+    """
+    on_cpu = scores.device.type == "cpu"
+
+    def look(rows: slice) -> tuple[Tensor, Tensor, float]:
+        classes, sums, lows = [], [], []
+        for _, chunk in _chunks(scores[rows]):
+            if on_cpu:
+                array = chunk.numpy()
+                classes.append(torch.from_numpy(array.argmax(1)))
+                sums.append(torch.from_numpy(np.einsum("nk->n", array)))
+                lows.append(float(np.minimum.reduce(array, axis=None)) if want_low else 0.0)
+            else:
+                classes.append(chunk.argmax(1))
+                sums.append(chunk.sum(1))
+                lows.append(float(chunk.amin()) if want_low else 0.0)
+        return torch.cat(classes), torch.cat(sums), min(lows)
+
+    found = in_threads(look, scores.shape, scores.device)
+    classes, sums, lows = zip(*found)
+    with one_thread():
+        return torch.cat(classes), torch.cat(sums), min(lows)
+
+
+@one_thread()
+def _check_probs(scores: Tensor, predicted: Tensor, sums: Tensor, low: float, tolerance: float) -> float:
+    """The largest entry, or an error when entries or sums are not those of probabilities."""
+    high = float(_at(scores, predicted).max())
+    if not math.isfinite(low + high):
+        _raise_not_finite(scores, "probs")
+    if low < 0 or high > 1 + 1e-6:
+        raise ValueError(
+            f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
+            "logits enter through Predictions(logits, labels)"
+        )
+    off = (sums - 1).abs()
+    if float(off.max()) > tolerance:
+        row = int(off.argmax())
+        raise ValueError(
+            f"each row of probs must sum to 1 within {tolerance:g}, got {float(sums[row]):.6g} in row {row}"
+        )
+    return high
+
+
+def _at(scores: Tensor, classes: Tensor) -> Tensor:
+    """(N,) the entry of a class (N,) in each row."""
+    return scores.gather(1, classes[:, None])[:, 0]
+
+
+def _softmax(scores: Tensor, predicted: Tensor, out: Tensor) -> Tensor:
+    """`out`, filled with the probabilities of logits (B, K) whose largest classes are given (B,).
+
+    The bits of a row depend on this row alone, in whatever batch it stands.
+    """
+    if _softmax_is_fast(scores):
+        return torch.softmax(scores, 1, out=out)
+    return out.div_(_exp_and_sum(scores, predicted, out)[:, None])
+
+
+def _top_probability(scores: Tensor, predicted: Tensor, spare: Tensor) -> Tensor:
+    """(B,) the largest entry of each row of `_softmax`, to the bit; `spare` (B, K) is written to."""
+    if _softmax_is_fast(scores):
+        return _at(torch.softmax(scores, 1, out=spare), predicted)
+    sums = _exp_and_sum(scores, predicted, spare)
+    return _at(spare, predicted) / sums
+
+
+def _exp_and_sum(scores: Tensor, predicted: Tensor, exps: Tensor) -> Tensor:
+    """(B,) sums of exp(scores), which are written to `exps` (B, K); rows with a large maximum are shifted by it."""
+    largest = _at(scores, predicted)
+    shift = largest.where(largest.abs() > FAR, 0.0)
+    if bool(shift.any()):
+        torch.sub(scores, shift[:, None], out=exps).exp_()
+    else:
+        torch.exp(scores, out=exps)
+    return torch.from_numpy(np.add.reduce(exps.numpy(), axis=1))
+
+
+def _softmax_is_fast(scores: Tensor) -> bool:
+    return (
+        scores.device.type != "cpu" or (torch.backends.cpu.get_cpu_capability(), scores.dtype) in FAST_SOFTMAX
+    )
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -253,24 +377,23 @@ def as_tensor(values: ArrayLike, name: str) -> Tensor:
 
 def as_float_tensor(values: ArrayLike, name: str) -> Tensor:
     """`as_tensor` of floats: half precision widened to float32, whole numbers refused."""
+    tensor = _as_floats(values, name)
+    return tensor.to(_read_as(tensor))
+
+
+def _as_floats(values: ArrayLike, name: str) -> Tensor:
     tensor = as_tensor(values, name)
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.float()
-    if tensor.dtype not in (torch.float32, torch.float64):
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"{name} must be of a floating type, got {str(tensor.dtype).removeprefix('torch.')}")
     return tensor
 
 
-def _check_scores(values: ArrayLike, name: str) -> Tensor:
-    scores = _check_shape(values, name)
-    # One pass: the sum is finite when the entries are (overflow aside, which the second look settles).
-    if not bool(torch.isfinite(scores.sum())) and not bool(torch.isfinite(scores).all()):
-        _raise_not_finite(scores, name)
-    return scores
+def _read_as(scores: Tensor) -> torch.dtype:
+    return torch.float64 if scores.dtype == torch.float64 else torch.float32
 
 
 def _check_shape(values: ArrayLike, name: str) -> Tensor:
-    scores = as_float_tensor(values, name)
+    scores = _as_floats(values, name)
     if scores.ndim != 2 or scores.shape[1] < 2:
         hint = "; a binary model's single score enters through from_binary" if scores.ndim in (1, 2) else ""
         raise ValueError(f"{name} must have shape (N, K) with K >= 2, got {tuple(scores.shape)}{hint}")
@@ -288,18 +411,12 @@ def _raise_not_finite(scores: Tensor, name: str) -> NoReturn:
     )
 
 
-def _bounds_and_sums(scores: Tensor) -> tuple[float, float, Tensor]:
-    """The smallest and the largest entry and (N,) the sums of the rows; each chunk is read from memory once."""
-    parts = [(*chunk.aminmax(), chunk.sum(1)) for chunk in scores.split(_rows_at_once(scores))]
-    lows, highs, sums = zip(*parts)
-    return float(torch.stack(lows).min()), float(torch.stack(highs).max()), torch.cat(sums)
-
-
 def _rows_at_once(scores: Tensor) -> int:
     entries = CHUNK_ENTRIES_GPU if scores.is_cuda else CHUNK_ENTRIES
     return min(max(8, entries // scores.shape[1] // 8 * 8), 1 << 20)
 
 
+@one_thread()
 def _check_labels(values: ArrayLike, scores: Tensor, name: str) -> Tensor:
     labels = as_tensor(values, "labels")
     if labels.is_floating_point() or labels.is_complex():

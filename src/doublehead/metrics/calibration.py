@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from doublehead.bins import Bins, check_n_bins
+from doublehead.plumbing import one_thread
 from doublehead.predictions import Predictions
 
 Components: TypeAlias = Literal["top", "all", "classwise"]
@@ -104,6 +105,7 @@ def ece_sweep(p: Predictions, norm: Norm = "l1") -> float:
     return float(excess.abs().sum() / counts.sum())
 
 
+@one_thread()  # the operations are too short to share
 def _cumulative(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
     """(N + 1,) float64 running sums of confidence and accuracy in rising order of confidence, on the CPU.
 
