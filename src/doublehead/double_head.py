@@ -13,6 +13,7 @@ held-back data.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ from doublehead.calibration_data import (
 from doublehead.calibration_head import PAPER, CalibrationHead, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
 from doublehead.network import LogitsOf, Outputs, Reader, Readings, with_logits
-from doublehead.torch_tools import Randomness, device_of, evaluating, n_processes, rank, uncompiled
+from doublehead.torch_tools import Randomness, device_of, evaluating, n_processes, rank, uncompiled, unwrapped
 
 OPINION = replace(PAPER, hidden=256, dropout=0.5)  # smaller than the paper's head: each sees 4/5 of the data
 SECOND_OPINION = tuple(replace(OPINION, fold=fold, seed=fold) for fold in range(N_FOLDS))
@@ -209,7 +210,9 @@ class DoubleHead:
         if len(self.bank.specs) == 1:
             if options:
                 raise TypeError(f"a single head is used as trained: finish takes no {sorted(options)} then")
-            return Calibrated(self.network, self.bank.take(0), self.reader).eval()
+            reader = copy.copy(self.reader)
+            reader.network = unwrapped(self.network)
+            return Calibrated(reader.network, self.bank.take(0), reader).eval()
         if self.bank.specs != SECOND_OPINION:
             raise ValueError(
                 "finish needs one head or the second opinion; take others with double.bank.take(number)"
@@ -278,18 +281,29 @@ class Calibrated(nn.Module):
     def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Calibrated log-probabilities for logits and features of the network at hand."""
         options: dict[str, Any] = {}
-        if self.opinion is not None:
-            options["opinion"] = self.opinion(main, features).log_softmax(-1).mean(0)
-        if numbers is not None and numbers.shape[-1]:
-            options["numbers"] = numbers
-        calibrated: Tensor = self.head(main, features, **options)
-        return calibrated.float().log_softmax(-1)
+        with torch.autocast(main.device.type, enabled=False):
+            if self.opinion is not None:
+                options["opinion"] = self.opinion(main, features).log_softmax(-1).mean(0)
+            if numbers is not None and numbers.shape[-1]:
+                options["numbers"] = numbers
+            calibrated: Tensor = self.head(main, features, **options)
+            return calibrated.float().log_softmax(-1)
 
     def save(self, path: str | Path) -> Path:
         """Write weights and calibration into the folder `path`; `doublehead.load(path, network)` brings both back."""
         from doublehead.saving import save
 
         return save(self, path)
+
+    def export(self, path: str | Path, example: Any, to: str = "onnx", **options: Any) -> Path:
+        """Write one model with the outputs probs, label and confidence into the folder `path`; returns its file.
+
+        `to` is "onnx", "torch-export" or "safetensors". `example` is a batch of inputs; `options` are those of
+        `doublehead.integrations.export.export_model`.
+        """
+        from doublehead.integrations.export import export_model
+
+        return export_model(self, path, example, to, **options)  # type: ignore[arg-type]
 
 
 def read(reader: Reader, data: Any, to_pair: ToPair | None = None) -> Readings:

@@ -131,7 +131,8 @@ class Reader:
         output, caught = self.tap.run(network, args, kwargs)
         logits = to_logits(find_logits(output, self.logits_of), self.outputs)
         features = features_of(caught, logits, self.layer)
-        return Answer(output, features, logits, logits.new_empty(len(logits), 0))
+        none = logits.new_empty(logits.shape[0], 0)  # not len(logits), which would fix the batch size of an export
+        return Answer(output, features, logits, none)
 
     @torch.no_grad()
     def read(
@@ -240,7 +241,7 @@ def features_of(caught: tuple[Tensor, Tensor] | None, logits: Tensor, layer: str
     if features.ndim == 3 and output.ndim == 3 and logits.ndim == 2:
         # (B, T, F), one of T outputs became the logits
         place = (output == logits[:, None]).all(-1).int().argmax(1)  # (B,)
-        return features[torch.arange(len(place), device=place.device), place]
+        return features[torch.arange(place.shape[0], device=place.device), place]
     return features.flatten(1)
 
 

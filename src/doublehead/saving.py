@@ -1,4 +1,7 @@
-"""Keep a calibrated network: weights as safetensors, and what was put together as JSON. No pickle is ever executed."""
+"""Keep a calibrated network in one safetensors file: weights, and as JSON in its header what was put together.
+
+No pickle is written or read, and nothing in a file is executed.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,71 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from doublehead.atomic import replacing
 from doublehead.calibration_head import CalibrationHead, HeadSpec
-from doublehead.calibrators.base import Calibrator
+from doublehead.calibrators.base import Calibrator, NotFitted
 from doublehead.calibrators.table import CALIBRATORS, make
 from doublehead.double_head import Calibrated
 from doublehead.network import VIEWS, Reader
 from doublehead.optional import require
+from doublehead.shift_guard import ShiftGuard
+from doublehead.torch_tools import device_of
 
-WEIGHTS, CONFIG = "model.safetensors", "doublehead.json"
+WEIGHTS, HEADER = "model.safetensors", "doublehead"
 
 
-def save(model: Calibrated, path: str | Path) -> Path:
-    """Write the network's weights and its calibration into the folder `path`; returns the file of weights."""
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
+def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
+    """Write network, calibration and guard into the folder `path`; returns the file."""
     facts = describe(model)
     # Copies in plain memory order: shared tensors and those of channels_last networks are refused otherwise.
-    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
-    require("safetensors.torch", extra="export").save_file(tensors, path / WEIGHTS)
-    (path / CONFIG).write_text(json.dumps(facts, indent=1) + "\n")
+    plain = torch.contiguous_format
+    tensors = {name: value.detach().cpu().clone(memory_format=plain) for name, value in model.state_dict().items()}
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    with replacing(path / WEIGHTS) as file:
+        require("safetensors.torch", extra="export").save_file(tensors, file, {HEADER: json.dumps(facts)})
     return path / WEIGHTS
 
 
-def load(path: str | Path, network: nn.Module) -> Calibrated:
-    """What `save` wrote to the folder `path`, put into `network`, a network of the same architecture."""
-    path = Path(path)
-    model = rebuild(network, json.loads((path / CONFIG).read_text()))
-    model.load_state_dict(require("safetensors.torch", extra="export").load_file(path / WEIGHTS))
+def load(path: str | Path, network: nn.Module) -> Any:
+    """What `save` wrote to the folder `path`, put into `network`, a network of the same architecture.
+
+    It is a `Calibrated`, or the `ShiftGuard` that was saved. The weights go to the network's device.
+
+    >>> import tempfile, doublehead
+    >>> def make_network():
+    ...     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> x, y = torch.randn(300, 4), torch.randint(3, (300,))
+    >>> model = doublehead.calibrate(make_network(), (x, y))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = model.save(folder)
+    ...     again = load(folder, make_network())
+    >>> torch.equal(again(x), model(x))
+    True
+    """
+    file = Path(path) / WEIGHTS if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"path must be a folder with {WEIGHTS}, as model.save writes it, got {path}")
+    library, device = require("safetensors", extra="export"), device_of(network)
+    try:
+        with library.safe_open(file, "pt", str(device)) as opened:
+            facts = json.loads((opened.metadata() or {})[HEADER])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (library.SafetensorError, KeyError) as error:
+        raise ValueError(f"{file} must be a file that model.save wrote, got another: {error}") from error
+    model = rebuild(network, facts)
+    model.load_state_dict(tensors)
     return model.eval()
 
 
-def describe(model: Calibrated) -> dict[str, Any]:
+def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:
     """What is needed to put an equal calibration beside an equal network; the weights are kept apart."""
+    if isinstance(model, ShiftGuard):
+        inner = describe(model.model) if isinstance(model.model, Calibrated) else {}
+        return {**inner, "guard": {"layers": model.tap.layers}}
     reader = model.reader
     names = {view: name for name, view in VIEWS.items()}
     unknown = [view for view in reader.views if view not in names]
@@ -60,14 +94,19 @@ def describe(model: Calibrated) -> dict[str, Any]:
     }
 
 
-def rebuild(network: nn.Module, facts: Mapping[str, Any]) -> Calibrated:
+def rebuild(network: nn.Module, facts: Mapping[str, Any]) -> Any:
     """`network` with a calibration as `describe` wrote it down, its weights not loaded yet."""
+    model = _rebuild_calibrated(network, facts) if "head" in facts else network
+    return ShiftGuard(model, facts["guard"]["layers"]) if "guard" in facts else model
+
+
+def _rebuild_calibrated(network: nn.Module, facts: Mapping[str, Any]) -> Calibrated:
     sizes = {name: facts[name] for name in ("n_classes", "n_features")}
-    reader = Reader.restore(
-        network, layer=facts["layer"], outputs=facts["outputs"], views=facts["views"], **sizes
+    reader = Reader.restore(network, layer=facts["layer"], outputs=facts["outputs"], views=facts["views"], **sizes)
+    head, opinion = (
+        None if facts[name] is None else _rebuild_head(facts[name], **sizes).to(device_of(network))
+        for name in ("head", "opinion")
     )
-    head = _rebuild_head(facts["head"], **sizes)
-    opinion = None if facts["opinion"] is None else _rebuild_head(facts["opinion"], **sizes)
     return Calibrated(network, head, reader, opinion)  # type: ignore[arg-type]
 
 
@@ -77,6 +116,8 @@ def _describe_head(head: nn.Module) -> dict[str, Any]:
     names = [name for name, kind in CALIBRATORS.items() if type(head) is kind]
     if not names or not isinstance(head, Calibrator):
         raise TypeError(f"head must be a CalibrationHead or a Calibrator, got {type(head).__name__}")
+    if not head.is_fitted:
+        raise NotFitted(f"this {type(head).__name__} is not fitted: there is nothing to save")
     return {"method": names[0], "params": head.get_params()}
 
 

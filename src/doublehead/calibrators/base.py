@@ -7,9 +7,10 @@ import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from doublehead.predictions import Predictions
+from doublehead.torch_tools import StaysFloat32
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,7 +24,7 @@ class NotConverged(UserWarning):
     """A fit stopped before it reached its optimum; the message says how far it came."""
 
 
-class Calibrator(nn.Module):
+class Calibrator(StaysFloat32):
     """What all calibrators share.
 
     A subclass lists in `learned` the names of what `fit` learns. They are buffers, None until then, so a
@@ -65,10 +66,17 @@ class Calibrator(nn.Module):
             setattr(self, name, value.to(like.device, dtype, copy=True))  # formats of weights refuse shared memory
         return self
 
-    def forward(self, logits: Tensor, features: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        logits: Tensor,
+        features: Tensor | None = None,
+        *,
+        opinion: Tensor | None = None,
+        numbers: Tensor | None = None,
+    ) -> Tensor:
         """Calibrated logits (..., K) for logits (..., K); half precision is widened to float32.
 
-        `features` of a network are ignored by calibrators that read logits alone.
+        `features`, `opinion` and `numbers` are for the staged head; calibrators that read logits alone ignore them.
         """
         self._check_use(logits)
         if logits.dtype in (torch.float16, torch.bfloat16):

@@ -1,6 +1,6 @@
-"""Out to production: network, calibration head and guard as one model that answers probs, label and confidence.
+"""A calibrated model for production: network, head and guard as one program that outputs probs, label and confidence.
 
-The folder written holds the model, `config.json` with what was put together, and `README.md`, a model card in Hugging
+The folder written holds the model, `config.json` with its inputs and outputs, and `README.md`, a model card in Hugging
 Face's format. Every export is run against the original before it is kept. Nothing here, and nothing that loads these
 files, executes a pickle.
 """
@@ -20,32 +20,28 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from doublehead.double_head import CalibrationHead, DoubleHead
-from doublehead.head_bank import HeadBank
-from doublehead.integrations.head_config import describe, put_head, rebuild
-from doublehead.last_layer import logits_of, uncompiled
+from doublehead.double_head import Calibrated
+from doublehead.network import find_logits
 from doublehead.optional import require
-from doublehead.plumbing import device_of, evaluating
+from doublehead.saving import WEIGHTS, load, save
 from doublehead.shift_guard import ShiftGuard
+from doublehead.torch_tools import device_of, evaluating, uncompiled
 
 Form: TypeAlias = Literal["onnx", "torch-export", "safetensors"]
 OUTPUTS = ("probs", "label", "confidence")
-FILES = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": "model.safetensors"}
+FILES = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": WEIGHTS}
 TOLERANCE = 1e-5  # on probabilities
 
 
-class Calibrated(nn.Module):
-    """A DoubleHead or ShiftGuard that answers with probs (B, K), the label (B,) and the confidence in it (B,).
+class _Answering(nn.Module):
+    """A Calibrated or ShiftGuard that returns probs (B, K), the label (B,) and the confidence in it (B,).
 
     Inputs come in order; `names` are the keywords under which the network gets them, where it wants keywords.
     `prepare` turns the first input into the network's own, such as pixels into normalised ones.
     """
 
     def __init__(
-        self,
-        model: DoubleHead | ShiftGuard,
-        prepare: Callable[[Any], Any] | None = None,
-        names: Sequence[str] = (),
+        self, model: Calibrated | ShiftGuard, prepare: Callable[[Any], Any] | None, names: Sequence[str]
     ) -> None:
         super().__init__()
         self.model, self.prepare, self.names = model, prepare, tuple(names)
@@ -55,15 +51,15 @@ class Calibrated(nn.Module):
         if self.prepare is not None:
             inputs = (self.prepare(inputs[0]), *inputs[1:])
         output = self.model(**dict(zip(self.names, inputs))) if self.names else self.model(*inputs)
-        probs = logits_of(output).float().softmax(-1)
+        probs = find_logits(output).float().softmax(-1)
         confidence, label = probs.max(-1)
         return probs, label, confidence
 
 
 def export_model(
-    model: DoubleHead | ShiftGuard,
-    example: Any,
+    model: Calibrated | ShiftGuard,
     path: str | Path,
+    example: Any,
     to: Form = "onnx",
     *,
     prepare: Callable[[Any], Any] | None = None,
@@ -75,28 +71,32 @@ def export_model(
     `example` is a batch of inputs: a tensor, a tuple of them, or a dict for models that are called by keyword. Its
     batch size stays free in what is written; so does the length of whole-number inputs (B, T), which are words.
     `to="onnx"` and `"torch-export"` write a program with the outputs probs, label and confidence; `"safetensors"`
-    writes weights, which `load_weights` puts into a network you build. `facts` are added to config.json.
+    writes what `model.save` does, weights which `doublehead.load` puts into a network you build. `prepare` is a step
+    before the network, `card` the text of README.md, and `facts` are added to config.json.
     """
     if to not in FILES:
         raise ValueError(f"to must be one of {', '.join(FILES)}, got {to!r}")
-    names, inputs = _inputs(example, device_of(model))
+    inner: Any = uncompiled(model)
+    if not isinstance(inner, (Calibrated, ShiftGuard)):
+        raise TypeError(f"model must be a Calibrated or a ShiftGuard, got {type(inner).__name__}")
+    names, inputs = _inputs(example, device_of(inner))
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     with (
-        evaluating(model),
+        evaluating(inner),
         torch.no_grad(),
         tempfile.TemporaryDirectory(dir=path, prefix=".export-") as folder,
     ):
-        answering = Calibrated(single(model), prepare, names).eval()
+        answering = _Answering(inner, prepare, names).eval()
         # Once outside of a trace: constants that are kept from now on must be real tensors.
-        probs, _, _ = answering(*inputs)
-        parts = _parts(answering.model, probs.shape[1])
+        answering(*inputs)
         write = {"onnx": _to_onnx, "torch-export": _to_program, "safetensors": _to_weights}[to]
         file = Path(folder) / FILES[to]
         write(answering, inputs, file)
         file.replace(path / FILES[to])
-    shown = {"format": to, "inputs": _input_names(answering, inputs), "outputs": list(OUTPUTS)}
-    config = {**(facts or {}), **shown, **parts}
+    config = {
+        **(facts or {}), "format": to, "inputs": _input_names(answering, inputs), "outputs": list(OUTPUTS)
+    }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     if card is not None:
         (path / "README.md").write_text(card)
@@ -105,73 +105,12 @@ def export_model(
 
 def load_program(path: str | Path) -> nn.Module:
     """What `to="torch-export"` wrote, ready to call. A file that would execute a pickle or native code is refused."""
-    path = _file(path, FILES["torch-export"])
+    path = Path(path) / FILES["torch-export"] if Path(path).is_dir() else Path(path)
     with zipfile.ZipFile(path) as archive:
         _refuse_code(archive, path)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own pytree
         return torch.export.load(path).module()
-
-
-def load_weights(path: str | Path, network: nn.Module) -> DoubleHead | ShiftGuard:
-    """`network`, of the same architecture, with the weights, head and guard that `to="safetensors"` wrote.
-
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> model, x = DoubleHead(net).eval(), torch.randn(5, 4)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = export_model(model, x, folder, to="safetensors")
-    ...     again = load_weights(folder, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
-    >>> torch.equal(again(x), model(x))
-    True
-    """
-    path = _file(path, FILES["safetensors"])
-    return _put_together(path, network, json.loads((path.parent / "config.json").read_text()))
-
-
-def single(model: DoubleHead | ShiftGuard) -> DoubleHead | ShiftGuard:
-    """The same model with a bank of heads replaced by the one that answers: the chosen head, or the temperature."""
-    inner: Any = uncompiled(model)
-    if isinstance(inner, DoubleHead):
-        return _single(inner)
-    if not isinstance(inner, ShiftGuard):
-        raise TypeError(f"model must be a DoubleHead or a ShiftGuard, got {type(inner).__name__}")
-    guarded = uncompiled(inner.model)
-    made = copy.copy(inner)  # the same guard, and the same hooks in the same network
-    made._modules = {
-        **inner._modules,
-        "model": _single(guarded) if isinstance(guarded, DoubleHead) else guarded,
-    }
-    return made
-
-
-def _single(double: DoubleHead) -> DoubleHead:
-    bank = double.head
-    if not isinstance(bank, HeadBank) or int(bank.chosen) == HeadBank.ENSEMBLE:
-        return double
-    if int(bank.chosen) == HeadBank.CHOSEN_TEMPERATURE:
-        head = CalibrationHead(*bank.sizes, "temperature", 0, reads="statistics")
-        head.after.load_state_dict(bank.after.state_dict())
-    else:
-        head = bank.head(int(bank.chosen))
-    beside = rebuild(double.model, describe(double, bank.sizes[1]))
-    return put_head(beside, head.to(device_of(double)).eval()).train(double.training)
-
-
-def _parts(model: nn.Module, n_classes: int) -> dict[str, Any]:
-    """What was put together, for config.json: the head, if there is one, and the layers that a guard reads."""
-    if isinstance(model, ShiftGuard):
-        return {**_parts(model.model, n_classes), "guard": {"layers": model.tap.layers}}
-    return {"doublehead": describe(model, n_classes) if isinstance(model, DoubleHead) else None}
-
-
-def _put_together(file: Path, network: nn.Module, parts: Mapping[str, Any]) -> DoubleHead | ShiftGuard:
-    """What `_parts` described, with the weights in `file`."""
-    model: Any = network if parts["doublehead"] is None else rebuild(network, parts["doublehead"])
-    if "guard" in parts:
-        model = ShiftGuard(model, parts["guard"]["layers"])
-    model.load_state_dict(require("safetensors.torch", extra="export").load_file(file))
-    whole: DoubleHead | ShiftGuard = model.eval()
-    return whole
 
 
 def _inputs(example: Any, device: torch.device) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
@@ -191,7 +130,7 @@ def _inputs(example: Any, device: torch.device) -> tuple[tuple[str, ...], tuple[
     return names, tuple(found)
 
 
-def _input_names(model: Calibrated, inputs: tuple[Tensor, ...]) -> list[str]:
+def _input_names(model: _Answering, inputs: tuple[Tensor, ...]) -> list[str]:
     if model.names:
         return list(model.names)
     return ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
@@ -208,14 +147,14 @@ def _free_axes(inputs: tuple[Tensor, ...]) -> dict[str, Any]:
     return {"inputs": tuple(axes(value) for value in inputs)}
 
 
-def _to_program(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
+def _to_program(model: _Answering, inputs: tuple[Tensor, ...], file: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         torch.export.save(torch.export.export(model, inputs, dynamic_shapes=_free_axes(inputs)), file)
     _compare(model, load_program(file), inputs, "torch.export")
 
 
-def _to_onnx(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
+def _to_onnx(model: _Answering, inputs: tuple[Tensor, ...], file: Path) -> None:
     require("onnxscript", extra="export")
     runtime = require("onnxruntime", extra="export")
     names = _input_names(model, inputs)
@@ -241,22 +180,16 @@ def _to_onnx(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
     _compare(model, run, inputs, "ONNX Runtime")
 
 
-def _to_weights(model: Calibrated, inputs: tuple[Tensor, ...], file: Path) -> None:
-    save = require("safetensors.torch", extra="export").save_file
-    # Copies, since shared tensors are refused, and in plain order, since those of a channels_last network are too.
-    weights = {
-        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, value in model.model.state_dict().items()
-    }
-    save(weights, file)
+def _to_weights(model: _Answering, inputs: tuple[Tensor, ...], file: Path) -> None:
+    save(model.model, file.parent)
     network: nn.Module = model.model
-    for part in (ShiftGuard, DoubleHead):
-        network = network.model if isinstance(network, part) else network
-    again = _put_together(file, copy.deepcopy(network), _parts(model.model, model(*inputs)[0].shape[1]))
-    _compare(model, Calibrated(again, model.prepare, model.names).eval(), inputs, "safetensors")
+    network = network.model if isinstance(network, ShiftGuard) else network
+    network = network.network if isinstance(network, Calibrated) else network
+    again = load(file, copy.deepcopy(network))
+    _compare(model, _Answering(again, model.prepare, model.names).eval(), inputs, "safetensors")
 
 
-def _compare(model: Calibrated, other: Callable[..., Any], inputs: tuple[Tensor, ...], name: str) -> None:
+def _compare(model: _Answering, other: Callable[..., Any], inputs: tuple[Tensor, ...], name: str) -> None:
     """Run both on all `_trials`; probabilities must agree to the tolerance and labels exactly."""
     for some, tolerance in _trials(model, inputs):
         probs, label, _ = (value.cpu() for value in model(*some))
@@ -272,7 +205,7 @@ def _compare(model: Calibrated, other: Callable[..., Any], inputs: tuple[Tensor,
             )
 
 
-def _trials(model: Calibrated, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], float]]:
+def _trials(model: _Answering, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], float]]:
     """Batches to compare on, and how far probabilities may differ: the example, and other batch sizes.
 
     A guard acts only on what is strange, so for it also the example turned pale, and noise. There networks round worse
@@ -294,11 +227,6 @@ def _noise(value: Tensor) -> Tensor:
     low, high = value.aminmax()
     draw = torch.rand(value.shape, generator=torch.Generator().manual_seed(0))
     return torch.lerp(low, high, draw.to(value))
-
-
-def _file(path: str | Path, name: str) -> Path:
-    path = Path(path)
-    return path / name if path.is_dir() else path
 
 
 def _refuse_code(archive: zipfile.ZipFile, path: Path) -> None:

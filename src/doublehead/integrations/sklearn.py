@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.temperature import Temperature
-from doublehead.integrations.tabular import Training, mlp, predict_probs, train
+from doublehead.calibrators.head import Head
+from doublehead.integrations.tabular import Training, log_probs, mlp, train
 from doublehead.metrics import ece
 from doublehead.optional import require
-from doublehead.plumbing import seeded
 from doublehead.predictions import Predictions
+from doublehead.torch_tools import seeded
 
 _base: Any = require("sklearn.base", extra="sklearn")
 _checks: Any = require("sklearn.utils.validation", extra="sklearn")
 _utils: Any = require("sklearn.utils", extra="sklearn")
 _targets: Any = require("sklearn.utils.multiclass", extra="sklearn")
+_weights: Any = require("sklearn.utils.class_weight", extra="sklearn")
 _split: Any = require("sklearn.model_selection", extra="sklearn").train_test_split
 
 
@@ -30,10 +31,12 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
     """A neural network on arrays whose `predict_proba` is calibrated.
 
     `calib_share` of the data is held back: it stops the training early (after `patience` epochs without a lower NLL)
-    and calibrates. `calibrate="after"` fits the head to the trained network, `fit_head`'s way, safe with little
-    data; "beside" trains it in alternation with the network, beta annealed from `beta0`. The network is an MLP with
+    and calibrates. `calibrate="after"` calibrates the trained network; "beside" also trains heads on the held-back
+    data in alternation with the network, once in `every` steps, as a second opinion. The network is an MLP with
     layers `hidden` on standardised columns, or `module`: a torch module, or a function (n_features, n_classes) ->
-    module, which gets the arrays as they are, of any shape.
+    module, which gets the arrays as they are, of any shape. `class_weight`, a dict or "balanced", and the
+    `sample_weight` of `fit` weight the network's loss; calibration takes the held-back data as it is, without samples
+    of weight 0.
 
     >>> x = np.random.default_rng(0).normal(size=(200, 3))
     >>> y = np.where(x[:, 0] > 0, "yes", "no")
@@ -54,50 +57,58 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
         lr: float = 1e-3,
         weight_decay: float = 1e-4,
         every: int = 10,
-        beta0: float = 1.2,
+        class_weight: Any = None,
         device: str = "cpu",
         random_state: Any = None,
     ) -> None:
         self.hidden, self.module, self.calibrate = hidden, module, calibrate
         self.calib_share, self.epochs, self.patience = calib_share, epochs, patience
         self.batch_size, self.lr, self.weight_decay = batch_size, lr, weight_decay
-        self.every, self.beta0, self.device, self.random_state = every, beta0, device, random_state
+        self.every, self.class_weight, self.device, self.random_state = every, class_weight, device, random_state
 
-    def fit(self, X: Any, y: Any) -> DoubleHeadClassifier:
-        """Train the network and its calibration head on arrays or DataFrames; labels may be strings."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> DoubleHeadClassifier:
+        """Train and calibrate the network on arrays or DataFrames; labels may be strings."""
         if self.calibrate not in ("after", "beside"):
             raise ValueError(f"calibrate must be 'after' or 'beside', got {self.calibrate!r}")
         X, y = _checks.validate_data(self, X, y, **self._wanted())
         _targets.check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         _need_two_classes(self, self.classes_)
+        weights = _checks._check_sample_weight(sample_weight, X, dtype=np.float32, ensure_non_negative=True)
+        used = np.flatnonzero(weights)  # a sample without weight is no part of the data
+        weights = weights * _weights.compute_sample_weight(self.class_weight, y)
         seed = int(_utils.check_random_state(self.random_state).randint(2**31 - 1))
-        learn, hold = hold_out(labels, self.calib_share, seed)
-        inputs, targets = self._tensor(X), torch.from_numpy(labels.astype(np.int64)).to(self.device)
+        learn, hold = (used[rows] for rows in hold_out(labels[used], self.calib_share, seed))
+        inputs = self._tensor(X)
+        targets = torch.from_numpy(labels.astype(np.int64)).to(self.device)
+        counts = torch.from_numpy(weights.astype(np.float32)).to(self.device)
         how = Training(
-            self.calibrate, self.epochs, self.patience, self.batch_size, self.lr, self.weight_decay, self.every,
-            self.beta0, seed,
-        )  # fmt: skip
-        data, calib = (TensorDataset(inputs[rows], targets[rows]) for rows in (learn, hold))
+            self.calibrate, self.epochs, self.patience, self.batch_size, self.lr, self.weight_decay, self.every, seed
+        )
+        data, calib = (TensorDataset(inputs[rows], targets[rows], counts[rows]) for rows in (learn, hold))
         with seeded(seed, torch.device(self.device)):
             self.model_, self.n_epochs_ = train(self._network(inputs[learn]), data, calib, how)
         return self
 
-    def predict_proba(self, X: Any) -> Any:
-        """(N, K) calibrated probabilities, columns in the order of `classes_`."""
+    def predict_log_proba(self, X: Any) -> Any:
+        """(N, K) calibrated log-probabilities, columns in the order of `classes_`."""
         _checks.check_is_fitted(self)
         X = _checks.validate_data(self, X, reset=False, **self._wanted())
-        return predict_probs(self.model_, self._tensor(X)).numpy()
+        return log_probs(self.model_, self._tensor(X)).numpy()
 
-    def predict_log_proba(self, X: Any) -> Any:
-        """Their logarithms."""
-        with np.errstate(divide="ignore"):
-            return np.log(self.predict_proba(X))
+    def predict_proba(self, X: Any) -> Any:
+        """(N, K) calibrated probabilities, columns in the order of `classes_`."""
+        return np.exp(self.predict_log_proba(X))
+
+    def decision_function(self, X: Any) -> Any:
+        """(N, K) calibrated log-probabilities; for two classes (N,), the log odds of the second."""
+        values = self.predict_log_proba(X)
+        return values[:, 1] - values[:, 0] if len(self.classes_) == 2 else values
 
     def predict(self, X: Any) -> Any:
         """(N,) the most probable class."""
-        probs = self.predict_proba(X)
-        return self.classes_[probs.argmax(1)]
+        best = self.predict_log_proba(X).argmax(1)
+        return self.classes_[best]
 
     def _wanted(self) -> dict[str, Any]:
         if self.module is None:
@@ -119,8 +130,8 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
 class CalibratedClassifier(_base.ClassifierMixin, _base.MetaEstimatorMixin, _base.BaseEstimator):  # type: ignore[misc]
     """Any classifier with any of `doublehead.calibrators` behind it, fitted on a held-back share of the data.
 
-    Use it as the last step of a Pipeline, or around one. The estimator's `predict_proba`, or else its
-    `decision_function`, is what the calibrator reads.
+    The staged head is the default. Use it as the last step of a Pipeline, or around one. The estimator's
+    `predict_proba`, or else its `decision_function`, is what the calibrator reads.
 
     >>> from sklearn.naive_bayes import GaussianNB
     >>> x = np.random.default_rng(0).normal(size=(300, 2))
@@ -154,7 +165,7 @@ class CalibratedClassifier(_base.ClassifierMixin, _base.MetaEstimatorMixin, _bas
         if len(self.classes_) != len(classes):
             missing = sorted(set(classes.tolist()) - set(self.classes_.tolist()))
             raise ValueError(f"every class must have a sample left to train on, got none of {missing}")
-        calibrator = Temperature() if self.calibrator is None else self.calibrator.fresh()
+        calibrator = Head() if self.calibrator is None else self.calibrator.fresh()
         logits = _logits(self.estimator_, take(X, hold))
         self.calibrator_ = calibrator.fit(Predictions(logits, labels[hold]))
         return self
@@ -208,7 +219,7 @@ def hold_out(labels: Any, share: float, seed: int) -> tuple[Any, Any]:
             f"calib_share must leave samples on both sides: it is {share} of n_samples = {n}; at least 2 are needed"
         )
     n_held = min(max(1, round(share * n)), n - 1)
-    counts = np.bincount(labels)
+    counts = np.unique(labels, return_counts=True)[1]
     enough = counts.min() >= 2 and n_held >= len(counts) and n - n_held >= len(counts)
     rows = np.arange(n)
     learn, hold = _split(rows, test_size=n_held, random_state=seed, stratify=labels if enough else None)

@@ -1,4 +1,4 @@
-"""Train a classifier on arrays in memory, stop early on the calibration part, and give it a calibration head."""
+"""Train a classifier on arrays in memory, stop early on the calibration part, and calibrate it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead.double_head import Alternation, Annealing, DoubleHead
-from doublehead.head_inputs import Standardise
-from doublehead.integrations.fit_head import fit_head
-from doublehead.plumbing import evaluating
+from doublehead.calibrate import calibrate
+from doublehead.calibration_head import Standardise
+from doublehead.double_head import Calibrated, DoubleHead
+from doublehead.torch_tools import evaluating
 
 Make = Callable[[int, int], nn.Module]  # (n_features, n_classes) -> network
-ROWS = 256  # predicted together: always this many, so that a row's answer does not hang on its neighbours
+ROWS = 256  # predicted together: always this many, so that a row's answer does not depend on its neighbours
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Training:
     lr: float = 1e-3
     weight_decay: float = 1e-4
     every: int = 10
-    beta0: float = 1.2
     seed: int = 0
 
 
@@ -40,10 +39,8 @@ def mlp(hidden: Sequence[int], inputs: Tensor) -> Make:
     """Layers with ReLU between, on features brought to mean 0 and deviation 1 by the moments of `inputs` (N, F)."""
 
     def make(n_features: int, n_classes: int) -> nn.Module:
-        scale = Standardise(n_features).eval()
-        scale.mean.copy_(inputs.mean(0))
-        scale.square.copy_(inputs.square().mean(0))
-        layers: list[nn.Module] = [_Fixed(scale)]
+        layers: list[nn.Module] = [Standardise(n_features)]
+        layers[0].set_moments(inputs)  # type: ignore[operator]
         for size in hidden:
             layers += [nn.Linear(n_features, size), nn.ReLU()]
             n_features = size
@@ -52,83 +49,69 @@ def mlp(hidden: Sequence[int], inputs: Tensor) -> Make:
     return make
 
 
-class _Fixed(nn.Module):
-    """A module that stays in evaluation mode."""
+def train(
+    net: nn.Module, data: TensorDataset, calib: TensorDataset, how: Training
+) -> tuple[Calibrated, int]:
+    """The trained and calibrated network, and how many epochs it took. Call it with the random seed set.
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner.eval()
-
-    def train(self, mode: bool = True) -> _Fixed:
-        super().train(mode)
-        self.inner.eval()
-        return self
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.inner(inputs)
-        return out
-
-
-def train(net: nn.Module, data: TensorDataset, calib: TensorDataset, how: Training) -> tuple[DoubleHead, int]:
-    """The trained network with its head, and how many epochs it took. Call it with the random seed set.
-
-    The network is kept as it was after the epoch with the lowest NLL on the calibration part.
+    Both parts hold inputs, labels and weights. The weights count in the network's loss, on which training stops early,
+    and not in the calibration. The network is kept as it was after the epoch with the lowest loss on `calib`.
     """
-    batch_size = min(how.batch_size, len(data))
-    batches = DataLoader(
-        data, batch_size, shuffle=True, drop_last=len(data) % batch_size == 1
-    )  # for BatchNorm
-    calib_batches = DataLoader(calib, min(128, len(calib)), shuffle=True)
+    batch_size, calib_data = min(how.batch_size, len(data)), calib.tensors[:2]
+    last_alone = len(data) % batch_size == 1  # which BatchNorm refuses
+    batches = DataLoader(data, batch_size, shuffle=True, drop_last=last_alone)
     optimizer = torch.optim.Adam(net.parameters(), how.lr, weight_decay=how.weight_decay)
-    model, alternation = None, None
+    double = None
     if how.calibrate == "beside":
-        model = DoubleHead(
-            net, kind="temperature", reads=("statistics", "features"), hidden=32, seed=how.seed
-        )
-        annealing = Annealing(how.beta0)
-        alternation = Alternation(
-            model, calib_batches, every=how.every, annealing=annealing, lr=0.03, seed=how.seed
-        )
-    whole = model or net
+        options = {"every": how.every, "steps": len(batches), "seed": how.seed}
+        double = DoubleHead(net, calib_data, follow=optimizer, **options)  # type: ignore[arg-type]
+    whole = nn.ModuleList([net] if double is None else [net, double.bank])
     best, kept, best_epoch, epoch = float("inf"), whole.state_dict(), 0, 0
     while epoch < how.epochs and epoch - best_epoch < how.patience:
-        _one_epoch(net, batches, optimizer, alternation)
+        _one_epoch(net, batches, optimizer, double)
         epoch += 1
-        now = _nll(net, calib)
+        now = _held_back_loss(net, calib)
         if now < best:
             best, kept, best_epoch = now, copy.deepcopy(whole.state_dict()), epoch
     whole.load_state_dict(kept)
-    model = model or fit_head(net, DataLoader(calib, len(calib)), seed=how.seed)
-    return model.eval(), epoch
+    if double is None:
+        return calibrate(net, calib_data, seed=how.seed), epoch
+    return double.finish(seed=how.seed), epoch
 
 
 def _one_epoch(
     net: nn.Module,
     batches: DataLoader[tuple[Tensor, ...]],
     optimizer: torch.optim.Optimizer,
-    alternation: Alternation | None,
+    double: DoubleHead | None,
 ) -> None:
     net.train()
-    for step, (x, y) in enumerate(batches):
+    for x, y, weights in batches:
         optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
+        _loss(net(x), y, weights).backward()
         optimizer.step()
-        if alternation is not None:
-            alternation.step(step / len(batches))
+        if double is not None:
+            double.step()
+
+
+def _loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean of the cross entropy; 0 for a batch without any weight."""
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 @torch.no_grad()
-def _nll(net: nn.Module, data: TensorDataset) -> float:
-    x, y = data.tensors
+def _held_back_loss(net: nn.Module, data: TensorDataset) -> float:
+    x, y, weights = data.tensors
     with evaluating(net):
-        return float(F.cross_entropy(net(x), y))
+        return float(_loss(net(x), y, weights))
 
 
 @torch.no_grad()
-def predict_probs(model: DoubleHead, inputs: Tensor) -> Tensor:
-    """(N, K) calibrated probabilities in float64."""
+def log_probs(model: Calibrated, inputs: Tensor) -> Tensor:
+    """(N, K) calibrated log-probabilities in float64."""
     parts = []
     for rows in inputs.split(ROWS):
         padded = torch.cat([rows, rows[:1].expand(ROWS - len(rows), *rows.shape[1:])])
-        parts.append(model(padded)[: len(rows)].double().softmax(1).cpu())
+        parts.append(model(padded)[: len(rows)].double().log_softmax(1).cpu())
     return torch.cat(parts)

@@ -1,0 +1,190 @@
+"""What a calibrated network keeps when it is saved, copied, moved, pickled and compiled."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrated_models import N_CLASSES, data, guarded, kinds, make, network, with_stages
+from torch import Tensor, nn
+
+from doublehead import PAPER, DoubleHead, Predictions, ShiftGuard, calibrate, calibrators, load
+from doublehead.calibrators import Head, NotFitted, Temperature
+from doublehead.saving import describe, rebuild, save
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def log_probs(model: Any) -> Tensor:
+    """Of the first images, normalised: a guard's logits are not."""
+    with torch.no_grad():
+        return model(data()[0][:20]).log_softmax(1)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_models_come_back(kind: str, tmp_path: Path) -> None:
+    model, fresh = make(kind)
+    want = log_probs(model)
+    file = save(model, tmp_path / "new")
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    again = load(tmp_path / "new", fresh)
+    assert type(again) is type(model)
+    assert not again.training
+    assert torch.equal(log_probs(again), want)
+    assert describe(again) == describe(model)
+    assert torch.equal(log_probs(copy.deepcopy(model)), want)
+    assert torch.equal(log_probs(pickle.loads(pickle.dumps(model))), want)
+    assert torch.equal(log_probs(model.to("cpu")), want)
+
+
+def test_a_copy_is_independent() -> None:
+    model, _ = make("opinion")
+    want = log_probs(model)
+    other = copy.deepcopy(model)
+    assert other.reader.network is other.network
+    with torch.no_grad():
+        for value in other.parameters():
+            value.zero_()
+    assert torch.equal(log_probs(model), want)
+    assert not torch.equal(log_probs(other), want)
+
+
+@pytest.mark.parametrize("kind", ["no features", "opinion", "flip"])
+def test_every_combination_of_stages_restores(kind: str) -> None:
+    model, _ = make(kind)
+    images = data()[0][:20]
+    n_stages = 4 if kind == "no features" else 5
+    seen = set()
+    for flags in itertools.product((False, True), repeat=6):
+        if flags[3] and n_stages == 4:
+            continue  # nothing to pool
+        with_stages(model, flags)
+        with torch.no_grad():
+            answer = model.reader.run((images,), {})
+            want = model(images)
+            fresh = Head(keep=model.head.keep)
+            fresh.load_state_dict(model.head.state_dict())
+            model.head, kept = fresh, model.head
+            assert torch.equal(model(images), want)
+            model.head = kept
+        assert fresh.in_words() == kept.in_words()
+        assert fresh.keeps_argmax == flags[-1]
+        if flags[-1]:
+            assert torch.equal(want.argmax(1), answer.logits.argmax(1))
+        seen.add(tuple(want.flatten().tolist()))
+    assert len(seen) > 2**n_stages  # the stages act, each on its own
+
+
+@pytest.mark.parametrize("kind", ["opinion", "flip", "temperature", "paper"])
+def test_it_compiles_without_a_break(kind: str) -> None:
+    model, _ = make(kind)
+    want = log_probs(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(log_probs(compiled), want)
+
+
+@pytest.mark.parametrize("heads", [None, PAPER])
+def test_a_compiled_network_is_saved_under_its_own_names(heads: Any, tmp_path: Path) -> None:
+    compiled: Any = torch.compile(network(), backend="eager")
+    double = DoubleHead(compiled, data(), heads=heads, every=1)
+    double.step()
+    model = double.finish()
+    assert torch.equal(log_probs(load(model.save(tmp_path), network())), log_probs(model))
+    assert torch.equal(log_probs(copy.deepcopy(model)), log_probs(model))
+
+
+def test_views_with_any_method() -> None:
+    model = calibrate(network(), data(), method="temperature", views=["flip"])
+    torch.testing.assert_close(log_probs(model).exp().sum(1), torch.ones(20))
+
+
+def test_the_calibration_stays_wide_in_a_half_model() -> None:
+    model, _ = make("opinion")
+    want = log_probs(model)
+    half = copy.deepcopy(model).bfloat16()
+    assert {value.dtype for value in half.network.parameters()} == {torch.bfloat16}
+    floats = [value for value in half.head.buffers() if value.is_floating_point()]
+    assert {value.dtype for value in floats} == {torch.float32}
+    with torch.no_grad():
+        got = half(data()[0][:20].bfloat16())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = model(data()[0][:20])
+    for found in (got, mixed):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.exp(), want.exp(), atol=0.03, rtol=0)
+
+
+def test_channels_last_and_shared_weights(tmp_path: Path) -> None:
+    """Both are refused by safetensors as they are."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(128, N_CLASSES)
+            self.again = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.expand(-1, 2, -1, -1)
+            return self.last(self.again(self.first(x)).flatten(1))
+
+    model = calibrate(Shared().to(memory_format=torch.channels_last), data())
+    assert not model.network.first.weight.is_contiguous()  # type: ignore[union-attr]
+    torch.testing.assert_close(log_probs(load(model.save(tmp_path), Shared())), log_probs(model))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "exploded",)
+
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(FileNotFoundError, match="path must be a folder with model.safetensors"):
+        load(tmp_path, network())
+    calibrators.save(Temperature().fit(Predictions(torch.randn(50, 3), torch.arange(50) % 3)), file)
+    with pytest.raises(ValueError, match="must be a file that model.save wrote"):
+        load(tmp_path, network())
+    for content in (b"", b"no model", pickle.dumps(Bomb())):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="must be a file that model.save wrote"):
+            load(file, network())
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    model, _ = make("head")
+    model.save(tmp_path)
+    with pytest.raises(ValueError, match="layer must name a module of Sequential, got '4'"):
+        load(tmp_path, network()[:3])
+    wider = network()
+    wider[0], wider[1] = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load(tmp_path, wider)
+
+
+def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
+    for options in ({"views": [lambda x: x]}, {"logits_of": lambda output: output}):
+        model = calibrate(network(), data(), **options)
+        with pytest.raises(TypeError, match="views or logits_of of your own"):
+            model.save(tmp_path)
+    model.reader.logits_of = None
+    model.head = Temperature()
+    with pytest.raises(NotFitted, match="this Temperature is not fitted: there is nothing to save"):
+        model.save(tmp_path)
+    model.head = nn.Identity()
+    with pytest.raises(TypeError, match="head must be a CalibrationHead or a Calibrator, got Identity"):
+        model.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_guard_round_a_network_alone(tmp_path: Path) -> None:
+    guard = guarded(network())
+    again = load(save(guard, tmp_path), network())
+    assert isinstance(again, ShiftGuard)
+    assert torch.equal(log_probs(again), log_probs(guard))
+    assert isinstance(rebuild(network(), describe(guard)), ShiftGuard)
