@@ -244,9 +244,9 @@ class Standardise(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("square", torch.ones(size))
-        self.register_buffer("batches", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float32))
+        self.register_buffer("square", torch.ones(size, dtype=torch.float32))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.float32))
         self.mean: Tensor
         self.square: Tensor
         self.batches: Tensor
@@ -278,9 +278,9 @@ class Standardise(nn.Module):
 def _initial(n_in: int, hidden: int, n_out: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The weights and biases that nn.Linear would start with; the caller's random numbers stay as they were."""
     with seeded(seed):
-        first = nn.Linear(n_in, hidden) if hidden else None
-        last = nn.Linear(hidden or n_in, n_out)
-    none = torch.empty(0)
+        first = nn.Linear(n_in, hidden, dtype=torch.float32) if hidden else None
+        last = nn.Linear(hidden or n_in, n_out, dtype=torch.float32)
+    none = torch.empty(0, dtype=torch.float32)
     weights = (first.weight, first.bias) if first is not None else (none, none)
     return tuple(part.detach() for part in (*weights, last.weight, last.bias))  # type: ignore[return-value]
 

@@ -21,7 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from doublehead.calibration_data import BATCH_SIZE, N_FOLDS, Endless, ToPair, as_batches, fold_of, unpack, until_repeated
+from doublehead.calibration_data import (
+    BATCH_SIZE,
+    N_FOLDS,
+    Endless,
+    ToPair,
+    as_batches,
+    fold_of,
+    length_of,
+    unpack,
+    until_repeated,
+)
 from doublehead.calibration_head import PAPER, CalibrationHead, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
 from doublehead.network import LogitsOf, Outputs, Reader, Readings, with_logits
@@ -262,11 +272,13 @@ class Calibrated(nn.Module):
     def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Calibrated log-probabilities for logits and features of the network at hand."""
         options: dict[str, Any] = {}
-        if self.opinion is not None:
-            options["opinion"] = self.opinion(main, features).log_softmax(-1).mean(0)
-        if numbers is not None and numbers.shape[-1]:
-            options["numbers"] = numbers
-        return self.head(main, features, **options).float().log_softmax(-1)
+        with torch.autocast(main.device.type, enabled=False):
+            if self.opinion is not None:
+                options["opinion"] = self.opinion(main, features).log_softmax(-1).mean(0)
+            if numbers is not None and numbers.shape[-1]:
+                options["numbers"] = numbers
+            calibrated: Tensor = self.head(main, features, **options).float().log_softmax(-1)
+        return calibrated
 
     def save(self, path: str | Path) -> Path:
         """Write weights and calibration into the folder `path`; `doublehead.load(path, network)` brings both back."""
@@ -278,7 +290,7 @@ class Calibrated(nn.Module):
 def read(reader: Reader, data: Any, to_pair: ToPair | None = None) -> Readings:
     """Run the network over calibration data once; of data without a length, which may be endless, over enough of it."""
     batches: Iterable[Any] = as_batches(data)
-    if hasattr(batches, "__len__"):
+    if length_of(batches):
         return reader.read(batches, to_pair=to_pair)
     return reader.read(until_repeated(batches, to_pair), to_pair=to_pair, max_samples=MAX_SAMPLES)
 

@@ -1,21 +1,43 @@
-"""Numbers of both heads over a stream of batches: exact sums that add up over batches and processes."""
+"""What the Lightning and the Transformers callback share: their options, and numbers of both heads over a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from doublehead.bins import Bins
+from doublehead.bins import UNIT
+from doublehead.calibration_head import HeadSpec
 from doublehead.curves import Reliability, reliability
-from doublehead.double_head import Heads
-from doublehead.losses import cross_entropy
-from doublehead.metrics import ece_floor, fine_bins
-from doublehead.plumbing import from_every_process, n_processes
+from doublehead.double_head import SECOND_OPINION, DoubleHead, Heads
+from doublehead.metrics import ece_floor
 from doublehead.predictions import Predictions
+from doublehead.summary import Tally
+from doublehead.torch_tools import from_every_process, n_processes
+
+
+def double_head_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a callback that go to `DoubleHead`, checked before there is a network.
+
+    Heads other than the second opinion are used as trained, so there must be one. With `augment` it is a temperature
+    head unless `heads` is given: the second opinion would be judged on clean data.
+
+    >>> double_head_options({"evry": 5})
+    Traceback (most recent call last):
+    TypeError: got an unexpected keyword argument 'evry'
+    """
+    inspect.signature(DoubleHead).bind(None, None, follow=None, steps=None, **options)
+    heads = options.get("heads")
+    if heads is None:
+        alone = options.get("augment") is not None
+        return {**options, "heads": HeadSpec(kind="temperature") if alone else SECOND_OPINION}
+    several = () if isinstance(heads, HeadSpec) else tuple(heads)
+    if len(several) > 1 and several != SECOND_OPINION:
+        raise ValueError(f"heads must be None or one HeadSpec, got {len(several)} of them")
+    return dict(options)
 
 
 class Watch:
@@ -31,29 +53,22 @@ class Watch:
     """
 
     def __init__(self, n_bins: int = 15) -> None:
-        self.n_bins = n_bins
-        self._bins: Tensor | None = None  # (2, 3, fine bins) int64: main, calib
-        self._nll: Tensor | None = None  # (2,) float64 sums
-        self._noted = torch.zeros(
-            2, dtype=torch.float64
-        )  # of the inputs: sums of all entries and of every other one
-        self.n_broken = 0
+        self.n_bins, self.n_broken = n_bins, 0
+        self.tallies: dict[str, Tally] = {}  # by head, "main" and "calib"; empty before the first sample
+        self._noted = torch.zeros(2, dtype=torch.float64)  # sums of all input entries and of every other one
 
     @torch.no_grad()
     def add(self, heads: Heads, labels: Tensor) -> None:
         """Take in a batch: logits (B, K) of both heads, labels (B,)."""
         fine = torch.isfinite(heads.main).all(1) & torch.isfinite(heads.calib).all(1)
         self.n_broken += int((~fine).sum())
-        if not bool(fine.any()):
-            return
-        bins, nll = [], []
-        for logits in heads:
-            p = Predictions(logits[fine].float(), labels[fine])
-            bins.append(Bins.top(p, fine_bins(self.n_bins)).state())
-            nll.append(cross_entropy(p.logits, p.labels).double().sum())
-        both, sums = torch.stack(bins), torch.stack(nll)
-        self._bins = both if self._bins is None else self._bins + both
-        self._nll = sums if self._nll is None else self._nll + sums
+        if bool(fine.any()):
+            for name, logits in heads._asdict().items():
+                p = Predictions(logits[fine].float(), labels[fine])
+                self._merge(name, Tally.of(p, self.n_bins, per_class=False))
+
+    def _merge(self, name: str, tally: Tally) -> None:
+        self.tallies[name] = self.tallies[name] + tally if name in self.tallies else tally
 
     @torch.no_grad()
     def note(self, inputs: Iterable[Any]) -> None:
@@ -64,44 +79,41 @@ class Watch:
                 sums = [values.sum(dtype=torch.float64) for values in (flat, flat[::2])]
                 self._noted = self._noted.to(part.device) + torch.stack(sums)
 
-    def gather(self, device: torch.device) -> None:
+    def gather(self) -> None:
         """Sum over all processes; each then holds the whole. Every process must call it.
 
         Where all of them noted exactly the same, they saw the same samples, and those of the first count.
         """
-        if n_processes() > 1:
-            if self._bins is None or self._nll is None:
-                self._bins = torch.zeros(2, 3, fine_bins(self.n_bins), dtype=torch.int64)
-                self._nll = torch.zeros(2, dtype=torch.float64)
-            self._bins, self._nll = self._bins.to(device), self._nll.to(device)
-            noted = from_every_process(self._noted.tolist())
-            same = any(noted[0]) and all(one == noted[0] for one in noted)
-            for sums in (self._bins, self._nll):
-                dist.broadcast(sums, 0) if same else dist.all_reduce(sums)
+        if n_processes() == 1:
+            return
+        found = from_every_process((self._noted.tolist(), self.tallies))
+        noted = [one for one, _ in found]
+        same = any(noted[0]) and all(one == noted[0] for one in noted)
+        self.tallies = {}
+        for _, tallies in found[:1] if same else found:
+            for name, tally in tallies.items():
+                self._merge(name, tally)
 
     @property
     def n(self) -> int:
         """How many samples were taken in."""
-        return 0 if self._bins is None else int(self._bins[1, 0].sum())
-
-    def bins(self, head: int) -> Bins:
-        """The fine top-label bins of the main (0) or the calibration head (1)."""
-        if self._bins is None or self.n == 0:
-            raise ValueError("a Watch must have taken in at least one sample, got none")
-        return Bins.from_state(self._bins[head].cpu())
+        return self.tallies["main"].n if self.tallies else 0
 
     def numbers(self) -> dict[str, float]:
         """{"ece_main", "ece_calib", "ece_floor", "nll_main", "nll_calib", "accuracy_main", "accuracy_calib"}."""
         numbers: dict[str, float] = {}
-        for index, name in enumerate(Heads._fields):
-            bins = self.bins(index)
-            assert self._nll is not None
-            numbers[f"ece_{name}"] = float(bins.coarsen(self.n_bins).ece())
-            numbers[f"nll_{name}"] = float(self._nll[index]) / bins.n
-            numbers[f"accuracy_{name}"] = float(bins.correct_sums.sum()) / bins.n
-        numbers["ece_floor"] = ece_floor(self.bins(1), self.n_bins).mean
+        for name, tally in self._counted().items():
+            numbers[f"ece_{name}"] = float(tally.top.coarsen(self.n_bins).ece())
+            numbers[f"nll_{name}"] = tally.sums["nll"] / UNIT / tally.n
+            numbers[f"accuracy_{name}"] = float(tally.top.correct_sums.sum()) / tally.n
+        numbers["ece_floor"] = ece_floor(self.tallies["calib"].top, self.n_bins).mean
         return numbers
 
     def reliability(self) -> Reliability:
         """The reliability diagram of the calibration head."""
-        return reliability(self.bins(1), self.n_bins)
+        return reliability(self._counted()["calib"].top, self.n_bins)
+
+    def _counted(self) -> dict[str, Tally]:
+        if not self.tallies:
+            raise ValueError("a Watch must have taken in at least one sample, got none")
+        return self.tallies
