@@ -1,4 +1,4 @@
-"""The plain loop under Accelerate: prepare the DoubleHead like any model, `accelerate launch` this file."""
+"""The plain loop under Accelerate: a DoubleHead beside the prepared network, `accelerate launch` this file."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import Alternation, DoubleHead, Predictions, metrics, refit
+from doublehead import DoubleHead, Predictions, metrics
 from doublehead.data import fashion_subset
 
 
@@ -18,20 +18,18 @@ def batches(part, shuffle):
 torch.manual_seed(0)
 accelerator = Accelerator()
 data = fashion_subset()
-model = DoubleHead(nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)))
-optimizer = torch.optim.SGD(model.main_parameters(), lr=0.1, momentum=0.9)
-model, optimizer, train_batches = accelerator.prepare(model, optimizer, batches(data.train, True))
-alternation = Alternation(model, batches(data.calib, True), lr=optimizer)  # calibration batches: not prepared
+network = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+network, optimizer, train_batches = accelerator.prepare(network, optimizer, batches(data.train, True))
+double = DoubleHead(network, batches(data.calib, True), follow=optimizer)  # calibration batches: not prepared
 for _ in range(5):
-    model.train()
     for step, (x, y) in enumerate(train_batches):
-        accelerator.backward(F.cross_entropy(model(x), y))
+        accelerator.backward(F.cross_entropy(network(x), y))
         optimizer.step()
         optimizer.zero_grad()
-        alternation.step(step / len(train_batches))
-refit(model, batches(data.calib, False))  # the head to the finished network, in all processes
+        double.step(step / len(train_batches))
+model = double.finish()  # in all processes
 
-model.eval()
 with torch.no_grad():
     x, y = batches(data.test, False).dataset.tensors
     p = Predictions(model(x.to(accelerator.device)).cpu(), y)

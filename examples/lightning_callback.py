@@ -31,10 +31,10 @@ def batches(part, shuffle):
 
 
 data = fashion_subset()
-head = DoubleHeadCallback(batches(data.calib, True))  # data the network never trains on
-trainer = pl.Trainer(max_epochs=5, callbacks=[head], enable_progress_bar=False, log_every_n_steps=20)
+double = DoubleHeadCallback(batches(data.calib, True))  # data the network never trains on
+trainer = pl.Trainer(max_epochs=5, callbacks=[double], enable_progress_bar=False, log_every_n_steps=20)
 module = Classifier()
 trainer.fit(module, batches(data.train, True), batches(data.test, False))
 numbers = trainer.validate(module, batches(data.test, False), verbose=False)[0]
 print(f"ECE of the network {numbers['val_ece_main']:.3f} calibrated {numbers['val_ece_calib']:.3f}")
-probs = head.model.eval()(torch.rand(2, 784)).softmax(-1)  # network and head as one
+probs = double.model.eval()(torch.rand(2, 784)).exp()  # network and calibration as one module

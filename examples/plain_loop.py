@@ -4,7 +4,7 @@
 import torch
 import torch.nn.functional as F
 
-from doublehead import Alternation, DoubleHead, Predictions, metrics, refit
+import doublehead as dh
 from doublehead.data import fashion_subset
 
 splits = fashion_subset()  # real images that come with the package; yours go here
@@ -17,20 +17,18 @@ def batches(part, size=100):
 
 train_batches, calib_batches = batches(splits.train), batches(splits.calib)
 network = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-
-model = DoubleHead(network)  # 1: any torch classifier
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-alternation = Alternation(model, calib_batches, lr=optimizer)  # 2: data it never trains on
+
+double = dh.DoubleHead(network, calib_batches, follow=optimizer)  # 1: data the network never trains on
 for epoch in range(10):
-    model.train()
     for step, (x, y) in enumerate(train_batches):
-        loss = F.cross_entropy(model(x), y)  # the network's own logits, as before
+        loss = F.cross_entropy(network(x), y)  # your loop, as it was
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        alternation.step(progress=step / len(train_batches))  # 3: one step of the head in ten
-refit(model, calib_batches)  # and fit it to the finished network
+        double.step(progress=step / len(train_batches))  # 2: every 10th call trains the heads once
+model = double.finish()  # 3: network and calibration as one module
 
 x, y = batches(splits.test, 6000)[0]
-main, calib = model.eval().heads(x)  # model(x) gives the calibrated logits
-print(metrics.ece(Predictions(main, y)), "->", metrics.ece(Predictions(calib, y)))
+main, calib = model.heads(x)  # model(x) gives the calibrated log-probabilities
+print(dh.metrics.ece(dh.Predictions(main, y)), "->", dh.metrics.ece(dh.Predictions(calib, y)))

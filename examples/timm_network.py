@@ -1,10 +1,10 @@
-"""timm and torchvision: any classifier by name; the head finds the last layer by itself."""
+"""timm and torchvision: any classifier by name; its last layer is found by itself."""
 
 import timm
 import torch
 import torch.nn.functional as F
 
-from doublehead import Alternation, DoubleHead
+from doublehead import DoubleHead
 from doublehead.data import fashion_subset
 
 data = fashion_subset().first(640, 320, 200)
@@ -16,19 +16,19 @@ def batches(part, size=64):
 
 
 torch.manual_seed(0)
-model = DoubleHead(timm.create_model("mobilenetv3_small_050", num_classes=10, in_chans=1))
-optimizer = torch.optim.SGD(model.main_parameters(), lr=0.05, momentum=0.9)
-alternation = Alternation(model, batches(data.calib), every=2, lr=optimizer)
+network = timm.create_model("mobilenetv3_small_050", num_classes=10, in_chans=1)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+double = DoubleHead(network, batches(data.calib), every=2, follow=optimizer)
 train_batches = batches(data.train)
 for _ in range(2):
-    model.train()
     for step, (x, y) in enumerate(train_batches):
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(network(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        alternation.step(step / len(train_batches))
+        double.step(step / len(train_batches))
+model = double.finish()
 
 with torch.no_grad():
-    main, calib = model.eval().heads(batches(data.test, 200)[0][0])
-for name, logits in (("network alone", main), ("calibrated", calib)):
-    print(f"{name:14s} mean confidence {logits.softmax(1).amax(1).mean():.3f}")
+    main, calib = model.heads(batches(data.test, 200)[0][0])
+for name, log_probs in (("network alone", main), ("calibrated", calib)):
+    print(f"{name:14s} mean confidence {log_probs.exp().amax(1).mean():.3f}")

@@ -1,4 +1,4 @@
-"""One network of each family in timm and torchvision, random weights, tiny images, through DoubleHead."""
+"""One network of each family in timm and torchvision, random weights, tiny images, beside a DoubleHead."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead import Alternation, DoubleHead, ShiftGuard
-from doublehead.last_layer import logits_of
+from doublehead import PAPER, DoubleHead, ShiftGuard
+from doublehead.network import find_logits
 from doublehead.optional import require
 from doublehead.shift_guard import N_LAYERS, scaled
 
@@ -59,9 +59,9 @@ def network(library: str, name: str, size: int) -> nn.Module:
             return create(name, num_classes=7)  # type: ignore[no-any-return]
 
 
-def gradients(model: nn.Module, net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def gradients(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(1)  # dropout and stochastic depth
-    F.cross_entropy(logits_of(model(x)), y).backward()
+    F.cross_entropy(find_logits(net.train()(x)), y).backward()
     found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
     return found
@@ -93,38 +93,39 @@ def test_features_logits_and_gradients(library: str, name: str, size: int) -> No
     net = network(library, name, size)
     x, y = torch.randn(2, 3, size, size), torch.tensor([1, 5])
     check_guard(copy.deepcopy(net), name, x)
-    model = DoubleHead(net, kind="mlp")
-
-    model.eval()
-    with torch.no_grad():
-        want = net(x)
-        output, features = model._tap.run(net, (x,), {})
-        torch.testing.assert_close(output, want, rtol=0, atol=0)
-        layer = net.get_submodule(model._tap.name)
-        assert features.shape == (2, model._tap.n_features)
-        if name not in NOT_LINEAR_IN_ONE_LAYER:
-            logits = F.linear(features, layer.weight.flatten(1), layer.bias)
-            torch.testing.assert_close(logits, want, rtol=1e-3, atol=1e-4)
-        calib = model(x)
-        assert calib.shape == (2, 7)
-        torch.testing.assert_close(calib, model.head(features, want))
-
-    model.train()
     state = copy.deepcopy(net.state_dict())
-    alone = gradients(net, net, x, y)
+    alone = gradients(net, x, y)
     net.load_state_dict(state)
-    beside = gradients(model, net, x, y)
+    with torch.no_grad():
+        want = net.eval()(x)
+    net.train()
+
+    answers = want.argmax(1)  # so that the batch is not skipped as worse than guessing
+    double = DoubleHead(net, [(x, answers)], every=1, heads=PAPER)
+    before = [p.clone() for p in double.bank.parameters()]
+    assert double.step(0.5) is not None
+    assert all(not torch.equal(a, b) for a, b in zip(before, double.bank.parameters()))
+    assert net.training
+    assert all(torch.equal(state[key], value) for key, value in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+    beside = gradients(net, x, y)
+    net.load_state_dict(state)
     assert alone.keys() == beside.keys()
     assert all(torch.equal(alone[key], beside[key]) for key in alone)
     assert len(alone) > 0.9 * len(list(net.parameters())) or name == "googlenet"  # its side branches rest
-    assert all(p.grad is None for p in model.head.parameters())
 
-    net.load_state_dict(state)
-    before = [p.clone() for p in model.head.parameters()]
-    answers = logits_of(want).argmax(1)  # of random weights, so that no batch is passed over as absurd
-    assert Alternation(model, [(x, answers)], every=1).step(0.5) is not None
-    assert any(not torch.equal(a, b) for a, b in zip(before, model.head.parameters()))
-    assert all(torch.equal(state[key], value) for key, value in net.state_dict().items())
+    model = double.finish()
+    with torch.no_grad():
+        output, features, logits, _ = double.reader.run((x,), {})
+        torch.testing.assert_close(output, want, rtol=0, atol=0)
+        assert double.reader.layer is not None
+        layer = net.get_submodule(double.reader.layer)
+        assert features.shape == (2, double.reader.n_features)
+        if name not in NOT_LINEAR_IN_ONE_LAYER:
+            made = F.linear(features, layer.weight.flatten(1), layer.bias)
+            torch.testing.assert_close(made, logits, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(model(x), model.head(want, features).log_softmax(1))
+        assert model(x).shape == (2, 7)
 
 
 def test_enough_families() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,14 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
 
-from doublehead import (
-    Annealing,
-    DoubleHead,
-    HeadBank,
-    HeadSpec,
-    Predictions,
-    Readings,
-    metrics,
-    plumbing,
-    refit,
-)
+from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, calibrate, metrics, torch_tools
+from doublehead.attach import Attachment, find_classifier
+from doublehead.calibrators.head import Head
 from doublehead.data.fashion import fashion_subset
-from doublehead.integrations.attach import Attachment, find_classifier
 from doublehead.integrations.lightning import DoubleHeadCallback, _n_own, key_of_weights
 from doublehead.optional import require
 
@@ -50,7 +39,7 @@ Wrapper = require("lightning.fabric.utilities.distributed", extra="lightning").D
 @pytest.fixture(scope="module")
 def images() -> dict[str, TensorDataset]:
     """Real images of clothes, 7 x 7, few enough for a test."""
-    parts = fashion_subset().first(256, 96, 121)
+    parts = fashion_subset().first(256, 240, 121)
     made = {}
     for name in ("train", "calib", "test"):
         samples = getattr(parts, name)
@@ -143,12 +132,16 @@ def test_main_network_is_bit_identical_with_and_without_the_callback(
     beside = fit(images, tmp_path, callback, **how)
     for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().values()):
         assert torch.equal(a, b), name
-    assert callback.alternation is not None
-    assert callback.alternation.calls == 16 // how.get("accumulate_grad_batches", 1)  # 2 epochs of 8 batches
-    fresh = DoubleHead(Classifier().model).head
+    assert alone.model.training == beside.model.training
+    assert callback.double is not None
+    assert callback.double.calls == 16 // how.get("accumulate_grad_batches", 1)  # 2 epochs of 8 batches
+    assert all(p.dtype == torch.float32 for p in callback.double.bank.parameters())
+    assert callback.double.skipped == 0
     assert callback.settled
     assert callback.choice is not None
-    assert any(not torch.equal(a, b) for a, b in zip(callback.model.head.parameters(), fresh.parameters()))
+    fresh = DoubleHead(Classifier().model, images["calib"]).bank
+    trained = zip(callback.double.bank.parameters(), fresh.parameters())
+    assert all(not torch.equal(a, b) for a, b in trained)
 
 
 def test_beta_and_lr_follow_the_epoch_and_the_schedule(
@@ -159,25 +152,22 @@ def test_beta_and_lr_follow_the_epoch_and_the_schedule(
     class Spy(DoubleHeadCallback):
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_train_batch_end(*args, **kwargs)
-            assert self.alternation is not None
-            seen.append((self.alternation.beta, self.alternation.optimizer.param_groups[0]["lr"]))
+            assert self.double is not None
+            training = self.double.training
+            assert training.beta is not None
+            seen.append((float(training.beta), float(training.lr * training.schedule.now())))
 
-    fit(
-        images,
-        tmp_path,
-        Spy(loader(images["calib"]), every=1, annealing=Annealing(1.4), lr=0.2),
-        schedule=True,
-    )
+    callback = Spy(loader(images["calib"]), every=1, heads=HeadSpec(beta0=1.4, lr=0.2))
+    fit(images, tmp_path, callback, schedule=True)
     betas = [1 + 0.4 * (1 - step / 8) for step in range(8)]
     assert [beta for beta, _ in seen] == pytest.approx(betas + betas)
-    # Lightning moves its schedule on before it tells of the end of an epoch's last batch.
+    # Lightning updates its schedule before the end of an epoch's last batch is reported.
     assert [lr for _, lr in seen] == pytest.approx([0.2] * 7 + [0.1] * 8 + [0.05])
 
 
 def test_resume_is_exact(images: dict[str, TensorDataset], tmp_path: Path) -> None:
     def callback() -> DoubleHeadCallback:
-        wrap = partial(DoubleHead, reads=("statistics", "features"))
-        return DoubleHeadCallback(loader(images["calib"], shuffle=True), every=3, wrap=wrap)
+        return DoubleHeadCallback(loader(images["calib"], shuffle=True), every=3)
 
     class Saver(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -203,32 +193,35 @@ def test_resume_is_exact(images: dict[str, TensorDataset], tmp_path: Path) -> No
     second = run(resumed, checkpoint=tmp_path / "half.ckpt")
     for (name, a), b in zip(first.state_dict().items(), second.state_dict().values()):
         assert torch.equal(a, b), name
-    for (name, a), b in zip(whole.model.head.state_dict().items(), resumed.model.head.state_dict().values()):
+    for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values()):
         assert torch.equal(a, b), name
-    assert resumed.alternation is not None
-    assert resumed.alternation.calls == 16
+    assert whole.double is not None
+    assert resumed.double is not None
+    assert resumed.double.calls == 16
+    banks = (one.bank.state_dict() for one in (whole.double, resumed.double))
+    for (name, a), b in zip(next(banks).items(), next(banks).values()):
+        assert torch.equal(a, b), name
 
 
-def test_numbers_and_picture_are_logged(images: dict[str, TensorDataset], tmp_path: Path) -> None:
-    callback = DoubleHeadCallback(
-        loader(images["calib"]), every=2, wrap=DoubleHead
-    )  # not fitted anew at the end
+def test_numbers_and_figure_are_logged(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     module = fit(images, tmp_path, callback, logger=CSVLogger(tmp_path, name="log"))
     logged = module.fitted_by.callback_metrics
-    x, y = images["test"].tensors
-    with torch.no_grad():
-        main, calib = callback.model.eval().heads(x)
-    for name, logits in (("main", main), ("calib", calib)):
+    y = images["test"].tensors[1]
+    assert callback.double is not None
+    with torch.no_grad():  # the heads as they were in the last validation, before the calibration was fitted
+        read = callback.double.read(images["test"])
+        calib = callback.double.answer(read.logits, read.features)
+    for name, logits in (("main", read.logits), ("calib", calib)):
         p = Predictions(logits, y)
         assert float(logged[f"val_ece_{name}"]) == pytest.approx(metrics.ece(p), abs=1e-6)
         assert float(logged[f"val_nll_{name}"]) == pytest.approx(metrics.nll(p), abs=1e-6)
         assert float(logged[f"val_accuracy_{name}"]) == pytest.approx(metrics.accuracy(p), abs=1e-6)
-    assert float(logged["val_ece_floor"]) == pytest.approx(
-        metrics.ece_floor(Predictions(calib, y)).mean, abs=1e-6
-    )
+    floor = metrics.ece_floor(Predictions(calib, y)).mean
+    assert float(logged["val_ece_floor"]) == pytest.approx(floor, abs=1e-6)
     assert "calib_loss" in logged
-    pictures = sorted(Path(module.fitted_by.logger.log_dir).glob("reliability-*.png"))
-    assert [path.name for path in pictures] == ["reliability-00000008.png", "reliability-00000016.png"]
+    figures = sorted(Path(module.fitted_by.logger.log_dir).glob("reliability-*.png"))
+    assert [path.name for path in figures] == ["reliability-00000008.png", "reliability-00000016.png"]
 
 
 def test_testing_and_predicting_are_calibrated_and_the_module_stays_its_own(
@@ -238,6 +231,7 @@ def test_testing_and_predicting_are_calibrated_and_the_module_stays_its_own(
     module = fit(images, tmp_path, callback, max_epochs=1)
     data = loader(images["test"])
     x, y = images["test"].tensors
+    names = list(module.state_dict())
     with torch.no_grad():
         main, calib = callback.model.eval().heads(x)
     with warnings.catch_warnings():
@@ -246,71 +240,85 @@ def test_testing_and_predicting_are_calibrated_and_the_module_stays_its_own(
         predicted = torch.cat(trainer.predict(module, data))
         tested = trainer.test(module, data, verbose=False)[0]["test_loss"]
     torch.testing.assert_close(predicted, calib)
+    torch.testing.assert_close(predicted.exp().sum(1), torch.ones(len(x)))
     assert tested == pytest.approx(float(F.cross_entropy(calib, y)), abs=1e-5)
-    torch.testing.assert_close(module.eval().model(x), main)
+    torch.testing.assert_close(module.eval().model(x).log_softmax(1), main)
     assert not torch.allclose(main, calib)
+    assert list(module.state_dict()) == names == list(Classifier().state_dict())
 
 
-def test_a_checkpoint_brings_the_head_to_a_new_process(
+def test_a_checkpoint_brings_the_heads_to_a_new_process(
     images: dict[str, TensorDataset], tmp_path: Path
 ) -> None:
-    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
-    module = fit(images, tmp_path, callback, max_epochs=1)
-    module.fitted_by.save_checkpoint(tmp_path / "last.ckpt")
-    fresh, again = Classifier(), DoubleHeadCallback(loader(images["calib"]))
-    with pytest.raises(RuntimeError, match="has no model yet: call trainer.fit, test or predict first"):
-        again.model  # noqa: B018
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = quiet_trainer(tmp_path, callbacks=[again])
-        logits = torch.cat(trainer.predict(fresh, loader(images["test"]), ckpt_path=tmp_path / "last.ckpt"))
-    torch.testing.assert_close(logits, callback.model.eval()(images["test"].tensors[0]).detach())
+    for heads in (None, PAPER):
+        callback = DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2, heads=heads)
+        module = fit(images, tmp_path, callback, max_epochs=1)
+        module.fitted_by.save_checkpoint(tmp_path / "last.ckpt")
+        fresh, again = (
+            Classifier(),
+            DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2, heads=heads),
+        )
+        with pytest.raises(RuntimeError, match="has no model yet: call trainer.fit"):
+            again.model  # noqa: B018
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = quiet_trainer(tmp_path, callbacks=[again])
+            found = trainer.predict(fresh, loader(images["test"]), ckpt_path=tmp_path / "last.ckpt")
+        want = callback.model.eval()(images["test"].tensors[0]).detach()
+        torch.testing.assert_close(torch.cat(found), want)
 
 
-def test_the_head_is_fitted_anew_to_the_finished_network(
+def test_the_calibration_is_that_of_finish(
     images: dict[str, TensorDataset], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    callback = DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2, seed=4)
-    module = fit(images, tmp_path, callback)
-    double = DoubleHead(module.model)
-    choice = refit(double, loader(images["calib"], shuffle=True), seed=4)
-    assert callback.choice == choice
-    for (name, a), b in zip(double.head.state_dict().items(), callback.model.head.state_dict().values()):
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2, seed=4)
+    fit(images, tmp_path, callback)
+    assert callback.double is not None
+    found, want = callback.model, callback.double.finish(seed=4)
+    assert isinstance(found, Calibrated)
+    assert isinstance(found.head, Head)
+    assert isinstance(want.head, Head)
+    assert callback.choice == want.head.choice
+    for (name, a), b in zip(want.state_dict().items(), found.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    assert f"calibration head: {choice.in_words()}" in caplog.text
+    assert f"calibration: {callback.choice}" in caplog.text
 
 
-def test_another_wrap_or_augment_leaves_the_head_as_training_left_it(
-    images: dict[str, TensorDataset], tmp_path: Path
-) -> None:
-    class Notes(DoubleHeadCallback):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.before = {name: value.clone() for name, value in self.model.head.state_dict().items()}
-            super().on_train_end(trainer, pl_module)
-
-    paper = partial(DoubleHead, kind="mlp")
-    for options in ({"augment": lambda inputs: inputs.flip(-1)}, {"wrap": DoubleHead}, {"wrap": paper}):
-        callback = Notes(loader(images["calib"]), every=2, **options)
+def test_one_head_is_used_as_trained(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+    options: list[dict[str, Any]] = [{"augment": lambda inputs: inputs.flip(-1)}, {"heads": PAPER}]
+    for how in options:
+        callback = DoubleHeadCallback(loader(images["calib"]), every=2, **how)
         module = fit(images, tmp_path, callback, max_epochs=1)
+        assert callback.double is not None
+        x = images["test"].tensors[0]
+        with torch.no_grad():
+            read = callback.double.read(images["test"])
+            want = callback.double.answer(read.logits, read.features).log_softmax(1)
+            torch.testing.assert_close(callback.model.eval()(x), want)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module.fitted_by.test(module, loader(images["test"]), verbose=False)
+            predicted = module.fitted_by.predict(module, loader(images["test"]))
+        torch.testing.assert_close(torch.cat(predicted), want)
         assert callback.choice is None
-        for name, value in callback.model.head.state_dict().items():
-            assert torch.equal(value, callback.before[name]), name
-    assert callback.alternation is not None
-    assert callback.alternation.annealing == Annealing(1.2)
-    assert callback.alternation.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+        trainer = quiet_trainer(tmp_path, callbacks=[DoubleHeadCallback(loader(images["calib"]), **how)])
+        with pytest.raises(RuntimeError, match="it was not trained yet: call trainer.fit first"):
+            trainer.test(Classifier(), loader(images["test"]), verbose=False)
 
 
 @pytest.mark.parametrize(
-    ("precision", "alone"), [("32-true", False), ("32-true", True), ("bf16-mixed", False), ("64-true", False)]
+    ("precision", "alone"),
+    [("32-true", False), ("32-true", True), ("bf16-mixed", False), ("bf16-true", False), ("64-true", False)],
 )
-def test_the_best_checkpoint_is_tested_with_a_head_of_its_own(
+def test_the_best_checkpoint_is_tested_with_a_calibration_of_its_own(
     images: dict[str, TensorDataset], tmp_path: Path, precision: str, alone: bool
 ) -> None:
-    """The checkpoint of an earlier epoch holds the head as it was then, in mid-training."""
+    """The checkpoint of an earlier epoch holds the heads as they were then."""
+    every = 99 if alone else 2  # a checkpoint of weights alone holds no heads
+    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+
+    def to_pair(batch: Any) -> Any:
+        return batch[0].to(dtype), batch[1]
 
     class Early(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -322,29 +330,31 @@ def test_the_best_checkpoint_is_tested_with_a_head_of_its_own(
             warnings.simplefilter("ignore")
             data, path = loader(images["test"]), tmp_path / "early.ckpt"
             tested = trainer.test(module, data, ckpt_path=path, verbose=False, weights_only=True)
-            predicted = torch.cat(trainer.predict(module, data)).float()
+            predicted = torch.cat(trainer.predict(module, data))
         assert callback.settled
-        double = DoubleHead(module.model.float())
-        calib = loader(images["calib"])
-        choice = refit(double, calib)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            beside = DoubleHead(module.model, loader(images["calib"]), every=every, to_pair=to_pair)
+            if not alone:
+                state = torch.load(path, weights_only=True)["callbacks"][callback.state_key]
+                assert state["calls"] == 8
+                beside.load_state_dict(state)
+            how = {"to_pair": to_pair} if alone else {"beside": beside}
+            model = calibrate(module.model, loader(images["calib"]), **how)
+            x, y = to_pair(images["test"].tensors)
+            want = model(x).detach()
         assert callback.choice is not None
-        near = {"rel": 0.03 if precision == "bf16-mixed" else 1e-5}
-        assert callback.choice.nll == pytest.approx(choice.nll, **near)
-        x, y = images["test"].tensors
-        want = double.eval()(x).detach()
-        assert tested[0]["test_loss"] == pytest.approx(float(F.cross_entropy(want, y)), **near)
-        off = 0.1 if precision == "bf16-mixed" else 1e-4
-        torch.testing.assert_close(predicted.softmax(1), want.softmax(1), atol=off, rtol=0)
+        assert callback.choice.nll == pytest.approx(model.head.choice.nll, rel=1e-5)
+        assert predicted.dtype == torch.float32
+        assert tested[0]["test_loss"] == pytest.approx(float(F.cross_entropy(want, y)), rel=1e-5)
+        torch.testing.assert_close(predicted, want, rtol=1e-4, atol=1e-4)
 
-    callback, again = (DoubleHeadCallback(loader(images["calib"]), every=2) for _ in range(2))
+    callback, again = (DoubleHeadCallback(loader(images["calib"]), every=every) for _ in range(2))
     module = fit(images, tmp_path, callback, callbacks=[Early()], precision=precision)
     last = callback.choice
     check(callback, module, module.fitted_by)
     assert callback.choice != last
     trainer = quiet_trainer(tmp_path, callbacks=[again], precision=precision)
     check(again, Classifier(), trainer)  # a new process, which did not train
-    saved = torch.load(tmp_path / "early.ckpt", weights_only=True)
-    assert alone or saved["callbacks"]["DoubleHeadCallback"]["fitted_to"] is None
 
 
 def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_path: Path) -> None:
@@ -354,7 +364,7 @@ def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_pa
     class Spy(DoubleHeadCallback):
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_train_batch_end(*args, **kwargs)
-            seen.append((self.settled, self.state_dict()["fitted_to"]))
+            seen.append(self.settled)
 
     callback = Spy(loader(images["calib"]), every=1)
     trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
@@ -365,34 +375,23 @@ def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_pa
         untrained = callback.choice
         assert callback.settled
         trainer.fit(module, loader(images["train"]))
-    assert seen == [(False, None)] * 8
-    assert callback.settled
+        assert seen == [False] * 8
+        assert callback.double is not None
+        assert (callback.double.calls, callback.double.skipped) == (8, 0)
+        assert callback.settled
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, loader(images["train"]))  # the heads go on where they were
+        assert callback.double.calls == 16
+    assert module.model.training
     assert untrained is not None
     assert callback.choice is not None
     assert callback.choice.nll < untrained.nll
 
 
-def test_a_checkpoint_of_before_keeps_its_rate(images: dict[str, TensorDataset], tmp_path: Path) -> None:
-    """It held the scale beside the state of the Alternation, and no word on what its head was fitted to."""
-    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
-    module = fit(images, tmp_path, callback, max_epochs=1)
-    state = callback.state_dict()
-    state["lr_scale"] = 7.0
-    del state["fitted_to"], state["alternation"]["lr_scale"], state["alternation"]["peak_lr"]
-    again = DoubleHeadCallback(loader(images["calib"]))
-    again.load_state_dict(state)
-    module.fitted_by.callbacks, module.fitted_by.fit_loop.max_epochs = [again], 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module.fitted_by.fit(module, loader(images["train"]))
-    assert again.alternation is not None
-    assert again.alternation.rate.scale == 7.0
-
-
-def test_the_head_belongs_to_the_weights_that_are_tested(
+def test_the_calibration_belongs_to_the_weights_that_are_tested(
     images: dict[str, TensorDataset], tmp_path: Path
 ) -> None:
-    """However they came into the module since the head was fitted: it is fitted again, and only then."""
+    """However they came into the module since the calibration was fitted: it is fitted again, and only then."""
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     module = fit(images, tmp_path, callback, max_epochs=1)
     trainer, others = module.fitted_by, Classifier().state_dict()
@@ -404,9 +403,9 @@ def test_the_head_belongs_to_the_weights_that_are_tested(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tested = trainer.test(module, loader(images["test"]), verbose=False, **how)[0]["test_loss"]
-        double, (x, y) = DoubleHead(module.model), images["test"].tensors
-        refit(double, loader(images["calib"]))
-        assert tested == pytest.approx(float(F.cross_entropy(double.eval()(x).detach(), y)), rel=1e-5)
+        x, y = images["test"].tensors
+        model = calibrate(module.model, loader(images["calib"]), beside=callback.double)
+        assert tested == pytest.approx(float(F.cross_entropy(model(x).detach(), y)), rel=1e-5)
         assert callback.settled
         assert (callback.choice is not before) == fits
 
@@ -418,8 +417,13 @@ def test_the_head_belongs_to_the_weights_that_are_tested(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.validate(module, loader(images["test"]), ckpt_path=tmp_path / "others.ckpt", verbose=False)
-    check(fits=False)  # of all these weights the head knows the present ones
+    check(fits=False)  # validation loaded the weights that were tested last
     check(fits=False, ckpt_path=tmp_path / "others.ckpt")
+    module.load_state_dict(trained)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.validate(module, loader(images["test"]), verbose=False)
+    check(fits=False)  # validation fitted the calibration
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -446,17 +450,18 @@ def test_weights_that_another_callback_changes_at_the_end(
 
 
 def test_a_copied_module_answers_for_itself(images: dict[str, TensorDataset], tmp_path: Path) -> None:
-    """Its hooks lead to the callback, whose place in a loader cannot be copied."""
+    """The hooks of a test lead to the callback, whose position in a loader cannot be copied."""
     callback = DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2)
     module = fit(images, tmp_path, callback, max_epochs=1)
     x = images["test"].tensors[0]
-    callback._listen(active=True, answer=True)
+    copy.deepcopy(module.model)
+    callback._attach(replace=True)
     again = copy.deepcopy(module.model).eval()
     assert callback._seen is None
     torch.testing.assert_close(again(x), callback.model.eval()(x))
     assert callback._seen is None
     with torch.no_grad():
-        callback.model.head.last.bias += 1
+        callback.model.head.temperature_ *= 3
     assert not torch.allclose(again(x), callback.model(x))
 
 
@@ -479,13 +484,13 @@ class Rank(DoubleHeadCallback):
     folder: Path
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.double is not None
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        head = {name: value.clone() for name, value in self.model.head.state_dict().items()}
-        state = {"head": head, "main": pl_module.state_dict(), "logged": logged}
-        self.seed += trainer.global_rank  # reads in another order, so that other folds are held back
+        self.double.seed += trainer.global_rank  # reads in another order, so that other folds are held back
         super().on_train_end(trainer, pl_module)
-        refitted = {"refitted": self.model.head.state_dict(), "choice": str(self.choice)}
-        torch.save({**state, **refitted}, self.folder / f"{trainer.global_rank}.pt")
+        state = {"heads": self.double.bank.state_dict(), "main": pl_module.state_dict(), "logged": logged}
+        fitted = {"fitted": self.model.head.state_dict(), "choice": str(self.choice)}
+        torch.save({**state, **fitted}, self.folder / f"{trainer.global_rank}.pt")
 
 
 def test_two_processes(images: dict[str, TensorDataset], tmp_path: Path) -> None:
@@ -495,22 +500,21 @@ def test_two_processes(images: dict[str, TensorDataset], tmp_path: Path) -> None
     fit(images, tmp_path, callback, logger=CSVLogger(tmp_path, name="log"), **how)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first["choice"] == second["choice"] != "None"
-    assert not torch.equal(first["head"]["last.bias"], first["refitted"]["last.bias"])
-    for part in ("head", "main", "refitted"):
+    for part in ("heads", "main", "fitted"):
         for name, value in first[part].items():
-            if "running" not in name:  # BatchNorm's moments are each process's own
+            if "running" not in name:  # each process has its own moments of BatchNorm
                 assert torch.equal(value, second[part][name]), name
     assert first["logged"]["val_ece_calib"] == second["logged"]["val_ece_calib"]
-    model = DoubleHead(Classifier().model).eval()
-    model.head.load_state_dict(first["head"])
-    net = Classifier()
-    bins = []
-    for rank, part in enumerate((first, second)):  # each process saw every other sample, with its own moments
+    net, halves = Classifier(), []
+    for rank, part in enumerate((first, second)):  # each process saw every other sample
         net.load_state_dict(part["main"])
-        model.model.load_state_dict(net.model.state_dict())
-        x, y = images["test"][rank::2]
-        bins.append(Predictions(model(x).detach(), y))
-    both = Predictions(torch.cat([p.logits for p in bins]), torch.cat([p.labels for p in bins]))
+        double = DoubleHead(net.model, images["calib"])
+        double.bank.load_state_dict(first["heads"])
+        read = double.read(images["test"])
+        with torch.no_grad():
+            answers = double.answer(read.logits, read.features)
+        halves.append(Predictions(answers[rank::2], read.labels[rank::2]))
+    both = Predictions(torch.cat([p.logits for p in halves]), torch.cat([p.labels for p in halves]))
     assert first["logged"]["val_ece_calib"] == pytest.approx(metrics.ece(both), abs=1e-6)
     alone = fit(images, tmp_path, None, **how)
     for name, value in alone.state_dict().items():
@@ -525,10 +529,10 @@ class Halves(Sampler[int]):
         self.rows = rows
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.rows[plumbing.rank() :: plumbing.n_processes()])
+        return iter(self.rows[torch_tools.rank() :: torch_tools.n_processes()])
 
     def __len__(self) -> int:
-        return len(self.rows[plumbing.rank() :: plumbing.n_processes()])
+        return len(self.rows[torch_tools.rank() :: torch_tools.n_processes()])
 
 
 def test_two_processes_count_every_validation_sample_once(
@@ -634,32 +638,6 @@ def test_repeats_are_looked_for_in_the_data_that_is_validated(
         assert nll(CombinedLoader({"mine": mine, "other": loader(other, 2)}, "max_size")) == wanted(other)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_bank_chooses_on_held_out_data(
-    images: dict[str, TensorDataset], tmp_path: Path, precision: str
-) -> None:
-    specs = [HeadSpec(beta0=b, lr=0.1) for b in (1.0, 1.2)]
-    wrap = partial(DoubleHead, head=lambda n_features, n_classes: HeadBank(n_features, n_classes, specs))
-    train, held_out = Subset(images["calib"], range(64)), Subset(images["calib"], range(64, 96))
-    callback = DoubleHeadCallback(
-        DataLoader(train, 32), held_out=DataLoader(held_out, 32), every=2, wrap=wrap
-    )
-    fit(images, tmp_path, callback, precision=precision)
-    bank = callback.model.head
-    assert isinstance(bank, HeadBank)
-    assert int(bank.chosen) != HeadBank.ENSEMBLE
-    if precision != "32-true":
-        return
-    everything = callback.model.read(
-        DataLoader(images["calib"], 32)
-    )  # the last temperature is fitted to all of it
-    inverse = float(bank.after.scale)
-    bank.select(
-        Readings(*(part[64:96] for part in everything)), Readings(*(part[:96] for part in everything))
-    )
-    assert float(bank.after.scale) == pytest.approx(inverse, rel=1e-4)
-
-
 def test_other_batches_through_to_pair(images: dict[str, TensorDataset], tmp_path: Path) -> None:
     class Keyed(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -680,35 +658,39 @@ def test_other_batches_through_to_pair(images: dict[str, TensorDataset], tmp_pat
         trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
         module = Keyed()
         trainer.fit(module, keyed(images["train"]), data)
-        trainer.validate(module, data, verbose=False)  # with the head that was fitted at the end
+        trainer.validate(module, data, verbose=False)  # with the calibration that was fitted at the end
     x, y = images["test"].tensors
     want = metrics.ece(Predictions(callback.model.eval()(x).detach(), y))
     assert float(trainer.callback_metrics["val_ece_calib"]) == pytest.approx(want, abs=1e-6)
 
 
-def test_an_attached_head_only_looks_on() -> None:
-    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    double = DoubleHead(net, reads=("statistics", "features"))
-    nn.init.normal_(double.head.last.weight)
-    attachment, x = Attachment(double), torch.randn(5, 4)
-    net.eval()  # the head itself stays in training mode
-    before = {name: value.clone() for name, value in double.head.state_dict().items()}
-    answer = net(x)
-    assert double.head.training
-    assert all(torch.equal(before[name], value) for name, value in double.head.state_dict().items())
-    with attachment.resting():
-        plain = net(x)
-    main, calib = double.eval().heads(x)
-    torch.testing.assert_close(plain, main)
+def test_an_attachment_reads_and_replaces_answers() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    x = torch.randn(5, 4)
+    double = DoubleHead(net, (torch.randn(60, 4), torch.randint(3, (60,))), every=1, heads=PAPER)
+    plain = net(x)
+    seen: list[Any] = []
+    attachment = Attachment(net, double.reader, double.answer, seen=lambda heads, _: seen.append(heads))
+    answer, model = net(x), double.finish()
+    main, calib = model.heads(x)
     torch.testing.assert_close(answer, calib)
-    assert not torch.allclose(plain, answer)
+    torch.testing.assert_close(plain.log_softmax(1), main)
+    assert not torch.allclose(main, calib)
+    assert len(seen) == 1  # not where the reader runs the network
+    for a, b, c in zip(attachment.ask((x,), {}), seen[0], (main, calib)):
+        torch.testing.assert_close(a, c)
+        torch.testing.assert_close(b, c)
+    with attachment.resting():
+        torch.testing.assert_close(net(x), plain)
+    torch.testing.assert_close(net.train()(x), plain)
+    net.eval()
     with pytest.raises(RuntimeError):
         net(torch.randn(5, 3))  # a forward that fails leaves nothing open
     torch.testing.assert_close(net(x), calib)
     with pytest.raises(RuntimeError, match="cannot follow the copies of a model that nn.DataParallel makes"):
         net._replicate_for_data_parallel()(x)
     attachment.detach()
-    torch.testing.assert_close(net(x), main)
+    torch.testing.assert_close(net(x), plain)
 
 
 def test_classifier_is_found_or_named() -> None:
@@ -763,7 +745,7 @@ def test_a_module_that_is_the_classifier_itself(images: dict[str, TensorDataset]
         trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
         trainer.fit(module, loader(images["train"]), loader(images["test"]))
         predicted = torch.cat(trainer.predict(module, loader(images["test"])))
-    assert callback.model.model is module
+    assert callback.model.network is module
     want = callback.model.eval()(images["test"].tensors[0]).detach()
     torch.testing.assert_close(predicted, want, rtol=1e-5, atol=1e-4)
 
@@ -771,28 +753,27 @@ def test_a_module_that_is_the_classifier_itself(images: dict[str, TensorDataset]
 def test_bad_use_is_named(images: dict[str, TensorDataset], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="calibration data must not be training data: at least 256 of 256"):
         fit(images, tmp_path, DoubleHeadCallback(loader(images["train"])))
-    with pytest.raises(ValueError, match="calib_batches must hold at least one batch"):
+    with pytest.raises(ValueError, match="calibration data must hold at least one batch"):
         fit(images, tmp_path, DoubleHeadCallback([], every=1))
+    for options in ({"wrap": DoubleHead}, {"follow": None}, {"steps": 3}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            DoubleHeadCallback(images["calib"], **options)
+    with pytest.raises(ValueError, match="heads must be None or one HeadSpec, got 2 of them"):
+        DoubleHeadCallback(images["calib"], heads=[HeadSpec(beta0=1.0), HeadSpec(beta0=1.2)])
 
+
+def test_training_data_of_unknown_length(images: dict[str, TensorDataset], tmp_path: Path) -> None:
     class Stream(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
             return iter(images["train"])
 
-    def on_a_stream(annealing: Annealing | None, specs: tuple[HeadSpec, ...] = ()) -> None:
-        wrap = partial(DoubleHead, head=partial(HeadBank, specs=specs)) if specs else None
-        callback = DoubleHeadCallback(loader(images["calib"]), every=2, annealing=annealing, wrap=wrap)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
-            trainer.fit(Classifier(), DataLoader(Stream(), 32))
-
-    many, none = (HeadSpec(beta0=1.0), HeadSpec(beta0=1.2)), (HeadSpec(seed=1), HeadSpec(seed=2))
-    for annealing, specs in ((Annealing(1.2), ()), (None, many)):
-        with pytest.raises(ValueError, match="annealing needs the number of batches in an epoch"):
-            on_a_stream(annealing, specs)
-    on_a_stream(None)
-    on_a_stream(None, none)
-    on_a_stream(Annealing(1.0), many)
+    callback = DoubleHeadCallback(images["calib"], every=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
+        trainer.fit(Classifier(), DataLoader(Stream(), 32))
+    assert callback.double is not None
+    assert (callback.double.calls, callback.double.skipped) == (8, 0)
 
 
 def test_calibration_data_without_an_end(
@@ -802,15 +783,15 @@ def test_calibration_data_without_an_end(
         def __iter__(self) -> Any:
             return cycle(images["calib"])
 
-    for batch_size, n in ((30, 50), (100, 100)):  # enough, or until they come again
-        monkeypatch.setattr("doublehead.integrations.fit_head.ENOUGH", 50 if batch_size == 30 else 250)
+    for batch_size, n_max, n in ((60, 100, 120), (250, 600, 250)):  # enough, or until they come again
+        monkeypatch.setattr("doublehead.double_head.MAX_SAMPLES", n_max)
         callback = DoubleHeadCallback(DataLoader(Endless(), batch_size), every=2)
         fit(images, tmp_path, callback, max_epochs=1)
         assert callback.choice is not None
         assert callback.choice.n == n
 
 
-def test_validating_on_calibration_data_is_said(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_validating_on_calibration_data_warns(images: dict[str, TensorDataset], tmp_path: Path) -> None:
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
     with pytest.warns(UserWarning, match="the validation data holds calibration data"):

@@ -1,4 +1,4 @@
-"""The plain loop under Accelerate and Fabric: the network must not notice its head; trackers get their figures."""
+"""The plain loop under Accelerate and Fabric: the network stays bit-identical; trackers get their figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import Alternation, DoubleHead, Predictions
+from doublehead import DoubleHead, Predictions
 from doublehead.curves import Reliability, reliability
 from doublehead.integrations.trackers import for_transformers, log_figure, log_numbers, log_reliability
 from doublehead.optional import require
@@ -28,51 +28,52 @@ def batches(n: int, seed: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 16, shuffle=True)
 
 
-def steps(model: nn.Module, loader: Any, alternation: Alternation | None, autocast: Any) -> Iterator[Tensor]:
-    """Three epochs: yields losses to be stepped on, and steps the head after each."""
+def steps(model: nn.Module, loader: Any, double: DoubleHead | None, autocast: Any) -> Iterator[Tensor]:
+    """Three epochs: yields losses to be stepped on, and calls the companion after each."""
     for _ in range(3):
         model.train()
         for step, (x, y) in enumerate(loader):
             yield F.cross_entropy(model(x), y)
-            if alternation is not None:
+            if double is not None:
                 with autocast():
-                    alternation.step(step / len(loader))
+                    double.step(step / len(loader))
 
 
-def under_accelerate(with_head: bool, precision: str, accumulate: int) -> nn.Module:
+Trained = tuple[nn.Module, DoubleHead | None]
+
+
+def under_accelerate(with_heads: bool, precision: str, accumulate: int) -> Trained:
     accelerate = require("accelerate", extra="transformers")
     accelerator = accelerate.Accelerator(
         mixed_precision=precision, gradient_accumulation_steps=accumulate, cpu=True
     )
     net = network()
-    model: Any = DoubleHead(net) if with_head else net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, batches(72, 1))
-    alternation = Alternation(model, batches(64, 2), every=2, lr=optimizer) if with_head else None
-    for loss in steps(model, loader, alternation, accelerator.autocast):
+    model, optimizer, loader = accelerator.prepare(net, optimizer, batches(72, 1))
+    double = DoubleHead(model, batches(240, 2), every=2, follow=optimizer) if with_heads else None
+    for loss in steps(model, loader, double, accelerator.autocast):
         with accelerator.accumulate(model):
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
     accelerate.state.AcceleratorState._reset_state(True)
-    return net
+    return net, double
 
 
-def under_fabric(with_head: bool, precision: str, accumulate: int) -> nn.Module:
+def under_fabric(with_heads: bool, precision: str, accumulate: int) -> Trained:
     fabric = require("lightning.fabric", extra="lightning").Fabric(
         accelerator="cpu", devices=1, precision=precision
     )
     net = network()
-    model: Any = DoubleHead(net) if with_head else net
-    model, optimizer = fabric.setup(model, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    alternation = Alternation(model, batches(64, 2), every=2, lr=optimizer) if with_head else None
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    double = DoubleHead(model, batches(240, 2), every=2, follow=optimizer) if with_heads else None
     loader = fabric.setup_dataloaders(batches(72, 1))
-    for number, loss in enumerate(steps(model, loader, alternation, fabric.autocast), 1):
+    for number, loss in enumerate(steps(model, loader, double, fabric.autocast), 1):
         fabric.backward(loss / accumulate)
         if number % accumulate == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return net
+    return net, double
 
 
 @pytest.mark.parametrize(
@@ -86,10 +87,16 @@ def under_fabric(with_head: bool, precision: str, accumulate: int) -> nn.Module:
     ],
 )
 def test_main_network_is_bit_identical(loop: Any, precision: str, accumulate: int) -> None:
-    alone = loop(False, precision, accumulate)
-    beside = loop(True, precision, accumulate)
-    for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().items()):
-        assert torch.equal(a, b[1]), name
+    alone, _ = loop(False, precision, accumulate)
+    beside, double = loop(True, precision, accumulate)
+    for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert (double.calls, double.skipped) == (15, 0)
+    model = double.finish()
+    x = torch.randn(7, 6)
+    assert model.network is beside
+    torch.testing.assert_close(model(x).exp().sum(1), torch.ones(7))
+    torch.testing.assert_close(model.heads(x).main, alone.eval()(x).log_softmax(1))
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,16 @@ and the module keeps its class, the names of its weights and its place in the fr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from doublehead.double_head import Heads
 from doublehead.network import Reader, features_of, find_logits, to_logits, with_logits
+from doublehead.torch_tools import evaluating
 
 Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits
 
@@ -61,11 +63,20 @@ class Attachment:
             return output
         self._opened = self.reader.tap.recording = False
         main = to_logits(find_logits(output, self.reader.logits_of), self.reader.outputs)
-        features = features_of(self.reader.tap.take(), main, self.reader.layer)
-        calib = self.answer(main, features).float().log_softmax(-1)
+        heads = self._heads(main, features_of(self.reader.tap.take(), main, self.reader.layer))
         if self.seen is not None:
-            self.seen(Heads(main.float().log_softmax(-1), calib), kwargs)
-        return with_logits(output, calib) if self.replace else output
+            self.seen(heads, kwargs)
+        return with_logits(output, heads.calib) if self.replace else output
+
+    def _heads(self, main: Tensor, features: Tensor) -> Heads:
+        return Heads(main.float().log_softmax(-1), self.answer(main, features).float().log_softmax(-1))
+
+    @torch.no_grad()
+    def ask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Heads:
+        """The log-probabilities of both heads for some inputs, in evaluation mode, without a call of `seen`."""
+        with evaluating(self.network):
+            found = self.reader.run(args, kwargs)
+        return self._heads(found.logits, found.features)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         """A copied network has a calibration of its own; the copy drops its listener, which may not be copyable."""

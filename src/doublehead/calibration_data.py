@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,7 +111,7 @@ class Endless:
         self.batches, self.randomness = batches, randomness
         self.iterator: Iterator[Any] | None = None
         self.taken, self.start = 0, randomness.state
-        self.length: int | None = len(batches) if isinstance(batches, Sized) else None  # batches in a pass
+        self.length: int | None = length_of(batches) or None  # batches in a pass
 
     def next(self) -> Any:
         """The next batch; called with `randomness` swapped in."""
@@ -232,7 +232,7 @@ def check_disjoint(calib: Any, train: Any) -> None:
     Traceback (most recent call last):
     ValueError: calibration data must not be training data: at least 1 of 2 calibration samples are in both
     """
-    shared, n = n_shared(calib, train), _length(_dataset(calib))
+    shared, n = n_shared(calib, train), length_of(_dataset(calib))
     if shared:
         raise ValueError(
             f"calibration data must not be training data: at least {shared} of {n} calibration samples are in both"
@@ -268,7 +268,7 @@ def _pieces(data: Any) -> list[tuple[Any, Any]]:
         indices = [int(row) for row in data.indices]
         rows = indices if rows is None else [indices[row] for row in rows]
         data = data.dataset
-    return [(data, range(_length(data)) if rows is None else rows)]
+    return [(data, range(length_of(data)) if rows is None else rows)]
 
 
 def _common(base: Any, rows: Sequence[int], other: Any, other_rows: Sequence[int]) -> set[int]:
@@ -300,8 +300,9 @@ def _rows_apart(mine: Tensor, theirs: Tensor) -> int | None:
     return None if rest else rows
 
 
-def _length(data: Any) -> int:
+def length_of(data: Any) -> int:
+    """The length of loaders and data sets; 0 for a stream, also in a DataLoader, which has `__len__` all the same."""
     try:
         return len(data)
-    except TypeError:  # a stream does not know
+    except TypeError:
         return 0

@@ -247,9 +247,9 @@ class Standardise(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("square", torch.ones(size))
-        self.register_buffer("batches", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float32))
+        self.register_buffer("square", torch.ones(size, dtype=torch.float32))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.float32))
         self.mean: Tensor
         self.square: Tensor
         self.batches: Tensor
@@ -281,6 +281,6 @@ class Standardise(nn.Module):
 def _initial(n_in: int, hidden: int, n_out: int, seed: int) -> list[Tensor]:
     """The weights and biases that nn.Linear would start with; the caller's random numbers stay as they were."""
     with seeded(seed):
-        layers = [nn.Linear(n_in, hidden)] if hidden else []
-        layers.append(nn.Linear(hidden or n_in, n_out))
+        layers = [nn.Linear(n_in, hidden, dtype=torch.float32)] if hidden else []
+        layers.append(nn.Linear(hidden or n_in, n_out, dtype=torch.float32))
     return [part.detach() for layer in layers for part in (layer.weight, layer.bias)]

@@ -30,6 +30,7 @@ from doublehead.calibration_data import (
     ToPair,
     as_batches,
     fold_of,
+    length_of,
     unpack,
     until_repeated,
 )
@@ -307,10 +308,9 @@ class Calibrated(nn.Module):
 
 
 def read(reader: Reader, data: Any, to_pair: ToPair | None = None) -> Readings:
-    """Run the network over calibration data once; of data without a length, which may be endless, over enough of
-    it."""
+    """Run the network over calibration data once, or over enough of it where it has no length and may be endless."""
     batches: Iterable[Any] = as_batches(data)
-    if hasattr(batches, "__len__"):
+    if length_of(batches):
         return reader.read(batches, to_pair=to_pair)
     return reader.read(until_repeated(batches, to_pair), to_pair=to_pair, max_samples=MAX_SAMPLES)
 

@@ -43,8 +43,9 @@ class HeadTraining:
         self.bank, self.weight_decay, self.clip = bank, weight_decay, clip
         self.schedule = ScheduleShape(follow)
         device = bank.order.device
-        self.beta0 = torch.tensor([spec.beta0 for spec in bank.specs], device=device)  # (H,)
-        self.lr = torch.tensor([spec.lr for spec in bank.specs], device=device)  # (H,) peak rates
+        beta0, lr = ([getattr(spec, name) for spec in bank.specs] for name in ("beta0", "lr"))
+        self.beta0 = torch.tensor(beta0, device=device, dtype=torch.float32)  # (H,)
+        self.lr = torch.tensor(lr, device=device, dtype=torch.float32)  # (H,) peak rates
         blind = [-1 if spec.fold is None else spec.fold for spec in bank.specs]
         self.blind = torch.tensor(blind, device=device)[:, None]  # (H, 1) the fold that each head never sees
         self.velocity = [torch.zeros_like(p) for p in bank.parameters()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add
 from typing import Any
@@ -10,11 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from doublehead.calibration_head import HeadSpec
 from doublehead.curves import Reliability, reliability
-from doublehead.double_head import Heads
+from doublehead.double_head import SECOND_OPINION, DoubleHead, Heads
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary, Tally
 from doublehead.torch_tools import from_every_process, n_processes
+
+
+def double_head_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a callback that go to `DoubleHead`, checked before there is a network.
+
+    Heads other than the second opinion are used as trained, so there must be one. With `augment` it is a temperature
+    head unless `heads` is given: the second opinion would be judged on clean data.
+
+    >>> double_head_options({"evry": 5})
+    Traceback (most recent call last):
+    TypeError: got an unexpected keyword argument 'evry'
+    """
+    inspect.signature(DoubleHead).bind(None, None, follow=None, steps=None, **options)
+    heads = options.get("heads")
+    if heads is None:
+        alone = options.get("augment") is not None
+        return {**options, "heads": HeadSpec(kind="temperature") if alone else SECOND_OPINION}
+    several = () if isinstance(heads, HeadSpec) else tuple(heads)
+    if len(several) > 1 and several != SECOND_OPINION:
+        raise ValueError(f"heads must be None or one HeadSpec, got {len(several)} of them")
+    return dict(options)
 
 
 class Watch:
