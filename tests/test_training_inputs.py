@@ -20,6 +20,7 @@ from doublehead.training.run_folder import RunFolder
 from training_helpers import fashion, small
 
 pytest.importorskip("safetensors")
+pytestmark = pytest.mark.filterwarnings("ignore:.* calibration samples are little data:UserWarning")
 WORDS = {
     "sport": ["goal", "team", "ball"],
     "law": ["court", "judge", "trial"],
@@ -75,6 +76,7 @@ def words(**settings: Any) -> Config:
         "embeddings": "random:16",
         "batch_size": 20,
         "every": 2,
+        "warmup": 0.0,
     }
     heads = {"a": HeadSpec(), "b": HeadSpec(kind="mlp", reads="logits")}
     return Config(**{**usual, "calib_batch_size": 20, "heads": heads, "auto": True, **settings})
@@ -120,22 +122,6 @@ def test_image_files(tmp_path: Path) -> None:
     assert labels.tolist() == [0] * 5 + [1] * 5  # green, red
 
 
-def test_what_auto_holds_back_is_not_trained_on() -> None:
-    inputs = load_inputs(small(auto=True, hold_back=0.25, calib_batch_size=30), CPU, fashion(), None)
-    assert inputs.calib_for_auto is not None
-    assert inputs.held_back is not None
-    held = torch.cat([x for x, _ in inputs.held_back]).flatten(1)
-    trained = torch.cat([x for x, _ in inputs.calib_for_auto]).flatten(1)
-    everything = torch.cat([x for x, _ in inputs.make_eval(fashion().calib)]).flatten(1)
-    assert (len(held), len(trained), len(everything)) == (30, 90, 120)
-    rows = {
-        name: {row.numpy().tobytes() for row in part} for name, part in (("held", held), ("trained", trained))
-    }
-    assert not rows["held"] & rows["trained"]
-    assert rows["held"] | rows["trained"] == {row.numpy().tobytes() for row in everything}
-    assert load_inputs(small(), CPU, fashion(), None).held_back is None
-
-
 def test_two_processes_see_what_one_sees() -> None:
     config = small(auto=True, augment="crop-flip", batch_size=40, calib_batch_size=30)
     one = load_inputs(config, CPU, fashion(), None)
@@ -143,7 +129,7 @@ def test_two_processes_see_what_one_sees() -> None:
     for whole, left, right in zip(one.train, both[0].train, both[1].train):
         torch.testing.assert_close(torch.cat([left[0], right[0]]), whole[0])
         assert torch.equal(torch.cat([left[1], right[1]]), whole[1])
-    whole, left, right = (next(iter(inputs.calib())) for inputs in (one, *both))
+    whole, left, right = (next(iter(inputs.make_calib())) for inputs in (one, *both))
     torch.testing.assert_close(torch.cat([left[0], right[0]]), whole[0])  # calibration data is dealt out too
     assert len(left[1]) == 15
     test = [torch.cat([y for _, y in inputs.make_eval(fashion().test)]) for inputs in both]
@@ -154,7 +140,7 @@ def test_cut_splits_keep_the_shares_of_the_classes() -> None:
     order = np.argsort(fashion().train.labels, kind="stable")
     sorted_by_class = replace(fashion(), train=fashion().train.take(order))
     inputs = load_inputs(small(n_train=120, n_test=1000), CPU, sorted_by_class, None)
-    assert inputs.splits.sizes == (120, 120, 150)
+    assert inputs.splits.sizes == (120, 240, 150)
     assert inputs.splits.test is fashion().test
     halves = np.bincount(inputs.splits.train.labels, minlength=10) - np.bincount(fashion().train.labels) / 2
     assert (abs(halves) <= 0.5).all()
@@ -166,7 +152,6 @@ def test_cut_splits_keep_the_shares_of_the_classes() -> None:
         ({"model": "gp_cnn"}, "model must read images for fashion, got gp_cnn, which reads words"),
         ({"batch_size": 45}, "batch_size must be a multiple of the 2 processes, got 45"),
         ({"batch_size": 1000}, "batch_size must be at most the 240 samples"),
-        ({"auto": True, "n_calib": 2}, "hold_back must leave both parts some of the 2 calibration samples"),
     ],
 )
 def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
@@ -183,7 +168,7 @@ def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
         ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
         (
             {"auto": True, "guards": ("shifts",)},
-            "guards, and so the method guarded, are for images: table:.* words",
+            "guards, and so the method guarded, are for images: table:.* holds words",
         ),
         ({"shift": ("gaussian_noise:1",)}, "shift must name a data set for words, got 'gaussian_noise:1'"),
         ({"embeddings": "random:few"}, "embeddings must be glove, a file or random:SIZE, got 'random:few'"),
