@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from doublehead import HeadSpec, Predictions
+from doublehead.calibration_data import fold_of, unpack
+from doublehead.data.trees import TreeBatch, parse_tree
 from doublehead.training.config import Config
 from doublehead.training.inputs import load_inputs
 from doublehead.training.loop import train
@@ -98,6 +100,29 @@ def test_trees(data: str, model: str, classes: int, trees: Path, tmp_path: Path)
     p = Predictions.load(tmp_path / "run/predictions/test-a.npz")
     assert p.n_classes == classes
     assert len(p) == results["sizes"][2] == (20 if classes == 5 else 16)  # of a tree its root is the answer
+
+
+def test_folds_of_trees_follow_their_words_and_structure() -> None:
+    shapes = [
+        "(1 (2 a) (3 (2 b) (2 c)))",
+        "(1 (3 (2 a) (2 b)) (2 c))",
+        "(1 (3 (2 b) (2 a)) (2 c))",
+        "(0 a)",
+        "(4 b)",
+    ]
+    lookup = {"a": 2, "b": 3, "c": 4}.__getitem__
+    trees = [parse_tree(shape).index(lookup) for shape in shapes]
+    keys = TreeBatch.of(trees).sample_keys()
+    assert len(set(keys.tolist())) == len(trees)
+    other_labels = parse_tree(shapes[0].replace("(3 ", "(0 ")).index(lookup)
+    again = TreeBatch.of([trees[3], other_labels, trees[1]])
+    assert torch.equal(again.sample_keys(), keys[[3, 0, 1]])  # whatever the batch and the labels
+    words = [
+        parse_tree(f"(1 (2 a) (2 {i}))").index(lambda word: int(word) if word != "a" else 2)
+        for i in range(500)
+    ]
+    folds = fold_of(unpack((TreeBatch.of(words), torch.zeros(500, dtype=torch.long)), CPU))
+    assert (folds.bincount(minlength=5) > 60).all()  # about a hundred in each
 
 
 def test_image_files(tmp_path: Path) -> None:

@@ -226,6 +226,15 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     assert_same(tmp_path / "calm", tmp_path / "full")
 
 
+def test_goes_on_before_and_between_rare_calibration_steps(tmp_path: Path) -> None:
+    config = small(epochs=4, every=8, heads={"one": HeadSpec(dropout=0.5)})  # six network steps an epoch
+    run(config, tmp_path / "calm")
+    for epochs in (1, 2, 3):
+        stop_after(config, tmp_path / "stopped", epochs=epochs)
+    run(config, tmp_path / "stopped")
+    assert_same(tmp_path / "calm", tmp_path / "stopped")
+
+
 def test_checkpoints_may_be_rarer_than_epochs(tmp_path: Path) -> None:
     config = small(epochs=4, model="tiny_networks:dropout_mlp")
     run(config, tmp_path / "calm")
