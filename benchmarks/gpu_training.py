@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from doublehead import Alternation, Annealing, DoubleHead
+from doublehead import PAPER, DoubleHead
 from doublehead.data import Images, Splits
-from doublehead.last_layer import uncompiled
+from doublehead.torch_tools import uncompiled
 from doublehead.training.config import Config
 from doublehead.training.loop import make_fabric, run_epoch, set_up
 from doublehead.training.run_folder import environment
@@ -61,18 +61,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    config = Config(precision="bf16-mixed", compile=True, epochs=1000, evaluate_every=10_000)
+    config = Config(batch_size=128, precision="bf16-mixed", compile=True, epochs=1000, evaluate_every=10_000)
     fabric = make_fabric(config, accelerator="cuda", devices=1)
     n_images = options.steps * config.batch_size
     run = set_up(config, fabric, generated(n_images), None)
-    fast, heads = run.forward, DoubleHead(run.forward, 10, kind="mlp")
 
     def with_head(every: int):
-        return {
-            "heads": Alternation(
-                heads, run.inputs.calib(), every=every, annealing=Annealing(1.2), lr=run.optimizer
-            )
-        }
+        calib = run.inputs.make_calib()
+        return {"paper": DoubleHead(run.forward, calib, follow=run.optimizer, heads=PAPER, every=every)}
 
     ways = {
         "eager": {},
@@ -82,8 +78,8 @@ def main() -> None:
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(options.rounds + 1):
-        for name, alternations in ways.items():
-            run.alternations = alternations
+        for name, companions in ways.items():
+            run.companions = companions
             run.epoch = 0
             took = seconds(eager_epoch, run) if name == "eager" else seconds(run_epoch, run)
             print(f"round {round_} {name}: {took:.3f} s, {n_images / took:,.0f} images/s", flush=True)
@@ -101,7 +97,7 @@ def main() -> None:
         "seconds": times,
         "environment": environment(fabric.device),
     }
-    assert uncompiled(fast) is run.net
+    assert uncompiled(run.forward) is run.net
     print(json.dumps({key: value for key, value in result.items() if key != "seconds"}, indent=1))
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -20,16 +20,15 @@ from doublehead.cli.train import (
     training_errors,
 )
 from doublehead.data import catalog
-from doublehead.training import comparison
 from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
-from doublehead.training.methods import METHODS
+from doublehead.training.methods import METHODS, NUMBERS
 from training_helpers import fashion
 
 testing = pytest.importorskip("typer.testing")
 pytest.importorskip("safetensors")
 SMALL = [
     *("--data", "fashion", "--accelerator", "cpu", "--set", "epochs=1", "--set", "n_train=160"),
-    *("--set", "n_calib=60", "--set", "n_test=60", "--set", "batch_size=40", "--set", "every=2"),
+    *("--set", "n_calib=210", "--set", "n_test=60", "--set", "batch_size=40", "--set", "every=2"),
 ]
 
 
@@ -90,12 +89,12 @@ def test_compare_prints_one_table(tmp_path: Path) -> None:
 def test_guarded(tmp_path: Path) -> None:
     result = call("train", *SMALL, "--method", "guarded", "--set", "shift=contrast:5", "-o", tmp_path)
     assert result.exit_code == 0, result.output
-    assert [line[:17] for line in result.stdout.splitlines()[1:]] == ["Guarded auto head"]
+    assert [line[:17] for line in result.stdout.splitlines()[1:]] == ["Staged head, shif"]
     compared = ("compare", *SMALL, "--methods", "auto,guarded", "--set", "shift=contrast:5", "-o", tmp_path)
     result = call(*compared, "--json")
     assert result.exit_code == 0, result.output
     auto, guarded = json.loads(result.stdout)
-    assert (auto["method"], guarded["method"]) == ("Auto head", "Guarded auto head")
+    assert (auto["method"], guarded["method"]) == ("Staged head, second opinion", "Staged head, shift guard")
     assert auto["accuracy"] == guarded["accuracy"]
     assert guarded["predictions"].endswith("test-guarded.npz")
     assert len([*tmp_path.iterdir()]) == 1  # the run that was there has both
@@ -206,12 +205,14 @@ def test_compare_refuses_what_belongs_to_a_method(tmp_path: Path) -> None:
     assert "got 'magic'" in refused("compare", *SMALL, "--methods", "brier,magic", "-o", tmp_path)
 
 
-def test_train_lets_held_back_data_choose_unless_told_otherwise(tmp_path: Path) -> None:
+def test_train_fits_the_staged_head_unless_told_otherwise(tmp_path: Path) -> None:
     result = call("train", *SMALL, "-o", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "Auto head" in result.stdout
+    assert "Staged head, second opinion" in result.stdout
     (folder,) = tmp_path.iterdir()
-    assert json.loads((folder / "results.json").read_text())["selection"] is not None
+    made = json.loads((folder / "results.json").read_text())
+    assert made["choice"]["chosen"] in made["choice"]["nlls"]
+    assert len(made["auto"]["opinion"]["heads"]) == 5
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -256,8 +257,8 @@ def test_help_lists_methods_and_settings() -> None:
 
 def test_data_list_and_check() -> None:
     listed = call("data", "list").stdout
-    for name in RECIPES:
-        assert name in listed
+    for one in RECIPES.values():
+        assert one.data in listed
     assert "45,000" in listed
     result = call("data", "check", "fashion")
     assert result.exit_code == 0
@@ -289,20 +290,17 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("demo", "--epochs", "1", "-o", tmp_path)
     assert result.exit_code == 0, result.output
     titles = [line.split("  ")[0] for line in result.stdout.splitlines()]
-    assert titles == [
-        *("method", "Cross entropy", "Cross entropy + temperature", "Brier", "Brier + temperature", "Focal"),
-        *("Focal + temperature", "MMCE", "MMCE + temperature", "Double head", "Annealing double head"),
-        *("Sample temperature head", "Auto head"),
-    ]
+    assert titles == ["method", "network", "temperature scaling", "paper's head", "doublehead"]
     assert (tmp_path / "reliability.png").read_bytes().startswith(b"\x89PNG")
-    assert len([*tmp_path.glob("*/results.json")]) == 4
+    assert len([*tmp_path.glob("*/results.json")]) == 1
     again = call("demo", "--epochs", "1", "-o", tmp_path, "--json")
-    assert len(json.loads(again.stdout)) == 12
+    assert len(json.loads(again.stdout)) == 4
     assert "epochs must be at least 1" in call("demo", "--epochs", "0", "-o", tmp_path).stderr
 
 
 def test_recipes_by_the_kind_of_data() -> None:
     assert recipe("cifar100") == RECIPES["cifar100"]
+    assert recipe("svhn-paper").data == "svhn"
     assert recipe("table:x.csv") == Config.from_json(TEXT.to_json().replace("20newsgroups", "table:x.csv"))
     assert recipe("folder:x").lr == IMAGENET.lr
     assert not recipe("folder:x").predict_train
@@ -318,18 +316,20 @@ def test_settings_are_read_as_what_they_are() -> None:
         "milestones=0.3,0.6",
         "shift=svhn,fog:2",
         "compile=True",
+        "deterministic=true",
         "mixup=0.4",
     ]
     config = change(asked.apply(Config()), given, asked)
     assert (config.lr, config.n_train, config.n_test) == (1.0, None, 7)
     assert (config.milestones, config.shift) == ((0.3, 0.6), ("svhn", "fog:2"))
     assert config.compile is True
+    assert config.deterministic is True
     assert config.mixup == 0.4
     assert change(Config(), ["calib_clip=inf", "augment=none"]).calib_clip == float("inf")
 
 
 def test_many_shifts_become_means(capsys: pytest.CaptureFixture[str]) -> None:
-    row: dict[str, Any] = {"method": "Main", **dict.fromkeys(comparison.NUMBERS, 0.25)}
+    row: dict[str, Any] = {"method": "Main", **dict.fromkeys(NUMBERS, 0.25)}
     for level, value in ((1, 0.5), (2, 0.6), (3, 1.0)):
         row |= {f"auroc fog:{level}": value, f"ece fog:{level}": value / 2}
     row["auroc ood:svhn"] = 0.9

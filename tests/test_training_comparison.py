@@ -10,12 +10,12 @@ import pytest
 
 from doublehead import Predictions, metrics
 from doublehead.calibrators import Temperature
-from doublehead.training import comparison, loop
-from doublehead.training.comparison import NUMBERS, compare
+from doublehead.training import loop, methods
+from doublehead.training.methods import NUMBERS, compare
 from training_helpers import fashion, small
 
 pytest.importorskip("safetensors")
-BASE = {"epochs": 1, "n_train": 120, "n_calib": 60, "n_test": 60, "shift": ("brightness:1",)}
+BASE = {"epochs": 1, "n_train": 120, "n_calib": 210, "n_test": 60, "shift": ("brightness:1",)}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_rows_in_the_order_asked_for(made: tuple[Path, list[dict[str, Any]]]) ->
     folder, rows = made
     assert [row["method"] for row in rows] == [
         *("Brier", "Brier + temperature", "Double head", "Cross entropy", "Cross entropy + temperature"),
-        "Auto head",
+        "Staged head, second opinion",
     ]
     assert len([*folder.iterdir()]) == 2  # two losses, two runs
     wanted = {"method", *NUMBERS, "auroc brightness:1", "ece brightness:1", "predictions"}
@@ -40,18 +40,18 @@ def test_rows_in_the_order_asked_for(made: tuple[Path, list[dict[str, Any]]]) ->
 
 def test_numbers_are_those_of_the_saved_predictions(made: tuple[Path, list[dict[str, Any]]]) -> None:
     by_name = {row["method"]: row for row in made[1]}
-    for name in ("Brier", "Double head", "Auto head"):
+    for name in ("Brier", "Double head", "Staged head, second opinion"):
         row = by_name[name]
         p = Predictions.load(row["predictions"])
         assert row["accuracy"] == pytest.approx(float(metrics.accuracy(p)), rel=1e-5)
-        assert row["ece"] == pytest.approx(float(metrics.ece(p, 15)), rel=1e-5)
-        assert row["nll"] == pytest.approx(float(metrics.nll(p)), rel=1e-5)
+        assert row["ece"] == pytest.approx(float(metrics.ece(p, 15)), abs=1e-3)  # files are float16
+        assert row["nll"] == pytest.approx(float(metrics.nll(p)), rel=1e-3)
     row = by_name["Cross entropy + temperature"]
     test = Predictions.load(row["predictions"])
     calib = Predictions.load(row["predictions"].replace("test-main", "calib-main"))
     fitted = Temperature().fit(calib)
-    assert row["temperature"] == pytest.approx(float(fitted.temperature_), rel=1e-4)
-    assert row["nll"] == pytest.approx(float(metrics.nll(fitted.calibrate(test))), rel=1e-4)
+    assert row["temperature"] == pytest.approx(float(fitted.temperature_), rel=1e-3)
+    assert row["nll"] == pytest.approx(float(metrics.nll(fitted.calibrate(test))), rel=1e-3)
 
 
 def test_what_is_there_is_found(
@@ -88,13 +88,13 @@ def test_other_methods_into_the_same_folder(made: tuple[Path, list[dict[str, Any
     assert run_of[0] != run_of[1]
 
 
-def test_a_run_with_more_guards_answers_for_fewer() -> None:
+def test_a_run_with_more_guards_contains_one_with_fewer() -> None:
     plain, one = small(), small(auto=True, guards=("shifts",))
     several = small(auto=True, guards=("noise", "shifts"))
-    assert comparison._answers_for(several, one)
-    assert comparison._answers_for(several, plain)
-    assert not comparison._answers_for(one, several)
-    assert not comparison._answers_for(small(auto=True), one)
+    assert methods._contains(several, one)
+    assert methods._contains(several, plain)
+    assert not methods._contains(one, several)
+    assert not methods._contains(small(auto=True), one)
 
 
 def test_each_head_of_a_sweep_has_a_row() -> None:
@@ -102,7 +102,7 @@ def test_each_head_of_a_sweep_has_a_row() -> None:
     heads = [*(f"mlp-{b}" for b in ("0.1", "0.6", "0.8", "1", "1.1", "1.2", "1.35", "1.5", "2", "3"))]
     heads += [name.replace("mlp", "temperature") for name in heads]
     results = {"outputs": {name: {"before": numbers} for name in heads}, "shift": {}}
-    rows = comparison.method_rows("sweep", results, Path("run"))
+    rows = methods.method_rows("sweep", results, Path("run"))
     assert [row["method"] for row in rows] == heads
     assert rows[3]["predictions"] == "run/predictions/test-mlp-1.npz"
 

@@ -14,9 +14,8 @@ import doublehead.training.loop
 from doublehead import HeadSpec
 from doublehead.data import FAMILIES
 from doublehead.losses import LOSSES
-from doublehead.training.config import ADAPTIVE, LEFT_OUT, RECIPES, Config
+from doublehead.training.config import ADAPTIVE, LEFT_OUT, RECIPES, Config, learning_rate
 from doublehead.training.methods import BETAS, METHODS, method, runs_for
-from doublehead.training.schedules import learning_rate
 
 
 @pytest.mark.parametrize("config", [*RECIPES.values(), *(m.apply(Config()) for m in METHODS.values())])
@@ -65,7 +64,8 @@ def test_unknown_setting_in_a_file_is_refused() -> None:
         ({"model": 50}, "model must be text, got 50"),
         ({"optimizer": "lion"}, "optimizer must be one of sgd, adam, got 'lion'"),
         ({"precision": "16"}, "precision must be one of 32-true, bf16-mixed, got '16'"),
-        ({"hold_back": 1.0}, "hold_back must be between 0 and 1, got 1.0"),
+        ({"warmup": 1.0}, "warmup must be a share of the run, 0 or more and below 1, got 1.0"),
+        ({"heads": {"opinion": HeadSpec()}}, r"heads must be named otherwise than .* got \['opinion'\]"),
         ({"loss": "hinge"}, "loss must be one of cross_entropy, .* got 'hinge'"),
         ({"loss": "focal", "loss_options": {"gama": 1}}, r"loss_options must be among \['gamma'\] for focal"),
         ({"loss_options": [1]}, "loss_options must be a table of names and values"),
@@ -82,7 +82,7 @@ def test_unknown_setting_in_a_file_is_refused() -> None:
         ({"every_of": {"auto": 0}}, r"every_of\['auto'\] must be at least 1, got 0"),
         (
             {"heads": {"main": HeadSpec()}},
-            r"heads must be named otherwise than main and auto and guarded, got \['main'\]",
+            r"heads must be named otherwise than main and auto and opinion and guarded, got \['main'\]",
         ),
         ({"heads": {"../up": HeadSpec()}}, r"heads must be named by letters, .* got \['../up'\]"),
         ({"shift": ("gaussian_noise:9",)}, "shift must be of a severity from 1 to 5, got 'gaussian_noise:9'"),
@@ -115,12 +115,12 @@ def test_each_setting_has_its_own_folder() -> None:
 
 def test_names_are_names_of_folders() -> None:
     config = Config(data="table:/home/me/my reviews.csv", model="package.module:factory", loss="focal")
-    assert config.name == "table-home-me-my-reviews.csv-package.module-factory-focal-e200-s0"
+    assert config.name == "table-home-me-my-reviews.csv-package.module-factory-focal-e80-s0"
     assert re.fullmatch(r"[\w.+-]+-[0-9a-f]{6}", config.folder_name)
-    assert replace(config, loss_options={"gamma": 2.0}).name.endswith("-focal-gamma2-e200-s0")
+    assert replace(config, loss_options={"gamma": 2.0}).name.endswith("-focal-gamma2-e80-s0")
 
 
-def test_heads_ride_in_groups_of_one_perturbation_and_period() -> None:
+def test_heads_of_one_perturbation_and_period_form_a_group() -> None:
     config = Config(
         heads={name: HeadSpec() for name in "abcd"},
         augment_of={"b": "noise", "c": "noise"},
@@ -129,7 +129,6 @@ def test_heads_ride_in_groups_of_one_perturbation_and_period() -> None:
     )
     groups = {"heads": ["a", "d"], "heads-noise": ["b"], "heads-noise-k70": ["c"]}
     assert config.head_groups() == groups
-    assert config.riders() == {**groups, "auto": ["auto"]}
 
 
 def test_names_of_guarded_outputs() -> None:
@@ -137,7 +136,6 @@ def test_names_of_guarded_outputs() -> None:
     assert config.guarded() == {
         "guarded@noise+broad": "noise+broad", "guarded": "shifts", "guarded@shifts-1": "shifts-1",
     }  # fmt: skip
-    assert config.riders() == {"auto": ["auto"]}  # a guard is made afterwards: nothing rides for it
     assert not Config(auto=True).guarded()
 
 
@@ -150,12 +148,23 @@ def test_families_left_out_are_families() -> None:
 
 
 def test_cosine_and_steps_by_hand() -> None:
-    cosine = Config(lr=0.2)
+    cosine = Config(lr=0.2, warmup=0.0)
     assert [round(learning_rate(cosine, at), 6) for at in (0, 1 / 3, 0.5, 1)] == [0.2, 0.15, 0.1, 0.0]
-    steps = Config(lr=0.1, schedule="steps")  # 350 epochs: down at 150 and 250
+    steps = Config(lr=0.1, schedule="steps", warmup=0.0)  # 350 epochs: down at 150 and 250
     rates = [learning_rate(steps, epoch / 350) for epoch in (0, 149, 150, 249, 250, 349)]
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
     assert learning_rate(Config(schedule="constant", lr=0.3), 0.9) == 0.3
+    warm = Config(schedule="constant", lr=0.3, warmup=0.2)
+    assert [learning_rate(warm, at) for at in (0, 0.05, 0.2, 0.5)] == pytest.approx([0, 0.075, 0.3, 0.3])
+
+
+def test_the_papers_schedules_are_recipes() -> None:
+    ours, paper, steps = (RECIPES[name] for name in ("cifar100", "cifar100-paper", "cifar100-paper-steps"))
+    assert {ours.data, paper.data, steps.data} == {"cifar100"}
+    assert (ours.epochs, ours.batch_size, ours.lr, ours.warmup) == (80, 256, 0.2, 0.1)
+    assert (paper.epochs, paper.batch_size, paper.lr, paper.warmup) == (200, 128, 0.1, 0.0)
+    assert (steps.epochs, steps.schedule, steps.batch_size) == (350, "steps", 128)
+    assert RECIPES["svhn-paper"].augment == "crop"  # a mirrored digit is another digit
 
 
 def test_methods_with_one_loss_share_a_run() -> None:
@@ -176,7 +185,7 @@ def test_each_method_names_a_loss_and_an_output_that_exist() -> None:
     assert {m.loss for m in METHODS.values()} == {*LOSSES, *ADAPTIVE}
     for name, one in METHODS.items():
         config = one.apply(Config())
-        assert one.answers in (
+        assert one.output in (
             "main",
             *config.heads,
             *(["auto"] if config.auto else []),

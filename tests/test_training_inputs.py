@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from doublehead import HeadSpec, Predictions
+from doublehead.calibration_data import fold_of, unpack
+from doublehead.data.trees import TreeBatch, parse_tree
 from doublehead.training.config import Config
 from doublehead.training.inputs import load_inputs
 from doublehead.training.loop import train
@@ -20,6 +22,7 @@ from doublehead.training.run_folder import RunFolder
 from training_helpers import fashion, small
 
 pytest.importorskip("safetensors")
+pytestmark = pytest.mark.filterwarnings("ignore:.* calibration samples are little data:UserWarning")
 WORDS = {
     "sport": ["goal", "team", "ball"],
     "law": ["court", "judge", "trial"],
@@ -75,6 +78,7 @@ def words(**settings: Any) -> Config:
         "embeddings": "random:16",
         "batch_size": 20,
         "every": 2,
+        "warmup": 0.0,
     }
     heads = {"a": HeadSpec(), "b": HeadSpec(kind="mlp", reads="logits")}
     return Config(**{**usual, "calib_batch_size": 20, "heads": heads, "auto": True, **settings})
@@ -96,6 +100,29 @@ def test_trees(data: str, model: str, classes: int, trees: Path, tmp_path: Path)
     p = Predictions.load(tmp_path / "run/predictions/test-a.npz")
     assert p.n_classes == classes
     assert len(p) == results["sizes"][2] == (20 if classes == 5 else 16)  # of a tree its root is the answer
+
+
+def test_folds_of_trees_follow_their_words_and_structure() -> None:
+    shapes = [
+        "(1 (2 a) (3 (2 b) (2 c)))",
+        "(1 (3 (2 a) (2 b)) (2 c))",
+        "(1 (3 (2 b) (2 a)) (2 c))",
+        "(0 a)",
+        "(4 b)",
+    ]
+    lookup = {"a": 2, "b": 3, "c": 4}.__getitem__
+    trees = [parse_tree(shape).index(lookup) for shape in shapes]
+    keys = TreeBatch.of(trees).sample_keys()
+    assert len(set(keys.tolist())) == len(trees)
+    other_labels = parse_tree(shapes[0].replace("(3 ", "(0 ")).index(lookup)
+    again = TreeBatch.of([trees[3], other_labels, trees[1]])
+    assert torch.equal(again.sample_keys(), keys[[3, 0, 1]])  # whatever the batch and the labels
+    words = [
+        parse_tree(f"(1 (2 a) (2 {i}))").index(lambda word: int(word) if word != "a" else 2)
+        for i in range(500)
+    ]
+    folds = fold_of(unpack((TreeBatch.of(words), torch.zeros(500, dtype=torch.long)), CPU))
+    assert (folds.bincount(minlength=5) > 60).all()  # about a hundred in each
 
 
 def test_image_files(tmp_path: Path) -> None:
@@ -120,22 +147,6 @@ def test_image_files(tmp_path: Path) -> None:
     assert labels.tolist() == [0] * 5 + [1] * 5  # green, red
 
 
-def test_what_auto_holds_back_is_not_trained_on() -> None:
-    inputs = load_inputs(small(auto=True, hold_back=0.25, calib_batch_size=30), CPU, fashion(), None)
-    assert inputs.calib_for_auto is not None
-    assert inputs.held_back is not None
-    held = torch.cat([x for x, _ in inputs.held_back]).flatten(1)
-    trained = torch.cat([x for x, _ in inputs.calib_for_auto]).flatten(1)
-    everything = torch.cat([x for x, _ in inputs.make_eval(fashion().calib)]).flatten(1)
-    assert (len(held), len(trained), len(everything)) == (30, 90, 120)
-    rows = {
-        name: {row.numpy().tobytes() for row in part} for name, part in (("held", held), ("trained", trained))
-    }
-    assert not rows["held"] & rows["trained"]
-    assert rows["held"] | rows["trained"] == {row.numpy().tobytes() for row in everything}
-    assert load_inputs(small(), CPU, fashion(), None).held_back is None
-
-
 def test_two_processes_see_what_one_sees() -> None:
     config = small(auto=True, augment="crop-flip", batch_size=40, calib_batch_size=30)
     one = load_inputs(config, CPU, fashion(), None)
@@ -143,7 +154,7 @@ def test_two_processes_see_what_one_sees() -> None:
     for whole, left, right in zip(one.train, both[0].train, both[1].train):
         torch.testing.assert_close(torch.cat([left[0], right[0]]), whole[0])
         assert torch.equal(torch.cat([left[1], right[1]]), whole[1])
-    whole, left, right = (next(iter(inputs.calib())) for inputs in (one, *both))
+    whole, left, right = (next(iter(inputs.make_calib())) for inputs in (one, *both))
     torch.testing.assert_close(torch.cat([left[0], right[0]]), whole[0])  # calibration data is dealt out too
     assert len(left[1]) == 15
     test = [torch.cat([y for _, y in inputs.make_eval(fashion().test)]) for inputs in both]
@@ -154,7 +165,7 @@ def test_cut_splits_keep_the_shares_of_the_classes() -> None:
     order = np.argsort(fashion().train.labels, kind="stable")
     sorted_by_class = replace(fashion(), train=fashion().train.take(order))
     inputs = load_inputs(small(n_train=120, n_test=1000), CPU, sorted_by_class, None)
-    assert inputs.splits.sizes == (120, 120, 150)
+    assert inputs.splits.sizes == (120, 240, 150)
     assert inputs.splits.test is fashion().test
     halves = np.bincount(inputs.splits.train.labels, minlength=10) - np.bincount(fashion().train.labels) / 2
     assert (abs(halves) <= 0.5).all()
@@ -166,7 +177,6 @@ def test_cut_splits_keep_the_shares_of_the_classes() -> None:
         ({"model": "gp_cnn"}, "model must read images for fashion, got gp_cnn, which reads words"),
         ({"batch_size": 45}, "batch_size must be a multiple of the 2 processes, got 45"),
         ({"batch_size": 1000}, "batch_size must be at most the 240 samples"),
-        ({"auto": True, "n_calib": 2}, "hold_back must leave both parts some of the 2 calibration samples"),
     ],
 )
 def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
@@ -183,7 +193,7 @@ def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
         ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
         (
             {"auto": True, "guards": ("shifts",)},
-            "guards, and so the method guarded, are for images: table:.* words",
+            "guards, and so the method guarded, are for images: table:.* holds words",
         ),
         ({"shift": ("gaussian_noise:1",)}, "shift must name a data set for words, got 'gaussian_noise:1'"),
         ({"embeddings": "random:few"}, "embeddings must be glove, a file or random:SIZE, got 'random:few'"),

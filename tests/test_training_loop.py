@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 import tiny_networks
-from doublehead import HeadSpec, Predictions, ShiftGuard
+from doublehead import Calibrated, HeadSpec, Predictions, ShiftGuard
 from doublehead.data import Images, corrupt
 from doublehead.losses import LOSSES
+from doublehead.saving import rebuild
 from doublehead.shift_guard import scaled
 from doublehead.training import loop
 from doublehead.training.config import Config
-from doublehead.training.finish import as_plain
-from doublehead.training.methods import METHODS, make_loss, objective
+from doublehead.training.evaluation import as_plain
+from doublehead.training.methods import METHODS
+from doublehead.training.run import algorithms, make_loss, objective
 from doublehead.training.run_folder import RunError, RunFolder
 from training_helpers import assert_same, fashion, run, small
 
@@ -38,27 +41,27 @@ def test_the_network_is_the_same_with_and_without_heads(tmp_path: Path) -> None:
     heads = {"a": HeadSpec(dropout=0.5), "b": HeadSpec(kind="mlp", beta0=1.2)}
     settings = json.loads(bare.to_json())
     settings |= {"heads": heads, "auto": True, "calib_augment": "noise+broad", "guards": ("noise",)}
-    ridden = Config(**settings)
+    beside = Config(**settings)
     run(bare, tmp_path / "bare")
-    run(ridden, tmp_path / "ridden")
-    one, other = weights(tmp_path / "bare"), weights(tmp_path / "ridden")
+    run(beside, tmp_path / "beside")
+    one, other = weights(tmp_path / "bare"), weights(tmp_path / "beside")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
-    main = [np.load(tmp_path / name / "predictions/test-main.npz")["logits"] for name in ("bare", "ridden")]
+    main = [np.load(tmp_path / name / "predictions/test-main.npz")["logits"] for name in ("bare", "beside")]
     np.testing.assert_array_equal(*main)
     start = [row["train_loss"] for row in RunFolder(tmp_path / "bare").lines()]
-    assert start == [row["train_loss"] for row in RunFolder(tmp_path / "ridden").lines()]
+    assert start == [row["train_loss"] for row in RunFolder(tmp_path / "beside").lines()]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_method_trains(name: str, tmp_path: Path) -> None:
     method = METHODS[name]
     network = "tiny_networks:norm_mlp" if method.guards else "tiny_networks:mlp"
-    few = {"epochs": 1, "n_train": 120, "n_test": 40, "n_calib": 60}
+    few = {"epochs": 1, "n_train": 120, "n_test": 40, "n_calib": 100}
     results = run(method.apply(small(model=network, **few)), tmp_path)
     (row,) = RunFolder(tmp_path).lines()
     assert 0 < row["train_loss"] < 10
-    answer = results["outputs"][method.answers]["before"]
+    answer = results["outputs"][method.output]["before"]
     assert all(math.isfinite(value) for value in answer.values())
     assert answer["n"] == 40 if "n" in answer else True
     guarded = method.apply(Config()).guarded()
@@ -138,7 +141,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     np.testing.assert_array_equal(p.labels.numpy(), fashion().test.labels)
     trained = Predictions.load(tmp_path / "predictions/train-main.npz")
     assert results["train_accuracy"] == pytest.approx(float(trained.correct.double().mean()), abs=1e-6)
-    assert results["sizes"] == [240, 120, 150]
+    assert results["sizes"] == [240, 240, 150]
     assert results["samples_per_second"] > 0
     assert Config.from_json(json.dumps(results["config"])) == config
 
@@ -158,17 +161,18 @@ def test_the_saved_weights_give_the_saved_predictions(tmp_path: Path) -> None:
     fabric = loop.make_fabric(config, accelerator="cpu", devices=1)
     again = loop.set_up(config, fabric, fashion(), None)
     again.net.load_state_dict(weights(tmp_path))
-    for group, rider in again.riders.items():
-        rider.head.load_state_dict(weights(tmp_path, group))
+    bank = again.companions["heads"].bank
+    bank.load_state_dict(weights(tmp_path, "heads"))
+    auto = auto_of(tmp_path, again.net)
     x = torch.cat([x for x, _ in again.inputs.make_eval(fashion().test)])
     with torch.no_grad():
         features = again.net[:3].eval()(x)  # before the last layer
         main = again.net(x)
-        heads = again.riders["heads"].head.eval().all_heads(features, main)
-        auto = again.riders["auto"].eval()(x)
-    for name, logits in {"main": main, "a": heads[0], "b": heads[1], "auto": auto}.items():
+        heads = bank.eval()(main, features)
+        wanted = {"main": main, "a": heads[0], "b": heads[1], "auto": auto(x)}
+    for name, logits in wanted.items():
         saved = Predictions.load(tmp_path / f"predictions/test-{name}.npz")
-        torch.testing.assert_close(saved.logits, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(saved.logits, logits, rtol=1e-3, atol=1e-3)  # saved as float16
 
 
 def test_guards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +192,7 @@ def test_guards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(names) < set(results["shift"]["contrast:5"])
     # Their last temperature was fitted to all calibration data, so temperature scaling finds nothing left to do.
     assert results["outputs"]["main"]["temperature"] != pytest.approx(1, abs=0.02)
-    for name in ("auto", *names):
+    for name in names:
         assert results["outputs"][name]["temperature"] == pytest.approx(1, abs=1e-3)
     for name in names:
         assert (
@@ -208,20 +212,18 @@ def test_guards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ((factor > 0) & (factor <= 1)).all()
         assert float(guard.guard.scale) != 1  # settled, if by little: it acts on a tenth of the data
         torch.testing.assert_close(
-            saved[name], scaled(saved["auto"], guard.guard.scale * factor), rtol=1e-4, atol=1e-4
+            saved[name], scaled(saved["auto"], guard.guard.scale * factor), rtol=2e-3, atol=2e-3
         )
         assert torch.equal(saved[name].argmax(1), saved["main"].argmax(1))
 
-    again = loop.set_up(several, loop.make_fabric(several, accelerator="cpu", devices=1), fashion(), None)
-    again.net.load_state_dict(weights(tmp_path / "several"))
-    again.riders["auto"].head.load_state_dict(weights(tmp_path / "several", "auto"))
-    inputs, seed = again.inputs, several.seed
-    by_hand = ShiftGuard(again.riders["auto"].eval(), seed=seed).fit(
-        inputs.whole(inputs.splits.calib), inputs.perturbation("shifts", share=1.0), settle=True, seed=seed
+    inputs = inputs_of(several)
+    by_hand = ShiftGuard(auto_of(tmp_path / "several", net), seed=several.seed).fit(
+        inputs.whole(inputs.splits.calib), inputs.perturbation("shifts", share=1.0), seed=several.seed
     )
     # A thousand steps of SGD add up what was rounded otherwise; another seed or perturbation changes weights by 0.1.
     for key, value in weights(tmp_path / "several", "guarded").items():
-        torch.testing.assert_close(value, by_hand.guard.state_dict()[key], rtol=1e-2, atol=5e-3, msg=key)
+        if key != "scale":  # the last temperature
+            torch.testing.assert_close(value, by_hand.guard.state_dict()[key], rtol=1e-2, atol=5e-3, msg=key)
 
     alone = small(model=network, auto=True, guards=("shifts-noises",), shift=("contrast:5",))
     run(
@@ -236,6 +238,13 @@ def test_a_network_without_normalisation_is_refused_before_training(tmp_path: Pa
     ):
         run(small(auto=True, guards=("shifts",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def auto_of(folder: Path, net: nn.Module) -> Calibrated:
+    made = rebuild(net, RunFolder(folder).results["auto"])
+    made.head.load_state_dict(weights(folder, "auto.head"))
+    made.opinion.load_state_dict(weights(folder, "auto.opinion"))  # type: ignore[union-attr]
+    return made.eval()
 
 
 def logits_of(folder: Path, name: str) -> torch.Tensor:
@@ -370,10 +379,45 @@ def test_the_same_config_gives_the_same_run(tmp_path: Path) -> None:
     assert_same(tmp_path / "one", tmp_path / "other")
 
 
+def test_deterministic_algorithms_are_on_for_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+
+    def settings() -> tuple[bool, bool, bool, str | None]:
+        cudnn, workspace = torch.backends.cudnn, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, workspace
+
+    before, seen = settings(), []
+    for deterministic in (True, False):
+        folder = tmp_path / str(deterministic)
+        config = small(deterministic=deterministic, auto=True)
+        made = run(config, folder, report=lambda row: seen.append(settings()))
+        assert settings() == before
+        assert made["environment"]["deterministic"] is deterministic
+        assert json.loads((folder / "environment.json").read_text())["deterministic"] is deterministic
+    assert seen == [(True, True, False, ":4096:8")] * 2 + [before] * 2  # two epochs each
+    with pytest.raises(RunError, match="the training loss is"):
+        run(small(lr=1e30, deterministic=True), tmp_path / "fails")
+    assert settings() == before
+
+
+def test_settings_of_deterministic_algorithms_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with algorithms(deterministic=True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own is as good
+        with algorithms(deterministic=False):
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
 def test_numbers_for_json() -> None:
     made = as_plain({"a": 0.123456789, "b": (1, 2.0), "c": math.nan, "d": HeadSpec(), "e": None, "f": True})
     assert made["a"] == 0.123457
     assert made["b"] == [1, 2.0]
     assert made["c"] is None
-    assert made["d"]["beta0"] == 1.0
+    assert made["d"]["beta0"] == 1.2
     assert made["f"] is True

@@ -30,10 +30,10 @@ if not sys.platform.startswith("linux"):
     pytest.skip("processes are forked and looked up in /proc", allow_module_level=True)
 
 TESTS = Path(__file__).parent
-# Dropout, mixup, random perturbations, a bank of heads, the bank of `auto` and its guard: all draw random numbers.
+# Dropout, mixup, random perturbations, heads, the second opinion and its guard all draw random numbers.
 COMMAND = shlex.split("""
 compare --methods cross-entropy,double-head,sample-temperature,guarded,mixup --accelerator cpu --json
---data fashion --model tiny_networks:dropout_mlp --set epochs=3 --set n_train=320 --set n_calib=150 --set n_test=120
+--data fashion --model tiny_networks:dropout_mlp --set epochs=3 --set n_train=320 --set n_calib=210 --set n_test=120
 --set batch_size=40 --set calib_batch_size=40 --set every=3 --set augment=crop-flip --set calib_augment=noise
 --set record_gradients=true
 """)
@@ -152,7 +152,7 @@ def test_stopped_at_each_change_of_the_folder(tmp_path: Path, monkeypatch: pytes
     """Files appear by os.replace: stop before or after the first one, then the second one, ... of each attempt."""
     config = small(
         **{"model": "tiny_networks:dropout_mlp", "heads": {"one": HeadSpec(beta0=1.2, dropout=0.5)}},
-        **{"auto": True, "guards": ("shifts",), "n_calib": 60, "n_test": 60, "predict_train": False},
+        **{"auto": True, "guards": ("shifts",), "n_calib": 210, "n_test": 60, "predict_train": False},
     )
     run(config, tmp_path / "calm")
     replace, left = os.replace, 0
@@ -226,6 +226,15 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     assert not any(file.name.endswith(".partial") for file in (tmp_path / "full").iterdir())
     run(config, tmp_path / "full")
     assert_same(tmp_path / "calm", tmp_path / "full")
+
+
+def test_goes_on_before_and_between_rare_calibration_steps(tmp_path: Path) -> None:
+    config = small(epochs=4, every=8, heads={"one": HeadSpec(dropout=0.5)})  # six network steps an epoch
+    run(config, tmp_path / "calm")
+    for epochs in (1, 2, 3):
+        stop_after(config, tmp_path / "stopped", epochs=epochs)
+    run(config, tmp_path / "stopped")
+    assert_same(tmp_path / "calm", tmp_path / "stopped")
 
 
 def test_checkpoints_may_be_rarer_than_epochs(tmp_path: Path) -> None:

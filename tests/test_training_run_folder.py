@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,14 +70,25 @@ def test_the_message_of_a_locked_folder(tmp_path: Path) -> None:
 def test_leftovers_of_a_killed_process_are_swept_away(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "predictions").mkdir()
-    leftovers = [tmp_path / ".checkpoint-next.pt.77.partial", tmp_path / "predictions/.test-main.npz.ab12"]
-    for file in leftovers:
-        file.write_bytes(b"half")
-    kept = tmp_path / "predictions/test-main.npz"
-    kept.write_bytes(b"whole")
+    leftovers = [tmp_path / ".checkpoint-next.pt.ab12_x9z", tmp_path / "predictions/.test-main.npz.ab12cd34"]
+    kept = [tmp_path / "predictions/test-main.npz", tmp_path / ".notes/a.txt", tmp_path / ".idea.d/x"]
+    for file in (*(place / "half" for place in leftovers), *kept):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"...")
     with folder.locked():
-        assert not any(file.exists() for file in leftovers)
-    assert kept.exists()
+        assert not any(place.exists() for place in leftovers)
+    assert all(file.exists() for file in kept)
+
+
+def test_predictions_are_float16_and_finite(tmp_path: Path) -> None:
+    logits = torch.tensor([[1e6, -3.14159, 0.0], [0.5, -1e6, 0.4], [7.0, 7.0001, 2.0]])
+    RunFolder(tmp_path).save_predictions("test-main", Predictions(logits, torch.tensor([0, 1, 1])))
+    with np.load(tmp_path / "predictions/test-main.npz") as arrays:
+        assert arrays["logits"].dtype == np.float16
+    p = Predictions.load(tmp_path / "predictions/test-main.npz")
+    torch.testing.assert_close(p.logits, logits.clamp(-60_000, 60_000), rtol=1e-3, atol=0)
+    assert p.labels.tolist() == [0, 1, 1]
+    assert p.predicted.tolist() == [0, 0, 1]  # 7 and 7.0001 are one number in float16
 
 
 def test_a_folder_in_which_nothing_happened_goes_again(tmp_path: Path) -> None:
@@ -92,7 +104,7 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RunError, match=r"holds a run with other settings \(epochs, lr\): choose another folder"
     ):
-        folder.begin(Config(epochs=4, lr=0.2, workers=4))
+        folder.begin(Config(epochs=4, lr=0.1, workers=4))
     assert folder.config == Config(epochs=3)
     (tmp_path / "config.json").write_text('{"epochs": 3')
     with pytest.raises(RunError, match=r"config.json cannot be read .*: remove the folder"):

@@ -30,16 +30,16 @@ from doublehead.cli.train import (
     text_of,
     training_errors,
 )
-from doublehead.training.comparison import compare as compare_methods
 from doublehead.training.config import Config
 from doublehead.training.methods import METHODS
+from doublehead.training.methods import compare as compare_methods
 
 
 def compare(
     data: Data = "cifar10",
     model: Model = None,
     methods: Annotated[str, typer.Option(help=f"Names with commas between: {', '.join(METHODS)}.")] = (
-        "cross-entropy,mmce,brier,focal,double-head,annealing-double-head,sample-temperature,auto"
+        "cross-entropy,mmce,brier,focal,double-head,annealing-double-head,auto"
     ),
     root: Root = None,
     settings: Settings = None,
@@ -72,7 +72,7 @@ list_settings(compare, *NOT_SET, *OF_THE_METHOD)
 def compare_with_progress(
     config: Config, names: list[str], output: Path, **options: Any
 ) -> list[dict[str, Any]]:
-    """`training.comparison.compare` with a progress bar over all its runs."""
+    """`training.methods.compare` with a progress bar over all its runs."""
     with progress_bar() as bar:
         task = bar.add_task("starting", total=None)
         done = 0

@@ -19,15 +19,18 @@ from rich.table import Table
 
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import UserError, notes, results, told_to_user
-from doublehead.training.comparison import method_rows
 from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
 from doublehead.training.loop import train as train_run
-from doublehead.training.methods import METHODS, Method
+from doublehead.training.methods import METHODS, Method, method_rows
 from doublehead.training.methods import method as method_called
 from doublehead.training.run_folder import RunError, RunFolder
 
 Data = Annotated[
-    str, typer.Option(help="A data set (`doublehead data list`), or arrays:PATH, folder:PATH, table:PATH.")
+    str,
+    typer.Option(
+        help="A data set (`doublehead data list`), a recipe such as cifar10-paper, or arrays:PATH, folder:PATH, "
+        "table:PATH."
+    ),
 ]
 Model = Annotated[
     str | None, typer.Option(help="A network: resnet50, ..., timm/NAME, or package.module:factory.")
@@ -46,7 +49,7 @@ Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the table as JSON.")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")]
 
-# What a method decides, and what is about its heads: the same for all methods of a comparison.
+# Settings that a method decides.
 OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "guards", "heads", "augment_of", "every_of")
 NOT_SET = ("data", "model", "loss", "auto", "heads")  # by --set: they have options of their own
 
@@ -68,9 +71,9 @@ def train(
 ) -> None:
     """Train one method into a run folder. The same command again resumes a run that was stopped.
 
-    By default many heads train beside the network, and one of them, or a temperature, is chosen on held-back
-    calibration data. The settings are the paper's for the data set; --set changes them. The run folder holds the
-    config, a line of metrics per epoch, predictions of every split and the weights.
+    By default five heads are trained beside the network as a second opinion, and a staged head with it is fitted at the
+    end. Settings come from a recipe for the data set (cifar10-paper has the paper's); --set changes them. The run
+    folder holds the config, a line of metrics per epoch, predictions of every split and the weights.
     """
     with training_errors():
         asked = method_called(method)
@@ -108,7 +111,7 @@ list_settings(train, *NOT_SET)
 
 
 def recipe(data: str, model: str | None = None) -> Config:
-    """The paper's config for a data set; for other data the config of a similar set."""
+    """The recipe of this name; for other data the config of similar data."""
     kind = data.partition(":")[0]
     like = {"table": TEXT, "folder": IMAGENET}.get(kind, Config())
     config = RECIPES.get(data) or replace(like, data=data)
@@ -117,7 +120,7 @@ def recipe(data: str, model: str | None = None) -> Config:
 
 
 def change(config: Config, settings: list[str] | None, asked: Method | None = None) -> Config:
-    """The config with some settings changed, each given as "name=value"; those that make a method only for `asked`."""
+    """The config with settings changed, each given as "name=value"; settings of a method only where `asked` is one."""
     fixed = {*NOT_SET, *(OF_THE_METHOD if asked is None else ())}
     if asked is not None and not asked.mixup:
         fixed.add("mixup")
@@ -175,7 +178,7 @@ def training_errors() -> Iterator[None]:
 
 @contextmanager
 def _own_warnings() -> Iterator[None]:
-    """Our own warnings (a checkpoint that cannot be read, say) in a line each, without their place in the code."""
+    """Show the package's own warnings in one line each, without their place in the code."""
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any) -> None:

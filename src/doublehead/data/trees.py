@@ -164,8 +164,24 @@ class TreeBatch:
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return TreeBatch(**moved, levels=self.levels, schedule=self.schedule.to(device))
 
+    def sample_keys(self) -> Tensor:
+        """(B,) a whole number for each tree, computed from its words and structure: equal trees have equal keys."""
+        state = _mix(self.words + 1)  # (M,)
+        for start, stop in zip(
+            self.levels[1:-1], self.levels[2:]
+        ):  # children are computed before their parent
+            left, right = state[self.left[start:stop]], state[self.right[start:stop]]
+            state[start:stop] = _mix(3 * left + 5 * right)
+        return state[self.roots]
+
     def __len__(self) -> int:
         return len(self.roots)
+
+
+def _mix(keys: Tensor) -> Tensor:
+    """Scramble whole numbers; products wrap around, the same on any device."""
+    keys = (keys + 1) * 0x2545F4914F6CDD1D
+    return (keys ^ (keys >> 29)) * 2654435761
 
 
 def _heights(left: Array, right: Array) -> Array:

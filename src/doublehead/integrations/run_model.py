@@ -1,38 +1,37 @@
-"""From a finished run folder back to a model: network, a head, perhaps a guard, and an example of what it reads."""
+"""From a finished run folder back to a model: network, calibration, perhaps a guard, and an example input."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from doublehead.calibration_data import Batch, unpack
+from doublehead.calibration_head import HeadBank, HeadSpec
 from doublehead.data import Images, Normalise, Texts, Trees
-from doublehead.double_head import DoubleHead
-from doublehead.head_bank import AUTO, HeadBank, HeadSpec
-from doublehead.integrations.head_config import put_head
+from doublehead.double_head import Calibrated
 from doublehead.models import build
+from doublehead.network import Reader
 from doublehead.optional import require
-from doublehead.plumbing import unpack
 from doublehead.predictions import Predictions
+from doublehead.saving import rebuild, under
 from doublehead.shift_guard import ShiftGuard
 from doublehead.training.config import Config
-from doublehead.training.inputs import _vectors, load_inputs
+from doublehead.training.inputs import load_inputs, word_vectors
 from doublehead.training.run_folder import RunError, RunFolder
 
 
 @dataclass(frozen=True)
 class RunModel:
-    """A trained network with one head, perhaps with a guard round both, and what its card says."""
+    """A trained network with one calibration, perhaps with a guard round both, and what its card says."""
 
-    model: DoubleHead | ShiftGuard
-    head: str  # the output that it gives
-    spec: HeadSpec | None  # None where `auto` chose the scalar temperature
-    bends: bool  # whether a smooth curve follows
-    guard: str | None  # the perturbation that taught the guard
+    model: Calibrated | ShiftGuard
+    head: str  # the output of the run that it gives
+    spec: HeadSpec | None  # None for `auto`
+    guard: str | None  # the perturbation that the guard was fitted to
     example: Tensor  # a batch as the exported model gets it: pixels 0..1, or rows of the vocabulary
     prepare: Normalise | None
     words: tuple[str, ...]  # of a network that reads texts: word i has row i + 2
@@ -46,8 +45,8 @@ class RunModel:
 def open_run(path: str | Path, head: str | None = None, root: str | None = None) -> RunModel:
     """The model in a finished run folder; the data set is read again from `root`.
 
-    `head` names one of several heads, or a guard. A run of the method guarded has two, `auto` and the guard round it:
-    there it is the guard unless named otherwise.
+    `head` names one of several outputs. A run of the method guarded has two, `auto` and the guard round it: the
+    guard is the default there.
     """
     folder = RunFolder(path)
     if not folder.finished:
@@ -57,14 +56,21 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
     inputs = load_inputs(config, torch.device("cpu"), None, root)
     net = build(config.model, inputs.n_classes, **inputs.model_options)
     weights = require("safetensors.torch", extra="train").load_file(folder.path / "model.safetensors")
-    net.load_state_dict(_under(weights, "model."))
-    guard = config.guarded().get(name)
-    model: DoubleHead | ShiftGuard
-    model, spec, bends = _with_head(net, inputs.n_classes, config, "auto" if guard else name, weights)
+    net.load_state_dict(under(weights, "model."))
+    first = unpack(next(iter(inputs.make_eval(inputs.splits.test))), torch.device("cpu"))
+    guard, spec = config.guarded().get(name), config.heads.get(name)
+    model: Calibrated | ShiftGuard
+    if spec is not None:
+        model = _with_head(net, first, config, name, weights)
+    else:
+        model = rebuild(net, folder.results["auto"])
+        model.head.load_state_dict(under(weights, "auto.head."))
+        if model.opinion is not None:
+            model.opinion.load_state_dict(under(weights, "auto.opinion."))
     if guard:
-        model = ShiftGuard(model)  # reads the layers that it read in training: the head brings no others
-        model.guard.load_state_dict(_under(weights, f"{name}."))
-    (x, *more), _, _ = unpack(next(iter(inputs.make_eval(inputs.splits.test))), torch.device("cpu"))
+        model = ShiftGuard(model)  # reads the layers that it read in training: the head has none of its own
+        model.guard.load_state_dict(under(weights, f"{name}."))
+    x, *more = first.args
     if more or not isinstance(x, Tensor):
         raise RunError(
             f"{config.model} reads trees, which an exported model cannot: only images and texts can be exported"
@@ -73,47 +79,35 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
         x = inputs.normalise.undo(x)
     words: tuple[str, ...] = ()
     if isinstance(inputs.splits.train, (Texts, Trees)):
-        words = _vectors(config, inputs.splits)[0].words
+        words = word_vectors(config, inputs.splits)[0].words
     test, main = (Predictions.load(folder.path / f"predictions/test-{one}.npz") for one in (name, "main"))
     return RunModel(
-        model.eval(), name, spec, bends, guard, x[:2].contiguous(), inputs.normalise, words, inputs.splits.class_names,
+        model.eval(), name, spec, guard, x[:2].contiguous(), inputs.normalise, words, inputs.splits.class_names,
         config, inputs.splits.sizes, test, main,
     )  # fmt: skip
 
 
 def _with_head(
-    net: nn.Module, n_classes: int, config: Config, name: str, weights: dict[str, Tensor]
-) -> tuple[DoubleHead, HeadSpec | None, bool]:
-    """The network with the head called `name`, or with `auto`'s bank; the settings of what answers, and if it bends."""
-    group = next(group for group, names in config.riders().items() if name in names)
-    names = config.riders()[group]
-    specs = AUTO if group == "auto" else tuple(config.heads[one] for one in names)
-    double = DoubleHead(net, n_classes, head=partial(HeadBank, specs=specs))
-    bank = double.head
-    assert isinstance(bank, HeadBank)
-    bank.load_state_dict(_under(weights, f"{group}."))
-    if group == "auto":
-        chosen = int(bank.chosen)
-        spec = None if chosen == HeadBank.CHOSEN_TEMPERATURE else specs[chosen]
-        return double, spec, bank.after.bends
-    place = names.index(name)
-    return put_head(double, bank.head(place)), specs[place], False
+    net: nn.Module, first: Batch, config: Config, name: str, weights: dict[str, Any]
+) -> Calibrated:
+    """The network with the named head as it was trained."""
+    group, names = next((group, names) for group, names in config.head_groups().items() if name in names)
+    reader = Reader(net, first)
+    bank = HeadBank(reader.n_features, reader.n_classes, [config.heads[one] for one in names])
+    bank.load_state_dict(under(weights, f"{group}."))
+    return Calibrated(net, bank.take(names.index(name)), reader)
 
 
 def _pick(config: Config, head: str | None) -> str:
-    """The output to export: the one named, or the only one; `guarded` is put round `auto` and stands for it."""
-    known = [*(name for names in config.riders().values() for name in names), *config.guarded()]
+    """The output to export: the one named, or the only one; `guarded` comes before the `auto` inside it."""
+    known = [*config.heads, *(["auto"] if config.auto else []), *config.guarded()]
     if not known:
         raise RunError(
             "this run has no calibration head: train it with a method such as annealing-double-head or auto"
         )
     if head is not None and head not in known:
         raise RunError(f"head must be one of {', '.join(known)}, got {head!r}")
-    answering = [name for name in known if name != "auto" or "guarded" not in known]
-    if head is None and len(answering) > 1:
+    outputs = [name for name in known if name != "auto" or "guarded" not in known]
+    if head is None and len(outputs) > 1:
         raise RunError(f"this run has several heads, name one with --head: {', '.join(known)}")
-    return head or answering[0]
-
-
-def _under(weights: dict[str, Tensor], prefix: str) -> dict[str, Any]:
-    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    return head or outputs[0]

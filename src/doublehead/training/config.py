@@ -1,4 +1,4 @@
-"""What a run is: one frozen dataclass, and the paper's settings as recipes of differences."""
+"""What a run is: one frozen dataclass, its learning rate, and recipes as differences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from doublehead.calibration_head import HeadSpec
 from doublehead.data.corruptions import FAMILIES
-from doublehead.head_bank import HeadSpec
 from doublehead.losses import LOSSES, AdaFocal
 
-# Families of corruption to leave out of "shifts" in turn, so that each can be looked at by something that has not
-# seen it: one of each kind at a time, or a whole kind.
+# Families of corruption to leave out of "shifts", so that a guard can be tested on families it was not fitted to:
+# one of each kind at a time, or a whole kind.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "1": ("gaussian_noise", "gaussian_blur", "contrast", "jpeg_compression"),
     "2": ("shot_noise", "defocus_blur", "brightness", "pixelate"),
@@ -27,10 +27,10 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "colours": ("contrast", "brightness", "saturate"),
     "digital": ("jpeg_compression", "pixelate", "elastic_transform"),
 }
-ADAPTIVE = {"adafocal": AdaFocal}  # losses that follow the calibration data from epoch to epoch
+ADAPTIVE = {"adafocal": AdaFocal}  # losses that are updated from the calibration data after each epoch
 PERTURBATIONS = ("", "noise", "broad", "noise+broad", "shifts", *(f"shifts-{name}" for name in LEFT_OUT))
-RESERVED = ("main", "auto", "guarded")  # outputs that are not heads of `heads`: no head may be called so
-BOUNDS = {  # the least value of a setting
+RESERVED = ("main", "auto", "opinion", "guarded")  # outputs that are not in `heads`
+BOUNDS = {  # smallest allowed values
     "epochs": 1, "batch_size": 1, "every": 1, "calib_batch_size": 1, "max_words": 1, "image_size": 1,
     "evaluate_every": 1, "n_train": 1, "n_calib": 1, "n_test": 1, "seed": 0, "workers": 0, "mixup": 0,
     "momentum": 0, "weight_decay": 0, "calib_weight_decay": 0,
@@ -46,31 +46,28 @@ class Config:
     loss: str = "cross_entropy"
     loss_options: Mapping[str, float] = field(default_factory=dict)
     mixup: float = 0.0  # alpha of mixup; 0 switches it off
-    # Heads, trained beside the network on all calibration data.
-    heads: Mapping[str, HeadSpec] = field(default_factory=dict)
+    heads: Mapping[str, HeadSpec] = field(default_factory=dict)  # trained beside the network, each an output
     auto: bool = (
-        False  # also train the bank behind beta0="auto"; choose from it on held-back calibration data
+        False  # train the second opinion too and fit the staged head with it at the end: output "auto"
     )
-    guards: tuple[str, ...] = ()  # perturbations, each the teacher of a ShiftGuard that is put round `auto`
-    hold_back: float = 0.2  # the share of the calibration data that `auto` holds back
-    epochs: int = 200
-    batch_size: int = 128
+    guards: tuple[str, ...] = ()  # perturbations; for each a ShiftGuard round "auto" is fitted at the end
+    epochs: int = 80
+    batch_size: int = 256
     optimizer: Literal["sgd", "adam"] = "sgd"
-    lr: float = 0.1
+    lr: float = 0.2
     momentum: float = 0.9
     weight_decay: float = 5e-4
     schedule: Literal["cosine", "steps", "constant"] = "cosine"
-    warmup: float = 0.0  # share of the run in which the rate rises from 0 to the schedule's
+    warmup: float = 0.1  # share of the run in which the rate rises linearly from 0
     milestones: tuple[float, ...] = (150 / 350, 250 / 350)  # of `schedule="steps"`, as shares of the run
     augment: Literal["crop-flip", "crop", "none"] = "crop-flip"  # of the training images
     every: int = 10  # network steps per calibration step: the paper's k
-    every_of: Mapping[str, int] = field(default_factory=dict)  # heads (or "auto") that have another k
+    every_of: Mapping[str, int] = field(default_factory=dict)  # heads (or "auto") with another k
     calib_batch_size: int = 128
-    calib_lr: float = 1.0  # of all heads, relative to lr; follows the same schedule
     calib_weight_decay: float = 5e-5
     calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
-    calib_augment: str = ""  # the paper's g, for distribution shift: noise, broad, noise+broad, shifts
-    augment_of: Mapping[str, str] = field(default_factory=dict)  # heads (or "auto") that have another g
+    calib_augment: str = ""  # the paper's g, perturbs calibration batches: noise, broad, noise+broad, shifts
+    augment_of: Mapping[str, str] = field(default_factory=dict)  # heads (or "auto") with another g
     embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
     max_words: int = 400  # longer texts are cut
     image_size: int = 224  # of images read from files
@@ -78,7 +75,8 @@ class Config:
     seed: int = 0
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     compile: bool = False
-    n_train: int | None = None  # use only so many samples of a split: for a quick try, not for numbers
+    deterministic: bool = False  # torch's deterministic algorithms: the same bits again on the same GPU
+    n_train: int | None = None  # use only so many samples of a split, for quick trials
     n_calib: int | None = None
     n_test: int | None = None
     evaluate_every: int = 1  # epochs between two lines of test metrics
@@ -92,11 +90,10 @@ class Config:
         for name, least in BOUNDS.items():
             value = getattr(self, name)
             _check(value is None or value >= least, name, f"at least {least}", value)
-        for name in ("lr", "calib_lr", "calib_clip"):
+        for name in ("lr", "calib_clip"):
             _check(getattr(self, name) > 0, name, "positive", getattr(self, name))
         _check(self.lr < math.inf, "lr", "finite", self.lr)
         _check(0 <= self.warmup < 1, "warmup", "a share of the run, 0 or more and below 1", self.warmup)
-        _check(0 < self.hold_back < 1, "hold_back", "between 0 and 1", self.hold_back)
         losses = [*LOSSES, *ADAPTIVE]
         _check(self.loss in losses, "loss", f"one of {', '.join(losses)}", self.loss)
         if self.loss in ADAPTIVE:
@@ -129,34 +126,30 @@ class Config:
             self.auto or not self.guards, "guards", "empty without auto, whose output they guard", self.guards
         )
 
-    def riders(self) -> dict[str, list[str]]:
-        """Heads by perturbation and period, each group one bank; "auto" is a group of its own."""
+    def head_groups(self) -> dict[str, list[str]]:
+        """The named heads by perturbation and period; the heads of a group are trained together."""
         groups: dict[str, list[str]] = {}
         for name in self.heads:
             g, every = self.augment_of.get(name, self.calib_augment), self.every_of.get(name, self.every)
             group = "-".join(["heads", *([g] if g else []), *([f"k{every}"] if every != self.every else [])])
             groups.setdefault(group, []).append(name)
-        return groups | ({"auto": ["auto"]} if self.auto else {})
-
-    def head_groups(self) -> dict[str, list[str]]:
-        """The groups of `riders` whose heads each answer for themselves."""
-        return {group: names for group, names in self.riders().items() if group != "auto"}
+        return groups
 
     def guarded(self) -> dict[str, str]:
-        """The outputs of `guards` and the perturbation that taught each: "guarded", "guarded@noise+broad" ..."""
+        """The outputs of `guards` and the perturbation of each: "guarded" for shifts, "guarded@noise+broad", ..."""
         return {"guarded" if name == "shifts" else f"guarded@{name}": name for name in self.guards}
 
     @property
     def name(self) -> str:
-        """What the run is, in a few words."""
+        """Data, model, loss, epochs and seed."""
         method = self.loss + "".join(f"-{key}{value:g}" for key, value in sorted(self.loss_options.items()))
         method += f"-mixup{self.mixup:g}" if self.mixup else ""
         return _plain(f"{self.data}-{self.model}-{method}-e{self.epochs}-s{self.seed}")
 
     @property
     def folder_name(self) -> str:
-        """The name and a few digits that differ wherever another setting does: one folder for each config."""
-        usual = Config()  # only what differs counts: a setting that a later version adds renames no folder
+        """The name and a hash of all settings: one folder for each config."""
+        usual = Config()  # only what differs counts, so a new setting renames no folder
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         settings = {name: value for name, value in settings.items() if value != getattr(usual, name)}
         settings["heads"] = {name: asdict(spec) for name, spec in self.heads.items()}
@@ -169,7 +162,7 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """What `to_json` wrote; a setting this version does not know is refused."""
+        """The config that `to_json` wrote; an unknown setting is an error."""
         values: dict[str, Any] = json.loads(text)
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
@@ -216,9 +209,27 @@ def _plain(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", text).strip("-")
 
 
-IMAGES = Config()  # CIFAR-10/100, SVHN: the paper's setting, for cross entropy and the double head
-STEPS = replace(IMAGES, epochs=350, schedule="steps")  # ... and for MMCE, Brier and focal loss
-IMAGENET = replace(IMAGES, data="imagenet", epochs=100, batch_size=256, lr=0.01, predict_train=False)
+def learning_rate(config: Config, progress: float) -> float:
+    """The network's learning rate when `progress` of the run (0..1) is over.
+
+    >>> config = Config(lr=0.1, schedule="steps", milestones=(0.5, 0.75), warmup=0.2)
+    >>> [round(learning_rate(config, at), 4) for at in (0.0, 0.1, 0.2, 0.5, 0.8)]
+    [0.0, 0.05, 0.1, 0.01, 0.001]
+    """
+    rate = config.lr
+    if config.schedule == "cosine":
+        rate *= 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.schedule == "steps":
+        rate *= 0.1 ** sum(progress >= at for at in config.milestones)
+    return rate * min(1.0, progress / config.warmup) if config.warmup else rate
+
+
+IMAGES = Config()
+PAPER_IMAGES = replace(
+    IMAGES, epochs=200, batch_size=128, lr=0.1, warmup=0.0
+)  # cross entropy and the double head
+PAPER_STEPS = replace(PAPER_IMAGES, epochs=350, schedule="steps")  # MMCE, Brier and focal loss
+IMAGENET = replace(IMAGES, data="imagenet", epochs=100, lr=0.01, warmup=0.0, predict_train=False)
 TEXT = Config(
     data="20newsgroups",
     model="gp_cnn",
@@ -228,16 +239,20 @@ TEXT = Config(
     optimizer="adam",
     lr=1e-3,
     weight_decay=0.0,
-    calib_lr=30.0,  # the heads learn by SGD: 0.03
+    warmup=0.0,
 )
 RECIPES: dict[str, Config] = {
-    "cifar10": IMAGES,
-    "cifar100": replace(IMAGES, data="cifar100"),
-    "svhn": replace(IMAGES, data="svhn", augment="crop"),  # a mirrored digit is no digit
+    **{
+        f"{data}{suffix}": replace(recipe, data=data, augment="crop" if data == "svhn" else "crop-flip")
+        for data in ("cifar10", "cifar100", "svhn")  # no flips for digits
+        for suffix, recipe in (("", IMAGES), ("-paper", PAPER_IMAGES), ("-paper-steps", PAPER_STEPS))
+    },
     "imagenet": IMAGENET,
     "20newsgroups": TEXT,
     "20newsgroups-bydate": replace(TEXT, data="20newsgroups-bydate"),
     "sst-binary": replace(TEXT, data="sst-binary"),
-    "sst-fine": replace(TEXT, data="sst-fine", model="tree_lstm", batch_size=25, lr=1e-3, weight_decay=1e-4),
-    "fashion": replace(IMAGES, data="fashion", model="small_cnn", epochs=15, augment="none", every=4),
+    "sst-fine": replace(TEXT, data="sst-fine", model="tree_lstm", batch_size=25, weight_decay=1e-4),
+    "fashion": replace(
+        PAPER_IMAGES, data="fashion", model="small_cnn", epochs=15, augment="none", every=4, warmup=0.1
+    ),
 }

@@ -1,42 +1,110 @@
-"""What a trained run says about its data: predictions of every output, numbers, shift."""
+"""What a trained run predicts, the numbers of its predictions, and the files it leaves at the end."""
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from doublehead import metrics
-from doublehead.bins import UNIT, Bins
-from doublehead.calibrators.temperature import Temperature, TemperatureGrid
+from doublehead.calibrate import fit
+from doublehead.calibration_data import unpack
+from doublehead.calibrators.temperature import Temperature
 from doublehead.data import FAMILIES, corrupt
-from doublehead.double_head import Readings
-from doublehead.head_bank import HeadBank
-from doublehead.last_layer import logits_of
-from doublehead.plumbing import device_of, evaluating, n_processes, unpack
+from doublehead.optional import require
 from doublehead.predictions import Predictions
-from doublehead.shift_guard import scaled
+from doublehead.saving import describe
+from doublehead.shift_guard import ShiftGuard, scaled
 from doublehead.summary import Summary
-from doublehead.training.run import Run
+from doublehead.torch_tools import device_of, evaluating, n_processes, same_on_all_processes, seeded
+from doublehead.training.run import Run, algorithms, on_first_process
+from doublehead.training.run_folder import RunFolder, environment
 
 EPOCH_NUMBERS = ("accuracy", "ece", "nll", "brier", "mean_entropy", "mean_confidence")
+DIGITS = 6  # significant digits in results.json: float32 has 7
+
+Outputs = dict[str, Predictions]
+
+
+def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
+    """Fit `auto` and its guards, evaluate every output and write all files; returns the content of results.json."""
+    share_buffers(run)
+    _fit_auto(run)
+    _fit_guards(run)
+    splits = run.inputs.splits
+    predictions = {
+        name: predict(run, run.inputs.make_eval(getattr(splits, name))) for name in ("test", "calib")
+    }
+    if run.config.predict_train:
+        predictions["train"] = predict(run, run.inputs.make_eval(splits.train), heads=False)
+    outputs = final_numbers(predictions["test"], predictions["calib"])
+    train = predictions.get("train")
+    found = {
+        **_about(run),
+        "outputs": outputs,
+        "train_accuracy": None if train is None else float(metrics.accuracy(train["main"])),
+        "shift": shift_numbers(
+            run, predictions["test"], {name: one["temperature"] for name, one in outputs.items()}
+        ),
+    }
+    results: dict[str, Any] = {"config": json.loads(run.config.to_json()), **as_plain(found)}
+    on_first_process(run.fabric, lambda: _write(run, folder, predictions, results))
+    return results
+
+
+def _fit_auto(run: Run) -> None:
+    """The staged head with the second opinion, on all calibration data."""
+    if run.config.auto:
+        calib = run.inputs.whole(run.inputs.splits.calib)
+        with run.fabric.autocast():
+            readings = run.reader.read(calib)
+        with algorithms(deterministic=False):
+            run.auto = fit(run.net, run.reader, readings, beside=run.companions["auto"], seed=run.config.seed)
+
+
+def _fit_guards(run: Run) -> None:
+    """Fit each guard in every process; all then have the first one's."""
+    if not run.config.guards:
+        return
+    assert run.auto is not None
+    guard = ShiftGuard(run.auto, seed=run.config.seed)
+    calib = run.inputs.whole(run.inputs.splits.calib)
+    with run.fabric.autocast():
+        clean = guard.look(calib)  # once for all guards; otherwise each is fitted as by ShiftGuard.fit
+    for output, name in run.config.guarded().items():
+        perturb = run.inputs.perturbation(name, share=1.0)
+        assert perturb is not None
+        with run.fabric.autocast(), seeded(run.config.seed, device_of(run.net)):
+            guard.guard.fit(clean, guard.look_at_views(calib, perturb), seed=run.config.seed)
+        guard.guard.settle(clean)
+        same_on_all_processes(guard.guard)  # devices may round differently
+        run.guards[output] = copy.deepcopy(guard.guard)
+    run.stages = guard.tap
+
+
+# --- predictions
 
 
 @torch.no_grad()
-def predict(
-    run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: bool = True
-) -> dict[str, Predictions]:
-    """The predictions of every output ("main", each head, "auto") over all of `batches`, on the device.
+def predict(run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: bool = True) -> Outputs:
+    """The predictions of every output over all of `batches`, on the device; without `heads` of "main" alone.
 
-    Without `heads` of "main" alone. Data of other classes is not `labelled`: its labels are then all 0.
+    The outputs are "main", each named head, and "auto" with its guards once they are fitted. Before that "opinion" is
+    the mean of the heads of the second opinion. Without `labelled`, for data of other classes, all labels are 0.
     """
     share_buffers(run)
     parts: dict[str, list[Tensor]] = {}
-    with evaluating(run.net), run.fabric.autocast():
+    banks = [companion.bank for companion in run.companions.values()]
+    with evaluating(run.net, *banks), run.fabric.autocast():
         for batch in batches:
             for name, values in _outputs(run, batch, heads):
                 parts.setdefault(name, []).append(values)
@@ -48,66 +116,69 @@ def predict(
 
 def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
     """The labels (B,) and the logits (B, K) of each output for one batch."""
-    if not (run.riders and heads):
-        args, kwargs, labels = unpack(batch, device_of(run.net))
-        yield "labels", labels
-        yield "main", logits_of(run.net(*args, **kwargs)).float()
-        return
-    # All riders sit on one network: what one of them reads is what all of them read.
-    with run.stages.recording() if run.stages else nullcontext():
-        features, main, labels = next(iter(run.riders.values())).read([batch])
-    stages = run.stages.take(len(main)) if run.stages else None
+    args, kwargs, labels = unpack(batch, device_of(run.net))
+    with run.stages.recording() if run.stages and heads else nullcontext():
+        _, features, main, _ = run.reader.run(args, kwargs)
     yield "labels", labels
-    yield "main", main
-    for group, names in run.config.riders().items():
-        bank = run.riders[group].head
-        assert isinstance(bank, HeadBank)
-        with evaluating(bank):
-            made = [bank(features, main)] if group == "auto" else bank.all_heads(features, main)
-        yield from zip(names, made)
-        if group == "auto" and stages is not None:
-            yield from (
-                (name, scaled(made[0], guard.scale * guard(stages))) for name, guard in run.guards.items()
-            )
+    yield "main", main.float()
+    if not heads:
+        return
+    for group, names in run.config.head_groups().items():
+        yield from zip(names, run.companions[group].bank(main, features))
+    if run.auto is None:
+        if "auto" in run.companions:
+            yield "opinion", run.companions["auto"].answer(main, features)
+        return
+    auto = run.auto.calibrated(main, features)
+    yield "auto", auto
+    if run.stages:
+        stages = run.stages.take(len(main))
+        yield from ((name, scaled(auto, guard.scale * guard(stages))) for name, guard in run.guards.items())
 
 
-def epoch_numbers(predictions: Mapping[str, Predictions], n_bins: int = 15) -> dict[str, dict[str, float]]:
+def share_buffers(run: Run) -> None:
+    """Give every process the first one's buffers: until then each has its own averages of BatchNorm."""
+    if n_processes() > 1:
+        for buffer in run.net.buffers():
+            dist.broadcast(buffer, 0)
+
+
+def _from_all_processes(rows: Tensor) -> Tensor:
+    """All processes' rows in the order of the data: in evaluation each process has one contiguous part."""
+    if n_processes() == 1:
+        return rows
+    sizes = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(n_processes())]
+    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
+    longest = int(max(sizes))
+    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return torch.cat([part[: int(size)] for part, size in zip(gathered, sizes)])
+
+
+# --- numbers
+
+
+def epoch_numbers(predictions: Mapping[str, Predictions]) -> dict[str, dict[str, float]]:
     """A few numbers of every output, cheap enough for every epoch."""
-    return {name: _few(p, n_bins) for name, p in predictions.items()}
-
-
-def _few(p: Predictions, n_bins: int) -> dict[str, float]:
-    return {key: float(getattr(metrics, key)(p)) for key in EPOCH_NUMBERS} | {
-        "ece": float(metrics.ece(p, n_bins))
+    return {
+        name: {key: float(getattr(metrics, key)(p)) for key in EPOCH_NUMBERS}
+        for name, p in predictions.items()
     }
 
 
+@algorithms(deterministic=False)  # running sums take memory quadratic in N where they must be deterministic
 def final_numbers(test: Mapping[str, Predictions], calib: Mapping[str, Predictions]) -> dict[str, Any]:
     """Per output the numbers on test, as it is and after a temperature fitted to its calibration predictions."""
     made: dict[str, Any] = {}
     for name, p in test.items():
         temperature = Temperature().fit(calib[name])
-        grid = TemperatureGrid().fit(calib[name])
-        scaled = Predictions(temperature(p.logits), p.labels)
         made[name] = {
             "before": Summary.of(p).values,
-            "after": Summary.of(scaled).values,
+            "after": Summary.of(temperature.calibrate(p)).values,
             "temperature": float(temperature.temperature_),
-            "after_grid": Summary.of(Predictions(grid(p.logits), p.labels)).values,
-            "grid_temperature": float(grid.temperature_),
-            "bins": {"before": binned(p), "after": binned(scaled)},
         }
     return made
-
-
-def binned(p: Predictions, n_bins: int = 15) -> dict[str, list[float]]:
-    """What a reliability diagram needs, as lists: counts, sums of confidences and of right answers, bin by bin."""
-    bins = Bins.top(p, n_bins)
-    return {
-        "counts": bins.counts.tolist(),
-        "conf_sums": (bins.conf_sums.double() / UNIT).tolist(),
-        "correct_sums": bins.correct_sums.tolist(),
-    }
 
 
 def shift_numbers(
@@ -115,7 +186,7 @@ def shift_numbers(
 ) -> dict[str, Any]:
     """Per shifted test set and output: accuracy, ECE, NLL and how well confidence tells it from the clean one.
 
-    "main+T" and so on are the outputs after temperature scaling. Of other data sets ("ood:svhn") there is no accuracy.
+    "main+T" and so on are the outputs after temperature scaling. Other data sets ("ood:svhn") have no accuracy.
     """
     made: dict[str, Any] = {}
     for name, batches in _shifted_sets(run):
@@ -124,9 +195,10 @@ def shift_numbers(
         for output, p in predict(run, batches, labelled=labelled).items():
             for suffix, scale in (("", 1.0), ("+T", 1 / temperatures[output])):
                 shifted, clean = (Predictions(q.logits * scale, q.labels) for q in (p, test[output]))
-                few = _few(shifted, 15)
+                few = epoch_numbers({"": shifted})[""]
                 numbers = few if labelled else {"mean_confidence": few["mean_confidence"]}
-                auroc = float(metrics.auroc(clean.confidence, shifted.confidence))
+                with algorithms(deterministic=False):  # as in `final_numbers`
+                    auroc = float(metrics.auroc(clean.confidence, shifted.confidence))
                 made[name][output + suffix] = {**numbers, "auroc": auroc}
     return made
 
@@ -154,28 +226,66 @@ def corrupted(run: Run, family: str, severity: int) -> Iterator[tuple[Tensor, Te
         yield normalise(pixels).contiguous(memory_format=torch.channels_last), y
 
 
-def share_buffers(run: Run) -> None:
-    """Give every process the first one's buffers: BatchNorm's averages are each process's own until then."""
-    if n_processes() > 1:
-        for buffer in run.net.buffers():
-            dist.broadcast(buffer, 0)
+# --- files
 
 
-def _from_all_processes(rows: Tensor) -> Tensor:
-    """All processes' rows in the order of the data: evaluation deals out contiguous parts."""
-    if n_processes() == 1:
-        return rows
-    sizes = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(n_processes())]
-    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
-    longest = int(max(sizes))
-    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return torch.cat([part[: int(size)] for part, size in zip(gathered, sizes)])
+def _about(run: Run) -> dict[str, Any]:
+    epochs, seconds = run.steady
+    samples = epochs * len(run.inputs.train) * run.config.batch_size
+    return {
+        "environment": environment(run.fabric.device),
+        "processes": run.fabric.world_size,
+        "sizes": run.inputs.splits.sizes,
+        "train_seconds": run.seconds,
+        "samples_per_second": samples / seconds if epochs else None,  # after the first epoch, which warms up
+        # How `auto` is put together again, and why its stages were chosen.
+        "auto": None if run.auto is None else describe(run.auto),
+        "choice": None if run.auto is None else run.auto.head.choice,
+    }
 
 
-def held_back_readings(run: Run) -> Readings:
-    """What the candidates of `auto` are judged on, the same in every process."""
-    with run.fabric.autocast():
-        readings = run.riders["auto"].read(run.inputs.held_back or ())
-    return Readings(*(_from_all_processes(part) for part in readings))
+def _write(run: Run, folder: RunFolder, predictions: Mapping[str, Outputs], results: dict[str, Any]) -> None:
+    for split, outputs in predictions.items():
+        for name, p in outputs.items():
+            folder.save_predictions(f"{split}-{name}", p)
+    if run.gradients:
+        norms = torch.stack(run.gradients).cpu().numpy()  # (epochs, steps, H)
+        heads = [name for names in run.config.head_groups().values() for name in names]
+        arrays = {"norms": norms, "heads": np.array(heads)}
+        folder.write("gradients.npz", lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
+    _write_weights(run, folder)
+    folder.write_json("results.json", results)
+    folder.drop_checkpoints()
+
+
+def _write_weights(run: Run, folder: RunFolder) -> None:
+    modules: dict[str, Any] = {"model": run.net}
+    modules |= {group: run.companions[group].bank for group in run.config.head_groups()}
+    if run.auto is not None:
+        modules |= {"auto.head": run.auto.head}
+        modules |= {"auto.opinion": run.auto.opinion} if run.auto.opinion is not None else {}
+    modules |= run.guards
+    tensors = {
+        f"{name}.{key}": value.detach().cpu().clone().contiguous()
+        for name, module in modules.items()
+        for key, value in module.state_dict().items()
+    }
+    packed = require("safetensors.torch", extra="train").save(tensors)
+    folder.write("model.safetensors", lambda file: file.write(packed))
+
+
+def as_plain(value: Any) -> Any:
+    """For JSON: dataclasses as dicts, numbers to six significant digits, None for what is not finite.
+
+    >>> as_plain({"ece": 0.0123456789, "sizes": (3, 4)})
+    {'ece': 0.0123457, 'sizes': [3, 4]}
+    """
+    if hasattr(value, "__dataclass_fields__"):
+        return as_plain(asdict(value))
+    if isinstance(value, dict):
+        return {key: as_plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value

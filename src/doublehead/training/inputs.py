@@ -45,12 +45,8 @@ class Inputs:
 
     splits: Splits
     train: Batches
-    calib: Callable[
-        [], Batches
-    ]  # for training heads, shuffled; each group of heads has its own place in them
-    calib_for_auto: Batches | None  # the part of it that `auto` does not hold back
-    held_back: Batches | None
-    make_eval: Callable[[Samples], Batches]
+    make_calib: Callable[[], Batches]  # for training heads, shuffled; each group of heads takes its own
+    make_eval: Callable[[Samples], Batches]  # this process's part, in order
     whole: Callable[[Samples], Batches]  # all of them in order, in every process
     perturbation: Callable[..., Callable[[Any], Any] | None]  # (name, share of a batch): the paper's g
     model_options: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +73,7 @@ def load_inputs(
     world_size: int = 1,
 ) -> Inputs:
     """Read the data set (unless `splits` is given) and make its batches for this process."""
-    splits = _asked_for(config, load(config.data, root) if splits is None else splits)
+    splits = _cut(config, load(config.data, root) if splits is None else splits)
     make = _maker(config, device, splits)
     if config.batch_size % world_size:
         raise ValueError(
@@ -89,18 +85,13 @@ def load_inputs(
         batches = make.batches(samples, share, train, seed)
         return batches.shard(rank, world_size) if world_size > 1 else batches
 
-    def for_heads(samples: Samples) -> Batches:
-        return sharded(samples, min(config.calib_batch_size, len(samples)), True, config.seed + 1)
-
     test = splits.test
     test_batches = sharded(test, EVAL_BATCH, False, 0)  # kept: words take long to look up
-    kept, held = _hold_back(config, splits.calib) if config.auto else (None, None)
+    calib_batch = min(config.calib_batch_size, len(splits.calib))
     return Inputs(
         splits=splits,
         train=sharded(splits.train, config.batch_size, True, config.seed),
-        calib=lambda: for_heads(splits.calib),
-        calib_for_auto=None if kept is None else for_heads(kept),
-        held_back=None if held is None else sharded(held, EVAL_BATCH, False, 0),
+        make_calib=lambda: sharded(splits.calib, calib_batch, True, config.seed + 1),
         make_eval=lambda samples: test_batches if samples is test else sharded(samples, EVAL_BATCH, False, 0),
         whole=lambda samples: make.batches(samples, EVAL_BATCH, False, 0),
         perturbation=make.perturbation,
@@ -110,8 +101,8 @@ def load_inputs(
     )
 
 
-def _asked_for(config: Config, splits: Splits) -> Splits:
-    """The splits, cut where the config asks for fewer samples."""
+def _cut(config: Config, splits: Splits) -> Splits:
+    """The splits with as many samples as the config asks for."""
     return replace(
         splits,
         train=_some(splits.train, config.n_train),
@@ -125,17 +116,6 @@ def _some(samples: Samples, n: int | None) -> Samples:
     if n is None or n >= len(samples):
         return samples
     return samples.take(np.sort(stratified_draw(samples.labels, n)))
-
-
-def _hold_back(config: Config, calib: Samples) -> tuple[Samples, Samples]:
-    """The calibration samples on which `auto` trains its heads, and those on which it chooses."""
-    order = np.random.RandomState(config.seed).permutation(len(calib))
-    n_held = round(config.hold_back * len(order))
-    if not 0 < n_held < len(order):
-        raise ValueError(
-            f"hold_back must leave both parts some of the {len(order)} calibration samples, got {config.hold_back}"
-        )
-    return calib.take(np.sort(order[n_held:])), calib.take(np.sort(order[:n_held]))
 
 
 @dataclass
@@ -160,7 +140,7 @@ def _maker(config: Config, device: torch.device, splits: Splits) -> Maker:
         )
     made = kinds[kind](config, device, splits)
     for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
-        made.perturbation(name)  # says now if there is no such perturbation for this data
+        made.perturbation(name)  # raises where this data cannot be perturbed
     return made
 
 
@@ -224,15 +204,13 @@ def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
     if config.mixup:
         raise ValueError(f"mixup is for images, {config.data} holds words")
     if config.guards:
-        raise ValueError(
-            f"guards, and so the method guarded, are for images: {config.data} holds words, which nobody perturbs"
-        )
+        raise ValueError(f"guards, and so the method guarded, are for images: {config.data} holds words")
 
     def no_perturbation(name: str, share: float = 0.5) -> None:
         if name:
             raise ValueError(f"calib_augment is for images, {config.data} holds words: leave it empty")
 
-    vocabulary, vectors = _vectors(config, splits)
+    vocabulary, vectors = word_vectors(config, splits)
 
     def batches(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
         assert isinstance(samples, (Texts, Trees))
@@ -247,7 +225,7 @@ def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
     return Maker(batches, no_perturbation, {"vectors": vectors})
 
 
-def _vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:
+def word_vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:
     """The words of the data and their vectors, (V, D)."""
     kind, _, size = config.embeddings.partition(":")
     if kind != "random":

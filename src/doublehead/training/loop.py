@@ -1,4 +1,4 @@
-"""The only training loop. It knows no method by name: a method supplies its loss, and heads ride along."""
+"""The training loop. It names no method: a method is a loss and heads that are trained beside the network."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ import torch
 from torch import Tensor
 
 from doublehead.data.splits import Splits
-from doublehead.last_layer import logits_of
-from doublehead.plumbing import average_over_processes
-from doublehead.training.config import Config
-from doublehead.training.evaluation import epoch_numbers, predict
-from doublehead.training.finish import as_plain, finish
-from doublehead.training.methods import objective
+from doublehead.network import find_logits
+from doublehead.torch_tools import average_over_processes
+from doublehead.training.config import Config, learning_rate
+from doublehead.training.evaluation import as_plain, epoch_numbers, finish, predict
 from doublehead.training.run import (
     Run,
+    algorithms,
     leave_processes_at_exit,
     loaders_left_alone,
     make_fabric,
+    objective,
     on_first_process,
     set_up,
 )
 from doublehead.training.run_folder import RunError, RunFolder, environment
-from doublehead.training.schedules import learning_rate
 
 __all__ = ["Run", "make_fabric", "run_epoch", "set_up", "train"]
 
-# Calibration steps of an epoch whose gradients are kept: the paper's first, 5th, 10th and last ones.
+# Calibration steps of an epoch whose gradient norms are kept, as in the paper's figure.
 GRADIENT_STEPS = (0, 4, 9, -10, -5, -1)
 
 Report = Callable[[dict[str, Any]], None]
@@ -53,16 +52,15 @@ def train(
     report: Report | None = None,
     tick: Tick | None = None,
 ) -> dict[str, Any]:
-    """Train what `config` says into `folder`, or go on where it was left; return results.json.
+    """Train a config into `folder`, or resume where it stopped; return the content of results.json.
 
     `report` gets each line of metrics, `tick` the epoch, step and steps per epoch. A finished run is not trained again.
-    A checkpoint is written after each epoch, or where epochs are short only every `checkpoint_seconds`. With several
-    `devices` each has a process of its own, which runs your script (or command) from its beginning; all must
-    see the same folder.
+    A checkpoint is written after each epoch, at most every `checkpoint_seconds`. With several `devices` each has a
+    process of its own, which runs your script (or command) from its beginning; all must see the same folder.
     """
     if folder.finished:
         folder.check(config)
-        folder.drop_checkpoints()  # those of a process that was killed between its last two steps
+        folder.drop_checkpoints()  # of a process that was killed after it wrote results.json
         return folder.results
     fabric = make_fabric(config, accelerator=accelerator, devices=devices, num_nodes=nodes, strategy=strategy)
     with loaders_left_alone():
@@ -82,10 +80,12 @@ def _train(
     report: Report | None,
     tick: Tick | None,
 ) -> dict[str, Any]:
-    """What each process does."""
+    """The part of `train` that every process runs."""
     if fabric.world_size > 1:
         leave_processes_at_exit()
     with ExitStack() as stack:
+        if config.deterministic:
+            stack.enter_context(algorithms(deterministic=True))
 
         def take() -> None:
             stack.enter_context(folder.locked())
@@ -108,7 +108,7 @@ def _train(
 
 
 def _resume(run: Run, folder: RunFolder) -> None:
-    """Take up the newest checkpoint and drop the lines of metrics that were written after it."""
+    """Load the newest checkpoint and drop the lines of metrics that were written after it."""
     state = folder.load_checkpoint(run.fabric.device)
     if state is not None:
         try:
@@ -129,13 +129,13 @@ def _resume(run: Run, folder: RunFolder) -> None:
 
 
 def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
-    """One pass over the training data with its calibration steps; a line of metrics."""
+    """One pass over the training data with its calibration steps; returns a line of metrics."""
     config, n_steps = run.config, len(run.inputs.train)
     prepare, loss_of = objective(config, run.loss)
     run.net.train()
     started, total = time.perf_counter(), torch.zeros((), device=run.fabric.device)
     norms: dict[str, list[Tensor]] = {group: [] for group in config.head_groups()}
-    calibrated: set[str] = set()
+    stepped: set[str] = set()  # groups that made a calibration step in this epoch
     for step, batch in enumerate(run.inputs.train):
         at = step / n_steps
         for group in run.optimizer.param_groups:
@@ -144,12 +144,12 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
         if config.compile:
             torch.compiler.cudagraph_mark_step_begin()  # the last step's outputs may be overwritten
         with run.fabric.autocast():
-            loss = loss_of(logits_of(run.forward(x)), y).mean()
+            loss = loss_of(find_logits(run.forward(x)), y).mean()
         loss.backward()
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
         total += loss.detach()  # stays on the device: nothing here waits for it
-        calibrated |= _calibrate(run, at, norms)
+        stepped |= _train_heads(run, at, norms)
         if tick:
             tick(run.epoch, step + 1, n_steps)
     train_loss = float(average_over_processes(total)) / n_steps  # waits for the device
@@ -161,18 +161,18 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
     if config.record_gradients:
         run.gradients.append(_chosen_steps(run, norms))
     update = getattr(run.loss, "update", None)
-    if update is not None:  # the loss follows the calibration data
+    if update is not None:  # an adaptive loss
         update(predict(run, run.inputs.make_eval(run.inputs.splits.calib), heads=False)["main"])
     run.epoch += 1
-    return _line(run, train_loss, _betas(run, calibrated))
+    return _line(run, train_loss, stepped)
 
 
-def _calibrate(run: Run, at: float, norms: dict[str, list[Tensor]]) -> set[str]:
-    """One call of each alternation; the groups of heads that made a step. Gradients are noted where asked."""
+def _train_heads(run: Run, at: float, norms: dict[str, list[Tensor]]) -> set[str]:
+    """One call of each companion; the groups of heads that made a step. Gradient norms are noted where asked."""
     with run.fabric.autocast():
-        stepped = {group for group, one in run.alternations.items() if one.step(at) is not None}
+        stepped = {group for group, one in run.companions.items() if one.step(at) is not None}
     for group in stepped & norms.keys() if run.config.record_gradients else ():
-        norm = run.alternations[group].grad_norm
+        norm = run.companions[group].training.grad_norms
         assert norm is not None
         norms[group].append(norm)
     return stepped
@@ -196,22 +196,17 @@ def _count_time(run: Run, seconds: float) -> None:
     run.warm = True
 
 
-def _line(run: Run, train_loss: float, betas: dict[str, float]) -> dict[str, Any]:
+def _line(run: Run, train_loss: float, stepped: set[str]) -> dict[str, Any]:
     """The metrics of the epoch that has just ended."""
     row: dict[str, Any] = {"epoch": run.epoch - 1, "train_loss": train_loss}
     row["lr"] = run.optimizer.param_groups[0]["lr"]
-    row["beta"] = betas
-    row["skipped"] = {name: one.skipped for name, one in run.alternations.items()}
+    row["beta"] = {}  # of each named head at its last step
+    for group, names in run.config.head_groups().items():
+        beta = run.companions[group].training.beta
+        if group in stepped and beta is not None:
+            row["beta"] |= dict(zip(names, beta.tolist()))
+    row["skipped"] = {name: one.skipped for name, one in run.companions.items()}
     if run.epoch == run.config.epochs or run.epoch % run.config.evaluate_every == 0:
         row["test"] = epoch_numbers(predict(run, run.inputs.make_eval(run.inputs.splits.test)))
     row["seconds"] = round(run.seconds, 3)
     return row
-
-
-def _betas(run: Run, calibrated: set[str]) -> dict[str, float]:
-    """Each head's beta at the last calibration step of the epoch, where it made one."""
-    betas: dict[str, float] = {}
-    for group, names in run.config.head_groups().items():
-        if group in calibrated:
-            betas |= dict(zip(names, run.alternations[group].beta.flatten().tolist()))
-    return betas

@@ -1,10 +1,10 @@
-"""The run folder: what a run leaves behind, written so that being killed at any moment loses nothing.
+"""The files of a run, written so that a process may be killed at any moment.
 
-config.json        what was asked for            environment.json   versions, device, commit, time
-metrics.jsonl      a line per epoch              predictions/       {split}-{output}.npz
-model.safetensors  network and heads             results.json       the last thing written: the run is finished
+config.json        the settings                  environment.json   versions, device, commit, time
+metrics.jsonl      a line per epoch              predictions/       {split}-{output}.npz, float16 logits and labels
+model.safetensors  network and heads             results.json       written last: the run is finished
 gradients.npz      norms of the heads' gradients, where asked for
-checkpoint.pt      the newest whole state        checkpoint-previous.pt  the one before it
+checkpoint.pt      the newest state              checkpoint-previous.pt  the one before it
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import io
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -23,18 +25,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 
+from doublehead.atomic import replacing
 from doublehead.predictions import Predictions
 from doublehead.training.config import Config
 
+MAX_LOGIT = 60_000.0  # of saved predictions: float16 ends at 65,504
+UNFINISHED = re.compile(r"\.[\w@+.-]+\.(json|jsonl|npz|pt|safetensors)\.\w{8}")  # folders of `replacing`
+
 
 class RunError(RuntimeError):
-    """A run cannot go on; the message says what to do."""
+    """A run cannot continue; the message says what to do."""
 
 
 class RunFolder:
-    """The files of one run. Beginning it with another config than before is refused.
+    """The files of one run. A folder that holds a run with another config is refused.
 
     >>> RunFolder("runs/none").finished
     False
@@ -60,7 +67,7 @@ class RunFolder:
         return Config.from_json((self.path / "config.json").read_text())
 
     def begin(self, config: Config) -> None:
-        """Write the config, or see that the one written before is the same."""
+        """Write the config, or check that the one written before is the same."""
         self.check(config)
         if not (self.path / "config.json").exists():
             self.write_text("config.json", config.to_json())
@@ -86,9 +93,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep a second process out; the lock goes with the process, however it ends.
+        """Keep a second process out; the lock ends with the process.
 
-        A folder into which nothing was written in the meantime is removed again.
+        A folder into which nothing was written is removed again.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -115,25 +122,23 @@ class RunFolder:
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def write(self, name: str, writer: Callable[[IO[bytes]], Any]) -> None:
-        """Let `writer` fill a file that appears under its name only when it is safely on disk."""
+        """Let `writer` fill a file that appears under its name once it is on disk."""
         target = self.path / name
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
         with self._told(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(temporary, "wb") as file:
-                    writer(file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, target)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replacing(target) as temporary, open(temporary, "wb") as file:
+                writer(file)
+                file.flush()
+                os.fsync(file.fileno())
 
     def save_predictions(self, name: str, predictions: Predictions) -> None:
-        """Write predictions/{name}.npz."""
-        target = self.path / "predictions" / f"{name}.npz"
-        with self._told(target):
-            predictions.save(target)
+        """Write predictions/{name}.npz, logits as float16; predicted classes stay as they are."""
+        logits = predictions.logits.clamp(-MAX_LOGIT, MAX_LOGIT).cpu().numpy().astype(np.float16)
+        predicted = predictions.predicted.cpu().numpy()
+        rows = np.flatnonzero(logits.argmax(1) != predicted)  # rounding made two classes equal
+        logits[rows, predicted[rows]] = np.nextafter(logits[rows].max(1), np.float16(np.inf))
+        arrays = {"logits": logits, "labels": predictions.labels.cpu().numpy()}
+        self.write(f"predictions/{name}.npz", lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
 
     @contextmanager
     def _told(self, target: Path) -> Iterator[None]:
@@ -145,14 +150,15 @@ class RunFolder:
             ) from error
 
     def _sweep(self) -> None:
-        """Remove what a killed process was in the middle of writing."""
-        for leftover in (*self.path.glob(".*.partial"), *(self.path / "predictions").glob(".*.npz.*")):
-            leftover.unlink(missing_ok=True)
+        """Remove what a killed process was writing."""
+        for leftover in (*self.path.glob(".*"), *(self.path / "predictions").glob(".*")):
+            if UNFINISHED.fullmatch(leftover.name) and leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Write the newest state; the one before it stays until the new one is whole."""
         current, previous = self.path / "checkpoint.pt", self.path / "checkpoint-previous.pt"
-        packed = io.BytesIO()  # torch.save itself may end the process when the disk is full
+        packed = io.BytesIO()  # torch.save itself may end the process where the disk is full
         torch.save(state, packed)
         self.write("checkpoint-next.pt", lambda file: file.write(packed.getbuffer()))
         if current.exists():
@@ -166,7 +172,7 @@ class RunFolder:
         for file in found:
             try:
                 state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
-            except Exception as error:  # whatever a damaged file makes torch say
+            except Exception as error:  # a damaged file may raise anything
                 warnings.warn(
                     f"{file} cannot be read ({error}); trying the checkpoint before it", stacklevel=2
                 )
@@ -177,12 +183,12 @@ class RunFolder:
         return None
 
     def drop_checkpoints(self) -> None:
-        """A finished run needs none."""
+        """Remove all checkpoints: a finished run needs none."""
         for file in self.path.glob("checkpoint*.pt"):
             file.unlink(missing_ok=True)
 
     def keep_lines(self, name: str, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop lines that a killed run wrote after its last checkpoint; a half-written last line goes too."""
+        """Drop lines for which `keep` is False, and a half-written last line."""
         file = self.path / name
         if file.exists():
             rows = [
@@ -201,7 +207,7 @@ class RunFolder:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The certificate of a result: code, versions, device and time."""
+    """Code, versions, device and time of a run."""
     import doublehead
 
     cuda = device.type == "cuda"
@@ -213,6 +219,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
         "cuda": torch.version.cuda if cuda else None,
         "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
