@@ -318,12 +318,14 @@ def test_settings_are_read_as_what_they_are() -> None:
         "milestones=0.3,0.6",
         "shift=svhn,fog:2",
         "compile=True",
+        "deterministic=true",
         "mixup=0.4",
     ]
     config = change(asked.apply(Config()), given, asked)
     assert (config.lr, config.n_train, config.n_test) == (1.0, None, 7)
     assert (config.milestones, config.shift) == ((0.3, 0.6), ("svhn", "fog:2"))
     assert config.compile is True
+    assert config.deterministic is True
     assert config.mixup == 0.4
     assert change(Config(), ["calib_clip=inf", "augment=none"]).calib_clip == float("inf")
 

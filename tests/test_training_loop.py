@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from doublehead.training import loop
 from doublehead.training.config import Config
 from doublehead.training.finish import as_plain
 from doublehead.training.methods import METHODS, make_loss, objective
+from doublehead.training.run import algorithms
 from doublehead.training.run_folder import RunError, RunFolder
 from training_helpers import assert_same, fashion, run, small
 
@@ -365,6 +367,41 @@ def test_the_same_config_gives_the_same_run(tmp_path: Path) -> None:
     torch.rand(3)
     run(config, tmp_path / "other")
     assert_same(tmp_path / "one", tmp_path / "other")
+
+
+def test_deterministic_algorithms_are_on_for_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+
+    def settings() -> tuple[bool, bool, bool, str | None]:
+        cudnn, workspace = torch.backends.cudnn, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, workspace
+
+    before, seen = settings(), []
+    for deterministic in (True, False):
+        folder = tmp_path / str(deterministic)
+        config = small(deterministic=deterministic, auto=True)
+        made = run(config, folder, report=lambda row: seen.append(settings()))
+        assert settings() == before
+        assert made["environment"]["deterministic"] is deterministic
+        assert json.loads((folder / "environment.json").read_text())["deterministic"] is deterministic
+    assert seen == [(True, True, False, ":4096:8")] * 2 + [before] * 2  # two epochs each
+    with pytest.raises(RunError, match="the training loss is"):
+        run(small(lr=1e30, deterministic=True), tmp_path / "fails")
+    assert settings() == before
+
+
+def test_settings_of_deterministic_algorithms_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with algorithms(deterministic=True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own is as good
+        with algorithms(deterministic=False):
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_numbers_for_json() -> None:

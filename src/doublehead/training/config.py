@@ -78,6 +78,7 @@ class Config:
     seed: int = 0
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     compile: bool = False
+    deterministic: bool = False  # torch's deterministic algorithms: the same bits again on the same GPU
     n_train: int | None = None  # use only so many samples of a split: for a quick try, not for numbers
     n_calib: int | None = None
     n_test: int | None = None

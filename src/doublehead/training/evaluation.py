@@ -20,7 +20,7 @@ from doublehead.last_layer import logits_of
 from doublehead.plumbing import device_of, evaluating, n_processes, unpack
 from doublehead.predictions import Predictions
 from doublehead.shift_guard import scaled
-from doublehead.training.run import Run
+from doublehead.training.run import Run, algorithms
 
 EPOCH_NUMBERS = ("accuracy", "ece", "nll", "brier", "mean_entropy", "mean_confidence")
 
@@ -81,6 +81,7 @@ def _few(p: Predictions, n_bins: int) -> dict[str, float]:
     }
 
 
+@algorithms(deterministic=False)  # running sums take memory quadratic in N where they must be deterministic
 def final_numbers(test: Mapping[str, Predictions], calib: Mapping[str, Predictions]) -> dict[str, Any]:
     """Per output the numbers on test, as it is and after a temperature fitted to its calibration predictions."""
     made: dict[str, Any] = {}
@@ -125,7 +126,8 @@ def shift_numbers(
                 shifted, clean = (Predictions(q.logits * scale, q.labels) for q in (p, test[output]))
                 few = _few(shifted, 15)
                 numbers = few if labelled else {"mean_confidence": few["mean_confidence"]}
-                auroc = float(metrics.auroc(clean.confidence, shifted.confidence))
+                with algorithms(deterministic=False):  # as in `final_numbers`
+                    auroc = float(metrics.auroc(clean.confidence, shifted.confidence))
                 made[name][output + suffix] = {**numbers, "auroc": auroc}
     return made
 

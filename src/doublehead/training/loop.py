@@ -21,6 +21,7 @@ from doublehead.training.finish import as_plain, finish
 from doublehead.training.methods import objective
 from doublehead.training.run import (
     Run,
+    algorithms,
     leave_processes_at_exit,
     loaders_left_alone,
     make_fabric,
@@ -86,6 +87,8 @@ def _train(
     if fabric.world_size > 1:
         leave_processes_at_exit()
     with ExitStack() as stack:
+        if config.deterministic:
+            stack.enter_context(algorithms(deterministic=True))
 
         def take() -> None:
             stack.enter_context(folder.locked())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from doublehead.training.config import Config
 from doublehead.training.inputs import Inputs, load_inputs
 from doublehead.training.methods import make_loss
 from doublehead.training.run_folder import RunError
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch asks for it in deterministic runs on CUDA
 
 
 @dataclass
@@ -114,6 +117,40 @@ def loaders_left_alone() -> Iterator[None]:
                     setattr(cls, name, vars(cls)[f"__old{name}"])
                     delattr(cls, f"__old{name}")
         raise
+
+
+@contextmanager
+def algorithms(*, deterministic: bool) -> Iterator[None]:
+    """Torch's deterministic algorithms, or its usual ones, inside the block; all settings are restored after it.
+
+    A deterministic run raises where torch has no deterministic algorithm. cuBLAS reads its variable when a process
+    first uses it: where CUDA was used before, CUBLAS_WORKSPACE_CONFIG must have been set from the start.
+    """
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    if not (enabled or deterministic):  # nothing to change, and the change would import torch's compiler
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    cudnn_before = cudnn.deterministic, cudnn.benchmark
+    sets_workspace = deterministic and CUBLAS_WORKSPACE not in os.environ
+    try:
+        torch.use_deterministic_algorithms(deterministic)
+        if deterministic:
+            cudnn.deterministic, cudnn.benchmark = (
+                True,
+                False,
+            )  # a benchmark may choose another kernel each time
+        if sets_workspace:
+            os.environ[CUBLAS_WORKSPACE] = ":4096:8"
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = cudnn_before
+        if sets_workspace:
+            os.environ.pop(CUBLAS_WORKSPACE, None)
 
 
 def _family(cls: type) -> Iterator[type]:

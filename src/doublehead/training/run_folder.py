@@ -213,6 +213,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
         "cuda": torch.version.cuda if cuda else None,
         "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
