@@ -451,7 +451,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
 
 
 def test_installed_command_exits_with_two(bad_files: Path) -> None:
-    command = [sys.executable, "-m", "doublehead.cli", "evaluate", "text.csv", "--logits"]
+    command = [sys.executable, "-m", "doublehead", "evaluate", "text.csv", "--logits"]
     result = subprocess.run(command, cwd=bad_files, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].endswith("row 300 must hold a number, got 'oops'")

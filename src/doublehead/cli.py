@@ -51,6 +51,3 @@ for function in COMMANDS:
     command(function)
 for function in DATA_COMMANDS:
     command(function, data_app)
-
-if __name__ == "__main__":
-    app()
