@@ -3,13 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types check docs results clean
+.PHONY: demo test test-installs test-oldest lint types check docs results clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/doublehead demo
 
 test: $(VENV)/.dev-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-installs: $(VENV)/.dev-ready # the wheel with each extra, and the source distribution, in environments of their own
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/installs
+
+# The core of the suite with the lowest version of each dependency that pyproject.toml allows.
+OLDEST := build/oldest
+OLDEST_PYTHON ?= 3.10
+CORE := $(addprefix tests/test_,bins.py predictions.py losses.py metrics_*.py calibrators_*.py double_head.py tables.py cli_*.py report_command.py training_loop.py)
+test-oldest: $(VENV)/.dev-ready
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python $(OLDEST_PYTHON) $(OLDEST)
+	$(BIN)/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct -e ".[audit,report,sklearn,train]" "pytest>=8" "pytest-xdist>=3.6"
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(CORE)
 
 lint: $(VENV)/.dev-ready
 	$(BIN)/ruff check .

@@ -442,7 +442,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
     files = sorted(bad_files.rglob("*"))
     result = run(*arguments)
     assert result.exit_code == 2, result.output
-    errors = [line for line in result.stderr.splitlines() if "reading" not in line]
+    errors = [line for line in result.stderr.splitlines() if line and "reading" not in line]
     assert len(errors) == 1
     assert errors[0].startswith("Error: ")
     assert message in errors[0]

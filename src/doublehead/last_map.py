@@ -89,4 +89,4 @@ class LastMap(nn.Module):
 def bend(logits: Tensor, grid: Tensor, curve: Tensor) -> Tensor:
     """Log probabilities (..., K) plus a function of them that has the values `curve` on `grid`; predictions stay."""
     log_probs = logits.log_softmax(-1)
-    return keep_top(log_probs + Places.of(log_probs, grid)(curve), logits)
+    return keep_top(log_probs + Places.of(log_probs, grid).values_of(curve), logits)

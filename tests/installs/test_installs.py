@@ -21,10 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 ENVIRON |= {"PYTHONNOUSERSITE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "COLUMNS": "120"}
-CORE = (
-    "bins predictions losses metrics_calibration metrics_scores calibrators_temperature double_head tables "
-    "cli_audit report_command layout"
-)
+CORE = "bins predictions metrics_calibration double_head tables report_command layout"
 
 HELP = """
 from doublehead import cli
