@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-portable lint types check docs results clean
+.PHONY: demo test test-slow test-portable test-installs test-oldest lint types check docs results clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/doublehead demo
@@ -13,8 +13,8 @@ demo: $(VENV)/.demo-ready
 test: $(VENV)/.dev-ready
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow"
 
-test-all: $(VENV)/.dev-ready # with the slow tests
-	OMP_NUM_THREADS=1 $(PYTEST)
+test-slow: $(VENV)/.dev-ready # the slow tests alone
+	OMP_NUM_THREADS=1 $(PYTEST) -m slow
 
 test-portable: $(VENV)/.dev-ready # all tests as other machines compute; each line in another order, from another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 $(PYTEST) --shuffle 1
@@ -22,6 +22,19 @@ test-portable: $(VENV)/.dev-ready # all tests as other machines compute; each li
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(PYTEST) --shuffle 3
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 $(PYTEST) --shuffle 4
 	OMP_NUM_THREADS=2 $(PYTEST) --shuffle 5
+
+test-installs: $(VENV)/.dev-ready # the wheel with each extra, and the source distribution, in environments of their own
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/installs
+
+# The core of the suite with the lowest version of each dependency that pyproject.toml allows.
+OLDEST := build/oldest
+OLDEST_PYTHON ?= 3.10
+CORE := $(addprefix tests/test_,bins.py predictions.py losses.py metrics_*.py calibration_head.py calibrators_*.py double_head.py files.py summary.py cli_*.py report_command.py training_loop.py)
+test-oldest: $(VENV)/.dev-ready
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python $(OLDEST_PYTHON) $(OLDEST)
+	$(BIN)/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct -e ".[audit,report,sklearn,train]" "pytest>=8" "pytest-xdist>=3.6"
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(CORE)
 
 lint: $(VENV)/.dev-ready
 	$(BIN)/ruff check .

@@ -130,7 +130,7 @@ def test_expected_log_likelihood_agrees_with_sampling_where_variances_are_small(
 def test_places_interpolate_on_the_grid() -> None:
     grid = torch.tensor([-2.0, -1.0, 0.0])
     places = Places.of(torch.tensor([[-3.0, -2.0], [-1.25, 0.0]]), grid)
-    assert places(torch.tensor([10.0, 20.0, 40.0])).tolist() == [[10.0, 10.0], [17.5, 40.0]]
+    assert places.values_of(torch.tensor([10.0, 20.0, 40.0])).tolist() == [[10.0, 10.0], [17.5, 40.0]]
 
 
 def test_it_learns_a_bend_that_a_temperature_cannot() -> None:

@@ -412,7 +412,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
     files = sorted(bad_files.rglob("*"))
     result = run(*arguments)
     assert result.exit_code == 2, result.output
-    errors = [line for line in result.stderr.splitlines() if "reading" not in line]
+    errors = [line for line in result.stderr.splitlines() if line and "reading" not in line]
     assert len(errors) == 1
     assert errors[0].startswith("Error: ")
     assert message in errors[0]
@@ -421,7 +421,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
 
 
 def test_installed_command_exits_with_two(bad_files: Path) -> None:
-    command = [sys.executable, "-m", "doublehead.cli", "evaluate", "text.csv", "--logits"]
+    command = [sys.executable, "-m", "doublehead", "evaluate", "text.csv", "--logits"]
     result = subprocess.run(command, cwd=bad_files, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].endswith("row 300 must hold a number, got 'oops'")

@@ -45,6 +45,7 @@ ORDER = (
     "audit",  # the verbs evaluate and report
     "integrations",
     "cli",
+    "__main__",
 )
 # Methods that open a door further down import it when they are called.
 LATE = {"double_head": {"calibrate", "saving", "audit", "integrations"}}
@@ -229,3 +230,14 @@ def test_ci_runs_the_oldest_and_the_newest_python_that_the_package_names() -> No
     assert matrix is not None
     assert re.findall(r"3\.\d+", matrix[1]) == [named[0], named[-1]]
     assert f'requires-python = ">={named[0]}"' in project
+
+
+def test_the_command_names_its_extra_in_one_line() -> None:
+    code = (
+        "import runpy, sys; sys.modules['typer'] = None; runpy.run_module('doublehead', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "'doublehead[cli]'" in done.stderr

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import mpmath
 import pytest
@@ -292,56 +288,6 @@ def test_theorem2_names_bad_input() -> None:
         theorem2([0.5], [2])
     with pytest.raises(ValueError, match="n_values must be at least 1, got 0"):
         theorem2([0.5], [True], n_values=0)
-
-
-# What is published -----------------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def published() -> dict[str, Any]:
-    return json.loads((ROOT / "docs/results/theory.json").read_text())
-
-
-def test_the_page_says_what_the_results_file_says(published: dict[str, Any]) -> None:
-    page = (ROOT / "docs/theory.md").read_text()
-    first, second = published["theorem1"], published["theorem2"]
-    for kind in ("random", "real"):
-        assert first[kind]["violated"] == 0
-        row = "| {checked:,} | 0 | {appendix_violated:,} of {appendix_checked:,} |".format(**first[kind])
-        assert row in page
-    for kind in ("confidences_from_a_half", "confidences_from_zero"):
-        share = second[kind]["violated_shannon"] / second[kind]["n"]
-        row = "| {violated_shannon:,} ({share:.0%}) | {negative_right_side:,} |".format(
-            **second[kind], share=share
-        )
-        assert row.replace("%)", " %)") in page
-        assert second[kind]["violated_literal"] == second[kind]["violated_brier"] == 0
-    for real in second["real"]:
-        assert f"| {real['distinct']:,} | {real['ece2']:.3f} | {real['squared_shannon']:.2f} |" in page
-    assert f"{first['gradient_norms']['1.5']['share_shrunk']:.1%}".replace("%", " %") in page
-
-
-def test_the_results_file_agrees_with_the_functions(published: dict[str, Any]) -> None:
-    example = published["theorem2"]["counterexample"]
-    for name, value in zip(Theorem2._fields, theorem2(example["confidence"], example["correct"])):
-        assert example[name] == pytest.approx(float(value), abs=1e-6)
-    assert {"seed", "commit", "versions", "device", "date", "wall_seconds"} <= set(published["certificate"])
-
-
-def test_the_pictures_are_drawn_from_the_results_file(published: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib").use("Agg")
-    spec = importlib.util.spec_from_file_location("theory_experiment", ROOT / "experiments/theory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.draw_theorem1(published["theorem1"], tmp_path / "1.png")
-    script.draw_theorem2(published["theorem2"], tmp_path / "2.png")
-    assert min(path.stat().st_size for path in tmp_path.iterdir()) > 20_000
-    t = script.random_distributions(500, 0.5, torch.Generator().manual_seed(0))
-    assert 0.5 < (~t.holds_shannon).double().mean() < 0.9
 
 
 def test_the_examples_in_the_docstrings_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class EnsembleTemperature(Calibrator):
 
 
 def _log_parts(logits: Tensor, inverse: Tensor) -> list[Tensor]:
-    uniform = torch.full_like(logits, -torch.tensor(float(logits.shape[-1])).log().item())
+    uniform = torch.full_like(logits, -math.log(logits.shape[-1]))
     return [(logits * inverse).log_softmax(-1), logits.log_softmax(-1), uniform]
 
 

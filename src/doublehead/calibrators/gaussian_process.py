@@ -68,7 +68,7 @@ class GaussianProcess(Calibrator):
 
     def _transform(self, logits: Tensor) -> Tensor:
         x = (logits / self.temperature_.to(logits.dtype)).log_softmax(-1)
-        return x + Places.of(x, self.inputs_[0].to(x.dtype))(self.values_[0].to(x.dtype))
+        return x + Places.of(x, self.inputs_[0].to(x.dtype)).values_of(self.values_[0].to(x.dtype))
 
 
 def _posterior(
@@ -96,7 +96,9 @@ class _ByEntries:
         self.x, self.places, self.labels = x, Places.of(x, grid), labels
 
     def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
-        return _expected_log_likelihood(self.x + self.places(f), self.places(variance), self.labels)
+        return _expected_log_likelihood(
+            self.x + self.places.values_of(f), self.places.values_of(variance), self.labels
+        )
 
 
 class _BySums:
@@ -116,7 +118,7 @@ class _BySums:
     def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
         factor = f.exp()
         total = self.once @ factor  # (N,) of the probabilities before they are normalised
-        at_label = (self.at_label + self.label_places(f) - total.log()).mean()
+        at_label = (self.at_label + self.label_places.values_of(f) - total.log()).mean()
         spread = (self.once @ (factor * variance)) / total
         spread = spread - (self.twice @ (factor.square() * variance)) / total.square()
         return at_label - spread.mean() / 2

@@ -60,7 +60,8 @@ def lines(x: Tensor, knots: Tensor, values: Tensor) -> Tensor:
 class Places(NamedTuple):
     """Where entries lie on an even grid, for linear interpolation that is cheap to repeat, differentiate and export.
 
-    >>> Places.of(torch.tensor([-9.0, -0.5, 0.0]), torch.tensor([-2.0, -1.0, 0.0]))(torch.tensor([7.0, 8.0, 10.0]))
+    >>> places = Places.of(torch.tensor([-9.0, -0.5, 0.0]), torch.tensor([-2.0, -1.0, 0.0]))
+    >>> places.values_of(torch.tensor([7.0, 8.0, 10.0]))
     tensor([ 7.,  9., 10.])
     """
 
@@ -74,7 +75,7 @@ class Places(NamedTuple):
         left = position.long().clamp(0, len(grid) - 2)  # what is no number has a place too, and stays none
         return cls(left, (position - left).clamp(max=1.0))
 
-    def __call__(self, table: Tensor) -> Tensor:
+    def values_of(self, table: Tensor) -> Tensor:
         """The values there of the function that has the values `table` (G,) on the grid."""
         flat = self.left.flatten()
         low, high = table.index_select(0, flat), table.index_select(0, flat + 1)
