@@ -443,6 +443,8 @@ def test_the_last_layer_is_the_one_that_gives_the_logits() -> None:
     x, y = torch.randn(12, 6), torch.arange(12) % 3
     reader = DoubleHead(Auxiliary(), (x, y)).reader
     assert (reader.layer, reader.n_features, reader.n_classes) == ("score", 5, 3)
+    alone = DoubleHead(nn.Linear(6, 3), (x, y)).reader  # the network is its last layer
+    assert (alone.layer, alone.n_features) == ("", 6)
 
 
 def test_token_logits_find_their_features() -> None:

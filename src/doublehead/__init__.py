@@ -1,8 +1,35 @@
 """Calibrated probabilities for PyTorch classifiers.
 
-Three verbs, in Python as on the command line: `evaluate` measures predictions, `calibrate` calibrates a network or
-predictions, `report` writes a page about them. `DoubleHead` trains calibration heads beside a network, in your own
-loop.
+A classifier is calibrated if it is correct 80 % of the time when it says 80 %. Three verbs, in Python and on the
+command line (`doublehead evaluate | calibrate | report`):
+
+- `evaluate(probs, labels)` measures predictions: a `Summary` that prints as a table, with intervals and a verdict.
+- `calibrate(network, calib_data)` gives a `Calibrated`: network and calibration as one module, whose calls return
+  calibrated log-probabilities. Predictions are kept. `calibrate(predictions)` gives a fitted `Calibrator`.
+- `report({"before": p, "after": q}, "report.html")` writes a page that shows both.
+
+>>> import torch
+>>> import doublehead as dh
+>>> inputs, labels = torch.randn(600, 4), torch.randint(3, (600,))
+>>> network = torch.nn.Linear(4, 3)  # trained, on other data
+>>> model = dh.calibrate(network, (inputs[:300], labels[:300]))
+>>> probs = model(inputs[300:]).exp().detach()
+>>> summary = dh.evaluate(probs, labels[300:])  # print(summary) shows all numbers
+>>> summary.n, summary.n_classes, bool(summary.values["ece"] < 0.5)
+(300, 3, True)
+
+`DoubleHead` trains calibration heads beside a network in your own loop; its weights stay bit-identical:
+
+    double = dh.DoubleHead(network, calib_data, follow=optimizer)
+    for x, y in batches:
+        ...             # your step, as it was
+        double.step()   # every tenth call trains the heads once
+    model = double.finish()
+
+Predictions are `Predictions` (logits and labels), arrays, DataFrames or files; logits or probabilities are stated,
+never guessed. `Calibrated.save` and `load` keep a calibrated network, `ShiftGuard` lowers confidence under distribution
+shift. `metrics`, `losses` and `calibrators` hold the parts; `doublehead.integrations` is for Lightning, Transformers,
+scikit-learn and exports.
 """
 
 from typing import Any
