@@ -26,10 +26,10 @@ import torch
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent / "experiments"))
 
+from doublehead.training.finish import as_plain  # noqa: E402
 from post_hoc import PEERS_FILE, TEST, pairs  # noqa: E402
 
 from doublehead import Predictions, Summary, calibrators  # noqa: E402
-from doublehead.training.finish import as_plain  # noqa: E402
 from doublehead.training.run_folder import environment  # noqa: E402
 
 OURS = ("temperature", "gaussian_process", "head")

@@ -8,11 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from committed import Run, having, numbers
-from tables import AUTO, BAND_NOTE, Rows, Table, before_curves, ece_cell, paper_order, row_title, shown
-
 from doublehead.head_bank import AUTO as CANDIDATES
 from doublehead.head_bank import HeadSpec
 from doublehead.last_map import ENOUGH
+from tables import AUTO, BAND_NOTE, Rows, Table, before_curves, ece_cell, paper_order, row_title, shown
 
 DEFAULT = HeadSpec(
     beta0=1.0, lr=0.3, hidden=16, reads=("statistics",)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from constants import constants
+from doublehead.plumbing import seeded
 from last_layer import trained
 from torch import Tensor
 
 from doublehead import shift_guard
 from doublehead.data import FAMILIES, Normalise, Perturb, Shifts, corrupt
-from doublehead.plumbing import seeded
 from doublehead.shift_guard import Guard, ShiftGuard, Sights
 from doublehead.training.inputs import Inputs, load_inputs
 from doublehead.training.run_folder import RunFolder, environment

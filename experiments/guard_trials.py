@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from committed import RESULTS
+from doublehead.training.finish import as_plain
 from guard_search import keep_search, read_search
 from guard_sights import LOOKING, Seen, Settings, look, settled
 from torch import Tensor
@@ -34,7 +35,6 @@ from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.data import FAMILIES
 from doublehead.shift_guard import Guard, Sights, scaled
 from doublehead.training.config import LEFT_OUT
-from doublehead.training.finish import as_plain
 from doublehead.training.run_folder import RunFolder, commit
 
 TRYING = {  # what is in use, by names as guard_sights.LOOKING has them

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from committed import RESULTS
 from constants import constants
+from doublehead.training.finish import as_plain
 from post_hoc import cross_fitted, pairs
 from tables import Table
 
@@ -37,7 +38,6 @@ from doublehead import (
     metrics,
 )
 from doublehead.integrations import fit_head as fitting
-from doublehead.training.finish import as_plain
 from doublehead.training.run_folder import environment
 
 NAME = "head_ablation.json"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from doublehead.integrations.fit_head import fit_head_on
 
 from doublehead import Predictions, Readings, Summary, __version__, calibrators
-from doublehead.integrations.fit_head import fit_head_on
 
 HERE = Path(__file__).parent
 SHOWN = ("accuracy", "ece", "ece_floor", "nll", "brier")

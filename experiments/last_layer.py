@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from committed import RESULTS, write_small
+from doublehead.plumbing import unpack
 from rows import row
 from torch import nn
 
 from doublehead import Alternation, Annealing, DoubleHead, Predictions
 from doublehead.models import build
 from doublehead.optional import require
-from doublehead.plumbing import unpack
 from doublehead.training.evaluation import final_numbers
 from doublehead.training.inputs import Inputs, load_inputs
 from doublehead.training.run_folder import RunFolder, environment

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from committed import RESULTS
+from doublehead.training.finish import as_plain
 from imagenet_frozen import split
 from tables import BAND_NOTE, Table
 
 from doublehead import Predictions, Summary, calibrators, metrics
 from doublehead.calibrators import CALIBRATORS
-from doublehead.training.finish import as_plain
 from doublehead.training.run_folder import environment
 
 NAME = "post_hoc.json"

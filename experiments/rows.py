@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from doublehead.head_bank import HeadSpec
+
 from doublehead.training.config import RECIPES, Config
 from doublehead.training.methods import BETAS, METHODS, PAPER, SAMPLE
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from committed import Row, Run, Spread, having, numbers, spread
+from doublehead.last_map import ENOUGH
 from paper import SHIFTED, TABLE_1, TABLE_2, TABLE_3_ECE, TABLE_3_OVERHEAD, TABLE_3_PERIODS, TABLE_4, Cell
 from paper import Row as PaperRow
 from seen import is_guard, parts
-
-from doublehead.last_map import ENOUGH
 
 GAP = "not run"
 NONE = ""

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrated_models import data, guarded, make, network
 from torch import Tensor, nn
 
+from calibrated_models import data, guarded, make, network
 from doublehead import Predictions, ShiftGuard, calibrate, load, metrics
 from doublehead.data.batches import Normalise
 from doublehead.integrations.export import export_model, load_program
@@ -62,7 +62,9 @@ def test_calibrated_export(tmp_path: Path) -> None:
     x = torch.rand(33, 1, 8, 8)
     with torch.no_grad():
         want = model(normalise(x)).exp()
-    path = model.export(tmp_path / "out", x[:2], prepare=normalise, card="# A card\n", facts={"classes": ["a", "b"]})
+    path = model.export(
+        tmp_path / "out", x[:2], prepare=normalise, card="# A card\n", facts={"classes": ["a", "b"]}
+    )
     check(run_onnx(path, input=x), want)
     assert sorted(file.name for file in path.parent.iterdir()) == ["README.md", "config.json", "model.onnx"]
     config = json.loads((path.parent / "config.json").read_text())

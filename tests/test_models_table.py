@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from doublehead.last_layer import find_last_layer
 from torch import nn
 
-from doublehead.last_layer import find_last_layer
 from doublehead.models import MODELS, build, parse_input
 
 VECTORS = {"words": {"vectors": torch.zeros(4, 8)}, "trees": {"vectors": torch.zeros(4, 8)}, "images": {}}

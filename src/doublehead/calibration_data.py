@@ -181,7 +181,9 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
         places = torch.arange(rows.shape[1], device=rows.device)
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == keys.shape:
             rows, places = rows * mask, mask.long().cumsum(1)  # tokens, padded to the longest of their batch
-        total += (rows.long() * ((places * 2654435761 + 40503) | 1)).sum(1)  # wraps around, the same on any device
+        total += (rows.long() * ((places * 2654435761 + 40503) | 1)).sum(
+            1
+        )  # wraps around, the same on any device
     return (((total * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
 
 

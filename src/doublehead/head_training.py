@@ -61,7 +61,9 @@ class HeadTraining:
         valid = (labels >= 0) & (labels < n_classes)
         labels = labels.clamp(0, n_classes - 1)
         sees = ((folds != self.blind) & valid).float()  # (H, B)
-        n_seen = average_over_processes(sees.sum(1, keepdim=True))  # so that several processes do what one would
+        n_seen = average_over_processes(
+            sees.sum(1, keepdim=True)
+        )  # so that several processes do what one would
         weights = sees / n_seen.clamp(min=1.0)
         own = average_over_processes((nll(main.float(), labels) * valid).mean())
         sane = own < WORSE_THAN_GUESSING * math.log(n_classes)

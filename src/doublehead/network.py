@@ -88,7 +88,11 @@ class Reader:
         self.n_classes = _check_logits(values, len(first.labels))
         check_labels(first.labels, self.n_classes)
         self.layer = _last_layer(inner, modules, run, self.n_classes) if layer is None else layer
-        self.tap = FeatureTap.on(network, modules[self.layer], self.layer) if self.layer is not None else FeatureTap()
+        self.tap = (
+            FeatureTap.on(network, modules[self.layer], self.layer)
+            if self.layer is not None
+            else FeatureTap()
+        )
         with torch.no_grad(), evaluating(inner):
             self.n_features = self.run(first.args, first.kwargs, network=inner).features.shape[1]
 
@@ -131,7 +135,9 @@ class Reader:
         output, caught = self.tap.run(network, args, kwargs)
         logits = to_logits(find_logits(output, self.logits_of), self.outputs)
         features = features_of(caught, logits, self.layer)
-        none = logits.new_empty(logits.shape[0], 0)  # not len(logits), which would fix the batch size of an export
+        none = logits.new_empty(
+            logits.shape[0], 0
+        )  # not len(logits), which would fix the batch size of an export
         return Answer(output, features, logits, none)
 
     @torch.no_grad()

@@ -63,7 +63,9 @@ class Calibrator(StaysFloat32):
         for name in (*self.learned, "converged_"):
             value = torch.as_tensor(learned.get(name, True)).detach()
             dtype = like.dtype if value.is_floating_point() else value.dtype
-            setattr(self, name, value.to(like.device, dtype, copy=True))  # formats of weights refuse shared memory
+            setattr(
+                self, name, value.to(like.device, dtype, copy=True)
+            )  # formats of weights refuse shared memory
         return self
 
     def forward(

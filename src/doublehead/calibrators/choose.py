@@ -16,8 +16,8 @@ MARGIN = 1.0  # standard errors by which a candidate must beat the best baseline
 class Choice:
     """What was chosen, and the held-back NLL of every candidate.
 
-    `gain` is how much lower the chosen NLL is than that of `baseline`, the best of the baselines, and `gain_error` the
-    standard error of that difference, sample by sample.
+    `gain` is how much lower the chosen NLL is than that of `baseline`, the best of the baselines, and `gain_error`
+    the standard error of that difference, sample by sample.
     """
 
     chosen: str
@@ -86,8 +86,8 @@ def _finite(values: Tensor) -> bool:
 def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:
     """(N,) the fold of each sample, at random; folds differ by one sample at most, in all and in each class.
 
-    Were folds drawn without regard to the class, a class with a sample held back would be rarer in what is fitted to, and
-    the fit could tell a held-back label by that.
+    Were folds drawn without regard to the class, a class with a sample held back would be rarer in what is fitted
+    to, and the fit could tell a held-back label by that.
 
     >>> stratified_folds(torch.tensor([0, 1, 0, 1]), 2, seed=0).reshape(2, 2).sum(0).tolist()
     [1, 1]

@@ -53,8 +53,8 @@ def export(
             found = open_run(run, head, None if root is None else str(root))
             path = export_model(
                 found.model,
-                found.example,
                 output or run / "export",
+                found.example,
                 to,  # type: ignore[arg-type]
                 prepare=found.prepare,
                 card=card(found),

@@ -63,10 +63,11 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
     if spec is not None:
         model = _with_head(net, first, config, name, weights)
     else:
-        model = rebuild(net, folder.results["auto"])
-        model.head.load_state_dict(under(weights, "auto.head."))
-        if model.opinion is not None:
-            model.opinion.load_state_dict(under(weights, "auto.opinion."))
+        auto: Calibrated = rebuild(net, folder.results["auto"])
+        auto.head.load_state_dict(under(weights, "auto.head."))
+        if auto.opinion is not None:
+            auto.opinion.load_state_dict(under(weights, "auto.opinion."))
+        model = auto
     if guard:
         model = ShiftGuard(model)  # reads the layers that it read in training: the head has none of its own
         model.guard.load_state_dict(under(weights, f"{name}."))
