@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.plumbing import one_thread
+from doublehead.torch_tools import one_thread
 
 T = TypeVar("T")
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from doublehead.bins import Bins, check_n_bins
-from doublehead.plumbing import one_thread
+from doublehead.torch_tools import one_thread
 from doublehead.predictions import Predictions
 
 Components: TypeAlias = Literal["top", "all", "classwise"]
