@@ -374,6 +374,7 @@ def main() -> None:
     if arguments.inner:
         print(f"\n#{json.dumps(run_setting(arguments))}")
         return
+    measured_at = commit()
     settings = run_all(arguments)
     least = lowest(settings)
     print("\nlowest ratio of any setting")
@@ -386,7 +387,7 @@ def main() -> None:
     if arguments.save:
         record = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit(),
+            "commit": measured_at,
             "rows": arguments.rows,
             "classes": arguments.classes,
             "rounds": arguments.rounds,

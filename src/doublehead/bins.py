@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from doublehead.plumbing import one_thread
 from doublehead.predictions import ArrayLike, Predictions, as_float_tensor, as_tensor, in_threads
 
 UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
@@ -82,7 +83,7 @@ class Bins:
             confidence.shape,
             confidence.device,
         )
-        return cls.from_state(torch.stack(states).sum(0))
+        return cls.from_state(_sum_of(states))
 
     @classmethod
     def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
@@ -98,14 +99,15 @@ class Bins:
     @classmethod
     def pooled(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of all N*K probabilities together, each with whether its class is the label."""
-        return cls.from_state(cls.classwise(predictions, n_bins).state().sum(1))
+        check_n_bins(n_bins)
+        return cls._of_pieces(predictions, lambda piece: _components(piece, n_bins).sum(1))
 
     @classmethod
     def _of_pieces(cls, predictions: Predictions, state_of: Callable[[Predictions], Tensor]) -> Bins:
         """The sum of the bins of some rows each, which `state_of` gives as states."""
         shape = (len(predictions), predictions.n_classes)
         states = in_threads(lambda rows: state_of(predictions[rows]), shape, predictions.device)
-        return cls.from_state(torch.stack(states).sum(0))
+        return cls.from_state(_sum_of(states))
 
     def state(self) -> Tensor:
         """(3, ..., n_bins) int64: counts, conf_sums, correct_sums. Sum it over processes with one all-reduce."""
@@ -222,6 +224,11 @@ def _state_of(confidence: Tensor, correct: Tensor, n_bins: int) -> Tensor:
         entries = torch.stack([torch.ones_like(which), quantise(conf), right.to(torch.int64)])
         state.scatter_add_(1, which.expand(3, -1), entries)
     return state
+
+
+@one_thread()  # too short to share
+def _sum_of(states: list[Tensor]) -> Tensor:
+    return torch.stack(states).sum(0)
 
 
 def _components(predictions: Predictions, n_bins: int) -> Tensor:
