@@ -426,6 +426,27 @@ def test_the_calibration_belongs_to_the_weights_that_are_tested(
     check(fits=False)  # validation fitted the calibration
 
 
+def test_a_compiled_network_answers_with_the_calibration_of_now(
+    images: dict[str, TensorDataset], tmp_path: Path
+) -> None:
+    callback, module = DoubleHeadCallback(loader(images["calib"]), every=2), Classifier()
+    network = module.model
+    module.model = torch.compile(network, backend="eager")
+    trainer, x = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1), images["test"].tensors[0]
+    choices = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader(images["train"]), loader(images["test"]))
+        for factor in (1.0, 1.0, 0.5):  # of the weights: the calibration is fitted again to others only
+            network[-1].weight.data.mul_(factor)
+            predicted = torch.cat(trainer.predict(module, loader(images["test"])))
+            with torch.no_grad():
+                torch.testing.assert_close(predicted, callback.model.eval()(x), rtol=1e-4, atol=1e-4)
+            choices.append(callback.choice)
+    assert choices[0] is choices[1]
+    assert choices[2] != choices[1]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_weights_that_another_callback_changes_at_the_end(
     images: dict[str, TensorDataset], tmp_path: Path, first: bool

@@ -173,7 +173,7 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Fit the calibration to the weights that the network has now, where that is not done."""
         network = find_classifier(pl_module, self.classifier)
-        is_known = self._model is not None and self._model.network is network and self.settled
+        is_known = self.double is not None and self.double.network is network and self.settled
         if not all(from_every_process(is_known)):  # all processes fit together
             self.double = self._make_double(trainer, pl_module)
             self._finish(trainer)
