@@ -37,7 +37,17 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def kinds() -> list[str]:
-    return ["temperature", "matrix", "head", "no features", "opinion", "paper", "temperature head", "flip", "guard"]
+    return [
+        "temperature",
+        "matrix",
+        "head",
+        "no features",
+        "opinion",
+        "paper",
+        "temperature head",
+        "flip",
+        "guard",
+    ]
 
 
 def make(kind: str) -> tuple[Any, nn.Module]:
@@ -47,7 +57,10 @@ def make(kind: str) -> tuple[Any, nn.Module]:
         return calibrate(Odd(), data()), Odd()
     trained = network()
     optimizer = torch.optim.Adam(trained.parameters(), 0.01)
-    heads = {"paper": PAPER, "temperature head": HeadSpec(kind="temperature", reads=("statistics", "features"))}
+    heads = {
+        "paper": PAPER,
+        "temperature head": HeadSpec(kind="temperature", reads=("statistics", "features")),
+    }
     double = DoubleHead(trained, data(), follow=optimizer, heads=heads.get(kind), every=1)
     for rows in torch.arange(600).split(200):
         optimizer.zero_grad()
@@ -77,7 +90,9 @@ def with_stages(model: Calibrated, stages: Sequence[bool] = (True,) * 6) -> Cali
 def guarded(model: nn.Module) -> ShiftGuard:
     """A guard round a model that acts on about half of the data: one fitted to random pixels would not act."""
     layer = "network.1" if isinstance(model, Calibrated) else "1"
-    guard = ShiftGuard(model, layers=[layer]).fit([data()], lambda x: x + torch.randn_like(x), views=1, steps=10)
+    guard = ShiftGuard(model, layers=[layer]).fit(
+        [data()], lambda x: x + torch.randn_like(x), views=1, steps=10
+    )
     with torch.no_grad():
         guard.guard.last.weight.normal_(generator=torch.Generator().manual_seed(0)).abs_()
         humility = guard.guard.humility(guard.look([data()]).stages)

@@ -62,7 +62,9 @@ def test_calibrated_export(tmp_path: Path) -> None:
     x = torch.rand(33, 1, 8, 8)
     with torch.no_grad():
         want = model(normalise(x)).exp()
-    path = model.export(tmp_path / "out", x[:2], prepare=normalise, card="# A card\n", facts={"classes": ["a", "b"]})
+    path = model.export(
+        tmp_path / "out", x[:2], prepare=normalise, card="# A card\n", facts={"classes": ["a", "b"]}
+    )
     check(run_onnx(path, input=x), want)
     assert sorted(file.name for file in path.parent.iterdir()) == ["README.md", "config.json", "model.onnx"]
     config = json.loads((path.parent / "config.json").read_text())

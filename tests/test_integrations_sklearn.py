@@ -93,7 +93,9 @@ def test_weights_count_in_the_networks_loss() -> None:
     weighted = DoubleHeadClassifier(**QUICK).fit(x, y, np.where(wrong, 0.0, 2.0))  # type: ignore[arg-type]
     right = np.where(truth, "yes", "no")
     assert weighted.score(x, right) > 0.95 > plain.score(x, right)
-    assert weighted.predict_proba(x).max(1).mean() > plain.predict_proba(x).max(1).mean()  # not calibrated on them
+    assert (
+        weighted.predict_proba(x).max(1).mean() > plain.predict_proba(x).max(1).mean()
+    )  # not calibrated on them
     balanced, alone = (
         DoubleHeadClassifier(class_weight=weight, **QUICK).fit(x, right)  # type: ignore[arg-type]
         for weight in ("balanced", {"no": 1.0, "yes": 1e-6})

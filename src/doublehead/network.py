@@ -87,8 +87,8 @@ class Reader:
         self.outputs = outputs or recognise(values)
         self.n_classes = _check_logits(values, len(first.labels))
         check_labels(first.labels, self.n_classes)
-        self.layer = layer or _last_layer(inner, modules, run, self.n_classes)
-        self.tap = FeatureTap.on(network, modules[self.layer], self.layer) if self.layer else FeatureTap()
+        self.layer = _last_layer(inner, modules, run, self.n_classes) if layer is None else layer
+        self.tap = FeatureTap.on(network, modules[self.layer], self.layer) if self.layer is not None else FeatureTap()
         with torch.no_grad(), evaluating(inner):
             self.n_features = self.run(first.args, first.kwargs, network=inner).features.shape[1]
 
@@ -112,7 +112,7 @@ class Reader:
         modules = dict(unwrapped(network).named_modules())
         if layer is not None and layer not in modules:
             raise ValueError(f"layer must name a module of {_kind(network)}, got {layer!r}")
-        reader.tap = FeatureTap.on(network, modules[layer], layer) if layer else FeatureTap()
+        reader.tap = FeatureTap.on(network, modules[layer], layer) if layer is not None else FeatureTap()
         return reader
 
     def run(

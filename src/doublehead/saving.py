@@ -32,7 +32,9 @@ def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
     facts = describe(model)
     # Copies in plain memory order: shared tensors and those of channels_last networks are refused otherwise.
     plain = torch.contiguous_format
-    tensors = {name: value.detach().cpu().clone(memory_format=plain) for name, value in model.state_dict().items()}
+    tensors = {
+        name: value.detach().cpu().clone(memory_format=plain) for name, value in model.state_dict().items()
+    }
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     with replacing(path / WEIGHTS) as file:
@@ -102,7 +104,9 @@ def rebuild(network: nn.Module, facts: Mapping[str, Any]) -> Any:
 
 def _rebuild_calibrated(network: nn.Module, facts: Mapping[str, Any]) -> Calibrated:
     sizes = {name: facts[name] for name in ("n_classes", "n_features")}
-    reader = Reader.restore(network, layer=facts["layer"], outputs=facts["outputs"], views=facts["views"], **sizes)
+    reader = Reader.restore(
+        network, layer=facts["layer"], outputs=facts["outputs"], views=facts["views"], **sizes
+    )
     head, opinion = (
         None if facts[name] is None else _rebuild_head(facts[name], **sizes).to(device_of(network))
         for name in ("head", "opinion")

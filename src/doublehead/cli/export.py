@@ -11,7 +11,6 @@ import typer
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import UserError, notes, results, told_to_user
 from doublehead.data.corruptions import FAMILIES
-from doublehead.head_bank import AUTO
 from doublehead.integrations.export import FILES, export_model
 from doublehead.integrations.model_card import model_card
 from doublehead.integrations.run_model import RunModel, open_run
@@ -54,8 +53,8 @@ def export(
             found = open_run(run, head, None if root is None else str(root))
             path = export_model(
                 found.model,
-                found.example,
                 output or run / "export",
+                found.example,
                 to,  # type: ignore[arg-type]
                 prepare=found.prepare,
                 card=card(found),
@@ -94,21 +93,17 @@ def card(found: RunModel) -> str:
 
 
 def _about_head(found: RunModel) -> str:
-    name = "auto" if found.guard else found.head
-    bent = " and then bent by a smooth curve, the same for all classes" if found.bends else ""
     if found.spec is None:
         return (
-            f"Its logits are divided by one temperature{bent}, fitted to calibration data that the network never saw: "
-            f"none of {len(AUTO)} calibration heads that learned beside it was better by more than chance ('{name}')."
+            "Its logits are calibrated by doublehead's staged head ('auto'), fitted to calibration data that the "
+            "network never saw, with a second opinion from five heads that were trained beside it."
         )
     annealed = found.spec.beta0 != 1
     beta0 = f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch" if annealed else ""
-    chosen = f", chosen among {len(AUTO)} on data held back" if name == "auto" else ""
-    every = found.config.every_of.get(name, found.config.every)
+    every = found.config.every_of.get(found.head, found.config.every)
     return (
-        f"Beside it stands a calibration head ('{name}'{chosen}) {HOW[found.spec.kind]}. It learned from calibration "
+        f"Beside it stands a calibration head ('{found.head}') {HOW[found.spec.kind]}. It learned from calibration "
         f"data that the network never saw, one step for every {every} of the network{beta0} (Annealing Double-Head)."
-        + (f" Its logits are divided by a last temperature{bent}." if name == "auto" else "")
     )
 
 

@@ -64,7 +64,12 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
         self.hidden, self.module, self.calibrate = hidden, module, calibrate
         self.calib_share, self.epochs, self.patience = calib_share, epochs, patience
         self.batch_size, self.lr, self.weight_decay = batch_size, lr, weight_decay
-        self.every, self.class_weight, self.device, self.random_state = every, class_weight, device, random_state
+        self.every, self.class_weight, self.device, self.random_state = (
+            every,
+            class_weight,
+            device,
+            random_state,
+        )
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> DoubleHeadClassifier:
         """Train and calibrate the network on arrays or DataFrames; labels may be strings."""
@@ -83,7 +88,14 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
         targets = torch.from_numpy(labels.astype(np.int64)).to(self.device)
         counts = torch.from_numpy(weights.astype(np.float32)).to(self.device)
         how = Training(
-            self.calibrate, self.epochs, self.patience, self.batch_size, self.lr, self.weight_decay, self.every, seed
+            self.calibrate,
+            self.epochs,
+            self.patience,
+            self.batch_size,
+            self.lr,
+            self.weight_decay,
+            self.every,
+            seed,
         )
         data, calib = (TensorDataset(inputs[rows], targets[rows], counts[rows]) for rows in (learn, hold))
         with seeded(seed, torch.device(self.device)):

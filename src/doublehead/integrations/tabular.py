@@ -49,9 +49,7 @@ def mlp(hidden: Sequence[int], inputs: Tensor) -> Make:
     return make
 
 
-def train(
-    net: nn.Module, data: TensorDataset, calib: TensorDataset, how: Training
-) -> tuple[Calibrated, int]:
+def train(net: nn.Module, data: TensorDataset, calib: TensorDataset, how: Training) -> tuple[Calibrated, int]:
     """The trained and calibrated network, and how many epochs it took. Call it with the random seed set.
 
     Both parts hold inputs, labels and weights. The weights count in the network's loss, on which training stops early,
