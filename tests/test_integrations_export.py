@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrated_models import data, guarded, make, network
 from torch import Tensor, nn
 
+from calibrated_models import data, guarded, make, network
 from doublehead import Predictions, ShiftGuard, calibrate, load, metrics
 from doublehead.data.batches import Normalise
 from doublehead.integrations.export import export_model, load_program

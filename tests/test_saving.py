@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from calibrated_models import N_CLASSES, data, guarded, kinds, make, network, with_stages
 from torch import Tensor, nn
 
+from calibrated_models import N_CLASSES, data, guarded, kinds, make, network, with_stages
 from doublehead import PAPER, DoubleHead, Predictions, ShiftGuard, calibrate, calibrators, load
 from doublehead.calibrators import Head, NotFitted, Temperature
 from doublehead.saving import describe, rebuild, save
