@@ -1,13 +1,12 @@
-"""Network and head as one ONNX file, and its answers from ONNX Runtime."""
+"""Network and calibration as one ONNX file, and its outputs from ONNX Runtime."""
 
 import numpy as np
 import onnxruntime
 import torch
 from torch import nn
 
-from doublehead import Predictions, fit_head
+from doublehead import Predictions, calibrate
 from doublehead.data import fashion_subset
-from doublehead.integrations.export import export_model
 from doublehead.integrations.model_card import model_card
 
 data = fashion_subset().first(2000, 1000, 500)
@@ -21,15 +20,16 @@ for _ in range(30):
     optimizer.zero_grad()
     nn.functional.cross_entropy(network(images), torch.from_numpy(data.train.labels)).backward()
     optimizer.step()
-model = fit_head(network, [(calib, torch.from_numpy(data.calib.labels))])
+model = calibrate(network, (calib, data.calib.labels))
+log_probs = model(test).detach()
 
 card = model_card(
     "tiny-fashion", dataset="fashion-mnist", data="2,000 images of clothes; 1,000 more to calibrate.",
-    method="An MLP with a calibration head fitted after training.", test=Predictions(model(test), data.test.labels),
+    method="An MLP, calibrated after training.", test=Predictions(log_probs, data.test.labels),
 )  # fmt: skip
-path = export_model(model, test[:2], "exported", to="onnx", card=card)
+path = model.export("exported", test[:2], to="onnx", card=card)
 
 session = onnxruntime.InferenceSession(path)
 probs, label, confidence = session.run(["probs", "label", "confidence"], {"input": test.numpy()})
-print("largest difference", float(np.abs(probs - model(test).softmax(1).detach().numpy()).max()))
+print("largest difference", float(np.abs(probs - log_probs.exp().numpy()).max()))
 print(f"class {label[0]} with confidence {confidence[0]:.2f}, truly {data.test.labels[0]}")

@@ -1,11 +1,11 @@
-"""A network that is already trained: one call fits a calibration head, in seconds."""
+"""A network that is already trained: one call calibrates it, in seconds."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import Predictions, fit_head, metrics
+from doublehead import Predictions, calibrate, metrics
 from doublehead.data import fashion_subset
 
 
@@ -24,7 +24,7 @@ for _ in range(8):  # stands for the training you have behind you
         F.cross_entropy(network(x), y).backward()
         optimizer.step()
 
-model = fit_head(network, batches(data.calib, False), train_loader=batches(data.train, False))
+model = calibrate(network, batches(data.calib, False), train_data=batches(data.train, False))
 print(model.head.choice)
 
 with torch.no_grad():

@@ -1,9 +1,9 @@
-"""A trained network that becomes humble where its images look corrupted: one call, no prediction changes."""
+"""Distribution shift: a guard lowers the confidence on corrupted images and changes no prediction."""
 
 import torch
 import torch.nn.functional as F
 
-from doublehead import Predictions, ShiftGuard, fit_head, metrics
+from doublehead import Predictions, ShiftGuard, calibrate, metrics
 from doublehead.data import DATASETS, Shifts, corrupt, fashion_subset
 from doublehead.models import build
 
@@ -24,7 +24,7 @@ for _ in range(8):
         optimizer.zero_grad()
 
 calib_batches = list(zip(*(part.split(250) for part in tensors(splits.calib))))  # never trained on
-calibrated = fit_head(network, calib_batches)
+calibrated = calibrate(network, calib_batches)
 guarded = ShiftGuard(calibrated).fit(calib_batches, Shifts(share=1.0, normalise=normalise))
 
 x, y = tensors(splits.test)

@@ -6,7 +6,6 @@ from sklearn.naive_bayes import GaussianNB
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from doublehead.calibrators import Temperature
 from doublehead.integrations.sklearn import CalibratedClassifier, DoubleHeadClassifier, ece_scorer
 
 X, y = load_digits(return_X_y=True)
@@ -21,8 +20,8 @@ def show(name, model):
 
 show("network", DoubleHeadClassifier(hidden=(64,), epochs=50, lr=3e-3, random_state=0).fit(X_train, y_train))
 show("naive Bayes", make_pipeline(StandardScaler(), GaussianNB()).fit(X_train, y_train))
-calibrated = CalibratedClassifier(GaussianNB(), Temperature(), random_state=0)
-show("+ temperature", make_pipeline(StandardScaler(), calibrated).fit(X_train, y_train))
+calibrated = CalibratedClassifier(GaussianNB(), random_state=0)
+show("+ calibration", make_pipeline(StandardScaler(), calibrated).fit(X_train, y_train))
 
 search = GridSearchCV(GaussianNB(), {"var_smoothing": [1e-9, 1e-3, 1e-1]}, scoring=ece_scorer).fit(
     X_train, y_train

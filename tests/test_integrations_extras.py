@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from doublehead import DoubleHead
-from doublehead.integrations.export import export_model
+from doublehead import calibrate
 
 
 @pytest.mark.parametrize(
@@ -31,14 +30,18 @@ def test_importing_names_the_extra(package: str, monkeypatch: pytest.MonkeyPatch
 
 def test_exporting_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    model = DoubleHead(nn.Sequential(nn.Linear(4, 3)))
+    model = calibrate(nn.Linear(4, 3), (torch.randn(60, 4), torch.arange(60) % 3))
     with pytest.raises(
         ImportError, match=r"needs the package 'onnxscript'.*pip install 'doublehead\[export\]'"
     ):
-        export_model(model, torch.randn(2, 4), tmp_path)
+        model.export(tmp_path, torch.randn(2, 4))
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"'safetensors'.*pip install 'doublehead\[export\]'"):
+        model.save(tmp_path)
 
 
-def test_fitting_a_head_needs_torch_alone() -> None:
+def test_calibrating_needs_torch_alone() -> None:
     """In a fresh process in which nothing beyond torch and numpy can be imported."""
     code = """
 import sys
@@ -46,8 +49,11 @@ for name in ("lightning", "transformers", "sklearn", "scipy", "pandas", "matplot
              "torchmetrics", "safetensors", "onnx", "typer", "rich", "accelerate"):
     sys.modules[name] = None
 import torch
-from doublehead import DoubleHead, fit_head
-model = fit_head(torch.nn.Linear(4, 3), [(torch.randn(60, 4), torch.randint(3, (60,)))])
-assert isinstance(model, DoubleHead)
+from doublehead import DoubleHead, calibrate
+network, data = torch.nn.Linear(4, 3), (torch.randn(60, 4), torch.randint(3, (60,)))
+double = DoubleHead(network, data, every=1)
+double.step()
+for model in (double.finish(), calibrate(network, data)):
+    assert model(data[0]).shape == (60, 3)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,264 @@
+"""`doublehead export`: real runs on real data as models for production."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from doublehead import HeadSpec, Predictions, load, metrics
+from doublehead.cli import app
+from doublehead.cli.export import _taught_by, card
+from doublehead.data import load as load_data
+from doublehead.data.text import tokens_of
+from doublehead.integrations.export import load_program
+from doublehead.integrations.run_model import RunModel, _pick, open_run
+from doublehead.models import build
+from doublehead.training.config import LEFT_OUT, PERTURBATIONS, Config
+from doublehead.training.loop import train
+from doublehead.training.methods import method
+from doublehead.training.run_folder import RunError, RunFolder
+
+onnxruntime = pytest.importorskip("onnxruntime")
+STORED = 5e-3  # by which probabilities in a run folder may be off: its logits are float16
+
+
+def run_onnx(path: Path, **feed: Tensor) -> list[Any]:
+    session = onnxruntime.InferenceSession(path)
+    return session.run(["probs", "label"], {name: value.numpy() for name, value in feed.items()})  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run on real images, too short to be good."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    heads = {"paper": HeadSpec(), "sample": HeadSpec(kind="temperature", beta0=1.1)}
+    config = Config(
+        data="fashion", model="small_cnn", epochs=1, batch_size=64, augment="none", every=2, heads=heads, auto=True,
+        n_train=256, n_calib=200, n_test=300,
+    )  # fmt: skip
+    train(config, RunFolder(folder), accelerator="cpu")
+    return folder
+
+
+def probs_of(found: RunModel, inputs: Tensor) -> Any:
+    with torch.no_grad():
+        return found.model(inputs if found.prepare is None else found.prepare(inputs)).softmax(1).numpy()
+
+
+def test_export_command(run: Path, tmp_path: Path) -> None:
+    made = CliRunner().invoke(
+        app, ["export", str(run), "--to", "onnx", "--head", "sample", "-o", str(tmp_path)]
+    )
+    assert made.exit_code == 0, made.output
+    saved = Predictions.load(run / "predictions/test-sample.npz")
+    images = _test_images(300)
+    probs, label = run_onnx(tmp_path / "model.onnx", input=images)
+    np.testing.assert_allclose(probs, saved.probs, atol=STORED)
+    want = probs_of(open_run(run, "sample"), images)
+    np.testing.assert_allclose(probs, want, atol=1e-5)
+    np.testing.assert_array_equal(label, want.argmax(1))
+    card = (tmp_path / "README.md").read_text()
+    assert f"{100 * metrics.ece(saved):.2f} % (" in card
+    assert "fashion: 256 samples to train, 200 to calibrate, 300 to test" in card
+    assert "beta0 = 1.1" in card
+    assert "guard" not in card.split("## Settings")[0]
+    assert "9. ankle boot" in card
+
+
+def test_a_network_of_the_working_folder_is_trained_and_exported(tmp_path: Path) -> None:
+    """In processes of their own that look for modules beside their script alone, as one that pip installed does."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/my_networks.py").write_text(
+        "from torch import nn\n\n\n"
+        "def tiny(n_classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, n_classes))\n"
+    )
+    (tmp_path / "script.py").write_text("from doublehead.cli import app\n\napp()\n")
+
+    def called(*words: str, folder: str = "here") -> subprocess.CompletedProcess[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [sys.executable, str(tmp_path / "script.py"), *words]
+        return subprocess.run(command, cwd=tmp_path / folder, capture_output=True, text=True, check=False)
+
+    settings = ("epochs=1", "n_train=128", "n_calib=100", "n_test=100", "augment=none")
+    options = [word for setting in settings for word in ("--set", setting)]
+    trained = called("train", "--data", "fashion", "--model", "my_networks:tiny", "--method", "double-head",
+                     "--accelerator", "cpu", "-o", "runs", *options)  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    (run,) = (tmp_path / "here/runs").iterdir()
+    exported = called("export", f"runs/{run.name}", "--to", "safetensors")
+    assert exported.returncode == 0, exported.stderr
+    assert (run / "export/model.safetensors").exists()
+    elsewhere = called("export", str(run), "--to", "safetensors", folder="elsewhere")
+    assert elsewhere.returncode == 2
+    assert "cannot import the module of network 'my_networks:tiny'" in elsewhere.stderr
+
+
+def _test_images(n: int) -> Tensor:
+    from doublehead.data.fashion import fashion_subset
+    from doublehead.data.splits import stratified_draw
+
+    test: Any = fashion_subset().test
+    chosen = test.images[np.sort(stratified_draw(test.labels, n))]  # as n_test of a config chooses
+    return torch.from_numpy(chosen).permute(0, 3, 1, 2).float() / 255
+
+
+@pytest.mark.parametrize("to", ["torch-export", "safetensors"])
+def test_export_command_of_the_automatic_head(run: Path, tmp_path: Path, to: str) -> None:
+    made = CliRunner().invoke(app, ["export", str(run), "--to", to, "--head", "auto", "-o", str(tmp_path)])
+    assert made.exit_code == 0, made.output
+    if to == "torch-export":
+        saved = Predictions.load(run / "predictions/test-auto.npz")
+        probs = load_program(tmp_path)(_test_images(300))[0].detach().numpy()
+        np.testing.assert_allclose(probs, saved.probs, atol=STORED)
+        np.testing.assert_allclose(probs, probs_of(open_run(run, "auto"), _test_images(300)), atol=1e-5)
+    assert json.loads((tmp_path / "config.json").read_text())["classes"][0] == "T-shirt/top"
+
+
+def test_a_network_that_reads_words_brings_its_vocabulary(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "sst").mkdir()
+    with tarfile.open(shared / "data/sst/trees.tar.xz") as archive:
+        for name, n in (("train.txt", 200), ("dev.txt", 100), ("test.txt", 60)):
+            member = archive.extractfile(name)
+            assert member is not None
+            (tmp_path / "sst" / name).write_bytes(b"".join(member.readline() for _ in range(n)))
+    settings = {"data": "sst-binary", "embeddings": "random:8", "epochs": 1, "batch_size": 32, "every": 2}
+    config = Config(
+        model="gp_cnn", augment="none", heads={"sample": HeadSpec(kind="temperature")}, **settings
+    )  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a part of the data set is no longer the data set
+        train(config, RunFolder(tmp_path / "run"), root=str(tmp_path), accelerator="cpu")
+        made = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "--root", str(tmp_path)])
+        test = load_data("sst-binary", str(tmp_path)).test
+    assert made.exit_code == 0, made.output
+    folder = tmp_path / "run/export"
+    rows = {word: row for row, word in enumerate((folder / "vocabulary.txt").read_text().splitlines(), 2)}
+    texts = [[rows.get(token, 1) for token in tokens] for tokens in tokens_of(test)]  # type: ignore[arg-type]
+    words = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+    for place, text in enumerate(texts):
+        words[place, : len(text)] = torch.tensor(text)
+    saved = Predictions.load(tmp_path / "run/predictions/test-sample.npz")
+    probs = run_onnx(folder / "model.onnx", input=words)[0]
+    np.testing.assert_allclose(probs, saved.probs, atol=STORED)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "guarded"
+    config = Config(
+        data="fashion", model="small_cnn", epochs=3, batch_size=64, augment="none", every=2,
+        n_train=512, n_calib=200, n_test=300,
+    )  # fmt: skip
+    train(method("guarded").apply(config), RunFolder(folder), accelerator="cpu")
+    return folder
+
+
+@pytest.mark.parametrize("to", ["onnx", "torch-export", "safetensors"])
+def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str) -> None:
+    made = CliRunner().invoke(app, ["export", str(guarded), "--to", to, "-o", str(tmp_path)])
+    assert made.exit_code == 0, made.output
+    assert "head: guarded" in made.output
+    saved = Predictions.load(guarded / "predictions/test-guarded.npz")
+    auto = Predictions.load(guarded / "predictions/test-auto.npz")
+    assert float((saved.probs - auto.probs).abs().max()) > 0.05  # the guard acts
+    images, original = _test_images(300), open_run(guarded)
+    normalise = original.prepare
+    assert normalise is not None
+    strange = (images + torch.randn(images.shape)).clamp(0, 1)
+    with torch.no_grad():
+        under_noise = original.model(normalise(strange)).softmax(1)
+        unguarded = original.model.model(normalise(strange)).exp()
+        assert float((under_noise - unguarded).abs().max()) > 0.2
+    if to == "onnx":
+        probs, noisy, one = (
+            run_onnx(tmp_path / "model.onnx", input=x)[0] for x in (images, strange, images[:1])
+        )
+    elif to == "torch-export":
+        program = load_program(tmp_path)
+        probs, noisy, one = (program(x)[0].detach().numpy() for x in (images, strange, images[:1]))
+    else:
+        again = load(tmp_path, build("small_cnn", 10))
+        probs, noisy, one = (
+            again(normalise(x)).softmax(1).detach().numpy() for x in (images, strange, images[:1])
+        )
+    np.testing.assert_allclose(probs, saved.probs, atol=STORED)
+    np.testing.assert_allclose(probs, probs_of(original, images), atol=1e-5)
+    np.testing.assert_allclose(one, probs[:1], atol=1e-5)
+    np.testing.assert_allclose(noisy, under_noise, atol=1e-4)
+    card = (tmp_path / "README.md").read_text()
+    assert f"{100 * metrics.ece(saved):.2f} % (" in card
+    assert "shift guard ('guarded')" in card
+    assert "motion blur, contrast, brightness, jpeg compression, pixelate" in card
+    assert json.loads((tmp_path / "config.json").read_text())["head"] == "guarded"
+
+
+def test_which_head_is_exported() -> None:
+    asked = method("guarded").apply(Config())
+    assert _pick(asked, None) == "guarded"
+    for head in ("auto", "guarded"):
+        assert _pick(asked, head) == head
+    assert _pick(Config(auto=True), None) == "auto"
+    assert _pick(Config(heads={"a": HeadSpec()}), None) == "a"
+    for config, names in (
+        (replace(asked, heads={"a": HeadSpec()}), "a, auto, guarded"),
+        (
+            Config(auto=True, guards=("shifts-noises",)),
+            "auto, guarded@shifts-noises",
+        ),  # not what a method asks for
+        (Config(auto=True, guards=("shifts", "noise")), "auto, guarded, guarded@noise"),
+    ):
+        with pytest.raises(RunError, match=f"several heads, name one with --head: {names}$"):
+            _pick(config, None)
+        assert _pick(config, names.split(", ")[-1]) == names.split(", ")[-1]
+    with pytest.raises(RunError, match="head must be one of auto, guarded, got 'guarded@noise'"):
+        _pick(asked, "guarded@noise")
+
+
+def test_cards_say_what_answers(run: Path) -> None:
+    about = {
+        name: card(open_run(run, name)).split("**Method.**")[1].split("\n")[0]
+        for name in ("paper", "sample", "auto")
+    }
+    assert "with logits of its own" in about["paper"]
+    assert "beta0 = 1.2" in about["paper"]
+    assert "so that no prediction changes" in about["sample"]
+    assert "staged head" in about["auto"]
+    assert not any("guard" in text for text in about.values())
+
+
+def test_cards_name_the_teachers_of_a_guard() -> None:
+    for name in PERTURBATIONS[1:]:
+        grey, coloured = (_taught_by(name, coloured) for coloured in (False, True))
+        assert "saturate" not in grey
+        assert ("saturate" in coloured) == (name in ("shifts", "shifts-1", "shifts-2", "shifts-noises",
+                                                     "shifts-blurs", "shifts-digital"))  # fmt: skip
+        for family in LEFT_OUT.get(name.removeprefix("shifts-"), ()):
+            assert family.replace("_", " ") not in coloured
+    assert _taught_by("noise", True) == "Gaussian noise"
+    assert _taught_by("noise+broad", True).startswith("Gaussian noise, changes of geometry")
+    assert _taught_by("shifts-colours", False).startswith("gaussian noise, shot noise, ")
+
+
+def test_export_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        ([str(run)], "several heads, name one with --head: paper, sample, auto"),
+        ([str(run), "--head", "x"], "head must be one of paper, sample, auto, got 'x'"),
+        ([str(run), "--to", "tflite"], "--to must be one of onnx, torch-export, safetensors, got 'tflite'"),
+        ([str(tmp_path)], "must be the folder of a finished run"),
+    ):
+        made = CliRunner().invoke(app, ["export", *arguments])
+        assert made.exit_code == 2
+        assert message in made.output
