@@ -130,7 +130,7 @@ def draw(made: dict[str, Any]) -> None:
         ax.legend(fontsize="small", frameon=False, loc="upper left")
         if kind == "noise":
             ax.axvspan(0, 0.1, color="#b8b8b8", alpha=0.35, linewidth=0)
-            ax.text(0.004, 0.28, "fitted with", fontsize="small", color="#333333")
+            ax.text(0.004, 0.28, "the guard was\nfitted with", fontsize="small", color="#333333")
     save(figure, HERE / "shift.png", dpi=130)
 
 
