@@ -46,6 +46,7 @@ RANK = 64  # directions of the features in which distances are measured
 CHUNK = 2_000_000  # entries handled at once
 
 Params = dict[str, Tensor]
+Opinion = Tensor | Sequence[Tensor] | None  # one (N, K), or several
 
 
 class Evidence(NamedTuple):
@@ -103,7 +104,7 @@ class Head(Calibrator):
     ) -> None:
         super().__init__()
         self.keep, self.folds, self.seed = keep, folds, seed
-        self._fitting: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        self._fitting: tuple[Tensor | None, Opinion, Tensor | None] = (None, None, None)
         self._open: tuple[bool, ...] = ()
 
     def fit(
@@ -111,7 +112,7 @@ class Head(Calibrator):
         predictions: Predictions,
         *,
         features: Tensor | None = None,
-        opinion: Tensor | None = None,
+        opinion: Opinion = None,
         numbers: Tensor | None = None,
     ) -> Self:
         """Learn from predictions the network was not trained on, and what else is known of the same samples."""
@@ -140,7 +141,7 @@ class Head(Calibrator):
         logits: Tensor,
         features: Tensor | None = None,
         *,
-        opinion: Tensor | None = None,
+        opinion: Opinion = None,
         numbers: Tensor | None = None,
     ) -> Tensor:
         """Calibrated logits (..., K); `features`, `opinion` and `numbers` are needed where it was fitted with
@@ -157,7 +158,7 @@ class Head(Calibrator):
         return keep_top(z, wide) if self._open[-1] else z
 
     def _evidence(
-        self, logits: Tensor, features: Tensor | None, opinion: Tensor | None, numbers: Tensor | None
+        self, logits: Tensor, features: Tensor | None, opinion: Opinion, numbers: Tensor | None
     ) -> Evidence:
         n_numbers, n_opinions = _sizes(self)
         more = [] if numbers is None else [numbers.to(logits.dtype)]
@@ -169,8 +170,7 @@ class Head(Calibrator):
             more.insert(0, feature_numbers(features).to(logits.dtype))
             if self._open[3]:
                 opinions += class_distances(features, {name: getattr(self, name) for name in MEANS})
-        if opinion is not None:
-            opinions.append(opinion.to(logits.dtype))
+        opinions += [part.to(logits.dtype) for part in _several(opinion)]
         if self._open[3] and len(opinions) != n_opinions:
             raise ValueError("opinion must be given exactly where this head was fitted with one")
         joined = torch.cat(more, -1) if more else logits.new_empty(*logits.shape[:-1], 0)
@@ -202,6 +202,10 @@ class Head(Calibrator):
 
 STAGES = ("map", "head", "pool", "curve")
 MEANS = ("feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_")
+
+
+def _several(opinion: Opinion) -> list[Tensor]:
+    return [] if opinion is None else [opinion] if isinstance(opinion, Tensor) else list(opinion)
 
 
 def _sizes(head: Head) -> tuple[int, int]:
@@ -250,7 +254,7 @@ class _Fit:
         head: Head,
         predictions: Predictions,
         features: Tensor | None,
-        opinion: Tensor | None,
+        opinion: Opinion,
         numbers: Tensor | None,
     ) -> None:
         n, k = predictions.logits.shape
@@ -264,8 +268,7 @@ class _Fit:
         parts += [] if numbers is None else [numbers[order].float()]
         given = torch.cat(parts, 1) if parts else self.logits.new_empty(self.n, 0)
         self.means, opinions = self._class_means(features, order)
-        if opinion is not None:
-            opinions.append(opinion[order].float())
+        opinions += [part[order].float() for part in _several(opinion)]
         self.evidence = Evidence(given, tuple(opinions))
         self.found: dict[
             tuple[str, ...], tuple[Tensor, Params]
