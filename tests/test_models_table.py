@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from doublehead.last_layer import find_last_layer
 from torch import nn
 
 from doublehead.models import MODELS, build, parse_input
@@ -102,13 +101,11 @@ def test_small_cnn_is_small():
 
 @needs_torchvision
 @pytest.mark.parametrize("name", MODELS)
-def test_last_layer_is_the_named_one_and_a_wrapper_finds_it(name):
+def test_last_layer_is_the_named_one(name):
     row = MODELS[name]
     network = built(name, 7, **VECTORS[row.reads])
     linear = [m for m in network.modules() if isinstance(m, nn.Linear) and m.out_features == 7]
     assert linear[-1] is getattr(network, row.classifier)
-    assert find_last_layer(network, n_classes=7) == (row.classifier, linear[-1])
-    assert find_last_layer(network)[1] is linear[-1]
 
 
 @needs_torchvision

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.plumbing import one_thread
 from doublehead.predictions import ArrayLike, Predictions, as_float_tensor, as_tensor, in_threads
+from doublehead.torch_tools import one_thread
 
 UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
 # A number in 0..1 plus this has a last bit of 1 / UNIT in float64: its bits, read as int64, are those of ROUNDING

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from doublehead.bins import Bins, check_n_bins
-from doublehead.torch_tools import one_thread
 from doublehead.predictions import Predictions
+from doublehead.torch_tools import one_thread
 
 Components: TypeAlias = Literal["top", "all", "classwise"]
 Norm: TypeAlias = Literal["l1", "l2"]
