@@ -61,7 +61,7 @@ class DoubleHead:
     >>> for _ in range(20):
     ...     loss = double.step()
     >>> model = double.finish()
-    >>> model(torch.randn(5, 8)).exp().sum(1).round(decimals=5)
+    >>> model(torch.randn(5, 8)).exp().sum(1).detach().round(decimals=5)
     tensor([1., 1., 1., 1., 1.])
     """
 
