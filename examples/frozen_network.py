@@ -25,7 +25,7 @@ for _ in range(8):  # stands for the training you have behind you
         optimizer.step()
 
 model = calibrate(network, batches(data.calib, False), train_data=batches(data.train, False))
-print(model.head.choice)
+print("calibrated by", model.head.in_words())
 
 with torch.no_grad():
     main, calib = model.heads(torch.from_numpy(data.test.images).flatten(1).float() / 255)

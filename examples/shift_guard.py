@@ -24,7 +24,7 @@ for _ in range(8):
         optimizer.zero_grad()
 
 calib_batches = list(zip(*(part.split(250) for part in tensors(splits.calib))))  # never trained on
-calibrated = calibrate(network, calib_batches)
+calibrated = calibrate(network, calib_batches, method="temperature")
 guarded = ShiftGuard(calibrated).fit(calib_batches, Shifts(share=1.0, normalise=normalise))
 
 x, y = tensors(splits.test)

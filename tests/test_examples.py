@@ -62,7 +62,7 @@ def test_example(
         accuracies, eces = numbers(out, "accuracy"), numbers(out, "ECE")
         assert accuracies[::2] == accuracies[1::2]
         assert eces[1] < eces[0] + 0.01
-        assert eces[3] < 0.6 * eces[2]
+        assert eces[3] < 0.8 * eces[2]
     elif path.stem in ("accelerate_loop", "fabric_loop"):
         assert numbers(out, "accuracy")[0] > 0.75
         assert numbers(out, "ECE")[0] < 0.06
