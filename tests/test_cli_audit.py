@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import subprocess
@@ -106,7 +105,7 @@ def test_names_from_files_are_not_markup(tmp_path: Path) -> None:
 
 def test_calibrate_repairs_a_csv_and_keeps_the_rest(val: Path, test: Path, tmp_path: Path) -> None:
     out = tmp_path / "fixed.csv"
-    result = run("calibrate", "--fit", val, "--apply", test, "--logits", "-o", out)
+    result = run("calibrate", "--fit", val, "--apply", test, "--logits", "--method", "temperature", "-o", out)
     assert result.exit_code == 0, result.output
     known, new = read_predictions(val, kind="logits").load(), read_predictions(test, kind="logits").load()
     fitted = calibrators.Temperature().fit(known)
@@ -153,24 +152,22 @@ def no_constant(name: str) -> None:
 def test_calibrate_json_and_auto(
     val: Path, test: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = calibrators.choose
+    class Broken(calibrators.Temperature):
+        def _learn(self, predictions: Predictions) -> dict[str, Any]:
+            raise RuntimeError("it could not be fitted")
 
-    def with_a_failure(p: Predictions) -> calibrators.Choice:
-        choice = choose(p, ["none", "temperature", "vector"])
-        broken = calibrators.Score("broken", math.nan, math.nan, math.nan, "it could not be fitted")
-        return choice._replace(scores=[*choice.scores, broken])
-
-    monkeypatch.setattr(calibrators, "choose", with_a_failure)
+    few = {name: calibrators.CALIBRATORS[name] for name in ("none", "temperature", "vector")}
+    monkeypatch.setattr("doublehead.calibrators.table.CALIBRATORS", {**few, "broken": Broken})
     out = tmp_path / "fixed.csv"
     result = run(
         "calibrate", "--fit", val, "--apply", test, "--logits", "-o", out, "--method", "auto", "--json"
     )
     found = json.loads(result.stdout, parse_constant=no_constant)
-    scores = found["cross_validation"]
-    assert [score["method"] for score in scores][-2:] == ["none", "broken"]
-    assert scores[-1]["nll"] is None
-    assert found["method"] == scores[0]["method"]
-    assert f"Of 4 methods {found['method']} has the lowest cross-validated NLL" in found["why"]
+    nlls = found["cross_validation"]["nll"]
+    assert list(nlls)[-2:] == ["none", "broken"]
+    assert nlls["broken"] is None
+    assert "could not be fitted" in found["cross_validation"]["notes"]["broken"]
+    assert found["method"] in ("temperature", "vector")
     assert found["after"]["metrics"]["nll"]["value"] < found["before"]["metrics"]["nll"]["value"]
     json.loads((tmp_path / "fixed.calibrator.json").read_text(), parse_constant=no_constant)
 
@@ -200,7 +197,8 @@ def test_calibrate_every_format(tmp_path: Path) -> None:
     )
     for name in ("test.npz", "wide.parquet", "lists.parquet"):
         out = tmp_path / f"fixed_{name}"
-        result = run("calibrate", "--fit", val, "--apply", tmp_path / name, "--logits", "-o", out)
+        words = ("--logits", "--method", "temperature", "-o", out)
+        result = run("calibrate", "--fit", val, "--apply", tmp_path / name, *words)
         assert result.exit_code == 0, result.output
         p = read_predictions(out, kind="probs").load()
         assert torch.allclose(p.probs.float(), wanted, atol=1e-6)
@@ -209,7 +207,8 @@ def test_calibrate_every_format(tmp_path: Path) -> None:
     assert names == ["prob_0", "prob_1", "prob_2", "prob_3", "label"]
     assert str(parquet.read_schema(tmp_path / "fixed_wide.parquet").field("prob_0").type) == "float"
     pair = ["--apply", tmp_path / "z.npy", "--apply", tmp_path / "y.npy"]
-    assert run("calibrate", "--fit", val, *pair, "--logits", "-o", tmp_path / "out.npy").exit_code == 0
+    words = ("--logits", "--method", "temperature", "-o", tmp_path / "out.npy")
+    assert run("calibrate", "--fit", val, *pair, *words).exit_code == 0
     assert np.allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-6)
 
 
@@ -246,7 +245,9 @@ def test_calibrate_a_binary_score(tmp_path: Path) -> None:
 def test_calibrate_on_answers_that_are_all_right(tmp_path: Path) -> None:
     logits, _ = overconfident(0)
     file = Predictions(logits, logits.argmax(1)).save(tmp_path / "right.npz")  # the best temperature is 0
-    result = run("calibrate", "--fit", file, "--apply", file, "-o", tmp_path / "out.npz")
+    result = run(
+        "calibrate", "--fit", file, "--apply", file, "--method", "temperature", "-o", tmp_path / "out.npz"
+    )
     assert result.exit_code == 0, result.output
     assert bool(calibrators.load(tmp_path / "out.calibrator.safetensors").at_bound_)
     assert metrics.accuracy(read_predictions(tmp_path / "out.npz").load()) == 1
@@ -439,6 +440,8 @@ def test_real_predictions_reach_the_known_numbers(shared: Path, tmp_path: Path) 
         "-o",
         tmp_path / "out.npz",
         "--json",
+        "--method",
+        "temperature",
     ]
     found = json.loads(run(*arguments).stdout)
     ece = [100 * found[when]["metrics"]["ece"]["value"] for when in ("before", "after")]

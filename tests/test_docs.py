@@ -34,7 +34,7 @@ RUN_ELSEWHERE = {
 SLOW = {"docs/shift.md"}  # fits a guard
 LANGUAGES = {"python", "console", "text"}  # python is run, console is parsed
 DIRECTIVES = {"{toctree}", "{eval-rst}", "{include}"}
-INTERNAL = {"optional", "atomic", "torch_tools", "report_page", "cli"}  # not in the reference
+INTERNAL = {"optional", "atomic", "torch_tools", "report_page", "cli", "__main__"}  # not in the reference
 
 
 class Block(NamedTuple):

@@ -29,10 +29,10 @@ ORDER = (
     "bins",
     "metrics",
     "calibrators",
-    "calibrate",  # the verb calibrate, and keeping its results
+    "calibrate",  # the verb calibrate
+    "shift_guard",
     "saving",
     "attach",
-    "shift_guard",
     "curves",
     "plots",
     "summary",  # all numbers of some predictions

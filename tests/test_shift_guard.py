@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead import DoubleHead, Predictions, ShiftGuard, fit_head, metrics
+from doublehead import Calibrated, Predictions, ShiftGuard, calibrate, metrics
 from doublehead.calibrators import Temperature
 from doublehead.data import DATASETS, GaussianNoise, Shifts, corrupt, fashion_subset
 from doublehead.models import build
@@ -324,10 +324,15 @@ def test_overconfidence_everywhere_is_not_the_guards_matter() -> None:
 # ----------------------------------------------------------------------------------------- real images
 
 
+def calibrated(network: nn.Module, method: str = "temperature") -> Calibrated:
+    data = torch.rand(300, 3, 8, 8, generator=torch.Generator().manual_seed(5)), torch.arange(300) % 4
+    return calibrate(network, data, method=method)
+
+
 class Images(SimpleNamespace):
     calib: list[tuple[Tensor, Tensor]]
     net: nn.Module
-    base: DoubleHead
+    base: Calibrated
     test: tuple[Tensor, Tensor]
 
 
@@ -351,7 +356,9 @@ def fashion() -> Images:
             optimizer.step()
             optimizer.zero_grad()
     calib = list(zip(*(part.split(250) for part in data["calib"])))
-    return Images(calib=calib, net=net.eval(), base=fit_head(net, calib, candidates=()), test=data["test"])
+    return Images(
+        calib=calib, net=net.eval(), base=calibrate(net, calib, method="temperature"), test=data["test"]
+    )
 
 
 def ece(model: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -500,7 +507,7 @@ def test_state_goes_round() -> None:
     assert {name.split(".")[0] for name in guard.state_dict()} == {"model", "guard"}
 
 
-@pytest.mark.parametrize("what", ["whole", "network", "network that ran", "network in a double head"])
+@pytest.mark.parametrize("what", ["whole", "network", "network that ran", "calibrated network"])
 def test_compiled(what: str) -> None:
     torch.compiler.reset()
     net, x = small_net().eval(), torch.rand(20, 3, 8, 8)
@@ -509,11 +516,11 @@ def test_compiled(what: str) -> None:
         with torch.no_grad():
             compiled(x)  # what is compiled already knows no hook
     plain = copy.deepcopy(net)
-    wanted = fitted(DoubleHead(plain, seed=1) if "double" in what else plain)
+    wanted = fitted(calibrated(plain) if "calibrated" in what else plain)
     if what == "whole":
         model = torch.compile(wanted, backend="aot_eager", fullgraph=True)
     else:
-        model = ShiftGuard(DoubleHead(compiled, seed=1) if "double" in what else compiled).eval()
+        model = ShiftGuard(calibrated(compiled) if "calibrated" in what else compiled).eval()
         model.guard.load_state_dict(wanted.guard.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(model(x), wanted(x))
@@ -525,7 +532,7 @@ def test_compiled(what: str) -> None:
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(strict: bool) -> None:
-    guard = fitted(DoubleHead(small_net(), kind="temperature"))
+    guard = fitted(calibrated(small_net()))
     x = torch.rand(6, 3, 8, 8)
     free = {"args": ({0: torch.export.Dim("n", min=1)},)}
     program = torch.export.export(guard, (x,), dynamic_shapes=free, strict=strict).module()
@@ -623,10 +630,9 @@ def test_dict_of_an_image_model() -> None:
     assert by_key(pixel_values=batches[0]["pixel_values"])["logits"].shape == (20, 4)
 
 
-@pytest.mark.parametrize("reads", ["features", "statistics"])
-def test_round_a_double_head(reads: Any) -> None:
-    double, x = DoubleHead(small_net(), 4, kind="temperature", reads=reads), torch.rand(20, 3, 8, 8)
-    nn.init.constant_(double.head.last.bias, -1.0)  # an inverse temperature of 0.31
+@pytest.mark.parametrize("method", ["temperature", "head"])
+def test_round_a_calibrated_network(method: str) -> None:
+    double, x = calibrated(small_net(), method), torch.rand(20, 3, 8, 8)
     guard = fitted(double)
     with torch.no_grad():
         stages = guard.look([(x, torch.zeros(20, dtype=torch.long))]).stages
@@ -704,7 +710,7 @@ def test_bad_data() -> None:
         guard.fit([(x[:0], y[:0])], noisy)
     with pytest.raises(ValueError, match="logits must be finite"):
         guard.fit([(x * math.nan, y)], noisy)
-    with pytest.raises(TypeError, match=r"a batch must be \(inputs, labels\)"):
+    with pytest.raises(TypeError, match=r"a calibration batch must be \(inputs, labels\)"):
         guard.fit([x], noisy)
     hidden = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     hidden.forward = lambda x: hidden[1](hidden[0](x).nan_to_num())
