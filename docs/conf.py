@@ -68,9 +68,9 @@ def skip_aliases(*event: Any) -> bool | None:
 
 
 def list_results(_app: Any, docname: str, source: list[str]) -> None:
-    """The pages under results/ are generated; they go into the navigation below their index."""
+    """Put the pages under results/, most of them generated, into the navigation below their index."""
     if docname == "results/index":
-        source[0] += "\n\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+        source[0] += "\n\n```{toctree}\n:hidden:\n:glob:\n\n**\n```\n"
 
 
 def write_math(translator: Any, node: nodes.Element) -> None:

@@ -1,6 +1,6 @@
 """Make docs/images/shift.png: ECE against the strength of a shift, with and without a guard. Numbers: shift.json.
 
-    python docs/images/shift.py      (about two minutes on one CPU core)
+    python docs/images/shift.py      (about three minutes on one idle CPU core)
 
 The guards are fitted with the corruptions of CIFAR-10-C on calibration images, or without the one of the panel.
 """
