@@ -46,7 +46,7 @@ types: $(VENV)/.dev-ready
 docs: $(VENV)/.dev-ready # into site/; a warning is an error
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet -d build/doctrees docs site
 
-results: $(VENV)/.dev-ready # docs/results and what pages quote, from committed result files; no GPU, under a minute
+results: $(VENV)/.dev-ready # results.csv, tables and figures from committed logits; no GPU, a few minutes
 	$(BIN)/python experiments/make.py
 
 check: lint types test

@@ -1,9 +1,8 @@
-"""Make docs/results anew from committed result files: every table, figure and the report. No GPU; under a minute.
+"""Make results.csv, and the tables and figures in docs/results, from what is committed. No GPU; a few minutes.
 
-python experiments/make.py            # what `make results` runs
-python experiments/make.py --tables   # without drawing
-
-The blocks of README.md and of other pages that quote results (pages.py) are written too.
+python experiments/make.py             # everything: what `make results` runs
+python experiments/make.py --keep      # tables and figures from results.csv as it is
+python experiments/make.py --run NAME  # measure this run again, keep the others
 """
 
 from __future__ import annotations
@@ -11,128 +10,75 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 
+import figures
+import pandas as pd
+import tables
 import theory
-from auto_choice import auto_table, candidates_table
-from committed import RESULTS, read_runs, rows_of
-from figures import FIGURES
-from guard_search import read_search, search_table
-from guards import ablation
-from head_ablation import ablation_table
-from headline import frozen_table, headline, runs_table, targets
-from other_networks import BRIEF, networks_table, read_brief
-from pages import PAGES, ROOT, blocks, filled
-from PIL import Image
-from post_hoc import post_hoc_table
-from report import page
-from seen import FAMILY_UNSEEN, GUARD
-from shift import family_table, guards, perturbed_heads, shift_table
-from tables import Rows, Table, table1, table2, table3, table4
+import torch
+from post_hoc import PEERS, all_scores
+from results import HERE, TABLE, StoredRun, read_table, rows_of, shift_rows, stored_runs, write_table
+from rivals import ensemble_rows, ensembles
 
 from doublehead import plots
 
-OUTPUT = ROOT / "docs" / "results"
-MADE = "<!-- made by `make results` from experiments/results; do not edit -->\n"
+OUTPUT = HERE.parent / "docs" / "results"
 
 
-def all_tables(rows: Rows, results: Path = RESULTS, brief: Path = BRIEF) -> dict[str, Table]:
-    """Every table by name."""
-    runs = [run for row in rows for some in rows[row].values() for run in some]
-    heads = perturbed_heads(sorted(runs, key=lambda run: run.name))
-    heads += [source for source in guards(runs) if source.output in (FAMILY_UNSEEN, GUARD)]
-    tried = read_search(results)
-    frozen, fitted_after = results / "imagenet_frozen.json", post_hoc_table(results)
-    choices = ablation_table(results)
-    made = [
-        table1(rows),
-        table2(rows, heads),
-        table3(rows),
-        table4(rows),
-        shift_table(rows),
-        family_table(rows),
-        auto_table(rows),
-        candidates_table(rows),
-        ablation(rows),
-        *([search_table(tried)] if tried else []),
-        frozen_table(frozen),
-        *([fitted_after] if fitted_after else []),
-        *([choices] if choices else []),
-        headline(rows, frozen),
-        targets(rows),
-        networks_table(read_brief(brief)),
-        runs_table(sorted(runs, key=lambda run: run.name)),
-    ]
-    return {table.name: table for table in made}
-
-
-def write_tables(tables: dict[str, Table], output: Path) -> None:
-    """One Markdown page a table, and a CSV file where it has records."""
-    output.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        (output / f"{name}.md").write_text(MADE + table.page())
-        if table.records:
-            (output / f"{name}.csv").write_text(table.csv())
-
-
-def draw_figures(rows: Rows, output: Path, dpi: int = 100) -> list[str]:
-    """Draw what can be drawn; the names of the figures."""
-    drawn = []
-    for name, draw in FIGURES.items():
-        figure, file = draw(rows), output / "figures" / f"{name}.png"
-        if figure is None:
-            file.unlink(missing_ok=True)
+def measure(runs: Sequence[StoredRun], before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
+    """The long table. Of runs not in `again`, and of packages that are not installed, the committed rows are kept."""
+    rows: list[tuple[object, ...]] = []
+    for run in runs:
+        own = before[before.run == run.name]
+        if again and run.name not in again:
+            rows += own.itertuples(index=False, name=None)
             continue
-        plots.save(figure, file, dpi=dpi)
-        Image.open(file).convert("RGB").quantize(160).save(file, optimize=True)  # a third of the size
-        drawn.append(name)
-    return drawn
+        began = time.perf_counter()
+        scores = dict(all_scores(run))
+        for name, one in scores.items():
+            rows += rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
+        missing = own[own.output.isin(set(PEERS) - set(scores))]
+        rows += [*missing.itertuples(index=False, name=None), *shift_rows(run)]
+        print(f"{run.name}: {len(scores)} outputs in {time.perf_counter() - began:.0f} s", flush=True)
+    for name, members in ensembles(runs):
+        rows += ensemble_rows(name, members)
+    return write_table(rows)
 
 
-def draw_theory(output: Path) -> None:
-    """The two figures of docs/theory.md."""
+def draw(table: pd.DataFrame, runs: Sequence[StoredRun], output: Path) -> list[str]:
+    """Draw all figures into `output`/figures, and the two of docs/theory.md."""
+    drawn = []
+    for name, function in figures.FIGURES.items():
+        figure = function(table, runs)
+        if figure is not None:
+            plots.save(figure, output / "figures" / f"{name}.png", dpi=90)
+            drawn.append(name)
     numbers = json.loads((OUTPUT / "theory.json").read_text())
     theory.draw_theorem1(numbers["theorem1"], output / "theorem1.png")
     theory.draw_theorem2(numbers["theorem2"], output / "theorem2.png")
-
-
-def write_pages(rows: Rows, results: Path, root: Path) -> None:
-    """The blocks of pages that are otherwise written by hand."""
-    made = blocks(rows, results)
-    for name in PAGES:
-        text = (root / name).read_text(encoding="utf-8")
-        (root / name).write_text(filled(text, made), encoding="utf-8")
-
-
-def make(results: Path = RESULTS, root: Path = ROOT, *, draw: bool = True, dpi: int = 100) -> str:
-    """Everything from one folder of results into the pages under `root`; what was made, in a line."""
-    output = root / OUTPUT.relative_to(ROOT)
-    runs = read_runs(results)
-    rows = rows_of(runs)
-    tables = all_tables(rows, results)
-    write_tables(tables, output)
-    if draw:
-        drawn = draw_figures(rows, output, dpi)
-        draw_theory(output)
-    else:
-        drawn = [name for name in FIGURES if (output / "figures" / f"{name}.png").exists()]
-    (output / "index.md").write_text(MADE + page(rows, runs, tables, drawn, results, read_brief()))
-    write_pages(rows, results, root)
-    return f"{len(runs)} runs, {len(tables)} tables, {len(drawn)} figures -> {output}"
+    return drawn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tables", action="store_true", help="write tables and texts, draw nothing")
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--run", action="append", default=[], metavar="NAME")
     options = parser.parse_args()
-    began = time.perf_counter()
-    print(f"{make(draw=not options.tables)} in {time.perf_counter() - began:.0f} s")
+    torch.set_num_threads(1)
+    runs, table = stored_runs(), read_table()
+    if not options.keep:
+        table = measure(runs, table, options.run)
+    written = tables.write_pages(table, OUTPUT)
+    drawn = draw(table, runs, OUTPUT)
+    print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(written)}; figures {', '.join(drawn)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,373 @@
+"""What is committed of every run, and the long table of numbers that is made from it.
+
+experiments/logits/<run>.npz   quantised calibration and test logits, and what else calibration needs (`store`)
+experiments/runs/<run>.json    certificate: config, commit, versions, device, times, epochs, shift
+experiments/results.csv        run, output, test_set, metric, value
+
+    python experiments/results.py import FOLDER ...   # folders with arrays.npz, features.npz and about.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from doublehead import Bins, Predictions, metrics
+from doublehead.calibrators.head import class_distances, fit_class_means
+from doublehead.metrics import fine_bins
+from doublehead.training.config import Config
+from doublehead.training.evaluation import as_plain
+
+HERE = Path(__file__).resolve().parent
+LOGITS, RUNS, TABLE = HERE / "logits", HERE / "runs", HERE / "results.csv"
+COLUMNS = ("run", "output", "test_set", "metric", "value")
+# Levels per unit of log(1 + distance to the row's largest). 32 change the NLL of a network by less than 0.05 %.
+LEVELS = {"main": 32, "flip": 16, "opinion": 16, "sphere": 8, "projected": 8}
+FOLDS = 5
+Z = 1.959963984540054  # 97.5 % of a standard normal lie below
+
+
+# --- numbers
+
+
+class Scores(NamedTuple):
+    """Per test sample: NLL, Brier score, 1 - confidence, and whether the prediction is right, (N,) each."""
+
+    nll: Tensor
+    brier: Tensor
+    doubt: Tensor
+    correct: Tensor
+
+    @classmethod
+    def of(cls, p: Predictions) -> Scores:
+        """The scores of some predictions, in float64."""
+        p = Predictions(p.logits.double(), p.labels)
+        found = metrics.per_sample(p)
+        return cls(found["nll"], found["brier"], 1 - p.confidence, p.correct)
+
+    def bins(self, n_bins: int = 15) -> Bins:
+        """The counts behind a reliability diagram."""
+        return Bins.of(1 - self.doubt.double(), self.correct, n_bins)
+
+    def numbers(self, none: Scores, temperature: Scores) -> dict[str, float]:
+        """All metrics; `phi` and `delta` compare with the raw network and with temperature scaling."""
+        floor = metrics.ece_floor(self.bins(fine_bins(15)), 15)
+        delta = (self.nll - temperature.nll).double()
+        reach = Z * float(delta.std()) / math.sqrt(len(delta))
+        return {
+            "n": len(self.nll),
+            "accuracy": float(self.correct.double().mean()),
+            "nll": float(self.nll.double().mean()),
+            "brier": float(self.brier.double().mean()),
+            "ece": float(self.bins().ece()),
+            "ece_low": floor.low,  # of a perfectly calibrated model: 5th and 95th percentile
+            "ece_high": floor.high,
+            "phi": 1 - float(self.nll.double().mean()) / float(none.nll.double().mean()),
+            "delta": float(delta.mean()),
+            "delta_low": float(delta.mean()) - reach,
+            "delta_high": float(delta.mean()) + reach,
+        }
+
+
+# --- files
+
+
+class Split(NamedTuple):
+    """What is known of the samples of one split; None where it was not stored."""
+
+    labels: Tensor  # (N,)
+    main: Tensor  # (N, K) logits of the network
+    flip: Tensor | None = None  # (N, K) of the mirrored image
+    opinion: Tensor | None = None  # (N, K) of heads that never saw the sample
+    sphere: Tensor | None = None  # (N, K) minus distances to the class means, see `class_distances`
+    projected: Tensor | None = None
+    numbers: Tensor | None = None  # (N, 5) of the features
+
+    @property
+    def predictions(self) -> Predictions:
+        """Of the network as it is."""
+        return Predictions(self.main, self.labels)
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A committed run."""
+
+    name: str
+    folder: Path = HERE
+
+    @cached_property
+    def certificate(self) -> dict[str, Any]:
+        """Config, environment and all that is not computed from logits."""
+        found: dict[str, Any] = json.loads((self.folder / "runs" / f"{self.name}.json").read_text())
+        return found
+
+    @cached_property
+    def config(self) -> Config:
+        """The settings of the run."""
+        return Config.from_json(json.dumps(self.certificate["config"]))
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The file as it is."""
+        with np.load(self.folder / "logits" / f"{self.name}.npz") as file:
+            return {name: file[name] for name in file.files}
+
+    @cached_property
+    def calib(self) -> Split:
+        """The calibration split."""
+        return self._split("calib")
+
+    @cached_property
+    def test(self) -> Split:
+        """The test split."""
+        return self._split("test")
+
+    @cached_property
+    def heads(self) -> dict[str, Scores]:
+        """The test scores of heads that were trained beside the network."""
+        names = [
+            name.split("/")[1] for name in self.arrays if name.startswith("heads/") and name.endswith("/nll")
+        ]
+        found = {}
+        for name in names:
+            parts = [torch.from_numpy(self.arrays[f"heads/{name}/{field}"]) for field in Scores._fields]
+            found[name] = Scores(*(part.double() for part in parts[:3]), parts[3])
+        return found
+
+    def _split(self, split: str) -> Split:
+        own = {
+            name.split("/")[1]: value for name, value in self.arrays.items() if name.startswith(f"{split}/")
+        }
+        parts = {name: dequantise(own[name], LEVELS[name]) for name in LEVELS if name in own}
+        parts["main"] += torch.from_numpy(own["top"].astype(np.float32))[:, None]
+        if "numbers" in own:
+            parts["numbers"] = torch.from_numpy(own["numbers"].astype(np.float32))
+        return Split(torch.from_numpy(own["labels"].astype(np.int64)), **parts)
+
+
+def stored_runs(folder: Path = HERE) -> list[StoredRun]:
+    """All committed runs, sorted by name."""
+    return [StoredRun(file.stem, folder) for file in sorted((folder / "runs").glob("*.json"))]
+
+
+def quantise(logits: Tensor, levels: int) -> np.ndarray[Any, Any]:
+    """(N, K) uint8: fine steps near the row's largest entry, coarse ones far below. The predicted class stays.
+
+    >>> dequantise(quantise(torch.tensor([[5.0, 4.0, -20.0]]), 32), 32).round(decimals=1).tolist()
+    [[0.0, -1.0, -25.1]]
+    """
+    below = logits.amax(1, keepdim=True) - logits
+    steps = (below.double().log1p() * levels).round().clamp(1, 255)  # 0 is for the largest entry alone
+    return steps.scatter(1, logits.argmax(1, keepdim=True), 0).to(torch.uint8).numpy()
+
+
+def dequantise(steps: np.ndarray[Any, Any], levels: int) -> Tensor:
+    """Logits (N, K) whose largest entry in a row is 0."""
+    return -torch.expm1(torch.from_numpy(steps).float() / levels)
+
+
+def store(
+    name: str,
+    calib: Split,
+    test: Split,
+    heads: Mapping[str, Scores],
+    certificate: Mapping[str, Any],
+    folder: Path = HERE,
+) -> Path:
+    """Write a run's arrays and certificate; returns the file of arrays."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for split, part in (("calib", calib), ("test", test)):
+        arrays[f"{split}/labels"] = part.labels.numpy().astype(
+            np.uint8 if part.main.shape[1] <= 256 else np.uint16
+        )
+        arrays[f"{split}/top"] = part.main.amax(1).numpy().astype(np.float16)
+        for field, levels in LEVELS.items():
+            value = getattr(part, field)
+            if value is not None:
+                arrays[f"{split}/{field}"] = quantise(value, levels)
+        if part.numbers is not None:
+            arrays[f"{split}/numbers"] = part.numbers.numpy().astype(np.float16)
+    for head, scores in heads.items():
+        for field, value in zip(Scores._fields, scores):
+            arrays[f"heads/{head}/{field}"] = value.numpy().astype(bool if field == "correct" else np.float16)
+    file = folder / "logits" / f"{name}.npz"
+    for path in (file, folder / "runs" / f"{name}.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    _write_npz(file, arrays)
+    (folder / "runs" / f"{name}.json").write_text(
+        json.dumps(as_plain(dict(certificate)) | {"config": certificate["config"]}, separators=(",", ":"))
+        + "\n"
+    )
+    return file
+
+
+def _write_npz(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """As np.savez, compressed by LZMA, which takes a tenth less than zlib; np.load reads it."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
+        for name, value in arrays.items():
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, np.ascontiguousarray(value), allow_pickle=False)
+            info = zipfile.ZipInfo(f"{name}.npy")  # without the time, so that equal arrays give equal files
+            info.compress_type = zipfile.ZIP_LZMA
+            file.writestr(info, buffer.getvalue())
+
+
+def distances(
+    calib: Tensor, labels: Tensor, test: Tensor, n_classes: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`class_distances` of calibration features (N, F), each to means that it is no part of, and of test features."""
+    made = [torch.empty(len(labels), n_classes) for _ in range(2)]
+    fold = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
+    for held in range(FOLDS):
+        rows = fold == held
+        means = fit_class_means(calib[~rows], labels[~rows], n_classes)
+        for whole, part in zip(made, class_distances(calib[rows], means)):
+            whole[rows] = part
+    return made, class_distances(test, fit_class_means(calib, labels, n_classes))
+
+
+# --- the table
+
+
+def rows_of(
+    run: str, output: str, numbers: Mapping[str, float], test_set: str = "test"
+) -> list[tuple[Any, ...]]:
+    """Lines of the long table."""
+    return [(run, output, test_set, metric, float(f"{value:.6g}")) for metric, value in numbers.items()]
+
+
+def shift_rows(run: StoredRun) -> Iterator[tuple[Any, ...]]:
+    """Numbers on shifted test sets, which were measured when the run ended."""
+    for test_set, outputs in run.certificate.get("shift", {}).items():
+        for output, numbers in outputs.items():
+            few = {key: numbers[key] for key in ("accuracy", "ece", "nll", "auroc") if key in numbers}
+            yield from rows_of(run.name, output, few, test_set)
+
+
+def read_table(path: Path = TABLE) -> pd.DataFrame:
+    """The committed table; empty where there is none yet."""
+    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=list(COLUMNS))
+
+
+def write_table(rows: Sequence[tuple[Any, ...]], path: Path = TABLE) -> pd.DataFrame:
+    """Write and return the table, sorted by run; rows of one run keep their order."""
+    table = pd.DataFrame(rows, columns=list(COLUMNS)).sort_values("run", kind="stable", ignore_index=True)
+    table.to_csv(path, index=False, float_format="%.6g")
+    return table
+
+
+# --- runs of the first job script: folders with arrays.npz, features.npz, about.json and run/metrics.jsonl
+
+
+def import_folder(source: Path, folder: Path = HERE) -> Path:
+    """Store a run from the arrays that the job script kept: logits * 64 as int16, features as 256 components."""
+    about = json.loads((source / "about.json").read_text())
+    with np.load(source / "arrays.npz") as file:
+        arrays = {
+            name: torch.from_numpy(
+                file[name].astype(np.float32) / (64 if file[name].dtype == np.int16 else 1)
+            )
+            for name in file.files
+        }
+    calib, test = (_job_split(arrays, split) for split in ("calib", "test"))
+    if (source / "features.npz").exists():
+        with np.load(source / "features.npz") as file:
+            features = [
+                torch.from_numpy(file[f"{split}/id"].astype(np.float32)) for split in ("calib", "test")
+            ]
+        both = distances(features[0], calib.labels, features[1], calib.main.shape[1])
+        calib, test = (part._replace(sphere=d[0], projected=d[1]) for part, d in zip((calib, test), both))
+    config = _job_config(about["config"])
+    heads = {name: Scores.of(Predictions(arrays[f"test/id/{name}"], test.labels)) for name in config.heads}
+    lines = [json.loads(line) for line in (source / "run/metrics.jsonl").read_text().splitlines()]
+    certificate = {
+        "config": json.loads(config.to_json()),
+        "environment": {key: value for key, value in about["environment"].items() if key != "command"},
+        **{key: about[key] for key in ("sizes", "train_seconds", "samples_per_second", "train_accuracy")},
+        **curves(lines, config),
+    }
+    if (source / "gradients.npz").exists():
+        with np.load(source / "gradients.npz") as file:
+            certificate["gradients"] = gradients(file["norms"], file["heads"].tolist())
+    return store(config.name, calib, test, heads, certificate, folder)
+
+
+def _job_split(arrays: Mapping[str, Tensor], split: str) -> Split:
+    opinion = {"calib": "own-f", "test": "mean-f"}[split]  # five heads of 256 hidden units with dropout
+    stats = arrays.get(f"{split}/id/stats")
+    return Split(
+        arrays[f"{split}/labels"].long(),
+        arrays[f"{split}/id/main"],
+        arrays.get(f"{split}/flip/main"),
+        arrays.get(f"{split}/id/{opinion}"),
+        numbers=None if stats is None else stats[:, :5],
+    )
+
+
+def _job_config(values: dict[str, Any]) -> Config:
+    """The config in today's terms: head rates are absolute, and the folds' heads are `auto`."""
+    scale = values.pop("calib_lr") * values["lr"]
+    values.pop("hold_back")
+    folds = [name for name in values["heads"] if name.startswith("fold-")]
+    heads = {name: spec for name, spec in values["heads"].items() if name not in folds}
+    known = {"kind", "hidden", "reads", "dropout", "lr", "beta0"}
+    heads = {
+        name: {key: value for key, value in spec.items() if key in known}
+        | {"lr": round(spec["lr"] * scale, 6)}
+        for name, spec in heads.items()
+    }
+    return Config.from_json(json.dumps(values | {"heads": heads, "auto": bool(folds)}))
+
+
+def curves(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]:
+    """What figures need of metrics.jsonl: numbers over the epochs, and the last entropy of every head."""
+    shown = ("main", *(name for name in ("double-head", "annealing-double-head") if name in config.heads))
+    tested = [line for line in lines if "test" in line]
+    keys = ("accuracy", "ece", "nll", "mean_entropy")
+    epochs = {
+        output: {key: [round(line["test"][output][key], 5) for line in tested] for key in keys}
+        for output in shown
+    }
+    last = tested[-1]["test"]
+    return {
+        "epochs": {"epoch": [line["epoch"] + 1 for line in tested], **epochs},
+        "train_loss": [round(line["train_loss"], 5) for line in lines],
+        "entropy": {name: last[name]["mean_entropy"] for name in config.heads},
+    }
+
+
+def gradients(norms: np.ndarray[Any, Any], heads: Sequence[str]) -> dict[str, list[list[float]]]:
+    """The norms (epochs, 6) of the two heads of the paper's figure."""
+    wanted = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
+    return {name: norms[:, :, heads.index(name)].round(4).tolist() for name in wanted}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["import"])
+    parser.add_argument("folders", type=Path, nargs="+")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for folder in options.folders:
+        file = import_folder(folder)
+        print(f"{file.name} {file.stat().st_size / 1e6:.2f} MB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Committed results: what is stored, what is made from it, and that both agree."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("safetensors")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import post_hoc  # noqa: E402
+import recipes  # noqa: E402
+import results  # noqa: E402
+import rivals  # noqa: E402
+import run as run_script  # noqa: E402
+import tables  # noqa: E402
+from results import Scores, Split, StoredRun, dequantise, quantise, read_table, stored_runs  # noqa: E402
+
+from doublehead import PAPER, Predictions, metrics  # noqa: E402
+from doublehead.network import Answer, _merged  # noqa: E402
+from doublehead.training.config import Config  # noqa: E402
+from doublehead.training.loop import train  # noqa: E402
+from doublehead.training.run_folder import RunFolder  # noqa: E402
+
+RUNS = stored_runs()
+
+
+# --- storage
+
+
+def test_quantised_logits_keep_the_prediction_and_small_distances() -> None:
+    logits = 3 * torch.randn(500, 10)
+    logits[0, :2] = logits[0].max() + 1  # a tie at the top: the first class is predicted
+    back = dequantise(quantise(logits, 32), 32)
+    assert torch.equal(back.argmax(1), logits.argmax(1))
+    below = logits - logits.amax(1, keepdim=True)
+    reach = (1 - below) / 32 + 0.02  # steps grow with the distance
+    assert ((back - below).abs() <= reach).all()
+
+
+def test_what_is_stored_comes_back(tmp_path: Path) -> None:
+    def split(n: int) -> Split:
+        parts = [torch.randn(n, 4) for _ in range(5)]
+        return Split(torch.randint(4, (n,)), *parts, numbers=torch.randn(n, 5))
+
+    calib, test = split(30), split(40)
+    scores = Scores.of(Predictions(torch.randn(40, 4), test.labels))
+    certificate = {"config": {"data": "x"}, "shift": {"noise:1": {"main": {"ece": 0.25, "brier": 0.5}}}}
+    results.store("one", calib, test, {"a@b-1.2": scores}, certificate, tmp_path)
+    (run,) = stored_runs(tmp_path)
+    for stored, given in ((run.calib, calib), (run.test, test)):
+        assert torch.equal(stored.labels, given.labels)
+        torch.testing.assert_close(stored.main, given.main, atol=0.15, rtol=0.05)
+        torch.testing.assert_close(stored.numbers, given.numbers, atol=1e-2, rtol=1e-3)
+        for name, levels in results.LEVELS.items():
+            if name != "main":
+                wanted = getattr(given, name) - getattr(given, name).amax(1, keepdim=True)
+                close = {"atol": 1.2 / levels, "rtol": 1.0 / levels}
+                torch.testing.assert_close(getattr(stored, name), wanted, **close)
+    for stored, given in zip(run.heads["a@b-1.2"], scores):
+        torch.testing.assert_close(stored, given, atol=1e-3, rtol=1e-3)
+    assert [*results.shift_rows(run)] == [("one", "main", "noise:1", "ece", 0.25)]
+    first = (tmp_path / "logits/one.npz").read_bytes()
+    results.store("one", calib, test, {"a@b-1.2": scores}, certificate, tmp_path)
+    assert (tmp_path / "logits/one.npz").read_bytes() == first
+
+
+def test_class_distances_of_calibration_samples_ignore_their_own_label() -> None:
+    """A label that is wrong must not pull its sample's distances: means come from other folds."""
+    labels = torch.arange(300) % 3
+    features = torch.nn.functional.one_hot(labels, 8).float() * 4 + torch.randn(300, 8)
+    changed = labels.clone()
+    changed[7] = (labels[7] + 1) % 3
+    one, other = (results.distances(features, y, features[:5], 3)[0] for y in (labels, changed))
+    for before, after in zip(one, other):
+        assert torch.equal(before[7], after[7])
+        assert not torch.equal(before, after)
+
+
+# --- numbers
+
+
+def test_numbers_by_hand() -> None:
+    labels = torch.tensor([0, 0, 1, 1])
+    none, scaled, best = (
+        Scores.of(Predictions(torch.tensor([[z, 0.0]] * 4), labels)) for z in (2.0, 1.0, 0.0)
+    )
+    found = best.numbers(none, scaled)
+    assert found["nll"] == pytest.approx(np.log(2))
+    assert (found["accuracy"], found["brier"], found["n"]) == (0.5, 0.5, 4)
+    assert found["ece"] == pytest.approx(0.0)
+    raw = (np.log(1 + np.exp(-2)) + np.log(1 + np.exp(2))) / 2
+    assert found["phi"] == pytest.approx(1 - np.log(2) / raw)
+    differences = np.log(2) - np.log(1 + np.exp(np.array([-1, -1, 1, 1])))
+    assert found["delta"] == pytest.approx(differences.mean())
+    reach = 1.959964 * differences.std(ddof=1) / 2
+    assert found["delta_high"] - found["delta"] == pytest.approx(reach)
+
+
+def test_scores_agree_with_the_metrics() -> None:
+    p = Predictions(2 * torch.randn(400, 5), torch.randint(5, (400,)))
+    found = Scores.of(p).numbers(Scores.of(p), Scores.of(p))
+    for name in ("accuracy", "nll", "brier", "ece"):
+        assert found[name] == pytest.approx(float(getattr(metrics, name)(p)), abs=1e-6), name
+
+
+def test_both_views_are_merged_as_the_reader_does() -> None:
+    one, other = torch.randn(20, 4), torch.randn(20, 4)
+    mean, numbers = post_hoc.both_views(one, other)
+    answers = [Answer(None, torch.zeros(20, 1), logits, torch.zeros(20, 0)) for logits in (one, other)]
+    wanted = _merged(answers)
+    torch.testing.assert_close(mean, wanted.logits)
+    torch.testing.assert_close(numbers, wanted.numbers)
+
+
+def test_an_ensemble_is_of_equal_runs_and_equal_samples() -> None:
+    groups = dict(rivals.ensembles(RUNS))
+    for name, members in groups.items():
+        assert len(members) >= 3
+        assert name.endswith(f"-ensemble{len(members)}")
+        assert len({run.config.seed for run in members}) == len(members)
+    p = Predictions(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(ValueError, match="the same samples in the same order"):
+        rivals.mean_of([p, Predictions(p.logits, torch.tensor([0, 1, 2, 1]))])
+
+
+# --- what is committed
+
+
+def test_every_run_has_arrays_and_a_certificate() -> None:
+    logits = {file.stem: file.stat().st_size for file in results.LOGITS.glob("*.npz")}
+    assert set(logits) == {run.name for run in RUNS}
+    assert sum(logits.values()) <= 25e6
+    for run in RUNS:
+        assert run.name == run.config.name
+        assert {"commit", "torch", "device", "time"} <= set(run.certificate["environment"])
+        assert run.certificate["sizes"][1:] == [len(run.calib.labels), len(run.test.labels)]
+        heads = run.config.heads
+        assert set(heads) <= set(run.heads)
+        if "annealing-double-head" in heads:
+            assert heads["annealing-double-head"] == PAPER
+
+
+def test_the_table_is_what_the_arrays_give() -> None:
+    """The cheap rows of the smallest run; `make results` computes all of them."""
+    run = min(RUNS, key=lambda run: (results.LOGITS / f"{run.name}.npz").stat().st_size)
+    table = read_table()
+    own = table[(table.run == run.name) & (table.test_set == "test")].pivot(
+        index="output", columns="metric", values="value"
+    )
+    scores = dict(post_hoc.all_scores(run, ["none", "temperature", "vector", "head+opinion"]))
+    for name, one in scores.items():
+        found = one.numbers(scores["none"], scores["temperature"])
+        close = 1e-2 if "head+" in name else 1e-4  # stages are chosen, which may turn on the last bit
+        for metric in ("accuracy", "nll", "brier"):
+            assert own.loc[name, metric] == pytest.approx(found[metric], rel=close), (name, metric)
+        assert own.loc[name, "ece"] == pytest.approx(found["ece"], abs=2e-3 if "head+" in name else 1e-4)
+
+
+def test_the_table_has_every_run_and_method() -> None:
+    table = read_table()
+    assert not table.duplicated(["run", "output", "test_set", "metric"]).any()
+    for run in RUNS:
+        outputs = set(table.output[table.run == run.name])
+        assert {"none", "temperature", "head", *run.heads} <= outputs
+    assert set(table.run) == {run.name for run in RUNS} | {name for name, _ in rivals.ensembles(RUNS)}
+
+
+@pytest.mark.parametrize("name", ["methods", "paper", "runs"])
+def test_committed_tables_are_made_from_the_table(name: str) -> None:
+    page = tables.MADE + tables.PAGES[name](read_table(), RUNS)
+    assert page == (ROOT / "docs/results" / f"{name}.md").read_text()
+
+
+# --- tables
+
+
+def test_means_are_over_the_seeds_of_a_row() -> None:
+    rows = []
+    for run, nll in (
+        ("d-m-l-e1-s0", 1.0),
+        ("d-m-l-e1-s1", 3.0),
+        ("d-m-l-e1-ensemble3", 9.0),
+        ("d-m-l-e2-s0", 7.0),
+    ):
+        rows += results.rows_of(run, "none", {"nll": nll, "delta": nll})
+    rows += results.rows_of("d-m-l-e1-s0", "none", {"nll": 5.0}, "noise:1")
+    table = pd.DataFrame(rows, columns=results.COLUMNS)
+    found = tables.means(table, "d-m-l-e1").loc["none"]
+    assert (found.nll, found.runs) == (2.0, 2)
+    assert found.delta_sd == pytest.approx(2**0.5)
+    assert tables.means(table, "d-m-l-e1", ensemble=True).loc["none"].nll == 9.0
+
+
+def test_cells_of_the_ece() -> None:
+    assert (
+        tables.ece_cell(pd.Series({"ece": 0.01, "ece_low": 0.002, "ece_high": 0.005}))
+        == "1.00 (0.20 to 0.50)"
+    )
+    assert tables.ece_cell(pd.Series({"ece": 0.001, "ece_low": 0.002, "ece_high": 0.005})).startswith(
+        "**0.10**"
+    )
+
+
+# --- recipes and training
+
+
+def test_recipes() -> None:
+    full = recipes.recipe("cifar10")
+    assert (full.epochs, full.batch_size, full.warmup, full.auto) == (80, 256, 0.1, True)
+    assert {"mlp-0.6", "mlp-1.5", "annealing-double-head-k70", "mlp@noise+broad"} <= set(full.heads)
+    assert full.every_of["annealing-double-head-k70"] == 70
+    assert full.augment_of == {"mlp@noise": "noise", "mlp@noise+broad": "noise+broad"}
+    other = recipes.recipe("cifar10", "densenet121", seed=1)
+    assert set(other.heads) == set(recipes.HEADS)
+    assert not recipes.recipe("sst-fine").guards
+    for name in recipes.LOSSES:
+        config = recipes.recipe("cifar100", method=name)
+        assert not config.heads
+        assert not config.auto
+    names = {recipes.recipe("cifar100", method=name).name for name in ("cross-entropy", *recipes.LOSSES)}
+    assert len(names) == 1 + len(recipes.LOSSES)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    config = Config(
+        data="fashion", model="small_cnn", epochs=1, batch_size=64, augment="none", every=2, auto=True,
+        heads={"double-head": replace(PAPER, beta0=1.0), "annealing-double-head": PAPER},
+        n_train=512, n_calib=210, n_test=120, shift=("contrast:3",), record_gradients=True,
+    )  # fmt: skip
+    folder = RunFolder(tmp_path_factory.mktemp("runs") / "run")
+    train(config, folder, accelerator="cpu")
+    return folder
+
+
+def test_a_run_is_kept_whole(finished: RunFolder, tmp_path: Path) -> None:
+    run_script.keep(finished, None, "cpu", tmp_path)
+    (run,) = stored_runs(tmp_path)
+    assert run.config == finished.config
+    for name, split in (("calib", run.calib), ("test", run.test)):
+        saved = Predictions.load(finished.path / f"predictions/{name}-main.npz")
+        assert torch.equal(split.labels, saved.labels)
+        torch.testing.assert_close(split.main, saved.logits, atol=0.2, rtol=0.05)
+        assert all(part is not None for part in split)
+    saved = Predictions.load(finished.path / "predictions/test-annealing-double-head.npz")
+    nll = run.heads["annealing-double-head"].nll
+    torch.testing.assert_close(nll, Scores.of(saved).nll, atol=2e-3, rtol=2e-3)
+    outputs = dict(post_hoc.all_scores(run, ["none", "temperature", "head", "head+opinion", "head+mirror"]))
+    assert len(outputs) == 5 + 2
+    assert {row[2] for row in results.shift_rows(run)} == {"contrast:3"}
+
+
+def test_last_layer_retraining(finished: RunFolder) -> None:
+    run = run_script.reopened(finished, None, "cpu")
+    before = {key: value.clone() for key, value in run.net.state_dict().items()}
+    made = rivals.retrain(run, epochs=25)
+    assert all(torch.equal(value, before[key]) for key, value in run.net.state_dict().items())  # frozen
+    assert (len(made["calib"]), len(made["test"])) == (210, 120)
+    assert float(metrics.nll(made["test"])) < 0.95 * np.log(10)  # it has learned something of ten classes
+
+
+def test_names_without_a_seed() -> None:
+    assert isinstance(RUNS[0], StoredRun)
+    assert tables.row_of("sst-fine-tree_lstm-brier-e50-s10") == "sst-fine-tree_lstm-brier-e50"
