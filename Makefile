@@ -18,10 +18,10 @@ test-slow: $(VENV)/.dev-ready # the slow tests alone
 
 test-portable: $(VENV)/.dev-ready # all tests as other machines compute; each line in another order, from another seed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 $(PYTEST) --shuffle 1
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2 $(PYTEST) --shuffle 2
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PYTEST) --shuffle 2
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(PYTEST) --shuffle 3
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 $(PYTEST) --shuffle 4
-	OMP_NUM_THREADS=2 $(PYTEST) --shuffle 5
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PYTEST) --shuffle 4
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PYTEST) --shuffle 5
 
 test-installs: $(VENV)/.dev-ready # the wheel with each extra, and the source distribution, in environments of their own
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/installs
