@@ -77,6 +77,8 @@ def main() -> None:
     if not options.keep:
         table = measure(runs, table, options.run)
     written = tables.write_pages(table, OUTPUT)
+    readme = HERE.parent / "README.md"
+    readme.write_text(tables.fill(readme.read_text(), "readme", tables.readme_table(table)))
     drawn = draw(table, runs, OUTPUT)
     print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(written)}; figures {', '.join(drawn)}")
 

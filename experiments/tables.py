@@ -219,6 +219,40 @@ def runs_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
 PAGES = {"methods": methods_page, "paper": paper_page, "runs": runs_page, "shift": shift_page}
 
 
+README_ROWS = ("cifar10-resnet50-cross_entropy-e80", "cifar100-resnet50-cross_entropy-e80")
+README_METHODS = ("temperature", "sms", "annealing-double-head", "head+opinion")
+
+
+def readme_table(table: pd.DataFrame) -> str:
+    """The README's table: two networks, four methods."""
+    lines = ["| network | method | accuracy | NLL | ECE |", "| --- | --- | --- | --- | --- |"]
+    for row in README_ROWS:
+        found, data, network = means(table, row), *row.split("-")[:2]
+        for method in README_METHODS:
+            numbers = found.loc[method]
+            band = f"{100 * numbers.ece_low:.2f} to {100 * numbers.ece_high:.2f}"
+            cells = (
+                f"{DATA[data]}, {NETWORKS[network]}",
+                METHODS[method],
+                f"{100 * numbers.accuracy:.2f}",
+                f"{numbers.nll:.4f}",
+                f"{100 * numbers.ece:.2f} ({band})",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fill(page: str, name: str, text: str) -> str:
+    """The page with `text` between `<!-- results: name -->` and the next `<!-- end -->`.
+
+    >>> fill("a <!-- results: x -->old<!-- end -->", "x", "new")
+    'a <!-- results: x -->\\n\\nnew\\n\\n<!-- end -->'
+    """
+    before, _, rest = page.partition(f"<!-- results: {name} -->")
+    after = rest.partition("<!-- end -->")[2]
+    return f"{before}<!-- results: {name} -->\n\n{text}\n\n<!-- end -->{after}"
+
+
 def write_pages(table: pd.DataFrame, output: Path, folder: Path = HERE) -> list[str]:
     """Write every page that has something to show; returns their names."""
     runs, written = stored_runs(folder), []

@@ -179,6 +179,11 @@ def test_committed_tables_are_made_from_the_table(name: str) -> None:
     assert page == (ROOT / "docs/results" / f"{name}.md").read_text()
 
 
+def test_the_readme_shows_the_committed_numbers() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert tables.fill(page, "readme", tables.readme_table(read_table())) == page
+
+
 # --- tables
 
 
