@@ -570,7 +570,7 @@ def test_adafocal_in_a_run_that_is_stopped_and_resumed(
     update = AdaFocal.update
     monkeypatch.setattr(AdaFocal, "update", lambda self, calib: (seen.append(calib), update(self, calib))[1])
     run(config, tmp_path / "whole")
-    assert [len(calib) for calib in seen] == [120] * 4  # the calibration images, once an epoch
+    assert [len(calib) for calib in seen] == [240] * 4  # the calibration images, once an epoch
     by_hand = AdaFocal(n_bins=5)
     for calib in tuple(seen):
         update(by_hand, calib)
