@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 ENVIRON |= {"PYTHONNOUSERSITE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "COLUMNS": "120"}
-CORE = "bins predictions metrics_calibration double_head tables report_command layout"
+CORE = "bins predictions metrics_calibration calibration_head double_head files layout"
 
 HELP = """
 from doublehead import cli
@@ -34,11 +34,11 @@ for name in [[], *names]:
 USE = """
 import doublehead, torch
 from torch import nn
-model = doublehead.DoubleHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
-x, y = torch.randn(64, 4), torch.arange(64) % 3
-doublehead.Alternation(model, [(x, y)], every=1).step(0.5)
-p = doublehead.Predictions(model.eval()(x), y)
-assert 0 <= doublehead.metrics.evaluate(p)["ece"] <= 1
+x, y = torch.randn(300, 4), torch.arange(300) % 3
+double = doublehead.DoubleHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (x, y), every=1)
+double.step()
+p = doublehead.Predictions(double.finish()(x), y)
+assert 0 <= doublehead.evaluate(p).values["ece"] <= 1
 doublehead.calibrators.Temperature().fit(p).calibrate(p)
 """
 
