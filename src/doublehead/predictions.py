@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from doublehead.atomic import replacing
 from doublehead.torch_tools import one_thread
 
 T = TypeVar("T")
@@ -203,15 +203,8 @@ class Predictions:
         path.parent.mkdir(parents=True, exist_ok=True)
         name = "probs" if self._are_probs else "logits"
         arrays = {name: self._scores.to(self.dtype).cpu().numpy(), "labels": self.labels.cpu().numpy()}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-            os.chmod(temporary, 0o644)  # temporary files are private, results are not
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(path) as temporary:
+            np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
         return path
 
     @classmethod

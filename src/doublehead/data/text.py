@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from doublehead.atomic import replacing
 from doublehead.data.batches import Batches
 from doublehead.data.splits import Splits, Texts, Trees
 from doublehead.data.trees import TreeBatch
@@ -306,14 +306,10 @@ def _fingerprint(splits: Splits, glove: str | os.PathLike[str], min_count: int, 
 def _save(embedding: Embedding, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     words = np.frombuffer("\n".join(embedding.vocabulary.words).encode(), np.uint8)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".glove.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            np.savez(out, words=words, vectors=embedding.vectors.numpy(), n_found=np.array(embedding.n_found))
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(file) as temporary:
+        np.savez(
+            temporary, words=words, vectors=embedding.vectors.numpy(), n_found=np.array(embedding.n_found)
+        )
 
 
 def _load(file: Path) -> Embedding:
