@@ -33,7 +33,7 @@ CORE := $(addprefix tests/test_,bins.py predictions.py losses.py metrics_*.py ca
 test-oldest: $(VENV)/.dev-ready
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv venv --quiet --clear --python $(OLDEST_PYTHON) $(OLDEST)
-	$(BIN)/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct -e ".[audit,report,sklearn,train]" "pytest>=8" "pytest-xdist>=3.6"
+	$(BIN)/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct -e ".[cluster,report,sklearn,train]" "pytest>=8" "pytest-xdist>=3.6"
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(CORE)
 
 lint: $(VENV)/.dev-ready
