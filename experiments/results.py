@@ -320,6 +320,8 @@ def _job_split(arrays: Mapping[str, Tensor], split: str) -> Split:
 
 def _job_config(values: dict[str, Any]) -> Config:
     """The config in today's terms: head rates are absolute, and the folds' heads are `auto`."""
+    if "calib_lr" not in values:  # a later job script wrote today's terms
+        return Config.from_json(json.dumps(values))
     scale = values.pop("calib_lr") * values["lr"]
     values.pop("hold_back")
     folds = [name for name in values["heads"] if name.startswith("fold-")]

@@ -36,6 +36,15 @@ CombinedLoader = require("lightning.pytorch.utilities", extra="lightning").Combi
 Wrapper = require("lightning.fabric.utilities.distributed", extra="lightning").DistributedSamplerWrapper
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests that fork: a child waits for ever for OpenMP's second thread where its parent has used one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def images() -> dict[str, TensorDataset]:
     """Real images of clothes, 7 x 7, few enough for a test."""
@@ -514,6 +523,7 @@ class Rank(DoubleHeadCallback):
         torch.save({**state, **fitted}, self.folder / f"{trainer.global_rank}.pt")
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_two_processes(images: dict[str, TensorDataset], tmp_path: Path) -> None:
     callback = Rank(loader(images["calib"], shuffle=True), every=2)
     callback.folder = tmp_path
@@ -556,6 +566,7 @@ class Halves(Sampler[int]):
         return len(self.rows[torch_tools.rank() :: torch_tools.n_processes()])
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_two_processes_count_every_validation_sample_once(
     images: dict[str, TensorDataset], tmp_path: Path
 ) -> None:

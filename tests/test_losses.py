@@ -271,7 +271,7 @@ def test_the_published_mmce_is_weaker_by_the_number_of_wrong_predictions() -> No
     nll = cross_entropy(logits, labels).mean()
     once = mmce(logits, labels, weighted=True).mean() - nll
     twice = mmce_published(logits, labels).mean() - nll
-    assert 16 < once / twice < 28
+    assert 8 < once / twice < 24  # 400 draws gave 10.9 to 19.2
 
 
 # The contract ----------------------------------------------------------------------------------------------------
