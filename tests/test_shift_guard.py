@@ -6,7 +6,9 @@ import copy
 import math
 import pickle
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from doublehead import Calibrated, Predictions, ShiftGuard, calibrate, metrics
+from doublehead.cli import app
 from doublehead.data import DATASETS, GaussianNoise, Shifts, corrupt, fashion_subset
 from doublehead.models import build
 from doublehead.shift_guard import DRAWS, MOST, Guard, Observed, scaled
@@ -487,6 +491,51 @@ def test_a_network_without_normalisation_is_read_at_its_last_layer(fashion: Imag
     assert not guard.shift.alarm
     guard(under_noise(x[:128]))
     assert guard.shift.alarm
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".csv", ".parquet"])
+def test_files_of_features_on_the_command_line(suffix: str, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    clean, quiet = generator.normal(size=(600, 5)), generator.normal(size=(256, 5))
+    files = {"clean": clean, "quiet": quiet, "moved": np.concatenate([quiet, quiet + 1.0])}
+    for name, values in files.items():
+        file = tmp_path / f"{name}{suffix}"
+        if suffix == ".npy":
+            np.save(file, values)
+        elif suffix == ".npz":
+            np.savez(file, features=values, ids=np.arange(len(values)))
+        else:
+            pandas = pytest.importorskip("pandas")
+            frame = pandas.DataFrame(values, columns=list("abcde")).assign(name="x")
+            frame.to_csv(file, index=False) if suffix == ".csv" else frame.to_parquet(file)
+
+    def run(*args: str) -> Any:
+        return CliRunner().invoke(app, ["shift", *args])
+
+    calm = run(f"{tmp_path}/clean{suffix}", f"{tmp_path}/quiet{suffix}")
+    assert calm.exit_code == 0, calm.output
+    assert "0 of 4 windows" in calm.output
+    moved = run(f"{tmp_path}/clean{suffix}", f"{tmp_path}/moved{suffix}", "--window", "32")
+    assert moved.exit_code == 1
+    assert "8 of 16 windows" in moved.output
+    assert re.search(r"began with row (2[5-9]\d)\.", moved.output)
+
+
+def test_bad_files_of_features(tmp_path: Path) -> None:
+    np.save(tmp_path / "few.npy", np.zeros((10, 2)))
+    np.save(tmp_path / "other.npy", np.zeros((10, 3)))
+    np.save(tmp_path / "flat.npy", np.zeros(10))
+    (tmp_path / "a.txt").write_text("1")
+    for pair, said in (
+        (("few.npy", "few.npy"), "two windows of 64 rows, got 10"),
+        (("few.npy", "other.npy"), r"stream must be finite numbers \(N, 2\), got shape \(10, 3\)"),
+        (("flat.npy", "few.npy"), r"got shape \(10,\)"),
+        (("a.txt", "few.npy"), "got a.txt"),
+        (("none.npy", "few.npy"), "No such file"),
+    ):
+        found = CliRunner().invoke(app, ["shift", *(str(tmp_path / name) for name in pair)])
+        assert found.exit_code == 2
+        assert re.search(said, found.output), found.output
 
 
 # ---------------------------------------------------------------------------------- what is left alone

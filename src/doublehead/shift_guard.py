@@ -27,7 +27,7 @@ from doublehead.calibration_head import Standardise, statistics
 from doublehead.calibrators.head import fit_log_scale
 from doublehead.network import find_logits, with_logits
 from doublehead.predictions import Predictions
-from doublehead.stages import N_LAYERS, Distance, StageTap
+from doublehead.stages import CHANNELS, N_LAYERS, Distance, StageTap, moments
 from doublehead.torch_tools import StaysFloat32, device_of, evaluating, seeded, uncompiled
 
 # Chosen on calibration images of CIFAR-10 and CIFAR-100 with whole kinds of corruption left out in turn (docs/results).
@@ -37,7 +37,7 @@ VIEWS = 6  # perturbed copies of the calibration data to learn from
 LOW, HIGH = -3.0, 6.0  # deviations to which distances and statistics are clipped
 KNOTS = (1.0, 2.0, 4.0)  # of the mean distance, in deviations
 RIDGE = 0.05  # of the learned weights, as a share of the samples
-PRIORS = (0.1, 0.05, 0.02, 0.01, 0.005)  # shares of shifted samples that are tried
+PRIORS = (0.02, 0.01, 0.005)  # shares of shifted samples that are tried
 COST = 1e-3  # share of the clean NLL that guarding single samples may cost
 DRAWS = 10_000  # windows of calibration data, for p-values
 MOST = 4.0  # the largest logarithm of a temperature
@@ -393,6 +393,35 @@ def _fit_odds(clean: Tensor, shifted: Tensor, ridge: float = 1e-3, steps: int = 
     return w.float()
 
 
+def watch(clean: Tensor, stream: Tensor, window: int = WINDOW, rate: float = RATE) -> Iterator[Shift]:
+    """Test a stream of features (N, F) against clean ones (M, F), one window after the other.
+
+    >>> clean, stream = torch.randn(500, 8), torch.cat([torch.randn(128, 8), 3 * torch.randn(128, 8)])
+    >>> [shift.alarm for shift in watch(clean, stream)]
+    [False, False, True, True]
+    """
+    for name, values in (("clean", clean), ("stream", stream)):
+        if values.ndim != 2 or values.shape[1] != clean.shape[1] or not torch.isfinite(values).all():
+            raise ValueError(
+                f"{name} must be finite numbers (N, {clean.shape[-1]}), got shape {tuple(values.shape)}"
+                + ("" if torch.isfinite(values).all() else " with nan or inf")
+            )
+    if len(clean) < 2 * window:
+        raise ValueError(f"clean must hold at least two windows of {window} rows, got {len(clean)} rows")
+    stride = -(-clean.shape[1] // CHANNELS)
+    clean, stream = (moments(values.float()[:, ::stride]) for values in (clean, stream))
+    guard = Guard([clean.shape[1] // 2] * 2, window, rate)
+
+    def no_logits(rows: Tensor) -> Tensor:
+        return rows.new_zeros(len(rows), 2)
+
+    labels, samples = (torch.zeros(len(clean), dtype=torch.int64), torch.arange(len(clean)))
+    guard.fit(Observed(clean, no_logits(clean), labels, labels, samples))
+    for rows in stream.split(window):
+        guard(rows, no_logits(rows))
+        yield guard.shift
+
+
 class ShiftGuard(nn.Module):
     """A trained classifier that is less confident where its inputs look unlike the calibration data, and says so.
 
@@ -457,7 +486,7 @@ class ShiftGuard(nn.Module):
 
         `perturb` should treat a whole batch alike, as a real shift does: `Shifts(share=1.0, together=True)`. `prior`
         is the share of shifted samples to expect outside of an alarm; a larger one guards single samples more and
-        costs more on clean data. Without it the largest one, up to 0.1, that costs next to nothing there is taken.
+        costs more on clean data. Without it the largest one, up to 0.02, that costs next to nothing there is taken.
         """
         with seeded(seed, device_of(self)):
             clean, perturbed = self.observe(calib_batches, perturb, views)
