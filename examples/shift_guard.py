@@ -1,4 +1,4 @@
-"""Distribution shift: a guard lowers the confidence on corrupted images and changes no prediction."""
+"""Distribution shift: a stream of images turns pale, the guard raises an alarm and lowers the confidence."""
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,14 @@ for _ in range(8):
         optimizer.zero_grad()
 
 calib_batches = list(zip(*(part.split(250) for part in tensors(splits.calib))))  # never trained on
-calibrated = calibrate(network, calib_batches, method="temperature")
-guarded = ShiftGuard(calibrated).fit(calib_batches, Shifts(share=1.0, normalise=normalise))
+calibrated = calibrate(network, calib_batches)
+guarded = ShiftGuard(calibrated).fit(calib_batches, Shifts(1.0, normalise, together=True))
 
 x, y = tensors(splits.test)
-pale = normalise(corrupt(normalise.undo(x), "contrast", 4, torch.Generator()))
-for images, kind in ((x, "clean"), (pale, "pale")):
-    for model, name in ((calibrated, "calibrated"), (guarded, "guarded")):
+pale = normalise(corrupt(normalise.undo(x), "contrast", 5, torch.Generator()))
+for kind, images in (("clean", x), ("pale", pale)):
+    for rows in torch.arange(len(y)).split(500):
         with torch.no_grad():
-            p = Predictions(model(images), y)
-        print(f"{kind} {name}: accuracy {metrics.accuracy(p):.4f}, ECE {metrics.ece(p):.4f}")
+            before, after = (Predictions(model(images[rows]), y[rows]) for model in (calibrated, guarded))
+        alarm = f"ALARM since image {guarded.shift.since}" if guarded.shift.alarm else "no alarm"
+        print(f"{kind}: {alarm}, ECE {metrics.ece(after):.4f} (without the guard {metrics.ece(before):.4f})")

@@ -46,7 +46,7 @@ def test_programs_give_the_same_probabilities_labels_and_confidences(kind: str, 
         want = model(x).softmax(1)
         if kind == "guard":
             assert (want - model.model(x).exp()).abs().amax(1).gt(1e-3).all()  # the guard acts
-            assert len(model.guard(model.look([data()]).stages).unique()) > 10
+            assert len(factors(model).unique()) > 10
     model.train()
     export_model(model, tmp_path, x[:2], to="torch-export")
     check(load_program(tmp_path)(x), want)
@@ -197,12 +197,12 @@ def test_an_export_that_loses_its_guard_is_not_kept(tmp_path: Path, monkeypatch:
     """The example is data on which the guard does not act."""
     guard, _ = make("guard")
     with torch.no_grad():
-        factor = guard.guard(guard.look([data()]).stages)[:, 0]
-        usual = data()[0][(factor == 1).nonzero()[:2, 0]]
+        guard.guard.posterior[-1] = -5  # acts on unusual data alone
+        usual = data()[0][factors(guard).argsort()[-2:]]
     forward = guard.guard.forward
 
-    def lost(stages: Tensor) -> Tensor:
-        return torch.ones_like(stages[:, :1]) if torch.compiler.is_compiling() else forward(stages)
+    def lost(stages: Tensor, logits: Tensor) -> Tensor:
+        return torch.ones_like(stages[:, :1]) if torch.compiler.is_compiling() else forward(stages, logits)
 
     monkeypatch.setattr(guard.guard, "forward", lost)
     with pytest.raises(
@@ -210,6 +210,11 @@ def test_an_export_that_loses_its_guard_is_not_kept(tmp_path: Path, monkeypatch:
     ):
         export_model(guard, tmp_path, usual, to="torch-export")
     assert list(tmp_path.iterdir()) == []
+
+
+def factors(guard: ShiftGuard) -> Tensor:
+    observed, _ = guard.observe([data()])
+    return guard.guard(observed.stages, observed.logits)[:, 0]
 
 
 def test_card_by_hand() -> None:

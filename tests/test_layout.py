@@ -30,6 +30,7 @@ ORDER = (
     "metrics",
     "calibrators",
     "calibrate",  # the verb calibrate
+    "stages",
     "shift_guard",
     "saving",
     "attach",

@@ -77,7 +77,8 @@ def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:
     """What is needed to put an equal calibration beside an equal network; the weights are kept apart."""
     if isinstance(model, ShiftGuard):
         inner = describe(model.model) if isinstance(model.model, Calibrated) else {}
-        return {**inner, "guard": {"layers": model.tap.layers}}
+        guard = {"layers": model.tap.layers, "window": model.guard.window, "rate": model.guard.rate}
+        return {**inner, "guard": guard}
     reader = model.reader
     names = {view: name for name, view in VIEWS.items()}
     unknown = [view for view in reader.views if view not in names]
@@ -99,7 +100,7 @@ def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:
 def rebuild(network: nn.Module, facts: Mapping[str, Any]) -> Any:
     """`network` with a calibration as `describe` wrote it down, its weights not loaded yet."""
     model = _rebuild_calibrated(network, facts) if "head" in facts else network
-    return ShiftGuard(model, facts["guard"]["layers"]) if "guard" in facts else model
+    return ShiftGuard(model, **facts["guard"]) if "guard" in facts else model
 
 
 def _rebuild_calibrated(network: nn.Module, facts: Mapping[str, Any]) -> Calibrated:

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from doublehead.cli import calibrate, compare, data, demo, evaluate, export, report, train
+from doublehead.cli import calibrate, compare, data, demo, evaluate, export, report, shift, train
 from doublehead.cli.output import UserError
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     evaluate.evaluate,
     calibrate.calibrate,
     report.report,
+    shift.shift,
     train.train,
     compare.compare,
     export.export,

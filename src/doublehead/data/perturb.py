@@ -96,13 +96,14 @@ BROAD: tuple[Perturbation, ...] = (
 class Perturb:
     """Perturb the first `share` of each batch, each image by one of `functions`, in equal numbers.
 
-    Batches should be shuffled. Images (B, C, H, W) are pixels in 0..1, or normalised by `normalise`. Pixels are
-    clipped to 0..1 afterwards.
+    `together` perturbs all of them by one function, drawn for each batch. Batches should be shuffled. Images
+    (B, C, H, W) are pixels in 0..1, or normalised by `normalise`. Pixels are clipped to 0..1 afterwards.
     """
 
     functions: Sequence[Perturbation]
     share: float = 0.5
     normalise: Normalise | None = None
+    together: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -123,6 +124,7 @@ class Perturb:
         pixels = images[:n].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         pixels = self.normalise.undo(pixels) if self.normalise else pixels
         turn = int(torch.randint(len(functions), ()))  # on the CPU, so as not to wait for a GPU
+        functions, turn = ([functions[turn]], 0) if self.together else (functions, turn)
         for i, function in enumerate(functions):
             mine = slice((i + turn) % len(functions), n, len(functions))
             if mine.start < n:
@@ -179,13 +181,17 @@ class Shifts(Perturb):
     """
 
     def __init__(
-        self, share: float = 0.5, normalise: Normalise | None = None, leave_out: Sequence[str] = ()
+        self,
+        share: float = 0.5,
+        normalise: Normalise | None = None,
+        leave_out: Sequence[str] = (),
+        together: bool = False,
     ) -> None:
         unknown = sorted(set(leave_out) - set(FAMILIES))
         if unknown:
             raise ValueError(f"leave_out must be among {', '.join(FAMILIES)}, got {', '.join(unknown)}")
         kept = [family for family in FAMILIES if family not in leave_out]
-        super().__init__([partial(_any_severity, family) for family in kept], share, normalise)
+        super().__init__([partial(_any_severity, family) for family in kept], share, normalise, together)
 
     def _applicable(self, n_channels: int) -> Sequence[Perturbation]:
         if n_channels == 3:

@@ -25,7 +25,7 @@ from doublehead.predictions import Predictions
 from doublehead.saving import describe
 from doublehead.shift_guard import ShiftGuard, scaled
 from doublehead.summary import Summary
-from doublehead.torch_tools import device_of, evaluating, n_processes, same_on_all_processes, seeded
+from doublehead.torch_tools import device_of, evaluating, n_processes, same_on_all_processes
 from doublehead.training.run import Run, algorithms, on_first_process
 from doublehead.training.run_folder import RunFolder, environment
 
@@ -76,16 +76,13 @@ def _fit_guards(run: Run) -> None:
     if not run.config.guards:
         return
     assert run.auto is not None
-    guard = ShiftGuard(run.auto, seed=run.config.seed)
+    guard = ShiftGuard(run.auto)
     calib = run.inputs.whole(run.inputs.splits.calib)
-    with run.fabric.autocast():
-        clean = guard.look(calib)  # once for all guards; otherwise each is fitted as by ShiftGuard.fit
     for output, name in run.config.guarded().items():
         perturb = run.inputs.perturbation(name, share=1.0)
         assert perturb is not None
-        with run.fabric.autocast(), seeded(run.config.seed, device_of(run.net)):
-            guard.guard.fit(clean, guard.look_at_views(calib, perturb), seed=run.config.seed)
-        guard.guard.settle(clean)
+        with run.fabric.autocast():
+            guard.fit(calib, perturb, seed=run.config.seed)
         same_on_all_processes(guard.guard)  # devices may round differently
         run.guards[output] = copy.deepcopy(guard.guard)
     run.stages = guard.tap
@@ -104,6 +101,8 @@ def predict(run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: b
     share_buffers(run)
     parts: dict[str, list[Tensor]] = {}
     banks = [companion.bank for companion in run.companions.values()]
+    for guard in run.guards.values():
+        guard.reset()  # these batches are a stream of their own
     with evaluating(run.net, *banks), run.fabric.autocast():
         for batch in batches:
             for name, values in _outputs(run, batch, heads):
@@ -133,7 +132,7 @@ def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
     yield "auto", auto
     if run.stages:
         stages = run.stages.take(len(main))
-        yield from ((name, scaled(auto, guard.scale * guard(stages))) for name, guard in run.guards.items())
+        yield from ((name, scaled(auto, guard(stages, auto))) for name, guard in run.guards.items())
 
 
 def share_buffers(run: Run) -> None:

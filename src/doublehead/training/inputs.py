@@ -251,6 +251,6 @@ def _perturbation(
         return None
     if name == "noise":
         return GaussianNoise(share=share, normalise=normalise)
-    if kind == "shifts":
-        return Shifts(share, normalise, LEFT_OUT.get(left_out, ()))
+    if kind == "shifts":  # a guard, which sees perturbed batches whole, learns from each as from a shift
+        return Shifts(share, normalise, LEFT_OUT.get(left_out, ()), together=share == 1)
     return Broad(share, normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)

@@ -23,7 +23,8 @@ from doublehead.losses import LOSSES, mixed, mixup
 from doublehead.models import build
 from doublehead.network import Reader
 from doublehead.optional import require
-from doublehead.shift_guard import Guard, StageTap, normalisation_layers
+from doublehead.shift_guard import Guard
+from doublehead.stages import StageTap, layers_to_read
 from doublehead.torch_tools import from_every_process, get_random, n_processes, rank, set_random
 from doublehead.training.config import ADAPTIVE, Config
 from doublehead.training.inputs import Inputs, load_inputs
@@ -97,7 +98,7 @@ def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None)
     net = build(config.model, inputs.n_classes, **inputs.model_options)
     net = net.to(fabric.device).to(memory_format=inputs.memory_format)  # type: ignore[call-overload]
     if config.guards:
-        normalisation_layers(net)  # raises where a guard would have nothing to read
+        layers_to_read(net)  # raises where a guard would have nothing to read
     optimizer = _optimizer(config, net)
     first = next(iter(inputs.whole(inputs.splits.calib)))
     reader = Reader(net, unpack(first, fabric.device))
