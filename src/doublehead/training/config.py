@@ -71,6 +71,7 @@ class Config:
     calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
     calib_augment: str = ""  # the paper's g, perturbs calibration batches: noise, broad, noise+broad, shifts
     augment_of: Mapping[str, str] = field(default_factory=dict)  # heads (or "auto") with another g
+    phrases: bool = True  # of trees: learn every labelled phrase, or whole sentences alone
     embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
     max_words: int = 400  # longer texts are cut, in training at a random place
     image_size: int = 224  # of images read from files
@@ -233,10 +234,12 @@ PAPER_IMAGES = replace(
 )  # cross entropy and the double head
 PAPER_STEPS = replace(PAPER_IMAGES, epochs=350, schedule="steps")  # MMCE, Brier and focal loss
 IMAGENET = replace(IMAGES, data="imagenet", epochs=100, lr=0.01, warmup=0.0, predict_train=False)
+TUNED = {"tune_vectors": True, "dropout": 0.5}
 TEXT = Config(
     data="20newsgroups",
     model="gp_cnn",
-    epochs=50,
+    model_options={**TUNED, "word_dropout": 0.5},
+    epochs=25,
     batch_size=64,
     calib_batch_size=64,
     optimizer="adam",
@@ -253,8 +256,18 @@ RECIPES: dict[str, Config] = {
     "imagenet": IMAGENET,
     "20newsgroups": TEXT,
     "20newsgroups-bydate": replace(TEXT, data="20newsgroups-bydate"),
-    "sst-binary": replace(TEXT, data="sst-binary"),
-    "sst-fine": replace(TEXT, data="sst-fine", model="tree_lstm", batch_size=25, weight_decay=1e-4),
+    "sst-binary": replace(TEXT, data="sst-binary", epochs=5, model_options=TUNED | {"word_dropout": 0.3}),
+    "sst-fine": replace(
+        TEXT,
+        data="sst-fine",
+        model="tree_lstm",
+        model_options={"word_dropout": 0.1},
+        epochs=6,
+        batch_size=25,
+        optimizer="adagrad",
+        lr=0.05,
+        weight_decay=1e-4,
+    ),
     "fashion": replace(
         PAPER_IMAGES, data="fashion", model="small_cnn", epochs=15, augment="none", every=4, warmup=0.1
     ),

@@ -225,13 +225,14 @@ def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
     def batches(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
         assert isinstance(samples, (Texts, Trees))
         learns = samples is splits.train and train
+        by_phrase = learns and config.phrases
         if reads == "trees":
             assert isinstance(samples, Trees)
             assert isinstance(vocabulary, Vocabulary)
-            nodes: Literal["root", "all"] = "all" if learns else "root"
+            nodes: Literal["root", "all"] = "all" if by_phrase else "root"
             return TreeBatches(samples, vocabulary, batch_size, device, train=train, nodes=nodes, seed=seed)
         return TextBatches(
-            samples.phrases() if learns and isinstance(samples, Trees) else samples,  # as Kim (2014) does
+            samples.phrases() if by_phrase and isinstance(samples, Trees) else samples,  # as Kim (2014) does
             vocabulary,
             batch_size,
             device,
