@@ -115,11 +115,18 @@ def test_word_pieces_of_trees(trees: Path, tmp_path: Path) -> None:
     assert set(results["outputs"]) == {"main", "a", "b", "auto"}
 
 
-def test_networks_that_read_words_learn_every_phrase(trees: Path) -> None:
+@pytest.mark.parametrize("model", ["gp_cnn", "tree_lstm"])
+def test_trees_are_learned_by_phrase_or_by_sentence(model: str, trees: Path) -> None:
     splits = load("sst-fine", trees)
-    inputs = load_inputs(words(data="sst-fine", model="gp_cnn"), CPU, splits, None)
-    assert inputs.train.n == len(splits.train.phrases()) != len(splits.train)
-    assert inputs.whole(splits.train).n == len(splits.train)
+    sizes = {}
+    for phrases in (True, False):
+        inputs = load_inputs(words(data="sst-fine", model=model, phrases=phrases), CPU, splits, None)
+        sizes[phrases] = (
+            sum(len(y) for _, y in inputs.train),
+            sum(len(y) for _, y in inputs.whole(splits.train)),
+        )
+    every = len(splits.train.phrases()) if model == "gp_cnn" else sum(map(len, splits.train.trees))
+    assert sizes == {True: (every - every % 20 if model == "gp_cnn" else every, 60), False: (60, 60)}
 
 
 def test_folds_of_trees_follow_their_words_and_structure() -> None:
