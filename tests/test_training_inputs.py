@@ -14,11 +14,13 @@ import torch
 
 from doublehead import HeadSpec, Predictions
 from doublehead.calibration_data import fold_of, unpack
+from doublehead.data import load
 from doublehead.data.trees import TreeBatch, parse_tree
 from doublehead.training.config import Config
 from doublehead.training.inputs import load_inputs
 from doublehead.training.loop import train
 from doublehead.training.run_folder import RunFolder
+from tiny_networks import tiny_bert
 from training_helpers import fashion, small
 
 pytest.importorskip("safetensors")
@@ -28,6 +30,7 @@ WORDS = {
     "law": ["court", "judge", "trial"],
     "food": ["soup", "bread", "salt"],
 }
+GRADES = ("awful", "poor", "film", "good", "superb")
 CPU = torch.device("cpu")
 
 
@@ -52,11 +55,10 @@ def table(tmp_path: Path) -> str:
 def trees(tmp_path: Path) -> Path:
     """SST's three files: good and bad words under binary trees, every node with a grade."""
     draw = random.Random(0)
-    grades = {0: "awful", 1: "poor", 2: "film", 3: "good", 4: "superb"}
 
     def tree(grade: int, depth: int) -> str:
         if depth == 0:
-            return f"({grade} {grades[grade]})"
+            return f"({grade} {GRADES[grade]})"
         return f"({grade} {tree(2, 0)} {tree(grade, depth - 1)})"
 
     (tmp_path / "sst").mkdir()
@@ -100,6 +102,31 @@ def test_trees(data: str, model: str, classes: int, trees: Path, tmp_path: Path)
     p = Predictions.load(tmp_path / "run/predictions/test-a.npz")
     assert p.n_classes == classes
     assert len(p) == results["sizes"][2] == (20 if classes == 5 else 16)  # of a tree its root is the answer
+
+
+def test_word_pieces_of_trees(trees: Path, tmp_path: Path) -> None:
+    tiny_bert(tmp_path)
+    models = pytest.importorskip("tokenizers").models
+    rows = {"[PAD]": 0, "[UNK]": 1} | {word: 103 + i for i, word in enumerate(GRADES)}
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer(models.WordLevel(rows, unk_token="[UNK]"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = words(data="sst-fine", model="minilm", model_options={"weights": str(tmp_path)}, max_words=30)
+    results = go(config, tmp_path / "run", root=str(trees))
+    assert set(results["outputs"]) == {"main", "a", "b", "auto"}
+
+
+@pytest.mark.parametrize("model", ["gp_cnn", "tree_lstm"])
+def test_trees_are_learned_by_phrase_or_by_sentence(model: str, trees: Path) -> None:
+    splits = load("sst-fine", trees)
+    sizes = {}
+    for phrases in (True, False):
+        inputs = load_inputs(words(data="sst-fine", model=model, phrases=phrases), CPU, splits, None)
+        sizes[phrases] = (
+            sum(len(y) for _, y in inputs.train),
+            sum(len(y) for _, y in inputs.whole(splits.train)),
+        )
+    every = len(splits.train.phrases()) if model == "gp_cnn" else sum(map(len, splits.train.trees))
+    assert sizes == {True: (every - every % 20 if model == "gp_cnn" else every, 60), False: (60, 60)}
 
 
 def test_folds_of_trees_follow_their_words_and_structure() -> None:
@@ -187,8 +214,14 @@ def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "small_cnn"}, "model must read words for table:.*, got small_cnn, which reads images"),
-        ({"model": "tree_lstm"}, "model must read words for table:.*, got tree_lstm, which reads trees"),
+        (
+            {"model": "small_cnn"},
+            "model must read words or pieces for table:.*, got small_cnn, which reads images",
+        ),
+        (
+            {"model": "tree_lstm"},
+            "model must read words or pieces for table:.*, got tree_lstm, which reads trees",
+        ),
         ({"mixup": 0.2}, "mixup is for images, table:.* holds words"),
         ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
         (

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 from torch import nn
+
+from doublehead.optional import require
 
 
 def mlp(n_classes: int) -> nn.Module:
@@ -27,3 +32,22 @@ def norm_mlp(n_classes: int) -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(784, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, n_classes)
     )
+
+
+def tiny_bert(folder: Path) -> nn.Module:
+    """A BERT of 120 rows, 64 features, two layers and texts of 32 pieces, saved as folder/model.safetensors."""
+    import pytest  # not at the top: commands without it read this file
+
+    pytest.importorskip("transformers")
+    transformers, safetensors = require("transformers", ""), pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=120, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96,
+        max_position_embeddings=32, layer_norm_eps=1e-12,
+    )  # fmt: skip
+    network: nn.Module = transformers.BertModel(config).eval()
+    for name, parameter in network.named_parameters():
+        if "LayerNorm" not in name:
+            nn.init.normal_(parameter, std=0.3)
+    safetensors.save_file(network.state_dict(), folder / "model.safetensors")
+    return network

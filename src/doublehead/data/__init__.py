@@ -7,7 +7,15 @@ from doublehead.data.download import check, convert, get
 from doublehead.data.fashion import fashion_subset
 from doublehead.data.perturb import Broad, GaussianNoise, Perturb, Shifts
 from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, count_duplicates, split_off
-from doublehead.data.text import Embedding, TextBatches, TreeBatches, Vocabulary, embed, tokenize
+from doublehead.data.text import (
+    Embedding,
+    TextBatches,
+    TreeBatches,
+    Vocabulary,
+    WordPieces,
+    embed,
+    tokenize,
+)
 from doublehead.data.trees import Tree, TreeBatch
 
 __all__ = [
@@ -32,6 +40,7 @@ __all__ = [
     "TreeBatches",
     "Trees",
     "Vocabulary",
+    "WordPieces",
     "check",
     "convert",
     "corrupt",

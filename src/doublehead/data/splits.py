@@ -77,6 +77,11 @@ class Trees:
         """The samples of some rows."""
         return Trees(tuple(self.trees[row] for row in rows), self.labels[rows])
 
+    def phrases(self) -> Trees:
+        """Every labelled phrase, whole sentences among them, once with each of its labels."""
+        found = {(p.tokens, int(p.labels[-1])): p for tree in self.trees for p in tree.phrases()}
+        return Trees(tuple(found.values()), np.array([label for _, label in found], np.int64))
+
     def as_texts(self) -> Texts:
         """The sentences without their structure, tokens joined by spaces."""
         return Texts(tuple(tree.text for tree in self.trees), self.labels)

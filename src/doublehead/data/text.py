@@ -96,6 +96,10 @@ class Vocabulary:
         """The rows of several words."""
         return np.array([self._rows.get(token, UNKNOWN) for token in tokens], np.int64)
 
+    def rows_of(self, samples: Texts | Trees) -> list[npt.NDArray[np.int64]]:
+        """The rows of the words of each sample."""
+        return [self.rows(tokens) for tokens in tokens_of(samples)]
+
     def __len__(self) -> int:
         return len(self.words) + 2
 
@@ -103,11 +107,26 @@ class Vocabulary:
         return word in self._rows
 
 
+class WordPieces:
+    """The vocabulary of a pretrained transformer, from its `tokenizer.json`."""
+
+    def __init__(self, file: str | os.PathLike[str]) -> None:
+        self.tokenizer = require("tokenizers", extra="transformers").Tokenizer.from_file(str(file))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def rows_of(self, samples: Texts | Trees) -> list[npt.NDArray[np.int64]]:
+        """The rows of the word pieces of each sample, without marks for start and end."""
+        texts = samples.texts if isinstance(samples, Texts) else map(" ".join, tokens_of(samples))
+        found = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int64) for one in found]
+
+
 class TextBatches(Batches):
     """Batches of vocabulary rows (B, L), padded with 0 at the end, and labels (B,).
 
     L is the length of the longest text in the batch, but at least `min_length` (the widest filter of a TextCNN).
-    Texts are truncated to `max_length` tokens.
+    Of a longer text the first `max_length` tokens are taken or, with `crop`, in each epoch any that follow each other.
 
     >>> texts = Texts(("good film", "dull"), np.array([1, 0]))
     >>> rows, labels = next(iter(TextBatches(texts, Vocabulary(["good", "film"]), 2, min_length=3)))
@@ -118,32 +137,39 @@ class TextBatches(Batches):
     def __init__(
         self,
         samples: Texts | Trees,
-        vocabulary: Vocabulary,
+        vocabulary: Vocabulary | WordPieces,
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
         train: bool = False,
         max_length: int = 1000,
         min_length: int = 5,
+        crop: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(len(samples), batch_size, train=train, seed=seed)
         if not 1 <= min_length <= max_length:
             raise ValueError(f"min_length must lie in 1..max_length, got {min_length} and {max_length}")
-        self.device, self.min_length = torch.device(device), min_length
-        rows = [vocabulary.rows(tokens[:max_length]) for tokens in tokens_of(samples)]
-        self.lengths = np.array([len(r) for r in rows], np.int64)
-        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.device, self.min_length, self.crop = torch.device(device), min_length, crop
+        rows = vocabulary.rows_of(samples)
+        lengths = np.array([len(r) for r in rows], np.int64)
+        self.starts = np.cumsum(lengths) - lengths
+        self.lengths = np.minimum(lengths, max_length)
+        self.spare = lengths - self.lengths
         self.rows = np.concatenate([*rows, np.zeros(1, np.int64)])  # all texts, concatenated
         self.labels = torch.from_numpy(samples.labels)
 
     def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self._own(self._order(self._generator()))
+        generator = self._generator()
+        order, starts = self._own(self._order(generator)), self.starts
+        if self.crop:
+            drawn = torch.rand(self.n, generator=generator, dtype=torch.float64).numpy()
+            starts = starts + (drawn * (self.spare + 1)).astype(np.int64)
         for chosen in order[position * self.batch_size :].split(self.batch_size):
-            yield self._padded(chosen.numpy()).to(self.device), self.labels[chosen].to(self.device)
+            yield self._padded(chosen.numpy(), starts).to(self.device), self.labels[chosen].to(self.device)
 
-    def _padded(self, chosen: Array) -> Tensor:
-        lengths, starts = self.lengths[chosen], self.starts[chosen]
+    def _padded(self, chosen: Array, starts: Array) -> Tensor:
+        lengths, starts = self.lengths[chosen], starts[chosen]
         place = np.arange(max(int(lengths.max()), self.min_length))
         inside = place < lengths[:, None]  # (B, L)
         return torch.from_numpy(

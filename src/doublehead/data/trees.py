@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -53,6 +53,23 @@ class Tree:
     def relabel(self, classes: Sequence[int]) -> Tree:
         """The same tree with label l replaced by `classes[l]`; (0, 0, -100, 1, 1) makes sentiment binary."""
         return Tree(self.tokens, self.words, self.left, self.right, np.array(classes, np.int64)[self.labels])
+
+    def phrases(self) -> Iterator[Tree]:
+        """The tree of each labelled phrase, the whole sentence last.
+
+        >>> [phrase.text for phrase in parse_tree("(3 (2 a) (4 (2 very) (3 good)))").phrases()]
+        ['a', 'very', 'good', 'very good', 'a very good']
+        """
+        is_leaf = self.left < 0
+        n_leaves = np.concatenate([[0], np.cumsum(is_leaf)])  # among the nodes before one
+        start = np.arange(len(self))  # a phrase's nodes are consecutive
+        for node in np.flatnonzero(~is_leaf):
+            start[node] = start[self.left[node]]
+        for node in np.flatnonzero(self.labels != IGNORED):
+            nodes, leaves = slice(start[node], node + 1), slice(n_leaves[start[node]], n_leaves[node + 1])
+            left, right = (np.maximum(side[nodes] - start[node], -1) for side in (self.left, self.right))
+            words = np.where(is_leaf[nodes], n_leaves[nodes] - leaves.start, -1)
+            yield Tree(self.tokens[leaves], words, left, right, self.labels[nodes])
 
 
 def parse_tree(line: str) -> Tree:

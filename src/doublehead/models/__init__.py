@@ -3,10 +3,12 @@
 from doublehead.models.images import SmallCNN, WideResNet
 from doublehead.models.table import MODELS, Network, build, parse_input
 from doublehead.models.text import GlobalPoolingCNN, TextCNN, TreeLSTM
+from doublehead.models.transformer import MiniLM
 
 __all__ = [
     "MODELS",
     "GlobalPoolingCNN",
+    "MiniLM",
     "Network",
     "SmallCNN",
     "TextCNN",

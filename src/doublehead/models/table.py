@@ -15,6 +15,7 @@ from torch import nn
 
 from doublehead.models.images import SmallCNN, WideResNet, densenet, resnet
 from doublehead.models.text import GlobalPoolingCNN, TextCNN, TreeLSTM
+from doublehead.models.transformer import MiniLM
 from doublehead.optional import require
 
 
@@ -23,7 +24,7 @@ class Network:
     """One row of the table: how a network is made, what it reads and the name of its last linear layer."""
 
     make: Callable[..., nn.Module]
-    reads: Literal["images", "words", "trees"]
+    reads: Literal["images", "words", "trees", "pieces"]
     classifier: str  # the attribute with the last nn.Linear
     input: str | None = None  # default image size; None for text
     about: str = ""
@@ -55,6 +56,7 @@ MODELS: dict[str, Network] = {
     "textcnn": Network(TextCNN, "words", "classifier", about="Kim 2014, CNN-static"),
     "gp_cnn": Network(GlobalPoolingCNN, "words", "classifier", about="global pooling, Mukhoti et al. 2020"),
     "tree_lstm": Network(TreeLSTM, "trees", "classifier", about="Tai et al. 2015"),
+    "minilm": Network(MiniLM, "pieces", "classifier", about="pretrained transformer, Wang et al. 2020"),
 }
 
 

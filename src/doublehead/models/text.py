@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead.data.text import PADDING
+from doublehead.data.text import PADDING, UNKNOWN
 from doublehead.data.trees import TreeBatch
 
 
@@ -23,6 +23,7 @@ class TextCNN(nn.Module):
     """CNN-static of Kim (2014): convolutions of several widths over fixed vectors, each max-pooled over the text.
 
     There are `channels` feature maps for each width in `filters`, and `dropout` before the last layer, `classifier`.
+    `tune_vectors` also trains the word vectors (CNN-non-static); `word_dropout` hides this share of words in training.
     Kim's constraint on the norm of the last layer's weights is left out.
 
     >>> network = TextCNN(n_classes=2, vectors=torch.randn(50, 8))
@@ -38,11 +39,14 @@ class TextCNN(nn.Module):
         filters: Sequence[int] = (3, 4, 5),
         channels: int = 100,
         dropout: float = 0.5,
+        tune_vectors: bool = False,
+        word_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if not filters or min(filters) < 1:
             raise ValueError(f"filters must be one or more widths >= 1, got {list(filters)}")
-        self.embedding = embedding(vectors, tuned=False)
+        self.embedding = embedding(vectors, tuned=tune_vectors)
+        self.word_dropout = word_dropout
         self.widest = max(filters)
         self.convolutions = nn.ModuleList(
             nn.Conv1d(self.embedding.embedding_dim, channels, width) for width in filters
@@ -54,6 +58,7 @@ class TextCNN(nn.Module):
         """(B, T) -> (B, channels * number of filters), before dropout."""
         # In front as in Kim's code, so that the first word meets every position of a filter. One more at the end, so
         # that there is always an all-padding window, as Kim's fixed length gives to all but the longest text.
+        words = hide_words(words, self.word_dropout * self.training)
         words = F.pad(words, (self.widest - 1, self.widest), value=PADDING)
         vectors = self.embedding(words).transpose(1, 2)  # (B, D, T)
         return torch.cat([F.relu(convolve(vectors)).amax(2) for convolve in self.convolutions], 1)
@@ -69,7 +74,8 @@ class GlobalPoolingCNN(nn.Module):
 
     This is the "global pooling CNN" that Kumar et al. (2018) and Mukhoti et al. (2020) calibrate on 20 Newsgroups,
     with the sizes of Mukhoti et al.'s code. `stride=5` pools like the older Keras version: coarser, at less than
-    half the cost. The last layer is `classifier`.
+    half the cost. `tune_vectors` also trains the word vectors. `word_dropout` is the share of words hidden in training.
+    The last layer is `classifier`.
 
     >>> network = GlobalPoolingCNN(n_classes=20, vectors=torch.randn(50, 8))
     >>> network(torch.tensor([[4, 8, 15], [16, 23, 0]])).shape
@@ -87,12 +93,14 @@ class GlobalPoolingCNN(nn.Module):
         hidden: int = 128,
         dropout: float = 0.3,
         stride: int = 1,
+        tune_vectors: bool = False,
+        word_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if not 1 <= stride <= self.WIDTH:
             raise ValueError(f"stride must lie in 1..{self.WIDTH}, the pooling width, got {stride}")
-        self.embedding = embedding(vectors, tuned=False)
-        self.stride = stride
+        self.embedding = embedding(vectors, tuned=tune_vectors)
+        self.stride, self.word_dropout = stride, word_dropout
         self.conv1 = nn.Conv1d(self.embedding.embedding_dim, channels, self.WIDTH)
         self.conv2 = nn.Conv1d(channels, channels, self.WIDTH)
         self.conv3 = nn.Conv1d(channels, channels, self.WIDTH)
@@ -105,6 +113,7 @@ class GlobalPoolingCNN(nn.Module):
         # A position in the last maps sees 1 + 2 * 4 * (1 + stride) + 4 * stride^2 words, and the next one starts
         # stride^2 words later. With that much padding at the end, one position sees only padding.
         reach = 1 + 2 * (self.WIDTH - 1) * (1 + self.stride) + (self.WIDTH - 1) * self.stride**2
+        words = hide_words(words, self.word_dropout * self.training)
         words = F.pad(words, (0, reach + self.stride**2 - 1), value=PADDING)
         maps = F.relu(self.conv1(self.embedding(words).transpose(1, 2)))  # (B, channels, T)
         maps = F.relu(self.conv2(F.max_pool1d(maps, self.WIDTH, self.stride)))
@@ -122,8 +131,8 @@ class TreeLSTM(nn.Module):
 
     `cell="binary"` is the constituency Tree-LSTM they use for sentiment: it distinguishes left from right and has one
     forget gate per child. `cell="child_sum"` adds the states of the children. `tune_vectors` also trains the word
-    vectors. The batch defines which nodes are classified: `TreeBatch.of(trees, nodes=...)`. All nodes of one height
-    are computed at once. The last layer is `classifier`.
+    vectors, and `word_dropout` hides this share of words in training. The batch defines which nodes are classified:
+    `TreeBatch.of(trees, nodes=...)`. All nodes of one height are computed at once. The last layer is `classifier`.
 
     >>> from doublehead.data.trees import parse_tree
     >>> network = TreeLSTM(n_classes=5, vectors=torch.randn(9, 8), hidden=6)
@@ -141,12 +150,14 @@ class TreeLSTM(nn.Module):
         hidden: int = 150,
         dropout: float = 0.5,
         tune_vectors: bool = True,
+        word_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         cells: dict[str, type[BinaryCell | ChildSumCell]] = {"binary": BinaryCell, "child_sum": ChildSumCell}
         if cell not in cells:
             raise ValueError(f"cell must be one of {list(cells)}, got {cell!r}")
         self.embedding = embedding(vectors, tuned=tune_vectors)
+        self.word_dropout = word_dropout
         self.cell: BinaryCell | ChildSumCell = cells[cell](self.embedding.embedding_dim, hidden)
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(hidden, n_classes)
@@ -159,7 +170,8 @@ class TreeLSTM(nn.Module):
     def states(self, batch: TreeBatch) -> Tensor:
         """(M, 2 * hidden): hidden state and memory of all nodes, in the order of the forest."""
         plan = batch.schedule
-        leaves = self.cell.leaf(self.embedding(batch.words[: len(plan.leaf_order)]))
+        words = hide_words(batch.words[: len(plan.leaf_order)], self.word_dropout * self.training)
+        leaves = self.cell.leaf(self.embedding(words))
         ends = tuple(accumulate(step.leaves for step in plan.steps))
         pieces = leaves.index_select(0, plan.leaf_order).tensor_split(ends)
         gathers = plan.gather.split([2 * step.parents + step.kept for step in plan.steps])
@@ -229,6 +241,18 @@ class ChildSumCell(nn.Module):
         kept = sum(self.forget(child[:, :hidden]).sigmoid() * child[:, hidden:] for child in (left, right))
         memory = enter.sigmoid() * update.tanh() + kept
         return torch.cat([out.sigmoid() * memory.tanh(), memory], 1)
+
+
+def hide_words(words: Tensor, share: float) -> Tensor:
+    """Replace a random share of the words by row 1, the unknown word.
+
+    >>> hide_words(torch.tensor([[5, 7, 0]]), 1.0).tolist()
+    [[1, 1, 0]]
+    """
+    if not share:
+        return words
+    hidden = torch.rand(words.shape, device=words.device) < share
+    return words.masked_fill(hidden & (words != PADDING), UNKNOWN)
 
 
 def embedding(vectors: Any, *, tuned: bool) -> nn.Embedding:

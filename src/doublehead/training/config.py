@@ -43,6 +43,7 @@ class Config:
 
     data: str = "cifar10"
     model: str = "resnet50"
+    model_options: Mapping[str, Any] = field(default_factory=dict)  # of `doublehead.models.build`
     loss: str = "cross_entropy"
     loss_options: Mapping[str, float] = field(default_factory=dict)
     mixup: float = 0.0  # alpha of mixup; 0 switches it off
@@ -53,14 +54,16 @@ class Config:
     guards: tuple[str, ...] = ()  # perturbations; for each a ShiftGuard round "auto" is fitted at the end
     epochs: int = 80
     batch_size: int = 256
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adagrad"] = "sgd"
     lr: float = 0.2
     momentum: float = 0.9
     weight_decay: float = 5e-4
     schedule: Literal["cosine", "steps", "constant"] = "cosine"
     warmup: float = 0.1  # share of the run in which the rate rises linearly from 0
     milestones: tuple[float, ...] = (150 / 350, 250 / 350)  # of `schedule="steps"`, as shares of the run
-    augment: Literal["crop-flip", "crop", "none"] = "crop-flip"  # of the training images
+    augment: Literal["crop-flip", "crop", "none"] = (
+        "crop-flip"  # of the training images; "none" also cuts texts at the end alone
+    )
     every: int = 10  # network steps per calibration step: the paper's k
     every_of: Mapping[str, int] = field(default_factory=dict)  # heads (or "auto") with another k
     calib_batch_size: int = 128
@@ -68,8 +71,9 @@ class Config:
     calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
     calib_augment: str = ""  # the paper's g, perturbs calibration batches: noise, broad, noise+broad, shifts
     augment_of: Mapping[str, str] = field(default_factory=dict)  # heads (or "auto") with another g
+    phrases: bool = True  # of trees: learn every labelled phrase, or whole sentences alone
     embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
-    max_words: int = 400  # longer texts are cut
+    max_words: int = 400  # longer texts are cut, in training at a random place
     image_size: int = 224  # of images read from files
     workers: int = field(default=0, compare=False)  # processes that read image files; changes no number
     seed: int = 0
@@ -189,7 +193,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         _check(isinstance(value, str), name, "text", value)
     elif get_origin(kind) is tuple:
         return tuple(_typed(name, part, choices[0]) for part in value)
-    elif choices[1] is not HeadSpec:
+    elif kind is not Any and choices[1] is not HeadSpec:
         _check(isinstance(value, Mapping), name, "a table of names and values", value)
         return {key: _typed(f"{name}[{key!r}]", part, choices[1]) for key, part in value.items()}
     return value
@@ -230,10 +234,12 @@ PAPER_IMAGES = replace(
 )  # cross entropy and the double head
 PAPER_STEPS = replace(PAPER_IMAGES, epochs=350, schedule="steps")  # MMCE, Brier and focal loss
 IMAGENET = replace(IMAGES, data="imagenet", epochs=100, lr=0.01, warmup=0.0, predict_train=False)
+TUNED = {"tune_vectors": True, "dropout": 0.5}
 TEXT = Config(
     data="20newsgroups",
     model="gp_cnn",
-    epochs=50,
+    model_options={**TUNED, "word_dropout": 0.5},
+    epochs=25,
     batch_size=64,
     calib_batch_size=64,
     optimizer="adam",
@@ -250,8 +256,18 @@ RECIPES: dict[str, Config] = {
     "imagenet": IMAGENET,
     "20newsgroups": TEXT,
     "20newsgroups-bydate": replace(TEXT, data="20newsgroups-bydate"),
-    "sst-binary": replace(TEXT, data="sst-binary"),
-    "sst-fine": replace(TEXT, data="sst-fine", model="tree_lstm", batch_size=25, weight_decay=1e-4),
+    "sst-binary": replace(TEXT, data="sst-binary", epochs=5, model_options=TUNED | {"word_dropout": 0.3}),
+    "sst-fine": replace(
+        TEXT,
+        data="sst-fine",
+        model="tree_lstm",
+        model_options={"word_dropout": 0.1},
+        epochs=6,
+        batch_size=25,
+        optimizer="adagrad",
+        lr=0.05,
+        weight_decay=1e-4,
+    ),
     "fashion": replace(
         PAPER_IMAGES, data="fashion", model="small_cnn", epochs=15, augment="none", every=4, warmup=0.1
     ),

@@ -28,12 +28,14 @@ from doublehead.data import (
     TreeBatches,
     Trees,
     Vocabulary,
+    WordPieces,
     embed,
     load,
 )
 from doublehead.data.batches import Batches
 from doublehead.data.splits import Samples, stratified_draw
 from doublehead.models import MODELS
+from doublehead.models.transformer import weights_folder
 from doublehead.training.config import LEFT_OUT, Config
 
 EVAL_BATCH = 500
@@ -132,7 +134,7 @@ class Maker:
 def _maker(config: Config, device: torch.device, splits: Splits) -> Maker:
     kinds = {Images: _image_maker, ImageFiles: _file_maker, Texts: _word_maker, Trees: _word_maker}
     kind = type(splits.train)
-    can_be_read = {Texts: ("words",), Trees: ("words", "trees")}.get(kind, ("images",))
+    can_be_read = {Texts: ("words", "pieces"), Trees: ("words", "trees", "pieces")}.get(kind, ("images",))
     if config.model in MODELS and MODELS[config.model].reads not in can_be_read:
         raise ValueError(
             f"model must read {' or '.join(can_be_read)} for {config.data}, "
@@ -198,9 +200,9 @@ def _file_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
 
 
 def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
-    """Texts and trees: rows of one vocabulary, whose vectors the network gets."""
+    """Texts and trees: rows of one vocabulary, whose vectors the network gets unless it has its own."""
     assert isinstance(splits.train, (Texts, Trees))
-    reads_trees = config.model in MODELS and MODELS[config.model].reads == "trees"
+    reads = MODELS[config.model].reads if config.model in MODELS else "words"
     if config.mixup:
         raise ValueError(f"mixup is for images, {config.data} holds words")
     if config.guards:
@@ -210,19 +212,37 @@ def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
         if name:
             raise ValueError(f"calib_augment is for images, {config.data} holds words: leave it empty")
 
-    vocabulary, vectors = word_vectors(config, splits)
+    vocabulary: Vocabulary | WordPieces
+    if reads == "pieces":
+        vocabulary = WordPieces(
+            weights_folder(config.model_options.get("weights", "package")) / "tokenizer.json"
+        )
+        options = {}
+    else:
+        vocabulary, vectors = word_vectors(config, splits)
+        options = {"vectors": vectors}
 
     def batches(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
         assert isinstance(samples, (Texts, Trees))
-        if reads_trees:
+        learns = samples is splits.train and train
+        by_phrase = learns and config.phrases
+        if reads == "trees":
             assert isinstance(samples, Trees)
-            nodes: Literal["root", "all"] = "all" if samples is splits.train and train else "root"
+            assert isinstance(vocabulary, Vocabulary)
+            nodes: Literal["root", "all"] = "all" if by_phrase else "root"
             return TreeBatches(samples, vocabulary, batch_size, device, train=train, nodes=nodes, seed=seed)
         return TextBatches(
-            samples, vocabulary, batch_size, device, train=train, max_length=config.max_words, seed=seed
+            samples.phrases() if by_phrase and isinstance(samples, Trees) else samples,  # as Kim (2014) does
+            vocabulary,
+            batch_size,
+            device,
+            train=train,
+            max_length=config.max_words,
+            crop=learns and config.augment != "none",
+            seed=seed,
         )
 
-    return Maker(batches, no_perturbation, {"vectors": vectors})
+    return Maker(batches, no_perturbation, options)
 
 
 def word_vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:

@@ -95,7 +95,7 @@ def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None)
     inputs = load_inputs(config, fabric.device, splits, root, fabric.global_rank, fabric.world_size)
     others = _others(config, inputs, root)
     torch.manual_seed(config.seed)
-    net = build(config.model, inputs.n_classes, **inputs.model_options)
+    net = build(config.model, inputs.n_classes, **{**inputs.model_options, **config.model_options})
     net = net.to(fabric.device).to(memory_format=inputs.memory_format)  # type: ignore[call-overload]
     if config.guards:
         layers_to_read(net)  # raises where a guard would have nothing to read
@@ -159,6 +159,8 @@ def _optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
     parameters = [p for p in net.parameters() if p.requires_grad]
     if config.optimizer == "adam":
         return torch.optim.Adam(parameters, config.lr, weight_decay=config.weight_decay, fused=True)
+    if config.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, config.lr, weight_decay=config.weight_decay)
     return torch.optim.SGD(
         parameters,
         config.lr,
