@@ -28,6 +28,7 @@ from doublehead.calibration_data import (
     N_FOLDS,
     Endless,
     ToPair,
+    are_tensors,
     as_batches,
     fold_of,
     length_of,
@@ -39,8 +40,7 @@ from doublehead.head_training import HeadTraining
 from doublehead.network import LogitsOf, Outputs, Reader, Readings, with_logits
 from doublehead.torch_tools import Randomness, device_of, evaluating, n_processes, rank, uncompiled, unwrapped
 
-OPINION = replace(PAPER, hidden=256, dropout=0.5)  # smaller than the paper's head: each sees 4/5 of the data
-SECOND_OPINION = tuple(replace(OPINION, fold=fold, seed=fold) for fold in range(N_FOLDS))
+MAX_HIDDEN = 256  # of the heads of the second opinion, which is otherwise that of the paper's head
 PATIENCE = 20  # calibration steps in a row that may fail before the heads' training is given up
 MAX_SAMPLES = 20_000  # read from calibration data that does not know its length and may be endless
 
@@ -104,12 +104,16 @@ class DoubleHead:
         self.to_pair, self.every, self.steps, self.seed = to_pair, every, steps, seed
         self.batch_size = batch_size
         device = device_of(network)
-        self._randomness = Randomness(seed + rank(), device)
         batches = as_batches(calib_data, batch_size, shuffle=True)
+        only_torch = are_tensors(batches) and augment is None and to_pair is None
+        self._randomness = Randomness(seed + rank(), device, only_torch)
         with self._randomness.swapped_in():
             first = unpack(_first(batches), device, to_pair)
             self.reader = Reader(network, first, layer=layer, logits_of=logits_of, outputs=outputs)
-        specs = (heads,) if isinstance(heads, HeadSpec) else tuple(SECOND_OPINION if heads is None else heads)
+        self._is_opinion = heads is None
+        if heads is None:
+            heads = second_opinion(self.reader.n_features)
+        specs = (heads,) if isinstance(heads, HeadSpec) else tuple(heads)
         self.bank = HeadBank(self.reader.n_features, self.reader.n_classes, specs).to(device)
         self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
         self._batches = Endless(batches, self._randomness)
@@ -214,7 +218,7 @@ class DoubleHead:
             reader = copy.copy(self.reader)
             reader.network = unwrapped(self.network)
             return Calibrated(reader.network, self.bank.take(0), reader).eval()
-        if self.bank.specs != SECOND_OPINION:
+        if not self._is_opinion:
             raise ValueError(
                 "finish needs one head or the second opinion; take others with double.bank.take(number)"
             )
@@ -305,6 +309,12 @@ class Calibrated(nn.Module):
         from doublehead.integrations.export import export_model
 
         return export_model(self, path, example, to, **options)  # type: ignore[arg-type]
+
+
+def second_opinion(n_features: int) -> list[HeadSpec]:
+    """The paper's head five times, each blind to another fold of the calibration data."""
+    spec = replace(PAPER, hidden=max(1, min(MAX_HIDDEN, n_features // 2)), dropout=0.5)
+    return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
 
 
 def read(reader: Reader, data: Any, to_pair: ToPair | None = None) -> Readings:

@@ -79,22 +79,29 @@ def one_thread() -> Iterator[None]:
 
 
 class Randomness:
-    """A second set of random number generators (torch, CUDA, numpy, Python) to swap in."""
+    """A second set of random number generators (torch, CUDA, numpy, Python) to swap in.
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.device = device
+    With `only_torch` numpy's and Python's are left alone: swapping numpy's takes longer than a small network's step.
+    """
+
+    def __init__(self, seed: int, device: torch.device, only_torch: bool = False) -> None:
+        self.device, self.only_torch = device, only_torch
         with seeded(seed, device):
-            self.state = get_random(device)
+            self.state = self.now()
+
+    def now(self) -> dict[str, Any]:
+        """The state of the generators that are in use at present."""
+        return get_random(self.device, self.only_torch)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Draw from this set inside the block; afterwards the caller's generators are as they were."""
-        theirs = get_random(self.device)
+        theirs = self.now()
         set_random(self.state, self.device)
         try:
             yield
         finally:
-            self.state = get_random(self.device)
+            self.state = self.now()
             set_random(theirs, self.device)
 
 
@@ -115,24 +122,27 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         set_random(theirs, device)
 
 
-def get_random(device: torch.device) -> dict[str, Any]:
+def get_random(device: torch.device, only_torch: bool = False) -> dict[str, Any]:
     """The state of all generators in types that torch.load(weights_only=True) accepts."""
-    name, words, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    state["numpy"] = (name, torch.from_numpy(np.asarray(words, np.int64)), *rest)
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    if not only_torch:
+        name, words, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+        state["numpy"] = (name, torch.from_numpy(np.asarray(words, np.int64)), *rest)
+        state["python"] = random.getstate()
     return state
 
 
 def set_random(state: Mapping[str, Any], device: torch.device) -> None:
     """Put the generators into a state that `get_random` returned."""
-    random.setstate(state["python"])
-    name, words, *rest = state["numpy"]
-    np.random.set_state((name, words.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    if "python" in state:
+        name, words, *rest = state["numpy"]
+        np.random.set_state((name, words.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
+        random.setstate(state["python"])
 
 
 # --- flags from the device

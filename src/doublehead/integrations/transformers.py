@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import warnings
 from collections.abc import Iterable
@@ -15,11 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from doublehead.attach import Attachment
 from doublehead.calibration_data import check_disjoint
-from doublehead.calibration_head import HeadSpec
 from doublehead.calibrators.head import Head
-from doublehead.double_head import SECOND_OPINION, Calibrated, DoubleHead, Heads
+from doublehead.double_head import Calibrated, DoubleHead, Heads
 from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
-from doublehead.integrations.watch import Watch
+from doublehead.integrations.watch import Watch, double_head_options
 from doublehead.network import Reader
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild, under
@@ -62,8 +60,11 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         n_bins: int = 15,
         **options: Any,
     ) -> None:
-        _check_options(calib_data, options)
-        self.calib_data, self.options = calib_data, options
+        if options.get("logits_of") is not None:
+            raise TypeError(
+                "logits_of must not be given: a model of transformers returns an object with `logits`"
+            )
+        self.calib_data, self.options = calib_data, double_head_options(options)
         self.figure, self.n_bins = figure, n_bins
         self.double: DoubleHead | None = None
         self._model: Calibrated | None = None
@@ -186,19 +187,6 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         labels = kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.shape == heads.main.shape[:1]:
             self._seen = heads, labels
-
-
-def _check_options(calib_data: Any, options: dict[str, Any]) -> None:
-    """Errors that would otherwise come when training begins, or when it ends."""
-    inspect.signature(DoubleHead).bind(None, calib_data, follow=None, **options)
-    if options.get("logits_of") is not None:
-        raise TypeError(
-            "logits_of must not be given: a model of transformers returns an object with `logits`"
-        )
-    heads: Any = options.get("heads")
-    several = heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1
-    if several and tuple(heads) != SECOND_OPINION:
-        raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
 
 
 def _check_classifier(model: nn.Module) -> None:
