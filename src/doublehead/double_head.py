@@ -294,6 +294,31 @@ class Calibrated(nn.Module):
             calibrated: Tensor = self.head(main, features, **options)
             return calibrated.float().log_softmax(-1)
 
+    @torch.no_grad()
+    def report(
+        self, data: Any, path: str | Path | None = None, *, to_pair: ToPair | None = None, **options: Any
+    ) -> Any:
+        """Measure on test data: `Summaries` of the network, of a temperature where one was fitted, and calibrated.
+
+        `print` shows NLL, ECE, its floor and accuracy of each. With `path`, an .html file, the page of
+        `doublehead.report` is written too; `options` are its options.
+        """
+        from doublehead.audit import summaries
+
+        with evaluating(self):
+            readings = read(self.reader, data, to_pair)
+            parts = (readings.logits, readings.features, readings.numbers)
+            rows = zip(*(part.split(BATCH_SIZE) for part in parts))
+            calib = torch.cat([self.calibrated(*some) for some in rows])
+        outputs, temperature = {"network": readings.logits}, getattr(self.head, "temperature_", None)
+        if temperature is not None:
+            outputs["temperature"] = readings.logits / temperature
+        return summaries({**outputs, "calibrated": calib}, readings.labels, path, **options)
+
+    def extra_repr(self) -> str:
+        """What was chosen, for print(model)."""
+        return str(getattr(self.head, "choice", None) or "")
+
     def save(self, path: str | Path) -> Path:
         """Write weights and calibration into the folder `path`; `doublehead.load(path, network)` brings both back."""
         from doublehead.saving import save
