@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from doublehead.calibration_data import (
     BATCH_SIZE,
@@ -38,7 +39,17 @@ from doublehead.calibration_data import (
 from doublehead.calibration_head import PAPER, CalibrationHead, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
 from doublehead.network import LogitsOf, Outputs, Reader, Readings, with_logits
-from doublehead.torch_tools import Randomness, device_of, evaluating, n_processes, rank, uncompiled, unwrapped
+from doublehead.torch_tools import (
+    Randomness,
+    device_of,
+    evaluating,
+    from_every_process,
+    meet,
+    n_processes,
+    rank,
+    uncompiled,
+    unwrapped,
+)
 
 MAX_HIDDEN = 256  # of the heads of the second opinion, which is otherwise that of the paper's head
 PATIENCE = 20  # calibration steps in a row that may fail before the heads' training is given up
@@ -100,6 +111,7 @@ class DoubleHead:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if isinstance(network, Calibrated):
             raise TypeError("network must be a plain classifier, got a Calibrated: give its .network")
+        meet("DoubleHead")
         self.network, self.calib_data, self.augment = network, calib_data, augment
         self.to_pair, self.every, self.steps, self.seed = to_pair, every, steps, seed
         self.batch_size = batch_size
@@ -210,9 +222,11 @@ class DoubleHead:
         """Network and calibration as one module, in evaluation mode; the network itself is left as it is.
 
         The paper's head answers as it was trained. The second opinion is judged on all calibration data and
-        pooled with the staged head where that is better; `options` are those of `calibrate`.
+        pooled with the staged head where that is better; `options` are those of `calibrate`. Where several processes
+        train together, all call it, or one does with `alone=True`.
         """
         if len(self.bank.specs) == 1:
+            options.pop("alone", None)  # nothing is fitted, so no process needs another
             if options:
                 raise TypeError(f"a single head is used as trained: finish takes no {sorted(options)} then")
             reader = copy.copy(self.reader)
@@ -342,12 +356,21 @@ def second_opinion(n_features: int) -> list[HeadSpec]:
     return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
 
 
-def read(reader: Reader, data: Any, to_pair: ToPair | None = None) -> Readings:
-    """Run the network over calibration data once, or over enough of it where it has no length and may be endless."""
+def read(reader: Reader, data: Any, to_pair: ToPair | None = None, alone: bool = False) -> Readings:
+    """Run the network over calibration data once, or over enough of it where it has no length and may be endless.
+
+    Where a DistributedSampler deals the samples out to several processes, all get those of all, each sample once;
+    a process that is `alone` in calling this gets its own.
+    """
     batches: Iterable[Any] = as_batches(data)
-    if length_of(batches):
-        return reader.read(batches, to_pair=to_pair)
-    return reader.read(until_repeated(batches, to_pair), to_pair=to_pair, max_samples=MAX_SAMPLES)
+    if not length_of(batches):
+        return reader.read(until_repeated(batches, to_pair), to_pair=to_pair, max_samples=MAX_SAMPLES)
+    own, sampler = reader.read(batches, to_pair=to_pair), getattr(batches, "sampler", None)
+    if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
+        return own
+    n = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # more are there to fill up
+    shares = from_every_process(tuple(part[:n].cpu() for part in own))
+    return Readings(*(torch.cat(parts).to(own.labels.device) for parts in zip(*shares)))
 
 
 def _first(batches: Iterable[Any]) -> Any:
