@@ -45,8 +45,10 @@ def calibrate(
     name (`doublehead.calibrators.CALIBRATORS`).
 
     Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy;
-    `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `train_data` is
-    checked for samples in common; `alone=True` calibrates in one of several processes; `to_pair`, `logits_of`, `outputs` and `layer` as for `DoubleHead`.
+    `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `beside` is the
+    DoubleHead that was trained beside the network, or beside another of which this one holds averaged weights;
+    `train_data` is checked for samples in common; `alone=True` calibrates in one of several processes; `to_pair`,
+    `logits_of`, `outputs` and `layer` as for `DoubleHead`.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> model = calibrate(network, (torch.randn(300, 4), torch.randint(3, (300,))))

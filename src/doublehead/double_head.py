@@ -368,7 +368,9 @@ def read(reader: Reader, data: Any, to_pair: ToPair | None = None, alone: bool =
     own, sampler = reader.read(batches, to_pair=to_pair), getattr(batches, "sampler", None)
     if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
         return own
-    n = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # more are there to fill up
+    n = len(
+        range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas)
+    )  # more are there to fill up
     shares = from_every_process(tuple(part[:n].cpu() for part in own))
     return Readings(*(torch.cat(parts).to(own.labels.device) for parts in zip(*shares)))
 

@@ -219,7 +219,7 @@ def meet(what: str) -> None:
     if n_processes() == 1:
         return
     _meetings[what] += 1
-    store, name = dist.distributed_c10d._get_default_store(), f"doublehead/{what}/{_meetings[what]}"  # type: ignore[attr-defined]
+    store, name = dist.distributed_c10d._get_default_store(), f"doublehead/{what}/{_meetings[what]}"
     store.set(f"{name}/{rank()}", "here")
     missing = {number for number in range(n_processes()) if number != rank()}
     began = warned = time.monotonic()
