@@ -301,7 +301,7 @@ def load_calibrated(
         )
     model: Calibrated = rebuild(find_classifier(module, classifier), fitted["facts"])
     model.load_state_dict(fitted["weights"], strict=False)  # the network's are there already
-    Attachment(model.network, model.reader, model.to(module.device).calibrated)
+    Attachment(model.network, model.reader, model.to(module.device).eval().calibrated)
     return module.eval()
 
 
