@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, calibrate
 from doublehead.calibration_data import fold_of, unpack
-from doublehead.double_head import SECOND_OPINION
 
 STATISTICS = HeadSpec(kind="temperature")
 BOTH = HeadSpec(kind="temperature", reads=("statistics", "features"))
@@ -554,7 +554,6 @@ def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
     several = DoubleHead(small_net(), some_data(32, 2), heads=[PAPER, BOTH])
     with pytest.raises(ValueError, match=r"double\.bank\.take"):
         several.finish()
-    assert SECOND_OPINION[0].fold == 0
 
 
 def test_finish_may_be_called_again_after_more_training() -> None:
@@ -582,3 +581,30 @@ def test_flipped_views_are_averaged() -> None:
     torch.testing.assert_close(model(x), model(x.flip(-1)), atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match=r"views must be functions or among \['flip'\], got \['turn'\]"):
         calibrate(net, data, views=["turn"])
+
+
+def test_before_and_after_on_held_back_and_on_test_data(tmp_path: Path) -> None:
+    """Of a network that is twice too confident the temperature and what was chosen have a lower NLL and ECE."""
+    x = torch.randn(1500, 6, generator=torch.Generator().manual_seed(1))
+    y = (2 * x[:, :3]).softmax(1).multinomial(1, generator=torch.Generator().manual_seed(2))[:, 0]
+    net = nn.Linear(6, 3)
+    with torch.no_grad():
+        net.weight.copy_(4 * torch.eye(3, 6))
+        net.bias.zero_()
+    model = calibrate(net, (x[:750], y[:750]))
+    found = model.report((x[750:], y[750:]), tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size > 1000
+    assert list(found) == ["network", "temperature", "calibrated"]
+    want = float(F.nll_loss(model(x[750:]), y[750:]))
+    assert found["calibrated"].values["nll"] == pytest.approx(want, abs=1e-5)
+    scores = model.head.choice.scores
+    assert list(scores)[:2] == ["none", "temperature"]
+    for before, after in (
+        (found["network"].values, found["calibrated"].values),
+        (scores["none"]._asdict(), scores[model.head.choice.chosen]._asdict()),
+    ):
+        assert before["nll"] > after["nll"]
+        assert before["ece"] > 3 * after["ece_floor"]
+        assert before["accuracy"] == after["accuracy"]
+    assert all(name in str(found) for name in found)
+    assert str(model.head.choice) in repr(model).replace("\n  ", "\n")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from doublehead import PAPER, DoubleHead
+from doublehead import PAPER, DoubleHead, calibrate, load, torch_tools
 from processes import in_two_processes
 
 
@@ -68,3 +73,60 @@ def half_the_work(rank: int, folder: Path) -> None:
     for _ in range(3):
         double.step(0.5)
     torch.save(double.bank.state_dict(), folder / f"{rank}.pt")
+
+
+def calib_loader(rank: int, n: int) -> DataLoader[Any]:
+    data_set = TensorDataset(*data(5, n))
+    return DataLoader(data_set, 32, sampler=DistributedSampler(data_set, 2, rank, shuffle=False))
+
+
+def processes_of_all_kinds(rank: int, folder: Path) -> None:
+    """Shares of a DistributedSampler, one process alone, and one that waits for another in vain."""
+    network = net().eval()
+    together = calibrate(network, calib_loader(rank, 401))  # an odd number: one sample is dealt out twice
+    whole = calibrate(network, data(5, 401), alone=True)  # works in one process or in all
+    torch.testing.assert_close(together.head.temperature_, whole.head.temperature_, rtol=1e-4, atol=0)
+    assert together.head.choice.n == 401
+    if rank == 0:
+        torch_tools.WARN_WAIT, torch_tools.MAX_WAIT = 0.1, 0.3
+        assert calibrate(network, data(5, 401), alone=True).head.choice.n == 401
+        with (
+            pytest.warns(UserWarning, match=r"all 2 processes, got no call from \[1\]"),
+            pytest.raises(RuntimeError, match="called by all 2 processes"),
+        ):
+            calibrate(network, data(5, 401))
+
+
+def test_shares_of_the_data_and_calls_from_one_process(tmp_path: Path) -> None:
+    in_two_processes(processes_of_all_kinds, tmp_path)
+
+
+def sharded(rank: int, folder: Path) -> None:
+    """FSDP2: the same network with and without the companion, and one file with all weights."""
+    weights = []
+    for beside in (False, True):
+        network = net()
+        for layer in (network[0], network[3], network):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
+        double = DoubleHead(network, data(2, 400), follow=optimizer, every=2) if beside else None
+        for step in range(6):
+            x, y = data(10 + step)
+            F.cross_entropy(network(x[rank::2]), y[rank::2]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if double is not None:
+                double.step()
+        weights.append([value.full_tensor() for value in network.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+    assert double is not None
+    assert double.skipped == 0
+    model = double.finish()
+    model.save(folder / str(rank))  # all processes: the weights are put together
+    again = load(folder / str(rank), net())
+    x, _ = data(3)
+    torch.testing.assert_close(again(x), model(x))
+
+
+def test_fully_sharded_networks(tmp_path: Path) -> None:
+    in_two_processes(sharded, tmp_path)

@@ -25,6 +25,8 @@ NEEDS = {
     "sklearn_classifier": "sklearn",
     "timm_network": "timm",
     "export_onnx": "onnxruntime",
+    "skorch_callback": "skorch",
+    "fastai_callback": "fastai",
 }
 
 
@@ -69,6 +71,9 @@ def test_example(
     elif path.stem == "export_onnx":
         assert float(out.split("largest difference ")[1].split()[0]) < 1e-5
         assert (tmp_path / "exported/README.md").read_text().startswith("---\n")
+    elif path.stem in ("skorch_callback", "fastai_callback"):
+        nlls = re.findall(r"^(?:network|calibrated) +([0-9.]+)", out, re.MULTILINE)
+        assert float(nlls[1]) < float(nlls[0]) + 0.01
     elif path.stem == "transformers_trainer":
         assert "reloaded with its head" in out
 

@@ -27,7 +27,7 @@ from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, cal
 from doublehead.attach import Attachment, find_classifier
 from doublehead.calibrators.head import Head
 from doublehead.data.fashion import fashion_subset
-from doublehead.integrations.lightning import DoubleHeadCallback, _n_own, key_of_weights
+from doublehead.integrations.lightning import DoubleHeadCallback, _n_own, key_of_weights, load_calibrated
 from doublehead.optional import require
 
 pl = require("lightning.pytorch", extra="lightning")
@@ -364,6 +364,22 @@ def test_the_best_checkpoint_is_tested_with_a_calibration_of_its_own(
     assert callback.choice != last
     trainer = quiet_trainer(tmp_path, callbacks=[again], precision=precision)
     check(again, Classifier(), trainer)  # a new process, which did not train
+
+
+def test_a_checkpoint_after_training_is_loaded_with_its_calibration(
+    images: dict[str, TensorDataset], tmp_path: Path
+) -> None:
+    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
+    trainer = fit(images, tmp_path, callback).fitted_by
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    x = images["test"].tensors[0]
+    again = load_calibrated(tmp_path / "last.ckpt", Classifier, weights_only=True)
+    assert isinstance(again, Classifier)
+    with torch.no_grad():
+        torch.testing.assert_close(again.model(x), callback.model.eval()(x))
+    with pytest.raises(ValueError, match="saved after fit"):
+        load_calibrated(tmp_path / "weights.ckpt", Classifier)
 
 
 def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_path: Path) -> None:

@@ -465,21 +465,27 @@ def test_columns_that_the_trainer_removes_from_its_data_are_removed_from_the_cal
     assert set(next(iter(batches))) == {"input_ids", "attention_mask", "labels"}
 
 
-def test_an_adapter_is_merged_to_save_its_calibration(
+def test_an_adapter_carries_its_calibration(
     texts: Any, tokenizer: Any, tmp_path: Path, test_batch: Any
 ) -> None:
+    """Saved beside the adapter, and part of what merge_and_unload returns."""
     peft = pytest.importorskip("peft")
+    tiny_bert().save_pretrained(tmp_path / "base")
+    base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])
     callback = DoubleHeadTrainerCallback(texts["calib"], every=1)
-    trainer = train(peft.get_peft_model(tiny_bert(), lora), texts, tmp_path, tokenizer, callback)
+    trainer = train(peft.get_peft_model(base, lora), texts, tmp_path / "run", tokenizer, callback)
     inputs, _ = test_batch
     want = logits(trainer.model, inputs)
     torch.testing.assert_close(logits(callback.model, inputs), want)
+    torch.testing.assert_close(want.exp().sum(1), torch.ones(len(want)))
+    trainer.save_model(tmp_path / "adapter")
+    again = load_calibrated(tmp_path / "adapter")
+    torch.testing.assert_close(logits(again, inputs), want, rtol=1e-3, atol=1e-4)
     merged = trainer.model.merge_and_unload()
-    attach(merged, callback.model)
     torch.testing.assert_close(logits(merged, inputs), want, rtol=1e-3, atol=1e-4)
-    merged.save_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(logits(load_calibrated(tmp_path / "saved"), inputs), logits(merged, inputs))
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(load_calibrated(tmp_path / "merged"), inputs), logits(merged, inputs))
 
 
 def test_bad_use_is_named(texts: Any, tokenizer: Any, tmp_path: Path) -> None:

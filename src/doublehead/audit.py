@@ -22,7 +22,7 @@ from doublehead.files.formats import Source, TableError, find_sources, open_sour
 from doublehead.files.reading import Kind, PredictionTable, read_predictions
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
-from doublehead.summary import Summary, Tally
+from doublehead.summary import Summaries, Summary, Tally
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
 
@@ -89,6 +89,16 @@ def report(
         n_bins=n_bins,
     )
     return write_page(path, page)
+
+
+def summaries(
+    logits: Mapping[str, Any], labels: Any, path: str | os.PathLike[str] | None = None, **options: Any
+) -> Summaries:
+    """The summary of each method, given by its logits; with `path` the page of `report` is written too."""
+    methods = {name: Predictions(values, labels) for name, values in logits.items()}
+    if path is not None:
+        report(methods, path, **options)
+    return Summaries({name: Summary.of(p, options.get("n_bins", 15)) for name, p in methods.items()})
 
 
 def write_page(path: Path, page: Page) -> Path:

@@ -15,7 +15,14 @@ from doublehead.calibrators.table import make
 from doublehead.double_head import Calibrated, DoubleHead, read
 from doublehead.network import LogitsOf, Outputs, Reader, Readings, View
 from doublehead.predictions import Predictions
-from doublehead.torch_tools import device_of, from_every_process, same_on_all_processes, seeded, unwrapped
+from doublehead.torch_tools import (
+    device_of,
+    from_every_process,
+    meet,
+    same_on_all_processes,
+    seeded,
+    unwrapped,
+)
 
 
 @overload
@@ -38,8 +45,10 @@ def calibrate(
     name (`doublehead.calibrators.CALIBRATORS`).
 
     Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy;
-    `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `train_data` is
-    checked for samples in common; `to_pair`, `logits_of`, `outputs` and `layer` as for `DoubleHead`.
+    `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `beside` is the
+    DoubleHead that was trained beside the network, or beside another of which this one holds averaged weights;
+    `train_data` is checked for samples in common; `alone=True` calibrates in one of several processes; `to_pair`,
+    `logits_of`, `outputs` and `layer` as for `DoubleHead`.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> model = calibrate(network, (torch.randn(300, 4), torch.randint(3, (300,))))
@@ -63,6 +72,7 @@ def _calibrate_network(
     views: Sequence[View | str] = (),
     beside: DoubleHead | None = None,
     train_data: Any = None,
+    alone: bool = False,
     to_pair: ToPair | None = None,
     logits_of: LogitsOf | None = None,
     outputs: Outputs | None = None,
@@ -70,6 +80,8 @@ def _calibrate_network(
 ) -> Calibrated:
     if isinstance(network, Calibrated):
         network = network.network
+    if not alone:
+        meet("calibrate, or finish,")
     if train_data is not None:
         check_disjoint(calib_data, train_data)
     inner = unwrapped(network)
@@ -79,8 +91,8 @@ def _calibrate_network(
             logits_of, outputs, layer = old.logits_of, old.outputs, old.layer
         first = unpack(next(iter(as_batches(calib_data))), device_of(inner), to_pair)
         reader = Reader(inner, first, layer=layer, logits_of=logits_of, outputs=outputs, views=views)
-        readings = read(reader, calib_data, to_pair)
-    return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed)
+        readings = read(reader, calib_data, to_pair, alone)
+    return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed, alone=alone)
 
 
 def fit(
@@ -92,20 +104,26 @@ def fit(
     keep: Literal["predictions", "best"] = "predictions",
     beside: DoubleHead | None = None,
     seed: int = 0,
+    alone: bool = False,
 ) -> Calibrated:
-    """A `Calibrated` from what was read already. Where several processes train together, all get the first one's."""
+    """A `Calibrated` from what was read already. Where several processes train together, all get the first one's.
+
+    `alone` says that this process is the only one to call it.
+    """
     predictions = Predictions(readings.logits, readings.labels)
     if method != "head":
         head: Calibrator = make(method).fit(predictions)
-        same_on_all_processes(head)
+        if not alone:
+            same_on_all_processes(head)
         return Calibrated(network, head, reader).eval()
     opinion = None if beside is None or not beside.active else beside.opinion(readings)
     features = readings.features if readings.features.shape[1] else None
     numbers = readings.numbers if readings.numbers.shape[1] else None
     staged = Head(keep, seed=seed).fit(predictions, features=features, opinion=opinion, numbers=numbers)
-    same_on_all_processes(staged)
-    staged.choice = from_every_process(staged.choice)[0]
-    staged.refresh()
+    if not alone:
+        same_on_all_processes(staged)
+        staged.choice = from_every_process(staged.choice)[0]
+        staged.refresh()
     heads = None
     if beside is not None and opinion is not None:
         heads = beside.bank.take(*range(len(beside.bank.specs))).eval()

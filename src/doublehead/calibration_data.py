@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
 
-from doublehead.torch_tools import Randomness, get_random
+from doublehead.torch_tools import Randomness
 
 N_FOLDS = 5
 BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
@@ -85,6 +97,9 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
                 f"calibration data (inputs, labels) must be equally long, got {len(inputs)} and {len(labels)}"
             )
         data = TensorDataset(inputs, labels)
+    if type(data) is TensorDataset:  # many rows at once, not row after row
+        order: Any = RandomSampler(data) if shuffle else SequentialSampler(data)
+        return DataLoader(data, batch_size=None, sampler=BatchSampler(order, batch_size, drop_last=False))
     if isinstance(data, Dataset) and hasattr(data, "__len__"):
         return DataLoader(data, batch_size, shuffle=shuffle)
     if isinstance(data, Iterator) or not hasattr(data, "__iter__"):
@@ -93,6 +108,12 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
             f"got {type(data).__name__}"
         )
     return data  # type: ignore[no-any-return]
+
+
+def are_tensors(batches: Any) -> bool:
+    """Whether batches are rows of tensors in memory, taken by torch alone."""
+    plain = isinstance(batches, DataLoader) and type(batches.dataset) is TensorDataset
+    return plain and batches.collate_fn in (default_collate, default_convert) and batches.num_workers == 0
 
 
 def _is_pair_of_arrays(data: Any) -> bool:
@@ -117,7 +138,7 @@ class Endless:
         """The next batch; called with `randomness` swapped in."""
         for _ in range(2):  # a pass that has just ended, then a new one
             if self.iterator is None:
-                self.taken, self.start = 0, get_random(self.randomness.device)
+                self.taken, self.start = 0, self.randomness.now()
                 self.iterator = iter(self.batches)
             batch = next(self.iterator, None)
             if batch is not None:
@@ -178,13 +199,23 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
         if rows.is_floating_point():
             whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
             rows = rows.contiguous().view(whole)
-        places = torch.arange(rows.shape[1], device=rows.device)
+        factors = _factors(rows.shape[1], rows.device)
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == keys.shape:
-            rows, places = rows * mask, mask.long().cumsum(1)  # tokens, padded to the longest of their batch
-        total += (rows.long() * ((places * 2654435761 + 40503) | 1)).sum(
-            1
-        )  # wraps around, the same on any device
+            rows, factors = (
+                rows * mask,
+                _odd(mask.long().cumsum(1)),
+            )  # tokens, padded to the longest of their batch
+        total += (rows.long() * factors).sum(1)  # wraps around, the same on any device
     return (((total * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
+
+
+def _odd(places: Tensor) -> Tensor:
+    return (places * 2654435761 + 40503) | 1
+
+
+@lru_cache(maxsize=8)  # of lengths of rows
+def _factors(n: int, device: torch.device) -> Tensor:
+    return _odd(torch.arange(n, device=device))
 
 
 # --- overlap

@@ -131,18 +131,23 @@ class CalibrationHead(StaysFloat32):
                 part = main if name == "logits" else features
                 assert part is not None
                 parts.append(part.float())
-        return torch.cat(parts, -1)
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def calibrate(self, main: Tensor, inputs: Tensor) -> Tensor:
         """Main logits (B, K) and standardised inputs (B, size) -> calibrated logits."""
-        if self.hidden:
-            inputs = F.relu(inputs @ self.first_weight.mT + self.first_bias[:, None])  # (H, B, hidden)
-        spec = self.specs[0]
-        inputs = F.dropout(inputs, spec.dropout, self.training)
+        spec, n_heads = self.specs[0], len(self.specs)
+        if self.hidden:  # all heads read the same, so their first layers are one product
+            inputs = F.linear(inputs, self.first_weight.flatten(0, 1), self.first_bias.flatten()).relu_()
+            inputs = inputs.unflatten(-1, (n_heads, -1)).transpose(0, 1)  # (H, B, hidden)
+        if (
+            self.training and spec.dropout
+        ):  # one mask for all heads: on a CPU drawing it costs more than using it
+            mask = torch.rand(inputs.shape[-2:], device=inputs.device).ge_(spec.dropout)
+            inputs = inputs * mask.div_(1 - spec.dropout)
         out = inputs @ self.last_weight.mT + self.last_bias[:, None]  # (H, B, n_out)
         if spec.kind == "temperature":
             out = scale_logits(main, out)
-        return out[0] if len(self.specs) == 1 else out
+        return out[0] if n_heads == 1 else out
 
     def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
         """Update the moments of the inputs with a calibration batch if it is `fine`, a bool tensor ()."""
@@ -182,7 +187,11 @@ class HeadBank(StaysFloat32):
     def forward(self, main: Tensor, features: Tensor | None = None) -> Tensor:
         """The logits of every head, (H, B, K)."""
         made = [stack(main, features) for stack in self.stacks]
-        return torch.cat([one if one.ndim == 3 else one[None] for one in made])[self.order]
+        return self.in_order([one if one.ndim == 3 else one[None] for one in made])
+
+    def in_order(self, parts: Sequence[Tensor]) -> Tensor:
+        """What each stack gives for its heads, (heads of the stack, ...), as one tensor (H, ...)."""
+        return torch.cat(list(parts))[self.order] if len(parts) > 1 else parts[0]
 
     def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
         """Update the moments of what the heads read with a calibration batch that is `fine`."""

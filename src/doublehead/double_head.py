@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from doublehead.calibration_data import (
     BATCH_SIZE,
     N_FOLDS,
     Endless,
     ToPair,
+    are_tensors,
     as_batches,
     fold_of,
     length_of,
@@ -37,10 +39,19 @@ from doublehead.calibration_data import (
 from doublehead.calibration_head import PAPER, CalibrationHead, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
 from doublehead.network import LogitsOf, Outputs, Reader, Readings, with_logits
-from doublehead.torch_tools import Randomness, device_of, evaluating, n_processes, rank, uncompiled, unwrapped
+from doublehead.torch_tools import (
+    Randomness,
+    device_of,
+    evaluating,
+    from_every_process,
+    meet,
+    n_processes,
+    rank,
+    uncompiled,
+    unwrapped,
+)
 
-OPINION = replace(PAPER, hidden=256, dropout=0.5)  # smaller than the paper's head: each sees 4/5 of the data
-SECOND_OPINION = tuple(replace(OPINION, fold=fold, seed=fold) for fold in range(N_FOLDS))
+MAX_HIDDEN = 256  # of the heads of the second opinion, which is otherwise that of the paper's head
 PATIENCE = 20  # calibration steps in a row that may fail before the heads' training is given up
 MAX_SAMPLES = 20_000  # read from calibration data that does not know its length and may be endless
 
@@ -100,16 +111,21 @@ class DoubleHead:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if isinstance(network, Calibrated):
             raise TypeError("network must be a plain classifier, got a Calibrated: give its .network")
+        meet("DoubleHead")
         self.network, self.calib_data, self.augment = network, calib_data, augment
         self.to_pair, self.every, self.steps, self.seed = to_pair, every, steps, seed
         self.batch_size = batch_size
         device = device_of(network)
-        self._randomness = Randomness(seed + rank(), device)
         batches = as_batches(calib_data, batch_size, shuffle=True)
+        only_torch = are_tensors(batches) and augment is None and to_pair is None
+        self._randomness = Randomness(seed + rank(), device, only_torch)
         with self._randomness.swapped_in():
             first = unpack(_first(batches), device, to_pair)
             self.reader = Reader(network, first, layer=layer, logits_of=logits_of, outputs=outputs)
-        specs = (heads,) if isinstance(heads, HeadSpec) else tuple(SECOND_OPINION if heads is None else heads)
+        self._is_opinion = heads is None
+        if heads is None:
+            heads = second_opinion(self.reader.n_features)
+        specs = (heads,) if isinstance(heads, HeadSpec) else tuple(heads)
         self.bank = HeadBank(self.reader.n_features, self.reader.n_classes, specs).to(device)
         self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
         self._batches = Endless(batches, self._randomness)
@@ -206,15 +222,17 @@ class DoubleHead:
         """Network and calibration as one module, in evaluation mode; the network itself is left as it is.
 
         The paper's head answers as it was trained. The second opinion is judged on all calibration data and
-        pooled with the staged head where that is better; `options` are those of `calibrate`.
+        pooled with the staged head where that is better; `options` are those of `calibrate`. Where several processes
+        train together, all call it, or one does with `alone=True`.
         """
         if len(self.bank.specs) == 1:
+            options.pop("alone", None)  # nothing is fitted, so no process needs another
             if options:
                 raise TypeError(f"a single head is used as trained: finish takes no {sorted(options)} then")
             reader = copy.copy(self.reader)
             reader.network = unwrapped(self.network)
             return Calibrated(reader.network, self.bank.take(0), reader).eval()
-        if self.bank.specs != SECOND_OPINION:
+        if not self._is_opinion:
             raise ValueError(
                 "finish needs one head or the second opinion; take others with double.bank.take(number)"
             )
@@ -290,6 +308,31 @@ class Calibrated(nn.Module):
             calibrated: Tensor = self.head(main, features, **options)
             return calibrated.float().log_softmax(-1)
 
+    @torch.no_grad()
+    def report(
+        self, data: Any, path: str | Path | None = None, *, to_pair: ToPair | None = None, **options: Any
+    ) -> Any:
+        """Measure on test data: `Summaries` of the network, of a temperature where one was fitted, and calibrated.
+
+        `print` shows NLL, ECE, its floor and accuracy of each. With `path`, an .html file, the page of
+        `doublehead.report` is written too; `options` are its options.
+        """
+        from doublehead.audit import summaries
+
+        with evaluating(self):
+            readings = read(self.reader, data, to_pair)
+            parts = (readings.logits, readings.features, readings.numbers)
+            rows = zip(*(part.split(BATCH_SIZE) for part in parts))
+            calib = torch.cat([self.calibrated(*some) for some in rows])
+        outputs, temperature = {"network": readings.logits}, getattr(self.head, "temperature_", None)
+        if temperature is not None:
+            outputs["temperature"] = readings.logits / temperature
+        return summaries({**outputs, "calibrated": calib}, readings.labels, path, **options)
+
+    def extra_repr(self) -> str:
+        """What was chosen, for print(model)."""
+        return str(getattr(self.head, "choice", None) or "")
+
     def save(self, path: str | Path) -> Path:
         """Write weights and calibration into the folder `path`; `doublehead.load(path, network)` brings both back."""
         from doublehead.saving import save
@@ -307,12 +350,29 @@ class Calibrated(nn.Module):
         return export_model(self, path, example, to, **options)  # type: ignore[arg-type]
 
 
-def read(reader: Reader, data: Any, to_pair: ToPair | None = None) -> Readings:
-    """Run the network over calibration data once, or over enough of it where it has no length and may be endless."""
+def second_opinion(n_features: int) -> list[HeadSpec]:
+    """The paper's head five times, each blind to another fold of the calibration data."""
+    spec = replace(PAPER, hidden=max(1, min(MAX_HIDDEN, n_features // 2)), dropout=0.5)
+    return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
+
+
+def read(reader: Reader, data: Any, to_pair: ToPair | None = None, alone: bool = False) -> Readings:
+    """Run the network over calibration data once, or over enough of it where it has no length and may be endless.
+
+    Where a DistributedSampler deals the samples out to several processes, all get those of all, each sample once;
+    a process that is `alone` in calling this gets its own.
+    """
     batches: Iterable[Any] = as_batches(data)
-    if length_of(batches):
-        return reader.read(batches, to_pair=to_pair)
-    return reader.read(until_repeated(batches, to_pair), to_pair=to_pair, max_samples=MAX_SAMPLES)
+    if not length_of(batches):
+        return reader.read(until_repeated(batches, to_pair), to_pair=to_pair, max_samples=MAX_SAMPLES)
+    own, sampler = reader.read(batches, to_pair=to_pair), getattr(batches, "sampler", None)
+    if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
+        return own
+    n = len(
+        range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas)
+    )  # more are there to fill up
+    shares = from_every_process(tuple(part[:n].cpu() for part in own))
+    return Readings(*(torch.cat(parts).to(own.labels.device) for parts in zip(*shares)))
 
 
 def _first(batches: Iterable[Any]) -> Any:

@@ -7,19 +7,19 @@ Everything stays on the device: the network's next step need not wait for the he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from doublehead.calibration_head import HeadBank
 from doublehead.torch_tools import AsyncFlags, average_over_processes, same_on_all_processes
 
 MOMENTUM = 0.9
-WORSE_THAN_GUESSING = (
-    10  # times: a network whose BatchNorm averages are not there yet; such batches teach nothing
-)
+WORSE_THAN_GUESSING = 10  # times: the averages of its BatchNorm are not there yet; such batches teach nothing
+IGNORED = -100  # stands for labels that are no class
 
 
 class HeadTraining:
@@ -48,7 +48,12 @@ class HeadTraining:
         self.lr = torch.tensor(lr, device=device, dtype=torch.float32)  # (H,) peak rates
         blind = [-1 if spec.fold is None else spec.fold for spec in bank.specs]
         self.blind = torch.tensor(blind, device=device)[:, None]  # (H, 1) the fold that each head never sees
-        self.velocity = [torch.zeros_like(p) for p in bank.parameters()]
+        self._stacks = [list(stack.parameters()) for stack in bank.stacks]
+        self._sizes = [[p[0].numel() for p in parameters] for parameters in self._stacks]
+        self._rows = [_rows(numbers) for numbers in bank.members]  # the heads of each stack
+        shapes = [(len(some), sum(sizes)) for some, sizes in zip(bank.members, self._sizes)]
+        self.velocity = [torch.zeros(shape, device=device) for shape in shapes]
+        self._gradients = [torch.zeros(shape, device=device) for shape in shapes]  # kept: new memory is slow
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.beta: Tensor | None = None  # (H,) of the last step
         self.skipped = self.skipped_in_a_row = 0  # steps in which no head had a finite loss
@@ -58,28 +63,26 @@ class HeadTraining:
     def step(self, main: Tensor, features: Tensor, labels: Tensor, folds: Tensor, progress: float) -> Tensor:
         """One step of every head on a batch, at `progress` of the epoch; the heads' losses (H,)."""
         n_classes = main.shape[-1]
-        valid = (labels >= 0) & (labels < n_classes)
-        labels = labels.clamp(0, n_classes - 1)
+        valid = labels == labels.clamp(0, n_classes - 1)
+        labels = torch.where(valid, labels, IGNORED)
         sees = ((folds != self.blind) & valid).float()  # (H, B)
-        n_seen = average_over_processes(
-            sees.sum(1, keepdim=True)
-        )  # so that several processes do what one would
-        weights = sees / n_seen.clamp(min=1.0)
-        own = average_over_processes((nll(main.float(), labels) * valid).mean())
+        n_seen = average_over_processes(sees.sum(1))  # so that several processes do what one would
+        own = average_over_processes(F.cross_entropy(main.float(), labels, ignore_index=IGNORED))
         sane = own < WORSE_THAN_GUESSING * math.log(n_classes)
         self.bank.follow(main, features, sane)
         beta = anneal(self.beta0, progress)  # (H,)
         with torch.enable_grad():
-            losses = (nll(beta[:, None, None] * self.bank(main, features), labels) * weights).sum(-1)  # (H,)
-            losses.sum().backward()
-        losses = average_over_processes(losses.detach())
-        for parameter in self.bank.parameters():
-            assert parameter.grad is not None
-            average_over_processes(parameter.grad)
-        norms = self._norms()
-        fine = torch.isfinite(losses) & torch.isfinite(norms)
+            scaled = (beta[:, None, None] * self.bank(main, features)).flatten(0, 1)  # (H * B, K)
+            nlls = F.cross_entropy(scaled, labels.repeat(len(beta)), reduction="none", ignore_index=IGNORED)
+            losses = (nlls.view_as(sees) * sees).sum(1) / n_seen.clamp(min=1.0)  # (H,)
+            found = torch.autograd.grad(losses.sum(), [p for parameters in self._stacks for p in parameters])
+        losses, rest = average_over_processes(losses.detach()), iter(found)
+        for parameters, flat in zip(self._stacks, self._gradients):
+            torch.cat([next(rest).flatten(1) for _ in parameters], 1, out=flat)
+            average_over_processes(flat)
+        norms = self.bank.in_order([torch.linalg.vector_norm(one, dim=1) for one in self._gradients])
+        fine = torch.isfinite(losses + norms)  # neither is negative
         self._move(fine & sane, (self.clip / norms).clamp(max=1.0))
-        self.bank.zero_grad(set_to_none=True)
         self.grad_norms, self.beta = norms, beta
         self._flags.send(fine.any())
         return losses
@@ -90,33 +93,22 @@ class HeadTraining:
             self.skipped += not fine
             self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
 
-    def _stacks(self) -> Iterator[tuple[list[torch.nn.Parameter], Tensor]]:
-        for stack, numbers in zip(self.bank.stacks, self.bank.members):
-            yield list(stack.parameters()), torch.tensor(numbers, device=self.lr.device)
-
-    def _norms(self) -> Tensor:
-        """(H,) the 2-norm of each head's gradient."""
-        squares = [
-            sum(p.grad.flatten(1).square().sum(1) for p in parameters if p.grad is not None)
-            for parameters, _ in self._stacks()
-        ]
-        return torch.cat(squares)[self.bank.order].sqrt()  # type: ignore[arg-type]
-
     @torch.no_grad()
     def _move(self, fine: Tensor, shrink: Tensor) -> None:
         """Nesterov SGD for the heads that are fine, (H,), with gradients times `shrink`, (H,)."""
-        shrink = torch.where(fine, shrink, 0.0)  # a gradient that is not finite has no size to shrink by
-        rate = self.lr * self.schedule.now() * fine
-        velocities = iter(self.velocity)
-        for parameters, rows in self._stacks():
-            for parameter in parameters:
-                velocity, shape = next(velocities), [-1, *[1] * (parameter.ndim - 1)]
-                own_fine, own_shrink, own_rate = (value[rows].view(shape) for value in (fine, shrink, rate))
-                # A head that is not fine: no gradient, momentum 1 and rate 0, so nothing of it changes.
-                gradient = torch.where(own_fine, parameter.grad, 0.0).mul_(own_shrink)  # type: ignore[arg-type]
-                gradient.add_(parameter, alpha=self.weight_decay).mul_(own_fine)
-                velocity.mul_(torch.where(own_fine, MOMENTUM, 1.0)).add_(gradient)
-                parameter.addcmul_(gradient.add_(velocity, alpha=MOMENTUM), own_rate, value=-1)
+        moves = fine.float()  # 0 for a head that is not fine: no gradient, momentum 1 and rate 0
+        rate, momentum, broken = moves * self.lr * self.schedule.now(), 1 - (1 - MOMENTUM) * moves, ~fine
+        for parameters, sizes, rows, gradient, velocity in zip(
+            self._stacks, self._sizes, self._rows, self._gradients, self.velocity
+        ):
+            gradient.mul_(shrink[rows, None]).masked_fill_(broken[rows, None], 0.0)
+            parts = gradient.split(sizes, 1)
+            for parameter, part in zip(parameters, parts):
+                part.addcmul_(parameter.flatten(1), moves[rows, None], value=self.weight_decay)
+            velocity.mul_(momentum[rows, None]).add_(gradient)
+            gradient.add_(velocity, alpha=MOMENTUM).mul_(rate[rows, None])
+            for parameter, part in zip(parameters, parts):
+                parameter.sub_(part.view_as(parameter))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on: weights, moments, velocities, schedule, counts."""
@@ -185,7 +177,7 @@ def anneal(beta0: B0, progress: float) -> B0:
     return 1 + (beta0 - 1) * (1 - progress)
 
 
-def nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """The negative log-likelihood of each sample for logits (..., B, K) and labels (B,)."""
-    at_labels = logits.gather(-1, labels.expand(logits.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-    return logits.logsumexp(-1) - at_labels
+def _rows(numbers: list[int]) -> slice | list[int]:
+    """Some of the heads as an index: a slice where that is possible, which copies nothing."""
+    within = range(numbers[0], numbers[-1] + 1)
+    return slice(within.start, within.stop) if numbers == list(within) else numbers

@@ -28,13 +28,17 @@ WEIGHTS, HEADER = "model.safetensors", "doublehead"
 
 
 def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
-    """Write network, calibration and guard into the folder `path`; returns the file."""
+    """Write network, calibration and guard into the folder `path`; returns the file.
+
+    The weights of a network that FSDP has sharded are put together, for which all processes must call this.
+    """
     facts = describe(model)
     # Copies in plain memory order: shared tensors and those of channels_last networks are refused otherwise.
     plain = torch.contiguous_format
-    tensors = {
-        name: value.detach().cpu().clone(memory_format=plain) for name, value in model.state_dict().items()
+    whole = {
+        name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()
     }
+    tensors = {name: value.detach().cpu().clone(memory_format=plain) for name, value in whole.items()}
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     with replacing(path / WEIGHTS) as file:

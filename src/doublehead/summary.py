@@ -20,6 +20,7 @@ from torch import Tensor
 
 from doublehead import metrics
 from doublehead.bins import UNIT, Bins
+from doublehead.calibrators.choose import Scores, score_table
 from doublehead.curves import ClassGaps, class_gaps_of, predicted_bins, reliability
 from doublehead.metrics import Floor, Interval, fine_bins
 from doublehead.optional import require
@@ -401,6 +402,19 @@ def check_groups(groups: Mapping[str, Any]) -> None:
         raise TooManyGroups(
             f"by must have at most {MAX_GROUPS} different values, got more, such as {next(iter(groups))!r}"
         )
+
+
+class Summaries(dict[str, Summary]):
+    """Summaries by name; `print` shows the usual numbers of each in one line, `side_by_side` shows all."""
+
+    def __str__(self) -> str:
+        rows = {
+            name: Scores(*(one.values[key] for key in ("nll", "ece", "ece_floor", "accuracy")))
+            for name, one in self.items()
+        }
+        return score_table(rows)
+
+    __repr__ = __str__
 
 
 def side_by_side(summaries: Mapping[str, Summary], *, meanings: bool = False) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,12 +30,22 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+# By name, so that nothing is imported: the wrappers of torch, Fabric, timm and torchvision keep the user's in `module`.
+WRAPPERS = {
+    "DistributedDataParallel",
+    "DataParallel",
+    "_FabricModule",
+    "AveragedModel",
+    "ModelEmaV2",
+    "ModelEmaV3",
+}
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel, Fabric and torch.compile wrappers."""
-    wrappers = ("DistributedDataParallel", "DataParallel", "_FabricModule")
+    """The user's own module inside wrappers for processes, averaged weights and torch.compile."""
     while True:
         inner = uncompiled(model)
-        if inner is model and type(model).__name__ in wrappers:
+        if inner is model and any(cls.__name__ in WRAPPERS for cls in type(model).__mro__):
             inner = model.module  # type: ignore[assignment]
         if inner is model:
             return model
@@ -41,7 +54,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; each module gets back the mode it had."""
+    """Evaluation mode inside the block; each module gets back the mode it had, and what FSDP gathered is sharded."""
     training = [module for model in models for module in model.modules() if module.training]
     for module in training:
         object.__setattr__(module, "training", False)  # ten times faster than nn.Module's own way
@@ -50,6 +63,11 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             object.__setattr__(module, "training", True)
+        for model in models:
+            if hasattr(
+                model, "reshard"
+            ):  # a forward without a backward leaves the weights of FSDP2's root gathered
+                model.reshard()  # type: ignore[operator]
 
 
 class StaysFloat32(nn.Module):
@@ -79,22 +97,29 @@ def one_thread() -> Iterator[None]:
 
 
 class Randomness:
-    """A second set of random number generators (torch, CUDA, numpy, Python) to swap in."""
+    """A second set of random number generators (torch, CUDA, numpy, Python) to swap in.
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.device = device
+    With `only_torch` numpy's and Python's are left alone: swapping numpy's takes longer than a small network's step.
+    """
+
+    def __init__(self, seed: int, device: torch.device, only_torch: bool = False) -> None:
+        self.device, self.only_torch = device, only_torch
         with seeded(seed, device):
-            self.state = get_random(device)
+            self.state = self.now()
+
+    def now(self) -> dict[str, Any]:
+        """The state of the generators that are in use at present."""
+        return get_random(self.device, self.only_torch)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Draw from this set inside the block; afterwards the caller's generators are as they were."""
-        theirs = get_random(self.device)
+        theirs = self.now()
         set_random(self.state, self.device)
         try:
             yield
         finally:
-            self.state = get_random(self.device)
+            self.state = self.now()
             set_random(theirs, self.device)
 
 
@@ -115,24 +140,27 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         set_random(theirs, device)
 
 
-def get_random(device: torch.device) -> dict[str, Any]:
+def get_random(device: torch.device, only_torch: bool = False) -> dict[str, Any]:
     """The state of all generators in types that torch.load(weights_only=True) accepts."""
-    name, words, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    state["numpy"] = (name, torch.from_numpy(np.asarray(words, np.int64)), *rest)
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    if not only_torch:
+        name, words, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+        state["numpy"] = (name, torch.from_numpy(np.asarray(words, np.int64)), *rest)
+        state["python"] = random.getstate()
     return state
 
 
 def set_random(state: Mapping[str, Any], device: torch.device) -> None:
     """Put the generators into a state that `get_random` returned."""
-    random.setstate(state["python"])
-    name, words, *rest = state["numpy"]
-    np.random.set_state((name, words.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    if "python" in state:
+        name, words, *rest = state["numpy"]
+        np.random.set_state((name, words.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
+        random.setstate(state["python"])
 
 
 # --- flags from the device
@@ -169,6 +197,9 @@ class AsyncFlags:
 
 # --- several processes
 
+WARN_WAIT, MAX_WAIT = 10.0, 600.0  # seconds that a process waits for the others
+_meetings: Counter[str] = Counter()
+
 
 def n_processes() -> int:
     """How many processes train together."""
@@ -178,6 +209,32 @@ def n_processes() -> int:
 def rank() -> int:
     """The number of this process."""
     return dist.get_rank() if n_processes() > 1 else 0
+
+
+def meet(what: str) -> None:
+    """Wait for all processes; a warning after a while, and an error where one of them does not come.
+
+    The wait goes through the group's store, so a process that is at another collective meanwhile is not disturbed.
+    """
+    if n_processes() == 1:
+        return
+    _meetings[what] += 1
+    store, name = dist.distributed_c10d._get_default_store(), f"doublehead/{what}/{_meetings[what]}"
+    store.set(f"{name}/{rank()}", "here")
+    missing = {number for number in range(n_processes()) if number != rank()}
+    began = warned = time.monotonic()
+    while missing := {number for number in missing if not store.check([f"{name}/{number}"])}:
+        waited = time.monotonic() - began
+        text = (
+            f"{what} must be called by all {n_processes()} processes, got no call from {sorted(missing)} "
+            f"in {waited:.0f} seconds"
+        )
+        if waited > MAX_WAIT:
+            raise RuntimeError(text)
+        if waited > WARN_WAIT and warned == began:
+            warned = time.monotonic()
+            warnings.warn(text, stacklevel=4)
+        time.sleep(0.01)
 
 
 def from_every_process(value: Any) -> list[Any]:

@@ -4,17 +4,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from doublehead import metrics
+from doublehead.predictions import Predictions
+
 MARGIN = 1.0  # standard errors by which a candidate must beat the best baseline
+
+
+class Scores(NamedTuple):
+    """The numbers of some predictions that are shown side by side before and after calibration."""
+
+    nll: float
+    ece: float
+    ece_floor: float  # mean ECE of a perfectly calibrated model with the same confidences
+    accuracy: float
+
+    @classmethod
+    def of(cls, p: Predictions) -> Scores:
+        """Of predictions in memory."""
+        return cls(metrics.nll(p), float(metrics.ece(p)), metrics.ece_floor(p).mean, metrics.accuracy(p))
+
+
+def score_table(rows: Mapping[str, Scores]) -> str:
+    """One line for each of the named scores.
+
+    >>> print(score_table({"none": Scores(0.5, 0.041, 0.008, 0.84)}))
+             NLL     ECE   floor  accuracy
+    none  0.5000   4.10%   0.80%    84.00%
+    """
+    width = max(map(len, rows))
+    lines = [f"{'':{width}}  {'NLL':>6}  {'ECE':>6}  {'floor':>6}  accuracy"]
+    for name, (nll, ece, floor, accuracy) in rows.items():
+        lines.append(f"{name:{width}}  {nll:6.4f}  {ece:6.2%}  {floor:6.2%}  {accuracy:8.2%}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Choice:
     """What was chosen, and the held-back NLL of every candidate.
+
+    `print(choice)` also shows `scores` where they were computed: of no calibration, of a temperature and of what was
+    chosen, on the same held-back samples.
 
     `gain` is how much lower the chosen NLL is than that of `baseline`, the best of the baselines, and `gain_error`
     the standard error of that difference, sample by sample.
@@ -27,6 +62,7 @@ class Choice:
     gain_error: float
     n: int
     notes: dict[str, str]  # by candidate: what went wrong
+    scores: dict[str, Scores] = field(default_factory=dict)
 
     @property
     def nll(self) -> float:
@@ -35,9 +71,9 @@ class Choice:
 
     def __str__(self) -> str:
         text = f"{self.chosen}: held-back NLL {self.nll:.4f} on {self.n:,} samples"
-        if self.chosen == self.baseline:
-            return text
-        return f"{text}, {self.gain:.4f} (+- {self.gain_error:.4f}) below {self.baseline}"
+        if self.chosen != self.baseline:
+            text += f", {self.gain:.4f} (+- {self.gain_error:.4f}) below {self.baseline}"
+        return f"{text}\n{score_table(self.scores)}" if self.scores else text
 
 
 def choose(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.functional import normalize
 
 from doublehead.calibration_head import MIN_LOGIT, feature_numbers, scale_logits, statistics
 from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.choose import Choice, choose, stratified_folds
+from doublehead.calibrators.choose import Choice, Scores, choose, stratified_folds
 from doublehead.calibrators.maps import keep_top
 from doublehead.predictions import Predictions
 from doublehead.torch_tools import one_thread, seeded
@@ -314,7 +315,9 @@ class _Fit:
                 nlls[self._name(sequences[-1])] = self._nll(sequences[-1])
         choice = choose(nlls, ["temperature"], MARGIN)
         chosen = next(sequence for sequence in ((), *sequences) if self._name(sequence) == choice.chosen)
-        self.head.choice = choice
+        shown = dict.fromkeys(((), base, chosen))
+        scores = {self._name(some): Scores.of(Predictions(self._kept(some), self.labels)) for some in shown}
+        self.head.choice = replace(choice, scores=scores)
         return self._parameters(chosen)
 
     def _sequences(self) -> list[tuple[str, ...]]:
@@ -345,10 +348,13 @@ class _Fit:
         return True
 
     def _nll(self, sequence: tuple[str, ...]) -> Tensor:
-        """(N,) of cross-fitted outputs; with the network's predictions kept where they are."""
+        """(N,) of cross-fitted outputs."""
+        return _nlls(self._kept(sequence), self.labels)
+
+    def _kept(self, sequence: tuple[str, ...]) -> Tensor:
+        """Cross-fitted outputs (N, K), with the network's predictions kept where they are."""
         z = self.found[sequence][0]
-        z = keep_top(z, self.logits) if self.head.keep == "predictions" else z
-        return _nlls(z, self.labels)
+        return keep_top(z, self.logits) if self.head.keep == "predictions" else z
 
     def _parameters(self, chosen: tuple[str, ...]) -> Params:
         one, k = self.logits.new_ones(()), self.k

@@ -18,6 +18,7 @@ import doublehead
 from doublehead import calibrators
 from doublehead.atomic import replacing
 from doublehead.calibrators import CALIBRATORS, Calibrator
+from doublehead.calibrators.choose import score_table
 from doublehead.cli import options
 from doublehead.cli.output import UserError, notes, progress, show, show_guesses, told_to_user
 from doublehead.files.formats import TableError
@@ -163,6 +164,9 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
     learned = calibrator.in_words()
     why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
+    if isinstance(calibrator, calibrators.Head) and calibrator.choice is not None:
+        facts["held_back"] = {name: one._asdict() for name, one in calibrator.choice.scores.items()}
+        why += f"\nHeld back, by cross-fitting:\n{score_table(calibrator.choice.scores)}"
     return Fitted(method, calibrator, why, known.n_classes, facts)
 
 

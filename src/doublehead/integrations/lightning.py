@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from doublehead.double_head import Calibrated, DoubleHead, Heads, read
 from doublehead.integrations.trackers import log_reliability
 from doublehead.integrations.watch import Watch, double_head_options
 from doublehead.optional import require
+from doublehead.saving import describe, rebuild
 from doublehead.torch_tools import device_of, evaluating, from_every_process, n_processes, seeded
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
 rank_zero_info: Any = require("lightning.pytorch.utilities.rank_zero", extra="lightning").rank_zero_info
 Wrapper: Any = require("lightning.fabric.utilities.distributed", extra="lightning").DistributedSamplerWrapper
+
+FITTED = "calibration"  # the entry of the callback's state that holds what was fitted at the end
 
 
 class DoubleHeadCallback(Callback):  # type: ignore[misc]
@@ -260,12 +264,45 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The heads, the state of their training and the position in the calibration data."""
-        return self._loaded or ({} if self.double is None else self.double.state_dict())
+        """The heads, the state of their training, the position in the calibration data; the calibration once fitted."""
+        if self._loaded or self.double is None:
+            return self._loaded
+        model, fitted = self._model, {}
+        if model is not None and self.settled and model.reader.logits_of is None:
+            weights = {
+                name: value for name, value in model.state_dict().items() if not name.startswith("network.")
+            }
+            fitted = {FITTED: {"facts": describe(model), "weights": weights}}
+        return {**self.double.state_dict(), **fitted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Kept until there is a DoubleHead to load it."""
         self._loaded = dict(state_dict)
+
+
+def load_calibrated(
+    path: str | Path, module_class: Any, *, classifier: str | None = None, **options: Any
+) -> Any:
+    """`module_class.load_from_checkpoint(path)` with its calibration: in evaluation mode it answers calibrated.
+
+    The checkpoint is one that `trainer.save_checkpoint` wrote after `fit`. Checkpoints of earlier epochs hold no
+    calibration: `trainer.test(ckpt_path=...)` fits one, or `doublehead.calibrate` does. `options` go to
+    `load_from_checkpoint`.
+    """
+    module = module_class.load_from_checkpoint(path, **options)
+    trusted = not options.get("weights_only", False)
+    states = (
+        torch.load(path, map_location=module.device, weights_only=not trusted).get("callbacks", {}).values()
+    )
+    fitted = next((state[FITTED] for state in states if isinstance(state, dict) and FITTED in state), None)
+    if fitted is None:
+        raise ValueError(
+            f"{path} must be a checkpoint that was saved after fit with DoubleHeadCallback, got another"
+        )
+    model: Calibrated = rebuild(find_classifier(module, classifier), fitted["facts"])
+    model.load_state_dict(fitted["weights"], strict=False)  # the network's are there already
+    Attachment(model.network, model.reader, model.to(module.device).eval().calibrated)
+    return module.eval()
 
 
 def key_of_weights(model: nn.Module) -> int:

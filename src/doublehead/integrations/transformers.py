@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from doublehead.attach import Attachment
 from doublehead.calibration_data import check_disjoint
-from doublehead.calibration_head import HeadSpec
 from doublehead.calibrators.head import Head
-from doublehead.double_head import SECOND_OPINION, Calibrated, DoubleHead, Heads
+from doublehead.double_head import Calibrated, DoubleHead, Heads
 from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
-from doublehead.integrations.watch import Watch
+from doublehead.integrations.watch import Watch, double_head_options
 from doublehead.network import Reader
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild, under
@@ -36,6 +36,7 @@ logger = require("transformers.utils.logging", extra="transformers").get_logger(
 TrainerCallback: Any = require("transformers.trainer_callback", extra="transformers").TrainerCallback
 PART = "calibration_head"  # the name of the calibration inside the model, and so of its weights in the file
 FACTS = "doublehead"  # the entry of config.json that describes it
+BESIDE_ADAPTER = "calibration_head.safetensors"  # the file beside an adapter that holds both
 STATE = "doublehead.pt"  # the file of a checkpoint that holds the state of the companion
 PLACE = ("rank", "randomness", "batches")  # what each process has of its own in the state of a DoubleHead
 
@@ -62,8 +63,11 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         n_bins: int = 15,
         **options: Any,
     ) -> None:
-        _check_options(calib_data, options)
-        self.calib_data, self.options = calib_data, options
+        if options.get("logits_of") is not None:
+            raise TypeError(
+                "logits_of must not be given: a model of transformers returns an object with `logits`"
+            )
+        self.calib_data, self.options = calib_data, double_head_options(options)
         self.figure, self.n_bins = figure, n_bins
         self.double: DoubleHead | None = None
         self._model: Calibrated | None = None
@@ -188,19 +192,6 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             self._seen = heads, labels
 
 
-def _check_options(calib_data: Any, options: dict[str, Any]) -> None:
-    """Errors that would otherwise come when training begins, or when it ends."""
-    inspect.signature(DoubleHead).bind(None, calib_data, follow=None, **options)
-    if options.get("logits_of") is not None:
-        raise TypeError(
-            "logits_of must not be given: a model of transformers returns an object with `logits`"
-        )
-    heads: Any = options.get("heads")
-    several = heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1
-    if several and tuple(heads) != SECOND_OPINION:
-        raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
-
-
 def _check_classifier(model: nn.Module) -> None:
     if not hasattr(getattr(model, "config", None), "num_labels"):
         raise TypeError(
@@ -225,27 +216,44 @@ def attach(model: nn.Module, calibrated: Calibrated) -> Attachment:
     The `logits` of its outputs are then normalised log-probabilities. The model keeps its class, its weights' names and
     its config. It gains the submodule `calibration_head` and the config entry `doublehead`, which
     `save_pretrained` saves. The callback does this at the end of training; for a trained model it is
-    `attach(model, calibrate(model, calib_loader))`. `model` may also be what PEFT's `merge_and_unload` made of the
-    network.
+    `attach(model, calibrate(model, calib_loader))`. A PEFT model saves the calibration beside its adapter, and
+    what its `merge_and_unload` returns carries it too.
     """
     _check_classifier(model)
     if calibrated.reader.views:
         raise ValueError("calibrated must have no views to be attached: the model runs once on its inputs")
     if calibrated.network is not model:
         calibrated = _moved(calibrated, model)
-    facts = describe(calibrated)
+    facts, inner = describe(calibrated), _base(model)
     detach(model)
-    setattr(model.config, FACTS, facts)
+    if inner is not model:  # the names that the layers have once the adapter is merged
+        facts["layer"] = re.sub(r"^base_model\.model\.|\.modules_to_save\.\w+$", "", facts["layer"])
+        model.save_pretrained = MethodType(_save_beside_adapter, model)  # type: ignore[assignment]
+    setattr(inner.config, FACTS, facts)
     part = CalibrationPart(calibrated).to(device_of(model)).requires_grad_(False).train(model.training)
-    model.add_module(PART, part)
+    inner.add_module(PART, part)
     calibrated.register_state_dict_post_hook(_without_part)  # type: ignore[no-untyped-call]
-    attachment = Attachment(model, calibrated.reader, calibrated.calibrated)
-    object.__setattr__(model, "_doublehead", attachment)
-    if hasattr(model, "peft_config"):
-        logger.warning(
-            "an adapter is saved without the calibration: merge it, attach the calibration to the result and save that"
-        )
+    # PEFT calls the inner model's forward past its hooks, so these wait for the merge.
+    for one in [model] if inner is model else [inner, model]:
+        attachment = Attachment(one, calibrated.reader, calibrated.calibrated)
+        object.__setattr__(one, "_doublehead", attachment)
     return attachment
+
+
+def _base(model: nn.Module) -> nn.Module:
+    """The model that `merge_and_unload` of a PEFT model returns; any other model itself."""
+    get: Any = getattr(model, "get_base_model", None)
+    return model if get is None else get()
+
+
+def _save_beside_adapter(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
+    """PEFT's `save_pretrained`, and the calibration in a file of its own."""
+    type(model).save_pretrained(model, save_directory, *args, **options)
+    if options.get("is_main_process", True):
+        inner, library = _base(model), require("safetensors.torch", extra="transformers")
+        weights = {name: value.contiguous() for name, value in getattr(inner, PART).state_dict().items()}
+        header = {FACTS: json.dumps(getattr(inner.config, FACTS))}
+        library.save_file(weights, Path(save_directory) / BESIDE_ADAPTER, header)
 
 
 def _moved(calibrated: Calibrated, model: nn.Module) -> Calibrated:
@@ -265,19 +273,24 @@ def _moved(calibrated: Calibrated, model: nn.Module) -> Calibrated:
 
 def _without_part(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """The state of a Calibrated names its calibration once, not a second time inside its network."""
-    for name in under(state, f"{prefix}network.{PART}."):
-        del state[f"{prefix}network.{PART}.{name}"]
+    for name in [name for name in state if name.startswith(f"{prefix}network.") and f".{PART}." in name]:
+        del state[name]
 
 
 def detach(model: nn.Module) -> None:
     """Take off again what `attach` attached; a model without a calibration stays as it is."""
-    attachment, config = attached_to(model), getattr(model, "config", None)
+    inner = _base(model)
+    config = getattr(model, "config", None)
     if hasattr(config, FACTS):
         delattr(config, FACTS)
-    if attachment is not None:
-        attachment.detach()
-        delattr(model, PART)
-        delattr(model, "_doublehead")
+    if hasattr(inner, PART):
+        delattr(inner, PART)
+    model.__dict__.pop("save_pretrained", None)
+    for one in {inner, model}:
+        attachment = attached_to(one)
+        if attachment is not None:
+            attachment.detach()
+            delattr(one, "_doublehead")
 
 
 def attached_to(model: nn.Module) -> Attachment | None:
@@ -289,30 +302,41 @@ def attached_to(model: nn.Module) -> Attachment | None:
 def load_calibrated(path: str | Path, model_class: Any = None, **options: Any) -> Any:
     """A model that was saved with its calibration, in evaluation mode; give it to a pipeline as it is.
 
-    `path` is a folder that `save_model` or `save_pretrained` wrote. `model_class` is needed where the model's class is
-    not part of transformers. `options` go to its `from_pretrained`.
+    `path` is a folder that `save_model` or `save_pretrained` wrote; an adapter of PEFT is merged into its base model.
+    `model_class` is needed where the model's class is not part of transformers. `options` go to `from_pretrained`.
     """
     transformers = require("transformers", extra="transformers")
     path = Path(path)
-    config = transformers.AutoConfig.from_pretrained(path)
-    facts, weights = getattr(config, FACTS, None), _part_weights(path)
-    if facts is None or not weights:
-        raise ValueError(
-            f"{path} must hold a model that was saved with its calibration, got one without: "
-            f"no entry {FACTS!r} in its config.json or no {PART!r} among its weights"
-        )
-    cls = model_class or getattr(transformers, config.architectures[0])
-    logger = transformers.utils.logging
-    before = logger.get_verbosity()
-    logger.set_verbosity_error()  # the weights of the calibration are not unexpected here
-    try:
-        model = cls.from_pretrained(path, **options)
-    finally:
-        logger.set_verbosity(before)
+    facts: Any
+    if (path / BESIDE_ADAPTER).exists():
+        facts, weights = _read_beside_adapter(path / BESIDE_ADAPTER)
+        cls: Any = require("peft", extra="transformers").AutoPeftModelForSequenceClassification
+        model = cls.from_pretrained(path, num_labels=facts["n_classes"], **options).merge_and_unload()
+    else:
+        config = transformers.AutoConfig.from_pretrained(path)
+        facts, weights = getattr(config, FACTS, None), _part_weights(path)
+        if facts is None or not weights:
+            raise ValueError(
+                f"{path} must hold a model that was saved with its calibration, got one without: "
+                f"no entry {FACTS!r} in its config.json or no {PART!r} among its weights"
+            )
+        cls = model_class or getattr(transformers, config.architectures[0])
+        before = transformers.utils.logging.get_verbosity()
+        transformers.utils.logging.set_verbosity_error()  # the weights of the calibration are not unexpected here
+        try:
+            model = cls.from_pretrained(path, **options)
+        finally:
+            transformers.utils.logging.set_verbosity(before)
     calibrated = rebuild(model, facts)
     CalibrationPart(calibrated).load_state_dict(weights)
     attach(model, calibrated)
     return model.eval()
+
+
+def _read_beside_adapter(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with require("safetensors", extra="transformers").safe_open(file, "pt") as tensors:
+        weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+        return json.loads(tensors.metadata()[FACTS]), weights
 
 
 def _part_weights(path: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from doublehead.calibration_head import HeadSpec
 from doublehead.curves import Reliability, reliability
-from doublehead.double_head import SECOND_OPINION, DoubleHead, Heads
+from doublehead.double_head import DoubleHead, Heads
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary, Tally
 from doublehead.torch_tools import from_every_process, n_processes
@@ -22,22 +22,20 @@ from doublehead.torch_tools import from_every_process, n_processes
 def double_head_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a callback that go to `DoubleHead`, checked before there is a network.
 
-    Heads other than the second opinion are used as trained, so there must be one. With `augment` it is a temperature
-    head unless `heads` is given: the second opinion would be judged on clean data.
+    Heads that are given are used as trained, so there must be one. With `augment` it is a temperature head unless
+    `heads` is given: the second opinion would be judged on clean data.
 
     >>> double_head_options({"evry": 5})
     Traceback (most recent call last):
     TypeError: got an unexpected keyword argument 'evry'
     """
-    inspect.signature(DoubleHead).bind(None, None, follow=None, steps=None, **options)
+    inspect.signature(DoubleHead).bind(None, None, follow=None, **options)
     heads = options.get("heads")
-    if heads is None:
-        alone = options.get("augment") is not None
-        return {**options, "heads": HeadSpec(kind="temperature") if alone else SECOND_OPINION}
-    several = () if isinstance(heads, HeadSpec) else tuple(heads)
-    if len(several) > 1 and several != SECOND_OPINION:
-        raise ValueError(f"heads must be None or one HeadSpec, got {len(several)} of them")
-    return dict(options)
+    if heads is None and options.get("augment") is not None:
+        heads = HeadSpec(kind="temperature")
+    if heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1:
+        raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
+    return {**options, "heads": heads}
 
 
 class Watch:

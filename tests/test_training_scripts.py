@@ -1,0 +1,243 @@
+"""Loops as public training scripts write them: the companion changes nothing in them, and its model is calibrated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from doublehead import Calibrated, DoubleHead, calibrate
+from doublehead.optional import require
+
+N_CLASSES = 4
+
+
+def images(n: int, seed: int) -> TensorDataset:
+    x = torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.mean((1, 2, 3)).mul(8).add(2).long().clamp(0, N_CLASSES - 1))
+
+
+def convnet(*last: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Dropout(0.2), nn.Linear(24, N_CLASSES), *last,
+    )  # fmt: skip
+
+
+class Script:
+    """What a script shares: shuffled batches, its log, and the companion, which does nothing where there is none."""
+
+    def __init__(self, beside: bool) -> None:
+        torch.manual_seed(3)
+        self.batches, self.calib = DataLoader(images(96, 1), 16, shuffle=True), images(300, 2)
+        self.test = images(64, 9)[:]
+        self.beside, self.double, self.log = beside, None, []
+        self.model: Calibrated | None = None
+
+    def start(self, network: nn.Module, optimizer: Any, **options: Any) -> None:
+        if self.beside:
+            self.double = DoubleHead(network, self.calib, follow=optimizer, every=2, **options)
+
+    def step(self) -> None:
+        if self.double is not None:
+            self.double.step()
+
+    def finish(self, network: nn.Module | None = None) -> None:
+        if self.double is not None:
+            beside = self.double
+            self.model = calibrate(network, self.calib, beside=beside) if network else beside.finish()
+
+    @torch.no_grad()
+    def validate(self, network: nn.Module) -> float:
+        network.eval()
+        x, y = self.test
+        self.log.append(float(F.cross_entropy(network(x), y)))
+        return self.log[-1]
+
+
+def log_softmax(script: Script) -> nn.Module:
+    """pytorch/examples mnist: the network returns log-probabilities, Adadelta, a step schedule."""
+    net = convnet(nn.LogSoftmax(1))
+    optimizer = torch.optim.Adadelta(net.parameters(), 1.0)
+    scheduler = StepLR(optimizer, 1, 0.7)
+    script.start(net, optimizer)
+    for _ in range(3):
+        net.train()
+        for x, y in script.batches:
+            optimizer.zero_grad()
+            F.nll_loss(net(x), y).backward()
+            optimizer.step()
+            script.step()
+        script.validate(net)
+        scheduler.step()
+    script.finish()
+    return net
+
+
+def ema_and_mixup(script: Script) -> nn.Module:
+    """torchvision's reference script: warm-up, mixed labels, averaged weights, which are what is calibrated."""
+    net = convnet()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True)
+    warm = [LinearLR(optimizer, 0.01, total_iters=1), StepLR(optimizer, 1, 0.5)]
+    scheduler = SequentialLR(optimizer, warm, milestones=[1])
+    script.start(net, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
+    for _ in range(3):
+        net.train()
+        for x, y in script.batches:
+            share, target = torch.rand(()), F.one_hot(y, N_CLASSES).float()
+            mixed = share * x + (1 - share) * x.flip(0)
+            target = share * target + (1 - share) * target.flip(0)
+            F.cross_entropy(net(mixed), target, label_smoothing=0.1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(net)
+            script.step()
+        scheduler.step()
+        script.validate(average)
+    script.finish(average)
+    return average.module
+
+
+def grad_scaler(script: Script) -> nn.Module:
+    """The AMP recipe: autocast, a GradScaler, clipped gradients, a OneCycle schedule on every step."""
+    net = convnet()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    scheduler = OneCycleLR(optimizer, 1e-2, total_steps=3 * len(script.batches))
+    scaler = torch.amp.GradScaler("cpu")
+    script.start(net, optimizer)
+    for _ in range(3):
+        net.train()
+        for x, y in script.batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(net(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scheduler.step()
+            with torch.autocast("cpu", torch.bfloat16):
+                script.step()
+        script.validate(net)
+    script.finish()
+    return net
+
+
+def plateau_and_early_stopping(script: Script) -> nn.Module:
+    """A schedule and a stop that follow the validation loss; the best weights are loaded at the end."""
+    net = convnet()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5, momentum=0.9)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0)
+    script.start(net, optimizer)
+    best, kept, waited = float("inf"), net.state_dict(), 0
+    while waited < 2 and len(script.log) < 12:
+        net.train()
+        for x, y in script.batches:
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            script.step()
+        loss = script.validate(net)
+        scheduler.step(loss)
+        script.log.append(optimizer.param_groups[0]["lr"])
+        waited = 0 if loss < best else waited + 1
+        if loss < best:
+            best, kept = loss, {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict(kept)
+    script.finish()
+    return net
+
+
+def layer_decay_and_accumulation(script: Script) -> nn.Module:
+    """timm's train.py with a ViT: no_weight_decay(), rates that differ by layer, two batches a step."""
+    vit, optim = (require(f"timm.{name}", extra="models") for name in ("models.vision_transformer", "optim"))
+    sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    net = vit.VisionTransformer(num_classes=N_CLASSES, **sizes)
+    script.start(net, None)
+    optimizer = optim.create_optimizer_v2(net, "adamw", lr=1e-2, weight_decay=0.05, layer_decay=0.7)
+    script.log += [
+        (group["lr_scale"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups
+    ]
+    for _ in range(3):
+        net.train()
+        for one, two in pairwise(script.batches):
+            for x, y in (one, two):
+                (F.cross_entropy(net(x), y) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            script.step()
+        script.validate(net)
+    script.finish()
+    return net  # type: ignore[no-any-return]
+
+
+def saved_and_resumed(script: Script) -> nn.Module:
+    """Checkpoints of network, optimizer and companion after each epoch; every epoch goes on from the file's state."""
+    state: dict[str, Any] = {}
+    for epoch in range(3):
+        torch.manual_seed(10 + epoch)
+        net = convnet()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        script.start(net, optimizer)
+        for name, part in (("net", net), ("optimizer", optimizer), ("double", script.double)):
+            if name in state:
+                part.load_state_dict(state[name])  # type: ignore[union-attr]
+        net.train()
+        for x, y in script.batches:
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            script.step()
+        script.validate(net)
+        state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+        if script.double is not None:
+            state["double"] = script.double.state_dict()
+            assert script.double.calls == (epoch + 1) * len(script.batches)
+    script.finish()
+    return net
+
+
+LOOPS = [
+    log_softmax,
+    ema_and_mixup,
+    grad_scaler,
+    plateau_and_early_stopping,
+    layer_decay_and_accumulation,
+    saved_and_resumed,
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_script(loop: Callable[[Script], nn.Module]) -> None:
+    if loop is layer_decay_and_accumulation and find_spec("timm") is None:
+        pytest.skip("needs timm")
+    alone = Script(beside=False)
+    plain = loop(alone)
+    beside = Script(beside=True)
+    network = loop(beside)
+    assert alone.log == beside.log
+    pairs: Iterator[tuple[Any, Tensor]] = zip(
+        plain.state_dict().items(), network.state_dict().values(), strict=True
+    )
+    for (name, a), b in pairs:
+        assert torch.equal(a, b), name
+    model, (x, _) = beside.model, alone.test
+    assert model is not None
+    assert model.network is network
+    assert beside.double is not None
+    assert (beside.double.skipped, beside.double.active) == (0, True)
+    with torch.no_grad():
+        main, calib = model.heads(x)
+        torch.testing.assert_close(model(x).exp().sum(1), torch.ones(len(x)))
+        torch.testing.assert_close(main, plain.eval()(x).log_softmax(1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(main.argmax(1), calib.argmax(1))
