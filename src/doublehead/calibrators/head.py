@@ -48,8 +48,8 @@ RIDGE_SOFTEN, RIDGE_SHARPEN, GAIN_SHARPEN = 0.01, 10.0, 2.0
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
 RANK = 64  # directions of the features in which distances are measured
-CHUNK = 2_000_000  # entries handled at once
-MAX_BENT = 4_000_000  # entries that the curve is fitted to
+CHUNK = 250_000  # entries handled at once, so that they stay in the cache
+MAX_BENT = 1_000_000  # entries that the curve is fitted to
 TOLERANCE = 2e-8  # of the mean NLL: Newton's method stops where a step promises no more
 
 Params = dict[str, Tensor]
@@ -395,7 +395,7 @@ def _fit_stage(
     """The parameters of one stage; `start` are those of a fit to more samples."""
     z, begin = reads[0], start or {}
     if name == "temperature":
-        return {"temperature_": _careful_temperature(z, labels)}
+        return {"temperature_": _careful_temperature(z, labels, begin.get("temperature_"))}
     if name == "map":
         return _fit_map(z, labels, start)
     if name == "head":
@@ -411,9 +411,11 @@ def _fit_stage(
     return {"curve_": fit_curve(z, labels, begin.get("curve_"))}
 
 
-def _careful_temperature(z: Tensor, labels: Tensor) -> Tensor:
+def _careful_temperature(z: Tensor, labels: Tensor, start: Tensor | None) -> Tensor:
+    """One that sharpens only where this clearly pays."""
     ones = z.new_ones(len(z), 1)
-    log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_SOFTEN))[0]
+    begin = None if start is None else -start.log()[None]
+    log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
     if log_scale > 0:
         log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_SHARPEN))[0]
         gain = (_nlls(z, labels) - _nlls(z * log_scale.exp(), labels)).sum()
@@ -449,21 +451,26 @@ def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> P
         tolerance_grad=1e-5, tolerance_change=1e-7,
     )  # fmt: skip
 
+    size = max(1, CHUNK // k)
+
     def closure() -> Tensor:
         weight, bias = (value * unit for value, unit in zip(values, units))
-        z = x + (off @ weight.mT if full else off * weight) + bias
-        z = z - z.amax(1, keepdim=True)
-        loss = -z.gather(1, labels[:, None]).sum()
-        z.exp_()
-        sums = z.sum(1, keepdim=True)
-        loss = (loss + sums.log().sum()) / n
-        error = z.div_(sums)
-        error[torch.arange(n), labels] -= 1
-        slopes = [error.mT @ off if full else (error * off).sum(0), error.sum(0)]
-        slopes = [slopes[0] / n + ridge * weight, slopes[1] / n + k / n * bias]
+        loss = 0.5 * (n * ridge * weight.square()).sum() + 0.5 * k * bias.square().sum()
+        slopes = [n * ridge * weight, k * bias]
+        for before, moved, label in zip(x.split(size), off.split(size), labels.split(size)):
+            z = (moved @ weight.mT if full else moved * weight).add_(before).add_(bias)
+            z -= z.amax(1, keepdim=True)
+            loss -= z.gather(1, label[:, None]).sum()
+            z.exp_()
+            sums = z.sum(1, keepdim=True)
+            loss += sums.log().sum()
+            error = z.div_(sums)
+            error[torch.arange(len(label)), label] -= 1
+            slopes[0] += error.mT @ moved if full else (error * moved).sum(0)
+            slopes[1] += error.sum(0)
         for value, slope, unit in zip(values, slopes, units):
-            value.grad = slope * unit
-        return loss + 0.5 * (ridge * weight.square()).sum() + 0.5 * k / n * bias.square().sum()
+            value.grad = slope * unit / n
+        return loss / n
 
     optimizer.step(closure)
     weight, bias = (value * unit for value, unit in zip(values, units))
