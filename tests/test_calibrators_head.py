@@ -18,6 +18,7 @@ from doublehead.calibrators.head import (
     RIDGE_CURVE,
     RIDGE_POOL,
     class_distances,
+    damped_answer,
     fit_class_means,
     fit_curve,
     fit_log_scale,
@@ -262,6 +263,27 @@ def test_curve_solver_finds_the_optimum() -> None:
     (gradient,) = torch.autograd.grad(loss, found)
     assert float(gradient.abs().max()) < 1e-3
     assert float(found.detach().abs().max()) > 0.01
+
+
+def test_last_layer_is_asked_about_damped_features() -> None:
+    """Labels that follow damped features: the pool finds them, and the fitted head needs no more than features."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.rand(3000, 16, generator=generator).pow(6) * 20  # few, large
+    layer = torch.randn(3, 16, generator=generator)
+    usual = 2 * features.mean()
+    logits = features @ layer.mT
+    labels = (2 * damped_answer(features, layer, usual)).softmax(1).multinomial(1, generator=generator)[:, 0]
+    one = damped_answer(torch.tensor([[3.0, -3.0]]), torch.eye(2), torch.tensor(1.0))
+    assert one.tolist() == [pytest.approx([math.log(4), -math.log(4)])]
+    p = Predictions(logits, labels)
+    without, head = Head().fit(p, features=features), Head().fit(p, features=features, last_layer=layer)
+    assert head.choice is not None
+    assert without.choice is not None
+    assert "pool" in head.choice.chosen
+    assert head.choice.nll < without.choice.nll - 0.02
+    again = Head()
+    again.load_state_dict(head.state_dict())
+    assert torch.equal(again(logits, features), head(logits, features))
 
 
 def test_class_distances_by_hand() -> None:

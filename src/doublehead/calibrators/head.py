@@ -3,8 +3,9 @@
 1. temperature: one number for all samples.
 2. map: class by class, z + (D + M) z + b, pulled towards no change (Berta et al. 2025). For few classes.
 3. head: a temperature for each sample, linear in statistics of its logits and, for a network, of its features.
-4. pool: a weighted sum with other opinions about the same sample. For a network these are distances of its features
-   to the class means, and the answers of heads that were trained beside it.
+4. pool: a weighted sum with other opinions about the same sample. For a network these are its own last layer's answer
+   to features whose large values are damped, distances of the features to the class means, and the answers of heads
+   that were trained beside it.
 5. curve: a function of the log-probability, the same for all classes.
 
 Every stage is fitted to outputs of the stages before it on samples that those were not fitted to, and stages are
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 MARGIN = 2.0  # standard errors by which further stages must beat the temperature
 MIN_SAMPLES = 200  # below, only a temperature is fitted
-MIN_WRONG = 10  # so it is with fewer wrong predictions than this: they cannot teach when to doubt
+MIN_WRONG = 30  # so it is with fewer wrong predictions than this: they cannot teach when to doubt
 WARN_SAMPLES = 100  # below, a warning says that this is little data
 MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
 MAX_ENTRIES = 25_000_000  # of logits that are fitted to
@@ -67,8 +68,9 @@ class Head(Calibrator):
     """The staged head. The default for networks and files; never changes a prediction unless asked to.
 
     `fit(predictions)` learns from logits alone. `fit(predictions, features=...)` also reads the features (N, F)
-    that went into the network's last layer, and `opinion` is what heads trained beside the network say of the same
-    samples, each sample by a head that never saw it. What was chosen, and why, is in `choice`.
+    that went into the network's last layer, whose weight (K, F) is `last_layer`. `opinion` is what heads trained
+    beside the network say of the same samples, each sample by a head that never saw it. What was chosen, and why, is
+    in `choice`.
 
     `keep="predictions"` never overrules the network's class. `keep="best"` lets stages change it if that does not
     lower the accuracy on held-back samples.
@@ -81,7 +83,7 @@ class Head(Calibrator):
 
     learned = (
         "stages_", "temperature_", "weight_", "bias_", "center_", "mean_", "deviation_", "slope_", "pool_", "curve_",
-        "feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_",
+        "feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_", "last_layer_", "usual_",
     )  # fmt: skip
 
     stages_: Tensor  # (6,) bool: temperature, map, head, pool, curve, keep predictions
@@ -99,6 +101,8 @@ class Head(Calibrator):
     projection_: Tensor  # (F, R) into directions in which classes have unit spread
     projected_means_: Tensor  # (K, R)
     spreads_: Tensor  # (2,) usual squared distances to the own class's mean
+    last_layer_: Tensor  # (K, F), or empty
+    usual_: Tensor  # twice the mean size of a feature
 
     choice: Choice | None = None
 
@@ -107,7 +111,7 @@ class Head(Calibrator):
     ) -> None:
         super().__init__()
         self.keep, self.folds, self.seed = keep, folds, seed
-        self._fitting: tuple[Tensor | None, Opinion, Tensor | None] = (None, None, None)
+        self._fitting: tuple[Tensor | None, Opinion, Tensor | None, Tensor | None] = (None,) * 4
         self._open: tuple[bool, ...] = ()
 
     def fit(
@@ -117,13 +121,14 @@ class Head(Calibrator):
         features: Tensor | None = None,
         opinion: Opinion = None,
         numbers: Tensor | None = None,
+        last_layer: Tensor | None = None,
     ) -> Self:
         """Learn from predictions the network was not trained on, and what else is known of the same samples."""
-        self._fitting = features, opinion, numbers
+        self._fitting = features, opinion, numbers, last_layer
         try:
             super().fit(predictions)
         finally:
-            self._fitting = (None, None, None)
+            self._fitting = (None,) * 4
         self.refresh()
         return self
 
@@ -172,7 +177,7 @@ class Head(Calibrator):
             features = features.to(logits.dtype)
             more.insert(0, feature_numbers(features).to(logits.dtype))
             if self._open[3]:
-                opinions += class_distances(features, {name: getattr(self, name) for name in MEANS})
+                opinions += self._of_features(features)
         opinions += [part.to(logits.dtype) for part in _several(opinion)]
         if self._open[3] and len(opinions) != n_opinions:
             raise ValueError("opinion must be given exactly where this head was fitted with one")
@@ -180,6 +185,14 @@ class Head(Calibrator):
         if joined.shape[-1] != n_numbers:
             raise ValueError(f"numbers must be as many as fitted with, {n_numbers}, got {joined.shape[-1]}")
         return Evidence(joined, tuple(opinions))
+
+    def _of_features(self, features: Tensor) -> list[Tensor]:
+        opinions = []
+        if self.class_means_.numel():
+            opinions += class_distances(features, {name: getattr(self, name) for name in MEANS})
+        if self.last_layer_.numel():
+            opinions.append(damped_answer(features, self.last_layer_, self.usual_))
+        return opinions
 
     @property
     def keeps_argmax(self) -> bool:
@@ -263,6 +276,7 @@ class _Fit:
         features: Tensor | None,
         opinion: Opinion,
         numbers: Tensor | None,
+        last_layer: Tensor | None,
     ) -> None:
         n, k = predictions.logits.shape
         order = torch.randperm(n, generator=torch.Generator().manual_seed(head.seed))
@@ -275,6 +289,11 @@ class _Fit:
         parts += [] if numbers is None else [numbers[order].float()]
         given = torch.cat(parts, 1) if parts else self.logits.new_empty(self.n, 0)
         self.means, opinions = self._class_means(features, order)
+        self.means |= dict.fromkeys(("last_layer_", "usual_"), self.logits.new_empty(0))
+        if features is not None and last_layer is not None and self.n >= MIN_SAMPLES:
+            layer, usual = last_layer.detach().float(), 2 * features[order].float().abs().mean()
+            self.means |= {"last_layer_": layer - layer.mean(0), "usual_": usual}
+            opinions.append(damped_answer(features[order].float(), self.means["last_layer_"], usual))
         opinions += [part[order].float() for part in _several(opinion)]
         self.evidence = Evidence(given, tuple(opinions))
         self.found: dict[
@@ -519,6 +538,16 @@ def class_distances(features: Tensor, means: Mapping[str, Tensor]) -> list[Tenso
     return [-_squared_distances(part, m[name]) / usual for (part, name), usual in zip(parts, m["spreads_"])]
 
 
+def damped_answer(features: Tensor, last_layer: Tensor, usual: Tensor) -> Tensor:
+    """The answer (N, K) of a last layer (K, F) to features (N, F) whose large values are damped.
+
+    A network that is sure because of a few very large features is less often right than one that is as sure because
+    of many.
+    """
+    damped = features.sign() * (features.abs() / usual.to(features.dtype)).log1p() * usual.to(features.dtype)
+    return damped @ last_layer.mT.to(features.dtype)
+
+
 def _means(values: Tensor, labels: Tensor, k: int, prior: float) -> Tensor:
     """(K, F) class means, all pulled by the same share towards the mean of all, as if `prior` samples lay there.
 
@@ -665,6 +694,7 @@ __all__: Sequence[str] = [
     "Evidence",
     "Head",
     "class_distances",
+    "damped_answer",
     "fit_class_means",
     "fit_curve",
     "fit_log_scale",
