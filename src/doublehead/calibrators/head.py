@@ -46,6 +46,7 @@ RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 30.0, 1.0, 30.0
 # Few samples hold few errors, so a fit to them tends to sharpen: a temperature below 1 is pulled towards 1 and must
 # gain this much log-likelihood in all. One above 1 is hardly pulled at all.
 RIDGE_SOFTEN, RIDGE_SHARPEN, GAIN_SHARPEN = 0.01, 10.0, 2.0
+MAP_FLOOR = -20.0  # log-probability: trees that say "never" must not outweigh all else
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
 RANK = 64  # directions of the features in which distances are measured
@@ -247,7 +248,7 @@ def _apply(name: str, params: Mapping[str, Tensor], reads: Sequence[Tensor]) -> 
     if name == "temperature":
         return z / p["temperature_"]
     if name == "map":
-        off = z - p["center_"]
+        off = z.clamp(min=MAP_FLOOR) - p["center_"]
         return z + (off @ p["weight_"].mT if p["weight_"].ndim == 2 else off * p["weight_"]) + p["bias_"]
     if name == "head":
         return scale_logits(z, _linear(reads[1], p))
@@ -453,9 +454,10 @@ def _takes_matrix(n: int, k: int) -> bool:
 def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> Params:
     """D + M and b of z + (D + M) (z - mean) + b, with a ridge of K / n on D and b and of K (K - 1) / n on M."""
     n, k = x.shape
-    center = x.mean(0)
+    known = x.clamp(min=MAP_FLOOR)
+    center = known.mean(0)
     full = _takes_matrix(n, k) if start is None else start["weight_"].ndim == 2
-    off, eye = x - center, torch.eye(k, dtype=x.dtype, device=x.device)
+    off, eye = known - center, torch.eye(k, dtype=x.dtype, device=x.device)
     ridge = (eye + (k - 1) * (1 - eye)) * (k / n) if full else x.new_full((k,), k / n)
     weight = (x.new_zeros(k, k) if full else x.new_zeros(k)) if start is None else start["weight_"]
     bias = x.new_zeros(k) if start is None else start["bias_"]
