@@ -268,8 +268,8 @@ def test_curve_solver_finds_the_optimum() -> None:
 def test_last_layer_is_asked_about_damped_features() -> None:
     """Labels that follow damped features: the pool finds them, and the fitted head needs no more than features."""
     generator = torch.Generator().manual_seed(0)
-    features = torch.rand(3000, 16, generator=generator).pow(6) * 20  # few, large
-    layer = torch.randn(3, 16, generator=generator)
+    features = torch.rand(1500, 16, generator=generator).pow(6) * 20  # few, large
+    layer = torch.randn(80, 16, generator=generator)  # more classes than distances to their means could serve
     usual = 2 * features.mean()
     logits = features @ layer.mT
     labels = (2 * damped_answer(features, layer, usual)).softmax(1).multinomial(1, generator=generator)[:, 0]

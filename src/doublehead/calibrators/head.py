@@ -3,9 +3,9 @@
 1. temperature: one number for all samples.
 2. map: class by class, z + (D + M) z + b, pulled towards no change (Berta et al. 2025). For few classes.
 3. head: a temperature for each sample, linear in statistics of its logits and, for a network, of its features.
-4. pool: a weighted sum with other opinions about the same sample. For a network these are its own last layer's answer
-   to features whose large values are damped, distances of the features to the class means, and the answers of heads
-   that were trained beside it.
+4. pool: a weighted sum with other opinions about the same sample. For a network these are distances of its features
+   to the class means (with few samples per class, its last layer's answer to features whose large values are damped),
+   and the answers of heads that were trained beside it.
 5. curve: a function of the log-probability, the same for all classes.
 
 Every stage is fitted to outputs of the stages before it on samples that those were not fitted to, and stages are
@@ -291,7 +291,7 @@ class _Fit:
         given = torch.cat(parts, 1) if parts else self.logits.new_empty(self.n, 0)
         self.means, opinions = self._class_means(features, order)
         self.means |= dict.fromkeys(("last_layer_", "usual_"), self.logits.new_empty(0))
-        if features is not None and last_layer is not None and self.n >= MIN_SAMPLES:
+        if features is not None and last_layer is not None and not opinions and self.n >= MIN_SAMPLES:
             layer, usual = last_layer.detach().float(), 2 * features[order].float().abs().mean()
             self.means |= {"last_layer_": layer - layer.mean(0), "usual_": usual}
             opinions.append(damped_answer(features[order].float(), self.means["last_layer_"], usual))
