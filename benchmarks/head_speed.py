@@ -8,7 +8,6 @@ the input are part of the head's time. Fits take turns and the fastest round of 
 was fitted to, so it compares solvers, not methods.
 """
 
-
 from __future__ import annotations
 
 import temperature_speed  # isort: skip

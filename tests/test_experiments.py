@@ -15,6 +15,7 @@ pytest.importorskip("safetensors")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import head_tables  # noqa: E402
 import post_hoc  # noqa: E402
 import recipes  # noqa: E402
 import results  # noqa: E402
@@ -173,9 +174,9 @@ def test_the_table_has_every_run_and_method() -> None:
     assert set(table.run) == {run.name for run in RUNS} | {name for name, _ in rivals.ensembles(RUNS)}
 
 
-@pytest.mark.parametrize("name", ["methods", "paper", "runs"])
+@pytest.mark.parametrize("name", ["methods", "paper", "runs", *head_tables.PAGES])
 def test_committed_tables_are_made_from_the_table(name: str) -> None:
-    page = tables.MADE + tables.PAGES[name](read_table(), RUNS)
+    page = tables.MADE + (tables.PAGES | head_tables.PAGES)[name](read_table(), RUNS)
     assert page == (ROOT / "docs/results" / f"{name}.md").read_text()
 
 

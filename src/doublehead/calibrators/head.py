@@ -54,6 +54,8 @@ CHUNK = 250_000  # entries handled at once, so that they stay in the cache
 MAX_BENT = 1_000_000  # entries that the curve is fitted to
 TOLERANCE = 2e-8  # of the mean NLL: Newton's method stops where a step promises no more
 
+STAGES = ("map", "head", "pool", "curve")  # after the temperature
+
 Params = dict[str, Tensor]
 Opinion = Tensor | Sequence[Tensor] | None  # one (N, K), or several
 
@@ -106,6 +108,7 @@ class Head(Calibrator):
     usual_: Tensor  # twice the mean size of a feature
 
     choice: Choice | None = None
+    allowed: Sequence[str] = STAGES  # others are not tried
 
     def __init__(
         self, keep: Literal["predictions", "best"] = "predictions", folds: int = 5, seed: int = 0
@@ -217,7 +220,6 @@ class Head(Calibrator):
         self._open = () if self.stages_ is None else tuple(args[0][args[1] + "stages_"].bool().tolist())
 
 
-STAGES = ("map", "head", "pool", "curve")
 MEANS = ("feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_")
 
 
@@ -334,7 +336,7 @@ class _Fit:
         for sequence in sequences:
             self._try(sequence)
         nlls = {self._name(sequence): self._nll(sequence) for sequence in sequences}
-        if tells:
+        if tells and "curve" in self.head.allowed:
             best = min(sequences, key=lambda sequence: float(nlls[self._name(sequence)].mean()))
             if self._try((*best, "curve")):
                 sequences.append((*best, "curve"))
@@ -350,7 +352,7 @@ class _Fit:
         pool = [("pool",)] if self.evidence.opinions else []
         heads = [("head",), *(("head", *more) for more in pool)]
         maps = [("map", *more) for more in ((), *heads)] if self.n >= PER_CLASS * self.k else []
-        return [*heads, *maps]
+        return [stages for stages in (*heads, *maps) if set(stages) <= set(self.head.allowed)]
 
     @staticmethod
     def _name(sequence: tuple[str, ...]) -> str:
