@@ -173,6 +173,14 @@ def test_best_may_change_predictions_where_accuracy_does_not_fall() -> None:
     assert right[0] > right[1] + 0.05
 
 
+def test_only_allowed_stages_are_tried() -> None:
+    head = Head()
+    head.allowed = ("map",)
+    head.fit(overconfident(1000, 4))
+    assert head.choice is not None
+    assert set(head.choice.nlls) == {"none", "temperature", "temperature + map"}
+
+
 def test_a_calibrated_network_is_left_nearly_alone() -> None:
     fit, test = overconfident(2000, 10, factor=1.0, seed=3), overconfident(4000, 10, factor=1.0, seed=4)
     cost = nll(Head().fit(fit).calibrate(test)) - nll(test)

@@ -21,6 +21,7 @@ import recipes  # noqa: E402
 import results  # noqa: E402
 import rivals  # noqa: E402
 import run as run_script  # noqa: E402
+import safety  # noqa: E402
 import tables  # noqa: E402
 from results import Scores, Split, StoredRun, dequantise, quantise, read_table, stored_runs  # noqa: E402
 
@@ -186,6 +187,18 @@ def test_the_readme_shows_the_committed_numbers() -> None:
 
 
 # --- tables
+
+
+def test_summary_of_small_calibration_sets_by_hand() -> None:
+    rows = [
+        ("a", 10, 50, 0, 0.50, 0.40, 0.401, "temperature"),  # level with temperature scaling
+        ("a", 10, 50, 1, 0.50, 0.60, 0.503, "temperature + head"),  # 0.003 above the raw network
+    ]
+    (found,) = safety.summary(pd.DataFrame(rows, columns=list(safety.COLUMNS))).to_dict("records")
+    assert (found["draws"], found["worse"], found["temperature_worse"], found["opened"]) == (2, 0.5, 0.5, 0.5)
+    assert found["worst"] == pytest.approx(0.003)
+    assert found["temperature_worst"] == pytest.approx(0.1)
+    assert found["gain"] == pytest.approx(1 - 0.904 / 1.0)
 
 
 def test_means_are_over_the_seeds_of_a_row() -> None:
