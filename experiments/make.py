@@ -18,6 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import figures
+import head_tables
 import pandas as pd
 import tables
 import theory
@@ -76,7 +77,7 @@ def main() -> None:
     runs, table = stored_runs(), read_table()
     if not options.keep:
         table = measure(runs, table, options.run)
-    written = tables.write_pages(table, OUTPUT)
+    written = tables.write_pages(table, OUTPUT, tables.PAGES | head_tables.PAGES)
     readme = HERE.parent / "README.md"
     readme.write_text(tables.fill(readme.read_text(), "readme", tables.readme_table(table)))
     drawn = draw(table, runs, OUTPUT)

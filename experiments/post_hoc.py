@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from results import Scores, Split, StoredRun
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from doublehead import Predictions, calibrators
 from doublehead.calibrators import Head, make
+from doublehead.calibrators.head import STAGES
 from doublehead.optional import require
 
 CALIBRATORS = (
@@ -45,37 +47,33 @@ def peer(name: str, run: StoredRun) -> Scores | None:
 
 
 def staged_head(
-    run: StoredRun, *, features: bool = False, opinion: bool = False, flip: bool = False
+    run: StoredRun,
+    *reads: str,
+    stages: Sequence[str] = STAGES,
+    keep: Literal["predictions", "best"] = "predictions",
 ) -> Scores | None:
-    """The staged head with what it may read; None where that was not stored."""
-    read = partial(evidence, features=features, opinion=opinion, flip=flip)
-    calib, test = read(run.calib), read(run.test)
+    """The staged head with what it may read and the stages it may use; None where something was not stored."""
+    calib, test = evidence(run.calib, reads), evidence(run.test, reads)
     if calib is None or test is None:
         return None
-    head = Head().fit(Predictions(calib[0], run.calib.labels), opinion=calib[1] or None, numbers=calib[2])
+    head = Head(keep)
+    head.allowed = stages
+    head.fit(Predictions(calib[0], run.calib.labels), opinion=calib[1] or None, numbers=calib[2])
     with torch.no_grad():
         out = head(test[0], opinion=test[1] or None, numbers=test[2])
     return Scores.of(Predictions(out, run.test.labels))
 
 
-def evidence(
-    split: Split, features: bool, opinion: bool, flip: bool
-) -> tuple[Tensor, Sequence[Tensor], Tensor | None] | None:
-    """Logits, opinions and numbers of a split; None where something is missing."""
-    wanted = [
-        *((split.sphere, split.projected, split.numbers) if features else ()),
-        *((split.opinion,) if opinion else ()),
-        *((split.flip,) if flip else ()),
-    ]
-    if any(part is None for part in wanted):
+def evidence(split: Split, reads: Sequence[str]) -> tuple[Tensor, Sequence[Tensor], Tensor | None] | None:
+    """Logits, opinions and numbers of a split; None where something is missing. `reads` are fields of `Split`."""
+    found = {name: getattr(split, name) for name in reads}
+    if any(part is None for part in found.values()):
         return None
-    opinions = [
-        part for part in wanted if part is not None and part is not split.numbers and part is not split.flip
-    ]
-    numbers = [split.numbers] if features and split.numbers is not None else []
+    opinions = [found[name] for name in ("sphere", "projected", "opinion") if name in found]
+    numbers = [found["numbers"]] if "numbers" in found else []
     logits = split.main
-    if flip and split.flip is not None:
-        logits, disagreement = both_views(split.main, split.flip)
+    if "flip" in found:
+        logits, disagreement = both_views(split.main, found["flip"])
         numbers.append(disagreement)
     return logits, opinions, torch.cat(numbers, 1) if numbers else None
 
@@ -89,13 +87,21 @@ def both_views(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.stack([spread.clamp(min=1e-6).log(), agree], -1)
 
 
+FEATURES = ("numbers", "sphere", "projected")
 METHODS: dict[str, Method] = {
     **{name: partial(calibrated, name) for name in CALIBRATORS},
     **{name: partial(peer, name) for name in PEERS},
     "head": staged_head,
-    "head+features": partial(staged_head, features=True),
-    "head+opinion": partial(staged_head, features=True, opinion=True),
-    "head+mirror": partial(staged_head, features=True, opinion=True, flip=True),
+    "head+features": lambda run: staged_head(run, *FEATURES),
+    "head+opinion": lambda run: staged_head(run, *FEATURES, "opinion"),
+    "head+mirror": lambda run: staged_head(run, *FEATURES, "opinion", "flip"),
+    "head+opinion, best": lambda run: staged_head(run, *FEATURES, "opinion", keep="best"),
+    # One stage after the other; "head" has the curve too, and "head+opinion" is the last of them with the curve.
+    "stage: map": partial(staged_head, stages=("map",)),
+    "stage: head": partial(staged_head, stages=("map", "head")),
+    "stage: numbers": lambda run: staged_head(run, "numbers", stages=("map", "head")),
+    "stage: distances": lambda run: staged_head(run, *FEATURES, stages=("map", "head", "pool")),
+    "stage: opinion": lambda run: staged_head(run, *FEATURES, "opinion", stages=("map", "head", "pool")),
 }
 
 

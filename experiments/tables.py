@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -217,7 +217,13 @@ def runs_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
     return f"# Runs\n\n{markdown(head, lines)}\n{note}"
 
 
-PAGES = {"methods": methods_page, "paper": paper_page, "runs": runs_page, "shift": shift_page}
+Page = Callable[[pd.DataFrame, Sequence[StoredRun]], str]
+PAGES: dict[str, Page] = {
+    "methods": methods_page,
+    "paper": paper_page,
+    "runs": runs_page,
+    "shift": shift_page,
+}
 
 
 README_ROWS = ("cifar10-resnet50-cross_entropy-e80", "cifar100-resnet50-cross_entropy-e80")
@@ -254,10 +260,12 @@ def fill(page: str, name: str, text: str) -> str:
     return f"{before}<!-- results: {name} -->\n\n{text}\n\n<!-- end -->{after}"
 
 
-def write_pages(table: pd.DataFrame, output: Path, folder: Path = HERE) -> list[str]:
+def write_pages(
+    table: pd.DataFrame, output: Path, pages: Mapping[str, Page], folder: Path = HERE
+) -> list[str]:
     """Write every page that has something to show; returns their names."""
     runs, written = stored_runs(folder), []
-    for name, page in PAGES.items():
+    for name, page in pages.items():
         if name == "shift" and not (table.test_set != "test").any():
             continue
         (output / f"{name}.md").write_text(MADE + page(table, runs))

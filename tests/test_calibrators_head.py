@@ -13,7 +13,17 @@ from torch import Tensor
 
 from doublehead import Predictions
 from doublehead.calibrators import Head, NotFitted, Temperature, choose, choose_calibrator
-from doublehead.calibrators.head import class_distances, fit_class_means, fit_log_scale, fit_shared
+from doublehead.calibrators.head import (
+    KNOTS,
+    RIDGE_CURVE,
+    RIDGE_POOL,
+    class_distances,
+    damped_answer,
+    fit_class_means,
+    fit_curve,
+    fit_log_scale,
+    fit_pool,
+)
 from doublehead.metrics import nll
 
 # --- the rule
@@ -163,6 +173,14 @@ def test_best_may_change_predictions_where_accuracy_does_not_fall() -> None:
     assert right[0] > right[1] + 0.05
 
 
+def test_only_allowed_stages_are_tried() -> None:
+    head = Head()
+    head.allowed = ("map",)
+    head.fit(overconfident(1000, 4))
+    assert head.choice is not None
+    assert set(head.choice.nlls) == {"none", "temperature", "temperature + map"}
+
+
 def test_a_calibrated_network_is_left_nearly_alone() -> None:
     fit, test = overconfident(2000, 10, factor=1.0, seed=3), overconfident(4000, 10, factor=1.0, seed=4)
     cost = nll(Head().fit(fit).calibrate(test)) - nll(test)
@@ -172,7 +190,7 @@ def test_a_calibrated_network_is_left_nearly_alone() -> None:
 # --- few samples
 
 
-def test_few_samples_get_a_temperature_pulled_towards_one() -> None:
+def test_few_samples_get_a_temperature_and_do_not_sharpen() -> None:
     with pytest.warns(UserWarning, match="40 calibration samples are little data"):
         few = Head().fit(overconfident(40, 5, factor=1.0))
     assert few.choice is not None
@@ -182,6 +200,8 @@ def test_few_samples_get_a_temperature_pulled_towards_one() -> None:
         warnings.simplefilter("ignore")
         temperature = float(Head().fit(sure).temperature_)
     assert 0.2 < temperature <= 1.0  # a plain fit goes to 0
+    clear = overconfident(4000, 5, factor=0.5)  # many samples that are plainly too modest
+    assert float(Head().fit(clear).temperature_) < 0.7
 
 
 @pytest.mark.parametrize("k", [2, 10])
@@ -230,15 +250,48 @@ def test_log_scale_solver_finds_the_optimum() -> None:
     assert float(gradient.abs().max()) < 1e-4
 
 
-def test_shared_weights_solver_finds_the_optimum() -> None:
+def test_pool_solver_finds_the_optimum() -> None:
     p = overconfident(400, 5)
-    parts = torch.stack([p.logits, torch.randn(400, 5), torch.randn(400, 5)], 2)
-    towards = torch.tensor([1.0, 0.0, 0.0])
-    found = fit_shared(lambda at: parts[at], None, p.labels, towards, 2.0).double().requires_grad_()
-    loss = torch.nn.functional.cross_entropy(parts.double() @ found, p.labels)
-    loss = loss + 0.5 * 2.0 / 400 * (found - towards).square().sum()
+    parts = [part.log_softmax(1) for part in (p.logits, torch.randn(400, 5), torch.randn(400, 5))]
+    found = fit_pool(parts, p.labels).double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(torch.stack(parts, 2).double() @ found, p.labels)
+    loss = loss + 0.5 * RIDGE_POOL / 400 * (found - torch.tensor([1.0, 0.0, 0.0])).square().sum()
     (gradient,) = torch.autograd.grad(loss, found)
     assert float(gradient.abs().max()) < 1e-4
+
+
+def test_curve_solver_finds_the_optimum() -> None:
+    p = overconfident(400, 5, factor=3.0)
+    x = p.logits.double().log_softmax(1)
+    assert bool((x < KNOTS[0]).any())
+    found = fit_curve(x.float(), p.labels).double().requires_grad_()
+    hinges = (x[..., None] - torch.tensor(KNOTS).double()).clamp(min=0)
+    loss = torch.nn.functional.cross_entropy(x + hinges @ found, p.labels)
+    loss = loss + 0.5 * RIDGE_CURVE / 400 * found.square().sum()
+    (gradient,) = torch.autograd.grad(loss, found)
+    assert float(gradient.abs().max()) < 1e-3
+    assert float(found.detach().abs().max()) > 0.01
+
+
+def test_last_layer_is_asked_about_damped_features() -> None:
+    """Labels that follow damped features: the pool finds them, and the fitted head needs no more than features."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.rand(1500, 16, generator=generator).pow(6) * 20  # few, large
+    layer = torch.randn(80, 16, generator=generator)  # more classes than distances to their means could serve
+    usual = 2 * features.mean()
+    logits = features @ layer.mT
+    labels = (2 * damped_answer(features, layer, usual)).softmax(1).multinomial(1, generator=generator)[:, 0]
+    one = damped_answer(torch.tensor([[3.0, -3.0]]), torch.eye(2), torch.tensor(1.0))
+    assert one.tolist() == [pytest.approx([math.log(4), -math.log(4)])]
+    p = Predictions(logits, labels)
+    without, head = Head().fit(p, features=features), Head().fit(p, features=features, last_layer=layer)
+    assert head.choice is not None
+    assert without.choice is not None
+    assert "pool" in head.choice.chosen
+    assert head.choice.nll < without.choice.nll - 0.02
+    again = Head()
+    again.load_state_dict(head.state_dict())
+    assert torch.equal(again(logits, features), head(logits, features))
 
 
 def test_class_distances_by_hand() -> None:

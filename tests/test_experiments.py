@@ -15,11 +15,13 @@ pytest.importorskip("safetensors")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import head_tables  # noqa: E402
 import post_hoc  # noqa: E402
 import recipes  # noqa: E402
 import results  # noqa: E402
 import rivals  # noqa: E402
 import run as run_script  # noqa: E402
+import safety  # noqa: E402
 import tables  # noqa: E402
 from results import Scores, Split, StoredRun, dequantise, quantise, read_table, stored_runs  # noqa: E402
 
@@ -173,9 +175,9 @@ def test_the_table_has_every_run_and_method() -> None:
     assert set(table.run) == {run.name for run in RUNS} | {name for name, _ in rivals.ensembles(RUNS)}
 
 
-@pytest.mark.parametrize("name", ["methods", "paper", "runs"])
+@pytest.mark.parametrize("name", ["methods", "paper", "runs", *head_tables.PAGES])
 def test_committed_tables_are_made_from_the_table(name: str) -> None:
-    page = tables.MADE + tables.PAGES[name](read_table(), RUNS)
+    page = tables.MADE + (tables.PAGES | head_tables.PAGES)[name](read_table(), RUNS)
     assert page == (ROOT / "docs/results" / f"{name}.md").read_text()
 
 
@@ -185,6 +187,18 @@ def test_the_readme_shows_the_committed_numbers() -> None:
 
 
 # --- tables
+
+
+def test_summary_of_small_calibration_sets_by_hand() -> None:
+    rows = [
+        ("a", 10, 50, 0, 0.50, 0.40, 0.401, "temperature"),  # level with temperature scaling
+        ("a", 10, 50, 1, 0.50, 0.60, 0.503, "temperature + head"),  # 0.003 above the raw network
+    ]
+    (found,) = safety.summary(pd.DataFrame(rows, columns=list(safety.COLUMNS))).to_dict("records")
+    assert (found["draws"], found["worse"], found["temperature_worse"], found["opened"]) == (2, 0.5, 0.5, 0.5)
+    assert found["worst"] == pytest.approx(0.003)
+    assert found["temperature_worst"] == pytest.approx(0.1)
+    assert found["gain"] == pytest.approx(1 - 0.904 / 1.0)
 
 
 def test_means_are_over_the_seeds_of_a_row() -> None:

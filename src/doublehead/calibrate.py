@@ -119,7 +119,9 @@ def fit(
     opinion = None if beside is None or not beside.active else beside.opinion(readings)
     features = readings.features if readings.features.shape[1] else None
     numbers = readings.numbers if readings.numbers.shape[1] else None
-    staged = Head(keep, seed=seed).fit(predictions, features=features, opinion=opinion, numbers=numbers)
+    staged = Head(keep, seed=seed).fit(
+        predictions, features=features, opinion=opinion, numbers=numbers, last_layer=reader.last_layer()
+    )
     if not alone:
         same_on_all_processes(staged)
         staged.choice = from_every_process(staged.choice)[0]

@@ -166,6 +166,12 @@ class Reader:
             )
         return Readings(*(torch.cat(parts) for parts in zip(*rows)))
 
+    def last_layer(self) -> Tensor | None:
+        """The weight (K, F) that makes logits of features; None where no linear layer does."""
+        layer = None if self.layer is None else unwrapped(self.network).get_submodule(self.layer)
+        shape = (self.n_classes, self.n_features)
+        return layer.weight if isinstance(layer, nn.Linear) and layer.weight.shape == shape else None
+
     def close(self) -> None:
         """Take the hook off the network."""
         self.tap.remove()

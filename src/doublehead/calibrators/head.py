@@ -4,11 +4,13 @@
 2. map: class by class, z + (D + M) z + b, pulled towards no change (Berta et al. 2025). For few classes.
 3. head: a temperature for each sample, linear in statistics of its logits and, for a network, of its features.
 4. pool: a weighted sum with other opinions about the same sample. For a network these are distances of its features
-   to the class means, and the answers of heads that were trained beside it.
+   to the class means (with few samples per class, its last layer's answer to features whose large values are damped),
+   and the answers of heads that were trained beside it.
 5. curve: a function of the log-probability, the same for all classes.
 
 Every stage is fitted to outputs of the stages before it on samples that those were not fitted to, and stages are
-chosen by their NLL on held-back samples. With too little data nothing but the temperature is left, pulled towards 1.
+chosen by their NLL on held-back samples. With too little data nothing but the temperature is left, and it falls below 1
+only where that clearly pays.
 """
 
 from __future__ import annotations
@@ -34,17 +36,25 @@ if TYPE_CHECKING:
 
 MARGIN = 2.0  # standard errors by which further stages must beat the temperature
 MIN_SAMPLES = 200  # below, only a temperature is fitted
-MIN_WRONG = 10  # so it is with fewer wrong predictions than this: they cannot teach when to doubt
+MIN_WRONG = 30  # so it is with fewer wrong predictions than this: they cannot teach when to doubt
 WARN_SAMPLES = 100  # below, a warning says that this is little data
 MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
 MAX_ENTRIES = 25_000_000  # of logits that are fitted to
 PER_CLASS = 20  # samples per class from which maps of the classes and distances to their means are tried
 # Ridges, in samples: a weight is pulled towards no change as if so many samples said so.
-RIDGE_TEMPERATURE, RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 1.0, 30.0, 1.0, 30.0
+RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 30.0, 1.0, 30.0
+# Few samples hold few errors, so a fit to them tends to sharpen: a temperature below 1 is pulled towards 1 and must
+# gain this much log-likelihood in all. One above 1 is hardly pulled at all.
+RIDGE_SOFTEN, RIDGE_SHARPEN, GAIN_SHARPEN = 0.01, 10.0, 2.0
+MAP_FLOOR = -20.0  # log-probability: trees that say "never" must not outweigh all else
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
 RANK = 64  # directions of the features in which distances are measured
-CHUNK = 2_000_000  # entries handled at once
+CHUNK = 250_000  # entries handled at once, so that they stay in the cache
+MAX_BENT = 1_000_000  # entries that the curve is fitted to
+TOLERANCE = 2e-8  # of the mean NLL: Newton's method stops where a step promises no more
+
+STAGES = ("map", "head", "pool", "curve")  # after the temperature
 
 Params = dict[str, Tensor]
 Opinion = Tensor | Sequence[Tensor] | None  # one (N, K), or several
@@ -56,17 +66,14 @@ class Evidence(NamedTuple):
     numbers: Tensor
     opinions: tuple[Tensor, ...] = ()
 
-    def rows(self, at: Tensor) -> Evidence:
-        """Of some of the samples."""
-        return Evidence(self.numbers[at], tuple(part[at] for part in self.opinions))
-
 
 class Head(Calibrator):
     """The staged head. The default for networks and files; never changes a prediction unless asked to.
 
     `fit(predictions)` learns from logits alone. `fit(predictions, features=...)` also reads the features (N, F)
-    that went into the network's last layer, and `opinion` is what heads trained beside the network say of the same
-    samples, each sample by a head that never saw it. What was chosen, and why, is in `choice`.
+    that went into the network's last layer, whose weight (K, F) is `last_layer`. `opinion` is what heads trained
+    beside the network say of the same samples, each sample by a head that never saw it. What was chosen, and why, is
+    in `choice`.
 
     `keep="predictions"` never overrules the network's class. `keep="best"` lets stages change it if that does not
     lower the accuracy on held-back samples.
@@ -79,7 +86,7 @@ class Head(Calibrator):
 
     learned = (
         "stages_", "temperature_", "weight_", "bias_", "center_", "mean_", "deviation_", "slope_", "pool_", "curve_",
-        "feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_",
+        "feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_", "last_layer_", "usual_",
     )  # fmt: skip
 
     stages_: Tensor  # (6,) bool: temperature, map, head, pool, curve, keep predictions
@@ -97,15 +104,18 @@ class Head(Calibrator):
     projection_: Tensor  # (F, R) into directions in which classes have unit spread
     projected_means_: Tensor  # (K, R)
     spreads_: Tensor  # (2,) usual squared distances to the own class's mean
+    last_layer_: Tensor  # (K, F), or empty
+    usual_: Tensor  # twice the mean size of a feature
 
     choice: Choice | None = None
+    allowed: Sequence[str] = STAGES  # others are not tried
 
     def __init__(
         self, keep: Literal["predictions", "best"] = "predictions", folds: int = 5, seed: int = 0
     ) -> None:
         super().__init__()
         self.keep, self.folds, self.seed = keep, folds, seed
-        self._fitting: tuple[Tensor | None, Opinion, Tensor | None] = (None, None, None)
+        self._fitting: tuple[Tensor | None, Opinion, Tensor | None, Tensor | None] = (None,) * 4
         self._open: tuple[bool, ...] = ()
 
     def fit(
@@ -115,13 +125,14 @@ class Head(Calibrator):
         features: Tensor | None = None,
         opinion: Opinion = None,
         numbers: Tensor | None = None,
+        last_layer: Tensor | None = None,
     ) -> Self:
         """Learn from predictions the network was not trained on, and what else is known of the same samples."""
-        self._fitting = features, opinion, numbers
+        self._fitting = features, opinion, numbers, last_layer
         try:
             super().fit(predictions)
         finally:
-            self._fitting = (None, None, None)
+            self._fitting = (None,) * 4
         self.refresh()
         return self
 
@@ -155,7 +166,7 @@ class Head(Calibrator):
         z = wide
         for name, is_open in zip(("temperature", *STAGES), self._open):
             if is_open:
-                z = _apply(name, params, z, evidence)
+                z = _apply(name, params, _reads(name, z, evidence))
         return keep_top(z, wide) if self._open[-1] else z
 
     def _evidence(
@@ -170,7 +181,7 @@ class Head(Calibrator):
             features = features.to(logits.dtype)
             more.insert(0, feature_numbers(features).to(logits.dtype))
             if self._open[3]:
-                opinions += class_distances(features, {name: getattr(self, name) for name in MEANS})
+                opinions += self._of_features(features)
         opinions += [part.to(logits.dtype) for part in _several(opinion)]
         if self._open[3] and len(opinions) != n_opinions:
             raise ValueError("opinion must be given exactly where this head was fitted with one")
@@ -178,6 +189,14 @@ class Head(Calibrator):
         if joined.shape[-1] != n_numbers:
             raise ValueError(f"numbers must be as many as fitted with, {n_numbers}, got {joined.shape[-1]}")
         return Evidence(joined, tuple(opinions))
+
+    def _of_features(self, features: Tensor) -> list[Tensor]:
+        opinions = []
+        if self.class_means_.numel():
+            opinions += class_distances(features, {name: getattr(self, name) for name in MEANS})
+        if self.last_layer_.numel():
+            opinions.append(damped_answer(features, self.last_layer_, self.usual_))
+        return opinions
 
     @property
     def keeps_argmax(self) -> bool:
@@ -201,7 +220,6 @@ class Head(Calibrator):
         self._open = () if self.stages_ is None else tuple(args[0][args[1] + "stages_"].bool().tolist())
 
 
-STAGES = ("map", "head", "pool", "curve")
 MEANS = ("feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_")
 
 
@@ -215,26 +233,30 @@ def _sizes(head: Head) -> tuple[int, int]:
     return len(head.mean_) - statistics(torch.zeros(1, k)).shape[-1], len(head.pool_) - 1
 
 
-def _apply(name: str, params: Mapping[str, Tensor], z: Tensor, evidence: Evidence) -> Tensor:
-    """One stage of logits (..., K)."""
+def _reads(name: str, z: Tensor, evidence: Evidence) -> tuple[Tensor, ...]:
+    """What one stage reads of logits (..., K) and evidence."""
+    if name == "temperature":
+        return (z,)
+    if name == "head":
+        return z, torch.cat([statistics(z), evidence.numbers.to(z.dtype)], -1)
+    opinions = evidence.opinions if name == "pool" else ()
+    return tuple(part.log_softmax(-1) for part in (z, *opinions))
+
+
+def _apply(name: str, params: Mapping[str, Tensor], reads: Sequence[Tensor]) -> Tensor:
+    """One stage: logits (..., K)."""
+    z = reads[0]
     p = {key: value.to(z.dtype) if value.is_floating_point() else value for key, value in params.items()}
     if name == "temperature":
         return z / p["temperature_"]
     if name == "map":
-        off = z.log_softmax(-1) - p["center_"]
-        change = off @ p["weight_"].mT if p["weight_"].ndim == 2 else off * p["weight_"]
-        return z.log_softmax(-1) + change + p["bias_"]
+        off = z.clamp(min=MAP_FLOOR) - p["center_"]
+        return z + (off @ p["weight_"].mT if p["weight_"].ndim == 2 else off * p["weight_"]) + p["bias_"]
     if name == "head":
-        return scale_logits(z, _linear(_inputs(z, evidence), p))
+        return scale_logits(z, _linear(reads[1], p))
     if name == "pool":
-        parts = [z, *evidence.opinions]
-        return torch.stack([part.log_softmax(-1) for part in parts], -1) @ p["pool_"]
-    log_probs = z.log_softmax(-1)
-    return log_probs + _hinges(log_probs) @ p["curve_"]
-
-
-def _inputs(z: Tensor, evidence: Evidence) -> Tensor:
-    return torch.cat([statistics(z), evidence.numbers.to(z.dtype)], -1)
+        return torch.stack(list(reads), -1) @ p["pool_"]
+    return z + _hinges(z) @ p["curve_"]
 
 
 def _linear(inputs: Tensor, p: Mapping[str, Tensor]) -> Tensor:
@@ -257,6 +279,7 @@ class _Fit:
         features: Tensor | None,
         opinion: Opinion,
         numbers: Tensor | None,
+        last_layer: Tensor | None,
     ) -> None:
         n, k = predictions.logits.shape
         order = torch.randperm(n, generator=torch.Generator().manual_seed(head.seed))
@@ -269,6 +292,11 @@ class _Fit:
         parts += [] if numbers is None else [numbers[order].float()]
         given = torch.cat(parts, 1) if parts else self.logits.new_empty(self.n, 0)
         self.means, opinions = self._class_means(features, order)
+        self.means |= dict.fromkeys(("last_layer_", "usual_"), self.logits.new_empty(0))
+        if features is not None and last_layer is not None and not opinions and self.n >= MIN_SAMPLES:
+            layer, usual = last_layer.detach().float(), 2 * features[order].float().abs().mean()
+            self.means |= {"last_layer_": layer - layer.mean(0), "usual_": usual}
+            opinions.append(damped_answer(features[order].float(), self.means["last_layer_"], usual))
         opinions += [part[order].float() for part in _several(opinion)]
         self.evidence = Evidence(given, tuple(opinions))
         self.found: dict[
@@ -295,7 +323,7 @@ class _Fit:
         wrong = int((self.logits.argmax(1) != self.labels).sum())
         if self.n < WARN_SAMPLES:
             warnings.warn(
-                f"{self.n} calibration samples are little data: only a temperature is fitted, pulled towards 1",
+                f"{self.n} calibration samples are little data: only a temperature is fitted, rarely below 1",
                 UserWarning,
                 stacklevel=5,
             )
@@ -307,24 +335,27 @@ class _Fit:
         sequences += [(*base, *more) for more in self._sequences()] if tells else []
         for sequence in sequences:
             self._try(sequence)
-        nlls = {self._name(sequence): self._nll(sequence) for sequence in ((), *sequences)}
-        if tells:
+        nlls = {self._name(sequence): self._nll(sequence) for sequence in sequences}
+        if tells and "curve" in self.head.allowed:
             best = min(sequences, key=lambda sequence: float(nlls[self._name(sequence)].mean()))
             if self._try((*best, "curve")):
                 sequences.append((*best, "curve"))
                 nlls[self._name(sequences[-1])] = self._nll(sequences[-1])
         choice = choose(nlls, ["temperature"], MARGIN)
-        chosen = next(sequence for sequence in ((), *sequences) if self._name(sequence) == choice.chosen)
+        chosen = next(sequence for sequence in sequences if self._name(sequence) == choice.chosen)
+        # Not a candidate: the folds of a small sample favour it, and the temperature falls back to 1 by itself.
+        every = {"none": float(self._nll(()).mean()), **choice.nlls}
+        nlls_in_order = dict(sorted(every.items(), key=lambda item: item[1]))
         shown = dict.fromkeys(((), base, chosen))
         scores = {self._name(some): Scores.of(Predictions(self._kept(some), self.labels)) for some in shown}
-        self.head.choice = replace(choice, scores=scores)
+        self.head.choice = replace(choice, nlls=nlls_in_order, scores=scores)
         return self._parameters(chosen)
 
     def _sequences(self) -> list[tuple[str, ...]]:
         pool = [("pool",)] if self.evidence.opinions else []
         heads = [("head",), *(("head", *more) for more in pool)]
         maps = [("map", *more) for more in ((), *heads)] if self.n >= PER_CLASS * self.k else []
-        return [*heads, *maps]
+        return [stages for stages in (*heads, *maps) if set(stages) <= set(self.head.allowed)]
 
     @staticmethod
     def _name(sequence: tuple[str, ...]) -> str:
@@ -338,12 +369,13 @@ class _Fit:
             self._try(sequence[:end])
         z, _ = self.found[sequence[:-1]]
         name = sequence[-1]
-        whole = _fit_stage(name, z, self.labels, self.evidence)
+        reads = _reads(name, z, self.evidence)
+        whole = _fit_stage(name, reads, self.labels)
         out = torch.empty_like(z)
         for fold in self.folds.unique() if self.n > 1 else ():
             held = self.folds == fold
-            params = _fit_stage(name, z[~held], self.labels[~held], self.evidence.rows(~held), whole)
-            out[held] = _apply(name, params, z[held], self.evidence.rows(held))
+            params = _fit_stage(name, [part[~held] for part in reads], self.labels[~held], whole)
+            out[held] = _apply(name, params, [part[held] for part in reads])
         self.found[sequence] = (out if self.n > 1 else z), whole
         return True
 
@@ -386,36 +418,37 @@ class _Fit:
 
 
 def _fit_stage(
-    name: str, z: Tensor, labels: Tensor, evidence: Evidence, start: Mapping[str, Tensor] | None = None
+    name: str, reads: Sequence[Tensor], labels: Tensor, start: Mapping[str, Tensor] | None = None
 ) -> Params:
     """The parameters of one stage; `start` are those of a fit to more samples."""
+    z, begin = reads[0], start or {}
     if name == "temperature":
-        ones = z.new_ones(len(z), 1)
-        log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_TEMPERATURE))
-        return {"temperature_": (-log_scale[0]).exp()}
+        return {"temperature_": _careful_temperature(z, labels, begin.get("temperature_"))}
     if name == "map":
-        return _fit_map(z.log_softmax(1), labels, start)
+        return _fit_map(z, labels, start)
     if name == "head":
-        inputs = _inputs(z, evidence)
+        inputs = reads[1]
         params = {"mean_": inputs.mean(0), "deviation_": inputs.std(0).clamp(min=1e-4)}
         standard = ((inputs - params["mean_"]) / params["deviation_"]).clamp(-LIMIT, LIMIT)
         design = torch.cat([standard, torch.ones_like(standard[:, :1])], 1)
         ridge = z.new_full((design.shape[1],), RIDGE_HEAD)
         ridge[-1] = 0
-        return {**params, "slope_": fit_log_scale(z, labels, design, ridge)}
+        return {**params, "slope_": fit_log_scale(z, labels, design, ridge, begin.get("slope_"))}
     if name == "pool":
-        parts = [part.log_softmax(1) for part in (z, *evidence.opinions)]
-        towards = z.new_zeros(len(parts))
-        towards[0] = 1
-        found = fit_shared(
-            lambda at: torch.stack([part[at] for part in parts], 2), None, labels, towards, RIDGE_POOL
-        )
-        return {"pool_": found}
-    log_probs = z.log_softmax(1)
-    found = fit_shared(
-        lambda at: _hinges(log_probs[at]), log_probs, labels, z.new_zeros(len(KNOTS)), RIDGE_CURVE
-    )
-    return {"curve_": found}
+        return {"pool_": fit_pool(reads, labels, begin.get("pool_"))}
+    return {"curve_": fit_curve(z, labels, begin.get("curve_"))}
+
+
+def _careful_temperature(z: Tensor, labels: Tensor, start: Tensor | None) -> Tensor:
+    """One that sharpens only where this clearly pays."""
+    ones = z.new_ones(len(z), 1)
+    begin = None if start is None else -start.log()[None]
+    log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
+    if log_scale > 0:
+        log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_SHARPEN))[0]
+        gain = (_nlls(z, labels) - _nlls(z * log_scale.exp(), labels)).sum()
+        log_scale = log_scale * (gain > GAIN_SHARPEN)
+    return (-log_scale).exp()
 
 
 # --- the class map
@@ -429,29 +462,48 @@ def _takes_matrix(n: int, k: int) -> bool:
 def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> Params:
     """D + M and b of z + (D + M) (z - mean) + b, with a ridge of K / n on D and b and of K (K - 1) / n on M."""
     n, k = x.shape
-    center = x.mean(0)
+    known = x.clamp(min=MAP_FLOOR)
+    center = known.mean(0)
     full = _takes_matrix(n, k) if start is None else start["weight_"].ndim == 2
-    off, eye = x - center, torch.eye(k, dtype=x.dtype, device=x.device)
+    off, eye = known - center, torch.eye(k, dtype=x.dtype, device=x.device)
     ridge = (eye + (k - 1) * (1 - eye)) * (k / n) if full else x.new_full((k,), k / n)
-    weight = (x.new_zeros(k, k) if full else x.new_zeros(k)) if start is None else start["weight_"].clone()
-    bias = x.new_zeros(k) if start is None else start["bias_"].clone()
-    values = [weight.requires_grad_(), bias.requires_grad_()]
+    weight = (x.new_zeros(k, k) if full else x.new_zeros(k)) if start is None else start["weight_"]
+    bias = x.new_zeros(k) if start is None else start["bias_"]
+    # L-BFGS in units in which every weight has about the same curvature.
+    probs = x.exp()
+    spread = probs - probs.square()
+    curvature = spread.mT @ off.square() if full else (spread * off.square()).sum(0)
+    units = [(curvature / n + ridge).rsqrt(), (spread.mean(0) + k / n).rsqrt()]
+    values = [weight / units[0], bias / units[1]]
     optimizer = torch.optim.LBFGS(
         values, max_iter=60 if start is None else 20, history_size=10, line_search_fn="strong_wolfe",
         tolerance_grad=1e-5, tolerance_change=1e-7,
     )  # fmt: skip
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        change = off @ weight.mT if full else off * weight
-        loss = torch.nn.functional.cross_entropy(x + change + bias, labels)
-        loss = loss + 0.5 * (ridge * weight.square()).sum() + 0.5 * k / n * bias.square().sum()
-        loss.backward()
-        return loss
+    size = max(1, CHUNK // k)
 
-    with torch.enable_grad():
-        optimizer.step(closure)
-    return {"weight_": weight.detach(), "bias_": bias.detach(), "center_": center}
+    def closure() -> Tensor:
+        weight, bias = (value * unit for value, unit in zip(values, units))
+        loss = 0.5 * (n * ridge * weight.square()).sum() + 0.5 * k * bias.square().sum()
+        slopes = [n * ridge * weight, k * bias]
+        for before, moved, label in zip(x.split(size), off.split(size), labels.split(size)):
+            z = (moved @ weight.mT if full else moved * weight).add_(before).add_(bias)
+            z -= z.amax(1, keepdim=True)
+            loss -= z.gather(1, label[:, None]).sum()
+            z.exp_()
+            sums = z.sum(1, keepdim=True)
+            loss += sums.log().sum()
+            error = z.div_(sums)
+            error[torch.arange(len(label)), label] -= 1
+            slopes[0] += error.mT @ moved if full else (error * moved).sum(0)
+            slopes[1] += error.sum(0)
+        for value, slope, unit in zip(values, slopes, units):
+            value.grad = slope * unit / n
+        return loss / n
+
+    optimizer.step(closure)
+    weight, bias = (value * unit for value, unit in zip(values, units))
+    return {"weight_": weight, "bias_": bias, "center_": center}
 
 
 # --- distances to class means
@@ -496,6 +548,16 @@ def class_distances(features: Tensor, means: Mapping[str, Tensor]) -> list[Tenso
     return [-_squared_distances(part, m[name]) / usual for (part, name), usual in zip(parts, m["spreads_"])]
 
 
+def damped_answer(features: Tensor, last_layer: Tensor, usual: Tensor) -> Tensor:
+    """The answer (N, K) of a last layer (K, F) to features (N, F) whose large values are damped.
+
+    A network that is sure because of a few very large features is less often right than one that is as sure because
+    of many.
+    """
+    damped = features.sign() * (features.abs() / usual.to(features.dtype)).log1p() * usual.to(features.dtype)
+    return damped @ last_layer.mT.to(features.dtype)
+
+
 def _means(values: Tensor, labels: Tensor, k: int, prior: float) -> Tensor:
     """(K, F) class means, all pulled by the same share towards the mean of all, as if `prior` samples lay there.
 
@@ -515,109 +577,123 @@ def _squared_distances(values: Tensor, means: Tensor) -> Tensor:
 # --- solvers
 
 
-def fit_log_scale(
-    logits: Tensor, labels: Tensor, design: Tensor, ridge: Tensor, max_steps: int = 30
+def newton(
+    evaluate: Callable[[Tensor], tuple[float, Tensor, Tensor]], weights: Tensor, max_steps: int = 30
 ) -> Tensor:
-    """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL, by Newton
-    steps.
-
-    `ridge` (P,) is the pull of each weight towards 0, in samples.
-    """
-    below = logits - logits.amax(1, keepdim=True)
-    at_label = below.gather(1, labels[:, None])[:, 0]
-    n, weights, damping = len(logits), logits.new_zeros(design.shape[1]).double(), 1e-4
-    design, ridge = design.double(), ridge.double() / n
-
-    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
-        """The loss, and each sample's first and second derivative in its log scale."""
-        log_scale = (design @ w).clamp(-4, 4)
-        scale = log_scale.exp()
-        firsts, seconds, total = [], [], 0.0
-        rows = max(1, CHUNK // below.shape[1])
-        for some, s, label in zip(below.split(rows), scale.to(below.dtype).split(rows), at_label.split(rows)):
-            scaled = some * s[:, None]
-            largest = scaled.exp_()  # each row's largest is 1
-            sums = largest.sum(1)
-            mean = (largest * some).sum(1) / sums
-            variance = (largest * some.square()).sum(1) / sums - mean.square()
-            total += float((sums.log() - s * label).sum(dtype=torch.float64))
-            firsts.append(s * (mean - label))
-            seconds.append(s.square() * variance)
-        loss = total / n + 0.5 * float((ridge * w.square()).sum())
-        return loss, torch.cat(firsts).double(), torch.cat(seconds).double()
-
-    loss, first, second = evaluate(weights)
+    """Weights (P,) in float64 where a loss is lowest; `evaluate` gives it, its gradient (P,) and curvature (P, P)."""
+    damping = 1e-4
+    loss, gradient, curvature = evaluate(weights)
     for _ in range(max_steps):
-        gradient = design.mT @ first / n + ridge * weights
-        # The first derivative belongs to the curvature where it helps: near the optimum it has mean 0.
-        curvature = design.mT @ (design * second.clamp(min=1e-8)[:, None]) / n + ridge.diag()
         for _ in range(12):
             stiff = curvature + damping * (curvature.diagonal() + 1e-8).diag()
-            proposed = weights - torch.linalg.solve(stiff, gradient)
-            now = evaluate(proposed)
+            step: Tensor = torch.linalg.solve(stiff, gradient)
+            if 0 <= float(gradient @ step) < TOLERANCE:
+                return weights - step
+            now = evaluate(weights - step)
             if now[0] <= loss:
                 break
             damping *= 6
         else:
             break
-        fell = loss - now[0]
-        weights, (loss, first, second), damping = proposed, now, max(damping / 4, 1e-8)
-        if fell < 1e-7:
-            break
-    return weights.to(logits.dtype)
+        weights, (loss, gradient, curvature), damping = weights - step, now, max(damping / 4, 1e-8)
+    return weights
 
 
-def fit_shared(
-    basis: Callable[[slice], Tensor],
-    offset: Tensor | None,
-    labels: Tensor,
-    towards: Tensor,
-    ridge: float,
-    max_steps: int = 30,
+def fit_log_scale(
+    logits: Tensor, labels: Tensor, design: Tensor, ridge: Tensor, start: Tensor | None = None
 ) -> Tensor:
-    """Weights w (P,) of logits offset + basis w with the lowest NLL, by Newton steps; the problem is convex.
+    """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL.
 
-    `basis(rows)` gives (n, K, P). `ridge` is the pull towards `towards`, in samples.
+    `ridge` (P,) is the pull of each weight towards 0, in samples.
     """
-    n, p = len(labels), len(towards)
-    k = basis(slice(0, 1)).shape[1]
-    size = max(1, CHUNK // (k * p))
-    starts = [slice(begin, min(begin + size, n)) for begin in range(0, n, size)]
+    below = logits - logits.amax(1, keepdim=True)
+    at_label = below.gather(1, labels[:, None])[:, 0]
+    n, rows = len(logits), max(1, CHUNK // logits.shape[1])
+    design, ridge = design.double(), ridge.double() / n
 
-    def logits_at(at: slice, w: Tensor) -> tuple[Tensor, Tensor]:
-        parts = basis(at)
-        z = parts @ w.to(parts.dtype)
-        return parts, z if offset is None else z + offset[at]
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        scale = (design @ w).clamp(-4, 4).exp()
+        firsts, seconds, total = [], [], 0.0  # each sample's first and second derivative in its log scale
+        for some, s, label in zip(below.split(rows), scale.to(below.dtype).split(rows), at_label.split(rows)):
+            largest = (some * s[:, None]).exp_()  # each row's largest is 1
+            sums = largest.sum(1)
+            weighted = largest.mul_(some)
+            mean = weighted.sum(1) / sums
+            variance = weighted.mul_(some).sum(1) / sums - mean.square()
+            total += float((sums.log() - s * label).sum(dtype=torch.float64))
+            firsts.append(s * (mean - label))
+            seconds.append(s.square() * variance)
+        first, second = torch.cat(firsts).double(), torch.cat(seconds).double()
+        gradient = design.mT @ first / n + ridge * w
+        # The first derivative belongs to the curvature where it helps: near the optimum it has mean 0.
+        curvature = design.mT @ (design * second.clamp(min=1e-8)[:, None]) / n + ridge.diag()
+        return total / n + 0.5 * float((ridge * w.square()).sum()), gradient, curvature
 
-    def loss_at(w: Tensor) -> float:
-        total = sum(float(_nlls(logits_at(at, w)[1], labels[at]).sum(dtype=torch.float64)) for at in starts)
-        return total / n + 0.5 * ridge / n * float((w - towards).square().sum())
+    begin = logits.new_zeros(design.shape[1]) if start is None else start
+    return newton(evaluate, begin.double()).to(logits.dtype)
 
-    w, towards = towards.double(), towards.double()
-    loss = loss_at(w)
-    for _ in range(max_steps):
-        gradient = ridge / n * (w - towards)
-        curvature = (ridge / n + 1e-9) * torch.eye(p, dtype=torch.float64, device=w.device)
-        for at in starts:
-            parts, z = logits_at(at, w)
+
+def fit_pool(parts: Sequence[Tensor], labels: Tensor, start: Tensor | None = None) -> Tensor:
+    """Weights (P,) of the sum of log-probabilities (N, K) with the lowest NLL, pulled towards the first part alone."""
+    n, p = len(labels), len(parts)
+    size = max(1, CHUNK // (parts[0].shape[1] * p))
+    towards = torch.eye(p, dtype=torch.float64, device=labels.device)[0]
+
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        loss = 0.5 * RIDGE_POOL * float((w - towards).square().sum())
+        gradient = RIDGE_POOL * (w - towards)
+        curvature = RIDGE_POOL * torch.eye(p, dtype=torch.float64, device=w.device)
+        for some, label in zip(zip(*(part.split(size) for part in parts)), labels.split(size)):
+            x = torch.stack(some, 2)  # (n, K, P)
+            z = x @ w.to(x.dtype)
             probs = z.softmax(1)
-            mean = (probs[..., None] * parts).sum(1)  # (n, P)
-            rows = torch.arange(len(parts), device=parts.device)
-            gradient = gradient + (mean - parts[rows, labels[at]]).sum(0, dtype=torch.float64) / n
-            off = (parts - mean[:, None]) * probs[..., None].sqrt()
-            flat = off.reshape(-1, p)
-            curvature = curvature + (flat.mT @ flat).double() / n
-        step, scale = torch.linalg.solve(curvature, gradient), 1.0
-        proposed = loss_at(w - step)
-        while proposed > loss and scale > 1e-3:
-            scale /= 2
-            proposed = loss_at(w - scale * step)
-        if proposed > loss:
-            break
-        fell, w, loss = loss - proposed, w - scale * step, proposed
-        if fell < 1e-7:
-            break
-    return w.to(labels.device, basis(slice(0, 1)).dtype)
+            mean = (probs[:, None] @ x)[:, 0]  # (n, P)
+            loss += float(_nlls(z, label).sum(dtype=torch.float64))
+            gradient = gradient + (mean - x[torch.arange(len(x)), label]).sum(0, dtype=torch.float64)
+            flat = (x * probs[..., None].sqrt()).reshape(-1, p)
+            curvature = curvature + (flat.mT @ flat - mean.mT @ mean).double()
+        return loss / n, gradient / n, curvature / n
+
+    return newton(evaluate, towards if start is None else start.double()).to(parts[0].dtype)
+
+
+def fit_curve(log_probs: Tensor, labels: Tensor, start: Tensor | None = None) -> Tensor:
+    """Weights (knots,) of the hinges of log-probabilities (N, K) with the lowest NLL, pulled towards 0.
+
+    Log-probabilities below the lowest knot stay as they are, and only their sum matters.
+    """
+    bent = log_probs > KNOTS[0]
+    counts = bent.sum(1)
+    fits = int((counts.cumsum(0) <= MAX_BENT).sum())  # samples are in random order
+    log_probs, labels, bent, counts = log_probs[:fits], labels[:fits], bent[:fits], counts[:fits]
+    # All relative to each row's largest, so that sums over confident rows lose no digits.
+    top = log_probs.amax(1)
+    x = (log_probs - top[:, None])[bent]  # (E,), row by row
+    at_top = _hinges(top)
+    basis = _hinges(log_probs[bent]) - at_top.repeat_interleave(counts, 0)  # (E, knots)
+    rest = (log_probs - top[:, None]).exp().masked_fill(bent, 0).sum(1)
+    at_label = log_probs.gather(1, labels[:, None])[:, 0]
+    wanted = _hinges(at_label) - at_top  # (N, knots)
+    pull = RIDGE_CURVE * torch.eye(len(KNOTS), dtype=torch.float64, device=x.device)
+
+    def sums(values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
+
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        low = w.to(x.dtype)
+        odds = (x + basis @ low).exp_()
+        left = rest * (-at_top @ low).exp()
+        total = sums(odds) + left
+        weighted = basis * (odds / total.repeat_interleave(counts))[:, None]
+        lost = at_top * (left / total)[:, None]
+        mean = sums(weighted) - lost
+        loss = (total.log() - at_label + top - wanted @ low).sum(dtype=torch.float64)
+        gradient = (mean - wanted).sum(0, dtype=torch.float64) + pull @ w
+        curvature = (weighted.mT @ basis + lost.mT @ at_top - mean.mT @ mean).double() + pull
+        return float(loss + 0.5 * w @ pull @ w) / fits, gradient / fits, curvature / fits
+
+    begin = x.new_zeros(len(KNOTS)) if start is None else start
+    return newton(evaluate, begin.double()).to(x.dtype)
 
 
 def _nlls(z: Tensor, labels: Tensor) -> Tensor:
@@ -628,7 +704,9 @@ __all__: Sequence[str] = [
     "Evidence",
     "Head",
     "class_distances",
+    "damped_answer",
     "fit_class_means",
+    "fit_curve",
     "fit_log_scale",
-    "fit_shared",
+    "fit_pool",
 ]

@@ -1,0 +1,131 @@
+"""Fit the staged head beside temperature scaling and the structured matrix scaling of probmetrics.
+
+    python benchmarks/head_speed.py            # one thread; CPU seconds
+    python benchmarks/head_speed.py --save     # also writes benchmarks/results/head_speed.json
+
+The logits of 10 and 100 classes are those of stored networks, the others are drawn. All candidates, folds and checks of
+the input are part of the head's time. Fits take turns and the fastest round of each counts. `nll` is on the data that
+was fitted to, so it compares solvers, not methods.
+"""
+
+from __future__ import annotations
+
+import temperature_speed  # isort: skip
+import argparse
+import json
+import math
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doublehead import metrics
+from doublehead.calibrators import Head, Temperature
+from doublehead.predictions import Predictions
+
+RESULTS = Path(__file__).parent / "results" / "head_speed.json"
+LOGITS = Path(__file__).parents[1] / "experiments" / "logits"
+Fit = Callable[[Predictions], Predictions]
+
+
+def stored(run: str) -> Predictions:
+    """The calibration logits of a committed run: steps of log(1 + distance to the largest)."""
+    with np.load(LOGITS / f"{run}.npz") as file:
+        steps, top, labels = (file[f"calib/{name}"] for name in ("main", "top", "labels"))
+    logits = -torch.expm1(torch.from_numpy(steps).float() / 32) + torch.from_numpy(top).float()[:, None]
+    return Predictions(logits, labels.astype(np.int64))
+
+
+def drawn(n: int, k: int) -> Predictions:
+    """Overconfident logits, right in about three of four cases, with errors that differ by class."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 1.5 * torch.randn(n, k, generator=generator)
+    favourite = torch.randint(k, (n,), generator=generator)
+    logits[torch.arange(n), favourite] += 8 + 12 * torch.rand(n, generator=generator)
+    truth = logits * (0.7 + 0.1 * torch.rand(k, generator=generator)) + 0.3 * torch.randn(
+        k, generator=generator
+    )
+    return Predictions(logits, torch.multinomial(truth.softmax(1), 1, generator=generator)[:, 0])
+
+
+def works() -> dict[str, tuple[Predictions, float]]:
+    """Predictions, and how many CPU seconds the head may take."""
+    return {
+        "5,000 x 10": (stored("cifar10-resnet50-cross_entropy-e80-s0"), 1.0),
+        "5,000 x 100": (stored("cifar100-resnet50-cross_entropy-e80-s0"), 2.0),
+        "25,000 x 1,000": (drawn(25_000, 1000), 20.0),
+    }
+
+
+def structured_matrix(p: Predictions) -> Predictions:
+    """`sms` of probmetrics."""
+    distributions = import_module("probmetrics.distributions")
+    peer = import_module("probmetrics.calibrators").get_calibrator("sms")
+    logits = distributions.CategoricalLogits(p.logits)
+    peer.fit_torch(logits, p.labels)
+    out: Tensor = peer.predict_proba_torch(logits).get_logits()
+    return Predictions(out.float(), p.labels)
+
+
+def measure(p: Predictions, rounds: int) -> dict[str, dict[str, Any]]:
+    fits: dict[str, Fit] = {
+        "temperature": lambda p: Temperature().fit(p).calibrate(p),
+        "staged head": lambda p: Head().fit(p).calibrate(p),
+        "probmetrics sms": structured_matrix,
+    }
+    found: dict[str, dict[str, Any]] = {name: {"seconds": math.inf} for name in fits}
+    for _ in range(rounds):
+        for name, fit in fits.items():
+            start = time.process_time()
+            try:
+                out = fit(p)
+            except Exception as error:  # peers fail in many ways
+                found[name]["error"] = f"{type(error).__name__}: {error}"[:200]
+                continue
+            seconds = min(found[name]["seconds"], time.process_time() - start)
+            found[name] = {"seconds": round(seconds, 3), "nll": round(float(metrics.nll(out)), 5)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "rounds": options.rounds,
+        "python": platform.python_version(),
+        "device": f"{temperature_speed.cpu_name()}, 1 thread",
+        "load": os.getloadavg()[0],
+        "versions": {name: version(name) for name in ("torch", "numpy", "probmetrics")},
+        "works": {},
+    }
+    for name, (p, goal) in works().items():
+        found = measure(p, options.rounds)
+        record["works"][name] = {"goal": goal, "results": found}
+        for method, row in found.items():
+            print(
+                f"{name:16s}{method:18s}{row['seconds']:9.3f} s  {row.get('nll', row.get('error'))}",
+                flush=True,
+            )
+    if options.save:
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
