@@ -108,6 +108,8 @@ class Summary:
     bins: Bins | None = None  # fine top-label bins, for `plot`
     classes: ClassGaps | None = None
     groups: dict[str, Summary] = field(default_factory=dict)
+    n_zero_labels: int = 0  # samples whose label has a probability of exactly 0
+    zero_floor: float = 0.0  # what such a probability is taken as
 
     @classmethod
     def of(cls, p: Predictions, n_bins: int = 15, by: Sequence[Any] | None = None, seed: int = 0) -> Summary:
@@ -166,6 +168,17 @@ class Summary:
         direction = "" if grade is CLASSES_OFF else f"{self._direction()}; "
         return f"{capital(grade.word)}: {direction}{classes}{ece}, {perfect} ({chance})."
 
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the numbers must know besides, in sentences."""
+        if not self.n_zero_labels:
+            return []
+        nll, n = self.metrics["nll"].estimate, f"{self.n_zero_labels:,} of {self.n:,} samples"
+        return [
+            f"The true class of {n} has a probability of exactly 0. With zeros taken as {self.zero_floor:.2g}, below "
+            f"the resolution of the probabilities, the NLL is {nll:.4f}; as written it is infinite."
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, None for bounds that are not known."""
         found: dict[str, Any] = {
@@ -185,6 +198,7 @@ class Summary:
             "n_classes_off": None if self.classes is None else self.n_classes_off,
             "grade": self.grade.word,
             "verdict": self.verdict,
+            "notes": self.notes,
         }
         if self.groups:
             found["groups"] = {name: group.to_dict() for name, group in self.groups.items()}
@@ -209,7 +223,7 @@ class Summary:
         parts = [head, side_by_side({"value": self}, meanings=True)]
         if self.groups:
             parts.append(aligned(self._group_rows()))
-        return "\n\n".join([*parts, self.verdict])
+        return "\n\n".join([*parts, self.verdict, *self.notes])
 
     __repr__ = __str__
 
@@ -218,7 +232,8 @@ class Summary:
             summary_rows({"value": self}, meanings=True),
             *([self._group_rows()] if self.groups else []),
         ]
-        return "".join(_html_table(rows) for rows in tables) + f"<p>{escape(self.verdict)}</p>"
+        sentences = "".join(f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes))
+        return "".join(_html_table(rows) for rows in tables) + sentences
 
     def _group_rows(self) -> list[list[str]]:
         titles = ["group", "n", "accuracy", "ECE", "95 % interval", "ECE floor", "overconfidence"]
@@ -255,6 +270,8 @@ class Tally:
     sums: dict[str, int]  # by name of SCORES, in units of 2^-32
     squares: dict[str, int]
     groups: dict[str, Tally]
+    n_zero_labels: int = 0  # their NLL is not in the sums, because it hangs on the smallest probability of all
+    zero_floor: float = math.inf
 
     @classmethod
     def of(
@@ -264,7 +281,8 @@ class Tally:
 
         Without `per_class` it needs no memory that grows with the number of classes.
         """
-        scores = metrics.per_sample(p)
+        scores, zero = metrics.per_sample(p), metrics.zero_labels(p)
+        scores["nll"] = scores["nll"].where(~zero, 0.0)
         return cls(
             n_bins,
             p.n_classes,
@@ -274,6 +292,8 @@ class Tally:
             {name: exact_sum(scores[name]) for name in SCORES},
             {name: exact_sum(scores[name].clamp(max=1e150).square()) for name in SCORES},
             {} if groups is None else dict(_group_tallies(p, n_bins, groups)),
+            int(zero.sum()),
+            p.zero_floor if p.are_probs else math.inf,
         )
 
     def __add__(self, other: Tally) -> Tally:
@@ -297,6 +317,8 @@ class Tally:
             {name: self.sums[name] + other.sums[name] for name in SCORES},
             {name: self.squares[name] + other.squares[name] for name in SCORES},
             groups,
+            self.n_zero_labels + other.n_zero_labels,
+            min(self.zero_floor, other.zero_floor),
         )
 
     @property
@@ -306,6 +328,7 @@ class Tally:
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
+        groups = {name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)}
         found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
         classes = None
         if self.classwise is not None and self.predicted is not None:
@@ -322,14 +345,20 @@ class Tally:
             p_value=metrics.calibration_test(self.top, self.n_bins, seed=seed).p_value,
             bins=self.top,
             classes=classes,
-            groups={name: self.groups[name].summary(seed) for name in sorted(self.groups)},
+            groups={name: group.summary(seed) for name, group in groups.items()},
+            n_zero_labels=self.n_zero_labels,
+            zero_floor=self.zero_floor if self.n_zero_labels else 0.0,
         )
 
     def _scores(self) -> dict[str, Interval]:
         """Means with the interval of the normal distribution."""
         found = {}
+        unlikely = -math.log(self.zero_floor) if self.n_zero_labels else 0.0  # NLL of a label at 0
         for name, mean_name in SCORES.items():
             mean, square = self.sums[name] / UNIT / self.n, self.squares[name] / UNIT / self.n
+            if name == "nll":
+                share = self.n_zero_labels / self.n
+                mean, square = mean + share * unlikely, square + share * unlikely**2
             reach = Z * (max(square - mean * mean, 0.0) / self.n) ** 0.5
             found[mean_name] = Interval(mean, max(0.0, mean - reach), mean + reach)
         return found

@@ -14,6 +14,7 @@ from doublehead.metrics.scores import (
     nll,
     overconfidence,
     per_sample,
+    zero_labels,
 )
 from doublehead.metrics.selective import (
     RiskCoverage,
@@ -72,6 +73,7 @@ __all__ = [
     "risk_coverage",
     "shift_detection",
     "smooth_ece",
+    "zero_labels",
 ]
 
 
