@@ -33,6 +33,7 @@ ORDER = (
     "shift_guard",
     "saving",
     "attach",
+    "outcomes",
     "curves",
     "plots",
     "summary",  # all numbers of some predictions

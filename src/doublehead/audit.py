@@ -18,8 +18,9 @@ import numpy as np
 
 from doublehead.atomic import replacing
 from doublehead.calibrators import Temperature
-from doublehead.files.formats import Source, TableError, find_sources, open_source
+from doublehead.files.formats import open_source
 from doublehead.files.reading import Kind, PredictionTable, read_predictions
+from doublehead.files.sources import Source, TableError, find_sources
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.summary import Summary, Tally

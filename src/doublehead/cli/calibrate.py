@@ -24,8 +24,9 @@ from doublehead.atomic import replacing
 from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.cli import options
 from doublehead.cli.output import UserError, notes, progress, show, show_guesses, told_to_user
-from doublehead.files.formats import TableError
+
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
+from doublehead.files.sources import TableError
 from doublehead.files.writing import check_output, write_calibrated
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary, Tally, side_by_side
@@ -251,7 +252,7 @@ def _write(
         probs = _apply(fitted, chunk.scores, repair)
         n, n_zero = n + len(probs), n_zero + int((chunk.scores == 0).any(1).sum())
         changed += int((probs.argmax(1) != chunk.scores.argmax(1)).sum())
-        if chunk.predictions is not None:
+        if isinstance(chunk.predictions, Predictions):
             fixed = Predictions.from_probs(probs, chunk.predictions.labels)
             for name, p in (("before", chunk.predictions), ("after", fixed)):
                 part = Tally.of(p, n_bins)

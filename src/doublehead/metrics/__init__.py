@@ -23,6 +23,7 @@ from doublehead.metrics.selective import (
     choose_threshold,
     clopper_pearson_upper,
     risk_coverage,
+    threshold_counts,
 )
 from doublehead.metrics.shift import ShiftScores, aupr, auroc, fpr95, shift_detection
 from doublehead.metrics.uncertainty import (
@@ -73,6 +74,7 @@ __all__ = [
     "risk_coverage",
     "shift_detection",
     "smooth_ece",
+    "threshold_counts",
     "zero_labels",
 ]
 
