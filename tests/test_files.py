@@ -319,9 +319,7 @@ def test_cut_off_and_empty_files(name: str, tmp_path: Path) -> None:
 
 def test_parquet_text_column_and_missing_column_in_a_later_file(tmp_path: Path) -> None:
     text = as_parquet(tmp_path / "t.parquet", {**columns(), "logit_1": ["1", "2", "x", "3"]})
-    with pytest.raises(
-        TableError, match=r"t.parquet: column 'logit_1' must hold numbers, got text"
-    ):
+    with pytest.raises(TableError, match=r"t.parquet: column 'logit_1' must hold numbers, got text"):
         read_predictions(text, kind="logits").load()
     short = columns()
     del short["logit_2"]

@@ -25,12 +25,18 @@ TEXTS = {
     "decimal commas, no header": "0;0,75;0,25\n1;0,125;0,875\n1;0,5;0,5\n",
     "spaces": "label, a, b\na, 0.75, 0.25\nb, 0.125, 0.875\nb, 0.5, 0.5\n",
     "no header": "0,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
-    "no header, label last": "0.75,0.25,a\n0.125,0.875,b\n0.5,0.5,b\n".replace(",a", ",0").replace(",b", ",1"),
+    "no header, label last": "0.75,0.25,a\n0.125,0.875,b\n0.5,0.5,b\n".replace(",a", ",0").replace(
+        ",b", ",1"
+    ),
     "bars": "label|a|b\na|0.75|0.25\nb|0.125|0.875\nb|0.5|0.5\n",
     "ids": "row_id,gt,prob_a,prob_b\n7,a,0.75,0.25\n8,b,0.125,0.875\n9,b,0.5,0.5\n",
     "long": "id,label,class,prob\n"
-    + "".join(f"x{i},{'ab'[y]},{c},{p[k]}\n" for i, (y, p) in enumerate(zip(LABELS, PROBS)) for k, c in enumerate("ab")),
-    "long, mixed": "sample,class,prob,true_class\nu,b,0.25,a\nt,a,0.125,b\nu,a,0.75,a\nt,b,0.875,b\ns,a,0.5,b\ns,b,0.5,b\n",
+    + "".join(
+        f"x{i},{'ab'[y]},{c},{p[k]}\n"
+        for i, (y, p) in enumerate(zip(LABELS, PROBS))
+        for k, c in enumerate("ab")
+    ),
+    "long, mixed": "sample,class,prob,gt\nu,b,0.25,a\nt,a,0.125,b\nu,a,0.75,a\nt,b,0.875,b\ns,a,0.5,b\ns,b,0.5,b\n",
 }
 
 
@@ -43,7 +49,9 @@ def test_text_layouts_without_a_flag(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", ["gt", "actual", "category", "True Class", "y_true", "Ground Truth"])
-@pytest.mark.parametrize("scores", ["{}_prob", "softmax_{}", "Prob({})", "prob_{}", "P(y={})", "{} probability"])
+@pytest.mark.parametrize(
+    "scores", ["{}_prob", "softmax_{}", "Prob({})", "prob_{}", "P(y={})", "{} probability"]
+)
 def test_names_that_are_guessed(label: str, scores: str, tmp_path: Path) -> None:
     header = ",".join([label, scores.format("a"), "age", scores.format("b")])
     rows = [f"{'ab'[y]},{p[0]},31.5,{p[1]}" for y, p in zip(LABELS, PROBS)]
@@ -65,7 +73,8 @@ def as_table() -> Any:
 
 def as_json_lines(lists: bool) -> bytes:
     rows: list[dict[str, Any]] = [
-        {"label": y, **({"probs": p} if lists else {"prob_0": p[0], "prob_1": p[1]})} for y, p in zip(LABELS, PROBS)
+        {"label": y, **({"probs": p} if lists else {"prob_0": p[0], "prob_1": p[1]})}
+        for y, p in zip(LABELS, PROBS)
     ]
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -98,7 +107,9 @@ def test_formats_and_encodings(name: str, tmp_path: Path) -> None:
     assert p.labels.tolist() == LABELS
 
 
-@pytest.mark.parametrize("content", [plain, as_arrow, lambda: as_json_lines(True)], ids=["csv", "arrow", "jsonl"])
+@pytest.mark.parametrize(
+    "content", [plain, as_arrow, lambda: as_json_lines(True)], ids=["csv", "arrow", "jsonl"]
+)
 def test_standard_input(content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content())))
     assert read_predictions("-").load().probs.tolist() == PROBS

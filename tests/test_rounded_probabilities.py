@@ -15,11 +15,11 @@ from torch import Tensor
 pytest.importorskip("pandas")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
-from results import Split, stored_runs  # noqa: E402
+from results import Split, stored_runs
 
-from doublehead import Predictions, metrics  # noqa: E402
-from doublehead.calibrators import CALIBRATORS, make  # noqa: E402
-from doublehead.summary import Tally  # noqa: E402
+from doublehead import Predictions, metrics
+from doublehead.calibrators import CALIBRATORS, make
+from doublehead.summary import Tally
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "float32": Tensor.float,
@@ -32,8 +32,8 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 METRICS = {
     name: getattr(metrics, name)
-    for name in ("accuracy", "adaptive_ece", "aurc", "brier", "debiased_ece", "ece", "ece2", "ece_sweep", "ks_error", "mce",
-                 "mean_confidence", "mean_entropy", "mmce", "nll", "overconfidence", "smooth_ece")
+    for name in ("accuracy", "adaptive_ece", "aurc", "brier", "debiased_ece", "ece", "ece2", "ece_sweep", "ks_error",
+                 "mce", "mean_confidence", "mean_entropy", "mmce", "nll", "overconfidence", "smooth_ece")
 }  # fmt: skip
 
 
@@ -50,10 +50,14 @@ def real() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", CALIBRATORS)
-def test_a_calibrator_repairs_what_files_hold(method: str, form: str, real: tuple[tuple[Tensor, Tensor], ...]) -> None:
+def test_a_calibrator_repairs_what_files_hold(
+    method: str, form: str, real: tuple[tuple[Tensor, Tensor], ...]
+) -> None:
     calib, test = (Predictions.from_probs(FORMS[form](x), y, tolerance=0.05) for x, y in real)
     if CALIBRATORS[method].binary_only:
-        calib, test = (Predictions.from_probs(_one_class(p.probs), (p.labels == 3).long()) for p in (calib, test))
+        calib, test = (
+            Predictions.from_probs(_one_class(p.probs), (p.labels == 3).long()) for p in (calib, test)
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a fit did not converge
         after = make(method).fit(calib).calibrate(test)

@@ -266,7 +266,16 @@ class Summary:
     def _group_rows(self) -> list[list[str]]:
         """A row per group; p-values of the overconfidence are corrected for the number of groups."""
         scores = [key for key in ("nll", "brier") if key in self.metrics]
-        titles = ["group", "n", "accuracy", "ECE", "95 % interval", "ECE floor", "overconfidence", "corrected p"]
+        titles = [
+            "group",
+            "n",
+            "accuracy",
+            "ECE",
+            "95 % interval",
+            "ECE floor",
+            "overconfidence",
+            "corrected p",
+        ]
         rows = [[*titles, *(METRICS[key].title for key in scores)]]
         gaps = self.group_gaps
         chances = [1.0] * len(self.groups) if gaps is None else gaps.p_value * len(self.groups)
@@ -302,13 +311,20 @@ class Tally:
     sums: dict[str, int]  # by name of SCORES, in units of 2^-32
     squares: dict[str, int]
     groups: dict[str, Tally]
-    n_zero_labels: int = 0  # their NLL is not in the sums, because it hangs on the smallest probability of all
+    n_zero_labels: int = (
+        0  # their NLL is not in the sums, because it hangs on the smallest probability of all
+    )
     zero_floor: float = math.inf
     answers: Tensor | None = None  # (2, T) `metrics.threshold_counts`
 
     @classmethod
     def of(
-        cls, p: Predictions | Outcomes, n_bins: int = 15, groups: Array | None = None, *, per_class: bool = True
+        cls,
+        p: Predictions | Outcomes,
+        n_bins: int = 15,
+        groups: Array | None = None,
+        *,
+        per_class: bool = True,
     ) -> Tally:
         """The tally of some predictions and of each group among them; groups have no numbers per class.
 
@@ -369,7 +385,9 @@ class Tally:
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
-        groups = {name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)}
+        groups = {
+            name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)
+        }
         found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
         classes = None
         if self.classwise is not None and self.predicted is not None:

@@ -98,7 +98,10 @@ def _candidates(
     if isinstance(methods, Mapping):
         return dict(methods)
     if methods is None:
-        left_out = ["temperature_grid", "dirichlet"]  # the same as temperature and, on probabilities, as matrix
+        left_out = [
+            "temperature_grid",
+            "dirichlet",
+        ]  # the same as temperature and, on probabilities, as matrix
         left_out += [] if predictions.n_classes == 2 else ["platt"]
         left_out += _FOR_FEW_CLASSES if predictions.n_classes > MAX_CLASSES else ()
         methods = [name for name in CALIBRATORS if name not in left_out]

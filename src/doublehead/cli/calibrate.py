@@ -23,8 +23,7 @@ from doublehead import calibrators
 from doublehead.atomic import replacing
 from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.cli import options
-from doublehead.cli.output import UserError, notes, progress, show, show_guesses, told_to_user
-
+from doublehead.cli.output import UserError, notes, progress, show, show_counts, show_guesses, told_to_user
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
 from doublehead.files.sources import TableError
 from doublehead.files.writing import check_output, write_calibrated
@@ -51,7 +50,8 @@ def calibrate(
     method: Annotated[
         str,
         typer.Option(
-            help=f"One of {', '.join(CALIBRATORS)}; or auto: the best by cross-validated NLL on --fit."
+            help=f"One of {', '.join(CALIBRATORS)}; or auto: the best by cross-validated NLL on --fit.",
+            autocompletion=lambda: ["auto", *CALIBRATORS],
         ),
     ] = "head",
     logits: options.Logits = False,
@@ -62,6 +62,7 @@ def calibrate(
     as_json: options.AsJson = False,
     label_base: options.LabelBase = None,
     tolerance: options.Tolerance = 1e-3,
+    force: options.Force = False,
 ) -> None:
     """Fit a calibrator on one file and apply it to another.
 
@@ -92,11 +93,11 @@ def calibrate(
             )
         if use is not None:
             repair, fitted = _load(use, apply, how)
-            check_output(output, repair)
+            check_output(output, repair, force=force)
         else:
             learn = read_predictions(fit or [], **how)
             repair = _open_like(learn, apply, how)
-            check_output(output, repair, learn)
+            check_output(output, repair, learn, force=force)
             if {source.path.resolve() for source in learn.sources} & {
                 s.path.resolve() for s in repair.sources
             }:
@@ -148,6 +149,7 @@ def _few(names: Sequence[str]) -> str:
 
 def _fit(method: str, learn: PredictionTable) -> Fitted:
     known = learn.load()
+    show_counts(learn)
     facts: dict[str, Any] = {
         "reads": learn.kind,
         "n_classes": known.n_classes,
@@ -162,7 +164,9 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
             if method == "auto":
                 calibrator, choice = calibrators.choose_calibrator(known, progress=_method_shown(status))
                 facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
-                failed = [f"{name} could not be fitted" for name, nll in choice.nlls.items() if math.isnan(nll)]
+                failed = [
+                    f"{name} could not be fitted" for name, nll in choice.nlls.items() if math.isnan(nll)
+                ]
                 why = "; ".join([f"Of {len(choice.nlls)} methods {choice}", *failed]) + "."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
             calibrator = calibrators.make(method).fit(known)
@@ -262,6 +266,7 @@ def _write(
     with replacing(output) as table:
         with progress("calibrating", repair.n_bytes) as advance:
             write_calibrated(repair, table, calibrated, advance)
+        show_counts(repair)
         if repair.kind == "probs":
             _say_zeros(n_zero, n, fitted.facts["zero_floor"], repair.name)
         before, after = (tallies[name].summary() if name in tallies else None for name in ("before", "after"))

@@ -27,6 +27,8 @@ def told_to_user() -> Iterator[None]:
         if "pip install 'doublehead[" not in str(error):
             raise
         raise UserError(str(error)) from error
+    except BrokenPipeError:
+        raise
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         raise UserError(f"{place}{error.strerror or error}") from error
@@ -51,7 +53,15 @@ def show(text: str, style: str | None = None) -> None:
 def show_guesses(table: PredictionTable) -> None:
     """Say what was guessed about the columns."""
     if table.layout.guesses:
-        what = f"{table.name}: reading {', '.join(table.layout.guesses)} as {table.kind}"
+        kind = table.kind + (f" ({table.why})" if table.why else "")
+        what = f"{table.name}: reading {', '.join(table.layout.guesses)} as {kind}"
+        notes().print(escape(what), style="dim")
+
+
+def show_counts(table: PredictionTable) -> None:
+    """Say what was changed in the numbers as they were read."""
+    if clipped := table.counts.get("clipped"):
+        what = f"{table.name}: {clipped:,} rows hold probabilities a rounding error outside 0..1, which were clipped"
         notes().print(escape(what), style="dim")
 
 

@@ -19,8 +19,12 @@ PROBS = ("prob", "probs", "proba", "probability", "p", "calibrated_prob", "y_pro
 SCORES = ("score", "scores", "class", "output", "y_score", "")
 PREFIXES = {"logits": (*LOGITS, *SCORES), "probs": (*PROBS, *SCORES), None: (*LOGITS, *PROBS, *SCORES)}
 # A file with the predicted class and its confidence alone; of the k best classes only the first is read.
-PREDICTED = r"(predicted|prediction|pred|y_pred)(_class|_label)?|(pred(icted|iction)?|class|label|top|rank)_?1(_?(class|label|pred|name))?"
-CONFIDENCE = r"conf(idence)?|(max|top|pred(icted)?)_(prob(ability)?|conf(idence)?)|msp|((top|rank)_?1_?)?(prob(ability)?|conf(idence)?)_?1?"
+PROBABILITY = r"(prob(ability)?|conf(idence)?)"
+PREDICTED = (
+    r"(predicted|prediction|pred|y_pred)(_class|_label)?"
+    r"|(pred(icted|iction)?|class|label|top|rank)_?1(_?(class|label|pred|name))?"
+)
+CONFIDENCE = rf"conf(idence)?|(max|top|pred(icted)?)_{PROBABILITY}|msp|((top|rank)_?1_?)?{PROBABILITY}_?1?"
 CORRECT = r"(is_)?correct|is_right|hit"
 
 
@@ -114,7 +118,7 @@ def find(columns: Iterable[str], wanted: Sequence[str]) -> str | None:
 
 def _top_label(columns: Mapping[str, str], where: str, kind: str | None, label: str | None) -> Layout | None:
     """The layout of a file without scores of all classes: the confidence, and the predicted class or `correct`."""
-    names = {plain(name): name for name in reversed(columns) if columns[name] != "matrix"}
+    names = {plain(name): name for name in reversed(list(columns)) if columns[name] != "matrix"}
     confidence, predicted, correct = (
         next((name for short, name in reversed(names.items()) if re.fullmatch(pattern, short)), None)
         for pattern in (CONFIDENCE, PREDICTED, CORRECT)

@@ -50,7 +50,12 @@ def open_source(source: Source) -> Reader:
         return CsvReader(source, zipped)
     if suffix in JSON_LINES:
         return JsonReader(source, zipped)
-    readers: dict[str, Any] = {".parquet": ParquetReader, ".npz": NpzReader, ".npy": NpyReader, ".xlsx": ExcelReader}
+    readers: dict[str, Any] = {
+        ".parquet": ParquetReader,
+        ".npz": NpzReader,
+        ".npy": NpyReader,
+        ".xlsx": ExcelReader,
+    }
     found: Reader = ArrowReader(source) if suffix in ARROW else readers[suffix](source)
     return found
 
@@ -95,7 +100,9 @@ class TableReader(Reader):
                 raise TableError(f"{self.source}: column {name!r} must hold numbers, got {_told(kind)}")
         folders = dict(self.source.folders)
         wanted = [*scores, *(name for name in others if name not in folders)]
-        for batch, done in self._tables(self.names if keep else list(dict.fromkeys(wanted)), scores, rows, keep):
+        for batch, done in self._tables(
+            self.names if keep else list(dict.fromkeys(wanted)), scores, rows, keep
+        ):
             with reading(self.source, self.names):
                 place = {name: i for i, name in enumerate(batch.schema.names)}
                 table = _score_table(batch.select([place[name] for name in scores]))
@@ -127,7 +134,9 @@ class CsvReader(TableReader):
             lines = _first_lines(start, self._encoding)
             self.delimiter = max("\t;|,", key=lines[0].count)
             second = lines[min(1, len(lines) - 1)].split(self.delimiter)
-            commas = self.delimiter != "," and any(re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", x) for x in second)
+            commas = self.delimiter != "," and any(
+                re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", x) for x in second
+            )
             self._decimal_point = "," if commas else "."
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
@@ -138,11 +147,18 @@ class CsvReader(TableReader):
 
     def _schema(self, lines: list[str]) -> Any:
         """The types of the columns, found by Arrow but for those that begin with a decimal number: it is slow at it."""
-        header, first = next(csv.reader(lines[:1], delimiter=self.delimiter), []), lines[-1].split(self.delimiter)
+        header, first = (
+            next(csv.reader(lines[:1], delimiter=self.delimiter), []),
+            lines[-1].split(self.delimiter),
+        )
         names = self._names or header
         types = {}
         if len(names) == len(first):
-            types = {name: self._arrow.float64() for name, cell in zip(names, first) if DECIMAL.fullmatch(cell.strip())}
+            types = {
+                name: self._arrow.float64()
+                for name, cell in zip(names, first)
+                if DECIMAL.fullmatch(cell.strip())
+            }
         try:
             with self._reader(types) as reader:
                 return reader.schema
@@ -220,7 +236,10 @@ class JsonReader(TableReader):
     ) -> Iterator[tuple[Any, int]]:
         arrow = self.arrow
         fields = [
-            arrow.field(field.name, arrow.float64() if field.name in set(scores) and field.type == "int64" else field.type)
+            arrow.field(
+                field.name,
+                arrow.float64() if field.name in set(scores) and field.type == "int64" else field.type,
+            )
             for field in self.schema
         ]
         with reading(self.source):
@@ -230,7 +249,9 @@ class JsonReader(TableReader):
                     yield batch, done
 
     def _parsed(self, block: bytes, schema: Any) -> Any:
-        options = self._json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer")
+        options = self._json.ParseOptions(
+            explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
+        )
         read = self._json.ReadOptions(use_threads=False, block_size=len(block) + 1)
         return self._json.read_json(self.arrow.BufferReader(block), read, options)
 
@@ -294,6 +315,7 @@ class ArrowReader(TableReader):
         with reading(self.source):
             for i in range(n):
                 whole = self.file.get_batch(i).select(wanted)
+                whole.validate(full=True)  # Arrow trusts the offsets in a file
                 for start in range(0, whole.num_rows, rows):
                     yield whole.slice(start, rows), self.n_bytes * (i + 1) // n
 
@@ -359,7 +381,9 @@ class NpyReader(ArraysReader):
 
     def __init__(self, source: Source) -> None:
         if source.partner is None:
-            raise TableError(f"{source} is an .npy array without a partner: give one of scores and one of labels")
+            raise TableError(
+                f"{source} is an .npy array without a partner: give one of scores and one of labels"
+            )
         arrays: dict[str, Array] = {}
         for path in (source.path, source.partner):
             with reading(Source(path)):
@@ -381,7 +405,9 @@ class ExcelReader(ArraysReader):
         try:
             import openpyxl  # type: ignore[import-not-found, import-untyped, unused-ignore]
         except ImportError as error:
-            raise TableError(f"{source}: .xlsx is read with openpyxl (pip install openpyxl), or save it as CSV") from error
+            raise TableError(
+                f"{source}: .xlsx is read with openpyxl (pip install openpyxl), or save it as CSV"
+            ) from error
         with reading(source):
             sheet = openpyxl.load_workbook(source.path, read_only=True, data_only=True).worksheets[0]
             header, *rows = sheet.iter_rows(values_only=True)

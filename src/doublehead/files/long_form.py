@@ -11,7 +11,20 @@ from doublehead.files.formats import Reader, open_source
 from doublehead.files.sources import Array, Source, TableError
 from doublehead.files.values import to_text
 
-SAMPLES = ("sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid")
+SAMPLES = (
+    "sample",
+    "sample_id",
+    "id",
+    "example",
+    "example_id",
+    "item",
+    "item_id",
+    "image",
+    "image_id",
+    "row",
+    "index",
+    "uid",
+)
 CLASSES = ("class", "class_name", "class_id", "candidate", "option", "choice", "category")
 
 
@@ -28,7 +41,9 @@ def from_long_form(
     score = find(columns, (*PROBS, *LOGITS, *SCORES[:-1]))
     if sample is None or of_class is None or label is None or score in (None, of_class):
         return None
-    if score_family({name: kind for name, kind in columns.items() if name != of_class}, str(reader.source), None):
+    if score_family(
+        {name: kind for name, kind in columns.items() if name != of_class}, str(reader.source), None
+    ):
         return None
     assert score is not None
     wanted = list(dict.fromkeys([sample, of_class, label, *others]))
@@ -46,7 +61,9 @@ def from_long_form(
     place = f"{sources[0]} (a row for each {sample!r} and {of_class!r})"
     if len(which) != table.size or np.isnan(table).any():
         at = int(np.bincount(which).argmin()) if len(which) < table.size else int(np.bincount(which).argmax())
-        raise TableError(f"{place} must have {len(classes)} rows for each sample, one per class, not so for {names[at]!r}")
+        raise TableError(
+            f"{place} must have {len(classes)} rows for each sample, one per class, not so for {names[at]!r}"
+        )
     if (found[label] != found[label][first][which]).any():
         raise TableError(f"{place} must have one label for each sample in {label!r}")
     order = np.sort(first)  # samples as they first appear

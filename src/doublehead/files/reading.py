@@ -53,8 +53,11 @@ class PredictionTable:
     where: Mapping[str, str]
     tolerance: float
     extra: tuple[str, ...] = ()  # further columns to read
+    why: str = ""  # it is of this kind, where that was not stated
     counts: dict[str, int] = field(default_factory=dict, compare=False)  # of the last time all was read
-    opened: dict[str, Reader] = field(default_factory=dict, compare=False)  # to read once what files begin with
+    opened: dict[str, Reader] = field(
+        default_factory=dict, compare=False
+    )  # to read once what files begin with
 
     @property
     def name(self) -> str:
@@ -198,8 +201,8 @@ def read_predictions(
     recorded in `.layout.guesses`. Labels are whole numbers from `base` on (0, or the number of the first score
     column) or names of classes that match the score columns. A file may also hold a row for each sample and class, or
     the predicted class and its confidence alone. `where` keeps the rows with these values, `by` is a column of groups,
-    which may be the name of folders called `by=value`; `extra` columns are read too. With `label_needed=False` files without labels are read too. Scores that are not named are the
-    columns of the table `like` where this one has them.
+    which may be the name of folders called `by=value`; `extra` columns are read too. With `label_needed=False` files
+    without labels are read too. Scores that are not named are the columns of the table `like` where this one has them.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
@@ -251,7 +254,7 @@ def read_predictions(
     table.opened[str(sources[0])] = reader
     if stated is None:
         certain, why = _certain_kind(table, reader)
-        table = replace(table, kind=certain, layout=replace(layout, guesses=(*layout.guesses, why)))
+        table = replace(table, kind=certain, why=why)
     if named is None:
         _check_names(table)
     if layout.unnamed:
@@ -264,8 +267,11 @@ def _check_names(table: PredictionTable) -> None:
     other = "probs" if table.kind == "logits" else "logits"
     first = table.layout.scores[0]
     if not table.layout.top_only and all(name.lower().startswith(other[:-1]) for name in table.layout.scores):
+        against = (
+            table.why if table.why and table.why != "as they are called" else f"{table.kind} were stated"
+        )
         raise TableError(
-            f"{table.name} has columns such as {first!r}, but {table.kind} were stated: state {other} (--{other}, or "
+            f"{table.name} has columns such as {first!r}, but {against}: state {other} (--{other}, or "
             f"{other}:FILE in a report), or name the columns (--scores) if they hold {table.kind}"
         )
 

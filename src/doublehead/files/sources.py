@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import csv
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ GZIP = b"\x1f\x8b"
 # What numpy and Arrow raise on damaged files.
 DAMAGED = (
     ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, OSError, RuntimeError,
-    SyntaxError, TypeError, ValueError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+    SyntaxError, TypeError, ValueError, struct.error, csv.Error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 

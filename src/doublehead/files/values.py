@@ -19,6 +19,7 @@ WORDS: dict[str | None, float] = {
     **dict.fromkeys(("false", "False", "FALSE"), 0.0),
 }
 
+
 def to_scores(
     table: Array, layout: Layout, rows: Array, source: Source, kind: str, tolerance: float
 ) -> tuple[torch.Tensor, int]:
@@ -74,14 +75,18 @@ def to_correct(columns: dict[str, Array], layout: Layout, rows: Array, source: S
         wrong = (number != 0) & (number != 1)
         if wrong.any():
             i = int(wrong.argmax())
-            raise TableError(f"{place} {rows[i]} must say whether the answer was right (0 or 1), got {number[i]:g}")
+            raise TableError(
+                f"{place} {rows[i]} must say whether the answer was right (0 or 1), got {number[i]:g}"
+            )
         return torch.from_numpy(number == 1)
     assert layout.label is not None
     assert layout.predicted is not None
     label, predicted = to_text(columns[layout.label]), to_text(columns[layout.predicted])
     for name, column in ((layout.label, label), (layout.predicted, predicted)):
         if (column == MISSING).any():
-            raise TableError(f"{source}, column {name!r}, row {rows[int((column == MISSING).argmax())]} holds nothing")
+            raise TableError(
+                f"{source}, column {name!r}, row {rows[int((column == MISSING).argmax())]} holds nothing"
+            )
     return torch.from_numpy(np.asarray(label == predicted, dtype=bool))
 
 

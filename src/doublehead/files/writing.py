@@ -26,7 +26,9 @@ Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
 def check_output(out: Path, table: PredictionTable, *others: PredictionTable, force: bool = False) -> None:
     """Refuse an output that cannot be written, is an input, or exists and may not be replaced, before any work."""
     if any(source.arrays is not None for source in table.sources):
-        raise TableError(f"{table.name} cannot be written back: give a file with a row for each sample to --apply")
+        raise TableError(
+            f"{table.name} cannot be written back: give a file with a row for each sample to --apply"
+        )
     sources = [source for each in (table, *others) for source in each.sources]
     inputs = {path.resolve() for source in sources for path in (source.path, source.partner) if path}
     if out.resolve() in inputs:
@@ -185,7 +187,10 @@ def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
     columns = [batch.column(i) for i in range(batch.num_columns)]
     values = _columns(table, probs).numpy()
     places, taken = {name: i for i, name in enumerate(names)}, set(names)
-    lists, narrow = chunk.raw.scores.shape[1] > len(table.layout.scores), chunk.raw.scores.dtype in (np.float16, np.float32)
+    lists, narrow = (
+        chunk.raw.scores.shape[1] > len(table.layout.scores),
+        chunk.raw.scores.dtype in (np.float16, np.float32),
+    )
     for i, name in enumerate(table.layout.scores):
         at, new = places[name], probs_name(name, table)
         if new in taken and new != name:

@@ -182,12 +182,14 @@ def _grid() -> tuple[Tensor, list[int]]:
 
 
 def threshold_counts(confidence: Tensor, correct: Tensor) -> Tensor:
-    """(2, T) int64: samples by the highest threshold (falling, the last one 0) that accepts them, and the wrong ones."""
+    """(2, T) int64: samples by the highest threshold (falling, the last is 0) that accepts them, and the wrong ones."""
     thresholds, _ = _grid()
     confidence, correct = confidence.cpu(), correct.cpu()
     n_at_most = torch.bucketize(confidence.double(), thresholds.flip(0).double(), right=True)
     highest = len(thresholds) - n_at_most
-    return torch.stack([torch.bincount(place, minlength=len(thresholds)) for place in (highest, highest[~correct])])
+    return torch.stack(
+        [torch.bincount(place, minlength=len(thresholds)) for place in (highest, highest[~correct])]
+    )
 
 
 def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
