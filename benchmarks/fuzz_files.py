@@ -4,8 +4,8 @@
     python benchmarks/fuzz_files.py --files 500 --seed 7   # fewer, others
     python benchmarks/fuzz_files.py --only 1234            # one file again, with its traceback
 
-A file is made from its number alone. Workers read them, so that a crash of a library is noticed and does not end the run.
-Every tenth file goes through the command line, `evaluate` and `calibrate` in turn.
+A file is made from its number alone. Workers read them, so that a crash of a library is noticed
+and does not end the run. Every tenth file goes through the command line, `evaluate` and `calibrate` in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as parquet
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from doublehead.cli import app
@@ -35,7 +35,8 @@ from doublehead.files import TableError, read_predictions
 
 ODD = [
     b"", b"nan", b"inf", b"-inf", b"1e300", b"-1", b"1.00001", b"1e-400", b"0x1", b"1,5", b"NULL", b"true", b"\xff\xfe",
-    b"\xc3\x28", b'"', b"'", b"\x00", b"9" * 400, b"99999999999999999999", b"[1,2]", b"{}", b"\r", b"-0", b"+1", b"1_000",
+    b"\xc3\x28", b'"', b"'", b"\x00", b"9" * 400, b"99999999999999999999", b"[1,2]", b"{}", b"\r", b"-0",
+    b"+1", b"1_000",
 ]  # fmt: skip
 LETTERS = "abcdef"
 
@@ -125,8 +126,9 @@ def as_npy(rng: random.Random, scores: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 MAKERS: dict[str, Callable[[random.Random, np.ndarray, np.ndarray], bytes]] = {
-    ".csv": as_csv, ".tsv": as_csv, ".csv.gz": as_csv, "-long.csv": as_long, "-top.csv": as_top_label, ".jsonl": as_json,
-    ".jsonl.gz": as_json, ".parquet": as_parquet, ".arrow": as_arrow, ".feather": as_arrow, ".npz": as_npz, ".npy": as_npy,
+    ".csv": as_csv, ".tsv": as_csv, ".csv.gz": as_csv, "-long.csv": as_long, "-top.csv": as_top_label,
+    ".jsonl": as_json, ".jsonl.gz": as_json, ".parquet": as_parquet, ".arrow": as_arrow, ".feather": as_arrow,
+    ".npz": as_npz, ".npy": as_npy,
 }  # fmt: skip
 
 

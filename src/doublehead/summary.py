@@ -117,16 +117,9 @@ class Summary:
     @classmethod
     def of(cls, p: Predictions, n_bins: int = 15, by: Sequence[Any] | None = None, seed: int = 0) -> Summary:
         """The summary of predictions in memory; `by` holds the group of each sample, see `groups`."""
-        summary = Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed)
-        per_sample = {
-            "adaptive_ece": metrics.adaptive_ece(p, n_bins),
-            "debiased_ece": metrics.debiased_ece(p, n_bins),
-            "smooth_ece": metrics.smooth_ece(p),
-            "ks_error": metrics.ks_error(p),
-            "aurc": metrics.aurc(p),
-        }
-        found = summary.metrics | {name: _without_interval(value) for name, value in per_sample.items()}
-        return replace(summary, metrics={name: found[name] for name in METRICS if name in found})
+        return add_sample_metrics(
+            Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed), p
+        )
 
     @property
     def values(self) -> dict[str, float]:
@@ -292,6 +285,20 @@ class Summary:
         if abs(over) < 0.5 * self.metrics["ece"].estimate:
             return "overconfident in some bins and underconfident in others"
         return f"{'over' if over > 0 else 'under'}confident by {100 * abs(over):.2f} points on average"
+
+
+def add_sample_metrics(summary: Summary, p: Predictions | Outcomes) -> Summary:
+    """The summary with the metrics that need the confidences of all samples at once."""
+    confidences: Any = p  # all that these metrics read
+    per_sample = {
+        "adaptive_ece": metrics.adaptive_ece(confidences, summary.n_bins),
+        "debiased_ece": metrics.debiased_ece(confidences, summary.n_bins),
+        "smooth_ece": metrics.smooth_ece(confidences),
+        "ks_error": metrics.ks_error(confidences),
+        "aurc": metrics.aurc(confidences),
+    }
+    found = summary.metrics | {name: _without_interval(value) for name, value in per_sample.items()}
+    return replace(summary, metrics={name: found[name] for name in METRICS if name in found})
 
 
 @dataclass(frozen=True, eq=False)

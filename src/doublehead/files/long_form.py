@@ -78,5 +78,5 @@ def _in_order(classes: Array, column: Array) -> tuple[Array, Array]:
     """Classes by number where all are numbers, else by name."""
     if not all(name.isdecimal() for name in classes):
         return classes, column
-    order = np.argsort(classes.astype(np.int64))
+    order = np.array(sorted(range(len(classes)), key=lambda i: int(classes[i])))
     return classes[order], np.argsort(order)[column]
