@@ -240,8 +240,9 @@ def test_evaluate_takes_names_and_binary_scores() -> None:
     assert named.values == doublehead.evaluate(probs, [0, 1, 1]).values
     binary = doublehead.evaluate(np.array([0.1, 0.8, 0.4]), [0, 1, 1])
     assert binary.values == pytest.approx(named.values)
+    assert doublehead.evaluate(probs, ["cat", "dog", "dog"]).values == named.values
     with pytest.raises(ValueError, match="classes must name the columns"):
-        doublehead.evaluate(probs, ["cat", "dog", "dog"])
+        doublehead.evaluate(probs, ["dog", "dog", "dog"])
     with pytest.raises(ValueError, match="labels must be among the classes cat, dog, got 'emu'"):
         doublehead.evaluate(probs, ["cat", "emu", "dog"], classes=["cat", "dog"])
     with pytest.raises(ValueError, match="labels must be given"):

@@ -194,7 +194,11 @@ def time_chart(method: Method) -> str:
     assert method.periods is not None
     gaps, names = method.periods.group_gaps, list(method.periods.groups)
     assert gaps is not None
-    frame = Frame(48, 8, 300, 180, x_end=float(len(names)))
+    lowest = min(
+        1.0, *(float(np.nanmin(values)) for values in (gaps.accuracy, gaps.confidence, gaps.band_low))
+    )
+    ticks = [1 - value for value in nice_ticks(1 - lowest, 4) if value <= 1]
+    frame = Frame(48, 8, 300, 180, x_end=float(len(names)), y_start=ticks[-1])
     width = frame.width / len(names)
     middle = np.arange(len(names)) + 0.5
     band = [
@@ -202,11 +206,11 @@ def time_chart(method: Method) -> str:
             frame.x(i),
             frame.y(gaps.band_high[i]),
             width,
-            frame.height * float(gaps.band_high[i] - gaps.band_low[i]),
+            frame.y(gaps.band_low[i]) - frame.y(gaps.band_high[i]),
         )
         for i in range(len(names))
     ]
-    parts = [frame.axes([], TENTHS, "", "(%)"), boxes(band, "band")]
+    parts = [frame.axes([], ticks, "", "(%)"), boxes(band, "band")]
     for values, class_ in ((gaps.accuracy, "right"), (gaps.confidence, "claimed")):
         parts.append(tag("path", d=frame.path(middle, values), class_=f"curve {class_}"))
     for i, name in enumerate(names):

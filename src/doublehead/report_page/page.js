@@ -71,17 +71,13 @@
       if (name) made.className = name;
       return made;
     };
+    const drawn = document.querySelector("[data-class-rows] .gapbar");
     const bar = (gap, widest) => {
-      const make = (tag, values) => {
-        const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-        for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
-        return made;
-      };
-      const drawn = make("svg", { viewBox: "0 0 100 14", class: "gapbar", "aria-hidden": "true" });
-      const length = gap === null || !widest ? 0 : 48 * gap / widest;
-      drawn.append(make("line", { x1: 50, y1: 0, x2: 50, y2: 14, class: "base" }),
-        make("rect", { x: Math.min(50, 50 + length), y: 2, width: Math.abs(length), height: 10, class: gap > 0 ? "over" : "under" }));
-      return drawn;
+      const made = drawn.cloneNode(true), length = gap === null || !widest ? 0 : 48 * gap / widest, size = Math.abs(length);
+      const box = made.querySelector("path");
+      box.setAttribute("d", `M${Math.min(50, 50 + length)} 2h${size}v10h${-size}Z`);
+      box.setAttribute("class", gap > 0 ? "over" : "under");
+      return made;
     };
     const fill = (body, rows, worst) => {
       const wanted = search.value.trim().toLowerCase();
@@ -207,6 +203,24 @@
     apply();
   }
 
+  // Say so where a table is wider than the page.
+  function wide() {
+    const apply = () => {
+      for (const box of all(".scroll")) {
+        const more = box.scrollWidth > box.clientWidth + 4, next = box.nextElementSibling;
+        const hint = next && next.classList.contains("hint-more") ? next : null;
+        box.classList.toggle("more", more);
+        if (more && !hint)
+          box.after(Object.assign(document.createElement("p"), { className: "hint-more", textContent: "Scroll sideways for more →" }));
+        if (!more && hint) hint.remove();
+      }
+    };
+    addEventListener("resize", apply);
+    document.addEventListener("change", apply);
+    document.addEventListener("toggle", apply, true);
+    apply();
+  }
+
   function printing() {
     let opened = [];
     addEventListener("beforeprint", () => {
@@ -216,5 +230,5 @@
     addEventListener("afterprint", () => { for (const element of opened) element.open = false; });
   }
 
-  for (const part of [themes, methods, lastBin, choosers, classes, pair, threshold, printing]) part();
+  for (const part of [themes, methods, lastBin, choosers, classes, pair, threshold, printing, wide]) part();
 })();

@@ -74,6 +74,7 @@ def build_page(
         "verdict": _unbroken(verdict),
         "meta": _meta(methods),
         "many": len(methods) > 1,
+        "shape": " single" if len(methods) == 1 else " pairs" if len(methods) % 3 == 1 else "",
         "methods": [_method(i, m, names, max_classes) for i, m in enumerate(methods)],
         "table": tables.metrics_table(methods),
         "pair": (0, _best(methods) or len(methods) - 1),
@@ -111,20 +112,27 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
             why = "are known by their confidence alone"
         return f"The methods {why} and cannot be compared sample by sample. {grades}."
     best = _best(methods)
-    name, verdict = methods[best].name, methods[best].summary.verdict
-    equal = [m.name for m, pair in zip(methods, pairs[best]) if m.name != name and pair and not pair.is_clear]
-    sentences = [f"“{name}” has the lowest NLL."]
-    found = pairs[0][best]
-    if best > 0 and found is not None:
+    equal = [
+        m
+        for i, (m, pair) in enumerate(zip(methods, pairs[best]))
+        if i == best or not (pair and pair.is_clear)
+    ]
+    first, found = (
+        equal[0],
+        pairs[0][best],
+    )  # of those that chance alone may rank, the one to improve on if it is there
+    names = " and ".join(f"“{m.name}”" for m in equal)
+    if len(equal) > 1:
+        sentence = f"{names} have the lowest NLL; the difference between them is within chance."
+    elif best == 0 or found is None:
+        sentence = f"{names} has the lowest NLL."
+    else:
         low, high = (f"{abs(bound):.4f}" for bound in (found.nll.high, found.nll.low))
-        below = f"{-found.nll.estimate:.4f} below “{methods[0].name}”"
-        changed = f"{found.n_changed:,} of {found.n:,} predicted classes differ"
-        if found.is_clear:
-            sentences = [f"“{name}” has the lowest NLL, {below} (95 % interval {low} to {high}); {changed}."]
-    if equal:
-        others = " and ".join(f"“{one}”" for one in equal)
-        sentences.append(f"Its difference to {others} is within chance.")
-    return " ".join([*sentences, f"“{name}”: {verdict}"])
+        below = f"{-found.nll.estimate:.4f} below “{methods[0].name}” (95 % interval {low} to {high})"
+        sentence = f"{names} has the lowest NLL, {below}."
+    if found is not None and best > 0:
+        sentence += f" {found.n_changed:,} of {found.n:,} predicted classes differ from “{methods[0].name}”."
+    return f"{sentence} “{first.name}”: {first.summary.verdict}"
 
 
 def _check(
@@ -189,6 +197,7 @@ def _method(i: int, method: Method, names: Sequence[str] | None, max_classes: in
         "n_groups": len(method.summary.groups),
         "time_chart": charts.time_chart(method) if method.periods is not None else "",
         "times": tables.group_rows(method.periods, sort=False),
+        "drift": _unbroken(tables.drift(method.periods)),
         "times_off": 0 if method.periods is None else len(method.periods.groups_off),
         "errors": tables.error_rows(method, names),
         "confused": tables.confused_rows(method, names),

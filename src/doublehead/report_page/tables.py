@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
+import torch
 
 from doublehead.curves import ClassGaps
 from doublehead.metrics import Interval
@@ -134,6 +135,23 @@ def group_rows(summary: Summary | None, sort: bool = True) -> list[dict[str, Any
         row |= {"ece": number(ece.estimate), "interval": shown_interval(ece, True)}
         row |= {"p": p_value_text(min(1.0, float(gaps.p_value[i]) * len(groups)))}
     return rows
+
+
+def drift(periods: Summary | None) -> str:
+    """Whether the gap differs between stretches of time by more than chance: a chi-squared test of equal gaps."""
+    gaps = None if periods is None else periods.group_gaps
+    if gaps is None or len(gaps.counts) < 2:
+        return ""
+    right = (gaps.accuracy * gaps.counts + 0.5) / (gaps.counts + 1)  # never 0 or 1, so that no variance is 0
+    weight = gaps.counts / (right * (1 - right))
+    excess = float((weight * (gaps.gap - np.average(gaps.gap, weights=weight)) ** 2).sum())
+    p = float(torch.special.gammaincc(torch.tensor((len(weight) - 1) / 2), torch.tensor(excess / 2)))
+    low, high = (f"{100 * value:+.1f}" for value in (gaps.gap.min(), gaps.gap.max()))
+    changed = "changes" if p < 0.05 else "does not change"
+    return (
+        f"The gap between confidence and accuracy {changed} over time by more than chance explains "
+        f"(between {low} and {high} points, p {p_value_text(p, '= ')})."
+    )
 
 
 def error_rows(method: Method, names: Sequence[str] | None) -> list[dict[str, Any]]:
