@@ -350,7 +350,7 @@ BAD_CALLS: dict[str, tuple[list[str], str]] = {
         "three.csv exists: give another name to --output, or --force to replace it",
     ),
     "only confidences": (
-        ["calibrate", "--fit", "top.csv", "--apply", "top.csv", "-o", "out.csv"],
+        ["calibrate", "--fit", "top.csv", "--apply", "three.csv", "-o", "out.csv"],
         "a score for every class is needed",
     ),
     "no folder": (

@@ -144,7 +144,7 @@ def audited_csv(path: Path, n: int = 900) -> Path:
     lines = ["image,taken,site,label,prob_cat,prob_dog,prob_emu"]
     for i, (row, label) in enumerate(zip(p.probs.tolist(), p.labels.tolist())):
         site, month = ("south", "north")[i % 2], 1 + 12 * i // n
-        wrong = i % 2 == 0 and i % 24 < month  # labels that the model cannot know
+        wrong = i % 2 == 0 and i % 24 < 2 * month - 2  # labels that the model cannot know
         name = ("cat", "dog", "emu")[(label + wrong) % 3]
         lines.append(f"img{i}.png,2024-{month:02d}-11,{site},{name},{','.join(f'{v:.6f}' for v in row)}")
     path.write_text("\n".join(lines) + "\n")

@@ -21,14 +21,14 @@ def told_to_user() -> Iterator[None]:
     """Turn errors about input, files and missing packages into a `UserError`; other errors are bugs and pass."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, ConnectionError) as error:
         raise UserError(str(error)) from error
     except ImportError as error:
         if "pip install 'doublehead[" not in str(error):
             raise
         raise UserError(str(error)) from error
-    except BrokenPipeError:
-        raise
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         raise UserError(f"{place}{error.strerror or error}") from error
