@@ -158,7 +158,7 @@ def test_groups_times_errors_and_provenance(folder: Path) -> None:
     assert "<bdi>south</bdi>" in page
     assert "1 of 2 groups deviate by more than chance explains" in page
     assert "changes over time by more than chance" in re.sub(r"\s+", " ", page)
-    assert "<bdi>2024-12</bdi>" in page
+    assert "<bdi>2024-12-11</bdi>" in page
     summary = evaluate(str(file), by="site")
     assert summary.groups_off == ["south"]
     p = read_predictions(file).load()

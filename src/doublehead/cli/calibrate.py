@@ -129,6 +129,7 @@ def _check_method(method: str) -> None:
 
 def _open_like(learn: PredictionTable, paths: list[str], how: dict[str, Any]) -> PredictionTable:
     """The table to calibrate: with the columns of `learn` where it has them; the classes must agree."""
+    learn.require_scores()
     how = {**how, "kind": how["kind"] or learn.kind}
     table = read_predictions(paths, label_needed=False, like=learn, **how)
     ours, theirs = learn.layout.classes, table.layout.classes

@@ -101,11 +101,8 @@ class PredictionTable:
 
     def load(self) -> Predictions:
         """All of it in memory; it must have labels."""
+        self.require_scores()
         parts = [chunk.predictions for chunk in self.chunks()]
-        if self.layout.top_only:
-            raise TableError(
-                f"{self.name} holds only the confidence in the predicted class: a score for every class is needed"
-            )
         whole = [part for part in parts if isinstance(part, Predictions)]
         if len(whole) < len(parts):
             raise TableError(f"{self.sources[0]} has no labels")
@@ -115,6 +112,13 @@ class PredictionTable:
         return Predictions.from_probs(
             torch.cat([part.probs for part in whole]), labels, tolerance=self.tolerance
         )
+
+    def require_scores(self) -> None:
+        """Refuse files that hold the confidence in the predicted class alone."""
+        if self.layout.top_only:
+            raise TableError(
+                f"{self.name} holds only the confidence in the predicted class: a score for every class is needed"
+            )
 
     def tally(self, n_bins: int = 15, advance: Callable[[int], None] | None = None) -> Tally:
         """Read the table once, in memory that does not grow with its rows."""
