@@ -501,13 +501,15 @@ def write_tutorial_files(real: Path, page: str, folder: Path) -> None:
     """The CSV files the tutorial speaks of, with the header it shows."""
     header = re.search(r"^image,label,.*$", page, flags=re.MULTILINE)
     assert header is not None
-    names = header[0].split(",")[3:]
+    names = header[0].split(",")[4:]
     arrays = np.load(real)
     for split in ("val", "test"):
         lines = [header[0]]
-        for i, (z, y) in enumerate(zip(arrays[f"{split}_logits"], arrays[f"{split}_labels"])):
-            site = "north" if i % 3 else "south"
-            lines.append(f"{split}/{i:05d}.png,{names[int(y)]},{site}," + ",".join(map(str, z.tolist())))
+        probs = torch.from_numpy(arrays[f"{split}_logits"]).double().softmax(1).round(decimals=4)
+        for i, (row, y) in enumerate(zip(probs.tolist(), arrays[f"{split}_labels"])):
+            place = f"{'north' if i % 3 else 'south'},2024-{1 + 12 * i // len(probs):02d}-01"
+            cells = ",".join(f"{value:g}" for value in row)
+            lines.append(f"{split}/{i:05d}.png,{names[int(y)]},{place},{cells}")
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -239,7 +239,10 @@ def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, 
         show(f"{repair.name} has no labels, so nothing is measured.")
     else:
         table = side_by_side({"before": before, "after": after})
-        said = "\n".join([after.verdict, *(f"Before: {note}" for note in before.notes), *after.notes])
+        said = "\n".join(
+            " ".join([f"{when}:", one.verdict, *one.notes])
+            for when, one in (("Before", before), ("After", after))
+        )
         show(f"\n{repair.name}: {before.n:,} predictions\n\n{table}\n\n{said}")
     show(f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed.")
     show("Wrote " + ", ".join(written))

@@ -20,7 +20,7 @@ import numpy as np
 from doublehead.files.sources import ARROW, CSV, JSON_LINES, Array, Source, TableError, content_of, reading
 from doublehead.optional import require
 
-BLOCK = 1 << 20  # bytes of text parsed together
+BLOCK = 1 << 22  # bytes of text parsed together
 WIDEST_BLOCK = 1 << 26  # where rows are long
 SNIFFED = 1 << 22  # bytes at the beginning of a text that show its delimiter, header and decimal sign
 MAX_UNPACKED = 1 << 30  # bytes of an .npz that compresses suspiciously well
