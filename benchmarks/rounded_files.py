@@ -24,6 +24,7 @@ from doublehead.calibrators import CALIBRATORS, make
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
+MARK = "<!-- written by benchmarks/rounded_files.py -->"
 PAGE = ROOT / "docs" / "rounded-files.md"
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "exact": lambda probs: probs,
@@ -64,10 +65,9 @@ def main() -> None:
         print(lines[-1], flush=True)
     if options.save:
         text = PAGE.read_text(encoding="utf-8")
-        table = "<!-- table -->\n" + "\n".join(lines) + "\n<!-- end -->"
-        PAGE.write_text(
-            re.sub(r"<!-- table -->.*<!-- end -->", lambda _: table, text, flags=re.DOTALL), encoding="utf-8"
-        )
+        table = "\n".join([MARK, *lines, "<!-- end -->"])
+        text = re.sub(f"{MARK}.*<!-- end -->", lambda _: table, text, flags=re.DOTALL)
+        PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -498,7 +498,7 @@ def test_damaged_and_exploding_npz_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_small_npz_that_unpacks_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("doublehead.files.formats.MAX_UNPACKED", 1 << 20)
+    monkeypatch.setattr("doublehead.files.arrays.MAX_UNPACKED", 1 << 20)
     np.savez_compressed(
         tmp_path / "a.npz", logits=np.zeros((200_000, 2)), labels=np.zeros(200_000, dtype=int)
     )

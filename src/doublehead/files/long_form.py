@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from doublehead.files.arrays import Reader
 from doublehead.files.columns import LABELS, LOGITS, PROBS, SCORES, find, score_family
-from doublehead.files.formats import Reader, open_source
+from doublehead.files.formats import open_source
 from doublehead.files.sources import Array, Source, TableError
 from doublehead.files.values import to_text
 

@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from doublehead.files.arrays import RawBatch, Reader
 from doublehead.files.columns import LOGITS, Layout, choose_layout, listed, score_family, split_score
-from doublehead.files.formats import RawBatch, Reader, open_source
+from doublehead.files.formats import open_source
 from doublehead.files.long_form import from_long_form
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
 from doublehead.files.values import to_correct, to_labels, to_scores, to_text

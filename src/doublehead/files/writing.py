@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.files.formats import NpzReader, open_source
+from doublehead.files.arrays import NpzReader
+from doublehead.files.formats import open_source
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
 from doublehead.optional import require
