@@ -467,7 +467,10 @@ def test_values_a_rounding_error_outside_are_clipped(tmp_path: Path) -> None:
     assert table.counts["clipped"] == 1
 
 
-@pytest.mark.parametrize("names", [["stage1", "stage2", "stage3"], ["class_0", "class_1", "class_2"]])
+@pytest.mark.parametrize(
+    "names",
+    [["stage1", "stage2", "stage3"], ["class_0", "class_1", "class_2"], ["grade 1", "grade 2", "grade 3"]],
+)
 def test_labels_that_end_in_a_number_are_names(names: list[str], tmp_path: Path) -> None:
     rows = [f"{name},0.5,0.25,0.25" for name in reversed(names)]
     file = write_csv(tmp_path / "a.csv", ",".join(["label", *names]), *rows)

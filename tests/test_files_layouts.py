@@ -174,6 +174,15 @@ def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
     assert read_predictions([file, str(file), tmp_path / "link.csv"]).tally().n == 3
 
 
+def test_excel(tmp_path: Path) -> None:
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    for row in [["label", "prob_0", "prob_1"], *([y, *p] for y, p in zip(LABELS, PROBS))]:
+        book.active.append(row)
+    book.save(tmp_path / "a.xlsx")
+    assert read_predictions(tmp_path / "a.xlsx").load().probs.tolist() == PROBS
+
+
 def test_wide_files(tmp_path: Path) -> None:
     n, k = 3, 20_000  # look-ups by name once took time that grew with the square of the columns
     scores = np.random.default_rng(0).normal(size=(n, k)).round(4)
