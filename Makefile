@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-slow test-portable test-installs test-oldest lint types check docs results clean
+.PHONY: demo test test-slow test-portable test-installs test-oldest lint types check docs results fuzz clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/doublehead demo
@@ -48,6 +48,9 @@ docs: $(VENV)/.dev-ready # into site/; a warning is an error
 
 results: $(VENV)/.dev-ready # results.csv, tables and figures from committed logits; no GPU, a few minutes
 	$(BIN)/python experiments/make.py
+
+fuzz: $(VENV)/.dev-ready # 20,000 damaged files of every format; each gives numbers or one sentence
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz_files.py
 
 check: lint types test
 

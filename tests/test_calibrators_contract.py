@@ -81,6 +81,7 @@ def test_unfitted_use_says_what_to_do(name: str) -> None:
     with pytest.raises(NotFitted, match="nothing to save"):
         save(calibrator, "never.safetensors")
     assert "not fitted" in repr(calibrator)
+    assert "learned: " in repr(fitted(name))
 
 
 @every

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import doublehead
 from doublehead import Predictions, Summary, calibrators, metrics
 from doublehead.files.reading import read_predictions
 
@@ -255,7 +257,7 @@ def test_calibrate_on_answers_that_are_all_right(tmp_path: Path) -> None:
 
 BAD_CALLS: dict[str, tuple[list[str], str]] = {
     "no statement": (
-        ["evaluate", "test.csv"],
+        ["evaluate", "ask.csv"],
         "rows do not sum to 1, which looks like logits; give --logits if so",
     ),
     "both stated": (
@@ -343,6 +345,14 @@ BAD_CALLS: dict[str, tuple[list[str], str]] = {
         ],
         "platt cannot be fitted on val.csv: Platt needs predictions of 2 classes",
     ),
+    "exists": (
+        ["calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "three.csv"],
+        "three.csv exists: give another name to --output, or --force to replace it",
+    ),
+    "only confidences": (
+        ["calibrate", "--fit", "top.csv", "--apply", "three.csv", "-o", "out.csv"],
+        "a score for every class is needed",
+    ),
     "no folder": (
         ["calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "no/such/out.csv"],
         "out.csv cannot be written: there is no folder no/such",
@@ -384,7 +394,9 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     good = write_csv(folder / "test.csv", 1).read_text()
     write_csv(folder / "val.csv", 0)
     lines = good.splitlines()
+    (folder / "ask.csv").write_text("label,cat,dog\ncat,-1.5,2.5\n")
     (folder / "empty.csv").write_text("")
+    (folder / "top.csv").write_text("label,predicted,confidence\ncat,cat,0.75\ndog,cat,0.5\n")
     (folder / "header.csv").write_text(lines[0] + "\n")
     (folder / "cut.csv").write_text("\n".join(lines[:-1]) + "\n0599,1")
     for name, cell in (("text", "oops"), ("nan", "nan")):
@@ -489,14 +501,83 @@ def write_tutorial_files(real: Path, page: str, folder: Path) -> None:
     """The CSV files the tutorial speaks of, with the header it shows."""
     header = re.search(r"^image,label,.*$", page, flags=re.MULTILINE)
     assert header is not None
-    names = header[0].split(",")[3:]
+    names = header[0].split(",")[4:]
     arrays = np.load(real)
     for split in ("val", "test"):
         lines = [header[0]]
-        for i, (z, y) in enumerate(zip(arrays[f"{split}_logits"], arrays[f"{split}_labels"])):
-            site = "north" if i % 3 else "south"
-            lines.append(f"{split}/{i:05d}.png,{names[int(y)]},{site}," + ",".join(map(str, z.tolist())))
+        probs = torch.from_numpy(arrays[f"{split}_logits"]).double().softmax(1).round(decimals=4)
+        for i, (row, y) in enumerate(zip(probs.tolist(), arrays[f"{split}_labels"])):
+            place = f"{'north' if i % 3 else 'south'},2024-{1 + 12 * i // len(probs):02d}-01"
+            cells = ",".join(f"{value:g}" for value in row)
+            lines.append(f"{split}/{i:05d}.png,{names[int(y)]},{place},{cells}")
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_abstaining_is_the_threshold_of_the_predictions(test: Path) -> None:
+    choice = metrics.choose_threshold(read_predictions(test).load(), 0.2)
+    found = json.loads(run("evaluate", test, "--abstain", "0.2", "--json").stdout)["abstain"]
+    assert (found["threshold"], found["n_accepted"]) == (choice.threshold, choice.n_accepted)
+    assert str(choice) in run("evaluate", test, "--abstain", "0.2").stdout
+
+
+def test_version() -> None:
+    assert doublehead.__version__ in run("--version").stdout
+
+
+def test_force_replaces_and_a_closed_pipe_is_silent(test: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    arguments = ["calibrate", "--fit", test, "--apply", test, "--method", "temperature", "-o", out]
+    assert run(*arguments).exit_code == 0
+    assert run(*arguments).exit_code == 2
+    assert run(*arguments, "--force").exit_code == 0
+    command = (
+        f"{shlex.quote(sys.executable)} -m doublehead evaluate {shlex.quote(str(test))} --json | head -n 1"
+    )
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.stdout == "{\n"
+    assert "Traceback" not in result.stderr
+    assert "Error" not in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_command_leaves_nothing_behind(number: signal.Signals, val: Path, tmp_path: Path) -> None:
+    files = sorted(tmp_path.iterdir())
+    stopping = (
+        "import os, sys, doublehead.files.writing as w\n"
+        f"def stop(*_): os.kill(os.getpid(), {int(number)})\n"
+        "w._csv_lines = stop\n"
+        "from doublehead.__main__ import main\n"
+        "main()"
+    )
+    words = ["calibrate", "--fit", val, "--apply", val, "--method", "temperature", "-o", tmp_path / "out.csv"]
+    command = [sys.executable, "-c", stopping, *map(str, words)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    assert sorted(tmp_path.iterdir()) == files
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".arrow", ".feather", ".parquet"])
+def test_other_formats_are_written_back(suffix: str, tmp_path: Path) -> None:
+    logits, labels = overconfident(0)
+    columns = {"name": [f"row {i}" for i in range(N)], "label": labels.tolist(), "logits": logits.tolist()}
+    table, file, out = pa.table(columns), tmp_path / f"in{suffix}", tmp_path / f"out{suffix}"
+    if suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    elif suffix == ".parquet":
+        parquet.write_table(table, file)
+    else:
+        with pa.ipc.new_file(str(file), table.schema) as writer:
+            writer.write_table(table)
+    told = run("calibrate", "--fit", file, "--apply", file, "--method", "temperature", "-o", out)
+    assert told.exit_code == 0, told.output
+    fixed = read_predictions(out, extra=["name"])
+    (chunk,) = fixed.chunks()
+    assert chunk.raw.columns["name"].tolist() == columns["name"]
+    fitted = calibrators.Temperature().fit(Predictions(logits, labels))
+    wanted = fitted(logits).softmax(1)
+    assert torch.allclose(fixed.load().probs.float(), wanted.float(), atol=1e-5)
 
 
 def test_help_teaches() -> None:

@@ -34,6 +34,7 @@ ORDER = (
     "shift_guard",
     "saving",
     "attach",
+    "outcomes",
     "curves",
     "plots",
     "summary",  # all numbers of some predictions

@@ -214,7 +214,7 @@ def test_last_bin_can_be_left_out(page: Any) -> None:
 
 
 def test_classes_of_the_chosen_method(page: Any) -> None:
-    tables = page.locator("[data-classes-of]")
+    tables = page.locator("[data-of=class-method]")
     assert [table.is_visible() for table in tables.all()] == [True, False, False]
     page.locator("#class-method").select_option("soft")
     assert [table.is_visible() for table in tables.all()] == [False, False, True]
@@ -222,6 +222,22 @@ def test_classes_of_the_chosen_method(page: Any) -> None:
     assert gaps
     assert all(gap < 0 for gap in gaps)  # all underconfident
     assert {"ant", "bee", "cat", "dog"} == set(tables.nth(2).locator("tbody td.name").all_inner_texts())
+
+
+def test_classes_are_sorted_searched_and_downloaded(page: Any) -> None:
+    table = page.locator("[data-of=class-method]").first
+    counts = lambda: [int(text) for text in table.locator("tbody td:nth-child(2)").all_inner_texts()]  # noqa: E731
+    table.get_by_role("button", name="Samples").click()
+    assert counts() == sorted(counts(), reverse=True)
+    table.get_by_role("button", name="Samples").click()
+    assert counts() == sorted(counts())
+    page.locator("#class-search").fill("BE")
+    assert table.locator("tbody td.name").all_inner_texts() == ["bee"]
+    with page.expect_download() as download:
+        page.locator("#class-csv").click()
+    lines = download.value.path().read_text().splitlines()
+    assert lines[0].startswith("class,samples,")
+    assert {line.split(",")[0] for line in lines[1:]} == {'"ant"', '"bee"', '"cat"', '"dog"'}
 
 
 def background(page: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead import Predictions, metrics
+from doublehead import Predictions, evaluate, metrics
 from doublehead.calibrators import Temperature
+from doublehead.files import read_predictions
 
 testing = pytest.importorskip("typer.testing")
 pytest.importorskip("jinja2")
@@ -40,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    result = testing.CliRunner().invoke(app, ["report", *arguments])
+    result = testing.CliRunner().invoke(app, ["report", "--force", *arguments])
     assert result.exit_code == code, result.output
     return re.sub(r"\s+", " ", result.output)
 
@@ -134,6 +136,52 @@ def test_one_set_of_an_npz_that_holds_several(folder: Path) -> None:
     found = methods_of(folder / "report.html")
     assert list(found) == ["both:val", "both:test"]
     assert found["both:test"]["nll"] == pytest.approx(metrics.nll(q))
+
+
+def audited_csv(path: Path, n: int = 900) -> Path:
+    """Overconfident in the south and ever more so over the months of a year."""
+    p = made(1.0, n)
+    lines = ["image,taken,site,label,prob_cat,prob_dog,prob_emu"]
+    for i, (row, label) in enumerate(zip(p.probs.tolist(), p.labels.tolist())):
+        site, month = ("south", "north")[i % 2], 1 + 12 * i // n
+        wrong = i % 2 == 0 and i % 24 < 2 * month - 2  # labels that the model cannot know
+        name = ("cat", "dog", "emu")[(label + wrong) % 3]
+        lines.append(f"img{i}.png,2024-{month:02d}-11,{site},{name},{','.join(f'{v:.6f}' for v in row)}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_groups_times_errors_and_provenance(folder: Path) -> None:
+    file = audited_csv(folder / "test.csv")
+    run("test.csv", "--by", "site", "--time", "taken")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "<bdi>south</bdi>" in page
+    assert "1 of 2 groups deviate by more than chance explains" in page
+    assert "changes over time by more than chance" in re.sub(r"\s+", " ", page)
+    assert "<bdi>2024-12-11</bdi>" in page
+    summary = evaluate(str(file), by="site")
+    assert summary.groups_off == ["south"]
+    p = read_predictions(file).load()
+    wrong = (~p.correct).nonzero()[:, 0]
+    worst = int(wrong[p.confidence[wrong].argmax()])
+    (errors,) = re.findall(r"The most confident errors.*?</table>", page, re.DOTALL)
+    first = re.findall(r"<td.*?</td>", errors)[:6]
+    assert f"<bdi>img{worst}.png</bdi>" in first[5]
+    assert first[3] == f"<td>{worst + 1}</td>"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in page
+    assert "time in &#39;taken&#39;" not in page
+    assert "must be numbers or dates" in run("test.csv", "--time", "site", code=2)
+
+
+def test_confidences_alone_make_a_page(folder: Path) -> None:
+    rows = [f"{int(i % 10 < 7)},{0.7 + 0.01 * (i % 5)}" for i in range(400)]
+    (folder / "top.csv").write_text("\n".join(["correct,confidence", *rows]) + "\n")
+    said = run("top.csv")
+    assert "“top”: " in said
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "400 samples" in page
+    assert 'id="classes"' not in page
+    assert 'id="errors"' in page
 
 
 def test_shift_files_and_folders(folder: Path) -> None:

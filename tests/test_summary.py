@@ -234,14 +234,31 @@ def test_evaluate_takes_arrays(make) -> None:
     ] == pytest.approx(metrics.nll(p))
 
 
+def test_classes_and_groups_that_deviate_take_the_badge() -> None:
+    """Half overconfident, half underconfident: calibrated as a whole, in no class and no group."""
+    n = 4000
+    confidence = np.tile([0.75, 0.25], (n, 1))
+    confidence[n // 2 :] = confidence[n // 2 :, ::-1]  # the second half says class 1
+    right = np.arange(n) % 20 < np.where(np.arange(n) < n // 2, 17, 13)  # 85 % and 65 % for 75 %
+    labels = np.where(np.arange(n) < n // 2, ~right, right).astype(int)
+    whole = doublehead.evaluate(confidence, labels)
+    assert whole.p_value > 0.05
+    assert (whole.n_classes_off, whole.grade.word) == (2, "calibrated overall, not in every class")
+    groups = np.where(np.arange(n) < n // 2, "a", "b")
+    by = doublehead.evaluate(confidence, labels, by=groups)
+    assert by.groups_off == ["a", "b"]
+    assert "2 of 2 groups deviate" in by.verdict
+
+
 def test_evaluate_takes_names_and_binary_scores() -> None:
     probs = [[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]
     named = doublehead.evaluate(probs, ["cat", "dog", "dog"], classes=["cat", "dog"])
     assert named.values == doublehead.evaluate(probs, [0, 1, 1]).values
     binary = doublehead.evaluate(np.array([0.1, 0.8, 0.4]), [0, 1, 1])
     assert binary.values == pytest.approx(named.values)
+    assert doublehead.evaluate(probs, ["cat", "dog", "dog"]).values == named.values
     with pytest.raises(ValueError, match="classes must name the columns"):
-        doublehead.evaluate(probs, ["cat", "dog", "dog"])
+        doublehead.evaluate(probs, ["dog", "dog", "dog"])
     with pytest.raises(ValueError, match="labels must be among the classes cat, dog, got 'emu'"):
         doublehead.evaluate(probs, ["cat", "emu", "dog"], classes=["cat", "dog"])
     with pytest.raises(ValueError, match="labels must be given"):

@@ -7,21 +7,26 @@ that names its array `logits` or `probs` states it itself.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
+import doublehead
 from doublehead.atomic import replacing
 from doublehead.calibrators import Temperature
-from doublehead.files.formats import Source, TableError, find_sources, open_source
+from doublehead.files.formats import open_source
 from doublehead.files.reading import Kind, PredictionTable, read_predictions
+from doublehead.files.sources import Source, TableError, find_sources
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
+from doublehead.report_page.record import Record, as_times, shown_column
 from doublehead.summary import Summaries, Summary, Tally
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
@@ -40,7 +45,8 @@ def evaluate(
 ) -> Summary:
     """Every number of some predictions with intervals, and whether they are calibrated.
 
-    Arrays need `labels`: class numbers from 0 on, or names in `classes`. In a DataFrame or a file, `labels` names the
+    Arrays need `labels`: class numbers from 0 on, or names, whose columns are named by `classes` or in sorted order as
+    scikit-learn has them. In a DataFrame or a file, `labels` names the
     column of the label (guessed where it is not given) and labels may be the names of the score columns. `by` is the
     group of each sample, or the name of a column; see `Summary.groups`. Files are streamed, so they may be larger than
     memory; `cluster` reads them on a Dask cluster. Further arguments are those of `files.read_predictions`.
@@ -69,24 +75,28 @@ def report(
     classes: Sequence[str] | None = None,
     shift: Shift | None = None,
     n_bins: int = 15,
+    by: Any = None,
+    time: Any = None,
     **reading: Any,
 ) -> Path:
     """Write one self-contained HTML page about the calibration of one or several methods.
 
     `predictions` are the methods by name, the one to improve on first, or one method. A method is a `Predictions`, a
     pair (probs, labels), a DataFrame, or a path: a file (probabilities unless it is "logits:FILE" or states itself what
-    it holds), or the folder of a run with its outputs. `shift[data][method]` are predictions on shifted data. Further
-    arguments are those of `files.read_predictions`. The file appears whole or not at all.
+    it holds), or the folder of a run with its outputs. `shift[data][method]` are predictions on shifted data. `by` and
+    `time` are the group and the time of each sample, or names of columns: the report then compares groups, and
+    stretches of time. Further arguments are those of `files.read_predictions`. The file appears whole or not at all.
     """
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
-    inputs = collect(list(named.items()), **{"kind": "probs", **reading})
+    inputs = collect(list(named.items()), n_bins=n_bins, by=by, time=time, **{"kind": "probs", **reading})
     page = build_page(
         inputs.methods,
         title=title or TITLE,
         classes=classes or inputs.classes or None,
         shift={**inputs.shift, **(shift or {})},
         n_bins=n_bins,
+        provenance=provenance(inputs),
     )
     return write_page(path, page)
 
@@ -99,6 +109,28 @@ def summaries(
     if path is not None:
         report(methods, path, **options)
     return Summaries({name: Summary.of(p, options.get("n_bins", 15)) for name, p in methods.items()})
+
+
+def provenance(inputs: Inputs, command: str = "") -> list[tuple[str, str]]:
+    """Where the numbers of a page come from: files with their sizes and hashes, command, version, date."""
+    files = {
+        path for table in inputs.tables for source in table.sources for path in (source.path, source.partner)
+    }
+    facts = [
+        (str(path), _fingerprint(path)) for path in sorted(files - {None}, key=str) if path and path.is_file()
+    ]
+    facts += [(name, f"{record.tally.n:,} samples") for name, record in inputs.methods.items()]
+    facts += [("Command", command)] if command else []
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return [*facts, ("Made", f"{now}, doublehead {doublehead.__version__}")]
+
+
+def _fingerprint(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return f"{path.stat().st_size:,} bytes, SHA-256 {digest.hexdigest()}"
 
 
 def write_page(path: Path, page: Page) -> Path:
@@ -120,9 +152,10 @@ def check_page_path(path: str | os.PathLike[str]) -> Path:
 class Inputs:
     """What a report shows: methods by name, the names of the classes where a file has them, results on shifted data."""
 
-    methods: dict[str, Predictions] = field(default_factory=dict)
+    methods: dict[str, Record] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
     shift: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tables: list[PredictionTable] = field(default_factory=list)
 
 
 def collect(named: Sequence[tuple[str, Data]], **reading: Any) -> Inputs:
@@ -137,29 +170,56 @@ def collect(named: Sequence[tuple[str, Data]], **reading: Any) -> Inputs:
                 if inner in by_method:
                     found.shift.setdefault(shifted, {})[shown] = by_method[inner]
         found.classes = found.classes or part.classes
+        found.tables += part.tables
     return found
 
 
-def read_input(data: Data, *, kind: Kind | None = None, **reading: Any) -> Inputs:
+def read_input(
+    data: Data,
+    *,
+    kind: Kind | None = None,
+    n_bins: int = 15,
+    by: Any = None,
+    time: Any = None,
+    **reading: Any,
+) -> Inputs:
     """The methods of one input: one, or several where it is a folder of .npz files or of a run."""
-    if not is_path(data):
-        if isinstance(data, tuple) and len(data) == 2:
-            return Inputs({"": as_predictions(*data, kind or "probs")})
-        if is_frame(data):
-            table = _read_frame(data, kind or "probs", **reading)
-            return Inputs({"": table.load()}, table.layout.classes)
-        return Inputs({"": as_predictions(data, None, kind or "probs")})
+    if not is_path(data) and not is_frame(data):
+        scores, labels = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+        groups = None if by is None else np.asarray(by)
+        times = None if time is None else as_times(np.asarray(time), "time", "predictions")
+        return Inputs({"": Record.of(as_predictions(scores, labels, kind or "probs"), n_bins, groups, times)})
+    if is_frame(data):
+        return _record(
+            _read_frame(data, kind or "probs", **_extra(list(data.columns), by, time), **reading),
+            n_bins,
+            time,
+        )
     path, kind = split_kind(str(data), kind)
     folder = Path(path)
     inside = folder / "predictions" if (folder / "predictions").is_dir() else folder
     files = sorted(inside.glob("*.npz")) if folder.is_dir() else []
     tests = {file.stem.removeprefix("test-"): file for file in files if file.stem.startswith("test-")}
     if tests:
-        return _read_run(folder, inside, tests)
+        return _read_run(folder, inside, tests, n_bins)
     if files:
-        return Inputs({file.stem: _read_path(file, kind, **reading).load() for file in files})
-    table = _read_path(path, kind, **reading)
-    return Inputs({"": table.load()}, table.layout.classes)
+        tables = {file.stem: _read_path(file, kind, **reading) for file in files}
+        records = {name: Record.of_table(table, n_bins) for name, table in tables.items()}
+        return Inputs(records, tables=list(tables.values()))
+    columns = list(open_source(find_sources([path])[0]).columns)
+    table = _read_path(path, kind, **_extra(columns, by, time), **reading)
+    return _record(table, n_bins, time)
+
+
+def _extra(columns: Sequence[str], by: str | None, time: str | None) -> dict[str, Any]:
+    """The columns to read besides: those of groups and times, and the one that tells which sample it is."""
+    shown = shown_column(columns, [name for name in (by, time) if name])
+    return {"by": by, "extra": [name for name in (time, shown) if name]}
+
+
+def _record(table: PredictionTable, n_bins: int, time: str | None) -> Inputs:
+    shown = next((name for name in table.extra if name != time), None)
+    return Inputs({"": Record.of_table(table, n_bins, time, shown)}, table.layout.classes, tables=[table])
 
 
 def as_predictions(
@@ -173,9 +233,12 @@ def as_predictions(
     numbers = np.asarray(labels)
     if numbers.dtype.kind in "OUS":
         if classes is None:
-            raise ValueError(
-                f"classes must name the columns where labels are names, got labels {numbers[:1].tolist()}"
-            )
+            classes = sorted({str(label) for label in numbers.tolist()})
+            if len(classes) != np.shape(data)[-1]:
+                raise ValueError(
+                    "classes must name the columns where labels are names that do not all occur, "
+                    f"got {len(classes)} names for scores of shape {tuple(np.shape(data))}"
+                )
         numbers = _class_numbers(numbers.astype(str), [str(name) for name in classes])
         labels = numbers
     if getattr(data, "ndim", 2) == 1:
@@ -216,7 +279,7 @@ def _read_path(path: Data, kind: Kind | None, labels: str | None = None, **readi
     sources = find_sources(path if isinstance(path, list) else [path])
     stated: Any = open_source(sources[0]).states or kind
     label = labels if labels is not None else reading.pop("label", None)
-    return read_predictions(path, kind=stated, label=label, **reading)
+    return read_predictions(sources, kind=stated, label=label, **reading)
 
 
 def _read_frame(frame: Data, kind: Kind, labels: Any = None, **reading: Any) -> PredictionTable:
@@ -237,15 +300,18 @@ def _tally(table: PredictionTable, n_bins: int, cluster: Any) -> Tally:
     return tally_on(cluster, table, n_bins)
 
 
-def _read_run(folder: Path, inside: Path, tests: Mapping[str, Path]) -> Inputs:
+def _read_run(folder: Path, inside: Path, tests: Mapping[str, Path], n_bins: int) -> Inputs:
     """Every output of a run on its test set, and the main one after a temperature fitted on its calibration set."""
     found = Inputs()
     for name in sorted(tests, key=lambda output: (output != "main", output)):
-        p = read_predictions(tests[name]).load()
-        found.methods[name] = p
+        table = read_predictions(tests[name])
+        found.tables.append(table)
+        p = table.load()
+        found.methods[name] = Record.of(p, n_bins)
         calib = inside / f"calib-{name}.npz"
         if name == "main" and calib.exists():
-            found.methods["main+T"] = Temperature().fit(read_predictions(calib).load()).calibrate(p)
+            scaled = Temperature().fit(read_predictions(calib).load()).calibrate(p)
+            found.methods["main+T"] = Record.of(scaled, n_bins)
     results = folder / "results.json"
     if results.exists():
         try:

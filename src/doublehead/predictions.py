@@ -28,6 +28,7 @@ PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 # Where torch's softmax is faster than exp, a sum and a division: by instruction set and type. Without AVX2 it takes
 # up to three times as long as they do.
 FAST_SOFTMAX = {("AVX512", torch.float32), ("AVX512", torch.float64), ("AVX2", torch.float32)}
+COARSEST = 0.01  # resolution of probabilities that are rounded to two digits
 FAR = 40.0  # exp neither overflows nor loses anything while the largest logit lies within -FAR..FAR
 
 
@@ -47,6 +48,7 @@ class Predictions:
     def __init__(self, logits: ArrayLike, labels: ArrayLike) -> None:
         self._scores = _check_shape(logits, "logits")  # (N, K)
         self._are_probs = False
+        self._smallest = 1.0
         self._predicted, sums, _ = _look_through(self._scores, want_low=False)  # (N,) int64
         # A sum is finite when its entries are; overflow aside, which the second look settles.
         with one_thread():
@@ -60,13 +62,15 @@ class Predictions:
         """Take class probabilities (N, K): in 0..1, each row summing to 1 within `tolerance`.
 
         The probabilities are kept as they came, so a confidence that lies on the edge of a bin stays there.
-        Rows that sum to 1 only roughly (rounded files, half precision) are not rescaled.
+        Rows that sum to 1 only roughly (rounded files, half precision) are not rescaled. What a 0 stands for in a
+        logarithm is `zero_floor`.
         """
         scores = _check_shape(probs, "probs")
         predicted, sums, low = _look_through(scores, want_low=True)
         high = _check_probs(scores, predicted, sums, low, tolerance)
         made = cls.__new__(cls)
         made._are_probs = True
+        made._smallest = low if low > 0 else _smallest_positive(scores)
         made._scores, made._predicted = scores, predicted
         if high > 1:
             made._scores = scores.clamp(max=1.0)
@@ -106,7 +110,7 @@ class Predictions:
             self._predicted[rows],
             self.labels[rows],
         )
-        part._are_probs = self._are_probs
+        part._are_probs, part._smallest = self._are_probs, self._smallest
         if part._scores.ndim != 2:
             raise IndexError(f"rows must be a slice, an index array or a mask, got {rows!r}")
         if len(part) == 0:
@@ -134,10 +138,18 @@ class Predictions:
         return self._scores.device
 
     @property
+    def zero_floor(self) -> float:
+        """What a probability of 0 is taken as in a logarithm: the smallest positive one (at most 0.01), divided by K.
+
+        A 0 says only that a probability lies below the resolution of a rounded file or of half precision.
+        """
+        return max(min(self._smallest, COARSEST) / self.n_classes, torch.finfo(self.dtype).tiny)
+
+    @property
     def logits(self) -> Tensor:
-        """(N, K). For probabilities their logarithm, a probability of 0 taken as the smallest normal number."""
+        """(N, K). For probabilities their logarithm, a 0 taken as `zero_floor`."""
         scores = self._scores.to(self.dtype)
-        return scores.clamp(min=torch.finfo(self.dtype).tiny).log() if self._are_probs else scores
+        return scores.clamp(min=self.zero_floor).log() if self._are_probs else scores
 
     @property
     def probs(self) -> Tensor:
@@ -291,6 +303,11 @@ def _check_probs(scores: Tensor, predicted: Tensor, sums: Tensor, low: float, to
             f"each row of probs must sum to 1 within {tolerance:g}, got {float(sums[row]):.6g} in row {row}"
         )
     return high
+
+
+def _smallest_positive(scores: Tensor) -> float:
+    """The smallest entry above 0 of probabilities, each row of which has one."""
+    return min(float(chunk[chunk > 0].min()) for _, chunk in _chunks(scores))
 
 
 def _at(scores: Tensor, classes: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ from doublehead import metrics
 from doublehead.bins import UNIT, Bins
 from doublehead.calibrators.choose import Scores, score_table
 from doublehead.curves import ClassGaps, class_gaps_of, predicted_bins, reliability
-from doublehead.metrics import Floor, Interval, fine_bins
+from doublehead.metrics import Floor, Interval, ThresholdChoice, choose_threshold, fine_bins, threshold_counts
 from doublehead.optional import require
+from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -79,6 +80,7 @@ class Grade(NamedTuple):
 UNKNOWN = Grade("unknown", "too few samples to judge")
 CALIBRATED = Grade("good", "calibrated")
 CLASSES_OFF = Grade("fair", "calibrated overall, not in every class")
+GROUPS_OFF = Grade("fair", "calibrated overall, not in every group")
 SLIGHTLY_OFF = Grade("fair", "slightly miscalibrated")
 OFF = Grade("poor", "miscalibrated")
 FAR_OFF = Grade("bad", "badly miscalibrated")
@@ -109,20 +111,16 @@ class Summary:
     bins: Bins | None = None  # fine top-label bins, for `plot`
     classes: ClassGaps | None = None
     groups: dict[str, Summary] = field(default_factory=dict)
+    n_zero_labels: int = 0  # samples whose label has a probability of exactly 0
+    zero_floor: float = 0.0  # what such a probability is taken as
+    answers: Tensor | None = None  # `metrics.threshold_counts`, for `abstain`
 
     @classmethod
     def of(cls, p: Predictions, n_bins: int = 15, by: Sequence[Any] | None = None, seed: int = 0) -> Summary:
         """The summary of predictions in memory; `by` holds the group of each sample, see `groups`."""
-        summary = Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed)
-        per_sample = {
-            "adaptive_ece": metrics.adaptive_ece(p, n_bins),
-            "debiased_ece": metrics.debiased_ece(p, n_bins),
-            "smooth_ece": metrics.smooth_ece(p),
-            "ks_error": metrics.ks_error(p),
-            "aurc": metrics.aurc(p),
-        }
-        found = summary.metrics | {name: _without_interval(value) for name, value in per_sample.items()}
-        return replace(summary, metrics={name: found[name] for name in METRICS if name in found})
+        return add_sample_metrics(
+            Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed), p
+        )
 
     @property
     def values(self) -> dict[str, float]:
@@ -140,7 +138,7 @@ class Summary:
         ):
             return UNKNOWN
         if by_chance:
-            return CLASSES_OFF if self.n_classes_off else CALIBRATED
+            return CLASSES_OFF if self.n_classes_off else GROUPS_OFF if self.groups_off else CALIBRATED
         excess = self.metrics["ece"].estimate - self.floor.mean
         return SLIGHTLY_OFF if excess < SLIGHT else OFF if excess < SEVERE else FAR_OFF
 
@@ -150,12 +148,33 @@ class Summary:
         return 0 if self.classes is None else int(self.classes.off.sum())
 
     @property
+    def group_gaps(self) -> ClassGaps | None:
+        """What is claimed and how often it is right, group by group in the order of `groups`."""
+        bins = [group.bins.coarsen(self.n_bins) for group in self.groups.values() if group.bins is not None]
+        if not bins:
+            return None
+        stacked = Bins.from_state(torch.stack([one.state() for one in bins], 1))
+        return class_gaps_of(stacked, stacked)
+
+    @property
+    def groups_off(self) -> list[str]:
+        """The groups that deviate by more than chance explains (5 % for all groups together)."""
+        gaps = self.group_gaps
+        return [] if gaps is None else [name for name, off in zip(self.groups, gaps.off) if off]
+
+    def abstain(self, max_error: float, confidence: float = 0.95) -> ThresholdChoice:
+        """The confidence from which on answers have an error of at most `max_error`, see `choose_threshold`."""
+        if self.answers is None:
+            raise ValueError("a summary made without thresholds cannot choose one")
+        return choose_threshold(self.answers, max_error, confidence)
+
+    @property
     def verdict(self) -> str:
         """The grade and the numbers behind it in one sentence."""
         grade, n = self.grade, f"{self.n:,} sample{'s' if self.n > 1 else ''}"
         ece = f"ECE {percent(self.metrics['ece'].estimate)}"
         perfect = f"a perfectly calibrated model with these confidences scores {span(*self.floor[1:])}"
-        chance = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.2g}"
+        chance = f"p {p_value_text(self.p_value, '= ')}"
         if grade is UNKNOWN:
             return f"{capital(grade.word)}: {ece} on {n}; {perfect}."
         if grade is CALIBRATED:
@@ -164,8 +183,22 @@ class Summary:
         if self.n_classes_off:
             n_predicted = int((self.classes.counts > 0).sum()) if self.classes is not None else 0
             classes = f"{self.n_classes_off} of {n_predicted} predicted classes deviate by more than chance; "
-        direction = "" if grade is CLASSES_OFF else f"{self._direction()}; "
-        return f"{capital(grade.word)}: {direction}{classes}{ece}, {perfect} ({chance})."
+        groups = ""
+        if self.groups_off:
+            groups = f"{len(self.groups_off)} of {len(self.groups)} groups deviate by more than chance; "
+        direction = "" if grade in (CLASSES_OFF, GROUPS_OFF) else f"{self._direction()}; "
+        return f"{capital(grade.word)}: {direction}{classes}{groups}{ece}, {perfect} ({chance})."
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the numbers must know besides, in sentences."""
+        if not self.n_zero_labels:
+            return []
+        nll, n = self.metrics["nll"].estimate, f"{self.n_zero_labels:,} of {self.n:,} samples"
+        return [
+            f"The true class of {n} has a probability of exactly 0. With zeros taken as {self.zero_floor:.2g}, below "
+            f"the resolution of the probabilities, the NLL is {nll:.4f}; as written it is infinite."
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, None for bounds that are not known."""
@@ -186,9 +219,11 @@ class Summary:
             "n_classes_off": None if self.classes is None else self.n_classes_off,
             "grade": self.grade.word,
             "verdict": self.verdict,
+            "notes": self.notes,
         }
         if self.groups:
             found["groups"] = {name: group.to_dict() for name, group in self.groups.items()}
+            found["groups_off"] = self.groups_off
         return found
 
     def to_frame(self) -> Any:
@@ -206,11 +241,11 @@ class Summary:
         return draw_reliability(reliability(self.bins, self.n_bins), ax, title=title)
 
     def __str__(self) -> str:
-        head = f"{self.n:,} predictions of {self.n_classes} classes"
+        head = f"{self.n:,} predictions" + (f" of {self.n_classes} classes" if self.n_classes else "")
         parts = [head, side_by_side({"value": self}, meanings=True)]
         if self.groups:
             parts.append(aligned(self._group_rows()))
-        return "\n\n".join([*parts, self.verdict])
+        return "\n\n".join([*parts, self.verdict, *self.notes])
 
     __repr__ = __str__
 
@@ -219,17 +254,31 @@ class Summary:
             summary_rows({"value": self}, meanings=True),
             *([self._group_rows()] if self.groups else []),
         ]
-        return "".join(_html_table(rows) for rows in tables) + f"<p>{escape(self.verdict)}</p>"
+        sentences = "".join(f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes))
+        return "".join(_html_table(rows) for rows in tables) + sentences
 
     def _group_rows(self) -> list[list[str]]:
-        titles = ["group", "n", "accuracy", "ECE", "95 % interval", "ECE floor", "overconfidence"]
-        rows = [[*titles, "NLL", "Brier score"]]
-        for name, group in self.groups.items():
+        """A row per group; p-values of the overconfidence are corrected for the number of groups."""
+        scores = [key for key in ("nll", "brier") if key in self.metrics]
+        titles = [
+            "group",
+            "n",
+            "accuracy",
+            "ECE",
+            "95 % interval",
+            "ECE floor",
+            "overconfidence",
+            "corrected p",
+        ]
+        rows = [[*titles, *(METRICS[key].title for key in scores)]]
+        gaps = self.group_gaps
+        chances = [1.0] * len(self.groups) if gaps is None else gaps.p_value * len(self.groups)
+        for (name, group), chance in zip(self.groups.items(), chances):
             m = group.metrics
             ece = [percent(m["ece"].estimate), shown_interval(m["ece"], True), span(*group.floor[1:])]
-            scores = [f"{m[key].estimate:.4f}" for key in ("nll", "brier")]
-            over = percent(m["overconfidence"].estimate)
-            rows.append([name, f"{group.n:,}", percent(m["accuracy"].estimate), *ece, over, *scores])
+            tested = [percent(m["overconfidence"].estimate), p_value_text(min(1.0, float(chance)))]
+            values = [f"{m[key].estimate:.4f}" for key in scores]
+            rows.append([name, f"{group.n:,}", percent(m["accuracy"].estimate), *ece, *tested, *values])
         return rows
 
     def _direction(self) -> str:
@@ -237,6 +286,20 @@ class Summary:
         if abs(over) < 0.5 * self.metrics["ece"].estimate:
             return "overconfident in some bins and underconfident in others"
         return f"{'over' if over > 0 else 'under'}confident by {100 * abs(over):.2f} points on average"
+
+
+def add_sample_metrics(summary: Summary, p: Predictions | Outcomes) -> Summary:
+    """The summary with the metrics that need the confidences of all samples at once."""
+    confidences: Any = p  # all that these metrics read
+    per_sample = {
+        "adaptive_ece": metrics.adaptive_ece(confidences, summary.n_bins),
+        "debiased_ece": metrics.debiased_ece(confidences, summary.n_bins),
+        "smooth_ece": metrics.smooth_ece(confidences),
+        "ks_error": metrics.ks_error(confidences),
+        "aurc": metrics.aurc(confidences),
+    }
+    found = summary.metrics | {name: _without_interval(value) for name, value in per_sample.items()}
+    return replace(summary, metrics={name: found[name] for name in METRICS if name in found})
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,16 +319,33 @@ class Tally:
     sums: dict[str, int]  # by name of SCORES, in units of 2^-32
     squares: dict[str, int]
     groups: dict[str, Tally]
+    n_zero_labels: int = (
+        0  # their NLL is not in the sums, because it hangs on the smallest probability of all
+    )
+    zero_floor: float = math.inf
+    answers: Tensor | None = None  # (2, T) `metrics.threshold_counts`
 
     @classmethod
     def of(
-        cls, p: Predictions, n_bins: int = 15, groups: Array | None = None, *, per_class: bool = True
+        cls,
+        p: Predictions | Outcomes,
+        n_bins: int = 15,
+        groups: Array | None = None,
+        *,
+        per_class: bool = True,
     ) -> Tally:
         """The tally of some predictions and of each group among them; groups have no numbers per class.
 
-        Without `per_class` it needs no memory that grows with the number of classes.
+        Without `per_class` it needs no memory that grows with the number of classes. Of `Outcomes` only what hangs on
+        confidences is known.
         """
-        scores = metrics.per_sample(p)
+        by_group = {} if groups is None else dict(_group_tallies(p, n_bins, groups))
+        answers = threshold_counts(*p.top_label())
+        if isinstance(p, Outcomes):
+            top = p.bins(fine_bins(n_bins))
+            return cls(n_bins, 0, top, None, None, {}, {}, by_group, answers=answers)
+        scores, zero = metrics.per_sample(p), metrics.zero_labels(p)
+        scores["nll"] = scores["nll"].where(~zero, 0.0)
         return cls(
             n_bins,
             p.n_classes,
@@ -274,7 +354,10 @@ class Tally:
             predicted_bins(p).to("cpu") if per_class else None,
             {name: exact_sum(scores[name]) for name in SCORES},
             {name: exact_sum(scores[name].clamp(max=1e150).square()) for name in SCORES},
-            {} if groups is None else dict(_group_tallies(p, n_bins, groups)),
+            by_group,
+            int(zero.sum()),
+            p.zero_floor if p.are_probs else math.inf,
+            answers,
         )
 
     def __add__(self, other: Tally) -> Tally:
@@ -295,9 +378,12 @@ class Tally:
             self.top + other.top,
             _both(self.classwise, other.classwise),
             _both(self.predicted, other.predicted),
-            {name: self.sums[name] + other.sums[name] for name in SCORES},
-            {name: self.squares[name] + other.squares[name] for name in SCORES},
+            {name: self.sums[name] + other.sums[name] for name in self.sums},
+            {name: self.squares[name] + other.squares[name] for name in self.sums},
             groups,
+            self.n_zero_labels + other.n_zero_labels,
+            min(self.zero_floor, other.zero_floor),
+            None if self.answers is None or other.answers is None else self.answers + other.answers,
         )
 
     @property
@@ -307,6 +393,9 @@ class Tally:
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
+        groups = {
+            name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)
+        }
         found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
         classes = None
         if self.classwise is not None and self.predicted is not None:
@@ -323,16 +412,23 @@ class Tally:
             p_value=metrics.calibration_test(self.top, self.n_bins, seed=seed).p_value,
             bins=self.top,
             classes=classes,
-            groups={name: self.groups[name].summary(seed) for name in sorted(self.groups)},
+            groups={name: group.summary(seed) for name, group in groups.items()},
+            n_zero_labels=self.n_zero_labels,
+            zero_floor=self.zero_floor if self.n_zero_labels else 0.0,
+            answers=self.answers,
         )
 
     def _scores(self) -> dict[str, Interval]:
         """Means with the interval of the normal distribution."""
         found = {}
-        for name, mean_name in SCORES.items():
+        unlikely = -math.log(self.zero_floor) if self.n_zero_labels else 0.0  # NLL of a label at 0
+        for name in self.sums:
             mean, square = self.sums[name] / UNIT / self.n, self.squares[name] / UNIT / self.n
+            if name == "nll":
+                share = self.n_zero_labels / self.n
+                mean, square = mean + share * unlikely, square + share * unlikely**2
             reach = Z * (max(square - mean * mean, 0.0) / self.n) ** 0.5
-            found[mean_name] = Interval(mean, max(0.0, mean - reach), mean + reach)
+            found[SCORES[name]] = Interval(mean, max(0.0, mean - reach), mean + reach)
         return found
 
 
@@ -365,20 +461,24 @@ def compare(before: Predictions, after: Predictions) -> Comparison:
     return found
 
 
-def compare_all(methods: Sequence[Predictions]) -> list[list[Comparison | None]]:
-    """`compare` of every method (row) with every other (column); None where their samples differ."""
-    nlls = [metrics.per_sample(p)["nll"].cpu().numpy() for p in methods]
-    labels, predicted = [p.labels.cpu() for p in methods], [p.predicted.cpu() for p in methods]
+def compare_all(methods: Sequence[Predictions | Outcomes]) -> list[list[Comparison | None]]:
+    """`compare` of every method (row) with every other (column); None where their samples differ or lack an NLL."""
+    found = [m if isinstance(m, Outcomes) else Outcomes.of(m) for m in methods]
+    for m, p in zip(methods, found):
+        if isinstance(m, Predictions) and p.nll is not None:
+            p.nll.nan_to_num_(posinf=-math.log(m.zero_floor))
+    return [[_pair(one, other) for other in found] for one in found]
 
-    def pair(i: int, j: int) -> Comparison | None:
-        if not torch.equal(labels[i], labels[j]):
-            return None
-        difference = nlls[j] - nlls[i]
-        mean, reach = float(difference.mean()), Z * float(difference.std()) / math.sqrt(len(difference))
-        n_changed = int((predicted[i] != predicted[j]).sum())
-        return Comparison(Interval(mean, mean - reach, mean + reach), n_changed, len(difference))
 
-    return [[pair(i, j) for j in range(len(methods))] for i in range(len(methods))]
+def _pair(one: Outcomes, other: Outcomes) -> Comparison | None:
+    if one.nll is None or other.nll is None or one.labels is None or other.labels is None:
+        return None
+    if one.predicted is None or other.predicted is None or not torch.equal(one.labels, other.labels):
+        return None
+    difference = (other.nll - one.nll).numpy()
+    mean, reach = float(difference.mean()), Z * float(difference.std()) / math.sqrt(len(difference))
+    n_changed = int((one.predicted != other.predicted).sum())
+    return Comparison(Interval(mean, mean - reach, mean + reach), n_changed, len(difference))
 
 
 def exact_sum(values: Tensor) -> int:
@@ -462,6 +562,11 @@ def percent(value: float, digits: int = 2) -> str:
     return f"{100 * value:.{digits}f} %"
 
 
+def p_value_text(value: float, equal: str = "") -> str:
+    """0.032, or < 0.001."""
+    return "< 0.001" if value < 0.001 else f"{equal}{value:.2g}"
+
+
 def span(low: float, high: float) -> str:
     """0.17 to 0.39 % for fractions."""
     return f"{100 * low:.2f} to {100 * high:.2f} %"
@@ -484,13 +589,13 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _group_tallies(p: Predictions, n_bins: int, groups: Array) -> Iterator[tuple[str, Tally]]:
+def _group_tallies(p: Predictions | Outcomes, n_bins: int, groups: Array) -> Iterator[tuple[str, Tally]]:
     if groups.shape != (len(p),):
         raise ValueError(f"by must hold one group for each of {len(p)} samples, got shape {groups.shape}")
     names, which = np.unique(groups.astype(str), return_inverse=True)
     check_groups(dict.fromkeys(names.tolist()))
     for i, name in enumerate(names):
-        rows = torch.from_numpy(which == i).to(p.device)
+        rows = torch.from_numpy(which == i)
         yield str(name), Tally.of(p[rows], n_bins, per_class=False)
 
 

@@ -117,11 +117,15 @@ def _equal_width(odds: Tensor, n_bins: int) -> Tensor:
 
 
 def _equal_mass(odds: Tensor, n_bins: int) -> Tensor:
-    """(C, n_bins - 1) edges midway between neighbours, where each bin gets N / n_bins of them."""
+    """(C, n_bins - 1) edges midway between neighbours, where each bin gets N / n_bins of them.
+
+    Equal odds stay together above the edge, so that the last bin is never empty.
+    """
     ordered = odds.sort(1).values
     n = odds.shape[1]
-    cuts = (torch.arange(1, n_bins, device=odds.device) * n / n_bins).round().long().clamp(1, max(1, n - 1))
-    return (ordered[:, cuts - 1] + ordered[:, cuts.clamp(max=n - 1)]) / 2
+    cuts = (torch.arange(1, n_bins, device=odds.device) * n / n_bins).round().long().clamp(0, n - 1)
+    first = torch.searchsorted(ordered, ordered[:, cuts].contiguous()).clamp(1, max(1, n - 1))
+    return (ordered.gather(1, first - 1) + ordered.gather(1, first.clamp(max=n - 1))) / 2
 
 
 def _frequencies(odds: Tensor, hits: Tensor, edges: Tensor, smoothing: float) -> Tensor:

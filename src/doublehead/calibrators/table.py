@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from doublehead.calibrators.isotonic import Isotonic
 from doublehead.calibrators.spline import Spline
 from doublehead.calibrators.temperature import Temperature, TemperatureGrid
 from doublehead.predictions import Predictions
+from doublehead.torch_tools import one_thread
 
 CALIBRATORS: dict[str, type[Calibrator]] = {
     "none": Identity,
@@ -61,12 +62,13 @@ def choose_calibrator(
     methods: Sequence[str] | Mapping[str, Calibrator] | None = None,
     folds: int = 5,
     seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Calibrator, Choice]:
     """The calibrator with the lowest NLL on held-out folds, fitted on all of the predictions, and how all did.
 
     `methods` are names, or names with calibrators to try under them; by default all that suit the number of classes.
     One that cannot be fitted is listed with the reason. `none` and `temperature` are kept unless another is better by
-    more than a standard error.
+    more than a standard error. `progress` is called before each method with its name, its number and their count.
 
     >>> p = Predictions([[4.0, 0.0]] * 20, [0] * 15 + [1] * 5)
     >>> choose_calibrator(p, ["none", "temperature"])[1].chosen
@@ -74,12 +76,15 @@ def choose_calibrator(
     """
     if not 2 <= folds <= len(predictions):
         raise ValueError(f"folds must lie in 2..{len(predictions)}, the number of samples, got {folds}")
-    candidates = _candidates(predictions.n_classes, methods)
+    candidates = _candidates(predictions, methods)
     fold = stratified_folds(predictions.labels, folds, seed)
     nlls: dict[str, Tensor | None] = {}
     notes: dict[str, str] = {}
-    for name, calibrator in candidates.items():
-        nlls[name], note = _held_out_nll(calibrator, predictions, fold, folds)
+    for i, (name, calibrator) in enumerate(candidates.items()):
+        if progress is not None:
+            progress(name, i, len(candidates))
+        with one_thread():
+            nlls[name], note = _held_out_nll(calibrator, predictions, fold, folds)
         if note:
             notes[name] = note
     baseline = [name for name in ("none", "temperature") if nlls.get(name) is not None]
@@ -88,13 +93,17 @@ def choose_calibrator(
 
 
 def _candidates(
-    n_classes: int, methods: Sequence[str] | Mapping[str, Calibrator] | None
+    predictions: Predictions, methods: Sequence[str] | Mapping[str, Calibrator] | None
 ) -> dict[str, Calibrator]:
     if isinstance(methods, Mapping):
         return dict(methods)
     if methods is None:
-        left_out = ["temperature_grid"] + ([] if n_classes == 2 else ["platt"])
-        left_out += _FOR_FEW_CLASSES if n_classes > MAX_CLASSES else ()
+        left_out = [
+            "temperature_grid",
+            "dirichlet",
+        ]  # the same as temperature and, on probabilities, as matrix
+        left_out += [] if predictions.n_classes == 2 else ["platt"]
+        left_out += _FOR_FEW_CLASSES if predictions.n_classes > MAX_CLASSES else ()
         methods = [name for name in CALIBRATORS if name not in left_out]
     if not methods:
         raise ValueError("methods must name at least one calibrator, got none")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import doublehead
 from doublehead.cli import calibrate, compare, data, demo, evaluate, export, report, shift, train
 from doublehead.cli.output import UserError
 
@@ -23,6 +27,25 @@ data_app = typer.Typer(help="List, fetch, check and convert data sets.", no_args
 app.add_typer(data_app, name="data")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"doublehead {doublehead.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    # a terminated command cleans up like an interrupted one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def command(function: Callable[..., None], to: typer.Typer = app) -> None:
     """Register a command; its `UserError` becomes one sentence on standard error and exit code 2."""
 
@@ -30,9 +53,13 @@ def command(function: Callable[..., None], to: typer.Typer = app) -> None:
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
+            sys.stdout.flush()
         except UserError as error:
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(2) from error
+        except BrokenPipeError as error:  # whoever read the output, such as `head`, has had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from error
 
     to.command(function.__name__.strip("_"))(guarded)
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from rich.markup import escape
+from rich.status import Status
 
 import doublehead
 from doublehead import calibrators
@@ -20,9 +24,9 @@ from doublehead.atomic import replacing
 from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.calibrators.choose import score_table
 from doublehead.cli import options
-from doublehead.cli.output import UserError, notes, progress, show, show_guesses, told_to_user
-from doublehead.files.formats import TableError
+from doublehead.cli.output import UserError, notes, progress, show, show_counts, show_guesses, told_to_user
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
+from doublehead.files.sources import TableError
 from doublehead.files.writing import check_output, write_calibrated
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary, Tally, side_by_side
@@ -47,7 +51,8 @@ def calibrate(
     method: Annotated[
         str,
         typer.Option(
-            help=f"One of {', '.join(CALIBRATORS)}; or auto: the best by cross-validated NLL on --fit."
+            help=f"One of {', '.join(CALIBRATORS)}; or auto: the best by cross-validated NLL on --fit.",
+            autocompletion=lambda: ["auto", *CALIBRATORS],
         ),
     ] = "head",
     logits: options.Logits = False,
@@ -58,6 +63,7 @@ def calibrate(
     as_json: options.AsJson = False,
     label_base: options.LabelBase = None,
     tolerance: options.Tolerance = 1e-3,
+    force: options.Force = False,
 ) -> None:
     """Fit a calibrator on one file and apply it to another.
 
@@ -88,11 +94,11 @@ def calibrate(
             )
         if use is not None:
             repair, fitted = _load(use, apply, how)
-            check_output(output, repair)
+            check_output(output, repair, force=force)
         else:
             learn = read_predictions(fit or [], **how)
             repair = _open_like(learn, apply, how)
-            check_output(output, repair, learn)
+            check_output(output, repair, learn, force=force)
             if {source.path.resolve() for source in learn.sources} & {
                 s.path.resolve() for s in repair.sources
             }:
@@ -124,6 +130,7 @@ def _check_method(method: str) -> None:
 
 def _open_like(learn: PredictionTable, paths: list[str], how: dict[str, Any]) -> PredictionTable:
     """The table to calibrate: with the columns of `learn` where it has them; the classes must agree."""
+    learn.require_scores()
     how = {**how, "kind": how["kind"] or learn.kind}
     table = read_predictions(paths, label_needed=False, like=learn, **how)
     ours, theirs = learn.layout.classes, table.layout.classes
@@ -143,21 +150,26 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _fit(method: str, learn: PredictionTable) -> Fitted:
-    known, zero_floor = _without_zeros(learn.load(), learn.name)
+    known = learn.load()
+    show_counts(learn)
     facts: dict[str, Any] = {
         "reads": learn.kind,
         "n_classes": known.n_classes,
         "classes": list(learn.layout.classes),
-        "zero_floor": zero_floor,
+        "zero_floor": known.zero_floor if known.are_probs else None,
         "fitted_on": {"files": [str(source) for source in learn.sources], "n": len(known)},
     }
-    doing = "cross-validating calibrators" if method == "auto" else f"fitting {method}"
-    with _convergence_warnings(), notes().status(f"{doing} on {len(known):,} predictions"):
+    if known.are_probs:
+        _say_zeros(int((known.probs == 0).any(1).sum()), len(known), known.zero_floor, learn.name)
+    with _convergence_warnings(), notes().status(f"fitting {method} on {len(known):,} predictions") as status:
         try:
             if method == "auto":
-                calibrator, choice = calibrators.choose_calibrator(known)
+                calibrator, choice = calibrators.choose_calibrator(known, progress=_method_shown(status))
                 facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
-                why = f"Of {len(choice.nlls)} methods {choice}."
+                failed = [
+                    f"{name} could not be fitted" for name, nll in choice.nlls.items() if math.isnan(nll)
+                ]
+                why = "; ".join([f"Of {len(choice.nlls)} methods {choice}", *failed]) + "."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
             calibrator = calibrators.make(method).fit(known)
         except ValueError as error:
@@ -170,25 +182,21 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
     return Fitted(method, calibrator, why, known.n_classes, facts)
 
 
-def _without_zeros(p: Predictions, name: str) -> tuple[Predictions, float | None]:
-    """Probabilities of exactly 0 are below the resolution of the file: replace them by smallest positive value / K."""
-    if not p.are_probs:
-        return p, None
-    probs = p.probs
-    zero = probs == 0
-    floor = float(probs[~zero].min()) / p.n_classes
-    if bool(zero.any()):
-        n = int(zero.any(1).sum())
-        notes().print(
-            f"{name}: {n:,} of {len(p):,} rows hold probabilities of 0, taken as {floor:.2g}", style="dim"
-        )
-        p = Predictions.from_probs(fill_zeros(probs, floor), p.labels, tolerance=1.0)
-    return p, floor
+def _method_shown(status: Status) -> Callable[[str, int, int], None]:
+    """Show which method is being cross-validated, and the time left if the rest take as long on average."""
+    start = time.monotonic()
+
+    def show_method(name: str, i: int, n: int) -> None:
+        left = f", about {(time.monotonic() - start) / i * (n - i):.0f} s left" if i else ""
+        status.update(f"cross-validating {name} ({i + 1} of {n}{left})")
+
+    return show_method
 
 
-def fill_zeros(probs: torch.Tensor, floor: float | None) -> torch.Tensor:
-    """The probabilities (N, K) with `floor` in place of 0, at least the smallest normal number."""
-    return probs.where(probs > 0, max(floor or 0.0, torch.finfo(probs.dtype).tiny))
+def _say_zeros(n_rows: int, n: int, floor: float, name: str) -> None:
+    if n_rows:
+        what = f"{n_rows:,} of {n:,} rows hold probabilities of 0, taken as {floor:.2g}"
+        notes().print(escape(f"{name}: {what}"), style="dim")
 
 
 def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +243,11 @@ def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, 
         show(f"{repair.name} has no labels, so nothing is measured.")
     else:
         table = side_by_side({"before": before, "after": after})
-        show(f"\n{repair.name}: {before.n:,} predictions\n\n{table}\n\n{after.verdict}")
+        said = "\n".join(
+            " ".join([f"{when}:", one.verdict, *one.notes])
+            for when, one in (("Before", before), ("After", after))
+        )
+        show(f"\n{repair.name}: {before.n:,} predictions\n\n{table}\n\n{said}")
     show(f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed.")
     show("Wrote " + ", ".join(written))
 
@@ -245,13 +257,14 @@ def _write(
 ) -> tuple[Summary | None, Summary | None, int, list[str]]:
     """Write all files or none; returns the numbers before and after, the changed rows and the names of the files."""
     tallies: dict[str, Tally] = {}
-    changed = 0
+    changed = n_zero = n = 0
 
     def calibrated(chunk: Chunk) -> torch.Tensor:
-        nonlocal changed
+        nonlocal changed, n_zero, n
         probs = _apply(fitted, chunk.scores, repair)
+        n, n_zero = n + len(probs), n_zero + int((chunk.scores == 0).any(1).sum())
         changed += int((probs.argmax(1) != chunk.scores.argmax(1)).sum())
-        if chunk.predictions is not None:
+        if isinstance(chunk.predictions, Predictions):
             fixed = Predictions.from_probs(probs, chunk.predictions.labels)
             for name, p in (("before", chunk.predictions), ("after", fixed)):
                 part = Tally.of(p, n_bins)
@@ -261,6 +274,9 @@ def _write(
     with replacing(output) as table:
         with progress("calibrating", repair.n_bytes) as advance:
             write_calibrated(repair, table, calibrated, advance)
+        show_counts(repair)
+        if repair.kind == "probs":
+            _say_zeros(n_zero, n, fitted.facts["zero_floor"], repair.name)
         before, after = (tallies[name].summary() if name in tallies else None for name in ("before", "after"))
         written = _save(repair, fitted, output, before, after) if fitted.saves else []
     return before, after, changed, [str(output), *written]
@@ -296,7 +312,8 @@ def _apply(fitted: Fitted, scores: torch.Tensor, table: PredictionTable) -> torc
         )
     logits = scores
     if table.kind == "probs":
-        logits = fill_zeros(scores, fitted.facts.get("zero_floor")).log()
+        floor = max(fitted.facts["zero_floor"], torch.finfo(scores.dtype).tiny)
+        logits = scores.where(scores > 0, floor).log()
     with torch.no_grad():
         calibrated: torch.Tensor = fitted.calibrator(logits)
     return calibrated.double().softmax(1).to(scores.dtype)

@@ -28,7 +28,7 @@ def demo(
     ] = Path("doublehead-demo"),
     epochs: Annotated[int, typer.Option(help="Training epochs; fewer is faster.")] = 15,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")] = False,
 ) -> None:
     """Train a small network on real images and show how calibrated its probabilities are.
 

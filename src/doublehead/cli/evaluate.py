@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
 from doublehead.cli import options
-from doublehead.cli.output import progress, show, show_guesses, told_to_user
+from doublehead.cli.output import progress, show, show_counts, show_guesses, told_to_user
 from doublehead.files.reading import PredictionTable, read_predictions
-from doublehead.metrics import fine_bins
+from doublehead.metrics import ThresholdChoice, fine_bins
 from doublehead.summary import Summary
 
 METHOD = (
@@ -18,13 +19,18 @@ METHOD = (
     "value), normal for NLL, Brier score and entropy."
 )
 
+GUARANTEE = (
+    "Of test sets like this one, at most 1 in 20 gives a threshold whose answers have a higher error on new data. It "
+    "holds for new data like these, if these were not used to train or calibrate the model."
+)
+
 
 def evaluate(
     files: Annotated[
         list[str],
         typer.Argument(
-            help="Predictions: .csv, .tsv (also .gz), .parquet, .npz, pairs of .npy, or folders of them. "
-            "One set of an .npz that holds several: file.npz:test.",
+            help="Predictions: .csv, .tsv, .jsonl (also .gz), .parquet, .arrow, .feather, .xlsx, .npz, pairs of .npy, "
+            "or folders of them; - is standard input. One set of an .npz that holds several: file.npz:test.",
             metavar="FILE",
             show_default=False,
         ),
@@ -33,9 +39,11 @@ def evaluate(
     probs: options.Probs = False,
     label: options.Label = None,
     scores: options.Scores = None,
-    by: Annotated[str | None, typer.Option(help="Column whose values are groups: a site, a month.")] = None,
-    where: Annotated[
-        list[str] | None, typer.Option(help="COLUMN=VALUE: only these rows. May be given several times.")
+    by: options.By = None,
+    where: options.Where = None,
+    abstain: Annotated[
+        float | None,
+        typer.Option(help="Find the confidence from which on answers have at most this error (0.01 is 1 %)."),
     ] = None,
     bins: options.BinCount = 15,
     as_json: options.AsJson = False,
@@ -50,12 +58,15 @@ def evaluate(
 ) -> None:
     """Measure the calibration of predictions: a table of numbers with intervals, and a verdict.
 
-    The files are read once, in chunks, so they may be larger than memory. State whether the scores are logits or
-    probabilities with --logits or --probs; only an .npz with an array called so states it itself.
+    The files are read once, in chunks, so they may be larger than memory. A row holds the true class and a score for
+    every class, or the true class, the predicted one and its confidence; or there is a row for each sample and class.
+    What is guessed about the columns is printed. Give --logits or --probs where it is not certain.
 
     Examples:
 
-        doublehead evaluate test.csv --logits
+        doublehead evaluate test.csv
+
+        doublehead evaluate test.csv --logits --abstain 0.01
 
         doublehead evaluate monday/ tuesday/ --probs --label diagnosis --by hospital
 
@@ -74,17 +85,28 @@ def evaluate(
         )
         show_guesses(table)
         summary = _measure(table, bins, cluster)
+        show_counts(table)
+        choice = None if abstain is None else summary.abstain(abstain)
         if as_json:
             facts = {
                 "files": [str(source) for source in table.sources],
                 "kind": table.kind,
                 "columns": {"label": table.layout.label, "scores": list(table.layout.scores)},
                 "by": table.by,
+                "clipped_rows": table.counts.get("clipped", 0),
+                **({} if choice is None else {"abstain": _plain(choice)}),
             }
             print(json.dumps({**facts, **summary.to_dict()}, indent=2))
             return
     show(f"{table.name} ({table.kind}): {summary}")
+    if choice is not None:
+        show(f"\n{choice}" + (f" {GUARANTEE}" if choice.threshold is not None else ""))
     show(METHOD.format(cells=fine_bins(bins)), style="dim")
+
+
+def _plain(choice: ThresholdChoice) -> dict[str, Any]:
+    """For JSON, which has no nan: None instead."""
+    return {**asdict(choice), "error": choice.error if choice.n_accepted else None}
 
 
 def _measure(table: PredictionTable, n_bins: int, cluster: str | None) -> Summary:

@@ -12,9 +12,17 @@ import typer
 from doublehead.cli.output import UserError
 
 Logits = Annotated[
-    bool, typer.Option("--logits", help="The scores are logits (any real numbers, before softmax).")
+    bool,
+    typer.Option(
+        "--logits",
+        metavar="",
+        help="The scores are logits (any real numbers, before softmax). Needed where neither the numbers nor the names "
+        "of the columns make it certain.",
+    ),
 ]
-Probs = Annotated[bool, typer.Option("--probs", help="The scores are probabilities (each row sums to 1).")]
+Probs = Annotated[
+    bool, typer.Option("--probs", metavar="", help="The scores are probabilities (each row sums to 1).")
+]
 Label = Annotated[
     str | None,
     typer.Option(
@@ -38,7 +46,15 @@ Tolerance = Annotated[
 ]
 BinCount = Annotated[int, typer.Option("--bins", min=1, help="Bins of equal width for calibration errors.")]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON (fractions, not percent) instead of tables.")
+    bool, typer.Option("--json", metavar="", help="Print JSON (fractions, not percent) instead of tables.")
+]
+Force = Annotated[bool, typer.Option("--force", metavar="", help="Replace an output that exists.")]
+By = Annotated[
+    str | None,
+    typer.Option(help="Column whose values are groups: a site, a month; also folders called site=A."),
+]
+Where = Annotated[
+    list[str] | None, typer.Option(help="COLUMN=VALUE: only these rows. May be given several times.")
 ]
 
 

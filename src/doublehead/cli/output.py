@@ -21,6 +21,8 @@ def told_to_user() -> Iterator[None]:
     """Turn errors about input, files and missing packages into a `UserError`; other errors are bugs and pass."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, ConnectionError) as error:
         raise UserError(str(error)) from error
     except ImportError as error:
@@ -51,7 +53,15 @@ def show(text: str, style: str | None = None) -> None:
 def show_guesses(table: PredictionTable) -> None:
     """Say what was guessed about the columns."""
     if table.layout.guesses:
-        what = f"{table.name}: reading {', '.join(table.layout.guesses)} as {table.kind}"
+        kind = table.kind + (f" ({table.why})" if table.why else "")
+        what = f"{table.name}: reading {', '.join(table.layout.guesses)} as {kind}"
+        notes().print(escape(what), style="dim")
+
+
+def show_counts(table: PredictionTable) -> None:
+    """Say what was changed in the numbers as they were read."""
+    if clipped := table.counts.get("clipped"):
+        what = f"{table.name}: {clipped:,} rows hold probabilities a rounding error outside 0..1, which were clipped"
         notes().print(escape(what), style="dim")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +12,9 @@ import typer
 
 from doublehead import audit
 from doublehead.cli import options
-from doublehead.cli.output import UserError, show, told_to_user
-from doublehead.predictions import Predictions
+from doublehead.cli.output import UserError, show, show_counts, show_guesses, told_to_user
 from doublehead.report_page.page import TITLE, build_page
+from doublehead.report_page.record import Record
 
 
 def report(
@@ -47,16 +49,21 @@ def report(
     bins: options.BinCount = 15,
     label_base: options.LabelBase = None,
     tolerance: options.Tolerance = 1e-3,
+    by: options.By = None,
+    time: Annotated[
+        str | None, typer.Option(help="Column of times (dates or numbers): shows whether the model drifts.")
+    ] = None,
+    force: options.Force = False,
 ) -> None:
     """Write one HTML page about the calibration of predictions.
 
     The page works offline and in print: verdict, reliability diagrams with the band of a perfectly calibrated model,
-    metrics with intervals, methods side by side, the worst classes, and a slider for when to abstain. Put the method
-    to improve on first.
+    metrics with intervals, methods side by side, classes, groups and times that deviate, the most confident errors, a
+    slider for when to abstain, and where the numbers come from. Put the method to improve on first.
 
     Examples:
 
-        doublehead report test.csv --logits -o report.html
+        doublehead report test.csv --by site --time taken -o report.html
 
         doublehead report before=test.csv after=probs:repaired.csv --logits -o report.html
 
@@ -67,6 +74,8 @@ def report(
             raise UserError(f"--output must end in .html, got {output.name!r}")
         if output.is_dir() or not output.parent.is_dir():
             raise UserError(f"{output} cannot be written: it is a folder, or its folder does not exist")
+        if output.exists() and not force:
+            raise UserError(f"{output} exists: give another name to --output, or --force to replace it")
         how: dict[str, Any] = {
             "kind": options.stated_kind(logits, probs),
             "label": label,
@@ -74,13 +83,18 @@ def report(
             "base": label_base,
             "tolerance": tolerance,
         }
-        found = audit.collect([_split_name(text) for text in inputs], **how)
+        named = [_split_name(text) for text in inputs]
+        found = audit.collect(named, n_bins=bins, by=by, time=time, **how)
+        for table in found.tables:
+            show_guesses(table)
+            show_counts(table)
         page = build_page(
             found.methods,
             title=title or TITLE,
             classes=_read_classes(classes) if classes else found.classes or None,
             shift={**found.shift, **_read_shifts(shift or [], found.methods, how)},
             n_bins=bins,
+            provenance=audit.provenance(found, shlex.join(["doublehead", *sys.argv[1:]])),
         )
         audit.write_page(output, page)
     show(page.verdict)
@@ -103,9 +117,9 @@ def _read_classes(file: Path) -> list[str]:
 
 
 def _read_shifts(
-    given: Sequence[str], methods: Mapping[str, Predictions], how: Mapping[str, Any]
-) -> dict[str, dict[str, Predictions]]:
-    shifts: dict[str, dict[str, Predictions]] = {}
+    given: Sequence[str], methods: Mapping[str, Record], how: Mapping[str, Any]
+) -> dict[str, dict[str, Record]]:
+    shifts: dict[str, dict[str, Record]] = {}
     for text in given:
         name, equals, path = text.partition("=")
         if not equals or not name:

@@ -46,8 +46,8 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Run folders go her
 Devices = Annotated[int, typer.Option(help="Devices to train with on this machine, a process each.")]
 Nodes = Annotated[int, typer.Option(help="Machines to train with: start the command on each by torchrun.")]
 Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best there is.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the table as JSON.")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", metavar="", help="Also write TensorBoard files.")]
 
 # Settings that a method decides.
 OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "guards", "heads", "augment_of", "every_of")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from doublehead.files.formats import NoRows
 from doublehead.files.reading import PredictionTable
+from doublehead.files.sources import NoRows
 from doublehead.optional import require
 from doublehead.summary import Tally
 

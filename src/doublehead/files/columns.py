@@ -1,56 +1,40 @@
-"""Which columns are the label and the scores, and their values as checked arrays.
-
-Columns are named by the caller or guessed from their names; guesses are recorded. Errors name the file, the column and
-the row.
-"""
+"""Which columns are the label and the scores: named by the caller, or guessed from their names, which is recorded."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 
-import numpy as np
-import torch
-
-from doublehead.files.formats import Array, Source, TableError
+from doublehead.files.sources import TableError
 
 LABELS = (
-    "label",
-    "labels",
-    "target",
-    "targets",
-    "y_true",
-    "y",
-    "true_label",
-    "truth",
-    "ground_truth",
-    "class",
-)
+    "label", "labels", "target", "targets", "y_true", "y", "true_label", "truth", "ground_truth", "true_class", "gt",
+    "actual", "gold", "y_test", "true", "category", "class",
+)  # fmt: skip
 LOGITS = ("logit", "logits")
-PROBS = ("prob", "probs", "proba", "probability", "p", "calibrated_prob", "y_prob")
+PROBS = ("prob", "probs", "proba", "probability", "p", "calibrated_prob", "y_prob", "softmax")
 SCORES = ("score", "scores", "class", "output", "y_score", "")
 PREFIXES = {"logits": (*LOGITS, *SCORES), "probs": (*PROBS, *SCORES), None: (*LOGITS, *PROBS, *SCORES)}
-
-MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
-MISSING = "(missing)"
-WORDS: dict[str | None, float] = {
-    None: np.nan,
-    "": np.nan,
-    **dict.fromkeys(("true", "True", "TRUE"), 1.0),
-    **dict.fromkeys(("false", "False", "FALSE"), 0.0),
-}
+# A file with the predicted class and its confidence alone; of the k best classes only the first is read.
+PROBABILITY = r"(prob(ability)?|conf(idence)?)"
+PREDICTED = (
+    r"(predicted|prediction|pred|y_pred)(_class|_label)?"
+    r"|(pred(icted|iction)?|class|label|top|rank)_?1(_?(class|label|pred|name))?"
+)
+CONFIDENCE = rf"conf(idence)?|(max|top|pred(icted)?)_{PROBABILITY}|msp|((top|rank)_?1_?)?{PROBABILITY}_?1?"
+CORRECT = r"(is_)?correct|is_right|hit"
 
 
 @dataclass(frozen=True)
 class Layout:
     """The columns that matter and the classes they stand for.
 
-    `scores` are K columns of one number each, one column of lists of K numbers, or one column of a binary model's
-    single score. `classes` are the names of the classes where the columns have names, else empty. `base` is the
-    label of the first class where labels are numbers.
+    `scores` are K columns of one number each, one column of lists of K numbers, one column of a binary model's
+    single score, or the confidence in the predicted class where nothing else is known. `classes` are the names of the
+    classes where the columns have names, else empty. `base` is the label of the first class where labels are numbers.
     """
 
     label: str | None
@@ -60,6 +44,18 @@ class Layout:
     guesses: tuple[str, ...] = ()
     binary: bool = False  # one column of a binary model's single score, of class 1
     unnamed: bool = False  # the scores are all columns of decimal numbers, for want of telling names
+    predicted: str | None = None  # the score is the confidence in this class
+    correct: str | None = None  # the score is the confidence of an answer that was right or not
+
+    @property
+    def top_only(self) -> bool:
+        """Whether only the confidence in the predicted class is known."""
+        return self.predicted is not None or self.correct is not None
+
+    @property
+    def others(self) -> list[str]:
+        """The columns that are read besides the scores."""
+        return [name for name in (self.label, self.predicted, self.correct) if name is not None]
 
 
 def choose_layout(
@@ -82,29 +78,63 @@ def choose_layout(
     """
     guesses: list[str] = []
     if label is None:
-        label = next((name for want in LABELS for name in columns if name.lower() == want), None)
+        label = find(columns, LABELS)
         if label is not None and label != "labels":
             guesses.append(f"label column {label!r}")
     elif label not in columns:
         if label_needed:
-            raise TableError(f"{where} has no column {label!r} for the label, it has {_listed(columns)}")
+            raise TableError(f"{where} has no column {label!r} for the label, it has {listed(columns)}")
         label = None
+    left = {name: holds for name, holds in columns.items() if name != label and name not in taken}
+    if scores is None and kind != "logits" and (found := _top_label(left, where, kind, label)) is not None:
+        return found
     if label is None and label_needed:
         raise TableError(
-            f"{where} has no column that looks like the label: name it with --label, it has {_listed(columns)}"
+            f"{where} has no column that looks like the label: name it with --label, it has {listed(columns)}"
         )
-    left = {name: holds for name, holds in columns.items() if name != label and name not in taken}
     unnamed = False
     if scores is None:
-        found = _guess_scores(left, where, kind)
-        unnamed = len(found) > 1 and score_family(left, where, kind) is None
-        if found != (kind,):
-            guesses.append(f"score {_told(found)}")
+        names = _guess_scores(left, where, kind)
+        unnamed = len(names) > 1 and score_family(left, where, kind) is None
+        if names != (kind,):
+            guesses.append(f"score {_told(names)}")
     else:
-        found = _named_scores(scores, left, where)
-    classes, first = _classes(found)
-    binary = len(found) == 1 and columns[found[0]] != "matrix"
-    return Layout(label, found, classes, first if base is None else base, tuple(guesses), binary, unnamed)
+        names = _named_scores(scores, left, where)
+    classes, first = _classes(names)
+    binary = len(names) == 1 and columns[names[0]] != "matrix"
+    return Layout(label, names, classes, first if base is None else base, tuple(guesses), binary, unnamed)
+
+
+def plain(name: str) -> str:
+    """`true_class` from `True Class`."""
+    return re.sub(r"[\s\-.]+", "_", name.strip().lower())
+
+
+def find(columns: Iterable[str], wanted: Sequence[str]) -> str | None:
+    """The first column with one of the names wanted, the earlier ones preferred."""
+    names = {plain(name): name for name in reversed(list(columns))}
+    return next((names[name] for name in wanted if name in names), None)
+
+
+def _top_label(columns: Mapping[str, str], where: str, kind: str | None, label: str | None) -> Layout | None:
+    """The layout of a file without scores of all classes: the confidence, and the predicted class or `correct`."""
+    names = {plain(name): name for name in reversed(list(columns)) if columns[name] != "matrix"}
+    confidence, predicted, correct = (
+        next((name for short, name in reversed(names.items()) if re.fullmatch(pattern, short)), None)
+        for pattern in (CONFIDENCE, PREDICTED, CORRECT)
+    )
+    if confidence is None or columns[confidence] not in ("number", "whole"):
+        return None
+    ranked = predicted is not None and "1" in predicted and plain(predicted).replace("1", "0") not in names
+    if not ranked and (plain(confidence) in PROBS or score_family(columns, where, kind) is not None):
+        return None  # `prob` may be that of class 1
+    if label is not None and predicted is not None:
+        told = f"label column {label!r}, predicted class {predicted!r} and its confidence {confidence!r}"
+        return Layout(label, (confidence,), (), 0, (told,), predicted=predicted)
+    if correct is not None:
+        told = f"confidence {confidence!r} and whether it was right, {correct!r}"
+        return Layout(None, (confidence,), (), 0, (told,), correct=correct)
+    return None
 
 
 def _named_scores(names: Sequence[str], columns: Mapping[str, str], where: str) -> tuple[str, ...]:
@@ -113,19 +143,19 @@ def _named_scores(names: Sequence[str], columns: Mapping[str, str], where: str) 
     for name in names:
         matches = [name] if name in columns else _by_number([c for c in columns if fnmatchcase(c, name)])
         if not matches:
-            raise TableError(f"{where} has no column {name!r} for the scores, it has {_listed(columns)}")
+            raise TableError(f"{where} has no column {name!r} for the scores, it has {listed(columns)}")
         found += matches
     return tuple(dict.fromkeys(found))
 
 
 def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tuple[str, ...] | None:
-    """The columns whose names mark them as scores (logit_0, prob_cat, ... or lists of numbers), None without such."""
+    """The columns whose names mark them as scores (logit_0, cat_prob, ... or lists of numbers), None without such."""
     known = PREFIXES[kind]
     matrices = [name for name, holds in columns.items() if holds == "matrix"]
     fitting = [name for name in matrices if name.lower() in known] or matrices
     if len(fitting) == 1:
         return (fitting[0],)
-    numbered, named = _families(columns, known)
+    numbered, named = _families(columns, kind)
     # one that says what it holds goes before "score_0", "class_0" or a bare number
     for family in (numbered, named):
         prefixes = [p for p in known if p in family and p not in SCORES] or [p for p in known if p in family]
@@ -154,38 +184,61 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
     if len(decimal) >= 2:
         return tuple(decimal)
     raise TableError(
-        f"{where} has no columns that look like scores: name them with --scores, it has {_listed(columns)}"
+        f"{where} has no columns that look like scores: name them with --scores, it has {listed(columns)}"
     )
 
 
 def _families(
-    columns: Mapping[str, str], known: Sequence[str]
+    columns: Mapping[str, str], kind: str | None
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Columns such as logit_0, logit_1, ... and prob_cat, prob_dog, ..., by their known prefix; two or more each."""
+    """Columns such as logit_0, logit_1, ... and cat_prob, dog_prob, ..., by their known prefix; two or more each."""
     numbered: dict[str, list[str]] = {}
     named: dict[str, list[str]] = {}
     for name in columns:
-        prefix, number = _split_number(name)
-        if number is not None and prefix.lower() in known:
-            numbered.setdefault(prefix.lower(), []).append(name)
-        elif (split := re.fullmatch(r"([A-Za-z]+)[_\-. ](.+)", name)) and split[1].lower() in known:
-            named.setdefault(split[1].lower(), []).append(name)
+        prefix, of_class = split_score(name, kind)
+        if of_class is not None:
+            (numbered if of_class.isdecimal() else named).setdefault(prefix, []).append(name)
     numbered = {prefix: _by_number(names) for prefix, names in numbered.items() if _consecutive(names)}
     return numbered, {prefix: names for prefix, names in named.items() if len(names) >= 2}
 
 
-def _split_number(name: str) -> tuple[str, int | None]:
-    """("logit", 3) from "logit_3"."""
-    found = re.fullmatch(r"(.*?)[_\-. ]?(\d+)", name)
-    return (found[1], int(found[2])) if found else (name, None)
+@cache
+def _score_pattern(kind: str | None) -> re.Pattern[str]:
+    words = "|".join(sorted(filter(None, PREFIXES[kind]), key=len, reverse=True))
+    forms = (
+        r"(?P<number>\d+)",
+        rf"(?P<p>{words})[(\[](?:\w+\s*=\s*)?(?P<bracketed>.+)[)\]]",
+        rf"(?P<q>{words})(?:[_\-. ]|(?=\d))(?P<after>.+)",
+        rf"(?P<before>.+)[_\-. ](?P<r>{words})",
+    )
+    return re.compile("|".join(forms), re.IGNORECASE)
+
+
+def split_score(name: str, kind: str | None) -> tuple[str, str | None]:
+    """The prefix and the class of the name of a score column; no class where it is not one.
+
+    >>> split_score("prob_cat", "probs"), split_score("Prob(y=cat)", "probs"), split_score("cat_prob", "probs")
+    (('prob', 'cat'), ('prob', 'cat'), ('prob', 'cat'))
+    """
+    found = _score_pattern(kind).fullmatch(name)
+    if found is None:
+        return name, None
+    prefix = found["p"] or found["q"] or found["r"] or ""
+    return prefix.lower(), found["number"] or found["bracketed"] or found["after"] or found["before"]
+
+
+def _number(name: str) -> int | None:
+    """3 from "logit_3", "Prob(3)" or "3_prob"."""
+    found = re.search(r"(\d+)[)\]]?$", name) or re.match(r"(\d+)[_\-. ]", name)
+    return int(found[1]) if found else None
 
 
 def _by_number(names: list[str]) -> list[str]:
-    return sorted(names, key=lambda name: (_split_number(name)[1] is None, _split_number(name)[1] or 0))
+    return sorted(names, key=lambda name: (_number(name) is None, _number(name) or 0))
 
 
-def _consecutive(names: list[str]) -> bool:
-    numbers = sorted(number for name in names if (number := _split_number(name)[1]) is not None)
+def _consecutive(names: Iterable[str]) -> bool:
+    numbers = sorted(number for name in names if (number := _number(name)) is not None)
     return len(numbers) >= 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
@@ -193,208 +246,28 @@ def _classes(scores: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
     """The names of the classes, a common prefix taken off, and the label of the first one."""
     if len(scores) == 1:
         return (), 0
-    split = [_split_number(name) for name in scores]
-    if len({prefix for prefix, _ in split}) == 1 and _consecutive(list(scores)):
-        numbers = [number for _, number in split if number is not None]
-        return tuple(map(str, numbers)), numbers[0]
-    heads = {re.split(r"[_\-. ]", name, maxsplit=1)[0] for name in scores}
-    if len(heads) == 1 and next(iter(heads)).lower() in PREFIXES[None]:
-        return tuple(re.split(r"[_\-. ]", name, maxsplit=1)[1] for name in scores), 0
+    numbers = [_number(name) for name in scores]
+    same = len({re.sub(r"\d+(?=\D*$)", "", name) for name in scores}) == 1  # but for the number
+    if same and None not in numbers and _consecutive(scores):
+        return tuple(map(str, numbers)), numbers[0] or 0
+    split = [split_score(name, None) for name in scores]
+    classes = [of_class for _, of_class in split if of_class is not None]
+    if len(classes) == len(scores) and len({prefix for prefix, _ in split}) == 1:
+        return tuple(classes), 0
     return scores, 0
 
 
 def _told(scores: tuple[str, ...]) -> str:
     if len(scores) == 1:
         return f"column {scores[0]!r}"
-    if len(scores) <= 4 and not _consecutive(list(scores)):
+    if len(scores) <= 4 and not _consecutive(scores):
         return f"columns {', '.join(map(repr, scores))} ({len(scores)} classes)"
     return f"columns {scores[0]!r} .. {scores[-1]!r} ({len(scores)} classes)"
 
 
-def _listed(columns: Mapping[str, str]) -> str:
+def listed(columns: Mapping[str, str]) -> str:
+    """The names of the columns, the first ten where there are many."""
     names = [repr(name) for name in columns]
     return (
         ", ".join(names if len(names) <= 12 else [*names[:10], f"... ({len(names)} columns)"]) or "no columns"
     )
-
-
-def to_scores(
-    columns: list[Array], names: Sequence[str], rows: Array, source: Source, kind: str, tolerance: float
-) -> torch.Tensor:
-    """(B, K) finite scores; a single column is a binary model's score of class 1. `rows` are told in errors."""
-    narrow = all(column.dtype in (np.float16, np.float32) for column in columns)
-    table = columns[0] if columns[0].ndim == 2 else np.stack(columns, 1)
-    table = table.astype(np.float32 if narrow else np.float64, copy=False)
-    finite = np.isfinite(table)
-    if not finite.all():
-        i, j = (int(index[0]) for index in np.nonzero(~finite))
-        name = repr(names[j]) if columns[0].ndim == 1 else f"{names[0]!r} (number {j} of the row)"
-        got = "nothing or nan" if np.isnan(table[i, j]) else f"{table[i, j]}"
-        others = _others(int((~finite).any(1).sum()))
-        raise TableError(
-            f"{source}, column {name}, row {rows[i]} must hold a finite number, got {got}{others}"
-        )
-    if table.shape[1] == 0:
-        raise TableError(f"{source} must have at least one score per row, got none")
-    if kind == "probs":
-        table = _clip(table, tolerance)
-    if table.shape[1] == 1:
-        other = 1 - table if kind == "probs" else np.zeros_like(table)
-        table = np.concatenate([other, table], 1)
-    elif kind == "logits":
-        _check_logits(table, rows, source)
-    if kind == "probs":
-        _check_probs(table, rows, source, tolerance)
-    return torch.from_numpy(np.ascontiguousarray(table))
-
-
-def to_labels(column: Array, layout: Layout, n_classes: int, rows: Array, source: Source) -> Array:
-    """(B,) int64 in 0..K-1 from whole numbers, or from names through the names of the score columns."""
-    place = f"{source}, column {layout.label!r}, row"
-    if column.dtype.kind in "OU":
-        if _are_names(column, layout):
-            return _labels_by_name(column, layout, rows, place)
-        column = _numbers(column, rows, place)
-    if column.ndim != 1 or column.dtype.kind not in "fiub":
-        raise TableError(
-            f"{source}: labels in {layout.label!r} must be whole numbers of shape (N,), "
-            f"got {column.dtype} of shape {column.shape}"
-        )
-    number = column.astype(np.float64)
-    wrong = ~np.isfinite(number) | (number != np.floor(number)) | (np.abs(number) > 2**53)
-    if wrong.any():
-        i = int(wrong.argmax())
-        got = "nothing" if np.isnan(number[i]) else f"{number[i]:g}"
-        raise TableError(
-            f"{place} {rows[i]} must hold a class (a whole number), got {got}{_others(int(wrong.sum()))}"
-        )
-    labels: Array = number.astype(np.int64) - layout.base
-    outside = (labels < 0) | (labels >= n_classes)
-    if outside.any():
-        i, last = int(outside.argmax()), layout.base + n_classes - 1
-        raise TableError(
-            f"{place} {rows[i]}: labels of {n_classes} classes must lie in {layout.base}..{last}, "
-            f"got {labels[i] + layout.base}{_base_hint(labels, n_classes, layout.base)}"
-        )
-    return labels
-
-
-def to_text(column: Array) -> Array:
-    """A column as text, whole numbers without a point; what is missing reads (missing).
-
-    >>> to_text(np.array([1.0, np.nan])).tolist()
-    ['1', '(missing)']
-    """
-    return np.array([_tell(value) for value in column.tolist()], dtype=object)
-
-
-def _tell(value: object) -> str:
-    if isinstance(value, float):
-        return str(int(value)) if value.is_integer() else MISSING if math.isnan(value) else str(value)
-    return MISSING if value is None or value == "" else str(value)
-
-
-def _are_names(column: Array, layout: Layout) -> bool:
-    """Whether labels in text are names of classes: columns have other names than numbers, or a label is a column."""
-    if not all(name.isdecimal() for name in layout.classes):
-        return True
-    return (
-        bool(set(layout.scores) & {str(value) for value in column.tolist()[:1000]}) and len(layout.scores) > 1
-    )
-
-
-def _clip(table: Array, tolerance: float) -> Array:
-    """Probabilities a rounding error outside 0..1 moved onto the bound."""
-    low, high = table.min(), table.max()
-    near = -min(tolerance, 1e-3) <= low and high <= 1 + min(tolerance, 1e-3)
-    clipped: Array = np.clip(table, 0, 1) if near and (low < 0 or high > 1) else table
-    return clipped
-
-
-def _check_logits(table: Array, rows: Array, source: Source) -> None:
-    low, high = table.min(), table.max()
-    if max(-low, high) > MAX_LOGIT:
-        i = int(np.abs(table).max(1).argmax())
-        raise TableError(
-            f"{source}, row {rows[i]}: logits must lie within {MAX_LOGIT:g}, got {table[i].tolist()}"
-        )
-    if low < 0 or high > 100:
-        return
-    sums = table.sum(1, dtype=np.float64)
-    for total, what in (
-        (1, "probabilities: give --probs"),
-        (100, "percentages: divide them by 100, give --probs"),
-    ):
-        if np.abs(sums / total - 1).max() <= 1e-3:
-            raise TableError(
-                f"{source}: all scores are positive and each row sums to {total}, so these are {what}"
-            )
-
-
-def _check_probs(table: Array, rows: Array, source: Source, tolerance: float) -> None:
-    low, high = table.min(1), table.max(1)
-    outside = (low < 0) | (high > 1 + 1e-6)
-    if outside.any():
-        i = int(outside.argmax())
-        value = low[i] if low[i] < 0 else high[i]
-        sums = table.sum(1, dtype=np.float64)
-        if low.min() >= 0 and np.abs(sums / 100 - 1).max() <= 1e-2:
-            raise TableError(f"{source}: each row sums to 100, so these are percentages: divide them by 100")
-        if high.max() <= 1e-6 and np.abs(np.exp(table.astype(np.float64)).sum(1) - 1).max() <= max(
-            tolerance, 1e-2
-        ):
-            raise TableError(
-                f"{source}: these are log-probabilities: give --logits, which gives the same results"
-            )
-        raise TableError(
-            f"{source}, row {rows[i]}: probabilities must lie in 0..1, got {value:.6g}{_others(int(outside.sum()))}; "
-            "give --logits if these are logits"
-        )
-    sums = table.sum(1, dtype=np.float64)
-    off = np.abs(sums - 1) > tolerance
-    if off.any():
-        i = int(off.argmax())
-        raise TableError(
-            f"{source}, row {rows[i]}: probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}"
-            f"{_others(int(off.sum()))}; a file rounded to few digits needs a larger --tolerance"
-        )
-
-
-def _numbers(column: Array, rows: Array, place: str) -> Array:
-    """(B,) float64 from text: nan where there is none, 1 and 0 for true and false."""
-    numbers = np.empty(len(column), dtype=np.float64)
-    for i, text in enumerate(column.tolist()):
-        try:
-            numbers[i] = WORDS[text] if text in WORDS else float(text)
-        except ValueError:
-            raise TableError(f"{place} {rows[i]} must hold a class (a whole number), got {text!r}") from None
-    return numbers
-
-
-def _labels_by_name(column: Array, layout: Layout, rows: Array, place: str) -> Array:
-    names = {name: i for i, name in enumerate(layout.scores) if len(layout.scores) > 1}
-    names.update({name: i for i, name in enumerate(layout.classes)})
-    found, at = np.unique(to_text(column), return_inverse=True)
-    index: Array = np.array([names.get(str(name), -1) for name in found], dtype=np.int64)[at]
-    if (index < 0).any():
-        i = int((index < 0).argmax())
-        classes = ", ".join(layout.classes[:10]) + (", ..." if len(layout.classes) > 10 else "")
-        wanted = f"one of the classes {classes}" if classes else "a whole number"
-        got = "nothing" if column[i] in (None, "") else repr(str(column[i]))
-        raise TableError(f"{place} {rows[i]} must hold {wanted}, got {got}{_others(int((index < 0).sum()))}")
-    return index
-
-
-def _base_hint(labels: Array, n_classes: int, base: int) -> str:
-    """What to try when every label is one too high or one too low."""
-    if labels.min() >= 1 and labels.max() == n_classes:
-        shift = 1
-    elif labels.min() == -1 and labels.max() < n_classes - 1 and base > 0:
-        shift = -1
-    else:
-        return ""
-    return f"; if labels are counted from {base + shift}, give --label-base {base + shift}"
-
-
-def _others(bad_rows: int) -> str:
-    return f" ({bad_rows} such rows in this part of the file)" if bad_rows > 1 else ""

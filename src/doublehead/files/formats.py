@@ -1,182 +1,244 @@
-"""Raw columns from files of predictions, batch by batch: CSV, Parquet, .npz and pairs of .npy.
+"""Raw columns from files of predictions, batch by batch, in whatever format they are.
 
-Every format has the same interface: `columns` (name -> what it holds) and `batches` (dicts of numpy arrays). A file
-that cannot be read raises a `TableError` that says what is wrong and where.
+Every format has the same interface: `columns` (name -> what it holds) and `batches` of numpy arrays. A file that
+cannot be read raises a `TableError` that says what is wrong and where.
 """
 
 from __future__ import annotations
 
+import csv
 import os
 import re
-import struct
-import tokenize
-import zipfile
-import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from doublehead.files.arrays import ArraysReader, ExcelReader, NpyReader, NpzReader, RawBatch, Reader, unique
+from doublehead.files.sources import ARROW, CSV, JSON_LINES, Array, Source, TableError, content_of, reading
 from doublehead.optional import require
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
-
-CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-FORMATS = (*CSV, ".parquet", ".npz", ".npy")
-CSV_BLOCK = 1 << 20  # bytes parsed together
-# What numpy and Arrow raise on damaged files.
-DAMAGED = (
-    ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, OSError, RuntimeError,
-    SyntaxError, TypeError, ValueError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
-MAX_UNPACKED = 1 << 30  # bytes of an .npz that compresses suspiciously well
-
-
-class TableError(ValueError):
-    """A file cannot be used; the message names the file, and the column and row where there is one."""
-
-
-class NoRows(TableError):
-    """No rows at all, or none that pass the filter."""
-
-
-class Source(NamedTuple):
-    """A file, a part of an .npz (`file.npz:test`), a pair of .npy, row groups of a Parquet file, or arrays."""
-
-    path: Path
-    part: str = ""  # prefix of the arrays of an .npz
-    partner: Path | None = None  # the other .npy
-    row_groups: tuple[int, int] | None = None
-    arrays: dict[str, Array] | None = None  # in memory; `path` is then only a name for messages
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.part}" if self.part else str(self.path)
-
-
-class RawBatch(NamedTuple):
-    """Some rows: numpy columns by name, the Arrow batch they came from (CSV, Parquet), bytes read so far."""
-
-    columns: dict[str, Array]
-    arrow: Any
-    bytes_done: int
-
-
-def find_sources(paths: Iterable[str | Path | Source]) -> list[Source]:
-    """The files named, the files inside folders (sorted; hidden ones left out), .npy files paired in order.
-
-    >>> find_sources(["no_such.csv"])
-    Traceback (most recent call last):
-    doublehead.files.formats.TableError: no_such.csv does not exist
-    """
-    paths = list(paths)
-    if not paths:
-        raise TableError("no file was given")
-    if all(isinstance(path, Source) for path in paths):
-        return paths  # type: ignore[return-value]
-    named = [_split_part(path) for path in paths if not isinstance(path, Source)]
-    files = [Source(file, part) for path, part in named for file in _inside(path)]
-    arrays = [source.path for source in files if source.path.suffix == ".npy"]
-    if len(arrays) % 2:
-        raise TableError(
-            f"{arrays[-1]} has no partner: .npy files come in pairs, one of scores (N, K) and one of labels (N,)"
-        )
-    pairs = [Source(arrays[i], partner=arrays[i + 1]) for i in range(0, len(arrays), 2)]
-    return [source for source in files if source.path.suffix != ".npy"] + pairs
-
-
-def format_of(path: Path) -> str:
-    """Which of FORMATS a file's name ends in."""
-    name = path.name.lower()
-    for suffix in FORMATS:
-        if name.endswith(suffix):
-            return suffix
-    raise TableError(f"{path} must end in one of {', '.join(FORMATS)}")
+BLOCK = 1 << 22  # bytes of text parsed together
+WIDEST_BLOCK = 1 << 26  # where rows are long
+SNIFFED = 1 << 22  # bytes at the beginning of a text that show its delimiter, header and decimal sign
+SIMPLE = ("float", "double")  # Arrow types of scores that need no conversion
+DECIMAL = re.compile(r"-?\d*[.,]\d+([eE][-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?|[-+]?(nan|inf)", re.IGNORECASE)
 
 
 def open_source(source: Source) -> Reader:
     """The reader of a source; only the beginning (or the footer) of the file is read here."""
     if source.arrays is not None:
         return ArraysReader(source, source.arrays)
-    suffix = format_of(source.path)
-    if source.path.stat().st_size == 0:
-        raise TableError(f"{source.path} is empty (0 bytes)")
+    with reading(source):
+        if source.path.stat().st_size == 0:
+            raise TableError(f"{source} is empty (0 bytes)")
+        suffix, zipped = content_of(source.path)
     if suffix in CSV:
-        return CsvReader(source)
-    if suffix == ".parquet":
-        return ParquetReader(source)
-    return NpzReader(source) if suffix == ".npz" else NpyReader(source)
+        return CsvReader(source, zipped)
+    if suffix in JSON_LINES:
+        return JsonReader(source, zipped)
+    readers: dict[str, Any] = {
+        ".parquet": ParquetReader,
+        ".npz": NpzReader,
+        ".npy": NpyReader,
+        ".xlsx": ExcelReader,
+    }
+    found: Reader = ArrowReader(source) if suffix in ARROW else readers[suffix](source)
+    return found
 
 
-class Reader:
-    """The interface of every format."""
+class TableReader(Reader):
+    """What the formats that Arrow reads have in common; `_tables` yields its batches and the bytes read so far."""
 
-    columns: dict[str, str]  # name -> "number" (decimal), "whole", "text", "matrix" or "other"
-    states: str | None = None  # "logits" or "probs" where the file itself says it
-    first_row: int = 0  # of the file, where only some row groups are read
+    names: list[str]
+    arrow: Any
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.n_bytes = 0 if source.arrays is not None else source.path.stat().st_size
+    def _describe(self, schema: Any) -> None:
+        self.names, self.schema = unique(schema.names, self.source), schema
+        self.columns = {field.name: _arrow_kind(field.type) for field in schema}
+        self.columns |= {name: "text" for name, _ in self.source.folders}
 
     def batches(
-        self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False
+        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
     ) -> Generator[RawBatch, None, None]:
-        """Up to about `rows` rows at a time of some columns; with `keep` the Arrow batch has every column."""
+        """A text column among the scores is an error; columns made from the names of folders are constant."""
+        for name in scores:
+            if self.columns[name] not in ("number", "whole", "matrix") and not isinstance(self, CsvReader):
+                kind = self.schema.field(name).type
+                raise TableError(f"{self.source}: column {name!r} must hold numbers, got {_told(kind)}")
+        folders = dict(self.source.folders)
+        wanted = [*scores, *(name for name in others if name not in folders)]
+        for batch, done in self._tables(
+            self.names if keep else list(dict.fromkeys(wanted)), scores, rows, keep
+        ):
+            with reading(self.source, self.names):
+                place = {name: i for i, name in enumerate(batch.schema.names)}
+                table = _score_table(batch.select([place[name] for name in scores]))
+                columns = {
+                    name: np.full(len(table), folders[name], dtype=object)
+                    if name in folders
+                    else _to_numpy(batch.column(place[name]))
+                    for name in others
+                }
+            yield RawBatch(table, columns, batch, done)
+
+    def _tables(
+        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
+    ) -> Iterator[tuple[Any, int]]:
         raise NotImplementedError
 
 
-class CsvReader(Reader):
-    """CSV and TSV, also gzipped; the delimiter is the commonest of , ; tab in the header."""
+class CsvReader(TableReader):
+    """CSV and TSV, also gzipped, in UTF-8 or UTF-16, with or without a header, with points or commas in numbers."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, zipped: bool) -> None:
         super().__init__(source)
-        self._csv = require("pyarrow.csv", extra="tables")
-        self._arrow = require("pyarrow", extra="tables")
-        self.delimiter = ","
+        self._csv, self._arrow = require("pyarrow.csv", extra="tables"), require("pyarrow", extra="tables")
+        self._zipped = zipped
         with reading(source):
             with self._open()[1] as stream:
-                header = bytes(stream.read(1 << 16)).split(b"\n")[0].decode("utf-8-sig")
-            self.delimiter = max(",;\t", key=header.count)
-            with self._reader({}) as reader:
-                schema = reader.schema
-        self.names = _unique(schema.names, source)
-        self.columns = {field.name: _arrow_kind(field.type) for field in schema}
+                start = bytes(stream.read(SNIFFED))
+            self._encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf8"
+            lines = _first_lines(start, self._encoding)
+            self.delimiter = max("\t;|,", key=lines[0].count)
+            second = lines[min(1, len(lines) - 1)].split(self.delimiter)
+            commas = self.delimiter != "," and any(
+                re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", x) for x in second
+            )
+            self._decimal_point = "," if commas else "."
+            self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
+            self.header = 1
+            self._names = self._header(lines[0])
+            schema = self._schema(lines)
+        self._describe(schema)
         self.columns |= {field.name: "text" for field in schema if field.type == self._arrow.bool_()}
 
-    def batches(
-        self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
-        """Columns in `numbers` are parsed as float64, all others as text."""
-        number, text = self._arrow.float64(), self._arrow.string()
-        types = {name: number if name in numbers else text for name in self.names}
-        wanted = self.names if keep else [name for name in self.names if name in {*numbers, *texts}]
-        with reading(self.source, self.names), self._reader(types, wanted) as reader:
+    def _schema(self, lines: list[str]) -> Any:
+        """The types of the columns, found by Arrow but for those that begin with a decimal number: it is slow at it."""
+        header, first = (
+            next(csv.reader(lines[:1], delimiter=self.delimiter), []),
+            lines[-1].split(self.delimiter),
+        )
+        names = self._names or header
+        types = {}
+        if len(names) == len(first):
+            types = {
+                name: self._arrow.float64()
+                for name, cell in zip(names, first)
+                if DECIMAL.fullmatch(cell.strip())
+            }
+        try:
+            with self._reader(types) as reader:
+                return reader.schema
+        except (ValueError, LookupError):
+            with self._reader({}) as reader:
+                return reader.schema
+
+    def _header(self, line: str) -> list[str] | None:
+        """Names for the columns where the file has none, or where its own are padded; else None."""
+        cells = [cell.strip().strip('"').strip() for cell in line.rstrip("\r").split(self.delimiter)]
+        numbers = [bool(NUMBER.fullmatch(cell)) for cell in cells]
+        decimals = [bool(re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())) for cell in cells]
+        if len(cells) > 1 and (all(numbers) or sum(decimals) >= 2):
+            self.header, self.guesses = 0, ("no header",)
+            whole = [i for i, cell in enumerate(cells) if not re.search(r"[.,]\d", cell)]
+            if len(whole) == 1 and whole[0] in (0, len(cells) - 1):
+                names = [f"score_{i - (i > whole[0])}" for i in range(len(cells))]
+                names[whole[0]] = "label"
+                return names
+            return [f"column_{i + 1}" for i in range(len(cells))]
+        padded = [part for part in line.rstrip("\r").split(self.delimiter) if part != part.strip()]
+        return cells if padded and '"' not in line else None
+
+    def _tables(
+        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
+    ) -> Iterator[tuple[Any, int]]:
+        """Scores are parsed as float64; other columns too if they are numbers and need not be written back."""
+        number, text, kept = self._arrow.float64(), self._arrow.string(), set(scores)
+        types = {
+            name: number if name in kept or (not keep and kind in ("number", "whole")) else text
+            for name, kind in self.columns.items()
+        }
+        with reading(self.source, self.names, self.header), self._reader(types, wanted) as reader:
             for batch in reader:
-                columns = {name: _to_numpy(batch.column(name)) for name in (*numbers, *texts)}
-                yield RawBatch(columns, batch, self._file.tell())
+                yield batch, self._file.tell()
 
     def _open(self) -> tuple[Any, Any]:
         # Arrow's own file: its reading threads never need Python, which may be on its way out after an error.
         file = self._arrow.OSFile(os.fspath(self.source.path), "rb")
-        zipped = self.source.path.suffix == ".gz"
-        return file, self._arrow.CompressedInputStream(file, "gzip") if zipped else file
+        return file, self._arrow.CompressedInputStream(file, "gzip") if self._zipped else file
 
     def _reader(self, types: dict[str, Any], wanted: Sequence[str] = ()) -> Any:
         self._file, stream = self._open()
+        columns = list(wanted) if wanted and len(wanted) < len(self.names) else None
         return self._csv.open_csv(
             stream,
             # one thread: only then do errors name the row
-            read_options=self._csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK),
+            read_options=self._csv.ReadOptions(
+                use_threads=False,
+                block_size=self._block,
+                encoding=self._encoding,
+                column_names=self._names,
+                skip_rows=1 if self._names and not self.guesses else 0,
+            ),
             parse_options=self._csv.ParseOptions(delimiter=self.delimiter),
             convert_options=self._csv.ConvertOptions(
-                column_types=types, include_columns=list(wanted) or None
+                column_types=types, include_columns=columns, decimal_point=self._decimal_point
             ),
         )
 
 
-class ParquetReader(Reader):
+class JsonReader(TableReader):
+    """JSON Lines, an object per row, also gzipped; a list of numbers is a matrix column."""
+
+    def __init__(self, source: Source, zipped: bool) -> None:
+        super().__init__(source)
+        self._json, self.arrow = require("pyarrow.json", extra="tables"), require("pyarrow", extra="tables")
+        self._zipped = zipped
+        with reading(source):
+            block = next(self._blocks(), (b"", 0))[0]
+            self._describe(self._parsed(block, None).schema)
+
+    def _tables(
+        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
+    ) -> Iterator[tuple[Any, int]]:
+        arrow = self.arrow
+        fields = [
+            arrow.field(
+                field.name,
+                arrow.float64() if field.name in set(scores) and field.type == "int64" else field.type,
+            )
+            for field in self.schema
+        ]
+        with reading(self.source):
+            for block, done in self._blocks():
+                table = self._parsed(block, arrow.schema(fields)).select(wanted).combine_chunks()
+                for batch in table.to_batches(max_chunksize=rows):
+                    yield batch, done
+
+    def _parsed(self, block: bytes, schema: Any) -> Any:
+        options = self._json.ParseOptions(
+            explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
+        )
+        read = self._json.ReadOptions(use_threads=False, block_size=len(block) + 1)
+        return self._json.read_json(self.arrow.BufferReader(block), read, options)
+
+    def _blocks(self) -> Iterator[tuple[bytes, int]]:
+        """Whole lines of text, and the bytes read so far."""
+        file = self.arrow.OSFile(os.fspath(self.source.path), "rb")
+        rest = b""
+        with file, self.arrow.CompressedInputStream(file, "gzip") if self._zipped else file as stream:
+            while block := bytes(stream.read(BLOCK)):
+                whole, newline, tail = (rest + block).rpartition(b"\n")
+                rest = tail
+                if whole.strip():
+                    yield whole + newline, file.tell()
+            if rest.strip():
+                yield rest, file.tell()
+
+
+class ParquetReader(TableReader):
     """Parquet, row group after row group."""
 
     def __init__(self, source: Source) -> None:
@@ -184,199 +246,61 @@ class ParquetReader(Reader):
         with reading(source):
             # without pre_buffer: it would hold every row group read so far
             self.file = require("pyarrow.parquet", extra="tables").ParquetFile(source.path, pre_buffer=False)
-        schema = self.file.schema_arrow
-        self.names = _unique(schema.names, source)
-        self.columns = {field.name: _arrow_kind(field.type) for field in schema}
+            self._describe(self.file.schema_arrow)
         self.groups = range(*(source.row_groups or (0, self.file.num_row_groups)))
         if source.row_groups is not None:
             self.n_bytes = self.n_bytes * len(self.groups) // max(1, self.file.num_row_groups)
             self.first_row = self._rows(range(self.groups.start))
 
-    def batches(
-        self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
-        """Numbers keep the type they are stored in; a text column among them is an error."""
-        for name in numbers:
-            if self.columns[name] not in ("number", "whole", "matrix"):
-                raise TableError(
-                    f"{self.source}: column {name!r} must hold numbers, got {self._type(name)}{self._example(name)}"
-                )
-        wanted = self.names if keep else list(dict.fromkeys([*numbers, *texts]))
+    def _tables(
+        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
+    ) -> Iterator[tuple[Any, int]]:
         total, done = self._rows(self.groups), 0
         with reading(self.source):
             for group in self.groups:
                 for batch in self.file.iter_batches(rows, row_groups=[group], columns=wanted):
                     done += batch.num_rows
-                    columns = {name: _to_numpy(batch.column(name)) for name in (*numbers, *texts)}
-                    yield RawBatch(columns, batch, self.n_bytes * done // max(total, 1))
+                    yield batch, self.n_bytes * done // max(total, 1)
 
     def _rows(self, groups: range) -> int:
         return sum(self.file.metadata.row_group(i).num_rows for i in groups)
 
-    def _type(self, name: str) -> str:
-        kind = self.columns[name]
-        return kind if kind == "text" else str(self.file.schema_arrow.field(name).type)
 
-    def _example(self, name: str) -> str:
-        with reading(self.source):
-            for batch in self.file.iter_batches(1, row_groups=list(self.groups), columns=[name]):
-                return f" ({batch.column(0)[0].as_py()!r} in row 1)"
-        return ""
+class ArrowReader(TableReader):
+    """Arrow and Feather files (version 2), through a memory map."""
 
-
-class ArraysReader(Reader):
-    """Arrays of one length, by name."""
-
-    def __init__(self, source: Source, arrays: dict[str, Array]) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__(source)
-        self.arrays = arrays
-        lengths = {name: array.shape[0] if array.ndim else None for name, array in arrays.items()}
-        if len(set(lengths.values())) > 1:
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in self.arrays.items())
-            raise TableError(f"{self.source}: all arrays must have one length, got {shapes}")
-        self.columns = {name: _array_kind(array) for name, array in self.arrays.items()}
-
-    def batches(
-        self, numbers: Sequence[str], texts: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
-        """Slices of the arrays."""
-        n = next(iter(self.arrays.values())).shape[0]
-        for first in range(0, n, rows):
-            last = min(n, first + rows)
-            columns = {name: np.asarray(self.arrays[name][first:last]) for name in (*numbers, *texts)}
-            yield RawBatch(columns, None, self.n_bytes * last // n)
-
-
-class NpzReader(ArraysReader):
-    """An .npz: arrays `labels` and `logits` or `probs`, or several sets of them (`val_logits`, `test_logits`)."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        prefix = f"{source.part}_" if source.part else ""
         with reading(source):
-            if not zipfile.is_zipfile(source.path):
-                raise TableError(
-                    f"{source.path} must be an .npz file, a zip of arrays: it is truncated or has another format"
-                )
-            with np.load(source.path, allow_pickle=False) as file:
-                _check_size(source.path, file.zip.infolist())
-                names = [name for name in file.files if name.startswith(prefix)]
-                self._check_parts(list(file.files), names)
-                arrays = {name.removeprefix(prefix): np.atleast_1d(file[name]) for name in names}
-        super().__init__(source, arrays)
-        kinds = [kind for kind in ("logits", "probs") if kind in arrays]
-        self.states = kinds[0] if len(kinds) == 1 else None
+            arrow = require("pyarrow", extra="tables")
+            self._map = arrow.memory_map(os.fspath(source.path))
+            self.file = require("pyarrow.ipc", extra="tables").open_file(self._map)
+            self._describe(self.file.schema)
 
-    def _check_parts(self, every: list[str], names: list[str]) -> None:
-        parts = sorted({m[1] for name in every if (m := re.fullmatch(r"(.+)_(?:logits|probs)", name))})
-        if not names or (not self.source.part and parts and not {"logits", "probs"} & set(every)):
-            offer = " or ".join(f"{self.source.path}:{part}" for part in parts) or f"arrays {every}"
-            wanted = f"arrays called {self.source.part}_..." if self.source.part else "one set of predictions"
-            raise TableError(f"{self.source.path} does not hold {wanted}, it holds {offer}")
+    def _tables(
+        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
+    ) -> Iterator[tuple[Any, int]]:
+        n = self.file.num_record_batches
+        with reading(self.source):
+            for i in range(n):
+                whole = self.file.get_batch(i).select(wanted)
+                whole.validate(full=True)  # Arrow trusts the offsets in a file
+                for start in range(0, whole.num_rows, rows):
+                    yield whole.slice(start, rows), self.n_bytes * (i + 1) // n
 
 
-class NpyReader(ArraysReader):
-    """A pair of .npy, one with scores (N, K) and one with labels (N,), read through a memory map."""
-
-    def __init__(self, source: Source) -> None:
-        assert source.partner is not None
-        arrays: dict[str, Array] = {}
-        for path in (source.path, source.partner):
-            with reading(Source(path)):
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
-            arrays["scores" if array.dtype.kind == "f" else "labels"] = array
-        if len(arrays) < 2:
-            raise TableError(
-                f"{source.path} and {source.partner} must be one array of scores (decimal numbers) and one of labels "
-                f"(whole numbers), got two of {next(iter(arrays))}"
-            )
-        super().__init__(source, arrays)
-        self.n_bytes += source.partner.stat().st_size
+def _first_lines(start: bytes, encoding: str) -> list[str]:
+    """The header and the first row, as far as they were read."""
+    if encoding == "utf-16":
+        text = start[: len(start) // 2 * 2].decode("utf-16", errors="ignore")
+    else:
+        lines = start.split(b"\n", 2)[:2]
+        text = b"\n".join(lines).decode("utf-8-sig", errors="strict" if len(start) < SNIFFED else "ignore")
+    return text.split("\n", 2)[:2]
 
 
-@contextmanager
-def reading(source: Source, names: Sequence[str] = ()) -> Iterator[None]:
-    """Turn what the libraries raise on a bad file into a `TableError`."""
-    try:
-        yield
-    except TableError:
-        raise
-    except FileNotFoundError as error:
-        raise TableError(f"{error.filename or source.path} does not exist") from error
-    except PermissionError as error:
-        raise TableError(f"{error.filename or source.path} cannot be read: permission denied") from error
-    except UnicodeDecodeError as error:
-        raise TableError(
-            f"{source.path} must be UTF-8 text, got {error.object[error.start : error.end]!r}"
-        ) from error
-    except DAMAGED as error:
-        raise TableError(_explain(str(error), source, names)) from error
-
-
-def _check_size(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
-    """Refuse a small file that would fill the memory: real scores are seldom compressed to a hundredth."""
-    size, packed = (sum(getattr(one, name) for one in members) for name in ("file_size", "compress_size"))
-    if size > MAX_UNPACKED and size > 100 * packed:
-        raise TableError(
-            f"{path} would take {size / 2**30:.1f} GiB unpacked, from {packed / 2**20:.1f} MiB: refused"
-        )
-
-
-def _explain(message: str, source: Source, names: Sequence[str]) -> str:
-    """A sentence from an Arrow or numpy message."""
-    message = " ".join(message.split())
-    if cell := re.search(r"In CSV column #(\d+): Row #(\d+): .*invalid value '(.*)'", message):
-        place = f"column {names[int(cell[1])]!r}, row {int(cell[2]) - 1}"
-        return f"{source.path}, {place} must hold a number, got {cell[3]!r}"
-    if short := re.search(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+)", message):
-        row = int(short[1]) - 1
-        return (
-            f"{source.path}, row {row} has {short[3]} values where the header has {short[2]}: "
-            "the file is truncated or has a wrong delimiter there"
-        )
-    if "Empty CSV file" in message:
-        return f"{source.path} is empty"
-    if "UTF8" in message:
-        return f"{source.path} must be UTF-8 text"
-    if "pickle" in message:
-        return f"{source.path} must hold plain arrays, not pickled objects, which are not loaded"
-    what = format_of(source.path).lstrip(".")
-    return f"{source.path} cannot be read as {what}, it is truncated or damaged: {message[:200]}"
-
-
-def _split_part(path: str | Path) -> tuple[Path, str]:
-    """(`file.npz`, "test") from `file.npz:test`."""
-    found = re.fullmatch(r"(.+\.npz):(\w+)", str(path))
-    if found and not Path(path).exists():
-        return Path(found[1]), found[2]
-    return Path(path), ""
-
-
-def _inside(path: Path) -> list[Path]:
-    if not path.exists():
-        raise TableError(f"{path} does not exist")
-    if not path.is_dir():
-        format_of(path)
-        return [path]
-    files = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f.relative_to(path))]
-    files = [f for f in files if f.name.lower().endswith(FORMATS)]
-    kinds = sorted({format_of(f) for f in files})
-    if not files:
-        raise TableError(f"{path} holds no file that ends in one of {', '.join(FORMATS)}")
-    if len(kinds) > 1:
-        raise TableError(f"{path} mixes files of {' and '.join(kinds)}: name the files to read")
-    return files
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
-
-
-def _unique(names: list[str], source: Source) -> list[str]:
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise TableError(f"{source.path} has more than one column called {twice[0]!r}")
-    return list(names)
+def _told(kind: Any) -> str:
+    return "text" if _arrow_kind(kind) == "text" else str(kind)
 
 
 def _arrow_kind(kind: Any) -> str:
@@ -396,14 +320,13 @@ def _arrow_kind(kind: Any) -> str:
     return "other"
 
 
-def _array_kind(array: Array) -> str:
-    if array.ndim == 2 and array.dtype.kind == "f":
-        return "matrix"
-    if array.ndim != 1:
-        return "other"
-    return {"f": "number", "i": "whole", "u": "whole", "b": "whole", "U": "text", "O": "text"}.get(
-        array.dtype.kind, "other"
-    )
+def _score_table(batch: Any) -> Array:
+    """(B, K) from an Arrow batch of numbers, or of one column of lists; missing numbers become nan."""
+    if all(str(kind) in SIMPLE for kind in set(batch.schema.types)):
+        table: Array = batch.to_tensor(null_to_nan=True).to_numpy()
+        return table
+    arrays = [_to_numpy(column) for column in batch.columns]
+    return arrays[0] if arrays[0].ndim == 2 else np.stack(arrays, 1)
 
 
 def _to_numpy(column: Any) -> Array:

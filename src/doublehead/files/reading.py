@@ -1,32 +1,27 @@
 """Predictions from files: one, many or a folder; read in chunks, so files may be larger than memory.
 
-Whether the numbers are logits or probabilities is stated by the caller, or by an .npz that names its arrays so. Row
-numbers in messages count from 1 below the header.
+Whether the numbers are logits or probabilities is stated by the caller or by an .npz that names its arrays so, or it is
+certain from the numbers. Row numbers in messages count from 1 below the header.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from doublehead.files.columns import Layout, choose_layout, score_family, to_labels, to_scores, to_text
-from doublehead.files.formats import (
-    Array,
-    CsvReader,
-    NoRows,
-    RawBatch,
-    Reader,
-    Source,
-    TableError,
-    find_sources,
-    open_source,
-)
+from doublehead.files.arrays import RawBatch, Reader
+from doublehead.files.columns import LOGITS, Layout, choose_layout, listed, score_family, split_score
+from doublehead.files.formats import open_source
+from doublehead.files.long_form import from_long_form
+from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
+from doublehead.files.values import to_correct, to_labels, to_scores, to_text
+from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
 from doublehead.summary import Tally
 
@@ -40,10 +35,12 @@ class Chunk(NamedTuple):
     """Some rows of one file."""
 
     scores: torch.Tensor  # (B, K), logits or probs as stated
-    predictions: Predictions | None  # None where the file has no labels
+    predictions: Predictions | Outcomes | None  # None where the file has no labels
     groups: Array | None  # (B,) text: the values of the `by` column
     raw: RawBatch
     rows: Array  # (B,) which rows of the raw batch these are (some are left out by a filter)
+    source: Source
+    numbers: Array  # (B,) the rows of the file, from 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,12 @@ class PredictionTable:
     by: str | None
     where: Mapping[str, str]
     tolerance: float
+    extra: tuple[str, ...] = ()  # further columns to read
+    why: str = ""  # it is of this kind, where that was not stated
+    counts: dict[str, int] = field(default_factory=dict, compare=False)  # of the last time all was read
+    opened: dict[str, Reader] = field(
+        default_factory=dict, compare=False
+    )  # to read once what files begin with
 
     @property
     def name(self) -> str:
@@ -76,15 +79,16 @@ class PredictionTable:
     def chunks(self, advance: Callable[[int], None] | None = None, keep: bool = False) -> Iterator[Chunk]:
         """Checked chunks; `advance` receives the bytes read since the last one, `keep` keeps every column."""
         seen = kept = 0
+        self.counts["clipped"] = 0
         values: set[str] = set()
         for source in self.sources:
-            reader = open_source(source)
+            reader = self.opened.pop(str(source), None) or open_source(source)
             done, first = 0, reader.first_row
             with closing(
                 self._raw(reader, keep)
             ) as batches:  # the file is closed whatever is wrong in a chunk
                 for raw in batches:
-                    n = len(next(iter(raw.columns.values())))
+                    n = len(raw.scores)
                     rows = _matching(raw, self.where, n, values)
                     seen, kept = seen + n, kept + len(rows)
                     if len(rows):
@@ -98,8 +102,9 @@ class PredictionTable:
 
     def load(self) -> Predictions:
         """All of it in memory; it must have labels."""
+        self.require_scores()
         parts = [chunk.predictions for chunk in self.chunks()]
-        whole = [part for part in parts if part is not None]
+        whole = [part for part in parts if isinstance(part, Predictions)]
         if len(whole) < len(parts):
             raise TableError(f"{self.sources[0]} has no labels")
         labels = torch.cat([part.labels for part in whole])
@@ -108,6 +113,13 @@ class PredictionTable:
         return Predictions.from_probs(
             torch.cat([part.probs for part in whole]), labels, tolerance=self.tolerance
         )
+
+    def require_scores(self) -> None:
+        """Refuse files that hold the confidence in the predicted class alone."""
+        if self.layout.top_only:
+            raise TableError(
+                f"{self.name} holds only the confidence in the predicted class: a score for every class is needed"
+            )
 
     def tally(self, n_bins: int = 15, advance: Callable[[int], None] | None = None) -> Tally:
         """Read the table once, in memory that does not grow with its rows."""
@@ -131,42 +143,38 @@ class PredictionTable:
             else:
                 starts = range(n.start, n.stop, row_groups)
                 pieces += [source._replace(row_groups=(i, min(n.stop, i + row_groups))) for i in starts]
-        return [replace(self, sources=(piece,)) for piece in pieces]
+        return [replace(self, sources=(piece,), opened={}) for piece in pieces]
 
     def _raw(self, reader: Reader, keep: bool) -> Generator[RawBatch, None, None]:
         """Batches of the columns that matter; every file must have them."""
-        numbers, texts = list(self.layout.scores), [*([self.by] if self.by else []), *self.where]
-        if self.layout.label is not None:
-            is_number = reader.columns.get(self.layout.label) in ("number", "whole")
-            if keep and isinstance(reader, CsvReader):
-                is_number = False  # so that it is written back as it was
-            (numbers if is_number else texts).append(self.layout.label)
-        for name in (*numbers, *texts):
+        others = [*self.layout.others, *([self.by] if self.by else []), *self.where, *self.extra]
+        for name in (*self.layout.scores, *others):
             if name not in reader.columns:
                 raise TableError(f"{reader.source} has no column {name!r}, which {self.sources[0]} has")
         width = max(len(self.layout.scores), 2)
         if reader.columns[self.layout.scores[0]] == "matrix":
             width = 1000  # not known before reading; enough for small chunks of wide rows
         rows = min(max(1, CHUNK_ENTRIES // width), 1 << 18)
-        return reader.batches(list(dict.fromkeys(numbers)), list(dict.fromkeys(texts)), rows, keep)
+        return reader.batches(self.layout.scores, list(dict.fromkeys(others)), rows, keep)
 
     def _chunk(self, raw: RawBatch, rows: Array, first: int, source: Source) -> Chunk:
-        columns = [raw.columns[name][rows] for name in self.layout.scores]
-        numbers = first + rows + 1  # as in messages
-        scores = to_scores(columns, self.layout.scores, numbers, source, self.kind, self.tolerance)
-        predictions = None
-        if self.layout.label is not None:
-            labels = to_labels(
-                raw.columns[self.layout.label][rows], self.layout, scores.shape[1], numbers, source
+        layout, numbers = self.layout, first + rows + 1  # as in messages
+        table = raw.scores if len(rows) == len(raw.scores) else raw.scores[rows]
+        columns = {name: column[rows] for name, column in raw.columns.items()}
+        scores, clipped = to_scores(table, layout, numbers, source, self.kind, self.tolerance)
+        self.counts["clipped"] += clipped
+        predictions: Predictions | Outcomes | None = None
+        if layout.top_only:
+            predictions = Outcomes(scores[:, 0], to_correct(columns, layout, numbers, source))
+        elif layout.label is not None:
+            labels = to_labels(columns[layout.label], layout, scores.shape[1], numbers, source)
+            predictions = (
+                Predictions.from_probs(scores, labels, tolerance=self.tolerance)
+                if self.kind == "probs"
+                else Predictions(scores, labels)
             )
-            predictions = self._predictions(scores, labels)
-        groups = None if self.by is None else to_text(raw.columns[self.by][rows])
-        return Chunk(scores, predictions, groups, raw, rows)
-
-    def _predictions(self, scores: torch.Tensor, labels: Array) -> Predictions:
-        if self.kind == "probs":
-            return Predictions.from_probs(scores, labels, tolerance=self.tolerance)
-        return Predictions(scores, labels)
+        groups = None if self.by is None else to_text(columns[self.by])
+        return Chunk(scores, predictions, groups, raw, rows, source, numbers)
 
     def _nothing(self, seen: int, values: set[str]) -> str:
         if not seen:
@@ -188,15 +196,18 @@ def read_predictions(
     tolerance: float = 1e-3,
     label_needed: bool = True,
     like: PredictionTable | None = None,
+    extra: Sequence[str] = (),
 ) -> PredictionTable:
-    """Predictions in .npz, pairs of .npy, CSV or Parquet: files, folders, or one set of an .npz (`file.npz:test`).
+    """Predictions in files of any format, in folders, or one set of an .npz (`file.npz:test`).
 
-    `kind` says whether the scores are logits or probs; only an .npz whose array is called so states it itself.
+    `kind` says whether the scores are logits or probs. It may be left out where an .npz calls its array so, where rows
+    of numbers in 0..1 sum to 1, or where the columns are called logits.
     `label` and `scores` name columns (or arrays; * and ? stand for any characters); what is not named is guessed and
     recorded in `.layout.guesses`. Labels are whole numbers from `base` on (0, or the number of the first score
-    column) or names of classes that match the score columns. `where` keeps the rows with these values, `by` is a
-    column of groups. With `label_needed=False` files without labels are read too. Scores that are not named are the
-    columns of the table `like` where this one has them.
+    column) or names of classes that match the score columns. A file may also hold a row for each sample and class, or
+    the predicted class and its confidence alone. `where` keeps the rows with these values, `by` is a column of groups,
+    which may be the name of folders called `by=value`; `extra` columns are read too. With `label_needed=False` files
+    without labels are read too. Scores that are not named are the columns of the table `like` where this one has them.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
@@ -216,12 +227,12 @@ def read_predictions(
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
     reader = open_source(sources[0])
     where = dict(where or {})
-    others = [*where, *([by] if by else [])]
+    others = [*where, *([by] if by else []), *extra]
     for name in others:
         if name not in reader.columns:
-            raise TableError(
-                f"{reader.source} has no column {name!r}, it has {', '.join(map(repr, reader.columns))}"
-            )
+            raise TableError(f"{reader.source} has no column {name!r}, it has {listed(reader.columns)}")
+    if scores is None and (reshaped := from_long_form(sources, reader, label, others)) is not None:
+        sources, reader = [reshaped], open_source(reshaped)
     stated = _stated(sources, reader, kind)
     named = scores
     if scores is None and like is not None and set(like.layout.scores) <= set(reader.columns):
@@ -238,14 +249,17 @@ def read_predictions(
         taken=others,
         label_needed=label_needed,
     )
-    if layout.label is not None and layout.label in others:
+    layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
+    if layout.label is not None and layout.label in [*where, by]:
         raise TableError(
             f"rows cannot be selected or grouped by their label ({layout.label!r}): among the samples of one class a "
             "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
         )
-    table = PredictionTable(tuple(sources), stated or "logits", layout, by, where, tolerance)
+    table = PredictionTable(tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra))
+    table.opened[str(sources[0])] = reader
     if stated is None:
-        raise TableError(_what_it_looks_like(table))
+        certain, why = _certain_kind(table, reader)
+        table = replace(table, kind=certain, why=why)
     if named is None:
         _check_names(table)
     if layout.unnamed:
@@ -257,9 +271,12 @@ def _check_names(table: PredictionTable) -> None:
     """Refuse guessed columns that are called the other kind than was stated: prob_0, ... stated as logits."""
     other = "probs" if table.kind == "logits" else "logits"
     first = table.layout.scores[0]
-    if all(name.lower().startswith(other[:-1]) for name in table.layout.scores):
+    if not table.layout.top_only and all(name.lower().startswith(other[:-1]) for name in table.layout.scores):
+        against = (
+            table.why if table.why and table.why != "as they are called" else f"{table.kind} were stated"
+        )
         raise TableError(
-            f"{table.name} has columns such as {first!r}, but {table.kind} were stated: state {other} (--{other}, or "
+            f"{table.name} has columns such as {first!r}, but {against}: state {other} (--{other}, or "
             f"{other}:FILE in a report), or name the columns (--scores) if they hold {table.kind}"
         )
 
@@ -275,8 +292,7 @@ def _check_unnamed(table: PredictionTable, reader: Reader) -> None:
         return
     labels, scores = to_text(raw.columns[layout.label]), layout.scores
     enough = len(labels) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
-    matrix = np.stack([raw.columns[name] for name in scores], 1)
-    if table.kind == "probs" and np.abs(np.nan_to_num(matrix).sum(1) - 1).max() <= max(table.tolerance, 1e-2):
+    if table.kind == "probs" and _off_one(raw.scores) <= max(table.tolerance, 1e-2):
         return
     named = set(labels.tolist()) & set(scores)
     if named:
@@ -304,18 +320,34 @@ def _stated(sources: Sequence[Source], reader: Reader, kind: Kind | None) -> Kin
     return kind
 
 
-def _what_it_looks_like(table: PredictionTable) -> str:
-    """The error for a missing statement, with what the first rows suggest."""
-    chunk = next(table.chunks())
-    scores = chunk.scores
-    low, high = float(scores.min()), float(scores.max())
-    off = float((scores.sum(1) - 1).abs().max())
-    probable = low >= 0 and high <= 1 and (off < 1e-2 or len(table.layout.scores) == 1)
+def _off_one(table: Array) -> float:
+    """How far the sum of any row lies from 1."""
+    sums = np.nan_to_num(table).sum(1, dtype=np.float64)
+    return float(np.abs(sums - 1).max())
+
+
+def _certain_kind(table: PredictionTable, reader: Reader) -> tuple[Kind, str]:
+    """The kind of the scores where the first rows or the names leave no doubt, and why; else an error."""
+    with closing(table._raw(reader, keep=False)) as batches:
+        raw = next(batches, None)
+    if raw is None:
+        raise NoRows(table._nothing(0, set()))
+    if table.layout.top_only:
+        return "probs", "a confidence"
+    scores, several = raw.scores, raw.scores.shape[1] > 1
+    low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
+    if several and low >= 0 and high <= 1 + 1e-6 and _off_one(scores) <= max(table.tolerance, 1e-2):
+        return "probs", "rows sum to 1"
+    if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in table.layout.scores):
+        return "logits", "as they are called"
+    if several and high <= 1e-6 and _off_one(np.exp(scores, dtype=np.float64)) <= 1e-2:
+        return "logits", "log-probabilities"
     shape = f"the scores of {table.sources[0]} lie in {low:.4g}..{high:.4g}"
-    if len(table.layout.scores) > 1 or probable:
-        shape += " and rows sum to 1" if off < 1e-2 else " and rows do not sum to 1"
-    name = "probs" if probable else "logits"
-    return f"say whether the scores are logits or probabilities: {shape}, which looks like {name}; give --{name} if so"
+    shape += " and rows do not sum to 1" if several else ""
+    name = "logits" if several or low < 0 or high > 1 else "probs"
+    raise TableError(
+        f"say whether the scores are logits or probabilities: {shape}, which looks like {name}; give --{name} if so"
+    )
 
 
 def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str]) -> Array:

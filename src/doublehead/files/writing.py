@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -14,15 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.files.formats import NoRows, NpzReader, Source, TableError, format_of, open_source
+from doublehead.files.arrays import NpzReader
+from doublehead.files.formats import open_source
 from doublehead.files.reading import Chunk, PredictionTable
+from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
 from doublehead.optional import require
 
 Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
 
 
-def check_output(out: Path, table: PredictionTable, *others: PredictionTable) -> None:
-    """Refuse an output that cannot be written or that would overwrite an input, before any work."""
+def check_output(out: Path, table: PredictionTable, *others: PredictionTable, force: bool = False) -> None:
+    """Refuse an output that cannot be written, is an input, or exists and may not be replaced, before any work."""
+    if any(source.arrays is not None for source in table.sources):
+        raise TableError(
+            f"{table.name} cannot be written back: give a file with a row for each sample to --apply"
+        )
     sources = [source for each in (table, *others) for source in each.sources]
     inputs = {path.resolve() for source in sources for path in (source.path, source.partner) if path}
     if out.resolve() in inputs:
@@ -39,6 +46,8 @@ def check_output(out: Path, table: PredictionTable, *others: PredictionTable) ->
                 f"{out} must be a new or empty folder, because {len(table.sources)} files are written"
             )
         return
+    if out.is_file() and not force:
+        raise TableError(f"{out} exists: give another name to --output, or --force to replace it")
     wanted = format_of(table.sources[0].path)
     if out.is_dir():
         raise TableError(f"{out} is a folder: give the name of a file that ends in {wanted}")
@@ -59,8 +68,6 @@ def write_calibrated(
     empty: list[NoRows] = []
     for source in table.sources:
         target = out / source.path.resolve().relative_to(root)
-        if target.exists():
-            raise TableError(f"{source.path} was given twice")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             _write_source(table, source, target, calibrate, advance)
@@ -87,9 +94,17 @@ def _write_source(
 ) -> None:
     one = replace(table, sources=(source,))
     pairs = ((chunk, calibrate(chunk)) for chunk in one.chunks(advance, keep=True))
-    suffix = format_of(source.path)
-    write = {".npz": _write_arrays, ".npy": _write_arrays, ".parquet": _write_parquet}.get(suffix, _write_csv)
-    write(one, target, pairs)
+    suffix, _ = content_of(source.path)
+    if suffix in (".npz", ".npy"):
+        _write_arrays(one, target, pairs)
+    elif suffix in (".parquet", *ARROW):
+        _write_table(one, target, pairs, suffix)
+    elif suffix in JSON_LINES:
+        _write_json(one, target, pairs)
+    elif suffix == ".xlsx":
+        raise TableError(f"{source} cannot be written back as .xlsx: save it as CSV first")
+    else:
+        _write_csv(one, target, pairs)
 
 
 def _write_csv(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
@@ -125,14 +140,25 @@ def _csv_lines(batch: Any, delimiter: str) -> bytes:
     return ("\n".join(lines.to_pylist()) + "\n").encode()
 
 
-def _write_parquet(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
-    parquet = require("pyarrow.parquet", extra="tables")
+def _write_json(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    arrow = require("pyarrow", extra="tables")
+    with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
+        for chunk, probs in pairs:
+            rows = _replaced(table, chunk, probs).to_pylist()
+            file.write("".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+
+
+def _write_table(
+    table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]], suffix: str
+) -> None:
+    parquet, ipc = (require(f"pyarrow.{name}", extra="tables") for name in ("parquet", "ipc"))
     writer = None
     try:
         for chunk, probs in pairs:
             batch = _replaced(table, chunk, probs)
             if writer is None:
-                writer = parquet.ParquetWriter(target, batch.schema)
+                make = parquet.ParquetWriter if suffix == ".parquet" else ipc.new_file
+                writer = make(str(target), batch.schema)
             writer.write_batch(batch)
     finally:
         if writer is not None:
@@ -161,16 +187,20 @@ def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
     batch, names = chunk.raw.arrow, list(chunk.raw.arrow.schema.names)
     columns = [batch.column(i) for i in range(batch.num_columns)]
     values = _columns(table, probs).numpy()
+    places, taken = {name: i for i, name in enumerate(names)}, set(names)
+    lists, narrow = (
+        chunk.raw.scores.shape[1] > len(table.layout.scores),
+        chunk.raw.scores.dtype in (np.float16, np.float32),
+    )
     for i, name in enumerate(table.layout.scores):
-        at, new = names.index(name), probs_name(name, table)
-        if new in names and new != name:
+        at, new = places[name], probs_name(name, table)
+        if new in taken and new != name:
             raise TableError(
                 f"{table.sources[0]} already has a column {new!r}, which the calibrated {name!r} would take"
             )
-        if chunk.raw.columns[name].ndim == 2:
+        if lists:
             columns[at] = _lists(arrow, values, columns[at].type)
         else:
-            narrow = chunk.raw.columns[name].dtype in (np.float16, np.float32)
             columns[at] = arrow.array(values[:, i].astype(np.float32 if narrow else np.float64))
         names[at] = new
     schema = arrow.schema(

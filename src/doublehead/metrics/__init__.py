@@ -14,6 +14,7 @@ from doublehead.metrics.scores import (
     nll,
     overconfidence,
     per_sample,
+    zero_labels,
 )
 from doublehead.metrics.selective import (
     RiskCoverage,
@@ -22,6 +23,7 @@ from doublehead.metrics.selective import (
     choose_threshold,
     clopper_pearson_upper,
     risk_coverage,
+    threshold_counts,
 )
 from doublehead.metrics.shift import ShiftScores, aupr, auroc, fpr95, shift_detection
 from doublehead.metrics.uncertainty import (
@@ -72,6 +74,8 @@ __all__ = [
     "risk_coverage",
     "shift_detection",
     "smooth_ece",
+    "threshold_counts",
+    "zero_labels",
 ]
 
 

@@ -33,7 +33,7 @@ def accuracy(p: Predictions) -> float:
 def nll(p: Predictions) -> float:
     """Negative log-likelihood (nats per sample) of the labels: the proper score that punishes confident errors most.
 
-    A label of probability exactly 0 counts as the smallest normal number of its type (-log = 87.3 in float32).
+    A label of probability exactly 0 counts as `Predictions.zero_floor`.
 
     >>> round(nll(Predictions.from_probs([[0.5, 0.5], [0.25, 0.75]], [0, 0])), 4)
     1.0397
@@ -87,7 +87,7 @@ def per_sample(p: Predictions) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {"nll": [], "brier": [], "entropy": []}
     for scores, labels in p.score_chunks():
         # clamped: a probability of 0 adds 0 to the entropy and a finite NLL
-        logs = _log(scores) if p.are_probs else scores.log_softmax(1)  # (B, K)
+        logs = scores.clamp(min=p.zero_floor).log() if p.are_probs else scores.log_softmax(1)  # (B, K)
         probs = scores if p.are_probs else logs.exp()
         at_label = probs.gather(1, labels[:, None])[:, 0].double()
         parts["nll"].append(-logs.gather(1, labels[:, None])[:, 0].double())
@@ -96,5 +96,8 @@ def per_sample(p: Predictions) -> dict[str, Tensor]:
     return {name: torch.cat(chunks) for name, chunks in parts.items()}
 
 
-def _log(probs: Tensor) -> Tensor:
-    return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+def zero_labels(p: Predictions) -> Tensor:
+    """(N,) bool: where the label has a probability of exactly 0, so that its NLL hangs on `Predictions.zero_floor`."""
+    if not p.are_probs:
+        return torch.zeros(len(p), dtype=torch.bool, device=p.device)
+    return torch.cat([scores.gather(1, labels[:, None])[:, 0] == 0 for scores, labels in p.score_chunks()])

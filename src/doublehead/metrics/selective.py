@@ -89,13 +89,16 @@ def aurc(p: Predictions) -> float:
     return float((share.cumsum(0) / accepted).mean())
 
 
-def choose_threshold(p: Predictions, max_error: float = 0.01, confidence: float = 0.95) -> ThresholdChoice:
+def choose_threshold(
+    p: Predictions | Tensor, max_error: float = 0.01, confidence: float = 0.95
+) -> ThresholdChoice:
     """The lowest confidence threshold for which the error on accepted samples is guaranteed.
 
     With a chance of at least `confidence` over the draw of `p`, the true error of the accepted samples is at most
     `max_error`, on new data like `p`. `p` must not have been used to train or calibrate the model. Thresholds of
     a fixed list are tested from high to low with the exact binomial (Clopper-Pearson) bound until one fails,
-    from eleven fixed starts that share the allowed chance of failure (fixed-sequence testing).
+    from eleven fixed starts that share the allowed chance of failure (fixed-sequence testing). For a stream, pass the
+    sum of the `threshold_counts` of its parts.
 
     >>> sure = Predictions([[9.0, 0.0]] * 1000, [0] * 1000)
     >>> print(choose_threshold(sure))  # doctest: +ELLIPSIS
@@ -106,9 +109,10 @@ def choose_threshold(p: Predictions, max_error: float = 0.01, confidence: float 
     _check_share(max_error, "max_error")
     _check_share(confidence, "confidence")
     thresholds, starts = _grid()
-    accepted, wrong = _accepted(p, thresholds)
+    counts = p if isinstance(p, Tensor) else threshold_counts(*p.top_label())
+    accepted, wrong = counts.cumsum(1).tolist()
     level = (1 - confidence) / len(starts)
-    best, n = _lowest_passed(starts, accepted, wrong, max_error, level), len(p)
+    best, n = _lowest_passed(starts, accepted, wrong, max_error, level), accepted[-1]
     if best is None:
         seen = {(wrong[i], accepted[i]) for i in starts}
         bound = min(clopper_pearson_upper(errors, n_kept, level) for errors, n_kept in seen)
@@ -177,14 +181,15 @@ def _grid() -> tuple[Tensor, list[int]]:
     return torch.from_numpy(highest_first), [int(np.abs(highest_first - start).argmin()) for start in STARTS]
 
 
-def _accepted(p: Predictions, thresholds: Tensor) -> tuple[list[int], list[int]]:
-    """How many samples each threshold (falling, the last one 0) accepts, and how many of these are wrong."""
-    confidence, correct = (values.cpu() for values in p.top_label())
+def threshold_counts(confidence: Tensor, correct: Tensor) -> Tensor:
+    """(2, T) int64: samples by the highest threshold (falling, the last is 0) that accepts them, and the wrong ones."""
+    thresholds, _ = _grid()
+    confidence, correct = confidence.cpu(), correct.cpu()
     n_at_most = torch.bucketize(confidence.double(), thresholds.flip(0).double(), right=True)
-    highest = len(thresholds) - n_at_most  # the highest threshold that still accepts the sample
-    counts = [torch.bincount(place, minlength=len(thresholds)) for place in (highest, highest[~correct])]
-    accepted, wrong = (count.cumsum(0).tolist() for count in counts)
-    return accepted, wrong
+    highest = len(thresholds) - n_at_most
+    return torch.stack(
+        [torch.bincount(place, minlength=len(thresholds)) for place in (highest, highest[~correct])]
+    )
 
 
 def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:

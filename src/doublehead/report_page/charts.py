@@ -189,6 +189,40 @@ def shift_chart(methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted
     return picture(400, frame.bottom + 44, title, *parts, class_="chart wide")
 
 
+def time_chart(method: Method) -> str:
+    """Accuracy and mean confidence of each stretch of time, with the band of a perfectly calibrated model."""
+    assert method.periods is not None
+    gaps, names = method.periods.group_gaps, list(method.periods.groups)
+    assert gaps is not None
+    lowest = min(
+        1.0, *(float(np.nanmin(values)) for values in (gaps.accuracy, gaps.confidence, gaps.band_low))
+    )
+    ticks = [1 - value for value in nice_ticks(1 - lowest, 4) if value <= 1]
+    frame = Frame(48, 8, 300, 180, x_end=float(len(names)), y_start=ticks[-1])
+    width = frame.width / len(names)
+    middle = np.arange(len(names)) + 0.5
+    band = [
+        (
+            frame.x(i),
+            frame.y(gaps.band_high[i]),
+            width,
+            frame.y(gaps.band_low[i]) - frame.y(gaps.band_high[i]),
+        )
+        for i in range(len(names))
+    ]
+    parts = [frame.axes([], ticks, "", "(%)"), boxes(band, "band")]
+    for values, class_ in ((gaps.accuracy, "right"), (gaps.confidence, "claimed")):
+        parts.append(tag("path", d=frame.path(middle, values), class_=f"curve {class_}"))
+    for i, name in enumerate(names):
+        claims, right = number(gaps.confidence[i], 1), number(gaps.accuracy[i], 1)
+        words = f"{name}: {int(gaps.counts[i]):,} samples, claims {claims} %, right {right} %"
+        parts.append(rect(frame.x(i), frame.top, width, frame.height, "hit", tooltip(words)))
+    ends = [(frame.left, names[0], "tick"), (frame.right, names[-1], "tick y")]
+    parts += [text(x, frame.bottom + 16, shortened(name, 24), class_=class_) for x, name, class_ in ends]
+    title = f"Accuracy and mean confidence of {method.name} over time; the numbers are in the table below"
+    return picture(360, 212, title, *parts, class_="chart")
+
+
 def gap_bar(gap: float, widest: float) -> str:
     """A small bar to the right for overconfidence, to the left for underconfidence."""
     length = 0 if not isfinite(gap) or widest == 0 else 48 * gap / widest

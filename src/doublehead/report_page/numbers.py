@@ -18,8 +18,10 @@ from doublehead.curves import (
     risk_coverage_curve,
 )
 from doublehead.metrics import RiskCoverage, ThresholdChoice
+from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
-from doublehead.summary import Summary
+from doublehead.report_page.record import Record
+from doublehead.summary import Summary, Tally
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -44,6 +46,8 @@ class Method:
 
     name: str
     summary: Summary
+    record: Record
+    periods: Summary | None  # its groups are stretches of time
     curve: Reliability
     histogram: Histogram
     risk: RiskCoverage
@@ -52,9 +56,8 @@ class Method:
     guaranteed: tuple[ThresholdChoice, ...]  # one per MAX_ERRORS
 
     @property
-    def classes(self) -> ClassGaps:
-        """The class-wise gaps."""
-        assert self.summary.classes is not None  # `Summary.of` always has them
+    def classes(self) -> ClassGaps | None:
+        """The class-wise gaps; None where only confidences are known."""
         return self.summary.classes
 
 
@@ -69,24 +72,28 @@ class Shifted:
     auroc: float
 
 
-def measure(name: str, p: Predictions, n_bins: int, seed: int) -> Method:
+def measure(name: str, p: Predictions | Record, n_bins: int, seed: int) -> Method:
     """Everything about one set of predictions; a second or so for 10,000 samples."""
-    summary = Summary.of(p, n_bins, seed=seed)
+    record = Record.of(p, n_bins) if isinstance(p, Predictions) else p
+    summary, outcomes = record.summary(seed), record.outcomes
     assert summary.bins is not None
-    accepted, wrong = at_thresholds(p, THRESHOLDS)
+    accepted, wrong = at_thresholds(outcomes, THRESHOLDS)
+    confidences: Any = outcomes  # all that the curve reads
     return Method(
         name=name,
         summary=summary,
+        record=record,
+        periods=record.periods(seed),
         curve=reliability(summary.bins, n_bins, seed),
         histogram=confidence_histogram(summary.bins, n_bins),
-        risk=risk_coverage_curve(p),
+        risk=risk_coverage_curve(confidences),
         accepted=accepted,
         wrong=wrong,
-        guaranteed=tuple(metrics.choose_threshold(p, max_error) for max_error in MAX_ERRORS),
+        guaranteed=tuple(summary.abstain(max_error) for max_error in MAX_ERRORS),
     )
 
 
-def at_thresholds(p: Predictions, thresholds: Array) -> tuple[Array, Array]:
+def at_thresholds(p: Predictions | Outcomes, thresholds: Array) -> tuple[Array, Array]:
     """How many samples have at least each confidence (rising thresholds), and how many of these are wrong."""
     confidence, correct = (column.cpu().numpy() for column in p.top_label())
     confidence = confidence.astype(np.float64)
@@ -99,16 +106,18 @@ def at_thresholds(p: Predictions, thresholds: Array) -> tuple[Array, Array]:
 
 
 def measure_shift(
-    own: Predictions, shifted: Predictions | Mapping[str, float], n_bins: int, seed: int
+    own: Outcomes, shifted: Predictions | Record | Mapping[str, float], n_bins: int, seed: int
 ) -> Shifted:
     """One method on shifted data: from predictions, or from numbers by name that were measured before."""
     if isinstance(shifted, Mapping):
         known = {key: float(shifted.get(key, np.nan)) for key in Shifted.__dataclass_fields__}
         return Shifted(**known)
+    found = shifted.outcomes if isinstance(shifted, Record) else Outcomes.of(shifted)
+    values = Tally.of(found, n_bins).summary(seed).values
     return Shifted(
-        accuracy=metrics.accuracy(shifted),
-        ece=metrics.ece(shifted, n_bins),
-        floor_high=metrics.ece_floor(shifted, n_bins, seed=seed).high,
-        mean_confidence=metrics.mean_confidence(shifted),
-        auroc=metrics.shift_detection(own, shifted).auroc,
+        accuracy=values["accuracy"],
+        ece=values["ece"],
+        floor_high=values["ece_floor_high"],
+        mean_confidence=values["mean_confidence"],
+        auroc=metrics.auroc(own.confidence, found.confidence),
     )

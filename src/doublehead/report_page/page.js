@@ -48,14 +48,97 @@
     apply();
   }
 
+  function choosers() {
+    for (const select of all("[data-chooses]")) {
+      const apply = () => {
+        for (const element of all(`[data-of="${select.id}"]`))
+          element.classList.toggle("off", element.dataset.index !== select.value);
+      };
+      select.addEventListener("change", apply);
+      apply();
+    }
+  }
+
+  // Columns of data.methods[m].classes: class, samples, off, claims, right, gap, band low and high, ECE.
   function classes() {
-    const select = byId("class-method");
-    if (!select) return;
-    const apply = () => {
-      for (const element of all("[data-classes-of]"))
-        element.classList.toggle("off", element.dataset.classesOf !== select.value);
+    const search = byId("class-search"), everything = byId("class-all");
+    if (!search) return;
+    const nameOf = (k) => (data.names ? data.names[k] : `class ${k}`);
+    const known = (value, digits = 1) => (value === null ? "unknown" : value.toFixed(digits));
+    const cell = (row, text, name) => {
+      const made = row.insertCell();
+      made.textContent = text;
+      if (name) made.className = name;
+      return made;
     };
-    select.addEventListener("change", apply);
+    const drawn = document.querySelector("[data-class-rows] .gapbar");
+    const bar = (gap, widest) => {
+      const made = drawn.cloneNode(true), length = gap === null || !widest ? 0 : 48 * gap / widest, size = Math.abs(length);
+      const box = made.querySelector("path");
+      box.setAttribute("d", `M${Math.min(50, 50 + length)} 2h${size}v10h${-size}Z`);
+      box.setAttribute("class", gap > 0 ? "over" : "under");
+      return made;
+    };
+    const fill = (body, rows, worst) => {
+      const wanted = search.value.trim().toLowerCase();
+      let shown = rows.filter((row) => nameOf(row[0]).toLowerCase().includes(wanted));
+      const { sort, up } = body.dataset;
+      if (sort !== undefined) {
+        const value = (row) => (sort === "0" ? nameOf(row[0]) : row[sort] ?? -Infinity);
+        shown = [...shown].sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (up ? 1 : -1));
+      }
+      if (!everything.checked) shown = shown.slice(0, worst);
+      const widest = Math.max(...shown.map((row) => Math.abs(row[5] ?? 0)), 0);
+      body.replaceChildren();
+      for (const values of shown) {
+        const [k, count, off, claims, right, gap, low, high, ece] = values, row = body.insertRow();
+        cell(row, nameOf(k), "name");
+        cell(row, count.toLocaleString("en"));
+        cell(row, known(claims));
+        cell(row, known(right));
+        const told = gap === null ? "" : `${gap > 0 ? "+" : ""}${gap.toFixed(1)}`;
+        const shownGap = cell(row, off ? "" : told, "nowrap");
+        if (off) {
+          shownGap.append(Object.assign(document.createElement("strong"), { textContent: told }),
+            Object.assign(document.createElement("span"), { className: "sr", textContent: " (more than chance explains)" }));
+        }
+        row.insertCell().append(bar(gap, widest));
+        cell(row, count ? `${known(low)} to ${known(high)}` : "", "nowrap");
+        cell(row, known(ece, 2));
+      }
+    };
+    const bodies = all("[data-class-rows]");
+    const apply = () => {
+      for (const body of bodies) fill(body, data.methods[Number(body.dataset.classRows)].classes, 20);
+    };
+    for (const body of bodies) {
+      const heads = all("th[data-sort]", body.parentElement);
+      for (const head of heads) {
+        const button = Object.assign(document.createElement("button"), { type: "button", className: "sort", textContent: head.textContent });
+        head.replaceChildren(button);
+        button.addEventListener("click", () => {
+          const same = body.dataset.sort === head.dataset.sort;
+          body.dataset.up = same && !body.dataset.up ? "yes" : "";
+          body.dataset.sort = head.dataset.sort;
+          for (const other of heads) other.removeAttribute("aria-sort");
+          head.setAttribute("aria-sort", body.dataset.up ? "ascending" : "descending");
+          apply();
+        });
+      }
+    }
+    search.addEventListener("input", apply);
+    everything.addEventListener("change", apply);
+    byId("class-csv").addEventListener("click", () => {
+      const select = byId("class-method"), method = data.methods[Number(select ? select.value : 0)];
+      const quote = (text) => `"${text.replaceAll('"', '""')}"`;
+      const lines = method.classes.map(([k, ...numbers]) => [quote(nameOf(k)), ...numbers.map((value) => value ?? "")].join(","));
+      const header = "class,samples,more_than_chance,claims,right,gap,perfect_low,perfect_high,one_vs_rest_ece";
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([[header, ...lines, ""].join("\n")], { type: "text/csv" }));
+      link.download = "classes.csv";
+      link.click();
+      URL.revokeObjectURL(link.href);
+    });
     apply();
   }
 
@@ -120,6 +203,24 @@
     apply();
   }
 
+  // Say so where a table is wider than the page.
+  function wide() {
+    const apply = () => {
+      for (const box of all(".scroll")) {
+        const more = box.scrollWidth > box.clientWidth + 4, next = box.nextElementSibling;
+        const hint = next && next.classList.contains("hint-more") ? next : null;
+        box.classList.toggle("more", more);
+        if (more && !hint)
+          box.after(Object.assign(document.createElement("p"), { className: "hint-more", textContent: "Scroll sideways for more →" }));
+        if (!more && hint) hint.remove();
+      }
+    };
+    addEventListener("resize", apply);
+    document.addEventListener("change", apply);
+    document.addEventListener("toggle", apply, true);
+    apply();
+  }
+
   function printing() {
     let opened = [];
     addEventListener("beforeprint", () => {
@@ -129,5 +230,5 @@
     addEventListener("afterprint", () => { for (const element of opened) element.open = false; });
   }
 
-  for (const part of [themes, methods, lastBin, classes, pair, threshold, printing]) part();
+  for (const part of [themes, methods, lastBin, choosers, classes, pair, threshold, printing, wide]) part();
 })();

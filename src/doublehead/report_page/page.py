@@ -15,13 +15,14 @@ from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.report_page import charts, tables
 from doublehead.report_page.numbers import THRESHOLDS, Method, Shifted, measure, measure_shift
+from doublehead.report_page.record import Record
+from doublehead.report_page.tables import clean
 from doublehead.summary import Comparison, compare_all
 
-Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Mapping[str, float]]]"
+Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Record | Mapping[str, float]]]"
 
 TITLE = "Can these confidences be trusted?"
 MAX_METHODS = 12
-LONGEST_NAME = 100
 START = 0.9  # where the slider stands at first
 
 
@@ -33,7 +34,7 @@ class Page(NamedTuple):
 
 
 def build_page(
-    named_predictions: Mapping[str, Predictions],
+    named_predictions: Mapping[str, Predictions | Record],
     *,
     title: str = TITLE,
     classes: Sequence[str] | None = None,
@@ -41,13 +42,15 @@ def build_page(
     n_bins: int = 15,
     max_classes: int = 20,
     seed: int = 0,
+    provenance: Sequence[tuple[str, str]] = (),
 ) -> Page:
     """The report as one HTML page without outside resources, the same for the same input.
 
-    `named_predictions` are the methods by name, the one to improve on first. `classes` are the names of the
-    classes. `shift[data][method]` are predictions of the same methods on shifted data, or numbers measured before
-    ("accuracy", "ece", "mean_confidence", "auroc"). The class table shows the `max_classes` worst. Only binned
-    numbers enter the page, so its size does not depend on the number of samples.
+    `named_predictions` are the methods by name, the one to improve on first, as predictions or as the record of a
+    stream. `classes` are the names of the classes. `shift[data][method]` are predictions of the same methods on shifted
+    data, or numbers measured before ("accuracy", "ece", "mean_confidence", "auroc"). The class table shows the
+    `max_classes` worst at first. `provenance` says where the numbers come from, as pairs of what and which. Besides the
+    most confident errors only binned numbers enter the page, so its size does not depend on the number of samples.
 
     >>> page = build_page({"main": Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1])}, title="Two samples")
     >>> page.html.startswith("<!doctype html>"), "http://" in page.html
@@ -56,25 +59,35 @@ def build_page(
     named = _check(named_predictions, classes, shift)
     check_n_bins(n_bins)
     methods = [measure(name, p, n_bins, seed) for name, p in named.items()]
-    pairs = compare_all(list(named.values()))
-    shifts = _measure_shifts(named, shift or {}, n_bins, seed)
-    names = [_clean(name) for name in classes] if classes is not None else None
+    pairs = compare_all([m.record.outcomes for m in methods])
+    shifts = _measure_shifts(methods, shift or {}, n_bins, seed)
+    names = [clean(name) for name in classes] if classes is not None else None
     verdict = page_verdict(methods, pairs)
     style, script = _asset("page.css"), _asset("page.js")
     content = {
-        "title": _clean(title),
+        "title": clean(title),
         "policy": _policy(style, script),
         "style": style,
         "script": script,
         "version": doublehead.__version__,
-        "data": _embed(_live_data(methods, pairs)),
+        "data": _embed(_live_data(methods, pairs, names)),
         "verdict": _unbroken(verdict),
         "meta": _meta(methods),
         "many": len(methods) > 1,
+        "shape": " single" if len(methods) == 1 else " pairs" if len(methods) % 3 == 1 else "",
         "methods": [_method(i, m, names, max_classes) for i, m in enumerate(methods)],
         "table": tables.metrics_table(methods),
         "pair": (0, _best(methods) or len(methods) - 1),
-        "pair_rows": tables.PAIR_ROWS,
+        "pair_rows": tables.pair_rows(methods),
+        "provenance": [(clean(what), clean(which, 1000)) for what, which in provenance],
+        "has": {
+            "classes": any(m.classes is not None for m in methods),
+            "groups": any(m.summary.groups for m in methods),
+            "times": any(m.periods is not None for m in methods),
+            "errors": any(m.record.errors for m in methods),
+            "rows": any(error.source for m in methods for error in m.record.errors),
+            "shown": any(error.shown for m in methods for error in m.record.errors),
+        },
         "overlay": charts.overlay_chart(methods),
         "risk": charts.risk_chart(methods),
         "guaranteed": tables.guaranteed_table(methods),
@@ -94,35 +107,46 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
         return f"“{methods[0].name}”: {methods[0].summary.verdict}"
     if any(pair is None for row in pairs for pair in row):
         grades = "; ".join(f"“{m.name}” is {m.summary.grade.word}" for m in methods)
-        return f"The methods were measured on different samples and cannot be compared sample by sample. {grades}."
+        why = "were measured on different samples"
+        if any("nll" not in m.summary.metrics for m in methods):
+            why = "are known by their confidence alone"
+        return f"The methods {why} and cannot be compared sample by sample. {grades}."
     best = _best(methods)
-    name, verdict = methods[best].name, methods[best].summary.verdict
-    equal = [m.name for m, pair in zip(methods, pairs[best]) if m.name != name and pair and not pair.is_clear]
-    sentences = [f"“{name}” has the lowest NLL."]
-    found = pairs[0][best]
-    if best > 0 and found is not None:
+    equal = [
+        m
+        for i, (m, pair) in enumerate(zip(methods, pairs[best]))
+        if i == best or not (pair and pair.is_clear)
+    ]
+    first, found = (
+        equal[0],
+        pairs[0][best],
+    )  # of those that chance alone may rank, the one to improve on if it is there
+    names = " and ".join(f"“{m.name}”" for m in equal)
+    if len(equal) > 1:
+        sentence = f"{names} have the lowest NLL; the difference between them is within chance."
+    elif best == 0 or found is None:
+        sentence = f"{names} has the lowest NLL."
+    else:
         low, high = (f"{abs(bound):.4f}" for bound in (found.nll.high, found.nll.low))
-        below = f"{-found.nll.estimate:.4f} below “{methods[0].name}”"
-        changed = f"{found.n_changed:,} of {found.n:,} predicted classes differ"
-        if found.is_clear:
-            sentences = [f"“{name}” has the lowest NLL, {below} (95 % interval {low} to {high}); {changed}."]
-    if equal:
-        others = " and ".join(f"“{one}”" for one in equal)
-        sentences.append(f"Its difference to {others} is within chance.")
-    return " ".join([*sentences, f"“{name}”: {verdict}"])
+        below = f"{-found.nll.estimate:.4f} below “{methods[0].name}” (95 % interval {low} to {high})"
+        sentence = f"{names} has the lowest NLL, {below}."
+    if found is not None and best > 0:
+        sentence += f" {found.n_changed:,} of {found.n:,} predicted classes differ from “{methods[0].name}”."
+    return f"{sentence} “{first.name}”: {first.summary.verdict}"
 
 
 def _check(
-    named: Mapping[str, Predictions], classes: Sequence[str] | None, shift: Shift | None
-) -> dict[str, Predictions]:
+    named: Mapping[str, Predictions | Record], classes: Sequence[str] | None, shift: Shift | None
+) -> dict[str, Predictions | Record]:
     if not 1 <= len(named) <= MAX_METHODS:
         raise ValueError(f"named_predictions must hold 1 to {MAX_METHODS} methods, got {len(named)}")
     for name, p in named.items():
-        if not isinstance(p, Predictions):
+        if not isinstance(p, Predictions | Record):
             raise TypeError(f"named_predictions[{name!r}] must be a Predictions, got {type(p).__name__}")
-        if classes is not None and len(classes) != p.n_classes:
+        n_classes = p.n_classes if isinstance(p, Predictions) else p.tally.n_classes
+        if classes is not None and n_classes and len(classes) != n_classes:
             raise ValueError(
-                f"classes must be {p.n_classes} names, one per class of {name!r}, got {len(classes)}"
+                f"classes must be {n_classes} names, one per class of {name!r}, got {len(classes)}"
             )
     for data, found in (shift or {}).items():
         unknown = [method for method in found if method not in named]
@@ -130,22 +154,22 @@ def _check(
             raise ValueError(
                 f"shift[{data!r}] must be for the methods {list(named)}, got {', '.join(map(repr, unknown))}"
             )
-    cleaned = {_clean(name): p for name, p in named.items()}
+    cleaned = {clean(name): p for name, p in named.items()}
     if len(cleaned) < len(named):
         raise ValueError("names of methods must differ in their first 99 printable characters")
     return cleaned
 
 
 def _measure_shifts(
-    named: Mapping[str, Predictions], shift: Shift, n_bins: int, seed: int
+    methods: Sequence[Method], shift: Shift, n_bins: int, seed: int
 ) -> dict[str, list[Shifted | None]]:
     """Per shifted set one entry per method, None where a method was not run on it."""
     found: dict[str, list[Shifted | None]] = {}
     for data, by_method in shift.items():
-        known = {_clean(method): value for method, value in by_method.items()}
-        found[_clean(data)] = [
-            measure_shift(own, known[name], n_bins, seed) if name in known else None
-            for name, own in named.items()
+        known = {clean(method): value for method, value in by_method.items()}
+        found[clean(data)] = [
+            measure_shift(m.record.outcomes, known[m.name], n_bins, seed) if m.name in known else None
+            for m in methods
         ]
     return found
 
@@ -166,7 +190,17 @@ def _method(i: int, method: Method, names: Sequence[str] | None, max_classes: in
         "claimed": charts.number(histogram.mean_confidence),
         "right": charts.number(histogram.accuracy),
         "last_bin": charts.number(histogram.shares[-1], 1),
+        "notes": [_unbroken(note) for note in method.summary.notes],
         "classes": tables.class_rows(method, names, shown),
+        "groups": tables.group_rows(method.summary),
+        "groups_off": len(method.summary.groups_off),
+        "n_groups": len(method.summary.groups),
+        "time_chart": charts.time_chart(method) if method.periods is not None else "",
+        "times": tables.group_rows(method.periods, sort=False),
+        "drift": _unbroken(tables.drift(method.periods)),
+        "times_off": 0 if method.periods is None else len(method.periods.groups_off),
+        "errors": tables.error_rows(method, names),
+        "confused": tables.confused_rows(method, names),
         "classes_off": tables.classes_off(method),
         "classes_caption": f"The {shown} worst of {method.summary.n_classes} classes"
         if shown < method.summary.n_classes
@@ -182,11 +216,15 @@ def _shift(
     return {"chart": charts.shift_chart(methods, shifts), "rows": tables.shift_rows(methods, shifts)}
 
 
-def _live_data(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison | None]]) -> dict[str, Any]:
-    """The numbers behind the slider and the comparison."""
+def _live_data(
+    methods: Sequence[Method], pairs: Sequence[Sequence[Comparison | None]], names: Sequence[str] | None
+) -> dict[str, Any]:
+    """The numbers behind the slider, the comparison and the class table."""
+    rows = tables.pair_rows(methods)
     return {
         "thresholds": THRESHOLDS.tolist(),
-        "rows": tables.PAIR_ROWS,
+        "rows": rows,
+        "names": names,
         "pairs": [
             [None if pair is None else {"nll": pair.nll, "changed": pair.n_changed} for pair in row]
             for row in pairs
@@ -197,7 +235,8 @@ def _live_data(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison | 
                 "n": m.summary.n,
                 "accepted": m.accepted.tolist(),
                 "wrong": m.wrong.tolist(),
-                "values": {row["key"]: tables.value_of(m, row["key"]) for row in tables.PAIR_ROWS},
+                "values": {row["key"]: tables.value_of(m, row["key"]) for row in rows},
+                "classes": tables.class_data(m),
             }
             for m in methods
         ],
@@ -230,12 +269,16 @@ def _meta(methods: Sequence[Method]) -> str:
         return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
     n, k = each([m.summary.n for m in methods]), each([m.summary.n_classes for m in methods])
-    return f"{n} samples, {k} classes" + (f", {len(methods)} methods" if len(methods) > 1 else "")
+    return (
+        f"{n} samples"
+        + ("" if k == "0" else f", {k} classes")
+        + (f", {len(methods)} methods" if len(methods) > 1 else "")
+    )
 
 
 def _best(methods: Sequence[Method]) -> int:
     """The method with the lowest NLL."""
-    return min(range(len(methods)), key=lambda i: methods[i].summary.values["nll"])
+    return min(range(len(methods)), key=lambda i: methods[i].summary.values.get("nll", 0.0))
 
 
 def _unbroken(sentence: str) -> str:
@@ -245,9 +288,3 @@ def _unbroken(sentence: str) -> str:
 
 def _asset(name: str) -> str:
     return files("doublehead.report_page").joinpath(name).read_text(encoding="utf-8")
-
-
-def _clean(name: str) -> str:
-    """A name that can be encoded and printed: control characters and broken file names become U+FFFD."""
-    whole = "".join(c if c.isprintable() else "\ufffd" for c in str(name))
-    return whole if len(whole) <= LONGEST_NAME else whole[: LONGEST_NAME - 1] + "…"

@@ -79,6 +79,7 @@ class Frame:
     height: float
     x_end: float = 1.0
     y_end: float = 1.0
+    y_start: float = 0.0
 
     def x(self, value: float) -> float:
         """Pixels from the left."""
@@ -86,7 +87,7 @@ class Frame:
 
     def y(self, value: float) -> float:
         """Pixels from the top."""
-        return self.top + self.height * (1 - value / self.y_end)
+        return self.top + self.height * (self.y_end - value) / (self.y_end - self.y_start)
 
     @property
     def bottom(self) -> float:

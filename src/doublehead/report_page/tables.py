@@ -7,11 +7,13 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
+import torch
 
+from doublehead.curves import ClassGaps
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
-from doublehead.report_page.numbers import MAX_ERRORS, Method, Shifted
-from doublehead.summary import METRICS, Metric, Summary, capital, percent, shown, shown_interval
+from doublehead.report_page.numbers import MAX_ERRORS, Array, Method, Shifted
+from doublehead.summary import METRICS, Metric, Summary, capital, p_value_text, percent, shown, shown_interval
 
 ROWS = (
     "accuracy", "ece", "floor", "p_value", "overconfidence", "adaptive_ece", "ece_classwise", "mce", "nll", "brier",
@@ -22,15 +24,10 @@ OWN_ROWS = {
     "p_value": Metric("p-value", False, 0, "chance that a perfectly calibrated model has this ECE"),
 }
 PAIRED = ("ece", "overconfidence", "ece_classwise", "nll", "brier", "aurc", "accuracy")
-PAIR_ROWS: list[dict[str, Any]] = [
-    {
-        "key": key,
-        "label": capital(METRICS[key].title),
-        "percent": METRICS[key].is_share,
-        "better": METRICS[key].better,
-    }
-    for key in PAIRED
-]
+LONGEST_NAME = 100
+MAX_CLASSES = 2000  # in the table that can be sorted, the worst ones
+MAX_GROUPS = 200
+MAX_PAIRS = 15
 
 
 def metrics_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -38,6 +35,8 @@ def metrics_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
     table = []
     for key in ROWS:
         metric = OWN_ROWS.get(key) or METRICS[key]
+        if key not in OWN_ROWS and any(key not in method.summary.metrics for method in methods):
+            continue
         texts = [_value_text(method.summary, key, metric.is_share) for method in methods]
         best = _best([value_of(m, key) for m in methods], metric.better) if len(set(texts)) > 1 else None
         cells = [
@@ -50,6 +49,26 @@ def metrics_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
         ]
         table.append({"label": capital(metric.title), "hint": metric.meaning, "cells": cells})
     return table
+
+
+def clean(name: str, longest: int = LONGEST_NAME) -> str:
+    """A name that can be encoded and printed: control characters and broken file names become U+FFFD."""
+    whole = "".join(c if c.isprintable() else "\ufffd" for c in str(name))
+    return whole if len(whole) <= longest else whole[: longest - 1] + "…"
+
+
+def pair_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """The metrics of the comparison of two methods: those that all methods have."""
+    return [
+        {
+            "key": key,
+            "label": capital(METRICS[key].title),
+            "percent": METRICS[key].is_share,
+            "better": METRICS[key].better,
+        }
+        for key in PAIRED
+        if all(key in method.summary.metrics for method in methods)
+    ]
 
 
 def value_of(method: Method, key: str) -> float:
@@ -73,14 +92,114 @@ def bins_table(method: Method) -> list[dict[str, Any]]:
     ]
 
 
+def class_name(k: int, names: Sequence[str] | None) -> str:
+    """The name of a class, or its number."""
+    return names[k] if names is not None else f"class {k}"
+
+
 def class_rows(method: Method, names: Sequence[str] | None, shown: int) -> list[dict[str, Any]]:
     """The worst classes first."""
     gaps = method.classes
+    if gaps is None:
+        return []
     order = gaps.worst_first()[:shown]
-    widest = float(np.nanmax(np.abs(gaps.gap[order])))
+    return gap_rows(gaps, [class_name(k, names) for k in order], order)
+
+
+def class_data(method: Method) -> list[list[float | None]]:
+    """The numbers of the class table for the page's script, worst first: class, samples, then percent."""
+    gaps = method.classes
+    if gaps is None:
+        return []
+    columns = (gaps.confidence, gaps.accuracy, gaps.gap, gaps.band_low, gaps.band_high, gaps.ece)
+    return [
+        [int(k), int(gaps.counts[k]), int(gaps.off[k]), *(_percent(column[k]) for column in columns)]
+        for k in gaps.worst_first()[:MAX_CLASSES]
+    ]
+
+
+def _percent(value: float) -> float | None:
+    return round(100 * float(value), 2) if isfinite(value) else None
+
+
+def group_rows(summary: Summary | None, sort: bool = True) -> list[dict[str, Any]]:
+    """A row per group or stretch of time with its ECE, interval and floor; the worst groups first."""
+    gaps = None if summary is None else summary.group_gaps
+    if summary is None or gaps is None:
+        return []
+    order = gaps.worst_first()[:MAX_GROUPS] if sort else np.arange(len(gaps.counts))
+    names, groups = list(summary.groups), list(summary.groups.values())
+    rows = gap_rows(gaps, [clean(names[i]) for i in order], order)
+    for row, i in zip(rows, order):
+        ece = groups[i].metrics["ece"]
+        row |= {"ece": number(ece.estimate), "interval": shown_interval(ece, True)}
+        row |= {"p": p_value_text(min(1.0, float(gaps.p_value[i]) * len(groups)))}
+    return rows
+
+
+def drift(periods: Summary | None) -> str:
+    """Whether the gap differs between stretches of time by more than chance: a chi-squared test of equal gaps."""
+    gaps = None if periods is None else periods.group_gaps
+    if gaps is None or len(gaps.counts) < 2:
+        return ""
+    right = (gaps.accuracy * gaps.counts + 0.5) / (gaps.counts + 1)  # never 0 or 1, so that no variance is 0
+    weight = gaps.counts / (right * (1 - right))
+    excess = float((weight * (gaps.gap - np.average(gaps.gap, weights=weight)) ** 2).sum())
+    p = float(torch.special.gammaincc(torch.tensor((len(weight) - 1) / 2), torch.tensor(excess / 2)))
+    low, high = (f"{100 * value:+.1f}" for value in (gaps.gap.min(), gaps.gap.max()))
+    changed = "changes" if p < 0.05 else "does not change"
+    return (
+        f"The gap between confidence and accuracy {changed} over time by more than chance explains "
+        f"(between {low} and {high} points, p {p_value_text(p, '= ')})."
+    )
+
+
+def error_rows(method: Method, names: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The most confident errors, the worst first."""
     return [
         {
-            "name": names[k] if names is not None else f"class {k}",
+            "confidence": at_least(error.confidence),
+            "said": class_name(int(error.predicted), names) if error.predicted else "",
+            "label": class_name(int(error.label), names) if error.label else "",
+            "row": f"{error.row:,}",
+            "source": clean(error.source),
+            "shown": clean(error.shown, 300),
+        }
+        for error in method.record.errors
+    ]
+
+
+def at_least(share: float) -> str:
+    """97.31 %, or in words where rounding would claim certainty."""
+    return "at least 99.99 %" if share > 0.9999 else percent(share)
+
+
+def confused_rows(method: Method, names: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The pairs of classes that are mistaken for one another most often."""
+    found = method.record.outcomes
+    if found.labels is None or found.predicted is None:
+        return []
+    k, wrong = method.summary.n_classes, ~found.correct
+    codes, counts = np.unique((found.labels.long() * k + found.predicted)[wrong].numpy(), return_counts=True)
+    totals = np.bincount(found.labels.numpy(), minlength=k)
+    order = np.lexsort((codes, -counts))[:MAX_PAIRS]
+    return [
+        {
+            "label": class_name(int(codes[i] // k), names),
+            "said": class_name(int(codes[i] % k), names),
+            "count": f"{int(counts[i]):,}",
+            "share": number(counts[i] / totals[codes[i] // k], 1),
+        }
+        for i in order
+    ]
+
+
+def gap_rows(gaps: ClassGaps, names: Sequence[str], order: Array) -> list[dict[str, Any]]:
+    """What is claimed and how often it is right: the rows of classes, groups and stretches of time."""
+    widest = float(np.nan_to_num(np.abs(gaps.gap[order])).max(initial=0.0))
+    return [
+        {
+            "name": name,
             "count": f"{int(gaps.counts[k]):,}",
             "confidence": _known(gaps.confidence[k]),
             "accuracy": _known(gaps.accuracy[k]),
@@ -92,13 +211,14 @@ def class_rows(method: Method, names: Sequence[str] | None, shown: int) -> list[
             else "",
             "ece": number(gaps.ece[k]),
         }
-        for k in order
+        for name, k in zip(names, order)
     ]
 
 
 def classes_off(method: Method) -> str:
     """How many classes deviate by more than chance explains."""
-    off, n = method.summary.n_classes_off, int((method.classes.counts > 0).sum())
+    off, gaps = method.summary.n_classes_off, method.classes
+    n = 0 if gaps is None else int((gaps.counts > 0).sum())
     if off == 0:
         return "No class deviates by more than chance explains."
     return f"{off} of {n} predicted classes deviate by more than chance explains: their gaps are bold."

@@ -1,0 +1,136 @@
+"""`doublehead evaluate` and `report` beside pandas with scikit-learn, on the same file: seconds and memory.
+
+    python benchmarks/audit_speed.py            # a CSV and a Parquet file of 2 million rows of 10 classes
+    python benchmarks/audit_speed.py --save     # also writes benchmarks/results/audit_speed.json
+
+Each command runs in a process of its own, with one thread. Seconds are CPU seconds, with starting Python and importing;
+memory is the largest that the process held. pandas reads the file whole (with its fastest reader, pyarrow, for CSV
+too), then scikit-learn and numpy compute accuracy, NLL, Brier score, ECE and class-wise ECE: part of what `evaluate`
+prints, which has intervals, the floor and the tests besides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import csv, parquet
+
+RESULTS = Path(__file__).parent / "results" / "audit_speed.json"
+PEER = """
+import sys, numpy as np, pandas as pd
+from sklearn.metrics import accuracy_score, log_loss
+path = sys.argv[1]
+frame = pd.read_csv(path, engine="pyarrow") if path.endswith("csv") else pd.read_parquet(path)
+probs, labels = frame.filter(like="prob_").to_numpy(), frame["label"].to_numpy()
+top, said = probs.max(1), probs.argmax(1)
+def ece(confidence, hit):
+    which = np.clip(np.ceil(confidence * 15).astype(int) - 1, 0, 14)
+    gaps = np.bincount(which, confidence - hit, 15)
+    return np.abs(gaps).sum() / len(hit)
+one_hot = np.eye(probs.shape[1])[labels]
+print(accuracy_score(labels, said), log_loss(labels, probs), ((probs - one_hot) ** 2).sum(1).mean(),
+      ece(top, said == labels), np.mean([ece(probs[:, k], labels == k) for k in range(probs.shape[1])]))
+"""
+
+
+def write_files(folder: Path, rows: int, classes: int) -> dict[str, Path]:
+    """Probabilities rounded to six digits, labels drawn from them."""
+    files = {"csv": folder / "test.csv", "parquet": folder / "test.parquet"}
+    rng = np.random.default_rng(0)
+    text = binary = None
+    for start in range(0, rows, 100_000):
+        n = min(100_000, rows - start)
+        logits = 2 * rng.normal(size=(n, classes))
+        probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        labels = (probs.cumsum(1) < rng.random((n, 1))).sum(1).clip(max=classes - 1)
+        table = pa.table({"label": labels, **{f"prob_{k}": probs[:, k].round(6) for k in range(classes)}})
+        text = text or csv.CSVWriter(files["csv"], table.schema)
+        binary = binary or parquet.ParquetWriter(files["parquet"], table.schema)
+        text.write(table)
+        binary.write(table)
+    assert text is not None
+    assert binary is not None
+    text.close()
+    binary.close()
+    return files
+
+
+def measured(command: list[str]) -> dict[str, float]:
+    """CPU seconds, seconds and peak memory (MB) of a process."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ARROW_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    start = time.monotonic()
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, command
+    cpu = usage.ru_utime + usage.ru_stime
+    return {
+        "cpu_s": round(cpu, 2),
+        "wall_s": round(time.monotonic() - start, 2),
+        "peak_mb": round(usage.ru_maxrss / 1024),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--classes", type=int, default=10)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        files = write_files(Path(name), options.rows, options.classes)
+        sizes = {kind: round(path.stat().st_size / 1e6) for kind, path in files.items()}
+        ours = [sys.executable, "-m", "doublehead"]
+        start = measured([*ours, "--version"])
+        for kind, path in files.items():
+            commands = {
+                "evaluate": [*ours, "evaluate", str(path)],
+                "report": [*ours, "report", str(path), "-o", f"{path}.html"],
+                "pandas + scikit-learn": [sys.executable, "-c", PEER, str(path)],
+            }
+            for what, command in commands.items():
+                one = found[f"{what}, {kind}"] = measured(command)
+                rate = sizes[kind] / max(one["cpu_s"] - start["cpu_s"], 0.01)
+                print(
+                    f"{what}, {kind} ({sizes[kind]} MB): {one}, {rate:.0f} MB per CPU second after start",
+                    flush=True,
+                )
+    if options.save:
+        facts = {
+            "rows": options.rows,
+            "classes": options.classes,
+            "megabytes": sizes,
+            "start": start,
+            "results": found,
+            "cpu": platform.processor() or platform.machine(),
+            "load": os.getloadavg()[0],
+            "versions": {
+                package: version(package)
+                for package in ("doublehead", "torch", "pyarrow", "pandas", "scikit-learn")
+            },
+            "date": datetime.now(timezone.utc).date().isoformat(),
+        }
+        RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

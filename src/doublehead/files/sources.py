@@ -1,0 +1,196 @@
+"""Which files are read: names, folders, parts of an .npz, standard input; and errors that name them."""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import os
+import re
+import shutil
+import struct
+import sys
+import tempfile
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz")
+ARROW = (".arrow", ".feather")
+FORMATS = (*CSV, *JSON_LINES, ".parquet", *ARROW, ".xlsx", ".npz", ".npy")
+MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz"}
+GZIP = b"\x1f\x8b"
+# What numpy and Arrow raise on damaged files.
+DAMAGED = (
+    ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, OSError, RuntimeError,
+    SyntaxError, TypeError, ValueError, struct.error, csv.Error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
+
+class TableError(ValueError):
+    """A file cannot be used; the message names the file, and the column and row where there is one."""
+
+
+class NoRows(TableError):
+    """No rows at all, or none that pass the filter."""
+
+
+class Source(NamedTuple):
+    """A file, a part of an .npz (`file.npz:test`), a pair of .npy, row groups of a Parquet file, or arrays."""
+
+    path: Path
+    part: str = ""  # prefix of the arrays of an .npz
+    partner: Path | None = None  # the other .npy
+    row_groups: tuple[int, int] | None = None
+    arrays: dict[str, Array] | None = None  # in memory; `path` is then only a name for messages
+    folders: tuple[tuple[str, str], ...] = ()  # ("site", "A") where the file lies in a folder called site=A
+    name: str = ""  # in messages, where it is not the path
+
+    def __str__(self) -> str:
+        return self.name or (f"{self.path}:{self.part}" if self.part else str(self.path))
+
+
+def find_sources(paths: Iterable[str | Path | Source]) -> list[Source]:
+    """The files named, the files inside folders (sorted; hidden ones left out), .npy files paired in order.
+
+    A file that is named twice is read once; `-` is standard input.
+
+    >>> find_sources(["no_such.csv"])
+    Traceback (most recent call last):
+    doublehead.files.sources.TableError: no_such.csv does not exist
+    """
+    found: dict[tuple[Path, str], Source] = {}
+    ready = []
+    for path in paths:
+        if isinstance(path, Source):
+            ready.append(path)
+            continue
+        for source in [_standard_input()] if str(path) == "-" else _inside(*_split_part(path)):
+            found.setdefault((source.path.resolve(), source.part), source)
+    files = list(found.values())
+    if not files and not ready:
+        raise TableError("no file was given")
+    arrays = [source.path for source in files if source.path.suffix == ".npy"]
+    if len(arrays) % 2:
+        raise TableError(
+            f"{arrays[-1]} has no partner: .npy files come in pairs, one of scores (N, K) and one of labels (N,)"
+        )
+    pairs = [Source(arrays[i], partner=arrays[i + 1]) for i in range(0, len(arrays), 2)]
+    return ready + [source for source in files if source.path.suffix != ".npy"] + pairs
+
+
+def format_of(path: Path) -> str:
+    """Which of FORMATS a file's name ends in."""
+    name = path.name.lower()
+    for suffix in FORMATS:
+        if name.endswith(suffix):
+            return suffix
+    raise TableError(f"{path} must end in one of {', '.join(FORMATS)}")
+
+
+def content_of(path: Path) -> tuple[str, bool]:
+    """The format of a file by its first bytes, else by its name; and whether it is compressed by gzip."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    named = format_of(path)
+    suffix = next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), None)
+    if suffix is not None and not (suffix == ".npz" and named == ".xlsx"):
+        return suffix, False
+    return named.removesuffix(".gz"), start.startswith(GZIP)
+
+
+@contextmanager
+def reading(source: Source, names: Sequence[str] = (), header: int = 1) -> Iterator[None]:
+    """Turn what the libraries raise on a bad file into a `TableError`; rows are counted below `header` lines."""
+    try:
+        yield
+    except TableError:
+        raise
+    except FileNotFoundError as error:
+        raise TableError(f"{error.filename or source} does not exist") from error
+    except PermissionError as error:
+        raise TableError(f"{error.filename or source} cannot be read: permission denied") from error
+    except UnicodeDecodeError as error:
+        got = bytes(error.object[error.start : error.end])
+        raise TableError(f"{source} must be UTF-8 text, got {got!r}") from error
+    except DAMAGED as error:
+        raise TableError(_explain(str(error), source, names, header)) from error
+
+
+def _explain(message: str, source: Source, names: Sequence[str], header: int) -> str:
+    """A sentence from an Arrow or numpy message."""
+    message = " ".join(message.split())
+    if cell := re.search(r"In CSV column #(\d+): Row #(\d+): .*invalid value '(.*)'", message):
+        place = f"column {names[int(cell[1])]!r}, row {int(cell[2]) - header}"
+        return f"{source}, {place} must hold a number, got {cell[3]!r}"
+    if short := re.search(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+)", message):
+        row = int(short[1]) - header
+        return (
+            f"{source}, row {row} has {short[3]} values where the header has {short[2]}: "
+            "the file is truncated or has a wrong delimiter there"
+        )
+    if "Empty CSV file" in message:
+        return f"{source} is empty"
+    if "UTF8" in message:
+        return f"{source} must be UTF-8 text"
+    if "pickle" in message:
+        return f"{source} must hold plain arrays, not pickled objects, which are not loaded"
+    what = format_of(source.path).lstrip(".")
+    return f"{source} cannot be read as {what}, it is truncated or damaged: {message[:200]}"
+
+
+def _split_part(path: str | Path) -> tuple[Path, str]:
+    """(`file.npz`, "test") from `file.npz:test`."""
+    found = re.fullmatch(r"(.+\.npz):(\w+)", str(path))
+    if found and not Path(path).exists():
+        return Path(found[1]), found[2]
+    return Path(path), ""
+
+
+def _inside(path: Path, part: str) -> list[Source]:
+    if not path.exists():
+        raise TableError(f"{path} does not exist")
+    if not path.is_dir():
+        format_of(path)
+        return [Source(path, part)]
+    files = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f.relative_to(path))]
+    files = [f for f in files if f.name.lower().endswith(FORMATS)]
+    kinds = sorted({format_of(f) for f in files})
+    if not files:
+        raise TableError(f"{path} holds no file that ends in one of {', '.join(FORMATS)}")
+    if len(kinds) > 1:
+        raise TableError(f"{path} mixes files of {' and '.join(kinds)}: name the files to read")
+    return [Source(file, folders=_folders(file.relative_to(path).parent)) for file in files]
+
+
+def _folders(path: Path) -> tuple[tuple[str, str], ...]:
+    """(("site", "A"),) from `site=A`, as Hive, Spark and Arrow lay out tables."""
+    pairs = (part.split("=", 1) for part in path.parts if "=" in part[1:])
+    return tuple((name, value) for name, value in pairs)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _standard_input() -> Source:
+    """A copy of standard input in a file of its own, which goes when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="doublehead-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "input"
+    with path.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+    with path.open("rb") as file:
+        start = file.read(8)
+    suffix = next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), None)
+    named = path.with_suffix(suffix or (".jsonl" if start.lstrip().startswith(b"{") else ".csv"))
+    os.replace(path, named)
+    return Source(named, name="standard input")

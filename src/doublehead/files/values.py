@@ -1,0 +1,243 @@
+"""The values of the columns as checked arrays. Errors name the file, the column and the row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from doublehead.files.columns import Layout
+from doublehead.files.sources import Array, Source, TableError
+
+MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
+MISSING = "(missing)"
+WORDS: dict[str | None, float] = {
+    None: np.nan,
+    "": np.nan,
+    **dict.fromkeys(("true", "True", "TRUE"), 1.0),
+    **dict.fromkeys(("false", "False", "FALSE"), 0.0),
+}
+
+
+def to_scores(
+    table: Array, layout: Layout, rows: Array, source: Source, kind: str, tolerance: float
+) -> tuple[torch.Tensor, int]:
+    """(B, K) finite scores, and in how many rows some were clipped to 0..1; `rows` are told in errors.
+
+    A single column is a binary model's score of class 1, or the confidence in a class that is not known here.
+    """
+    names = layout.scores
+    narrow = table.dtype in (np.float16, np.float32)
+    table = table.astype(np.float32 if narrow else np.float64, copy=False)
+    finite = np.isfinite(table)
+    if not finite.all():
+        i, j = (int(index[0]) for index in np.nonzero(~finite))
+        name = repr(names[j]) if len(names) == table.shape[1] else f"{names[0]!r} (number {j} of the row)"
+        got = "nothing or nan" if np.isnan(table[i, j]) else f"{table[i, j]}"
+        others = _others(int((~finite).any(1).sum()))
+        raise TableError(
+            f"{source}, column {name}, row {rows[i]} must hold a finite number, got {got}{others}"
+        )
+    if table.shape[1] == 0:
+        raise TableError(f"{source} must have at least one score per row, got none")
+    clipped = 0
+    if kind == "probs":
+        table, clipped = _clip(table, tolerance)
+    if table.shape[1] == 1 and not layout.top_only:
+        other = 1 - table if kind == "probs" else np.zeros_like(table)
+        table = np.concatenate([other, table], 1)
+    elif kind == "logits":
+        _check_logits(table, rows, source)
+    if layout.top_only:
+        _check_confidence(table, rows, source, names[0])
+    elif kind == "probs":
+        _check_probs(table, rows, source, tolerance)
+    return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
+
+
+def _check_confidence(table: Array, rows: Array, source: Source, name: str) -> None:
+    outside = (table[:, 0] < 0) | (table[:, 0] > 1)
+    if outside.any():
+        i = int(outside.argmax())
+        raise TableError(
+            f"{source}, column {name!r}, row {rows[i]} must hold a confidence in 0..1, got {table[i, 0]:.6g}"
+            f"{_others(int(outside.sum()))}; divide percentages by 100"
+        )
+
+
+def to_correct(columns: dict[str, Array], layout: Layout, rows: Array, source: Source) -> torch.Tensor:
+    """(B,) bool: whether the answer was right, as the file says or because the predicted class is the label."""
+    if layout.correct is not None:
+        place = f"{source}, column {layout.correct!r}, row"
+        column = columns[layout.correct]
+        number = _numbers(column, rows, place) if column.dtype.kind in "OU" else column.astype(np.float64)
+        wrong = (number != 0) & (number != 1)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise TableError(
+                f"{place} {rows[i]} must say whether the answer was right (0 or 1), got {number[i]:g}"
+            )
+        return torch.from_numpy(number == 1)
+    assert layout.label is not None
+    assert layout.predicted is not None
+    label, predicted = to_text(columns[layout.label]), to_text(columns[layout.predicted])
+    for name, column in ((layout.label, label), (layout.predicted, predicted)):
+        if (column == MISSING).any():
+            raise TableError(
+                f"{source}, column {name!r}, row {rows[int((column == MISSING).argmax())]} holds nothing"
+            )
+    return torch.from_numpy(np.asarray(label == predicted, dtype=bool))
+
+
+def to_labels(column: Array, layout: Layout, n_classes: int, rows: Array, source: Source) -> Array:
+    """(B,) int64 in 0..K-1 from whole numbers, or from names through the names of the score columns."""
+    place = f"{source}, column {layout.label!r}, row"
+    if column.dtype.kind in "OU":
+        if _are_names(column, layout):
+            return _labels_by_name(column, layout, rows, place)
+        column = _numbers(column, rows, place)
+    if column.ndim != 1 or column.dtype.kind not in "fiub":
+        raise TableError(
+            f"{source}: labels in {layout.label!r} must be whole numbers of shape (N,), "
+            f"got {column.dtype} of shape {column.shape}"
+        )
+    number = column.astype(np.float64)
+    wrong = ~np.isfinite(number) | (number != np.floor(number)) | (np.abs(number) > 2**53)
+    if wrong.any():
+        i = int(wrong.argmax())
+        got = "nothing" if np.isnan(number[i]) else f"{number[i]:g}"
+        raise TableError(
+            f"{place} {rows[i]} must hold a class (a whole number), got {got}{_others(int(wrong.sum()))}"
+        )
+    labels: Array = number.astype(np.int64) - layout.base
+    outside = (labels < 0) | (labels >= n_classes)
+    if outside.any():
+        i, last = int(outside.argmax()), layout.base + n_classes - 1
+        raise TableError(
+            f"{place} {rows[i]}: labels of {n_classes} classes must lie in {layout.base}..{last}, "
+            f"got {labels[i] + layout.base}{_base_hint(labels, n_classes, layout.base)}"
+        )
+    return labels
+
+
+def to_text(column: Array) -> Array:
+    """A column as text, whole numbers without a point; what is missing reads (missing).
+
+    >>> to_text(np.array([1.0, np.nan])).tolist()
+    ['1', '(missing)']
+    """
+    return np.array([_tell(value) for value in column.tolist()], dtype=object)
+
+
+def _tell(value: object) -> str:
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else MISSING if math.isnan(value) else str(value)
+    return MISSING if value is None or value == "" else str(value).strip()
+
+
+def _are_names(column: Array, layout: Layout) -> bool:
+    """Whether labels in text are names of classes: columns have other names than numbers, or a label is a column."""
+    if not all(name.isdecimal() for name in layout.classes):
+        return True
+    labels = {str(value).strip() for value in column.tolist()[:1000]}
+    return len(layout.scores) > 1 and bool(labels & set(layout.scores))
+
+
+def _clip(table: Array, tolerance: float) -> tuple[Array, int]:
+    """Probabilities a rounding error outside 0..1 moved onto the bound, and in how many rows there were such."""
+    low, high = table.min(), table.max()
+    near = -min(tolerance, 1e-3) <= low and high <= 1 + min(tolerance, 1e-3)
+    if not near or (low >= 0 and high <= 1):
+        return table, 0
+    clipped: Array = np.clip(table, 0, 1)
+    return clipped, int((clipped != table).any(1).sum())
+
+
+def _check_logits(table: Array, rows: Array, source: Source) -> None:
+    low, high = table.min(), table.max()
+    if max(-low, high) > MAX_LOGIT:
+        i = int(np.abs(table).max(1).argmax())
+        raise TableError(
+            f"{source}, row {rows[i]}: logits must lie within {MAX_LOGIT:g}, got {table[i].tolist()}"
+        )
+    if low < 0 or high > 100:
+        return
+    sums = table.sum(1, dtype=np.float64)
+    for total, what in (
+        (1, "probabilities: give --probs"),
+        (100, "percentages: divide them by 100, give --probs"),
+    ):
+        if np.abs(sums / total - 1).max() <= 1e-3:
+            raise TableError(
+                f"{source}: all scores are positive and each row sums to {total}, so these are {what}"
+            )
+
+
+def _check_probs(table: Array, rows: Array, source: Source, tolerance: float) -> None:
+    low, high = table.min(1), table.max(1)
+    outside = (low < 0) | (high > 1 + 1e-6)
+    if outside.any():
+        i = int(outside.argmax())
+        value = low[i] if low[i] < 0 else high[i]
+        sums = table.sum(1, dtype=np.float64)
+        if low.min() >= 0 and np.abs(sums / 100 - 1).max() <= 1e-2:
+            raise TableError(f"{source}: each row sums to 100, so these are percentages: divide them by 100")
+        if high.max() <= 1e-6 and np.abs(np.exp(table.astype(np.float64)).sum(1) - 1).max() <= max(
+            tolerance, 1e-2
+        ):
+            raise TableError(
+                f"{source}: these are log-probabilities: give --logits, which gives the same results"
+            )
+        raise TableError(
+            f"{source}, row {rows[i]}: probabilities must lie in 0..1, got {value:.6g}{_others(int(outside.sum()))}; "
+            "give --logits if these are logits"
+        )
+    sums = table.sum(1, dtype=np.float64)
+    off = np.abs(sums - 1) > tolerance
+    if off.any():
+        i = int(off.argmax())
+        raise TableError(
+            f"{source}, row {rows[i]}: probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}"
+            f"{_others(int(off.sum()))}; a file rounded to few digits needs a larger --tolerance"
+        )
+
+
+def _numbers(column: Array, rows: Array, place: str) -> Array:
+    """(B,) float64 from text: nan where there is none, 1 and 0 for true and false."""
+    numbers = np.empty(len(column), dtype=np.float64)
+    for i, text in enumerate(column.tolist()):
+        try:
+            numbers[i] = WORDS[text] if text in WORDS else float(text)
+        except ValueError:
+            raise TableError(f"{place} {rows[i]} must hold a class (a whole number), got {text!r}") from None
+    return numbers
+
+
+def _labels_by_name(column: Array, layout: Layout, rows: Array, place: str) -> Array:
+    names = {name: i for i, name in enumerate(layout.scores) if len(layout.scores) > 1}
+    names.update({name: i for i, name in enumerate(layout.classes)})
+    found, at = np.unique(to_text(column), return_inverse=True)
+    index: Array = np.array([names.get(str(name), -1) for name in found], dtype=np.int64)[at]
+    if (index < 0).any():
+        i = int((index < 0).argmax())
+        classes = ", ".join(layout.classes[:10]) + (", ..." if len(layout.classes) > 10 else "")
+        wanted = f"one of the classes {classes}" if classes else "a whole number"
+        got = "nothing" if column[i] in (None, "") else repr(str(column[i]))
+        raise TableError(f"{place} {rows[i]} must hold {wanted}, got {got}{_others(int((index < 0).sum()))}")
+    return index
+
+
+def _base_hint(labels: Array, n_classes: int, base: int) -> str:
+    """What to try when every label is one too high or one too low."""
+    if labels.min() >= 1 and labels.max() == n_classes:
+        shift = 1
+    elif labels.min() == -1 and labels.max() < n_classes - 1 and base > 0:
+        shift = -1
+    else:
+        return ""
+    return f"; if labels are counted from {base + shift}, give --label-base {base + shift}"
+
+
+def _others(bad_rows: int) -> str:
+    return f" ({bad_rows} such rows in this part of the file)" if bad_rows > 1 else ""

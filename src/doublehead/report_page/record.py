@@ -1,0 +1,195 @@
+"""What a report keeps of the predictions of one method, gathered in one pass; the scores themselves are not kept."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from doublehead.files.reading import PredictionTable
+from doublehead.files.sources import TableError
+from doublehead.files.values import to_text
+from doublehead.outcomes import Outcomes
+from doublehead.predictions import Predictions
+from doublehead.summary import Summary, Tally, add_sample_metrics
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+MAX_ERRORS = 25  # the most confident ones are listed
+MAX_PERIODS = 12
+SHOWN = (
+    "text",
+    "sentence",
+    "question",
+    "image",
+    "path",
+    "file",
+    "filename",
+    "file_name",
+    "id",
+    "name",
+    "url",
+)
+
+
+class ErrorRow(NamedTuple):
+    """A wrong answer and where it stands."""
+
+    confidence: float
+    label: str
+    predicted: str
+    row: int  # of the file, from 1
+    source: str
+    shown: str  # the text, path or id of the sample, where the file has one
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One method: its sums, what is kept of each sample, its most confident errors, the time of each sample."""
+
+    tally: Tally
+    outcomes: Outcomes
+    errors: tuple[ErrorRow, ...] = ()
+    times: Array | None = None  # (N,) numbers or dates
+
+    @classmethod
+    def of(
+        cls, p: Predictions, n_bins: int = 15, by: Array | None = None, times: Array | None = None
+    ) -> Record:
+        """The record of predictions in memory."""
+        rows = np.arange(1, len(p) + 1)
+        return _gathered([_Part(p, by, rows, "", None, times)], n_bins)
+
+    @classmethod
+    def of_table(
+        cls,
+        table: PredictionTable,
+        n_bins: int = 15,
+        time: str | None = None,
+        shown: str | None = None,
+        advance: Callable[[int], None] | None = None,
+    ) -> Record:
+        """The record of files, which are streamed; `time` and `shown` are among the extra columns of the table."""
+
+        def parts() -> Iterable[_Part]:
+            for chunk in table.chunks(advance):
+                if chunk.predictions is None:
+                    raise TableError(f"{table.sources[0]} has no labels to measure by")
+                columns = {name: chunk.raw.columns[name][chunk.rows] for name in table.extra}
+                texts = None if shown is None else to_text(columns[shown])
+                times = None if time is None else as_times(columns[time], time, str(chunk.source))
+                yield _Part(chunk.predictions, chunk.groups, chunk.numbers, str(chunk.source), texts, times)
+
+        return _gathered(parts(), n_bins)
+
+    def summary(self, seed: int = 0) -> Summary:
+        """Every number of the method."""
+        return add_sample_metrics(self.tally.summary(seed), self.outcomes)
+
+    def periods(self, seed: int = 0) -> Summary | None:
+        """The same summary with stretches of time as its groups, at most a dozen; None without times."""
+        if self.times is None:
+            return None
+        names, which = _periods(self.times)
+        groups = {
+            name: Tally.of(self.outcomes[np.flatnonzero(which == i)], self.tally.n_bins)
+            for i, name in enumerate(names)
+        }
+        found = {name: group.summary(seed) for name, group in groups.items()}
+        return replace(self.tally.summary(seed), groups=found)
+
+
+class _Part(NamedTuple):
+    predictions: Predictions | Outcomes
+    groups: Array | None
+    rows: Array
+    source: str
+    shown: Array | None
+    times: Array | None
+
+
+def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
+    tally: Tally | None = None
+    outcomes, times = [], []
+    errors: list[ErrorRow] = []
+    for part in parts:
+        more = Tally.of(part.predictions, n_bins, part.groups)
+        tally = more if tally is None else tally + more
+        p = part.predictions
+        outcomes.append(p if isinstance(p, Outcomes) else Outcomes.of(p))
+        errors = heapq.nlargest(MAX_ERRORS, [*errors, *_errors(outcomes[-1], part)])
+        if part.times is not None:
+            times.append(part.times)
+    assert tally is not None
+    whole = Outcomes.joined(outcomes)
+    if whole.nll is not None and tally.n_zero_labels:
+        whole.nll.nan_to_num_(posinf=-math.log(tally.zero_floor))
+    return Record(tally, whole, tuple(errors), np.concatenate(times) if times else None)
+
+
+def _errors(found: Outcomes, part: _Part) -> list[ErrorRow]:
+    wrong = (~found.correct).nonzero()[:, 0]
+    worst = wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]]
+    named = found.labels is not None and found.predicted is not None
+    return [
+        ErrorRow(
+            float(found.confidence[i]),
+            str(int(found.labels[i])) if named and found.labels is not None else "",
+            str(int(found.predicted[i])) if named and found.predicted is not None else "",
+            int(part.rows[i]),
+            part.source,
+            "" if part.shown is None else str(part.shown[i]),
+        )
+        for i in worst.tolist()
+    ]
+
+
+def as_times(column: Array, name: str, source: str) -> Array:
+    """Numbers as they are, text as dates (ISO 8601)."""
+    if column.dtype.kind in "iuf":
+        times: Array = column.astype(np.float64)
+        missing = np.isnan(times)
+    elif column.dtype.kind == "M":
+        times, missing = column.astype("datetime64[s]"), np.isnat(column)
+    else:
+        try:
+            times = np.array([str(value).strip() for value in column.tolist()], dtype="datetime64[s]")
+        except ValueError as error:
+            raise TableError(
+                f"{source}: the times in {name!r} must be numbers or dates such as 2024-12-31, got {error}"
+            ) from error
+        missing = np.isnat(times)
+    if missing.any():
+        raise TableError(f"{source}: the time in {name!r} is missing in {int(missing.sum())} rows")
+    return times
+
+
+def _periods(times: Array) -> tuple[list[str], Array]:
+    """Names of at most MAX_PERIODS stretches of time and the one of each sample; months or years where they suffice."""
+    if times.dtype.kind == "M":
+        for unit in ("D", "M", "Y"):
+            rounded = times.astype(f"datetime64[{unit}]")
+            values, which = np.unique(rounded, return_inverse=True)
+            if len(values) <= MAX_PERIODS:
+                return [str(value) for value in values], which
+    values, which = np.unique(times, return_inverse=True)
+    if len(values) <= MAX_PERIODS:
+        return [_told(value) for value in values], which
+    edges = np.unique(np.quantile(which, np.arange(1, MAX_PERIODS) / MAX_PERIODS, method="nearest"))
+    which = np.searchsorted(edges, which, side="right")
+    bounds = [(times[which == i].min(), times[which == i].max()) for i in range(int(which.max()) + 1)]
+    return [f"{_told(low)} to {_told(high)}" for low, high in bounds], which
+
+
+def _told(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, np.floating) else str(value).replace("T", " ")
+
+
+def shown_column(columns: Sequence[str], taken: Sequence[str]) -> str | None:
+    """The column that tells a reader which sample a row is."""
+    names = {name.lower(): name for name in columns if name not in taken}
+    return next((names[name] for name in SHOWN if name in names), None)

@@ -1,0 +1,192 @@
+"""Files as people have them: other layouts, encodings and formats give the predictions of a plain CSV."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from doublehead.files import TableError, read_predictions
+from doublehead.outcomes import Outcomes
+
+pa = pytest.importorskip("pyarrow")
+
+PROBS = [[0.75, 0.25], [0.125, 0.875], [0.5, 0.5]]
+LABELS = [0, 1, 1]
+
+TEXTS = {
+    "decimal commas": "label;a;b\n0;0,75;0,25\n1;0,125;0,875\n1;0,5;0,5\n",
+    "decimal commas, no header": "0;0,75;0,25\n1;0,125;0,875\n1;0,5;0,5\n",
+    "spaces": "label, a, b\na, 0.75, 0.25\nb, 0.125, 0.875\nb, 0.5, 0.5\n",
+    "no header": "0,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
+    "no header, label last": "0.75,0.25,a\n0.125,0.875,b\n0.5,0.5,b\n".replace(",a", ",0").replace(
+        ",b", ",1"
+    ),
+    "bars": "label|a|b\na|0.75|0.25\nb|0.125|0.875\nb|0.5|0.5\n",
+    "ids": "row_id,gt,prob_a,prob_b\n7,a,0.75,0.25\n8,b,0.125,0.875\n9,b,0.5,0.5\n",
+    "long": "id,label,class,prob\n"
+    + "".join(
+        f"x{i},{'ab'[y]},{c},{p[k]}\n"
+        for i, (y, p) in enumerate(zip(LABELS, PROBS))
+        for k, c in enumerate("ab")
+    ),
+    "long, mixed": "sample,class,prob,gt\nu,b,0.25,a\nt,a,0.125,b\nu,a,0.75,a\nt,b,0.875,b\ns,a,0.5,b\ns,b,0.5,b\n",
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_text_layouts_without_a_flag(case: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(TEXTS[case])
+    p = read_predictions(tmp_path / "a.csv").load()
+    assert p.probs.tolist() == PROBS
+    assert p.labels.tolist() == LABELS
+
+
+@pytest.mark.parametrize("label", ["gt", "actual", "category", "True Class", "y_true", "Ground Truth"])
+@pytest.mark.parametrize(
+    "scores", ["{}_prob", "softmax_{}", "Prob({})", "prob_{}", "P(y={})", "{} probability"]
+)
+def test_names_that_are_guessed(label: str, scores: str, tmp_path: Path) -> None:
+    header = ",".join([label, scores.format("a"), "age", scores.format("b")])
+    rows = [f"{'ab'[y]},{p[0]},31.5,{p[1]}" for y, p in zip(LABELS, PROBS)]
+    (tmp_path / "a.csv").write_text("\n".join([header, *rows]) + "\n")
+    table = read_predictions(tmp_path / "a.csv")
+    assert table.load().probs.tolist() == PROBS
+    assert table.layout.classes == ("a", "b")
+
+
+def plain() -> bytes:
+    rows = [f"{y},{p[0]},{p[1]}" for y, p in zip(LABELS, PROBS)]
+    return "\n".join(["label,prob_0,prob_1", *rows, ""]).encode()
+
+
+def as_table() -> Any:
+    columns = {"label": LABELS, "prob_0": [p[0] for p in PROBS], "prob_1": [p[1] for p in PROBS]}
+    return pa.table(columns)
+
+
+def as_json_lines(lists: bool) -> bytes:
+    rows: list[dict[str, Any]] = [
+        {"label": y, **({"probs": p} if lists else {"prob_0": p[0], "prob_1": p[1]})}
+        for y, p in zip(LABELS, PROBS)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_arrow() -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, as_table().schema) as writer:
+        writer.write_table(as_table(), max_chunksize=2)
+    return sink.getvalue()
+
+
+CONTENTS = {
+    "gzip by content.csv": lambda: gzip.compress(plain()),
+    "utf-16.csv": lambda: plain().decode().encode("utf-16"),
+    "big endian.csv": lambda: b"\xfe\xff" + plain().decode().encode("utf-16-be"),
+    "windows.csv": lambda: plain().replace(b"\n", b"\r\n"),
+    "a.jsonl": lambda: as_json_lines(False),
+    "lists.ndjson": lambda: as_json_lines(True),
+    "a.jsonl.gz": lambda: gzip.compress(as_json_lines(True)),
+    "a.arrow": as_arrow,
+    "a.feather": as_arrow,
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_formats_and_encodings(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(CONTENTS[name]())
+    p = read_predictions(tmp_path / name).load()
+    assert p.probs.tolist() == PROBS
+    assert p.labels.tolist() == LABELS
+
+
+@pytest.mark.parametrize(
+    "content", [plain, as_arrow, lambda: as_json_lines(True)], ids=["csv", "arrow", "jsonl"]
+)
+def test_standard_input(content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content())))
+    assert read_predictions("-").load().probs.tolist() == PROBS
+
+
+TOP_LABEL = {
+    "predicted": "label,predicted,confidence\na,a,0.75\nb,a,0.5\nb,b,0.875\n",
+    "numbers": "y_true,y_pred,conf\n1,1,0.75\n2,1.0,0.5\n2,2,0.875\n",
+    "correct": "correct,confidence\n1,0.75\n0,0.5\n1,0.875\n",
+    "words": "confidence,is_correct\n0.75,true\n0.5,False\n0.875,TRUE\n",
+    "top-k": "label,class_1,prob_1,class_2,prob_2\na,a,0.75,b,0.25\nb,a,0.5,b,0.5\nb,b,0.875,a,0.125\n",
+    "top1": "label,top1_class,top1_prob,top2_class,top2_prob\na,a,0.75,b,0.25\nb,a,0.5,b,0.5\nb,b,0.875,a,0.125\n",
+    "ranked": "label,pred_1,confidence_1,pred_2,confidence_2\na,a,0.75,b,0.25\nb,a,0.5,b,0.5\nb,b,0.875,a,0.125\n",
+}
+
+
+@pytest.mark.parametrize("case", TOP_LABEL)
+def test_the_confidence_in_the_predicted_class_alone(case: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(TOP_LABEL[case])
+    table = read_predictions(tmp_path / "a.csv")
+    (chunk,) = table.chunks()
+    assert isinstance(chunk.predictions, Outcomes)
+    assert chunk.predictions.confidence.tolist() == [0.75, 0.5, 0.875]
+    assert chunk.predictions.correct.tolist() == [True, False, True]
+    summary = table.tally().summary()
+    assert summary.values["accuracy"] == pytest.approx(2 / 3)
+    assert "nll" not in summary.metrics
+    assert "3 predictions" in str(summary)
+    with pytest.raises(TableError, match="a score for every class is needed"):
+        table.load()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("correct,confidence\n1,75.0\n0,50.5\n", "row 1 must hold a confidence in 0..1, got 75"),
+        ("correct,confidence\n2,0.75\n", "must say whether the answer was right"),
+        ("label,predicted,confidence\na,,0.75\n", "column 'predicted', row 1 holds nothing"),
+        ("id,label,class,prob\n1,a,a,0.5\n1,a,b,0.5\n2,b,a,0.5\n", "must have 2 rows for each sample"),
+        ("id,label,class,prob\n1,a,a,0.5\n1,b,b,0.5\n", "one label for each sample"),
+    ],
+)
+def test_what_is_wrong_in_other_layouts(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(TableError, match=message):
+        read_predictions(tmp_path / "a.csv").tally()
+
+
+def test_folders_named_by_a_column(tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        (tmp_path / "new" / f"site={site}").mkdir(parents=True)
+        (tmp_path / "new" / f"site={site}" / "part.csv").write_bytes(plain())
+    groups = read_predictions(tmp_path / "new", by="site").tally().groups
+    assert {name: tally.n for name, tally in groups.items()} == {"north": 3, "south": 3}
+    assert read_predictions(tmp_path / "new", where={"site": "north"}).tally().n == 3
+
+
+def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes(plain())
+    (tmp_path / "link.csv").symlink_to(file)
+    assert read_predictions([file, str(file), tmp_path / "link.csv"]).tally().n == 3
+
+
+def test_excel(tmp_path: Path) -> None:
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    for row in [["label", "prob_0", "prob_1"], *([y, *p] for y, p in zip(LABELS, PROBS))]:
+        book.active.append(row)
+    book.save(tmp_path / "a.xlsx")
+    assert read_predictions(tmp_path / "a.xlsx").load().probs.tolist() == PROBS
+
+
+def test_wide_files(tmp_path: Path) -> None:
+    n, k = 3, 20_000  # look-ups by name once took time that grew with the square of the columns
+    scores = np.random.default_rng(0).normal(size=(n, k)).round(4)
+    lines = [",".join(["label", *(f"logit_{i}" for i in range(k))])]
+    lines += [",".join([str(i), *map(str, row)]) for i, row in enumerate(scores.tolist())]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    assert np.array_equal(read_predictions(tmp_path / "a.csv").load().logits.numpy(), scores)
