@@ -20,6 +20,7 @@ ORDER = (
     "atomic",
     "torch_tools",  # the method: from small tools to the companion
     "calibration_data",
+    "tasks",
     "network",
     "calibration_head",
     "head_training",

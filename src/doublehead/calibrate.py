@@ -13,8 +13,9 @@ from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.table import make
 from doublehead.double_head import Calibrated, DoubleHead, read
-from doublehead.network import LogitsOf, Outputs, Reader, Readings, View
+from doublehead.network import POSITIONS, LogitsOf, Reader, Readings, View
 from doublehead.predictions import Predictions
+from doublehead.tasks import IGNORE_INDEX, Outputs, Task
 from doublehead.torch_tools import device_of, from_every_process, same_on_all_processes, seeded, unwrapped
 
 
@@ -39,7 +40,8 @@ def calibrate(
 
     Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy;
     `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `train_data` is
-    checked for samples in common; `to_pair`, `logits_of`, `outputs` and `layer` as for `DoubleHead`.
+    checked for samples in common; `positions` tokens or pixels are drawn from all that count; `to_pair`, `logits_of`,
+    `outputs`, `task`, `ignore_index` and `layer` as for `DoubleHead`.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> model = calibrate(network, (torch.randn(300, 4), torch.randint(3, (300,))))
@@ -66,6 +68,9 @@ def _calibrate_network(
     to_pair: ToPair | None = None,
     logits_of: LogitsOf | None = None,
     outputs: Outputs | None = None,
+    task: Task | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    positions: int = POSITIONS,
     layer: str | None = None,
 ) -> Calibrated:
     if isinstance(network, Calibrated):
@@ -77,9 +82,11 @@ def _calibrate_network(
         if beside is not None:
             to_pair, old = beside.to_pair, beside.reader
             logits_of, outputs, layer = old.logits_of, old.outputs, old.layer
+            task, ignore_index = old.task, old.ignore_index
         first = unpack(next(iter(as_batches(calib_data))), device_of(inner), to_pair)
-        reader = Reader(inner, first, layer=layer, logits_of=logits_of, outputs=outputs, views=views)
-        readings = read(reader, calib_data, to_pair)
+        how = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task, "views": views}
+        reader = Reader(inner, first, ignore_index=ignore_index, **how)  # type: ignore[arg-type]
+        readings = read(reader, calib_data, to_pair, positions)
     return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed)
 
 

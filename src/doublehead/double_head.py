@@ -29,24 +29,25 @@ from doublehead.calibration_data import (
     Endless,
     ToPair,
     as_batches,
-    fold_of,
     length_of,
     unpack,
     until_repeated,
 )
 from doublehead.calibration_head import PAPER, CalibrationHead, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
-from doublehead.network import LogitsOf, Outputs, Reader, Readings, with_logits
+from doublehead.network import POSITIONS, LogitsOf, Reader, Readings, per_row
+from doublehead.tasks import IGNORE_INDEX, Outputs, Task
 from doublehead.torch_tools import Randomness, device_of, evaluating, n_processes, rank, uncompiled, unwrapped
 
 OPINION = replace(PAPER, hidden=256, dropout=0.5)  # smaller than the paper's head: each sees 4/5 of the data
 SECOND_OPINION = tuple(replace(OPINION, fold=fold, seed=fold) for fold in range(N_FOLDS))
 PATIENCE = 20  # calibration steps in a row that may fail before the heads' training is given up
+POSITIONS_PER_STEP = 4096  # of tokens or pixels that the heads learn from in one step
 MAX_SAMPLES = 20_000  # read from calibration data that does not know its length and may be endless
 
 
 class Heads(NamedTuple):
-    """The log-probabilities of the network and of its calibrated answer, (B, K) each."""
+    """The log-probabilities of the network and of its calibrated answer, (N, K) each, of samples or positions."""
 
     main: Tensor
     calib: Tensor
@@ -61,8 +62,10 @@ class DoubleHead:
     inputs, for calibration under distribution shift. `steps` is the number of network steps in an epoch, in which
     beta runs from beta0 to 1; without it, and without `step(progress=...)`, beta runs once in each pass over the
     calibration data. `to_pair` turns a batch of another form into (inputs, labels), `logits_of` takes the logits
-    out of an unusual output, `layer` names the network's last layer; all three are found by themselves in the
-    usual cases, and all is checked at once with the first calibration batch.
+    out of an unusual output, `layer` names the network's last layer, `task` says what it does (see
+    `doublehead.tasks`); all are found by themselves in the usual cases, and all is checked at once with the first
+    calibration batch. Networks with one logit, tokens and pixels are taken too; positions whose label is
+    `ignore_index` do not count. Sample weights come third in a batch: (inputs, labels, weights).
 
     A calibration batch that cannot be used is skipped and counted in `skipped`, and never stops your training; if
     that happens 20 times in a row, the heads' training ends with a warning.
@@ -89,6 +92,8 @@ class DoubleHead:
         to_pair: ToPair | None = None,
         logits_of: LogitsOf | None = None,
         outputs: Outputs | None = None,
+        task: Task | None = None,
+        ignore_index: int = IGNORE_INDEX,
         layer: str | None = None,
         batch_size: int = BATCH_SIZE,
         weight_decay: float = 5e-5,
@@ -108,7 +113,20 @@ class DoubleHead:
         batches = as_batches(calib_data, batch_size, shuffle=True)
         with self._randomness.swapped_in():
             first = unpack(_first(batches), device, to_pair)
-            self.reader = Reader(network, first, layer=layer, logits_of=logits_of, outputs=outputs)
+            self.reader = Reader(
+                network,
+                first,
+                layer=layer,
+                logits_of=logits_of,
+                outputs=outputs,
+                task=task,
+                ignore_index=ignore_index,
+            )
+        if self.reader.task == "labels":
+            raise ValueError(
+                "DoubleHead trains heads for one class per sample, and this network has several labels: calibrate it "
+                "after training with calibrate(network, calib_data)"
+            )
         specs = (heads,) if isinstance(heads, HeadSpec) else tuple(SECOND_OPINION if heads is None else heads)
         self.bank = HeadBank(self.reader.n_features, self.reader.n_classes, specs).to(device)
         self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
@@ -153,7 +171,9 @@ class DoubleHead:
 
     def _train_heads(self, progress: float | None) -> Tensor:
         batch = unpack(self._batches.next(), device_of(self.network), self.to_pair)
-        folds = fold_of(batch) if self._has_folds else torch.zeros_like(batch.labels)
+        labels = self.reader.targets(batch.labels, check=False)
+        at = self.reader.pick(labels, POSITIONS_PER_STEP)
+        labels, folds, *weights = per_row(batch, labels, at, self._has_folds)
         args, kwargs = batch.args, batch.kwargs
         if self.augment is not None:
             args = (self.augment(args[0]), *args[1:]) if args else args
@@ -161,9 +181,9 @@ class DoubleHead:
         with torch.no_grad(), evaluating(self.network):
             if self.network is not uncompiled(self.network):
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
-            answer = self.reader.run(args, kwargs)
+            answer = self.reader.run(args, kwargs, at=at)
         progress = self._progress(progress)
-        return self.training.step(answer.logits, answer.features, batch.labels, folds, progress)
+        return self.training.step(answer.logits, answer.features, labels, folds, progress, *weights)
 
     def _progress(self, given: float | None) -> float:
         if given is not None:
@@ -255,9 +275,11 @@ class DoubleHead:
 class Calibrated(nn.Module):
     """A classifier and its calibration as one module. `model(x)` gives normalised log-probabilities (B, K).
 
-    An output that carries `logits`, as those of Hugging Face models do, comes back in the same form with the
-    log-probabilities in their place. `head` maps main logits and features to calibrated logits: a CalibrationHead,
-    or any Calibrator. `opinion` are heads that were trained beside the network, pooled by the staged head.
+    The output keeps its form: (B, T, K) for tokens, (B, K, H, W) for pixels. A network with one logit, or one per
+    label, gives calibrated logits of the same shape: their sigmoid is the calibrated probability. An output that
+    carries `logits`, as those of Hugging Face models do, comes back in the same form with the new ones in their
+    place. `head` maps main logits and features to calibrated logits: a CalibrationHead, or any Calibrator. `opinion`
+    are heads that were trained beside the network, pooled by the staged head.
     The network's own answer is `model.network(x)`, both are `model.heads(x)`.
     """
 
@@ -271,10 +293,11 @@ class Calibrated(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output with calibrated, normalised log-probabilities in place of its logits."""
         answer = self.reader.run(args, kwargs, network=self.network)
-        return with_logits(answer.output, self.calibrated(answer.logits, answer.features, answer.numbers))
+        log_probs = self.calibrated(answer.logits, answer.features, answer.numbers)
+        return self.reader.replaced(answer.output, log_probs)
 
     def heads(self, *args: Any, **kwargs: Any) -> Heads:
-        """The log-probabilities of the network and the calibrated ones."""
+        """The log-probabilities of the network and the calibrated ones, as rows of classes in every task."""
         answer = self.reader.run(args, kwargs, network=self.network)
         calib = self.calibrated(answer.logits, answer.features, answer.numbers)
         return Heads(answer.logits.float().log_softmax(-1), calib)
@@ -307,12 +330,13 @@ class Calibrated(nn.Module):
         return export_model(self, path, example, to, **options)  # type: ignore[arg-type]
 
 
-def read(reader: Reader, data: Any, to_pair: ToPair | None = None) -> Readings:
+def read(reader: Reader, data: Any, to_pair: ToPair | None = None, positions: int = POSITIONS) -> Readings:
     """Run the network over calibration data once, or over enough of it where it has no length and may be endless."""
     batches: Iterable[Any] = as_batches(data)
+    how = {"to_pair": to_pair, "positions": positions}
     if length_of(batches):
-        return reader.read(batches, to_pair=to_pair)
-    return reader.read(until_repeated(batches, to_pair), to_pair=to_pair, max_samples=MAX_SAMPLES)
+        return reader.read(batches, **how)  # type: ignore[arg-type]
+    return reader.read(until_repeated(batches, to_pair), max_samples=MAX_SAMPLES, **how)  # type: ignore[arg-type]
 
 
 def _first(batches: Iterable[Any]) -> Any:

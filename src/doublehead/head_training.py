@@ -55,12 +55,27 @@ class HeadTraining:
         self._flags = AsyncFlags()
         same_on_all_processes(bank)
 
-    def step(self, main: Tensor, features: Tensor, labels: Tensor, folds: Tensor, progress: float) -> Tensor:
-        """One step of every head on a batch, at `progress` of the epoch; the heads' losses (H,)."""
+    def step(
+        self,
+        main: Tensor,
+        features: Tensor,
+        labels: Tensor,
+        folds: Tensor,
+        progress: float,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        """One step of every head on a batch, at `progress` of the epoch; the heads' losses (H,).
+
+        Labels are classes (B,) or rows of probabilities (B, K); `counts` are sample weights (B,).
+        """
         n_classes = main.shape[-1]
-        valid = (labels >= 0) & (labels < n_classes)
-        labels = labels.clamp(0, n_classes - 1)
+        if labels.ndim == 1:
+            valid = (labels >= 0) & (labels < n_classes)
+            labels = labels.clamp(0, n_classes - 1)
+        else:
+            valid = (labels >= 0).all(1)  # no nan
         sees = ((folds != self.blind) & valid).float()  # (H, B)
+        sees = sees if counts is None else sees * (counts / counts.mean())
         n_seen = average_over_processes(
             sees.sum(1, keepdim=True)
         )  # so that several processes do what one would
@@ -186,6 +201,8 @@ def anneal(beta0: B0, progress: float) -> B0:
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """The negative log-likelihood of each sample for logits (..., B, K) and labels (B,)."""
+    """The negative log-likelihood of each sample for logits (..., B, K) and labels (B,) or probabilities (B, K)."""
+    if labels.ndim == 2:
+        return -(labels * logits.log_softmax(-1)).sum(-1)
     at_labels = logits.gather(-1, labels.expand(logits.shape[:-1]).unsqueeze(-1)).squeeze(-1)
     return logits.logsumexp(-1) - at_labels

@@ -371,7 +371,7 @@ class ShiftGuard(nn.Module):
         rows = []
         with evaluating(self), self.tap.recording():
             for batch in batches:
-                args, kwargs, labels = unpack(batch, device_of(self))
+                args, kwargs, labels, _ = unpack(batch, device_of(self))
                 if perturb is not None:
                     args = (perturb(args[0]), *args[1:]) if args else args
                     kwargs = kwargs if args else perturb(kwargs)
