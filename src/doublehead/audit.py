@@ -32,6 +32,7 @@ def evaluate(
     labels: Any = None,
     *,
     logits: Data = None,
+    weights: Any = None,
     n_bins: int = 15,
     by: Any = None,
     classes: Sequence[str] | None = None,
@@ -42,7 +43,8 @@ def evaluate(
 
     Arrays need `labels`: class numbers from 0 on, or names in `classes`. In a DataFrame or a file, `labels` names the
     column of the label (guessed where it is not given) and labels may be the names of the score columns. `by` is the
-    group of each sample, or the name of a column; see `Summary.groups`. Files are streamed, so they may be larger than
+    group of each sample, or the name of a column; see `Summary.groups`. `weights` say how much each sample counts, or
+    name a column. Files are streamed, so they may be larger than
     memory; `cluster` reads them on a Dask cluster. Further arguments are those of `files.read_predictions`.
 
     >>> summary = evaluate([[0.9, 0.1], [0.2, 0.8]], [0, 1])
@@ -51,14 +53,14 @@ def evaluate(
     """
     data, kind = _one_of(probs, logits)
     if is_path(data):
-        table = _read_path(data, kind, labels, by=by, **reading)
+        table = _read_path(data, kind, labels, by=by, weights=weights, **reading)
         return _tally(table, n_bins, cluster).summary()
     if is_frame(data):
         column = by if isinstance(by, str) else None
-        table = _read_frame(data, kind, labels, by=column, **reading)
+        table = _read_frame(data, kind, labels, by=column, weights=weights, **reading)
         groups = data[column] if column is not None else by
         return Summary.of(table.load(), n_bins, groups)
-    return Summary.of(as_predictions(data, labels, kind, classes), n_bins, by)
+    return Summary.of(as_predictions(data, labels, kind, classes, weights), n_bins, by)
 
 
 def report(
@@ -153,9 +155,13 @@ def read_input(data: Data, *, kind: Kind | None = None, **reading: Any) -> Input
 
 
 def as_predictions(
-    data: Data, labels: Any, kind: Kind = "probs", classes: Sequence[str] | None = None
+    data: Data,
+    labels: Any,
+    kind: Kind = "probs",
+    classes: Sequence[str] | None = None,
+    weights: Any = None,
 ) -> Predictions:
-    """`Predictions` as they are, or from an array (N, K) or (N,) of scores and labels."""
+    """`Predictions` as they are, or from an array (N, K) or (N,) of scores, labels and perhaps weights."""
     if isinstance(data, Predictions):
         return data
     if labels is None:
@@ -169,8 +175,9 @@ def as_predictions(
         numbers = _class_numbers(numbers.astype(str), [str(name) for name in classes])
         labels = numbers
     if getattr(data, "ndim", 2) == 1:
-        return Predictions.from_binary(data, labels, are_probs=kind == "probs")
-    return Predictions.from_probs(data, labels) if kind == "probs" else Predictions(data, labels)
+        return Predictions.from_binary(data, labels, weights, are_probs=kind == "probs")
+    make = Predictions.from_probs if kind == "probs" else Predictions
+    return make(data, labels, weights)
 
 
 def split_kind(text: str, kind: Kind | None) -> tuple[str, Kind | None]:

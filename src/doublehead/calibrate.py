@@ -101,7 +101,7 @@ def fit(
     seed: int = 0,
 ) -> Calibrated:
     """A `Calibrated` from what was read already. Where several processes train together, all get the first one's."""
-    predictions = Predictions(readings.logits, readings.labels)
+    predictions = Predictions(readings.logits, readings.labels, readings.weights)
     if method != "head":
         head: Calibrator = make(method).fit(predictions)
         same_on_all_processes(head)

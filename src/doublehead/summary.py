@@ -92,7 +92,7 @@ class Summary:
     """Every number of some predictions; the bounds of an interval are nan where none is known.
 
     `print(summary)` shows a table. Metrics that need all samples at once (adaptive_ece, smooth_ece, aurc, ...) are
-    absent where the predictions were streamed.
+    absent where the predictions were streamed, weighted or have soft labels.
 
     >>> summary = Summary.of(Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1]))
     >>> summary.n, summary.values["accuracy"], round(summary.values["ece"], 4), summary.grade.word
@@ -113,6 +113,8 @@ class Summary:
     def of(cls, p: Predictions, n_bins: int = 15, by: Sequence[Any] | None = None, seed: int = 0) -> Summary:
         """The summary of predictions in memory; `by` holds the group of each sample, see `groups`."""
         summary = Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed)
+        if p.weights is not None or p.are_soft:
+            return summary
         per_sample = {
             "adaptive_ece": metrics.adaptive_ece(p, n_bins),
             "debiased_ece": metrics.debiased_ece(p, n_bins),
@@ -252,7 +254,8 @@ class Tally:
     top: Bins  # (fine_bins(n_bins),)
     classwise: Bins | None  # (K, n_bins)
     predicted: Bins | None  # (K, CLASS_CELLS), by predicted class
-    sums: dict[str, int]  # by name of SCORES, in units of 2^-32
+    n: int  # how many samples were counted
+    sums: dict[str, int]  # by name of SCORES, in units of 2^-32, weighted where there are weights
     squares: dict[str, int]
     groups: dict[str, Tally]
 
@@ -264,15 +267,16 @@ class Tally:
 
         Without `per_class` it needs no memory that grows with the number of classes.
         """
-        scores = metrics.per_sample(p)
+        scores, weights = metrics.per_sample(p), 1.0 if p.weights is None else p.weights
         return cls(
             n_bins,
             p.n_classes,
             Bins.top(p, fine_bins(n_bins)).to("cpu"),
             Bins.classwise(p, n_bins).to("cpu") if per_class else None,
             predicted_bins(p).to("cpu") if per_class else None,
-            {name: exact_sum(scores[name]) for name in SCORES},
-            {name: exact_sum(scores[name].clamp(max=1e150).square()) for name in SCORES},
+            len(p),
+            {name: exact_sum(scores[name] * weights) for name in SCORES},
+            {name: exact_sum(scores[name].clamp(max=1e150).square() * weights) for name in SCORES},
             {} if groups is None else dict(_group_tallies(p, n_bins, groups)),
         )
 
@@ -294,15 +298,11 @@ class Tally:
             self.top + other.top,
             _both(self.classwise, other.classwise),
             _both(self.predicted, other.predicted),
+            self.n + other.n,
             {name: self.sums[name] + other.sums[name] for name in SCORES},
             {name: self.squares[name] + other.squares[name] for name in SCORES},
             groups,
         )
-
-    @property
-    def n(self) -> int:
-        """How many samples were counted."""
-        return self.top.n
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
@@ -326,11 +326,13 @@ class Tally:
         )
 
     def _scores(self) -> dict[str, Interval]:
-        """Means with the interval of the normal distribution."""
-        found = {}
+        """Means with the interval of the normal distribution, for the effective number of samples (Kish)."""
+        found, total, n = {}, self.top.n, float(self.n)
+        if self.top.squares is not None:
+            n = total**2 * UNIT / float(self.top.squares.sum())
         for name, mean_name in SCORES.items():
-            mean, square = self.sums[name] / UNIT / self.n, self.squares[name] / UNIT / self.n
-            reach = Z * (max(square - mean * mean, 0.0) / self.n) ** 0.5
+            mean, square = self.sums[name] / UNIT / total, self.squares[name] / UNIT / total
+            reach = Z * (max(square - mean * mean, 0.0) / n) ** 0.5
             found[mean_name] = Interval(mean, max(0.0, mean - reach), mean + reach)
         return found
 
@@ -366,6 +368,8 @@ def compare(before: Predictions, after: Predictions) -> Comparison:
 
 def compare_all(methods: Sequence[Predictions]) -> list[list[Comparison | None]]:
     """`compare` of every method (row) with every other (column); None where their samples differ."""
+    if any(p.weights is not None for p in methods):
+        raise TypeError("methods are compared without sample weights, got predictions with them")
     nlls = [metrics.per_sample(p)["nll"].cpu().numpy() for p in methods]
     labels, predicted = [p.labels.cpu() for p in methods], [p.predicted.cpu() for p in methods]
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, one_hot
 
 from doublehead.calibration_head import MIN_LOGIT, feature_numbers, scale_logits, statistics
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.choose import Choice, choose, stratified_folds
 from doublehead.calibrators.maps import keep_top
-from doublehead.predictions import Predictions
+from doublehead.predictions import Predictions, Target
 from doublehead.torch_tools import one_thread, seeded
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Head(Calibrator):
         "stages_", "temperature_", "weight_", "bias_", "center_", "mean_", "deviation_", "slope_", "pool_", "curve_",
         "feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_",
     )  # fmt: skip
+
+    takes_weights = True
 
     stages_: Tensor  # (6,) bool: temperature, map, head, pool, curve, keep predictions
     temperature_: Tensor
@@ -260,7 +262,8 @@ class _Fit:
         n, k = predictions.logits.shape
         order = torch.randperm(n, generator=torch.Generator().manual_seed(head.seed))
         order = order[: min(MAX_SAMPLES, max(1, MAX_ENTRIES // k))].to(predictions.logits.device)
-        self.head, self.labels = head, predictions.labels[order]
+        self.head, self.target = head, predictions.target.rows(order)
+        self.labels = self.target.labels
         self.logits = predictions.logits[order].float().clamp(min=MIN_LOGIT)
         self.n, self.k = self.logits.shape
         self.folds = stratified_folds(self.labels, min(head.folds, self.n), head.seed)
@@ -291,7 +294,7 @@ class _Fit:
 
     def learned(self) -> dict[str, Any]:
         """What the head learns."""
-        wrong = int((self.logits.argmax(1) != self.labels).sum())
+        wrong = int((self.logits.argmax(1) != self.labels).sum())  # by the likeliest class of soft labels
         if self.n < WARN_SAMPLES:
             warnings.warn(
                 f"{self.n} calibration samples are little data: only a temperature is fitted, pulled towards 1",
@@ -335,11 +338,11 @@ class _Fit:
             self._try(sequence[:end])
         z, _ = self.found[sequence[:-1]]
         name = sequence[-1]
-        whole = _fit_stage(name, z, self.labels, self.evidence)
+        whole = _fit_stage(name, z, self.target, self.evidence)
         out = torch.empty_like(z)
         for fold in self.folds.unique() if self.n > 1 else ():
             held = self.folds == fold
-            params = _fit_stage(name, z[~held], self.labels[~held], self.evidence.rows(~held), whole)
+            params = _fit_stage(name, z[~held], self.target.rows(~held), self.evidence.rows(~held), whole)
             out[held] = _apply(name, params, z[held], self.evidence.rows(held))
         self.found[sequence] = (out if self.n > 1 else z), whole
         return True
@@ -348,7 +351,7 @@ class _Fit:
         """(N,) of cross-fitted outputs; with the network's predictions kept where they are."""
         z = self.found[sequence][0]
         z = keep_top(z, self.logits) if self.head.keep == "predictions" else z
-        return _nlls(z, self.labels)
+        return _nlls(z, self.target)
 
     def _parameters(self, chosen: tuple[str, ...]) -> Params:
         one, k = self.logits.new_ones(()), self.k
@@ -375,20 +378,23 @@ class _Fit:
         return params
 
     def _as_accurate(self, chosen: tuple[str, ...]) -> bool:
-        right = self.found[chosen][0].argmax(1) == self.labels
-        return int(right.sum()) >= int((self.logits.argmax(1) == self.labels).sum())
+        before, after = (
+            self.target.weighted((z.argmax(1) == self.labels).double()).sum()
+            for z in (self.logits, self.found[chosen][0])
+        )
+        return bool(after >= before)
 
 
 def _fit_stage(
-    name: str, z: Tensor, labels: Tensor, evidence: Evidence, start: Mapping[str, Tensor] | None = None
+    name: str, z: Tensor, target: Target, evidence: Evidence, start: Mapping[str, Tensor] | None = None
 ) -> Params:
     """The parameters of one stage; `start` are those of a fit to more samples."""
     if name == "temperature":
         ones = z.new_ones(len(z), 1)
-        log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_TEMPERATURE))
+        log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_TEMPERATURE))
         return {"temperature_": (-log_scale[0]).exp()}
     if name == "map":
-        return _fit_map(z.log_softmax(1), labels, start)
+        return _fit_map(z.log_softmax(1), target, start)
     if name == "head":
         inputs = _inputs(z, evidence)
         params = {"mean_": inputs.mean(0), "deviation_": inputs.std(0).clamp(min=1e-4)}
@@ -396,18 +402,18 @@ def _fit_stage(
         design = torch.cat([standard, torch.ones_like(standard[:, :1])], 1)
         ridge = z.new_full((design.shape[1],), RIDGE_HEAD)
         ridge[-1] = 0
-        return {**params, "slope_": fit_log_scale(z, labels, design, ridge)}
+        return {**params, "slope_": fit_log_scale(z, target, design, ridge)}
     if name == "pool":
         parts = [part.log_softmax(1) for part in (z, *evidence.opinions)]
         towards = z.new_zeros(len(parts))
         towards[0] = 1
         found = fit_shared(
-            lambda at: torch.stack([part[at] for part in parts], 2), None, labels, towards, RIDGE_POOL
+            lambda at: torch.stack([part[at] for part in parts], 2), None, target, towards, RIDGE_POOL
         )
         return {"pool_": found}
     log_probs = z.log_softmax(1)
     found = fit_shared(
-        lambda at: _hinges(log_probs[at]), log_probs, labels, z.new_zeros(len(KNOTS)), RIDGE_CURVE
+        lambda at: _hinges(log_probs[at]), log_probs, target, z.new_zeros(len(KNOTS)), RIDGE_CURVE
     )
     return {"curve_": found}
 
@@ -420,7 +426,7 @@ def _takes_matrix(n: int, k: int) -> bool:
     return k * k <= n
 
 
-def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> Params:
+def _fit_map(x: Tensor, target: Target, start: Mapping[str, Tensor] | None) -> Params:
     """D + M and b of z + (D + M) (z - mean) + b, with a ridge of K / n on D and b and of K (K - 1) / n on M."""
     n, k = x.shape
     center = x.mean(0)
@@ -438,7 +444,7 @@ def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> P
     def closure() -> Tensor:
         optimizer.zero_grad()
         change = off @ weight.mT if full else off * weight
-        loss = torch.nn.functional.cross_entropy(x + change + bias, labels)
+        loss = _nlls(x + change + bias, target).mean()
         loss = loss + 0.5 * (ridge * weight.square()).sum() + 0.5 * k / n * bias.square().sum()
         loss.backward()
         return loss
@@ -510,15 +516,16 @@ def _squared_distances(values: Tensor, means: Tensor) -> Tensor:
 
 
 def fit_log_scale(
-    logits: Tensor, labels: Tensor, design: Tensor, ridge: Tensor, max_steps: int = 30
+    logits: Tensor, labels: Tensor | Target, design: Tensor, ridge: Tensor, max_steps: int = 30
 ) -> Tensor:
     """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL, by Newton
     steps.
 
     `ridge` (P,) is the pull of each weight towards 0, in samples.
     """
+    target = labels if isinstance(labels, Target) else Target(labels)
     below = logits - logits.amax(1, keepdim=True)
-    at_label = below.gather(1, labels[:, None])[:, 0]
+    at_label = target.of(below)
     n, weights, damping = len(logits), logits.new_zeros(design.shape[1]).double(), 1e-4
     design, ridge = design.double(), ridge.double() / n
 
@@ -526,7 +533,7 @@ def fit_log_scale(
         """The loss, and each sample's first and second derivative in its log scale."""
         log_scale = (design @ w).clamp(-4, 4)
         scale = log_scale.exp()
-        firsts, seconds, total = [], [], 0.0
+        firsts, seconds, nlls = [], [], []
         rows = max(1, CHUNK // below.shape[1])
         for some, s, label in zip(below.split(rows), scale.to(below.dtype).split(rows), at_label.split(rows)):
             scaled = some * s[:, None]
@@ -534,11 +541,12 @@ def fit_log_scale(
             sums = largest.sum(1)
             mean = (largest * some).sum(1) / sums
             variance = (largest * some.square()).sum(1) / sums - mean.square()
-            total += float((sums.log() - s * label).sum(dtype=torch.float64))
+            nlls.append(sums.log() - s * label)
             firsts.append(s * (mean - label))
             seconds.append(s.square() * variance)
-        loss = total / n + 0.5 * float((ridge * w.square()).sum())
-        return loss, torch.cat(firsts).double(), torch.cat(seconds).double()
+        nll, first, second = (target.weighted(torch.cat(parts)) for parts in (nlls, firsts, seconds))
+        loss = float(nll.sum(dtype=torch.float64)) / n + 0.5 * float((ridge * w.square()).sum())
+        return loss, first.double(), second.double()
 
     loss, first, second = evaluate(weights)
     for _ in range(max_steps):
@@ -564,7 +572,7 @@ def fit_log_scale(
 def fit_shared(
     basis: Callable[[slice], Tensor],
     offset: Tensor | None,
-    labels: Tensor,
+    labels: Tensor | Target,
     towards: Tensor,
     ridge: float,
     max_steps: int = 30,
@@ -573,7 +581,8 @@ def fit_shared(
 
     `basis(rows)` gives (n, K, P). `ridge` is the pull towards `towards`, in samples.
     """
-    n, p = len(labels), len(towards)
+    target = labels if isinstance(labels, Target) else Target(labels)
+    n, p = len(target.labels), len(towards)
     k = basis(slice(0, 1)).shape[1]
     size = max(1, CHUNK // (k * p))
     starts = [slice(begin, min(begin + size, n)) for begin in range(0, n, size)]
@@ -584,7 +593,9 @@ def fit_shared(
         return parts, z if offset is None else z + offset[at]
 
     def loss_at(w: Tensor) -> float:
-        total = sum(float(_nlls(logits_at(at, w)[1], labels[at]).sum(dtype=torch.float64)) for at in starts)
+        total = sum(
+            float(_nlls(logits_at(at, w)[1], target.rows(at)).sum(dtype=torch.float64)) for at in starts
+        )
         return total / n + 0.5 * ridge / n * float((w - towards).square().sum())
 
     w, towards = towards.double(), towards.double()
@@ -596,9 +607,14 @@ def fit_shared(
             parts, z = logits_at(at, w)
             probs = z.softmax(1)
             mean = (probs[..., None] * parts).sum(1)  # (n, P)
-            rows = torch.arange(len(parts), device=parts.device)
-            gradient = gradient + (mean - parts[rows, labels[at]]).sum(0, dtype=torch.float64) / n
-            off = (parts - mean[:, None]) * probs[..., None].sqrt()
+            some = target.rows(at)
+            truth = (
+                one_hot(some.labels, k).to(parts.dtype) if some.probs is None else some.probs.to(parts.dtype)
+            )
+            gap = mean - (truth[..., None] * parts).sum(1)
+            weights = gap.new_ones(len(gap)) if some.weights is None else some.weights.to(gap.dtype)
+            gradient = gradient + (weights[:, None] * gap).sum(0, dtype=torch.float64) / n
+            off = (parts - mean[:, None]) * (weights[:, None] * probs)[..., None].sqrt()
             flat = off.reshape(-1, p)
             curvature = curvature + (flat.mT @ flat).double() / n
         step, scale = torch.linalg.solve(curvature, gradient), 1.0
@@ -611,11 +627,12 @@ def fit_shared(
         fell, w, loss = loss - proposed, w - scale * step, proposed
         if fell < 1e-7:
             break
-    return w.to(labels.device, basis(slice(0, 1)).dtype)
+    return w.to(target.labels.device, basis(slice(0, 1)).dtype)
 
 
-def _nlls(z: Tensor, labels: Tensor) -> Tensor:
-    return z.logsumexp(1) - z.gather(1, labels[:, None])[:, 0]
+def _nlls(z: Tensor, target: Target) -> Tensor:
+    """(N,), times the weights."""
+    return target.weighted(z.logsumexp(1) - target.of(z))
 
 
 __all__: Sequence[str] = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators.affine import Dirichlet, Matrix, Vector
 from doublehead.calibrators.base import Calibrator, NotConverged
@@ -22,6 +21,7 @@ from doublehead.calibrators.identity import Identity
 from doublehead.calibrators.isotonic import Isotonic
 from doublehead.calibrators.spline import Spline
 from doublehead.calibrators.temperature import Temperature, TemperatureGrid
+from doublehead.metrics import per_sample
 from doublehead.predictions import Predictions
 
 CALIBRATORS: dict[str, type[Calibrator]] = {
@@ -75,7 +75,7 @@ def choose_calibrator(
     if not 2 <= folds <= len(predictions):
         raise ValueError(f"folds must lie in 2..{len(predictions)}, the number of samples, got {folds}")
     candidates = _candidates(predictions.n_classes, methods)
-    fold = stratified_folds(predictions.labels, folds, seed)
+    fold = stratified_folds(predictions.target.labels, folds, seed)
     nlls: dict[str, Tensor | None] = {}
     notes: dict[str, str] = {}
     for name, calibrator in candidates.items():
@@ -117,7 +117,8 @@ def _held_out_nll(
         except Exception as error:  # a candidate that fails, however, is out of the race
             return None, f"{type(error).__name__}: {error}"
         short += not bool(fitted.converged_)
-        losses[held] = cross_entropy(out.logits.double(), out.labels, reduction="none")
+        losses[held] = per_sample(out.with_logits(out.logits.double()))["nll"]
+    losses = predictions.target.weighted(losses)
     return losses, f"did not converge in {short} of {folds} folds" if short else ""
 
 

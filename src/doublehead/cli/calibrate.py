@@ -53,6 +53,7 @@ def calibrate(
     probs: options.Probs = False,
     label: options.Label = None,
     scores: options.Scores = None,
+    weights: options.Weights = None,
     bins: options.BinCount = 15,
     as_json: options.AsJson = False,
     label_base: options.LabelBase = None,
@@ -89,7 +90,7 @@ def calibrate(
             repair, fitted = _load(use, apply, how)
             check_output(output, repair)
         else:
-            learn = read_predictions(fit or [], **how)
+            learn = read_predictions(fit or [], weights=weights, **how)
             repair = _open_like(learn, apply, how)
             check_output(output, repair, learn)
             if {source.path.resolve() for source in learn.sources} & {
@@ -159,7 +160,7 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
                 why = f"Of {len(choice.nlls)} methods {choice}."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
             calibrator = calibrators.make(method).fit(known)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
     learned = calibrator.in_words()
     why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
@@ -178,7 +179,7 @@ def _without_zeros(p: Predictions, name: str) -> tuple[Predictions, float | None
         notes().print(
             f"{name}: {n:,} of {len(p):,} rows hold probabilities of 0, taken as {floor:.2g}", style="dim"
         )
-        p = Predictions.from_probs(fill_zeros(probs, floor), p.labels, tolerance=1.0)
+        p = Predictions.from_probs(fill_zeros(probs, floor), p.labels, p.weights, tolerance=1.0)
     return p, floor
 
 

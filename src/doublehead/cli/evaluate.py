@@ -37,6 +37,7 @@ def evaluate(
     where: Annotated[
         list[str] | None, typer.Option(help="COLUMN=VALUE: only these rows. May be given several times.")
     ] = None,
+    weights: options.Weights = None,
     bins: options.BinCount = 15,
     as_json: options.AsJson = False,
     label_base: options.LabelBase = None,
@@ -68,6 +69,7 @@ def evaluate(
             label=label,
             scores=options.split_names(scores),
             by=by,
+            weights=weights,
             where=options.parse_where(where or []),
             base=label_base,
             tolerance=tolerance,

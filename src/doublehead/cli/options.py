@@ -37,6 +37,7 @@ Tolerance = Annotated[
     float, typer.Option(help="How far from 1 the probabilities of a row may sum (rounded files).")
 ]
 BinCount = Annotated[int, typer.Option("--bins", min=1, help="Bins of equal width for calibration errors.")]
+Weights = Annotated[str | None, typer.Option(help="Column of sample weights: how much each row counts.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON (fractions, not percent) instead of tables.")
 ]

@@ -56,6 +56,7 @@ class PredictionTable:
     by: str | None
     where: Mapping[str, str]
     tolerance: float
+    weights: str | None = None  # the column of sample weights
 
     @property
     def name(self) -> str:
@@ -102,12 +103,7 @@ class PredictionTable:
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts):
             raise TableError(f"{self.sources[0]} has no labels")
-        labels = torch.cat([part.labels for part in whole])
-        if self.kind == "logits":
-            return Predictions(torch.cat([part.logits for part in whole]), labels)
-        return Predictions.from_probs(
-            torch.cat([part.probs for part in whole]), labels, tolerance=self.tolerance
-        )
+        return Predictions.joined(whole)
 
     def tally(self, n_bins: int = 15, advance: Callable[[int], None] | None = None) -> Tally:
         """Read the table once, in memory that does not grow with its rows."""
@@ -136,6 +132,7 @@ class PredictionTable:
     def _raw(self, reader: Reader, keep: bool) -> Generator[RawBatch, None, None]:
         """Batches of the columns that matter; every file must have them."""
         numbers, texts = list(self.layout.scores), [*([self.by] if self.by else []), *self.where]
+        numbers += [self.weights] if self.weights else []
         if self.layout.label is not None:
             is_number = reader.columns.get(self.layout.label) in ("number", "whole")
             if keep and isinstance(reader, CsvReader):
@@ -159,14 +156,26 @@ class PredictionTable:
             labels = to_labels(
                 raw.columns[self.layout.label][rows], self.layout, scores.shape[1], numbers, source
             )
-            predictions = self._predictions(scores, labels)
+            predictions = self._predictions(scores, labels, self._weights(raw, rows, numbers, source))
         groups = None if self.by is None else to_text(raw.columns[self.by][rows])
         return Chunk(scores, predictions, groups, raw, rows)
 
-    def _predictions(self, scores: torch.Tensor, labels: Array) -> Predictions:
+    def _predictions(self, scores: torch.Tensor, labels: Array, weights: Array | None) -> Predictions:
         if self.kind == "probs":
-            return Predictions.from_probs(scores, labels, tolerance=self.tolerance)
-        return Predictions(scores, labels)
+            return Predictions.from_probs(scores, labels, weights, tolerance=self.tolerance)
+        return Predictions(scores, labels, weights)
+
+    def _weights(self, raw: RawBatch, rows: Array, numbers: Array, source: Source) -> Array | None:
+        if self.weights is None:
+            return None
+        weights: Array = raw.columns[self.weights][rows].astype(np.float64)
+        wrong = ~(np.isfinite(weights) & (weights >= 0))
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise TableError(
+                f"{source}, column {self.weights!r}, row {numbers[i]} must hold a weight >= 0, got {weights[i]:g}"
+            )
+        return weights
 
     def _nothing(self, seen: int, values: set[str]) -> str:
         if not seen:
@@ -183,6 +192,7 @@ def read_predictions(
     label: str | None = None,
     scores: Sequence[str] | None = None,
     by: str | None = None,
+    weights: str | None = None,
     where: Mapping[str, str] | None = None,
     base: int | None = None,
     tolerance: float = 1e-3,
@@ -195,8 +205,8 @@ def read_predictions(
     `label` and `scores` name columns (or arrays; * and ? stand for any characters); what is not named is guessed and
     recorded in `.layout.guesses`. Labels are whole numbers from `base` on (0, or the number of the first score
     column) or names of classes that match the score columns. `where` keeps the rows with these values, `by` is a
-    column of groups. With `label_needed=False` files without labels are read too. Scores that are not named are the
-    columns of the table `like` where this one has them.
+    column of groups, `weights` one of sample weights. With `label_needed=False` files without labels are read too.
+    Scores that are not named are the columns of the table `like` where this one has them.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
@@ -216,7 +226,7 @@ def read_predictions(
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
     reader = open_source(sources[0])
     where = dict(where or {})
-    others = [*where, *([by] if by else [])]
+    others = [*where, *(name for name in (by, weights) if name)]
     for name in others:
         if name not in reader.columns:
             raise TableError(
@@ -243,7 +253,7 @@ def read_predictions(
             f"rows cannot be selected or grouped by their label ({layout.label!r}): among the samples of one class a "
             "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
         )
-    table = PredictionTable(tuple(sources), stated or "logits", layout, by, where, tolerance)
+    table = PredictionTable(tuple(sources), stated or "logits", layout, by, where, tolerance, weights)
     if stated is None:
         raise TableError(_what_it_looks_like(table))
     if named is None:
