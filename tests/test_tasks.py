@@ -206,3 +206,135 @@ def test_reading_gives_rows() -> None:
     assert readings.logits.shape == (8, 2)
     assert readings.features.shape == (8, 32)
     assert not readings.logits[:, 0].any()
+
+
+# --- several labels per sample
+
+
+def segments(n: int = 1797) -> tuple[Tensor, Tensor]:
+    """Images of digits and the segments of a seven-segment display that each lights: seven labels at once."""
+    lit = [
+        "1110111",
+        "0010010",
+        "1011101",
+        "1011011",
+        "0111010",
+        "1101011",
+        "1101111",
+        "1010010",
+        "1111111",
+        "1111011",
+    ]
+    images, digits = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))[:n]
+    table = torch.tensor([[float(mark) for mark in marks] for marks in lit])
+    return torch.from_numpy(images[order]).float() / 16, table[torch.from_numpy(digits[order])]
+
+
+def overfitted_segments() -> tuple[nn.Module, Tensor, Tensor]:
+    x, y = segments()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 7))
+    noisy = torch.where(torch.rand(200, 7) < 0.1, 1 - y[:200], y[:200])
+    train(net, x[:200], noisy, steps=300)
+    return net, x, y
+
+
+@pytest.mark.parametrize("method", ["head", "temperature"])
+def test_several_labels_are_calibrated_and_keep_their_shape(method: str, tmp_path: Path) -> None:
+    net, x, y = overfitted_segments()
+    model = dh.calibrate(net, (x[200:900], y[200:900]), method=method)
+    with torch.no_grad():
+        before, after = (dh.Predictions.multilabel(m(x[900:]), y[900:]) for m in (net, model))
+    assert model(x).shape == net(x).shape
+    assert torch.equal(after.predicted, before.predicted)
+    assert dh.metrics.nll(after) < 0.8 * dh.metrics.nll(before)
+    assert dh.metrics.ece(after) < 0.7 * dh.metrics.ece(before)
+    model.save(tmp_path)
+    assert torch.equal(
+        dh.load(tmp_path, nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 7)))(x), model(x)
+    )
+    with pytest.raises(ValueError, match="several labels: calibrate it after training"):
+        dh.DoubleHead(net, (x, y))
+
+
+def test_the_summary_of_several_labels_has_each_of_them() -> None:
+    net, x, y = overfitted_segments()
+    p = dh.Predictions.multilabel(net(x), y.long())
+    summary = dh.evaluate(p)
+    assert summary.n == y.numel()
+    assert len(summary.groups) == 7
+    for i, group in enumerate(summary.groups.values()):
+        own = p.of_label(i)
+        assert group.values["ece"] == pytest.approx(dh.metrics.ece(own))
+        assert torch.equal(own.labels, y[:, i].long())
+        assert group.floor.mean > summary.floor.mean  # a seventh of the data
+    with pytest.raises(ValueError, match=r"both have shape \(N, L\), got \(2, 3\) and \(2,\)"):
+        dh.Predictions.multilabel(torch.randn(2, 3), [0, 1])
+    with pytest.raises(ValueError, match=r"Predictions\.multilabel"):
+        dh.Predictions(net(x), y)
+
+
+def test_labels_share_where_they_have_little_data_and_not_where_they_differ() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(4000, 6, generator=generator)
+    y = (torch.rand(4000, 6, generator=generator) < z.sigmoid()).long()
+    for scales, chosen in ((torch.full((6,), 3.0), "shared"), (torch.linspace(1, 6, 6), "own")):
+        p, test = (
+            dh.Predictions.multilabel(z[rows] * scales, y[rows]) for rows in (slice(2000), slice(2000, None))
+        )
+        fitted = dh.calibrators.PerLabel("temperature").fit(p)
+        assert fitted.choice is not None
+        assert fitted.choice.chosen == chosen
+        best = dh.metrics.nll(dh.Predictions.multilabel(z[2000:], y[2000:]))
+        assert dh.metrics.nll(fitted.calibrate(test)) < best + 0.005
+    alone = dh.calibrators.PerLabel("temperature", own=True).fit(p)
+    temperatures = float(alone.shared.temperature_) / alone.scale_  # type: ignore[arg-type]
+    torch.testing.assert_close(temperatures, scales, rtol=0.15, atol=0)
+
+
+def test_files_with_several_label_columns(tmp_path: Path) -> None:
+    pd = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    from typer.testing import CliRunner
+
+    from doublehead.cli import app
+
+    net, x, y = overfitted_segments()
+    names = "abcdefg"
+    frame = pd.DataFrame(net(x).detach().numpy(), columns=[f"logit_{n}" for n in names])
+    frame[[f"y_{n}" for n in names]] = y.int().numpy()
+    calib, test, bare = (tmp_path / f"{name}.csv" for name in ("calib", "test", "bare"))
+    frame[200:900].to_csv(calib, index=False)
+    frame[900:].to_csv(test, index=False)
+    frame[900:].drop(columns=[f"y_{n}" for n in names]).to_csv(bare, index=False)
+    want = dh.evaluate(dh.Predictions.multilabel(net(x[900:]).detach(), y[900:]))
+    for found in (
+        dh.evaluate(logits=str(test), labels="y_*"),
+        dh.evaluate(logits=frame[900:], labels=[f"y_{n}" for n in names]),
+    ):
+        assert found.values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
+        assert list(found.groups) == [f"y_{n}" for n in names]
+
+    def invoke(*command: str) -> Any:
+        run = CliRunner().invoke(app, list(command))
+        assert run.exit_code == 0, run.output
+        return run
+
+    fixed, again = tmp_path / "fixed.csv", tmp_path / "again.csv"
+    invoke(
+        "calibrate", "--fit", str(calib), "--apply", str(test), "--logits", "--label", "y_*", "-o", str(fixed)
+    )
+    probs = pd.read_csv(fixed)[[f"prob_{n}" for n in names]].to_numpy()
+    assert (
+        dh.metrics.nll(dh.Predictions.multilabel(probs, y[900:], are_probs=True)) < 0.8 * want.values["nll"]
+    )
+    use = str(tmp_path / "fixed.calibrator.safetensors")
+    invoke("calibrate", "--use", use, "--apply", str(bare), "--logits", "-o", str(again))
+    np.testing.assert_allclose(pd.read_csv(again).to_numpy(), probs, atol=1e-6)
+    page = tmp_path / "report.html"
+    invoke("report", str(fixed), "--probs", "--label", "y_*", "-o", str(page))
+    assert page.stat().st_size > 10_000
+    arrays = tmp_path / "a.npz"
+    np.savez(arrays, logits=net(x[900:]).detach().numpy(), labels=y[900:].int().numpy())
+    assert dh.evaluate(arrays).values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)

@@ -150,7 +150,7 @@ def test_soft_labels_in_temperature_head_and_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", sorted(set(CALIBRATORS) - {"none", "temperature", "temperature_grid", "head"})
+    "method", sorted(set(CALIBRATORS) - {"none", "temperature", "temperature_grid", "head", "per_label"})
 )
 def test_other_calibrators_refuse(method: str) -> None:
     for p in (twice()[0], soft()[0]):

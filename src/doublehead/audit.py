@@ -22,7 +22,7 @@ from doublehead.files.formats import Source, TableError, find_sources, open_sour
 from doublehead.files.reading import Kind, PredictionTable, read_predictions
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
-from doublehead.summary import Summary, Tally
+from doublehead.summary import Summary, Tally, label_groups
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
 
@@ -42,7 +42,8 @@ def evaluate(
     """Every number of some predictions with intervals, and whether they are calibrated.
 
     Arrays need `labels`: class numbers from 0 on, or names in `classes`. In a DataFrame or a file, `labels` names the
-    column of the label (guessed where it is not given) and labels may be the names of the score columns. `by` is the
+    column of the label (guessed where it is not given) and labels may be the names of the score columns; several such
+    columns of 0 and 1 are labels that a sample may have at once. `by` is the
     group of each sample, or the name of a column; see `Summary.groups`. `weights` say how much each sample counts, or
     name a column. Files are streamed, so they may be larger than
     memory; `cluster` reads them on a Dask cluster. Further arguments are those of `files.read_predictions`.
@@ -58,8 +59,10 @@ def evaluate(
     if is_frame(data):
         column = by if isinstance(by, str) else None
         table = _read_frame(data, kind, labels, by=column, weights=weights, **reading)
-        groups = data[column] if column is not None else by
-        return Summary.of(table.load(), n_bins, groups)
+        groups, p = data[column] if column is not None else by, table.load()
+        if groups is None and table.labels:
+            groups = label_groups(p, table.labels)
+        return Summary.of(p, n_bins, groups)
     return Summary.of(as_predictions(data, labels, kind, classes, weights), n_bins, by)
 
 
@@ -151,7 +154,8 @@ def read_input(data: Data, *, kind: Kind | None = None, **reading: Any) -> Input
     if files:
         return Inputs({file.stem: _read_path(file, kind, **reading).load() for file in files})
     table = _read_path(path, kind, **reading)
-    return Inputs({"": table.load()}, table.layout.classes)
+    p = table.load()
+    return Inputs({"": p}, () if p.n_labels else table.layout.classes)
 
 
 def as_predictions(
@@ -218,7 +222,8 @@ def _read_path(path: Data, kind: Kind | None, labels: str | None = None, **readi
 
 def _read_frame(frame: Data, kind: Kind, labels: Any = None, **reading: Any) -> PredictionTable:
     arrays = {str(name): np.asarray(frame[name]) for name in frame.columns}
-    if labels is not None and not isinstance(labels, str):
+    named = isinstance(labels, str) or (isinstance(labels, list) and set(map(str, labels)) <= set(arrays))
+    if labels is not None and not named:
         if len(labels) != len(frame):
             raise ValueError(f"labels must have {len(frame)} entries, one per row, got {len(labels)}")
         labels, arrays["labels given"] = "labels given", np.asarray(labels)

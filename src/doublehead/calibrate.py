@@ -11,6 +11,7 @@ from torch import nn
 from doublehead.calibration_data import ToPair, as_batches, check_disjoint, unpack
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
+from doublehead.calibrators.per_label import PerLabel
 from doublehead.calibrators.table import make
 from doublehead.double_head import Calibrated, DoubleHead, read
 from doublehead.network import POSITIONS, LogitsOf, Reader, Readings, View
@@ -36,7 +37,8 @@ def calibrate(
     `calibrate(network, calib_data)` runs the network once over data that it was not trained on (a loader, a
     Dataset or a pair of arrays) and returns a `Calibrated`, whose calls give calibrated log-probabilities.
     `calibrate(predictions)` returns a fitted `Calibrator`. `method` is the staged head or another calibrator by
-    name (`doublehead.calibrators.CALIBRATORS`).
+    name (`doublehead.calibrators.CALIBRATORS`); where samples have several labels, what `calibrators.PerLabel` shares
+    among them.
 
     Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy;
     `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `train_data` is
@@ -52,6 +54,8 @@ def calibrate(
         return _calibrate_network(what, calib_data, method, seed, **options)
     if not isinstance(what, Predictions):
         raise TypeError(f"what must be a network or Predictions, got {type(what).__name__}")
+    if what.n_labels is not None:
+        return PerLabel(method, seed=seed, **options).fit(what)  # type: ignore[arg-type]
     return make(method, **({"seed": seed} if method == "head" else {}), **options).fit(what)
 
 
@@ -102,8 +106,9 @@ def fit(
 ) -> Calibrated:
     """A `Calibrated` from what was read already. Where several processes train together, all get the first one's."""
     predictions = Predictions(readings.logits, readings.labels, readings.weights)
-    if method != "head":
-        head: Calibrator = make(method).fit(predictions)
+    predictions.n_labels = reader.n_labels
+    if method != "head" or reader.n_labels:
+        head = _unfitted(reader, method, keep, seed).fit(predictions)
         same_on_all_processes(head)
         return Calibrated(network, head, reader).eval()
     opinion = None if beside is None or not beside.active else beside.opinion(readings)
@@ -117,3 +122,7 @@ def fit(
     if beside is not None and opinion is not None:
         heads = beside.bank.take(*range(len(beside.bank.specs))).eval()
     return Calibrated(network, staged, reader, heads).eval()
+
+
+def _unfitted(reader: Reader, method: str, keep: Literal["predictions", "best"], seed: int) -> Calibrator:
+    return PerLabel(method, keep=keep, seed=seed) if reader.n_labels else make(method)  # type: ignore[arg-type]

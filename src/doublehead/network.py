@@ -107,6 +107,7 @@ class Reader:
             raise ValueError(f"views must be empty for {self.task}: their positions would have to be matched")
         self.outputs = outputs or recognise(values, self.task)
         self.n_classes = class_scores(values, self.task).shape[-1]
+        self.n_labels = values.shape[1] if self.task == "labels" else None
         self.targets(first.labels)  # checks them
         _check_shifted(first, self.task, ignore_index)
         axis = {"tokens": -1, "binary": None}.get(self.task, 1)
@@ -136,7 +137,7 @@ class Reader:
         """A reader of a network whose shapes are known already; nothing is run."""
         reader = cls.__new__(cls)
         reader.network, reader.layer, reader.outputs, reader.task = network, layer, outputs, task
-        reader.ignore_index = IGNORE_INDEX
+        reader.ignore_index, reader.n_labels = IGNORE_INDEX, None
         reader.n_classes, reader.n_features, reader.logits_of = n_classes, n_features, logits_of
         reader.views = tuple(VIEWS[view] if isinstance(view, str) else view for view in views)
         modules = dict(unwrapped(network).named_modules())
@@ -441,7 +442,7 @@ def _rows(values: Tensor, at: Tensor | None) -> Tensor:
     """(N, C) from values (..., C); of large ones only the rows `at` are copied."""
     if at is not None:
         return values[torch.unravel_index(at, values.shape[:-1])]
-    return values if values.ndim == 2 else values.reshape(-1, values.shape[-1])
+    return values if values.ndim == 2 else values.flatten(0, -2)
 
 
 def _check_shifted(first: Batch, task: Task, ignore_index: int) -> None:

@@ -60,7 +60,7 @@ class Predictions:
     `Predictions(logits, labels)` takes logits; probabilities enter only through `from_probs`, a binary model's
     single score only through `from_binary`. Half precision is kept as it came and read as float32. Labels are classes
     (N,), or soft: rows of probabilities (N, K). `weights` (N,) say how much each sample counts. What takes neither soft
-    labels nor weights into account raises an error.
+    labels nor weights into account raises an error. Samples with several labels enter through `multilabel`.
 
     >>> p = Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 0])
     >>> len(p), p.n_classes, p.correct.tolist()
@@ -68,6 +68,10 @@ class Predictions:
     >>> [round(c, 3) for c in p.confidence.tolist()]
     [0.881, 0.731]
     """
+
+    n_labels: int | None = (
+        None  # of each sample, where every pair of a sample and a label is a row: see `multilabel`
+    )
 
     def __init__(self, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> None:
         self._scores = _check_shape(logits, "logits")  # (N, K)
@@ -133,6 +137,45 @@ class Predictions:
         return cls.from_probs(both, labels, weights) if are_probs else cls(both, labels, weights)
 
     @classmethod
+    def multilabel(
+        cls,
+        scores: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+        *,
+        are_probs: bool = False,
+    ) -> Predictions:
+        """Take logits (or probabilities) and 0 or 1 of L independent labels for each sample, (N, L) both.
+
+        Each pair of a sample and a label becomes a row with the classes no and yes, so every metric is about the pairs
+        pooled; `of_label` gives those of one label, and a `Summary` has them as groups. `weights` are (N,) or (N, L).
+
+        >>> p = Predictions.multilabel([[2.0, -1.0, 0.5]], [[1, 0, 0]])
+        >>> len(p), p.n_labels, p.correct.tolist()
+        (3, 3, [True, True, False])
+        """
+        table, truth = as_float_tensor(scores, "scores"), as_tensor(labels, "labels")
+        if table.ndim != 2 or truth.shape != table.shape:
+            raise ValueError(
+                f"scores and labels of several labels must both have shape (N, L), got {tuple(table.shape)} and "
+                f"{tuple(truth.shape)}"
+            )
+        if not bool(((truth == 0) | (truth == 1)).all()):
+            raise ValueError("labels must be 0 and 1 where a sample may have several, got other values")
+        if weights is not None:
+            given = as_tensor(weights, "weights")
+            weights = (given if given.ndim == 2 else given[:, None].expand(table.shape)).flatten()
+        made = cls.from_binary(table.flatten(), truth.flatten().long(), weights, are_probs=are_probs)
+        made.n_labels = table.shape[1]
+        return made
+
+    def of_label(self, label: int) -> Predictions:
+        """The predictions of one label, by its number."""
+        if self.n_labels is None or not 0 <= label < self.n_labels:
+            raise IndexError(f"label must be one of {self.n_labels or 'no'} labels, got {label}")
+        return self[label :: self.n_labels]
+
+    @classmethod
     def joined(cls, parts: Sequence[Predictions]) -> Predictions:
         """The predictions of several parts, one after the other; all of one kind."""
         made = cls.__new__(cls)
@@ -142,6 +185,7 @@ class Predictions:
         )
         weights = [part.weights for part in parts if part.weights is not None]
         made.weights = torch.cat(weights) if weights else None
+        made.n_labels = parts[0].n_labels
         return made
 
     def __len__(self) -> int:
@@ -189,7 +233,9 @@ class Predictions:
 
     def with_logits(self, logits: ArrayLike) -> Predictions:
         """Other logits for the same labels and weights."""
-        return Predictions(logits, self._truth, self.weights)
+        made = Predictions(logits, self._truth, self.weights)
+        made.n_labels = self.n_labels
+        return made
 
     @property
     def n_classes(self) -> int:
@@ -531,7 +577,8 @@ def _check_soft(labels: Tensor) -> Tensor:
     if not bool((labels >= 0).all()) or not float(off.max()) <= 1e-3:
         row = int((off.nan_to_num(torch.inf) + (labels < 0).any(1) * 1e9).argmax())
         raise ValueError(
-            f"soft labels must be >= 0 and sum to 1 in each row, got {labels[row].tolist()} in row {row}"
+            f"soft labels must be >= 0 and sum to 1 in each row, got {labels[row].tolist()} in row {row}; "
+            "samples with several labels enter through Predictions.multilabel"
         )
     return labels
 

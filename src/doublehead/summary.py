@@ -110,8 +110,13 @@ class Summary:
     groups: dict[str, Summary] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, p: Predictions, n_bins: int = 15, by: Sequence[Any] | None = None, seed: int = 0) -> Summary:
-        """The summary of predictions in memory; `by` holds the group of each sample, see `groups`."""
+    def of(cls, p: Predictions, n_bins: int = 15, by: Any = None, seed: int = 0) -> Summary:
+        """The summary of predictions in memory; `by` holds the group of each sample, see `groups`.
+
+        Where samples have several labels, the labels are the groups.
+        """
+        if by is None and p.n_labels is not None and p.n_labels <= MAX_GROUPS:
+            by = label_groups(p, [f"label {i:0{len(str(p.n_labels - 1))}d}" for i in range(p.n_labels)])
         summary = Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed)
         if p.weights is not None or p.are_soft:
             return summary
@@ -482,6 +487,11 @@ def _group_tallies(p: Predictions, n_bins: int, groups: Array) -> Iterator[tuple
     for i, name in enumerate(names):
         rows = torch.from_numpy(which == i).to(p.device)
         yield str(name), Tally.of(p[rows], n_bins, per_class=False)
+
+
+def label_groups(p: Predictions, names: Sequence[str]) -> Array:
+    """(N * L,) which label each pair of a sample and a label is about."""
+    return np.tile(np.asarray(names, dtype=object), len(p) // len(names))
 
 
 def _both(a: Bins | None, b: Bins | None) -> Bins | None:

@@ -19,6 +19,7 @@ from doublehead.calibrators.head import Head
 from doublehead.calibrators.histogram import BBQ, HistogramBinning
 from doublehead.calibrators.identity import Identity
 from doublehead.calibrators.isotonic import Isotonic
+from doublehead.calibrators.per_label import PerLabel
 from doublehead.calibrators.spline import Spline
 from doublehead.calibrators.temperature import Temperature, TemperatureGrid
 from doublehead.metrics import per_sample
@@ -40,6 +41,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
     "bbq": BBQ,
     "spline": Spline,
     "gaussian_process": GaussianProcess,
+    "per_label": PerLabel,
 }
 MAX_CLASSES = 100  # beyond, these learn too much from too little: K * K weights, or a map for every class
 _FOR_FEW_CLASSES = ("matrix", "dirichlet", "beta", "bbq")
@@ -74,6 +76,10 @@ def choose_calibrator(
     """
     if not 2 <= folds <= len(predictions):
         raise ValueError(f"folds must lie in 2..{len(predictions)}, the number of samples, got {folds}")
+    if predictions.n_labels:
+        raise TypeError(
+            "predictions must have one label per sample, got several: fit calibrators.PerLabel to them"
+        )
     candidates = _candidates(predictions.n_classes, methods)
     fold = stratified_folds(predictions.target.labels, folds, seed)
     nlls: dict[str, Tensor | None] = {}
@@ -93,7 +99,7 @@ def _candidates(
     if isinstance(methods, Mapping):
         return dict(methods)
     if methods is None:
-        left_out = ["temperature_grid"] + ([] if n_classes == 2 else ["platt"])
+        left_out = ["temperature_grid", "per_label"] + ([] if n_classes == 2 else ["platt"])
         left_out += _FOR_FEW_CLASSES if n_classes > MAX_CLASSES else ()
         methods = [name for name in CALIBRATORS if name not in left_out]
     if not methods:

@@ -146,7 +146,7 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
     known, zero_floor = _without_zeros(learn.load(), learn.name)
     facts: dict[str, Any] = {
         "reads": learn.kind,
-        "n_classes": known.n_classes,
+        "n_classes": known.n_labels or known.n_classes,
         "classes": list(learn.layout.classes),
         "zero_floor": zero_floor,
         "fitted_on": {"files": [str(source) for source in learn.sources], "n": len(known)},
@@ -159,12 +159,12 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
                 facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
                 why = f"Of {len(choice.nlls)} methods {choice}."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
-            calibrator = calibrators.make(method).fit(known)
+            calibrator = doublehead.calibrate(known, method=method)
         except (TypeError, ValueError) as error:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
     learned = calibrator.in_words()
     why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
-    return Fitted(method, calibrator, why, known.n_classes, facts)
+    return Fitted(method, calibrator, why, known.n_labels or known.n_classes, facts)
 
 
 def _without_zeros(p: Predictions, name: str) -> tuple[Predictions, float | None]:
@@ -179,7 +179,9 @@ def _without_zeros(p: Predictions, name: str) -> tuple[Predictions, float | None
         notes().print(
             f"{name}: {n:,} of {len(p):,} rows hold probabilities of 0, taken as {floor:.2g}", style="dim"
         )
+        n_labels = p.n_labels
         p = Predictions.from_probs(fill_zeros(probs, floor), p.labels, p.weights, tolerance=1.0)
+        p.n_labels = n_labels
     return p, floor
 
 
@@ -203,7 +205,8 @@ def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionT
         raise UserError(f"{use} is not a calibrator written by this command: {error}") from error
     if how["kind"] not in (None, reads):
         raise UserError(f"{use} was fitted on {reads}, but {how['kind']} were stated")
-    table = read_predictions(paths, label_needed=False, **how)
+    several = isinstance(calibrator, calibrators.PerLabel)
+    table = read_predictions(paths, label_needed=False, independent=several, **how)
     if classes and table.layout.classes and classes != table.layout.classes:
         raise UserError(
             f"the classes of {table.name} must be those of {use} in the same order: {', '.join(classes)}"
@@ -247,11 +250,12 @@ def _write(
     def calibrated(chunk: Chunk) -> torch.Tensor:
         nonlocal changed
         probs = _apply(fitted, chunk.scores, repair)
-        changed += int((probs.argmax(1) != chunk.scores.argmax(1)).sum())
+        changed += _n_changed(chunk.scores, probs, fitted.calibrator, repair)
         if chunk.predictions is not None:
-            fixed = Predictions.from_probs(probs, chunk.predictions.labels)
+            groups = chunk.groups if chunk.predictions.n_labels else None
+            fixed = _with_probs(chunk.predictions, probs)
             for name, p in (("before", chunk.predictions), ("after", fixed)):
-                part = Tally.of(p, n_bins)
+                part = Tally.of(p, n_bins, groups)
                 tallies[name] = tallies[name] + part if name in tallies else part
         return probs
 
@@ -291,12 +295,35 @@ def _apply(fitted: Fitted, scores: torch.Tensor, table: PredictionTable) -> torc
         raise TableError(
             f"{table.name} has scores of {scores.shape[1]} classes, the calibrator was fitted on {fitted.n_classes}"
         )
+    several = isinstance(fitted.calibrator, calibrators.PerLabel)
+    if several:  # each score as those of no and yes
+        no = 1 - scores if table.kind == "probs" else torch.zeros_like(scores)
+        scores = torch.stack([no, scores], -1).reshape(-1, 2)
     logits = scores
     if table.kind == "probs":
         logits = fill_zeros(scores, fitted.facts.get("zero_floor")).log()
     with torch.no_grad():
         calibrated: torch.Tensor = fitted.calibrator(logits)
-    return calibrated.double().softmax(1).to(scores.dtype)
+    probs = calibrated.double().softmax(1).to(scores.dtype)
+    return probs[:, 1].reshape(-1, fitted.n_classes) if several else probs
+
+
+def _n_changed(
+    scores: torch.Tensor, probs: torch.Tensor, calibrator: Calibrator, table: PredictionTable
+) -> int:
+    """The rows whose predicted class, or any of their labels, is another now."""
+    if isinstance(calibrator, calibrators.PerLabel):
+        edge = 0.5 if table.kind == "probs" else 0.0
+        return int(((probs > 0.5) != (scores > edge)).any(1).sum())
+    return int((probs.argmax(1) != scores.argmax(1)).sum())
+
+
+def _with_probs(p: Predictions, probs: torch.Tensor) -> Predictions:
+    """The calibrated probabilities with the labels and weights of the predictions."""
+    if p.n_labels is None:
+        return Predictions.from_probs(probs, p.labels, p.weights)
+    weights = None if p.weights is None else p.weights.reshape(-1, p.n_labels)
+    return Predictions.multilabel(probs, p.labels.reshape(-1, p.n_labels), weights, are_probs=True)
 
 
 @contextmanager

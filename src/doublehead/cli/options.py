@@ -19,7 +19,8 @@ Label = Annotated[
     str | None,
     typer.Option(
         help="Column (or array) of the true class: a number, or a class name that matches a score column. "
-        "Guessed from names such as label, target, y."
+        "Guessed from names such as label, target, y. Several columns of 0 and 1, as 'y_*' or a,b,c, are labels that "
+        "a sample may have at once."
     ),
 ]
 Scores = Annotated[

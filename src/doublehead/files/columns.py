@@ -101,19 +101,21 @@ def choose_layout(
         if found != (kind,):
             guesses.append(f"score {_told(found)}")
     else:
-        found = _named_scores(scores, left, where)
+        found = named_columns(scores, left, where)
     classes, first = _classes(found)
     binary = len(found) == 1 and columns[found[0]] != "matrix"
     return Layout(label, found, classes, first if base is None else base, tuple(guesses), binary, unnamed)
 
 
-def _named_scores(names: Sequence[str], columns: Mapping[str, str], where: str) -> tuple[str, ...]:
+def named_columns(
+    names: Sequence[str], columns: Mapping[str, str], where: str, what: str = "scores"
+) -> tuple[str, ...]:
     """The columns named, a name with * or ? standing for all that match it, in the order of their numbers."""
     found: list[str] = []
     for name in names:
         matches = [name] if name in columns else _by_number([c for c in columns if fnmatchcase(c, name)])
         if not matches:
-            raise TableError(f"{where} has no column {name!r} for the scores, it has {_listed(columns)}")
+            raise TableError(f"{where} has no column {name!r} for the {what}, it has {_listed(columns)}")
         found += matches
     return tuple(dict.fromkeys(found))
 
@@ -219,9 +221,18 @@ def _listed(columns: Mapping[str, str]) -> str:
 
 
 def to_scores(
-    columns: list[Array], names: Sequence[str], rows: Array, source: Source, kind: str, tolerance: float
+    columns: list[Array],
+    names: Sequence[str],
+    rows: Array,
+    source: Source,
+    kind: str,
+    tolerance: float,
+    independent: bool = False,
 ) -> torch.Tensor:
-    """(B, K) finite scores; a single column is a binary model's score of class 1. `rows` are told in errors."""
+    """(B, K) finite scores; a single column is a binary model's score of class 1. `rows` are told in errors.
+
+    With `independent` labels a column is the score of one label, and rows of probabilities need not sum to 1.
+    """
     narrow = all(column.dtype in (np.float16, np.float32) for column in columns)
     table = columns[0] if columns[0].ndim == 2 else np.stack(columns, 1)
     table = table.astype(np.float32 if narrow else np.float64, copy=False)
@@ -238,6 +249,15 @@ def to_scores(
         raise TableError(f"{source} must have at least one score per row, got none")
     if kind == "probs":
         table = _clip(table, tolerance)
+    if independent:
+        outside = (table < 0) | (table > 1)
+        if kind == "probs" and outside.any():
+            i, j = (int(index[0]) for index in np.nonzero(outside))
+            raise TableError(
+                f"{source}, column {names[min(j, len(names) - 1)]!r}, row {rows[i]}: probabilities must lie in 0..1, "
+                f"got {table[i, j]:.6g}; give --logits if these are logits"
+            )
+        return torch.from_numpy(np.ascontiguousarray(table))
     if table.shape[1] == 1:
         other = 1 - table if kind == "probs" else np.zeros_like(table)
         table = np.concatenate([other, table], 1)

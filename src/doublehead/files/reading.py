@@ -15,7 +15,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from doublehead.files.columns import Layout, choose_layout, score_family, to_labels, to_scores, to_text
+from doublehead.files.columns import (
+    Layout,
+    choose_layout,
+    named_columns,
+    score_family,
+    to_labels,
+    to_scores,
+    to_text,
+)
 from doublehead.files.formats import (
     Array,
     CsvReader,
@@ -28,7 +36,7 @@ from doublehead.files.formats import (
     open_source,
 )
 from doublehead.predictions import Predictions
-from doublehead.summary import Tally
+from doublehead.summary import Tally, label_groups
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
@@ -57,6 +65,10 @@ class PredictionTable:
     where: Mapping[str, str]
     tolerance: float
     weights: str | None = None  # the column of sample weights
+    labels: tuple[
+        str, ...
+    ] = ()  # columns of 0 and 1, one for each score, where a sample may have several labels
+    independent: bool = False  # scores are those of such labels, also where the labels are not known
 
     @property
     def name(self) -> str:
@@ -132,7 +144,7 @@ class PredictionTable:
     def _raw(self, reader: Reader, keep: bool) -> Generator[RawBatch, None, None]:
         """Batches of the columns that matter; every file must have them."""
         numbers, texts = list(self.layout.scores), [*([self.by] if self.by else []), *self.where]
-        numbers += [self.weights] if self.weights else []
+        numbers += [*([self.weights] if self.weights else []), *self.labels]
         if self.layout.label is not None:
             is_number = reader.columns.get(self.layout.label) in ("number", "whole")
             if keep and isinstance(reader, CsvReader):
@@ -150,7 +162,20 @@ class PredictionTable:
     def _chunk(self, raw: RawBatch, rows: Array, first: int, source: Source) -> Chunk:
         columns = [raw.columns[name][rows] for name in self.layout.scores]
         numbers = first + rows + 1  # as in messages
-        scores = to_scores(columns, self.layout.scores, numbers, source, self.kind, self.tolerance)
+        several = self._several_labels(raw, rows, numbers, source)
+        scores = to_scores(
+            columns,
+            self.layout.scores,
+            numbers,
+            source,
+            self.kind,
+            self.tolerance,
+            self.independent or several is not None,
+        )
+        if several is not None:
+            return self._chunk_of_labels(
+                raw, rows, scores, several, self._weights(raw, rows, numbers, source)
+            )
         predictions = None
         if self.layout.label is not None:
             labels = to_labels(
@@ -164,6 +189,38 @@ class PredictionTable:
         if self.kind == "probs":
             return Predictions.from_probs(scores, labels, weights, tolerance=self.tolerance)
         return Predictions(scores, labels, weights)
+
+    def _several_labels(self, raw: RawBatch, rows: Array, numbers: Array, source: Source) -> Array | None:
+        """(B, L) 0 and 1 where samples have several labels."""
+        if self.labels:
+            labels = np.stack([raw.columns[name][rows] for name in self.labels], 1)
+        elif self.layout.label is not None and raw.columns[self.layout.label].ndim == 2:
+            labels = raw.columns[self.layout.label][rows]
+        else:
+            return None
+        wrong = ~np.isin(labels, (0, 1))
+        if wrong.any():
+            i, j = (int(index[0]) for index in np.nonzero(wrong))
+            name = self.labels[j] if self.labels else self.layout.label
+            raise TableError(
+                f"{source}, column {name!r}, row {numbers[i]} must hold 0 or 1, got {labels[i, j]}"
+            )
+        return labels.astype(np.int64)
+
+    def _chunk_of_labels(
+        self, raw: RawBatch, rows: Array, scores: torch.Tensor, labels: Array, weights: Array | None
+    ) -> Chunk:
+        if labels.shape != tuple(scores.shape):
+            raise TableError(
+                f"{self.name} must have a score for each label, got {scores.shape[1]} scores and {labels.shape[1]} "
+                "labels"
+            )
+        p = Predictions.multilabel(scores, labels, weights, are_probs=self.kind == "probs")
+        names = self.labels or [f"label {i}" for i in range(labels.shape[1])]
+        groups = label_groups(p, names)
+        if self.by is not None:
+            groups = np.repeat(to_text(raw.columns[self.by][rows]), labels.shape[1])
+        return Chunk(scores, p, groups, raw, rows)
 
     def _weights(self, raw: RawBatch, rows: Array, numbers: Array, source: Source) -> Array | None:
         if self.weights is None:
@@ -189,7 +246,7 @@ def read_predictions(
     paths: str | Path | Sequence[str | Path | Source],
     *,
     kind: Kind | None = None,
-    label: str | None = None,
+    label: str | Sequence[str] | None = None,
     scores: Sequence[str] | None = None,
     by: str | None = None,
     weights: str | None = None,
@@ -197,6 +254,7 @@ def read_predictions(
     base: int | None = None,
     tolerance: float = 1e-3,
     label_needed: bool = True,
+    independent: bool = False,
     like: PredictionTable | None = None,
 ) -> PredictionTable:
     """Predictions in .npz, pairs of .npy, CSV or Parquet: files, folders, or one set of an .npz (`file.npz:test`).
@@ -204,9 +262,11 @@ def read_predictions(
     `kind` says whether the scores are logits or probs; only an .npz whose array is called so states it itself.
     `label` and `scores` name columns (or arrays; * and ? stand for any characters); what is not named is guessed and
     recorded in `.layout.guesses`. Labels are whole numbers from `base` on (0, or the number of the first score
-    column) or names of classes that match the score columns. `where` keeps the rows with these values, `by` is a
-    column of groups, `weights` one of sample weights. With `label_needed=False` files without labels are read too.
-    Scores that are not named are the columns of the table `like` where this one has them.
+    column) or names of classes that match the score columns; several columns of 0 and 1 (a list, or a name with * in
+    it), or an array (N, L) of an .npz, are as many labels of each sample (`independent` says so of files without
+    labels). `where` keeps the rows with these values, `by` is a column of groups, `weights` one of sample weights.
+    With `label_needed=False` files without labels are read too. Scores that are not named are the columns of the table
+    `like` where this one has them.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
@@ -226,7 +286,9 @@ def read_predictions(
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
     reader = open_source(sources[0])
     where = dict(where or {})
-    others = [*where, *(name for name in (by, weights) if name)]
+    label, several = _label_columns(label, reader, label_needed)
+    independent = independent or bool(several) or (like is not None and like.independent)
+    others = [*where, *(name for name in (by, weights) if name), *several]
     for name in others:
         if name not in reader.columns:
             raise TableError(
@@ -246,14 +308,18 @@ def read_predictions(
         scores=named,
         base=base,
         taken=others,
-        label_needed=label_needed,
+        label_needed=label_needed and not several,
     )
+    if several:
+        layout = replace(layout, label=None)
     if layout.label is not None and layout.label in others:
         raise TableError(
             f"rows cannot be selected or grouped by their label ({layout.label!r}): among the samples of one class a "
             "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
         )
-    table = PredictionTable(tuple(sources), stated or "logits", layout, by, where, tolerance, weights)
+    table = PredictionTable(
+        tuple(sources), stated or "logits", layout, by, where, tolerance, weights, several, independent
+    )
     if stated is None:
         raise TableError(_what_it_looks_like(table))
     if named is None:
@@ -261,6 +327,22 @@ def read_predictions(
     if layout.unnamed:
         _check_unnamed(table, reader)
     return table
+
+
+def _label_columns(
+    label: str | Sequence[str] | None, reader: Reader, needed: bool
+) -> tuple[str | None, tuple[str, ...]]:
+    """The label column, or several of them; none of several where they are not needed and one is missing."""
+    if label is None or (isinstance(label, str) and (label in reader.columns or not set(label) & set("*?,"))):
+        return label, ()
+    names = [name.strip() for name in label.split(",")] if isinstance(label, str) else label
+    try:
+        found = named_columns(names, reader.columns, str(reader.source), "labels")
+    except TableError:
+        if needed:
+            raise
+        return None, ()
+    return (found[0], ()) if len(found) == 1 else (None, found)
 
 
 def _check_names(table: PredictionTable) -> None:
