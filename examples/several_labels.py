@@ -7,7 +7,18 @@ from torch import nn
 
 import doublehead as dh
 
-LIT = "1110111 0010010 1011101 1011011 0111010 1101011 1101111 1010010 1111111 1111011".split()
+LIT = [
+    "1110111",
+    "0010010",
+    "1011101",
+    "1011011",
+    "0111010",
+    "1101011",
+    "1101111",
+    "1010010",
+    "1111111",
+    "1111011",
+]
 
 torch.manual_seed(0)
 images, digits = load_digits(return_X_y=True)

@@ -37,6 +37,7 @@ ORDER = (
     "curves",
     "plots",
     "summary",  # all numbers of some predictions
+    "stream",
     "theory",
     "data",  # training
     "models",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +340,164 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
     arrays = tmp_path / "a.npz"
     np.savez(arrays, logits=net(x[900:]).detach().numpy(), labels=y[900:].int().numpy())
     assert dh.evaluate(arrays).values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
+
+
+# --- tokens and pixels
+
+
+class Pixels(nn.Module):
+    """Gives every pixel of an image the class of its digit, or background: (B, 11, 8, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 11, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def inked_digits() -> tuple[Tensor, Tensor]:
+    """Images (N, 1, 8, 8), and labels (N, 8, 8): the digit where there is ink, 10 elsewhere; pale pixels count not."""
+    images, digits = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))
+    x = torch.from_numpy(images[order]).float().view(-1, 1, 8, 8) / 16
+    y = torch.where(x[:, 0] > 0.5, torch.from_numpy(digits[order])[:, None, None], 10)
+    return x, torch.where((x[:, 0] > 0.2) & (x[:, 0] <= 0.5), 255, y)
+
+
+@cache
+def trained_pixels() -> tuple[nn.Module, Tensor, Tensor]:
+    x, y = inked_digits()
+    net = Pixels()
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    for _ in range(60):
+        F.cross_entropy(net(x[:100]), y[:100], ignore_index=255).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, x, y
+
+
+def test_pixels_are_calibrated_and_keep_their_form(tmp_path: Path) -> None:
+    net, x, y = copy.deepcopy(trained_pixels())
+    with torch.no_grad():
+        net.net[-1].weight *= 3  # overconfident
+    data = [(x[i : i + 50], y[i : i + 50]) for i in range(100, 700, 50)]
+    model = dh.calibrate(net, data, ignore_index=255, positions=5000)
+    assert model.head.choice.n == 5000
+    with torch.no_grad():
+        out = model(x[700:])
+        assert out.shape == (1097, 11, 8, 8)
+        torch.testing.assert_close(out.exp().sum(1), torch.ones(1097, 8, 8))
+        before, after = (
+            dh.Predictions.positions(m(x[700:]), y[700:], ignore_index=255) for m in (net, model)
+        )
+    assert len(before) == int((y[700:] != 255).sum())
+    assert torch.equal(before.predicted, after.predicted)
+    assert dh.metrics.nll(after) < 0.8 * dh.metrics.nll(before)
+    model.save(tmp_path)
+    assert torch.equal(dh.load(tmp_path, Pixels())(x[:3]), model(x[:3]))
+
+
+def test_heads_learn_beside_pixels() -> None:
+    net, x, y = trained_pixels()
+    double = dh.DoubleHead(net, (x[100:400], y[100:400]), every=1, ignore_index=255, batch_size=64)
+    assert double.reader.n_features == 16
+    for _ in range(8):
+        losses = double.step()
+    assert losses is not None
+    assert torch.isfinite(losses).all()
+    model = double.finish(positions=2000)
+    assert model(x[:2]).shape == (2, 11, 8, 8)
+
+
+def test_large_images_are_calibrated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, y = trained_pixels()
+    model = dh.calibrate(net, (x[100:700], y[100:700]), ignore_index=255, positions=2000)
+    whole = model(x[:20])
+    monkeypatch.setattr("doublehead.double_head.ROWS_AT_ONCE", 500)
+    torch.testing.assert_close(model(x[:20]), whole)
+
+
+@pytest.mark.parametrize("limit", [10_000_000, 3000])
+def test_a_stream_counts_what_the_whole_counts(limit: int) -> None:
+    net, x, y = trained_pixels()
+    with torch.no_grad():
+        out = net(x)
+    stream = dh.Stream(ignore_index=255, sample=limit)
+    for i in range(0, len(x), 300):
+        stream.add(out[i : i + 300], y[i : i + 300], group=f"part {i // 900}")
+    p = dh.Predictions.positions(out, y, ignore_index=255)
+    found, want = stream.summary(), dh.evaluate(p)
+    assert found.n == want.n == len(p)
+    for name in ("accuracy", "mean_confidence", "ece", "nll", "brier", "mean_entropy", "mce"):
+        assert found.values[name] == pytest.approx(want.values[name], abs=1e-5), name
+    assert found.floor.mean == pytest.approx(want.floor.mean, rel=0.05)
+    for name in ("ece_classwise", "smooth_ece", "aurc"):
+        assert found.values[name] == pytest.approx(want.values[name], abs=1e-4 if limit > len(p) else 0.03)
+    assert found.classes is not None
+    assert want.classes is not None
+    assert found.classes.counts.tolist() == want.classes.counts.tolist()
+    assert [group.n for group in found.groups.values()] == [int((part != 255).sum()) for part in y.split(900)]
+    assert len(stream.sample) == min(limit, len(p))
+    probs = dh.Stream(ignore_index=255, are_probs=True)
+    probs.add(out.softmax(1), y)
+    assert probs.summary().values["nll"] == pytest.approx(want.values["nll"], abs=1e-5)
+
+
+def test_the_reservoir_draws_every_row_as_often() -> None:
+    from doublehead.tasks import Reservoir
+
+    hits, generator = torch.zeros(400), torch.Generator().manual_seed(0)
+    for _ in range(600):
+        kept = Reservoir(40, generator)
+        for start in range(0, 400, 50):
+            numbers = torch.arange(start, start + 50)
+            targets = torch.where(numbers % 4 == 0, -1, numbers)
+            rows = kept.draw(targets)
+            assert rows is not None
+            kept.add(numbers[rows], targets[rows])
+        hits[kept.rows()[0]] += 1
+        assert len(kept.rows()[0]) == 40
+    assert not hits[::4].any()
+    expected = 600 * 40 / 300
+    counted = hits.view(8, 50).sum(1) / (hits.view(8, 50) > 0).sum(1)
+    assert float((counted / expected - 1).abs().max()) < 0.08  # as many of the last batch as of the first
+    assert float((hits[hits > 0] / expected - 1).abs().max()) < 0.6
+
+
+def test_tokens_of_a_real_model_class() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    net = transformers.BertForTokenClassification(config)
+    ids = torch.randint(4, 60, (400, 12))
+    lengths = torch.randint(4, 13, (400, 1))
+    mask = (torch.arange(12) < lengths).long()
+    tags = torch.where(
+        torch.rand(400, 12) < 0.3, torch.randint(4, (400, 12)), ids % 4
+    )  # three in ten at random
+    labels = torch.where(mask == 1, tags, -100)
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(60):
+        net(input_ids=ids[:60], attention_mask=mask[:60], labels=labels[:60]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.eval()
+    batches = [
+        {"input_ids": ids[i : i + 30], "attention_mask": mask[i : i + 30], "labels": labels[i : i + 30]}
+        for i in range(60, 240, 30)
+    ]
+    model = dh.calibrate(net, batches)
+    with torch.no_grad():
+        before, after = (m(input_ids=ids[240:], attention_mask=mask[240:]).logits for m in (net, model))
+    assert after.shape == before.shape == (160, 12, 4)
+    nlls = [dh.evaluate(logits=out, labels=labels[240:]).values["nll"] for out in (before, after)]
+    assert nlls[1] < nlls[0]
+    reader = model.reader
+    assert reader.task == "tokens"
+    assert reader.n_features == 32

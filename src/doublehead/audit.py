@@ -178,6 +178,8 @@ def as_predictions(
             )
         numbers = _class_numbers(numbers.astype(str), [str(name) for name in classes])
         labels = numbers
+    if getattr(data, "ndim", 2) > 2:
+        return Predictions.positions(data, labels, are_probs=kind == "probs")
     if getattr(data, "ndim", 2) == 1:
         return Predictions.from_binary(data, labels, weights, are_probs=kind == "probs")
     make = Predictions.from_probs if kind == "probs" else Predictions

@@ -25,6 +25,7 @@ from torch import Tensor
 from doublehead.predictions import ArrayLike, Predictions, as_float_tensor, as_tensor, in_threads
 from doublehead.torch_tools import one_thread
 
+SEARCHED = 64  # up to so many bins, a search is the fastest way to the right one
 UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
 # A number in 0..1 plus this has a last bit of 1 / UNIT in float64: its bits, read as int64, are those of ROUNDING
 # plus the number in whole units.
@@ -245,7 +246,14 @@ def inner_edges(n_bins: int, like: Tensor) -> Tensor:
 
 def bin_of(confidence: Tensor, n_bins: int) -> Tensor:
     """The bin (int64) of each confidence, by the right-closed edges stated on top."""
-    return torch.bucketize(confidence.contiguous(), inner_edges(check_n_bins(n_bins), confidence))
+    edges = inner_edges(check_n_bins(n_bins), confidence)
+    if n_bins <= SEARCHED:
+        return torch.bucketize(confidence.contiguous(), edges)
+    # The product is off by a rounding, so the bin by one at most; the edges decide.
+    found = (confidence * n_bins).ceil_().long().sub_(1).clamp_(0, n_bins - 1)
+    padded = torch.nn.functional.pad(edges, (1, 1), value=-1.0)
+    padded[-1] = 2.0
+    return found - (confidence <= padded[found]).long() + (confidence > padded[found + 1])
 
 
 def check_n_bins(n_bins: int) -> int:

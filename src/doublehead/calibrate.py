@@ -114,7 +114,11 @@ def fit(
     opinion = None if beside is None or not beside.active else beside.opinion(readings)
     features = readings.features if readings.features.shape[1] else None
     numbers = readings.numbers if readings.numbers.shape[1] else None
-    staged = Head(keep, seed=seed).fit(predictions, features=features, opinion=opinion, numbers=numbers)
+    # Positions of one image or sentence are alike, so they are held back together.
+    folds = readings.folds if reader.task in ("tokens", "pixels") else None
+    staged = Head(keep, seed=seed).fit(
+        predictions, features=features, opinion=opinion, numbers=numbers, folds=folds
+    )
     same_on_all_processes(staged)
     staged.choice = from_every_process(staged.choice)[0]
     staged.refresh()

@@ -43,6 +43,7 @@ OPINION = replace(PAPER, hidden=256, dropout=0.5)  # smaller than the paper's he
 SECOND_OPINION = tuple(replace(OPINION, fold=fold, seed=fold) for fold in range(N_FOLDS))
 PATIENCE = 20  # calibration steps in a row that may fail before the heads' training is given up
 POSITIONS_PER_STEP = 4096  # of tokens or pixels that the heads learn from in one step
+ROWS_AT_ONCE = 1 << 17  # calibrated together: a large image has more
 MAX_SAMPLES = 20_000  # read from calibration data that does not know its length and may be endless
 
 
@@ -304,6 +305,12 @@ class Calibrated(nn.Module):
 
     def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Calibrated log-probabilities for logits and features of the network at hand."""
+        if _is_large(main):
+            parts = [
+                part.split(ROWS_AT_ONCE)
+                for part in (main, features, *(() if numbers is None else (numbers,)))
+            ]
+            return torch.cat([self.calibrated(*some) for some in zip(*parts)])
         options: dict[str, Any] = {}
         with torch.autocast(main.device.type, enabled=False):
             if self.opinion is not None:
@@ -337,6 +344,11 @@ def read(reader: Reader, data: Any, to_pair: ToPair | None = None, positions: in
     if length_of(batches):
         return reader.read(batches, **how)  # type: ignore[arg-type]
     return reader.read(until_repeated(batches, to_pair), max_samples=MAX_SAMPLES, **how)  # type: ignore[arg-type]
+
+
+def _is_large(main: Tensor) -> bool:
+    """Whether rows of pixels are so many that they are calibrated some after the other."""
+    return not torch.compiler.is_compiling() and main.shape[0] > ROWS_AT_ONCE
 
 
 def _first(batches: Iterable[Any]) -> Any:

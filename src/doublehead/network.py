@@ -14,6 +14,7 @@ from doublehead.calibration_data import Batch, ToPair, fold_of, unpack
 from doublehead.tasks import (
     IGNORE_INDEX,
     Outputs,
+    Reservoir,
     Task,
     class_scores,
     in_form,
@@ -108,8 +109,8 @@ class Reader:
         self.outputs = outputs or recognise(values, self.task)
         self.n_classes = class_scores(values, self.task).shape[-1]
         self.n_labels = values.shape[1] if self.task == "labels" else None
-        self.targets(first.labels)  # checks them
         _check_shifted(first, self.task, ignore_index)
+        self.targets(first.labels)  # checks them
         axis = {"tokens": -1, "binary": None}.get(self.task, 1)
         n_outputs = 1 if axis is None else values.shape[axis]
         self.layer = _last_layer(inner, modules, run, n_outputs) if layer is None else layer
@@ -252,48 +253,6 @@ def _merged(answers: Sequence[Answer]) -> Answer:
     numbers = torch.stack([spread.clamp(min=1e-6).log(), agree], -1)
     features = torch.stack([answer.features.float() for answer in answers]).mean(0)
     return Answer(answers[0].output, features, mean, numbers)
-
-
-class Reservoir:
-    """Rows from batches: all of them, or `limit` of those that count, every one as likely as any other."""
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.keys = limit, torch.empty(0)
-        self._parts: list[tuple[Tensor, ...]] = []
-        self._drawn = torch.empty(0)
-
-    def draw(self, targets: Tensor) -> Tensor | None:
-        """Which rows of a batch to add: those whose random number is among the `limit` smallest so far."""
-        if self.limit is None:
-            return None
-        rows = (targets >= 0).nonzero()[:, 0]
-        keys = torch.rand(len(rows), device=rows.device)
-        both = torch.cat([self.keys.to(keys.device), keys])
-        if len(both) > self.limit:
-            bound = both.kthvalue(self.limit).values
-            rows, keys, old = rows[keys <= bound], keys[keys <= bound], self.keys.to(keys.device) <= bound
-            self._parts = [tuple(part[old] for part in self.rows())] if self._parts else []
-            self.keys = self.keys.to(keys.device)[old]
-        self._drawn = keys
-        return rows
-
-    def add(self, *parts: Tensor) -> None:
-        """Add the rows drawn last."""
-        self._parts.append(parts)
-        self.keys = torch.cat([self.keys.to(self._drawn.device), self._drawn])
-
-    def rows(self) -> tuple[Tensor, ...]:
-        """All that is kept; labels are rows of probabilities as soon as those of one batch are."""
-        return tuple(_joined(parts) for parts in zip(*self._parts))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of several tensors; classes (N,) beside rows of probabilities (N, K) become such rows."""
-    width = max(part.ndim for part in parts)
-    k = max(part.shape[-1] for part in parts if part.ndim == width) if width > 1 else 0
-    return torch.cat(
-        [part if part.ndim == width else nn.functional.one_hot(part, k).float() for part in parts]
-    )
 
 
 class FeatureTap:

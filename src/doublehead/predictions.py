@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from doublehead.tasks import IGNORE_INDEX, class_scores, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
 
 T = TypeVar("T")
@@ -168,6 +169,33 @@ class Predictions:
         made = cls.from_binary(table.flatten(), truth.flatten().long(), weights, are_probs=are_probs)
         made.n_labels = table.shape[1]
         return made
+
+    @classmethod
+    def positions(
+        cls,
+        scores: ArrayLike,
+        labels: ArrayLike,
+        *,
+        ignore_index: int = IGNORE_INDEX,
+        are_probs: bool = False,
+    ) -> Predictions:
+        """Take every position of tokens (B, T, K) with labels (B, T), or of pixels (B, K, H, W) with labels (B, H, W).
+
+        Positions whose label is `ignore_index` are left out. `Stream` takes batches without holding them.
+
+        >>> len(Predictions.positions([[[2.0, 0.0], [0.0, 1.0]]], [[0, -100]]))
+        1
+        """
+        values, truth = as_float_tensor(scores, "scores"), as_tensor(labels, "labels")
+        task = recognise_task(values, truth)
+        if task not in ("tokens", "pixels"):
+            raise ValueError(
+                f"scores must have more than two axes, (B, T, K) or (B, K, H, W), got {tuple(values.shape)}"
+            )
+        rows = class_scores(values, task).flatten(0, -2)
+        targets = targets_of(truth, task, rows.shape[1], ignore_index).to(rows.device)
+        counts = targets >= 0
+        return (cls.from_probs if are_probs else cls)(rows[counts], targets[counts])
 
     def of_label(self, label: int) -> Predictions:
         """The predictions of one label, by its number."""

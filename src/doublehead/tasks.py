@@ -13,6 +13,7 @@ Everything after this sees rows, whatever the task.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -165,3 +166,63 @@ def _soft_targets(labels: Tensor, n_classes: int) -> Tensor:
             "give task='labels' where a sample may have several labels"
         )
     return labels
+
+
+class Reservoir:
+    """Rows from batches: all of them, or `limit` of those that count, every one as likely as any other."""
+
+    def __init__(self, limit: int | None = None, generator: torch.Generator | None = None) -> None:
+        self.limit, self.generator, self.keys = limit, generator, torch.empty(0)
+        self._parts: list[tuple[Tensor, ...]] = []
+        self._drawn = torch.empty(0)
+
+    def draw(self, targets: Tensor) -> Tensor | None:
+        """Which rows of a batch to add: those whose random number is among the `limit` smallest so far."""
+        if self.limit is None:
+            return None
+        if len(self.keys) == self.limit:
+            return self._draw_below(targets, float(self.keys.max()))
+        rows = (targets >= 0).nonzero()[:, 0]
+        keys = torch.rand(len(rows), generator=self.generator, device=rows.device)
+        return self._keep(rows, keys)
+
+    def _draw_below(self, targets: Tensor, bound: float) -> Tensor:
+        """The same where only random numbers below `bound` matter: just these are drawn, by the gaps between them."""
+        n = len(targets)
+        size = int(n * bound + 6 * (n * bound) ** 0.5 + 10)
+        uniform = torch.rand(size, generator=self.generator, device=targets.device, dtype=torch.float64)
+        gaps = (uniform.log() / math.log1p(-min(bound, 1 - 1e-12))).floor()
+        rows = (gaps + 1).cumsum(0).long() - 1
+        rows = rows[rows < n]
+        rows = rows[targets[rows] >= 0]
+        keys = bound * torch.rand(len(rows), generator=self.generator, device=targets.device)
+        return self._keep(rows, keys)
+
+    def _keep(self, rows: Tensor, keys: Tensor) -> Tensor:
+        assert self.limit is not None
+        both = torch.cat([self.keys.to(keys.device), keys])
+        if len(both) > self.limit:
+            bound = both.kthvalue(self.limit).values
+            rows, keys, old = rows[keys <= bound], keys[keys <= bound], self.keys.to(keys.device) <= bound
+            self._parts = [tuple(part[old] for part in self.rows())] if self._parts else []
+            self.keys = self.keys.to(keys.device)[old]
+        self._drawn = keys
+        return rows
+
+    def add(self, *parts: Tensor) -> None:
+        """Add the rows drawn last."""
+        self._parts.append(parts)
+        self.keys = torch.cat([self.keys.to(self._drawn.device), self._drawn])
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """All that is kept; labels are rows of probabilities as soon as those of one batch are."""
+        return tuple(_joined(parts) for parts in zip(*self._parts))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several tensors; classes (N,) beside rows of probabilities (N, K) become such rows."""
+    width = max(part.ndim for part in parts)
+    k = max(part.shape[-1] for part in parts if part.ndim == width) if width > 1 else 0
+    return torch.cat(
+        [part if part.ndim == width else torch.nn.functional.one_hot(part, k).float() for part in parts]
+    )

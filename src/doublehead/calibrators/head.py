@@ -106,7 +106,7 @@ class Head(Calibrator):
     ) -> None:
         super().__init__()
         self.keep, self.folds, self.seed = keep, folds, seed
-        self._fitting: tuple[Tensor | None, Opinion, Tensor | None] = (None, None, None)
+        self._fitting: tuple[Tensor | None, Opinion, Tensor | None, Tensor | None] = (None, None, None, None)
         self._open: tuple[bool, ...] = ()
 
     def fit(
@@ -116,13 +116,17 @@ class Head(Calibrator):
         features: Tensor | None = None,
         opinion: Opinion = None,
         numbers: Tensor | None = None,
+        folds: Tensor | None = None,
     ) -> Self:
-        """Learn from predictions the network was not trained on, and what else is known of the same samples."""
-        self._fitting = features, opinion, numbers
+        """Learn from predictions the network was not trained on, and what else is known of the same samples.
+
+        Samples of one number in `folds` (N,) are held back together; by default folds are drawn at random.
+        """
+        self._fitting = features, opinion, numbers, folds
         try:
             super().fit(predictions)
         finally:
-            self._fitting = (None, None, None)
+            self._fitting = (None, None, None, None)
         self.refresh()
         return self
 
@@ -258,6 +262,7 @@ class _Fit:
         features: Tensor | None,
         opinion: Opinion,
         numbers: Tensor | None,
+        folds: Tensor | None,
     ) -> None:
         n, k = predictions.logits.shape
         order = torch.randperm(n, generator=torch.Generator().manual_seed(head.seed))
@@ -267,6 +272,8 @@ class _Fit:
         self.logits = predictions.logits[order].float().clamp(min=MIN_LOGIT)
         self.n, self.k = self.logits.shape
         self.folds = stratified_folds(self.labels, min(head.folds, self.n), head.seed)
+        if folds is not None and len(folds[order].unique()) > 1:
+            self.folds = folds[order]
         parts = [] if features is None else [feature_numbers(features[order].float())]
         parts += [] if numbers is None else [numbers[order].float()]
         given = torch.cat(parts, 1) if parts else self.logits.new_empty(self.n, 0)
