@@ -7,24 +7,13 @@ from torch import nn
 
 import doublehead as dh
 
-LIT = [
-    "1110111",
-    "0010010",
-    "1011101",
-    "1011011",
-    "0111010",
-    "1101011",
-    "1101111",
-    "1010010",
-    "1111111",
-    "1111011",
-]
+LIT = torch.tensor([119, 18, 93, 91, 58, 107, 111, 82, 127, 123])  # a bit for each segment of 0 to 9
 
 torch.manual_seed(0)
 images, digits = load_digits(return_X_y=True)
 order = torch.randperm(len(images))
 x = torch.from_numpy(images).float()[order] / 16
-y = torch.tensor([[float(mark) for mark in LIT[digit]] for digit in digits[order.numpy()]])  # (N, 7)
+y = ((LIT[torch.from_numpy(digits)[order]][:, None] >> torch.arange(7)) & 1).float()  # (N, 7)
 
 network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 7))
 optimizer = torch.optim.Adam(network.parameters(), 0.01)

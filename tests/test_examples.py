@@ -25,6 +25,10 @@ NEEDS = {
     "sklearn_classifier": "sklearn",
     "timm_network": "timm",
     "export_onnx": "onnxruntime",
+    "one_logit": "sklearn",
+    "several_labels": "sklearn",
+    "segmentation": "sklearn",
+    "language_model": "transformers",
 }
 
 
@@ -58,6 +62,9 @@ def test_example(
         assert after < before
         assert numbers(out, "accuracy")[0] == numbers(out, "accuracy")[1] > 0.75
         assert numbers(out, "NLL")[1] < numbers(out, "NLL")[0]
+    elif path.stem in ("one_logit", "several_labels", "segmentation", "language_model"):
+        before_and_after = numbers(out, "NLL")
+        assert all(after < before for before, after in zip(before_and_after[::2], before_and_after[1::2]))
     elif path.stem == "shift_guard":
         accuracies, eces = numbers(out, "accuracy"), numbers(out, "ECE")
         assert accuracies[::2] == accuracies[1::2]

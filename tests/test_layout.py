@@ -25,6 +25,7 @@ ORDER = (
     "calibration_head",
     "head_training",
     "double_head",
+    "logprobs",
     "predictions",  # what a classifier predicts, and how good that is
     "losses",
     "bins",

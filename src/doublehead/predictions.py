@@ -10,12 +10,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from doublehead.logprobs import option_logprobs
 from doublehead.tasks import IGNORE_INDEX, class_scores, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
 
@@ -196,6 +197,37 @@ class Predictions:
         targets = targets_of(truth, task, rows.shape[1], ignore_index).to(rows.device)
         counts = targets >= 0
         return (cls.from_probs if are_probs else cls)(rows[counts], targets[counts])
+
+    @classmethod
+    def from_logprobs(
+        cls,
+        top_k: Sequence[Any],
+        labels: Sequence[str],
+        options: Sequence[str] | None = None,
+        *,
+        rest: Literal["share", "other"] = "share",
+        weights: ArrayLike | None = None,
+    ) -> Predictions:
+        """Take a language model's log-probabilities of the likeliest tokens, where the answer is one of some options.
+
+        An entry of `top_k` is one question's answer as a server returns it: a dict of log-probabilities by token, or
+        the forms of `logprobs.token_logprobs`. `options` are the tokens to choose from, by default those of the labels.
+        Options that are not listed share the probability that is left. `rest="share"` reads probabilities given that
+        the answer is an option; with "other" any other answer is a class of its own, the last.
+
+        >>> p = Predictions.from_logprobs([{"A": -0.2, "B": -2.0}, {"B": -0.1}], ["A", "C"], options=["A", "B", "C"])
+        >>> p.n_classes, p.correct.tolist()
+        (3, [True, False])
+        """
+        chosen = sorted(set(labels)) if options is None else list(options)
+        unknown = sorted({str(label) for label in labels} - {str(option) for option in chosen})
+        if unknown:
+            raise ValueError(f"labels must be among the options {chosen}, got {unknown[0]!r}")
+        if len(labels) != len(top_k):
+            raise ValueError(f"labels must be one for each of {len(top_k)} answers, got {len(labels)}")
+        numbers = {option: i for i, option in enumerate(chosen)}
+        table = option_logprobs(top_k, chosen, rest)
+        return cls(table, [numbers[label] for label in labels], weights)
 
     def of_label(self, label: int) -> Predictions:
         """The predictions of one label, by its number."""

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from doublehead.files.answers import holds_answers, read_answers
 from doublehead.optional import require
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-FORMATS = (*CSV, ".parquet", ".npz", ".npy")
+FORMATS = (*CSV, ".parquet", ".npz", ".npy", ".jsonl")
 CSV_BLOCK = 1 << 20  # bytes parsed together
 # What numpy and Arrow raise on damaged files.
 DAMAGED = (
@@ -104,6 +105,8 @@ def open_source(source: Source) -> Reader:
         raise TableError(f"{source.path} is empty (0 bytes)")
     if suffix in CSV:
         return CsvReader(source)
+    if suffix == ".jsonl":
+        return AnswersReader(source)
     if suffix == ".parquet":
         return ParquetReader(source)
     return NpzReader(source) if suffix == ".npz" else NpyReader(source)
@@ -245,6 +248,22 @@ class ArraysReader(Reader):
             last = min(n, first + rows)
             columns = {name: np.asarray(self.arrays[name][first:last]) for name in (*numbers, *texts)}
             yield RawBatch(columns, None, self.n_bytes * last // n)
+
+
+class AnswersReader(ArraysReader):
+    """Log-probabilities of options, which are logits, in the answers of a language model."""
+
+    states = "logits"
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        with reading(source):
+            if not holds_answers(source.path):
+                raise TableError(
+                    f"{source.path} must have top_logprobs in each line, a JSON object, got others"
+                )
+            arrays = read_answers(source.path)
+        super().__init__(source, arrays)
 
 
 class NpzReader(ArraysReader):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from doublehead.files.answers import write_answers
 from doublehead.files.formats import NoRows, NpzReader, Source, TableError, format_of, open_source
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.optional import require
@@ -88,7 +89,12 @@ def _write_source(
     one = replace(table, sources=(source,))
     pairs = ((chunk, calibrate(chunk)) for chunk in one.chunks(advance, keep=True))
     suffix = format_of(source.path)
-    write = {".npz": _write_arrays, ".npy": _write_arrays, ".parquet": _write_parquet}.get(suffix, _write_csv)
+    write = {
+        ".npz": _write_arrays,
+        ".npy": _write_arrays,
+        ".parquet": _write_parquet,
+        ".jsonl": _write_answers,
+    }.get(suffix, _write_csv)
     write(one, target, pairs)
 
 
@@ -153,6 +159,11 @@ def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Ch
         others = {key: array for key, array in reader.arrays.items() if key != name}
         arrays: dict[str, Any] = {probs_name(name, table): probs, **others}
         np.savez_compressed(file, **arrays)
+
+
+def _write_answers(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    probs = torch.cat([part for _, part in pairs]).numpy()
+    write_answers(table.sources[0].path, target, list(table.layout.scores), probs)
 
 
 def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
