@@ -467,37 +467,66 @@ def test_the_reservoir_draws_every_row_as_often() -> None:
     assert float((hits[hits > 0] / expected - 1).abs().max()) < 0.6
 
 
-def test_tokens_of_a_real_model_class() -> None:
+def tagging(n: int) -> tuple[Any, list[dict[str, Tensor]]]:
+    """A small Bert with random weights, and sentences of words with tags; three in ten tags are drawn at random."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=4,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    net = transformers.BertForTokenClassification(config)
-    ids = torch.randint(4, 60, (400, 12))
-    lengths = torch.randint(4, 13, (400, 1))
-    mask = (torch.arange(12) < lengths).long()
-    tags = torch.where(
-        torch.rand(400, 12) < 0.3, torch.randint(4, (400, 12)), ids % 4
-    )  # three in ten at random
-    labels = torch.where(mask == 1, tags, -100)
+    ids = torch.randint(4, 60, (n, 12))
+    mask = (torch.arange(12) < torch.randint(4, 13, (n, 1))).long()
+    tags = torch.where(torch.rand(n, 12) < 0.3, torch.randint(4, (n, 12)), ids % 4)
+    columns = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, tags, -100)}
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(n)]
+    return transformers.BertForTokenClassification(config), rows
+
+
+def together(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def test_tokens_of_a_real_model_class() -> None:
+    net, rows = tagging(400)
     optimizer = torch.optim.Adam(net.parameters(), 0.01)
     for _ in range(60):
-        net(input_ids=ids[:60], attention_mask=mask[:60], labels=labels[:60]).loss.backward()
+        net(**together(rows[:60])).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     net.eval()
-    batches = [
-        {"input_ids": ids[i : i + 30], "attention_mask": mask[i : i + 30], "labels": labels[i : i + 30]}
-        for i in range(60, 240, 30)
-    ]
-    model = dh.calibrate(net, batches)
+    model = dh.calibrate(net, [together(rows[i : i + 30]) for i in range(60, 240, 30)])
+    test = together(rows[240:])
+    labels = test.pop("labels")
     with torch.no_grad():
-        before, after = (m(input_ids=ids[240:], attention_mask=mask[240:]).logits for m in (net, model))
+        before, after = net(**test).logits, model(**test).logits
     assert after.shape == before.shape == (160, 12, 4)
-    nlls = [dh.evaluate(logits=out, labels=labels[240:]).values["nll"] for out in (before, after)]
+    nlls = [dh.evaluate(logits=out, labels=labels).values["nll"] for out in (before, after)]
     assert nlls[1] < nlls[0]
-    reader = model.reader
-    assert reader.task == "tokens"
-    assert reader.n_features == 32
+    assert model.reader.task == "tokens"
+    assert model.reader.n_features == 32
+
+
+def test_tokens_in_the_trainer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from doublehead.integrations.transformers import DoubleHeadTrainerCallback, load_calibrated
+
+    net, rows = tagging(160)
+    callback = DoubleHeadTrainerCallback(rows[60:120], every=2, figure=False)
+    args = transformers.TrainingArguments(
+        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=16, learning_rate=3e-3, save_strategy="no",
+        report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        net, args, train_dataset=rows[:60], eval_dataset=rows[120:], callbacks=[callback]
+    )
+    trainer.train()
+    assert 0 < trainer.evaluate()["eval_nll_calib"] < 2
+    trainer.save_model(str(tmp_path / "kept"))
+    test = together(rows[120:])
+    with torch.no_grad():
+        out, again = (model.eval()(**test).logits for model in (net, load_calibrated(tmp_path / "kept")))
+    assert out.shape == (40, 12, 4)
+    assert torch.equal(out, again)
+    torch.testing.assert_close(out.exp().sum(-1), torch.ones(40, 12))
