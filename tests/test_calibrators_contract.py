@@ -162,7 +162,7 @@ def test_which_calibrators_keep_the_argmax() -> None:
     keep = {name for name, calibrator in VARIANTS.items() if calibrator.keeps_argmax}
     assert keep == {
         "none", "temperature", "temperature_grid", "ensemble_temperature", "histogram", "histogram width", "isotonic",
-        "spline", "spline as published", "head",
+        "spline", "spline as published", "head", "per_label",
     }  # fmt: skip
 
 

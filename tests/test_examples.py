@@ -27,6 +27,10 @@ NEEDS = {
     "export_onnx": "onnxruntime",
     "skorch_callback": "skorch",
     "fastai_callback": "fastai",
+    "one_logit": "sklearn",
+    "several_labels": "sklearn",
+    "segmentation": "sklearn",
+    "language_model": "transformers",
 }
 
 
@@ -60,6 +64,9 @@ def test_example(
         assert after < before
         assert numbers(out, "accuracy")[0] == numbers(out, "accuracy")[1] > 0.75
         assert numbers(out, "NLL")[1] < numbers(out, "NLL")[0]
+    elif path.stem in ("one_logit", "several_labels", "segmentation", "language_model"):
+        before_and_after = numbers(out, "NLL")
+        assert all(after < before for before, after in zip(before_and_after[::2], before_and_after[1::2]))
     elif path.stem == "shift_guard":
         assert ["ALARM" in line for line in out.splitlines()] == [False] * 4 + [True] * 4
         after, before = numbers(out, "ECE"), numbers(out, "guard")

@@ -20,10 +20,12 @@ ORDER = (
     "atomic",
     "torch_tools",  # the method: from small tools to the companion
     "calibration_data",
+    "tasks",
     "network",
     "calibration_head",
     "head_training",
     "double_head",
+    "logprobs",
     "predictions",  # what a classifier predicts, and how good that is
     "losses",
     "bins",
@@ -38,6 +40,7 @@ ORDER = (
     "curves",
     "plots",
     "summary",  # all numbers of some predictions
+    "stream",
     "theory",
     "data",  # training
     "models",

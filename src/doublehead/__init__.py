@@ -56,6 +56,7 @@ __all__ = [
     "HeadSpec",
     "Predictions",
     "ShiftGuard",
+    "Stream",
     "Summary",
     "calibrate",
     "calibrators",
@@ -74,6 +75,10 @@ def __getattr__(name: str) -> Any:
         from doublehead import audit
 
         return getattr(audit, name)
+    if name == "Stream":
+        from doublehead.stream import Stream
+
+        return Stream
     if name == "Summary":
         from doublehead.summary import Summary
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.double_head import Heads
-from doublehead.network import Reader, features_of, find_logits, to_logits, with_logits
+from doublehead.network import Reader
 from doublehead.torch_tools import evaluating
 
 Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits
@@ -62,11 +62,11 @@ class Attachment:
         if not self._opened:
             return output
         self._opened = self.reader.tap.recording = False
-        main = to_logits(find_logits(output, self.reader.logits_of), self.reader.outputs)
-        heads = self._heads(main, features_of(self.reader.tap.take(), main, self.reader.layer))
+        answer = self.reader.answer(output, self.reader.tap.take())
+        heads = self._heads(answer.logits, answer.features)
         if self.seen is not None:
             self.seen(heads, kwargs)
-        return with_logits(output, heads.calib) if self.replace else output
+        return self.reader.replaced(output, heads.calib) if self.replace else output
 
     def _heads(self, main: Tensor, features: Tensor) -> Heads:
         return Heads(main.float().log_softmax(-1), self.answer(main, features).float().log_softmax(-1))

@@ -27,7 +27,7 @@ from doublehead.files.sources import Source, TableError, find_sources
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.report_page.record import Record, as_times, shown_column
-from doublehead.summary import Summaries, Summary, Tally
+from doublehead.summary import Summaries, Summary, Tally, label_groups
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
 
@@ -37,6 +37,7 @@ def evaluate(
     labels: Any = None,
     *,
     logits: Data = None,
+    weights: Any = None,
     n_bins: int = 15,
     by: Any = None,
     classes: Sequence[str] | None = None,
@@ -46,9 +47,10 @@ def evaluate(
     """Every number of some predictions with intervals, and whether they are calibrated.
 
     Arrays need `labels`: class numbers from 0 on, or names, whose columns are named by `classes` or in sorted order as
-    scikit-learn has them. In a DataFrame or a file, `labels` names the
-    column of the label (guessed where it is not given) and labels may be the names of the score columns. `by` is the
-    group of each sample, or the name of a column; see `Summary.groups`. Files are streamed, so they may be larger than
+    scikit-learn has them. In a DataFrame or a file, `labels` names the column of the label (guessed where it is not
+    given) and labels may be the names of the score columns; several such columns of 0 and 1 are labels that a sample
+    may have at once. `by` is the group of each sample, or the name of a column; see `Summary.groups`. `weights` say how
+    much each sample counts, or name a column. Files are streamed, so they may be larger than
     memory; `cluster` reads them on a Dask cluster. Further arguments are those of `files.read_predictions`.
 
     >>> summary = evaluate([[0.9, 0.1], [0.2, 0.8]], [0, 1])
@@ -57,14 +59,16 @@ def evaluate(
     """
     data, kind = _one_of(probs, logits)
     if is_path(data):
-        table = _read_path(data, kind, labels, by=by, **reading)
+        table = _read_path(data, kind, labels, by=by, weights=weights, **reading)
         return _tally(table, n_bins, cluster).summary()
     if is_frame(data):
         column = by if isinstance(by, str) else None
-        table = _read_frame(data, kind, labels, by=column, **reading)
-        groups = data[column] if column is not None else by
-        return Summary.of(table.load(), n_bins, groups)
-    return Summary.of(as_predictions(data, labels, kind, classes), n_bins, by)
+        table = _read_frame(data, kind, labels, by=column, weights=weights, **reading)
+        groups, p = data[column] if column is not None else by, table.load()
+        if groups is None and table.labels:
+            groups = label_groups(p, table.labels)
+        return Summary.of(p, n_bins, groups)
+    return Summary.of(as_predictions(data, labels, kind, classes, weights), n_bins, by)
 
 
 def report(
@@ -223,9 +227,13 @@ def _record(table: PredictionTable, n_bins: int, time: str | None) -> Inputs:
 
 
 def as_predictions(
-    data: Data, labels: Any, kind: Kind = "probs", classes: Sequence[str] | None = None
+    data: Data,
+    labels: Any,
+    kind: Kind = "probs",
+    classes: Sequence[str] | None = None,
+    weights: Any = None,
 ) -> Predictions:
-    """`Predictions` as they are, or from an array (N, K) or (N,) of scores and labels."""
+    """`Predictions` as they are, or from an array (N, K) or (N,) of scores, labels and perhaps weights."""
     if isinstance(data, Predictions):
         return data
     if labels is None:
@@ -241,9 +249,12 @@ def as_predictions(
                 )
         numbers = _class_numbers(numbers.astype(str), [str(name) for name in classes])
         labels = numbers
+    if getattr(data, "ndim", 2) > 2:
+        return Predictions.positions(data, labels, are_probs=kind == "probs")
     if getattr(data, "ndim", 2) == 1:
-        return Predictions.from_binary(data, labels, are_probs=kind == "probs")
-    return Predictions.from_probs(data, labels) if kind == "probs" else Predictions(data, labels)
+        return Predictions.from_binary(data, labels, weights, are_probs=kind == "probs")
+    make = Predictions.from_probs if kind == "probs" else Predictions
+    return make(data, labels, weights)
 
 
 def split_kind(text: str, kind: Kind | None) -> tuple[str, Kind | None]:
@@ -284,7 +295,8 @@ def _read_path(path: Data, kind: Kind | None, labels: str | None = None, **readi
 
 def _read_frame(frame: Data, kind: Kind, labels: Any = None, **reading: Any) -> PredictionTable:
     arrays = {str(name): np.asarray(frame[name]) for name in frame.columns}
-    if labels is not None and not isinstance(labels, str):
+    named = isinstance(labels, str) or (isinstance(labels, list) and set(map(str, labels)) <= set(arrays))
+    if labels is not None and not named:
         if len(labels) != len(frame):
             raise ValueError(f"labels must have {len(frame)} entries, one per row, got {len(labels)}")
         labels, arrays["labels given"] = "labels given", np.asarray(labels)

@@ -1,5 +1,7 @@
 """Bins: per bin the count, the sum of confidences and the sum of correct answers; halves add up to the whole.
 
+With sample weights or soft labels, counts and correct answers are sums of weights, in the same units as confidences.
+
 The edges are i / n_bins rounded to the type of the confidences (float32 or float64), and a bin is closed on the
 right: a confidence c belongs to bin i when i / n_bins < c <= (i + 1) / n_bins, and 0 belongs to the first bin. So
 exactly 1.0 lies in the last bin, and 0.2 in the bin that ends at 3/15.
@@ -11,7 +13,7 @@ holds up to 2^31 samples of confidence 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -23,6 +25,7 @@ from torch import Tensor
 from doublehead.predictions import ArrayLike, Predictions, as_float_tensor, as_tensor, in_threads
 from doublehead.torch_tools import one_thread
 
+SEARCHED = 64  # up to so many bins, a search is the fastest way to the right one
 UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
 # A number in 0..1 plus this has a last bit of 1 / UNIT in float64: its bits, read as int64, are those of ROUNDING
 # plus the number in whole units.
@@ -44,13 +47,16 @@ class Bins:
     (True, 0.1)
     """
 
-    counts: Tensor
+    counts: Tensor  # in units of 2^-32 where there are `squares`, else whole
     conf_sums: Tensor  # in units of 2^-32
-    correct_sums: Tensor
+    correct_sums: Tensor  # in the units of counts
+    squares: Tensor | None = None  # sums of squared weights, in units of 2^-32
 
     def __post_init__(self) -> None:
         for field in fields(self):
             tensor = getattr(self, field.name)
+            if tensor is None and field.name == "squares":
+                continue
             if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
                 got = (
                     str(tensor.dtype).removeprefix("torch.")
@@ -70,8 +76,10 @@ class Bins:
         return cls.from_state(torch.zeros(3, *shape, dtype=torch.int64, device=device))
 
     @classmethod
-    def of(cls, confidence: ArrayLike, correct: ArrayLike, n_bins: int = 15) -> Bins:
-        """Bin confidences (N,) in 0..1 and whether each was correct (N,)."""
+    def of(
+        cls, confidence: ArrayLike, correct: ArrayLike, n_bins: int = 15, weights: Tensor | None = None
+    ) -> Bins:
+        """Bin confidences (N,) in 0..1 and whether each was correct (N,), perhaps with weights (N,)."""
         confidence = _check_confidence(confidence)
         correct = _check_correct(correct).to(confidence.device)
         if correct.shape != confidence.shape:
@@ -79,7 +87,9 @@ class Bins:
                 f"correct must have the shape of confidence {tuple(confidence.shape)}, got {tuple(correct.shape)}"
             )
         states = in_threads(
-            lambda rows: _state_of(confidence[rows], correct[rows], n_bins),
+            lambda rows: _state_of(
+                confidence[rows], correct[rows], n_bins, None if weights is None else weights[rows]
+            ),
             confidence.shape,
             confidence.device,
         )
@@ -88,7 +98,9 @@ class Bins:
     @classmethod
     def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of the confidence in the predicted class."""
-        return cls._of_pieces(predictions, lambda piece: _state_of(*piece.top_label(), n_bins))
+        return cls._of_pieces(
+            predictions, lambda piece: _state_of(piece.confidence, piece.correct, n_bins, piece.weights)
+        )
 
     @classmethod
     def classwise(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
@@ -110,15 +122,26 @@ class Bins:
         return cls.from_state(_sum_of(states))
 
     def state(self) -> Tensor:
-        """(3, ..., n_bins) int64: counts, conf_sums, correct_sums. Sum it over processes with one all-reduce."""
-        return torch.stack([self.counts, self.conf_sums, self.correct_sums])
+        """(3, ..., n_bins) int64: counts, conf_sums, correct_sums. Sum it over processes with one all-reduce.
+
+        (4, ..., n_bins) with weights: squares come last.
+        """
+        parts = [self.counts, self.conf_sums, self.correct_sums]
+        return torch.stack(parts if self.squares is None else [*parts, self.squares])
 
     @classmethod
     def from_state(cls, state: Tensor) -> Bins:
         """The bins whose `state()` this is."""
-        if state.ndim < 2 or state.shape[0] != 3:
+        if state.ndim < 2 or state.shape[0] not in (3, 4):
             raise ValueError(f"state must have shape (3, ..., n_bins), got {tuple(state.shape)}")
-        return cls(state[0], state[1], state[2])
+        return cls(*state)
+
+    def weighted(self) -> Bins:
+        """The same bins with every sample of weight 1."""
+        if self.squares is not None:
+            return self
+        counts, unit = self.counts * int(UNIT), int(UNIT)
+        return Bins(counts, self.conf_sums, self.correct_sums * unit, counts)
 
     def __add__(self, other: Bins) -> Bins:
         if not isinstance(other, Bins):
@@ -128,6 +151,8 @@ class Bins:
                 "only bins of one shape can be added, "
                 f"got {tuple(self.counts.shape)} and {tuple(other.counts.shape)}"
             )
+        if (self.squares is None) != (other.squares is None):
+            return self.weighted() + other.weighted()
         return Bins.from_state(self.state() + other.state())
 
     def __eq__(self, other: Any) -> bool:
@@ -151,9 +176,23 @@ class Bins:
         return self.counts.shape[-1]
 
     @property
-    def n(self) -> int:
-        """How many entries were binned: N for top-label bins, N*K for class-wise and pooled ones."""
-        return int(self.counts.sum())
+    def n(self) -> float:
+        """How many entries were binned: N for top-label bins, N*K for class-wise and pooled ones; or their weight."""
+        total = self.mass.sum()
+        return int(total) if self.squares is None else float(total)
+
+    @property
+    def mass(self) -> Tensor:
+        """(..., n_bins) how many entries each bin holds, or their weight."""
+        return self.counts if self.squares is None else self.counts.double() / UNIT
+
+    @property
+    def effective(self) -> Tensor:
+        """(..., n_bins) int64: how many entries of one weight vary as much as those of each bin (Kish)."""
+        if self.squares is None:
+            return self.counts
+        found = self.mass.square() / (self.squares.double() / UNIT).clamp(min=1 / UNIT)
+        return found.round().long().clamp(min=1).where(self.counts > 0, 0)
 
     @property
     def edges(self) -> Tensor:
@@ -163,26 +202,27 @@ class Bins:
     @property
     def accuracy(self) -> Tensor:
         """(..., n_bins) the share of correct answers in each bin, nan where it is empty."""
-        return self.correct_sums.double() / self.counts
+        return self.correct_sums.double() / self.counts  # both in the same units
 
     @property
     def confidence(self) -> Tensor:
         """(..., n_bins) the mean confidence in each bin, nan where it is empty."""
-        return self.conf_sums.double() / UNIT / self.counts
+        return self.conf_sums.double() / UNIT / self.mass
 
     @property
     def gap(self) -> Tensor:
         """(..., n_bins) confidence minus accuracy, positive where overconfident, nan where a bin is empty."""
-        return self.excess / self.counts
+        return self.excess / self.mass
 
     @property
     def excess(self) -> Tensor:
         """(..., n_bins) sum of confidences minus sum of correct answers; 0 where a bin is empty."""
-        return (self.conf_sums - self.correct_sums * int(UNIT)).double() / UNIT  # the difference is exact
+        correct = self.correct_sums * int(UNIT) if self.squares is None else self.correct_sums
+        return (self.conf_sums - correct).double() / UNIT  # the difference is exact
 
     def ece(self) -> Tensor:
         """(...) expected calibration error: the mean |gap|, each bin weighted by its count."""
-        return self.excess.abs().sum(-1) / self.counts.sum(-1)
+        return self.excess.abs().sum(-1) / self.mass.sum(-1)
 
     def mce(self) -> Tensor:
         """(...) maximum calibration error: the largest |gap| of any bin that is not empty."""
@@ -190,8 +230,8 @@ class Bins:
 
     def ece2(self) -> Tensor:
         """(...) root of the mean squared gap, each bin weighted by its count."""
-        squares = self.excess.square() / self.counts.clamp(min=1)
-        return (squares.sum(-1) / self.counts.sum(-1)).sqrt()
+        squares = self.excess.square() / self.mass.where(self.counts > 0, 1.0)
+        return (squares.sum(-1) / self.mass.sum(-1)).sqrt()
 
 
 def quantise(confidence: Tensor) -> Tensor:
@@ -206,7 +246,14 @@ def inner_edges(n_bins: int, like: Tensor) -> Tensor:
 
 def bin_of(confidence: Tensor, n_bins: int) -> Tensor:
     """The bin (int64) of each confidence, by the right-closed edges stated on top."""
-    return torch.bucketize(confidence.contiguous(), inner_edges(check_n_bins(n_bins), confidence))
+    edges = inner_edges(check_n_bins(n_bins), confidence)
+    if n_bins <= SEARCHED:
+        return torch.bucketize(confidence.contiguous(), edges)
+    # The product is off by a rounding, so the bin by one at most; the edges decide.
+    found = (confidence * n_bins).ceil_().long().sub_(1).clamp_(0, n_bins - 1)
+    padded = torch.nn.functional.pad(edges, (1, 1), value=-1.0)
+    padded[-1] = 2.0
+    return found - (confidence <= padded[found]).long() + (confidence > padded[found + 1])
 
 
 def check_n_bins(n_bins: int) -> int:
@@ -216,14 +263,25 @@ def check_n_bins(n_bins: int) -> int:
     return n_bins
 
 
-def _state_of(confidence: Tensor, correct: Tensor, n_bins: int) -> Tensor:
-    """(3, n_bins) the state of confidences (M,) and whether each was correct (M,)."""
-    state = torch.zeros(3, check_n_bins(n_bins), dtype=torch.int64, device=confidence.device)
-    for conf, right in zip(confidence.split(1 << 20), correct.split(1 << 20)):
-        which = bin_of(conf, n_bins)
-        entries = torch.stack([torch.ones_like(which), quantise(conf), right.to(torch.int64)])
-        state.scatter_add_(1, which.expand(3, -1), entries)
+def _state_of(confidence: Tensor, correct: Tensor, n_bins: int, weights: Tensor | None = None) -> Tensor:
+    """(3, n_bins) the state of confidences (M,) and whether each was correct (M,); (4, n_bins) with weights (M,)."""
+    size = 4 if weights is not None or correct.is_floating_point() else 3
+    state = torch.zeros(size, check_n_bins(n_bins), dtype=torch.int64, device=confidence.device)
+    step = 1 << 20
+    for i in range(0, len(confidence), step):
+        conf, right = confidence[i : i + step], correct[i : i + step]
+        entries = entries_of(conf, right, None if weights is None else weights[i : i + step])
+        state.scatter_add_(1, bin_of(conf, n_bins).expand(size, -1), entries)
     return state
+
+
+def entries_of(confidence: Tensor, correct: Tensor, weights: Tensor | None = None) -> Tensor:
+    """(3, M) what each sample adds to a state: 1, confidence, correct; (4, M) with weights or soft labels."""
+    if weights is None and not correct.is_floating_point():
+        whole = correct.to(torch.int64)
+        return torch.stack([torch.ones_like(whole), quantise(confidence), whole])
+    w = torch.ones_like(confidence, dtype=torch.float64) if weights is None else weights.double()
+    return quantise(torch.stack([w, w * confidence.double(), w * correct.double(), w * w]))
 
 
 @one_thread()  # too short to share
@@ -234,8 +292,10 @@ def _sum_of(states: list[Tensor]) -> Tensor:
 def _components(predictions: Predictions, n_bins: int) -> Tensor:
     """(3, K, n_bins) the state of class-wise bins."""
     shape = (3, predictions.n_classes, n_bins)
-    state = torch.zeros(shape, dtype=torch.int64, device=predictions.device)
     chunks = predictions.probs_chunks()
+    if predictions.weights is not None or predictions.are_soft:
+        return _weighted_components(chunks, predictions.weights, shape)
+    state = torch.zeros(shape, dtype=torch.int64, device=predictions.device)
     wide = torch.empty(0, dtype=torch.float64, device=state.device)
     edge = float(torch.tensor(1 / n_bins, dtype=predictions.dtype))  # of the first bin
     # The more classes, the smaller the share of a chunk that is kept for `_add_components`.
@@ -243,6 +303,23 @@ def _components(predictions: Predictions, n_bins: int) -> Tensor:
     while seen := [_sift(*chunk, wide, edge) for chunk in islice(chunks, at_once)]:
         _add_components(state, seen)
     return state
+
+
+def _weighted_components(
+    chunks: Iterator[tuple[Tensor, Tensor]], weights: Tensor | None, shape: tuple[int, int, int]
+) -> Tensor:
+    """(4, K, n_bins) the state of class-wise bins with weights or soft labels."""
+    _, k, n_bins = shape
+    state, done = torch.zeros(0), 0
+    for probs, labels in chunks:
+        target = labels if labels.ndim == 2 else torch.nn.functional.one_hot(labels, k)
+        w = probs.new_ones(len(probs)) if weights is None else weights[done : done + len(probs)]
+        place = torch.arange(k, device=probs.device) * n_bins + bin_of(probs, n_bins)  # (B, K)
+        entries = entries_of(probs.flatten(), target.flatten().double(), w.repeat_interleave(k))
+        state = state if done else torch.zeros(4, k * n_bins, dtype=torch.int64, device=probs.device)
+        state.index_add_(1, place.flatten(), entries)
+        done += len(probs)
+    return state.view(4, k, n_bins)
 
 
 def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Tensor, ...]:

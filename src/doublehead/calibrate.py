@@ -11,10 +11,12 @@ from torch import nn
 from doublehead.calibration_data import ToPair, as_batches, check_disjoint, unpack
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
+from doublehead.calibrators.per_label import PerLabel
 from doublehead.calibrators.table import make
 from doublehead.double_head import Calibrated, DoubleHead, read
-from doublehead.network import LogitsOf, Outputs, Reader, Readings, View
+from doublehead.network import POSITIONS, LogitsOf, Reader, Readings, View
 from doublehead.predictions import Predictions
+from doublehead.tasks import IGNORE_INDEX, Outputs, Task
 from doublehead.torch_tools import (
     device_of,
     from_every_process,
@@ -42,13 +44,15 @@ def calibrate(
     `calibrate(network, calib_data)` runs the network once over data that it was not trained on (a loader, a
     Dataset or a pair of arrays) and returns a `Calibrated`, whose calls give calibrated log-probabilities.
     `calibrate(predictions)` returns a fitted `Calibrator`. `method` is the staged head or another calibrator by
-    name (`doublehead.calibrators.CALIBRATORS`).
+    name (`doublehead.calibrators.CALIBRATORS`); where samples have several labels, what `calibrators.PerLabel` shares
+    among them.
 
     Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy;
     `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `beside` is the
     DoubleHead that was trained beside the network, or beside another of which this one holds averaged weights;
-    `train_data` is checked for samples in common; `alone=True` calibrates in one of several processes; `to_pair`,
-    `logits_of`, `outputs` and `layer` as for `DoubleHead`.
+    `train_data` is checked for samples in common; `alone=True` calibrates in one of several processes; `positions`
+    tokens or pixels are drawn from all that count; `to_pair`, `logits_of`, `outputs`, `task`, `ignore_index` and
+    `layer` as for `DoubleHead`.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> model = calibrate(network, (torch.randn(300, 4), torch.randint(3, (300,))))
@@ -59,6 +63,8 @@ def calibrate(
         return _calibrate_network(what, calib_data, method, seed, **options)
     if not isinstance(what, Predictions):
         raise TypeError(f"what must be a network or Predictions, got {type(what).__name__}")
+    if what.n_labels is not None:
+        return PerLabel(method, seed=seed, **options).fit(what)  # type: ignore[arg-type]
     return make(method, **({"seed": seed} if method == "head" else {}), **options).fit(what)
 
 
@@ -76,6 +82,9 @@ def _calibrate_network(
     to_pair: ToPair | None = None,
     logits_of: LogitsOf | None = None,
     outputs: Outputs | None = None,
+    task: Task | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    positions: int = POSITIONS,
     layer: str | None = None,
 ) -> Calibrated:
     if isinstance(network, Calibrated):
@@ -89,9 +98,11 @@ def _calibrate_network(
         if beside is not None:
             to_pair, old = beside.to_pair, beside.reader
             logits_of, outputs, layer = old.logits_of, old.outputs, old.layer
+            task, ignore_index = old.task, old.ignore_index
         first = unpack(next(iter(as_batches(calib_data))), device_of(inner), to_pair)
-        reader = Reader(inner, first, layer=layer, logits_of=logits_of, outputs=outputs, views=views)
-        readings = read(reader, calib_data, to_pair, alone)
+        how = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task, "views": views}
+        reader = Reader(inner, first, ignore_index=ignore_index, **how)  # type: ignore[arg-type]
+        readings = read(reader, calib_data, to_pair, positions, alone)
     return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed, alone=alone)
 
 
@@ -110,18 +121,20 @@ def fit(
 
     `alone` says that this process is the only one to call it.
     """
-    predictions = Predictions(readings.logits, readings.labels)
-    if method != "head":
-        head: Calibrator = make(method).fit(predictions)
+    predictions = Predictions(readings.logits, readings.labels, readings.weights)
+    predictions.n_labels = reader.n_labels
+    if method != "head" or reader.n_labels:
+        head = _unfitted(reader, method, keep, seed).fit(predictions)
         if not alone:
             same_on_all_processes(head)
         return Calibrated(network, head, reader).eval()
     opinion = None if beside is None or not beside.active else beside.opinion(readings)
     features = readings.features if readings.features.shape[1] else None
     numbers = readings.numbers if readings.numbers.shape[1] else None
-    staged = Head(keep, seed=seed).fit(
-        predictions, features=features, opinion=opinion, numbers=numbers, last_layer=reader.last_layer()
-    )
+    # Positions of one image or sentence are alike, so they are held back together.
+    folds = readings.folds if reader.task in ("tokens", "pixels") else None
+    known = {"features": features, "opinion": opinion, "numbers": numbers}
+    staged = Head(keep, seed=seed).fit(predictions, **known, last_layer=reader.last_layer(), folds=folds)
     if not alone:
         same_on_all_processes(staged)
         staged.choice = from_every_process(staged.choice)[0]
@@ -130,3 +143,7 @@ def fit(
     if beside is not None and opinion is not None:
         heads = beside.bank.take(*range(len(beside.bank.specs))).eval()
     return Calibrated(network, staged, reader, heads).eval()
+
+
+def _unfitted(reader: Reader, method: str, keep: Literal["predictions", "best"], seed: int) -> Calibrator:
+    return PerLabel(method, keep=keep, seed=seed) if reader.n_labels else make(method)  # type: ignore[arg-type]

@@ -32,46 +32,75 @@ ToPair = Callable[[Any], Any]
 
 
 class Batch(NamedTuple):
-    """Positional inputs, named inputs and labels (B,) of some samples, on one device."""
+    """Positional inputs, named inputs, labels (B, ...) and perhaps weights (B,) of some samples, on one device."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     labels: Tensor
+    weights: Tensor | None = None
 
 
 def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> Batch:
-    """The inputs and labels of a batch: (inputs, labels) or a dict with "labels", or what `to_pair` makes of it."""
+    """The inputs and labels of a batch: (inputs, labels) or a dict with "labels", or what `to_pair` makes of it.
+
+    Sample weights are "weights" of a dict, or third in what `to_pair` gives: (inputs, labels, weights).
+    """
     batch = batch if to_pair is None else to_pair(batch)
-    if isinstance(batch, Mapping):
+    inputs: Any
+    weights = None
+    if isinstance(batch, _Weighted):
+        inputs, labels, weights = batch
+    elif isinstance(batch, Mapping):
         named = dict(batch)
-        labels = named.pop("labels", None)
-        inputs: Any = named
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        inputs, labels = batch
+        labels, weights = named.pop("labels", None), named.pop("weights", None)
+        inputs = named
+    elif isinstance(batch, (tuple, list)) and (len(batch) == 2 or (len(batch) == 3 and to_pair is not None)):
+        inputs, labels, *more = batch
+        weights = more[0] if more else None
     else:
         got = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         raise TypeError(
             f"a calibration batch must be (inputs, labels) or a dict with 'labels', got {got}; "
             "give to_pair=, a function from your batch to such a pair"
         )
-    labels = _check_labels(labels).to(device, torch.int64, non_blocking=True)
+    labels = _check_labels(labels)
+    labels = labels.to(
+        device, torch.float32 if labels.is_floating_point() else torch.int64, non_blocking=True
+    )
+    if weights is not None:
+        weights = _check_weights(torch.as_tensor(weights), labels).to(
+            device, torch.float32, non_blocking=True
+        )
     inputs = _to(inputs, device)
     if isinstance(inputs, Mapping):
-        return Batch((), dict(inputs), labels)
-    return Batch(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}, labels)
+        return Batch((), dict(inputs), labels, weights)
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return Batch(args, {}, labels, weights)
+
+
+class _Weighted(NamedTuple):
+    """A batch made here from three arrays."""
+
+    inputs: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
+    if weights.shape != labels.shape[:1] or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise ValueError(
+            f"weights must be finite and >= 0, one for each of {len(labels)} samples, got shape {tuple(weights.shape)}"
+        )
+    return weights
 
 
 def _check_labels(labels: Any) -> Tensor:
     if isinstance(labels, np.ndarray):
         labels = torch.from_numpy(labels)
-    if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 1:
+    if isinstance(labels, Tensor) and labels.ndim >= 1:
         return labels
-    got = (
-        f"{labels.dtype} of shape {tuple(labels.shape)}"
-        if isinstance(labels, Tensor)
-        else type(labels).__name__
-    )
-    raise TypeError(f"labels of a calibration batch must be a whole-number tensor of shape (B,), got {got}")
+    got = f"one of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+    raise TypeError(f"labels of a calibration batch must be a tensor of shape (B,) or (B, ...), got {got}")
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -87,16 +116,19 @@ def _to(value: Any, device: torch.device) -> Any:
 def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False) -> Iterable[Any]:
     """Batches from calibration data: a loader is used as it is, a Dataset or a pair of arrays gets one.
 
+    A third array holds sample weights (N,).
+
     >>> [len(y) for x, y in as_batches((torch.randn(5, 3), torch.arange(5)), 2)]
     [2, 2, 1]
     """
     if _is_pair_of_arrays(data):
-        inputs, labels = (torch.as_tensor(part) for part in data)
-        if len(inputs) != len(labels):
-            raise ValueError(
-                f"calibration data (inputs, labels) must be equally long, got {len(inputs)} and {len(labels)}"
-            )
-        data = TensorDataset(inputs, labels)
+        arrays = [torch.as_tensor(part) for part in data]
+        if len({len(part) for part in arrays}) > 1:
+            lengths = " and ".join(str(len(part)) for part in arrays)
+            raise ValueError(f"calibration data (inputs, labels) must be equally long, got {lengths}")
+        data = TensorDataset(*arrays)
+        if len(arrays) == 3:
+            return DataLoader(data, batch_size, shuffle=shuffle, collate_fn=_weighted)
     if type(data) is TensorDataset:  # many rows at once, not row after row
         order: Any = RandomSampler(data) if shuffle else SequentialSampler(data)
         return DataLoader(data, batch_size=None, sampler=BatchSampler(order, batch_size, drop_last=False))
@@ -117,12 +149,15 @@ def are_tensors(batches: Any) -> bool:
 
 
 def _is_pair_of_arrays(data: Any) -> bool:
-    return (
-        isinstance(data, (tuple, list))
-        and len(data) == 2
-        and all(isinstance(part, (Tensor, np.ndarray)) for part in data)
-        and data[1].ndim == 1
+    """Whether data are arrays (inputs, labels), perhaps with weights as a third."""
+    is_arrays = isinstance(data, (tuple, list)) and all(
+        isinstance(part, (Tensor, np.ndarray)) for part in data
     )
+    return is_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1
+
+
+def _weighted(rows: Sequence[tuple[Tensor, ...]]) -> _Weighted:
+    return _Weighted(*(torch.stack(parts) for parts in zip(*rows)))
 
 
 class Endless:
@@ -189,7 +224,7 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
     `attention_mask` masks. Inputs without tensors may offer `sample_keys()`, whole numbers (B,); without these all
     samples are in fold 0.
     """
-    total = torch.zeros_like(batch.labels)
+    total = torch.zeros(len(batch.labels), dtype=torch.int64, device=batch.labels.device)
     mask = batch.kwargs.get("attention_mask")
     for value in (*batch.args, *(batch.kwargs[key] for key in sorted(batch.kwargs))):
         keys = value.sample_keys() if hasattr(value, "sample_keys") else value
@@ -239,7 +274,7 @@ def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Ite
 
 def _keys(batch: Any, to_pair: ToPair | None) -> list[int]:
     """A hash of each sample's label and tensors; none where no input is a tensor."""
-    args, kwargs, labels = unpack(batch, torch.device("cpu"), to_pair)
+    args, kwargs, labels, _ = unpack(batch, torch.device("cpu"), to_pair)
     parts = [
         part for part in (*args, *kwargs.values()) if isinstance(part, Tensor) and len(part) == len(labels)
     ]

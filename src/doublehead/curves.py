@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from doublehead.bins import UNIT, Bins, bin_of, quantise
+from doublehead.bins import UNIT, Bins, bin_of, entries_of
 from doublehead.metrics import Floor, RiskCoverage, ece_floor, fine_bins, risk_coverage
 from doublehead.predictions import Predictions
 
@@ -137,13 +137,12 @@ def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Relia
     fine = fine.to("cpu")
     floor = ece_floor(fine, n_bins, seed=seed)  # checks that these are top-label bins with samples
     bins = fine.coarsen(n_bins)
-    cells = fine.state().unflatten(-1, (n_bins, -1)).numpy()  # (3, n_bins, cells)
-    low, high, _ = _perfect_model(cells[0], cells[1] / UNIT, cells[2])
+    low, high, _ = _perfect_model(*(part.reshape(n_bins, -1) for part in _effective(fine)))
     return Reliability(
         edges=bins.edges.numpy(),
         confidence=bins.confidence.numpy(),
         accuracy=bins.accuracy.numpy(),
-        counts=bins.counts.numpy(),
+        counts=bins.mass.numpy(),
         gap=bins.gap.numpy(),
         band_low=low,
         band_high=high,
@@ -164,10 +163,10 @@ def confidence_histogram(p: Predictions | Bins, n_bins: int = 15, drop_last: boo
     kept = n_bins - 1 if drop_last else n_bins
     return Histogram(
         edges=bins.edges[: kept + 1].numpy(),
-        counts=bins.counts[:kept].numpy(),
-        dropped=int(bins.counts[kept:].sum()),
+        counts=bins.mass[:kept].numpy(),
+        dropped=int(bins.mass[kept:].sum()),
         mean_confidence=float(bins.conf_sums.sum()) / UNIT / bins.n,
-        accuracy=float(bins.correct_sums.sum()) / bins.n,
+        accuracy=float(bins.correct_sums.sum()) / float(bins.counts.sum()),
     )
 
 
@@ -222,22 +221,23 @@ def class_gaps(p: Predictions, n_bins: int = 15) -> ClassGaps:
 
 def predicted_bins(p: Predictions) -> Bins:
     """Bins (K, CLASS_CELLS): those of class k hold the confidences in k of the samples predicted to be of it."""
-    confidence, correct = p.top_label()
+    confidence = p.confidence
     cell = p.predicted * CLASS_CELLS + bin_of(confidence, CLASS_CELLS)
-    entries = torch.stack([torch.ones_like(cell), quantise(confidence), correct.to(torch.int64)])
-    state = torch.zeros(3, p.n_classes * CLASS_CELLS, dtype=torch.int64, device=cell.device)
-    return Bins.from_state(state.index_add_(1, cell, entries).view(3, p.n_classes, CLASS_CELLS))
+    entries = entries_of(confidence, p.correct, p.weights)
+    state = torch.zeros(len(entries), p.n_classes * CLASS_CELLS, dtype=torch.int64, device=cell.device)
+    return Bins.from_state(state.index_add_(1, cell, entries).view(-1, p.n_classes, CLASS_CELLS))
 
 
 def class_gaps_of(predicted: Bins, classwise: Bins) -> ClassGaps:
     """`class_gaps` of a stream, from its `predicted_bins` and class-wise bins."""
-    counts, units, correct_sums = (part.numpy() for part in predicted.state().cpu())
-    conf_sums, n = units / UNIT, counts.sum(1)
-    low, high, p_value = _perfect_model(counts, conf_sums, correct_sums)
+    predicted, classwise = predicted.to("cpu"), classwise.to("cpu")
+    low, high, p_value = _perfect_model(*_effective(predicted))
+    n, conf_sums = predicted.mass.numpy().sum(1), predicted.conf_sums.numpy() / UNIT
+    correct_sums = (predicted.accuracy.nan_to_num(0.0) * predicted.mass).numpy()
     empty = np.full(len(n), np.nan)
     return ClassGaps(
         counts=n,
-        n_labels=classwise.correct_sums.sum(1).cpu().numpy(),
+        n_labels=(classwise.accuracy.nan_to_num(0.0) * classwise.mass).sum(1).round().long().numpy(),
         confidence=np.divide(conf_sums.sum(1), n, out=empty.copy(), where=n > 0),
         accuracy=np.divide(correct_sums.sum(1), n, out=empty.copy(), where=n > 0),
         band_low=low,
@@ -245,6 +245,13 @@ def class_gaps_of(predicted: Bins, classwise: Bins) -> ClassGaps:
         p_value=p_value,
         ece=classwise.ece().cpu().numpy(),
     )
+
+
+def _effective(bins: Bins) -> tuple[Array, Array, Array]:
+    """Effective counts, and sums of confidences and correct answers of so many samples of one weight."""
+    n = bins.effective
+    confidence, accuracy = (part.nan_to_num(0.0) * n for part in (bins.confidence, bins.accuracy))
+    return n.numpy(), confidence.numpy(), accuracy.numpy()
 
 
 def _perfect_model(counts: Array, conf_sums: Array, correct_sums: Array) -> Array:
@@ -258,7 +265,7 @@ def _perfect_model(counts: Array, conf_sums: Array, correct_sums: Array) -> Arra
     for i in np.flatnonzero(counts.sum(1)):
         size = counts[i][counts[i] > 0]
         chance = np.clip(conf_sums[i][counts[i] > 0] / size, 0, 1)
-        right, n = int(correct_sums[i].sum()), int(size.sum())
+        right, n = round(float(correct_sums[i].sum())), int(size.sum())
         low, high, p_value = _exact(size, chance, right) if n <= EXACT_UP_TO else _normal(size, chance, right)
         found[:, i] = low / n, high / n, p_value
     return found

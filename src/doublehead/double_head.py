@@ -31,14 +31,14 @@ from doublehead.calibration_data import (
     ToPair,
     are_tensors,
     as_batches,
-    fold_of,
     length_of,
     unpack,
     until_repeated,
 )
 from doublehead.calibration_head import PAPER, CalibrationHead, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
-from doublehead.network import LogitsOf, Outputs, Reader, Readings, with_logits
+from doublehead.network import POSITIONS, LogitsOf, Reader, Readings, per_row
+from doublehead.tasks import IGNORE_INDEX, Outputs, Task
 from doublehead.torch_tools import (
     Randomness,
     device_of,
@@ -53,11 +53,13 @@ from doublehead.torch_tools import (
 
 MAX_HIDDEN = 256  # of the heads of the second opinion, which is otherwise that of the paper's head
 PATIENCE = 20  # calibration steps in a row that may fail before the heads' training is given up
+POSITIONS_PER_STEP = 4096  # of tokens or pixels that the heads learn from in one step
+ROWS_AT_ONCE = 1 << 17  # calibrated together: a large image has more
 MAX_SAMPLES = 20_000  # read from calibration data that does not know its length and may be endless
 
 
 class Heads(NamedTuple):
-    """The log-probabilities of the network and of its calibrated answer, (B, K) each."""
+    """The log-probabilities of the network and of its calibrated answer, (N, K) each, of samples or positions."""
 
     main: Tensor
     calib: Tensor
@@ -72,8 +74,10 @@ class DoubleHead:
     inputs, for calibration under distribution shift. `steps` is the number of network steps in an epoch, in which
     beta runs from beta0 to 1; without it, and without `step(progress=...)`, beta runs once in each pass over the
     calibration data. `to_pair` turns a batch of another form into (inputs, labels), `logits_of` takes the logits
-    out of an unusual output, `layer` names the network's last layer; all three are found by themselves in the
-    usual cases, and all is checked at once with the first calibration batch.
+    out of an unusual output, `layer` names the network's last layer, `task` says what it does (see
+    `doublehead.tasks`); all are found by themselves in the usual cases, and all is checked at once with the first
+    calibration batch. Networks with one logit, tokens and pixels are taken too; positions whose label is
+    `ignore_index` do not count. Sample weights come third in a batch: (inputs, labels, weights).
 
     A calibration batch that cannot be used is skipped and counted in `skipped`, and never stops your training; if
     that happens 20 times in a row, the heads' training ends with a warning.
@@ -100,6 +104,8 @@ class DoubleHead:
         to_pair: ToPair | None = None,
         logits_of: LogitsOf | None = None,
         outputs: Outputs | None = None,
+        task: Task | None = None,
+        ignore_index: int = IGNORE_INDEX,
         layer: str | None = None,
         batch_size: int = BATCH_SIZE,
         weight_decay: float = 5e-5,
@@ -121,7 +127,20 @@ class DoubleHead:
         self._randomness = Randomness(seed + rank(), device, only_torch)
         with self._randomness.swapped_in():
             first = unpack(_first(batches), device, to_pair)
-            self.reader = Reader(network, first, layer=layer, logits_of=logits_of, outputs=outputs)
+            self.reader = Reader(
+                network,
+                first,
+                layer=layer,
+                logits_of=logits_of,
+                outputs=outputs,
+                task=task,
+                ignore_index=ignore_index,
+            )
+        if self.reader.task == "labels":
+            raise ValueError(
+                "DoubleHead trains heads for one class per sample, and this network has several labels: calibrate it "
+                "after training with calibrate(network, calib_data)"
+            )
         self._is_opinion = heads is None
         if heads is None:
             heads = second_opinion(self.reader.n_features)
@@ -169,7 +188,9 @@ class DoubleHead:
 
     def _train_heads(self, progress: float | None) -> Tensor:
         batch = unpack(self._batches.next(), device_of(self.network), self.to_pair)
-        folds = fold_of(batch) if self._has_folds else torch.zeros_like(batch.labels)
+        labels = self.reader.targets(batch.labels, check=False)
+        at = self.reader.pick(labels, POSITIONS_PER_STEP)
+        labels, folds, *weights = per_row(batch, labels, at, self._has_folds)
         args, kwargs = batch.args, batch.kwargs
         if self.augment is not None:
             args = (self.augment(args[0]), *args[1:]) if args else args
@@ -177,9 +198,9 @@ class DoubleHead:
         with torch.no_grad(), evaluating(self.network):
             if self.network is not uncompiled(self.network):
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
-            answer = self.reader.run(args, kwargs)
+            answer = self.reader.run(args, kwargs, at=at)
         progress = self._progress(progress)
-        return self.training.step(answer.logits, answer.features, batch.labels, folds, progress)
+        return self.training.step(answer.logits, answer.features, labels, folds, progress, *weights)
 
     def _progress(self, given: float | None) -> float:
         if given is not None:
@@ -273,9 +294,11 @@ class DoubleHead:
 class Calibrated(nn.Module):
     """A classifier and its calibration as one module. `model(x)` gives normalised log-probabilities (B, K).
 
-    An output that carries `logits`, as those of Hugging Face models do, comes back in the same form with the
-    log-probabilities in their place. `head` maps main logits and features to calibrated logits: a CalibrationHead,
-    or any Calibrator. `opinion` are heads that were trained beside the network, pooled by the staged head.
+    The output keeps its form: (B, T, K) for tokens, (B, K, H, W) for pixels. A network with one logit, or one per
+    label, gives calibrated logits of the same shape: their sigmoid is the calibrated probability. An output that
+    carries `logits`, as those of Hugging Face models do, comes back in the same form with the new ones in their
+    place. `head` maps main logits and features to calibrated logits: a CalibrationHead, or any Calibrator. `opinion`
+    are heads that were trained beside the network, pooled by the staged head.
     The network's own answer is `model.network(x)`, both are `model.heads(x)`.
     """
 
@@ -289,16 +312,23 @@ class Calibrated(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output with calibrated, normalised log-probabilities in place of its logits."""
         answer = self.reader.run(args, kwargs, network=self.network)
-        return with_logits(answer.output, self.calibrated(answer.logits, answer.features, answer.numbers))
+        log_probs = self.calibrated(answer.logits, answer.features, answer.numbers)
+        return self.reader.replaced(answer.output, log_probs)
 
     def heads(self, *args: Any, **kwargs: Any) -> Heads:
-        """The log-probabilities of the network and the calibrated ones."""
+        """The log-probabilities of the network and the calibrated ones, as rows of classes in every task."""
         answer = self.reader.run(args, kwargs, network=self.network)
         calib = self.calibrated(answer.logits, answer.features, answer.numbers)
         return Heads(answer.logits.float().log_softmax(-1), calib)
 
     def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Calibrated log-probabilities for logits and features of the network at hand."""
+        if _is_large(main):
+            parts = [
+                part.split(ROWS_AT_ONCE)
+                for part in (main, features, *(() if numbers is None else (numbers,)))
+            ]
+            return torch.cat([self.calibrated(*some) for some in zip(*parts)])
         options: dict[str, Any] = {}
         with torch.autocast(main.device.type, enabled=False):
             if self.opinion is not None:
@@ -356,23 +386,36 @@ def second_opinion(n_features: int) -> list[HeadSpec]:
     return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
 
 
-def read(reader: Reader, data: Any, to_pair: ToPair | None = None, alone: bool = False) -> Readings:
+def read(
+    reader: Reader,
+    data: Any,
+    to_pair: ToPair | None = None,
+    positions: int = POSITIONS,
+    alone: bool = False,
+) -> Readings:
     """Run the network over calibration data once, or over enough of it where it has no length and may be endless.
 
     Where a DistributedSampler deals the samples out to several processes, all get those of all, each sample once;
     a process that is `alone` in calling this gets its own.
     """
     batches: Iterable[Any] = as_batches(data)
+    how = {"to_pair": to_pair, "positions": positions}
     if not length_of(batches):
-        return reader.read(until_repeated(batches, to_pair), to_pair=to_pair, max_samples=MAX_SAMPLES)
-    own, sampler = reader.read(batches, to_pair=to_pair), getattr(batches, "sampler", None)
+        return reader.read(until_repeated(batches, to_pair), max_samples=MAX_SAMPLES, **how)  # type: ignore[arg-type]
+    own, sampler = reader.read(batches, **how), getattr(batches, "sampler", None)  # type: ignore[arg-type]
     if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
         return own
-    n = len(
-        range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas)
-    )  # more are there to fill up
-    shares = from_every_process(tuple(part[:n].cpu() for part in own))
-    return Readings(*(torch.cat(parts).to(own.labels.device) for parts in zip(*shares)))
+    n = len(own.labels)
+    if reader.task not in ("tokens", "pixels"):  # more samples are there to fill up
+        n = len(range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas))
+    shares = from_every_process(tuple(None if part is None else part[:n].cpu() for part in own))
+    device = own.labels.device
+    return Readings(*(None if parts[0] is None else torch.cat(parts).to(device) for parts in zip(*shares)))  # type: ignore[arg-type]
+
+
+def _is_large(main: Tensor) -> bool:
+    """Whether rows of pixels are so many that they are calibrated some after the other."""
+    return not torch.compiler.is_compiling() and main.shape[0] > ROWS_AT_ONCE
 
 
 def _first(batches: Iterable[Any]) -> Any:

@@ -60,12 +60,28 @@ class HeadTraining:
         self._flags = AsyncFlags()
         same_on_all_processes(bank)
 
-    def step(self, main: Tensor, features: Tensor, labels: Tensor, folds: Tensor, progress: float) -> Tensor:
-        """One step of every head on a batch, at `progress` of the epoch; the heads' losses (H,)."""
+    def step(
+        self,
+        main: Tensor,
+        features: Tensor,
+        labels: Tensor,
+        folds: Tensor,
+        progress: float,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        """One step of every head on a batch, at `progress` of the epoch; the heads' losses (H,).
+
+        Labels are classes (B,) or rows of probabilities (B, K); `counts` are sample weights (B,).
+        """
         n_classes = main.shape[-1]
-        valid = labels == labels.clamp(0, n_classes - 1)
-        labels = torch.where(valid, labels, IGNORED)
+        if labels.ndim == 1:
+            valid = labels == labels.clamp(0, n_classes - 1)
+            labels = torch.where(valid, labels, IGNORED)
+        else:
+            valid = (labels >= 0).all(1)  # no nan
+            labels = labels.float().where(valid[:, None], 0.0)
         sees = ((folds != self.blind) & valid).float()  # (H, B)
+        sees = sees if counts is None else sees * (counts / counts.mean()).float()
         n_seen = average_over_processes(sees.sum(1))  # so that several processes do what one would
         own = average_over_processes(F.cross_entropy(main.float(), labels, ignore_index=IGNORED))
         sane = own < WORSE_THAN_GUESSING * math.log(n_classes)
@@ -73,7 +89,8 @@ class HeadTraining:
         beta = anneal(self.beta0, progress)  # (H,)
         with torch.enable_grad():
             scaled = (beta[:, None, None] * self.bank(main, features)).flatten(0, 1)  # (H * B, K)
-            nlls = F.cross_entropy(scaled, labels.repeat(len(beta)), reduction="none", ignore_index=IGNORED)
+            wanted = torch.cat([labels] * len(beta))
+            nlls = F.cross_entropy(scaled, wanted, reduction="none", ignore_index=IGNORED)
             losses = (nlls.view_as(sees) * sees).sum(1) / n_seen.clamp(min=1.0)  # (H,)
             found = torch.autograd.grad(losses.sum(), [p for parameters in self._stacks for p in parameters])
         losses, rest = average_over_processes(losses.detach()), iter(found)

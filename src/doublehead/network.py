@@ -5,33 +5,48 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from doublehead.calibration_data import Batch, ToPair, fold_of, unpack
+from doublehead.tasks import (
+    IGNORE_INDEX,
+    Outputs,
+    Reservoir,
+    Task,
+    class_scores,
+    in_form,
+    recognise,
+    recognise_task,
+    targets_of,
+)
 from doublehead.torch_tools import device_of, evaluating, uncompiled, unwrapped
 
 Output = TypeVar("Output")
-Outputs = Literal["logits", "log_probs", "probs"]
 LogitsOf = Callable[[Any], Tensor]
 View = Callable[[Any], Any]
-TOLERANCE = 1e-3  # by which rows of probabilities may miss a sum of 1: bfloat16 rounds to 4e-3 of each entry
+Caught = tuple[Tensor, Tensor]  # the input and the output of a layer
+POSITIONS = 20_000  # of tokens or pixels that are drawn to calibrate on
 
 
 class Readings(NamedTuple):
-    """What a network says of N samples: features (N, F), logits (N, K), numbers (N, S) of its views, labels, folds."""
+    """What a network says of N samples: features (N, F), logits (N, K), numbers (N, S) of its views, and the data's.
+
+    Labels are classes (N,) or rows of probabilities (N, K). A position of a sequence or image counts as a sample.
+    """
 
     features: Tensor
     logits: Tensor
     numbers: Tensor
     labels: Tensor
     folds: Tensor
+    weights: Tensor | None = None  # (N,)
 
 
 class Answer(NamedTuple):
-    """What a network says of one batch: its own output, features (B, F), logits (B, K), numbers (B, S) of its views."""
+    """What a network says of N samples or positions: its own output, features (N, F), logits (N, K), numbers (N, S)."""
 
     output: Any
     features: Tensor
@@ -48,13 +63,15 @@ VIEWS: dict[str, View] = {"flip": flip}
 
 
 class Reader:
-    """Runs a classifier and gives its output, features (B, F) and logits (B, K).
+    """Runs a classifier and gives its output, features (N, F) and logits (N, K): the one place that knows its form.
 
     The network is not changed: a hook on its last layer notes the layer's input while `run` is under way. `first`,
     a batch of inputs, is run once to find out what the network returns, how many classes there are and which layer
     gives the logits: the last one run that has as many outputs, or the one called `layer`. `logits_of` takes the
     logits out of an output that is no tensor and has no `logits`. `outputs` says what they are, which is otherwise
-    recognised: rows that sum to 1 are probabilities, rows whose logsumexp is 0 log-probabilities.
+    recognised: rows that sum to 1 are probabilities, rows whose logsumexp is 0 log-probabilities. `task` is otherwise
+    recognised by the shapes of output and labels: "classes"; "binary", one logit, read as two classes; "labels",
+    several such logits; "tokens" and "pixels", where labels of `ignore_index` do not count.
 
     `views` are other ways to show a sample to the network, functions of its first input or "flip" for mirrored images.
     The log-probabilities and features of all views are averaged, and two numbers say how far the views disagree.
@@ -68,9 +85,11 @@ class Reader:
         layer: str | None = None,
         logits_of: LogitsOf | None = None,
         outputs: Outputs | None = None,
+        task: Task | None = None,
+        ignore_index: int = IGNORE_INDEX,
         views: Sequence[View | str] = (),
     ) -> None:
-        self.network, self.logits_of = network, logits_of
+        self.network, self.logits_of, self.ignore_index = network, logits_of, ignore_index
         unknown = [view for view in views if isinstance(view, str) and view not in VIEWS]
         if unknown:
             raise ValueError(f"views must be functions or among {sorted(VIEWS)}, got {unknown}")
@@ -84,10 +103,17 @@ class Reader:
             )
         output, run = _watched(inner, modules, first)
         values = find_logits(output, logits_of)
-        self.outputs = outputs or recognise(values)
-        self.n_classes = _check_logits(values, len(first.labels))
-        check_labels(first.labels, self.n_classes)
-        self.layer = _last_layer(inner, modules, run, self.n_classes) if layer is None else layer
+        self.task: Task = recognise_task(values, first.labels, ignore_index) if task is None else task
+        if self.views and self.task in ("tokens", "pixels"):
+            raise ValueError(f"views must be empty for {self.task}: their positions would have to be matched")
+        self.outputs = outputs or recognise(values, self.task)
+        self.n_classes = class_scores(values, self.task).shape[-1]
+        self.n_labels = values.shape[1] if self.task == "labels" else None
+        _check_shifted(first, self.task, ignore_index)
+        self.targets(first.labels)  # checks them
+        axis = {"tokens": -1, "binary": None}.get(self.task, 1)
+        n_outputs = 1 if axis is None else values.shape[axis]
+        self.layer = _last_layer(inner, modules, run, n_outputs) if layer is None else layer
         self.tap = (
             FeatureTap.on(network, modules[self.layer], self.layer)
             if self.layer is not None
@@ -105,12 +131,14 @@ class Reader:
         outputs: Outputs,
         n_classes: int,
         n_features: int,
+        task: Task = "classes",
         logits_of: LogitsOf | None = None,
         views: Sequence[View | str] = (),
     ) -> Reader:
         """A reader of a network whose shapes are known already; nothing is run."""
         reader = cls.__new__(cls)
-        reader.network, reader.layer, reader.outputs = network, layer, outputs
+        reader.network, reader.layer, reader.outputs, reader.task = network, layer, outputs, task
+        reader.ignore_index, reader.n_labels = IGNORE_INDEX, None
         reader.n_classes, reader.n_features, reader.logits_of = n_classes, n_features, logits_of
         reader.views = tuple(VIEWS[view] if isinstance(view, str) else view for view in views)
         modules = dict(unwrapped(network).named_modules())
@@ -119,52 +147,85 @@ class Reader:
         reader.tap = FeatureTap.on(network, modules[layer], layer) if layer is not None else FeatureTap()
         return reader
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], network: nn.Module | None = None) -> Answer:
-        """Show some inputs to the network, in every view."""
+    def run(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        network: nn.Module | None = None,
+        at: Tensor | None = None,
+    ) -> Answer:
+        """Show some inputs to the network, in every view; `at` (M,) are the rows to give, all by default."""
         network = self.network if network is None else network
-        own = self._run_once(network, args, kwargs)
+        own = self.answer(*self.tap.run(network, args, kwargs), at)
         if not self.views:
             return own
         answers = [own]
         for view in self.views:
             seen = ((view(args[0]), *args[1:]), kwargs) if args else ((), view(kwargs))
-            answers.append(self._run_once(network, *seen))
+            answers.append(self.answer(*self.tap.run(network, *seen), at))
         return _merged(answers)
 
-    def _run_once(self, network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
-        output, caught = self.tap.run(network, args, kwargs)
-        logits = to_logits(find_logits(output, self.logits_of), self.outputs)
-        features = features_of(caught, logits, self.layer)
-        none = logits.new_empty(
-            logits.shape[0], 0
-        )  # not len(logits), which would fix the batch size of an export
+    def answer(self, output: Any, caught: Caught | None, at: Tensor | None = None) -> Answer:
+        """The network's output, and what the last layer saw, as rows of samples or positions."""
+        values = find_logits(output, self.logits_of)
+        scores = class_scores(values, self.task, self.outputs)
+        features = features_of(caught, values, self.layer, self.task)
+        logits, features = (_rows(part, at) for part in (scores, features))
+        none = logits.new_empty(logits.shape[0], 0)  # not len(logits), which would fix an export's batch size
         return Answer(output, features, logits, none)
+
+    def replaced(self, output: Output, log_probs: Tensor) -> Output | Tensor:
+        """The output with log-probabilities (N, K) in place of its logits, in their form.
+
+        Where the network gives one logit, or one per label, the log-odds stand in its place.
+        """
+        shape = find_logits(output, self.logits_of).shape
+        return with_logits(output, in_form(log_probs, shape, self.task))
+
+    def targets(self, labels: Tensor, *, check: bool = True) -> Tensor:
+        """`tasks.targets_of` for this network."""
+        return targets_of(labels, self.task, self.n_classes, self.ignore_index, check=check)
+
+    def pick(self, targets: Tensor, limit: int) -> Tensor | None:
+        """(M,) rows that count, at most `limit` of them at random; None for all."""
+        if self.task not in ("tokens", "pixels"):
+            return None
+        rows = (targets >= 0).nonzero()[:, 0]
+        return rows if len(rows) <= limit else rows[torch.randperm(len(rows), device=rows.device)[:limit]]
 
     @torch.no_grad()
     def read(
-        self, batches: Iterable[Any], *, to_pair: ToPair | None = None, max_samples: float = math.inf
+        self,
+        batches: Iterable[Any],
+        *,
+        to_pair: ToPair | None = None,
+        max_samples: float = math.inf,
+        positions: int = POSITIONS,
     ) -> Readings:
         """Features, logits, labels and folds of all samples, in evaluation mode; stops after `max_samples`.
 
+        Of tokens and pixels `positions` are drawn, every one that counts as likely as any other, and no more are held.
         The network runs as it was before torch.compile: here batches differ in size.
         """
-        rows: list[tuple[Tensor, ...]] = []
+        reservoir = Reservoir(positions if self.task in ("tokens", "pixels") else None)
         inner, n = unwrapped(self.network), 0
         device = device_of(inner)
         with evaluating(inner):
             for raw in batches:
                 batch = unpack(raw, device, to_pair)
-                check_labels(batch.labels, self.n_classes)
-                answer = self.run(batch.args, batch.kwargs, network=inner)
-                rows.append((*(part.float() for part in answer[1:]), batch.labels, fold_of(batch)))
+                targets = self.targets(batch.labels)
+                at = reservoir.draw(targets)
+                answer = self.run(batch.args, batch.kwargs, network=inner, at=at)
+                known = per_row(batch, targets, at)
+                reservoir.add(*(part.float() for part in answer[1:]), *known)
                 n += len(batch.labels)
                 if n >= max_samples:
                     break
-        if not rows:
+        if not n:
             raise ValueError(
                 "calibration data must hold at least one batch each time it is iterated, got none"
             )
-        return Readings(*(torch.cat(parts) for parts in zip(*rows)))
+        return Readings(*reservoir.rows())
 
     def last_layer(self) -> Tensor | None:
         """The weight (K, F) that makes logits of features; None where no linear layer does."""
@@ -175,6 +236,17 @@ class Reader:
     def close(self) -> None:
         """Take the hook off the network."""
         self.tap.remove()
+
+
+def per_row(batch: Batch, targets: Tensor, at: Tensor | None, folds: bool = True) -> list[Tensor]:
+    """Targets, folds and, where there are any, weights (N,) of the rows of a batch, or of those `at`."""
+    each = len(targets) // len(batch.labels)  # rows of a sample
+    of_samples = [
+        fold_of(batch) if folds else torch.zeros(len(batch.labels), dtype=torch.int64, device=targets.device)
+    ]
+    of_samples += [] if batch.weights is None else [batch.weights]
+    found = [targets, *(part if each == 1 else part.repeat_interleave(each) for part in of_samples)]
+    return found if at is None else [part[at] for part in found]
 
 
 def _merged(answers: Sequence[Answer]) -> Answer:
@@ -194,7 +266,7 @@ class FeatureTap:
 
     def __init__(self, layer: nn.Module | None = None, name: str = "") -> None:
         self.name, self.recording = name, False
-        self.caught: tuple[Tensor, Tensor] | None = None
+        self.caught: Caught | None = None
         self._handle = None if layer is None else layer.register_forward_hook(self._catch)
         self._users = 1
 
@@ -213,7 +285,7 @@ class FeatureTap:
 
     def run(
         self, network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[Any, Caught | None]:
         """The network's output, and the layer's input and output."""
         self.recording = True
         try:
@@ -222,7 +294,7 @@ class FeatureTap:
             self.recording = False
         return output, self.take()
 
-    def take(self) -> tuple[Tensor, Tensor] | None:
+    def take(self) -> Caught | None:
         """What was caught last; it is kept no longer."""
         caught, self.caught = self.caught, None
         return caught
@@ -238,21 +310,30 @@ class FeatureTap:
             self.caught = args[0], output
 
 
-def features_of(caught: tuple[Tensor, Tensor] | None, logits: Tensor, layer: str | None = None) -> Tensor:
-    """(B, F) from what a layer saw: maps are averaged, tokens are taken where the logits came from."""
-    if layer is None:
-        return logits.new_empty(logits.shape[0], 0)
+def features_of(
+    caught: Caught | None, values: Tensor, layer: str | None = None, task: Task = "classes"
+) -> Tensor:
+    """(B, F) from what a layer saw: maps are averaged, tokens are taken where the logits came from.
+
+    For tokens (B, T, F) and for pixels (B, H, W, F); without any, F is 0, as it is for independent labels.
+    """
+    lead = class_scores(values, task).shape[:-1]
+    if layer is None or task == "labels":
+        return values.new_empty(*lead, 0)
     if caught is None:
         raise RuntimeError(
             f"layer {layer!r} was not run in the network's forward, so it has no features: "
             "name another with layer='...'"
         )
     features, output = caught
+    if task in ("tokens", "pixels"):
+        features = features.movedim(1, -1) if task == "pixels" else features
+        return features if features.shape[:-1] == lead else values.new_empty(*lead, 0)
     if features.ndim == 4:  # (B, C, H, W) into a 1x1 convolution
         return features.mean((2, 3))
-    if features.ndim == 3 and output.ndim == 3 and logits.ndim == 2:
+    if features.ndim == 3 and output.ndim == 3 and values.ndim <= 2:
         # (B, T, F), one of T outputs became the logits
-        place = (output == logits[:, None]).all(-1).int().argmax(1)  # (B,)
+        place = (output == values.reshape(values.shape[0], 1, -1)).all(-1).int().argmax(1)  # (B,)
         return features[torch.arange(place.shape[0], device=place.device), place]
     return features.flatten(1)
 
@@ -275,15 +356,15 @@ def _watched(inner: nn.Module, modules: Mapping[str, nn.Module], first: Batch) -
 
 
 def _last_layer(
-    inner: nn.Module, modules: Mapping[str, nn.Module], run: Sequence[str], n_classes: int
+    inner: nn.Module, modules: Mapping[str, nn.Module], run: Sequence[str], n_outputs: int
 ) -> str | None:
-    """The layer that gives the logits: timm's own statement, or the last one run that has K outputs."""
+    """The layer that gives the logits: timm's own statement, or the last one run with as many outputs."""
     get_classifier: Any = getattr(inner, "get_classifier", None)
     stated = get_classifier() if get_classifier else None
     for name in reversed(run):
         if modules[name] is stated:
             return name
-    return next((name for name in reversed(run) if outputs_of(modules[name]) == n_classes), None)
+    return next((name for name in reversed(run) if outputs_of(modules[name]) == n_outputs), None)
 
 
 def outputs_of(layer: nn.Module) -> int | None:
@@ -322,44 +403,23 @@ def with_logits(output: Output, logits: Tensor) -> Output | Tensor:
     return changed
 
 
-def recognise(values: Tensor) -> Outputs:
-    """What rows (B, K) of outputs are.
-
-    >>> recognise(torch.tensor([[0.9, 0.1], [0.5, 0.5]])), recognise(torch.tensor([[0.9, 0.1], [0.5, 0.6]]))
-    ('probs', 'logits')
-    """
-    rows = values.detach().double()
-    if bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < TOLERANCE).all()):
-        return "probs"
-    if bool((rows <= 0).all()) and bool((rows.logsumexp(-1).abs() < TOLERANCE).all()):
-        return "log_probs"
-    return "logits"
+def _rows(values: Tensor, at: Tensor | None) -> Tensor:
+    """(N, C) from values (..., C); of large ones only the rows `at` are copied."""
+    if at is not None:
+        return values[torch.unravel_index(at, values.shape[:-1])]
+    return values if values.ndim == 2 else values.flatten(0, -2)
 
 
-def to_logits(values: Tensor, outputs: Outputs) -> Tensor:
-    """Logits whose softmax is what the outputs say: log-probabilities are such logits."""
-    if outputs != "probs":
-        return values
-    return values.float().clamp(min=torch.finfo(torch.float32).tiny).log()
-
-
-def _check_logits(values: Tensor, n: int) -> int:
-    """The number of classes K of logits (n, K)."""
-    if values.ndim != 2 or values.shape[0] != n or values.shape[1] < 2:
-        raise ValueError(
-            f"the network must give one row of logits per sample, (B, K) with K >= 2: for {n} samples that is "
-            f"({n}, K), got {tuple(values.shape)}"
-        )
-    return values.shape[1]
-
-
-def check_labels(labels: Tensor, n_classes: int) -> None:
-    """An error for labels that are no class."""
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= n_classes:
-        raise ValueError(
-            f"labels must lie in 0..{n_classes - 1} for a network with {n_classes} classes, got {low}..{high}"
-        )
+def _check_shifted(first: Batch, task: Task, ignore_index: int) -> None:
+    """Refuse labels of a causal language model that are its inputs: it predicts the next token."""
+    ids = first.kwargs.get("input_ids")
+    if task == "tokens" and isinstance(ids, Tensor) and ids.shape == first.labels.shape:
+        counts = first.labels != ignore_index
+        if bool((ids == first.labels)[counts].all()):
+            raise ValueError(
+                "labels must be what the network predicts at each position, got its inputs: for a language model give "
+                "logits_of=lambda output: output.logits[:, :-1] and a to_pair= that shifts the labels, labels[:, 1:]"
+            )
 
 
 def _kind(thing: object) -> str:

@@ -93,6 +93,7 @@ def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:
     return {
         "layer": reader.layer,
         "outputs": reader.outputs,
+        "task": reader.task,
         "n_classes": reader.n_classes,
         "n_features": reader.n_features,
         "views": [names[view] for view in reader.views],
@@ -109,9 +110,8 @@ def rebuild(network: nn.Module, facts: Mapping[str, Any]) -> Any:
 
 def _rebuild_calibrated(network: nn.Module, facts: Mapping[str, Any]) -> Calibrated:
     sizes = {name: facts[name] for name in ("n_classes", "n_features")}
-    reader = Reader.restore(
-        network, layer=facts["layer"], outputs=facts["outputs"], views=facts["views"], **sizes
-    )
+    form = {name: facts[name] for name in ("layer", "outputs", "task", "views")}
+    reader = Reader.restore(network, **form, **sizes)
     head, opinion = (
         None if facts[name] is None else _rebuild_head(facts[name], **sizes).to(device_of(network))
         for name in ("head", "opinion")

@@ -95,7 +95,7 @@ class Summary:
     """Every number of some predictions; the bounds of an interval are nan where none is known.
 
     `print(summary)` shows a table. Metrics that need all samples at once (adaptive_ece, smooth_ece, aurc, ...) are
-    absent where the predictions were streamed.
+    absent where the predictions were streamed, weighted or have soft labels.
 
     >>> summary = Summary.of(Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1]))
     >>> summary.n, summary.values["accuracy"], round(summary.values["ece"], 4), summary.grade.word
@@ -116,11 +116,15 @@ class Summary:
     answers: Tensor | None = None  # `metrics.threshold_counts`, for `abstain`
 
     @classmethod
-    def of(cls, p: Predictions, n_bins: int = 15, by: Sequence[Any] | None = None, seed: int = 0) -> Summary:
-        """The summary of predictions in memory; `by` holds the group of each sample, see `groups`."""
-        return add_sample_metrics(
-            Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed), p
-        )
+    def of(cls, p: Predictions, n_bins: int = 15, by: Any = None, seed: int = 0) -> Summary:
+        """The summary of predictions in memory; `by` holds the group of each sample, see `groups`.
+
+        Where samples have several labels, the labels are the groups.
+        """
+        if by is None and p.n_labels is not None and p.n_labels <= MAX_GROUPS:
+            by = label_groups(p, [f"label {i:0{len(str(p.n_labels - 1))}d}" for i in range(p.n_labels)])
+        summary = Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed)
+        return summary if p.weights is not None or p.are_soft else add_sample_metrics(summary, p)
 
     @property
     def values(self) -> dict[str, float]:
@@ -316,7 +320,8 @@ class Tally:
     top: Bins  # (fine_bins(n_bins),)
     classwise: Bins | None  # (K, n_bins)
     predicted: Bins | None  # (K, CLASS_CELLS), by predicted class
-    sums: dict[str, int]  # by name of SCORES, in units of 2^-32
+    n: int  # how many samples were counted
+    sums: dict[str, int]  # by name of SCORES, in units of 2^-32, weighted where there are weights
     squares: dict[str, int]
     groups: dict[str, Tally]
     n_zero_labels: int = (
@@ -340,20 +345,23 @@ class Tally:
         confidences is known.
         """
         by_group = {} if groups is None else dict(_group_tallies(p, n_bins, groups))
-        answers = threshold_counts(*p.top_label())
         if isinstance(p, Outcomes):
-            top = p.bins(fine_bins(n_bins))
-            return cls(n_bins, 0, top, None, None, {}, {}, by_group, answers=answers)
-        scores, zero = metrics.per_sample(p), metrics.zero_labels(p)
-        scores["nll"] = scores["nll"].where(~zero, 0.0)
+            top, answers = p.bins(fine_bins(n_bins)), threshold_counts(*p.top_label())
+            return cls(n_bins, 0, top, None, None, len(p), {}, {}, by_group, answers=answers)
+        plain = p.weights is None and not p.are_soft
+        answers = threshold_counts(*p.top_label()) if plain else None
+        scores, weights = metrics.per_sample(p), 1.0 if p.weights is None else p.weights
+        zero = metrics.zero_labels(p) if plain else torch.zeros(len(p), dtype=torch.bool)
+        scores["nll"] = scores["nll"].where(~zero.to(scores["nll"].device), 0.0)
         return cls(
             n_bins,
             p.n_classes,
             Bins.top(p, fine_bins(n_bins)).to("cpu"),
             Bins.classwise(p, n_bins).to("cpu") if per_class else None,
             predicted_bins(p).to("cpu") if per_class else None,
-            {name: exact_sum(scores[name]) for name in SCORES},
-            {name: exact_sum(scores[name].clamp(max=1e150).square()) for name in SCORES},
+            len(p),
+            {name: exact_sum(scores[name] * weights) for name in SCORES},
+            {name: exact_sum(scores[name].clamp(max=1e150).square() * weights) for name in SCORES},
             by_group,
             int(zero.sum()),
             p.zero_floor if p.are_probs else math.inf,
@@ -378,6 +386,7 @@ class Tally:
             self.top + other.top,
             _both(self.classwise, other.classwise),
             _both(self.predicted, other.predicted),
+            self.n + other.n,
             {name: self.sums[name] + other.sums[name] for name in self.sums},
             {name: self.squares[name] + other.squares[name] for name in self.sums},
             groups,
@@ -385,11 +394,6 @@ class Tally:
             min(self.zero_floor, other.zero_floor),
             None if self.answers is None or other.answers is None else self.answers + other.answers,
         )
-
-    @property
-    def n(self) -> int:
-        """How many samples were counted."""
-        return self.top.n
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
@@ -419,15 +423,17 @@ class Tally:
         )
 
     def _scores(self) -> dict[str, Interval]:
-        """Means with the interval of the normal distribution."""
-        found = {}
+        """Means with the interval of the normal distribution, for the effective number of samples (Kish)."""
+        found, total, n = {}, self.top.n, float(self.n)
+        if self.top.squares is not None:
+            n = total**2 * UNIT / float(self.top.squares.sum())
         unlikely = -math.log(self.zero_floor) if self.n_zero_labels else 0.0  # NLL of a label at 0
         for name in self.sums:
-            mean, square = self.sums[name] / UNIT / self.n, self.squares[name] / UNIT / self.n
+            mean, square = self.sums[name] / UNIT / total, self.squares[name] / UNIT / total
             if name == "nll":
-                share = self.n_zero_labels / self.n
+                share = self.n_zero_labels / total
                 mean, square = mean + share * unlikely, square + share * unlikely**2
-            reach = Z * (max(square - mean * mean, 0.0) / self.n) ** 0.5
+            reach = Z * (max(square - mean * mean, 0.0) / n) ** 0.5
             found[SCORES[name]] = Interval(mean, max(0.0, mean - reach), mean + reach)
         return found
 
@@ -463,6 +469,8 @@ def compare(before: Predictions, after: Predictions) -> Comparison:
 
 def compare_all(methods: Sequence[Predictions | Outcomes]) -> list[list[Comparison | None]]:
     """`compare` of every method (row) with every other (column); None where their samples differ or lack an NLL."""
+    if any(isinstance(p, Predictions) and p.weights is not None for p in methods):
+        raise TypeError("methods are compared without sample weights, got predictions with them")
     found = [m if isinstance(m, Outcomes) else Outcomes.of(m) for m in methods]
     for m, p in zip(methods, found):
         if isinstance(m, Predictions) and p.nll is not None:
@@ -597,6 +605,11 @@ def _group_tallies(p: Predictions | Outcomes, n_bins: int, groups: Array) -> Ite
     for i, name in enumerate(names):
         rows = torch.from_numpy(which == i)
         yield str(name), Tally.of(p[rows], n_bins, per_class=False)
+
+
+def label_groups(p: Predictions, names: Sequence[str]) -> Array:
+    """(N * L,) which label each pair of a sample and a label is about."""
+    return np.tile(np.asarray(names, dtype=object), len(p) // len(names))
 
 
 def _both(a: Bins | None, b: Bins | None) -> Bins | None:

@@ -10,6 +10,7 @@ from doublehead.calibrators.head import Head
 from doublehead.calibrators.histogram import BBQ, HistogramBinning
 from doublehead.calibrators.identity import Identity
 from doublehead.calibrators.isotonic import Isotonic
+from doublehead.calibrators.per_label import PerLabel
 from doublehead.calibrators.spline import Spline
 from doublehead.calibrators.storage import load, save
 from doublehead.calibrators.table import CALIBRATORS, choose_calibrator, make
@@ -31,6 +32,7 @@ __all__ = [
     "Matrix",
     "NotConverged",
     "NotFitted",
+    "PerLabel",
     "Platt",
     "Spline",
     "Temperature",

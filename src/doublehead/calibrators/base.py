@@ -35,6 +35,7 @@ class Calibrator(StaysFloat32):
 
     learned: ClassVar[tuple[str, ...]] = ()
     binary_only: ClassVar[bool] = False
+    takes_weights: ClassVar[bool] = False  # and soft labels
     converged_: Tensor | None
 
     def __init__(self) -> None:
@@ -53,6 +54,11 @@ class Calibrator(StaysFloat32):
         if self.binary_only and predictions.n_classes != 2:
             raise ValueError(
                 f"{type(self).__name__} needs predictions of 2 classes, got {predictions.n_classes} classes"
+            )
+        if not self.takes_weights and (predictions.weights is not None or predictions.are_soft):
+            raise TypeError(
+                f"{type(self).__name__} takes neither sample weights nor soft labels: "
+                "'temperature', 'head' and 'none' do"
             )
         with torch.no_grad():
             learned = self._learn(predictions)
@@ -101,7 +107,7 @@ class Calibrator(StaysFloat32):
     def calibrate(self, predictions: Predictions) -> Predictions:
         """The same predictions with calibrated logits."""
         with torch.no_grad():
-            return Predictions(self(predictions.logits), predictions.labels)
+            return predictions.with_logits(self(predictions.logits))
 
     @property
     def is_fitted(self) -> bool:

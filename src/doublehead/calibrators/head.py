@@ -28,7 +28,7 @@ from doublehead.calibration_head import MIN_LOGIT, feature_numbers, scale_logits
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.choose import Choice, Scores, choose, stratified_folds
 from doublehead.calibrators.maps import keep_top
-from doublehead.predictions import Predictions
+from doublehead.predictions import Predictions, Target
 from doublehead.torch_tools import one_thread, seeded
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class Head(Calibrator):
         "feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_", "last_layer_", "usual_",
     )  # fmt: skip
 
+    takes_weights = True
+
     stages_: Tensor  # (6,) bool: temperature, map, head, pool, curve, keep predictions
     temperature_: Tensor
     weight_: Tensor  # (K, K) or (K,): D + M, or D alone
@@ -115,7 +117,9 @@ class Head(Calibrator):
     ) -> None:
         super().__init__()
         self.keep, self.folds, self.seed = keep, folds, seed
-        self._fitting: tuple[Tensor | None, Opinion, Tensor | None, Tensor | None] = (None,) * 4
+        self._fitting: tuple[Tensor | None, Opinion, Tensor | None, Tensor | None, Tensor | None] = (
+            None,
+        ) * 5
         self._open: tuple[bool, ...] = ()
 
     def fit(
@@ -126,13 +130,17 @@ class Head(Calibrator):
         opinion: Opinion = None,
         numbers: Tensor | None = None,
         last_layer: Tensor | None = None,
+        folds: Tensor | None = None,
     ) -> Self:
-        """Learn from predictions the network was not trained on, and what else is known of the same samples."""
-        self._fitting = features, opinion, numbers, last_layer
+        """Learn from predictions the network was not trained on, and what else is known of the same samples.
+
+        Samples of one number in `folds` (N,) are held back together; by default folds are drawn at random.
+        """
+        self._fitting = features, opinion, numbers, last_layer, folds
         try:
             super().fit(predictions)
         finally:
-            self._fitting = (None,) * 4
+            self._fitting = (None,) * 5
         self.refresh()
         return self
 
@@ -280,14 +288,18 @@ class _Fit:
         opinion: Opinion,
         numbers: Tensor | None,
         last_layer: Tensor | None,
+        folds: Tensor | None,
     ) -> None:
         n, k = predictions.logits.shape
         order = torch.randperm(n, generator=torch.Generator().manual_seed(head.seed))
         order = order[: min(MAX_SAMPLES, max(1, MAX_ENTRIES // k))].to(predictions.logits.device)
-        self.head, self.labels = head, predictions.labels[order]
+        self.head, self.target = head, predictions.target.rows(order)
+        self.labels = self.target.labels
         self.logits = predictions.logits[order].float().clamp(min=MIN_LOGIT)
         self.n, self.k = self.logits.shape
         self.folds = stratified_folds(self.labels, min(head.folds, self.n), head.seed)
+        if folds is not None and len(folds[order].unique()) > 1:
+            self.folds = folds[order]
         parts = [] if features is None else [feature_numbers(features[order].float())]
         parts += [] if numbers is None else [numbers[order].float()]
         given = torch.cat(parts, 1) if parts else self.logits.new_empty(self.n, 0)
@@ -320,7 +332,7 @@ class _Fit:
 
     def learned(self) -> dict[str, Any]:
         """What the head learns."""
-        wrong = int((self.logits.argmax(1) != self.labels).sum())
+        wrong = int((self.logits.argmax(1) != self.labels).sum())  # by the likeliest class of soft labels
         if self.n < WARN_SAMPLES:
             warnings.warn(
                 f"{self.n} calibration samples are little data: only a temperature is fitted, rarely below 1",
@@ -347,7 +359,11 @@ class _Fit:
         every = {"none": float(self._nll(()).mean()), **choice.nlls}
         nlls_in_order = dict(sorted(every.items(), key=lambda item: item[1]))
         shown = dict.fromkeys(((), base, chosen))
-        scores = {self._name(some): Scores.of(Predictions(self._kept(some), self.labels)) for some in shown}
+        truth = self.labels if self.target.probs is None else self.target.probs
+        scores = {
+            self._name(some): Scores.of(Predictions(self._kept(some), truth, self.target.weights))
+            for some in shown
+        }
         self.head.choice = replace(choice, nlls=nlls_in_order, scores=scores)
         return self._parameters(chosen)
 
@@ -370,18 +386,18 @@ class _Fit:
         z, _ = self.found[sequence[:-1]]
         name = sequence[-1]
         reads = _reads(name, z, self.evidence)
-        whole = _fit_stage(name, reads, self.labels)
+        whole = _fit_stage(name, reads, self.target)
         out = torch.empty_like(z)
         for fold in self.folds.unique() if self.n > 1 else ():
             held = self.folds == fold
-            params = _fit_stage(name, [part[~held] for part in reads], self.labels[~held], whole)
+            params = _fit_stage(name, [part[~held] for part in reads], self.target.rows(~held), whole)
             out[held] = _apply(name, params, [part[held] for part in reads])
         self.found[sequence] = (out if self.n > 1 else z), whole
         return True
 
     def _nll(self, sequence: tuple[str, ...]) -> Tensor:
         """(N,) of cross-fitted outputs."""
-        return _nlls(self._kept(sequence), self.labels)
+        return _nlls(self._kept(sequence), self.target)
 
     def _kept(self, sequence: tuple[str, ...]) -> Tensor:
         """Cross-fitted outputs (N, K), with the network's predictions kept where they are."""
@@ -413,19 +429,22 @@ class _Fit:
         return params
 
     def _as_accurate(self, chosen: tuple[str, ...]) -> bool:
-        right = self.found[chosen][0].argmax(1) == self.labels
-        return int(right.sum()) >= int((self.logits.argmax(1) == self.labels).sum())
+        before, after = (
+            self.target.weighted((z.argmax(1) == self.labels).double()).sum()
+            for z in (self.logits, self.found[chosen][0])
+        )
+        return bool(after >= before)
 
 
 def _fit_stage(
-    name: str, reads: Sequence[Tensor], labels: Tensor, start: Mapping[str, Tensor] | None = None
+    name: str, reads: Sequence[Tensor], target: Target, start: Mapping[str, Tensor] | None = None
 ) -> Params:
     """The parameters of one stage; `start` are those of a fit to more samples."""
     z, begin = reads[0], start or {}
     if name == "temperature":
-        return {"temperature_": _careful_temperature(z, labels, begin.get("temperature_"))}
+        return {"temperature_": _careful_temperature(z, target, begin.get("temperature_"))}
     if name == "map":
-        return _fit_map(z, labels, start)
+        return _fit_map(z, target, start)
     if name == "head":
         inputs = reads[1]
         params = {"mean_": inputs.mean(0), "deviation_": inputs.std(0).clamp(min=1e-4)}
@@ -433,20 +452,20 @@ def _fit_stage(
         design = torch.cat([standard, torch.ones_like(standard[:, :1])], 1)
         ridge = z.new_full((design.shape[1],), RIDGE_HEAD)
         ridge[-1] = 0
-        return {**params, "slope_": fit_log_scale(z, labels, design, ridge, begin.get("slope_"))}
+        return {**params, "slope_": fit_log_scale(z, target, design, ridge, begin.get("slope_"))}
     if name == "pool":
-        return {"pool_": fit_pool(reads, labels, begin.get("pool_"))}
-    return {"curve_": fit_curve(z, labels, begin.get("curve_"))}
+        return {"pool_": fit_pool(reads, target, begin.get("pool_"))}
+    return {"curve_": fit_curve(z, target, begin.get("curve_"))}
 
 
-def _careful_temperature(z: Tensor, labels: Tensor, start: Tensor | None) -> Tensor:
+def _careful_temperature(z: Tensor, target: Target, start: Tensor | None) -> Tensor:
     """One that sharpens only where this clearly pays."""
     ones = z.new_ones(len(z), 1)
     begin = None if start is None else -start.log()[None]
-    log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
+    log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
     if log_scale > 0:
-        log_scale = fit_log_scale(z, labels, ones, z.new_full((1,), RIDGE_SHARPEN))[0]
-        gain = (_nlls(z, labels) - _nlls(z * log_scale.exp(), labels)).sum()
+        log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SHARPEN))[0]
+        gain = (_nlls(z, target) - _nlls(z * log_scale.exp(), target)).sum()
         log_scale = log_scale * (gain > GAIN_SHARPEN)
     return (-log_scale).exp()
 
@@ -459,7 +478,7 @@ def _takes_matrix(n: int, k: int) -> bool:
     return k * k <= n
 
 
-def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> Params:
+def _fit_map(x: Tensor, target: Target, start: Mapping[str, Tensor] | None) -> Params:
     """D + M and b of z + (D + M) (z - mean) + b, with a ridge of K / n on D and b and of K (K - 1) / n on M."""
     n, k = x.shape
     known = x.clamp(min=MAP_FLOOR)
@@ -486,15 +505,14 @@ def _fit_map(x: Tensor, labels: Tensor, start: Mapping[str, Tensor] | None) -> P
         weight, bias = (value * unit for value, unit in zip(values, units))
         loss = 0.5 * (n * ridge * weight.square()).sum() + 0.5 * k * bias.square().sum()
         slopes = [n * ridge * weight, k * bias]
-        for before, moved, label in zip(x.split(size), off.split(size), labels.split(size)):
+        for before, moved, truth in zip(x.split(size), off.split(size), target.split(size)):
             z = (moved @ weight.mT if full else moved * weight).add_(before).add_(bias)
             z -= z.amax(1, keepdim=True)
-            loss -= z.gather(1, label[:, None]).sum()
+            at_label = truth.of(z)
             z.exp_()
             sums = z.sum(1, keepdim=True)
-            loss += sums.log().sum()
-            error = z.div_(sums)
-            error[torch.arange(len(label)), label] -= 1
+            loss += truth.weighted(sums[:, 0].log() - at_label).sum()
+            error = truth.error(z.div_(sums))
             slopes[0] += error.mT @ moved if full else (error * moved).sum(0)
             slopes[1] += error.sum(0)
         for value, slope, unit in zip(values, slopes, units):
@@ -600,64 +618,69 @@ def newton(
 
 
 def fit_log_scale(
-    logits: Tensor, labels: Tensor, design: Tensor, ridge: Tensor, start: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor | Target,
+    design: Tensor,
+    ridge: Tensor,
+    start: Tensor | None = None,
 ) -> Tensor:
     """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL.
 
     `ridge` (P,) is the pull of each weight towards 0, in samples.
     """
+    target = labels if isinstance(labels, Target) else Target(labels)
     below = logits - logits.amax(1, keepdim=True)
-    at_label = below.gather(1, labels[:, None])[:, 0]
+    at_label = target.of(below)
     n, rows = len(logits), max(1, CHUNK // logits.shape[1])
     design, ridge = design.double(), ridge.double() / n
 
     def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
         scale = (design @ w).clamp(-4, 4).exp()
-        firsts, seconds, total = [], [], 0.0  # each sample's first and second derivative in its log scale
+        nlls, firsts, seconds = [], [], []  # and each sample's first and second derivative in its log scale
         for some, s, label in zip(below.split(rows), scale.to(below.dtype).split(rows), at_label.split(rows)):
             largest = (some * s[:, None]).exp_()  # each row's largest is 1
             sums = largest.sum(1)
             weighted = largest.mul_(some)
             mean = weighted.sum(1) / sums
             variance = weighted.mul_(some).sum(1) / sums - mean.square()
-            total += float((sums.log() - s * label).sum(dtype=torch.float64))
+            nlls.append(sums.log() - s * label)
             firsts.append(s * (mean - label))
             seconds.append(s.square() * variance)
-        first, second = torch.cat(firsts).double(), torch.cat(seconds).double()
+        nll, first, second = (target.weighted(torch.cat(parts).double()) for parts in (nlls, firsts, seconds))
         gradient = design.mT @ first / n + ridge * w
         # The first derivative belongs to the curvature where it helps: near the optimum it has mean 0.
         curvature = design.mT @ (design * second.clamp(min=1e-8)[:, None]) / n + ridge.diag()
-        return total / n + 0.5 * float((ridge * w.square()).sum()), gradient, curvature
+        return float(nll.sum()) / n + 0.5 * float((ridge * w.square()).sum()), gradient, curvature
 
     begin = logits.new_zeros(design.shape[1]) if start is None else start
     return newton(evaluate, begin.double()).to(logits.dtype)
 
 
-def fit_pool(parts: Sequence[Tensor], labels: Tensor, start: Tensor | None = None) -> Tensor:
+def fit_pool(parts: Sequence[Tensor], target: Target, start: Tensor | None = None) -> Tensor:
     """Weights (P,) of the sum of log-probabilities (N, K) with the lowest NLL, pulled towards the first part alone."""
-    n, p = len(labels), len(parts)
+    n, p = len(target.labels), len(parts)
     size = max(1, CHUNK // (parts[0].shape[1] * p))
-    towards = torch.eye(p, dtype=torch.float64, device=labels.device)[0]
+    towards = torch.eye(p, dtype=torch.float64, device=target.labels.device)[0]
 
     def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
         loss = 0.5 * RIDGE_POOL * float((w - towards).square().sum())
         gradient = RIDGE_POOL * (w - towards)
         curvature = RIDGE_POOL * torch.eye(p, dtype=torch.float64, device=w.device)
-        for some, label in zip(zip(*(part.split(size) for part in parts)), labels.split(size)):
+        for some, truth in zip(zip(*(part.split(size) for part in parts)), target.split(size)):
             x = torch.stack(some, 2)  # (n, K, P)
             z = x @ w.to(x.dtype)
             probs = z.softmax(1)
             mean = (probs[:, None] @ x)[:, 0]  # (n, P)
-            loss += float(_nlls(z, label).sum(dtype=torch.float64))
-            gradient = gradient + (mean - x[torch.arange(len(x)), label]).sum(0, dtype=torch.float64)
-            flat = (x * probs[..., None].sqrt()).reshape(-1, p)
-            curvature = curvature + (flat.mT @ flat - mean.mT @ mean).double()
+            loss += float(_nlls(z, truth).sum(dtype=torch.float64))
+            gradient = gradient + truth.weighted(mean - truth.of(x)).sum(0, dtype=torch.float64)
+            flat = (x * truth.weighted(probs)[..., None].sqrt()).reshape(-1, p)
+            curvature = curvature + (flat.mT @ flat - mean.mT @ truth.weighted(mean)).double()
         return loss / n, gradient / n, curvature / n
 
     return newton(evaluate, towards if start is None else start.double()).to(parts[0].dtype)
 
 
-def fit_curve(log_probs: Tensor, labels: Tensor, start: Tensor | None = None) -> Tensor:
+def fit_curve(log_probs: Tensor, target: Target, start: Tensor | None = None) -> Tensor:
     """Weights (knots,) of the hinges of log-probabilities (N, K) with the lowest NLL, pulled towards 0.
 
     Log-probabilities below the lowest knot stay as they are, and only their sum matters.
@@ -665,15 +688,17 @@ def fit_curve(log_probs: Tensor, labels: Tensor, start: Tensor | None = None) ->
     bent = log_probs > KNOTS[0]
     counts = bent.sum(1)
     fits = int((counts.cumsum(0) <= MAX_BENT).sum())  # samples are in random order
-    log_probs, labels, bent, counts = log_probs[:fits], labels[:fits], bent[:fits], counts[:fits]
+    log_probs, target, bent, counts = log_probs[:fits], target.rows(slice(fits)), bent[:fits], counts[:fits]
     # All relative to each row's largest, so that sums over confident rows lose no digits.
     top = log_probs.amax(1)
     x = (log_probs - top[:, None])[bent]  # (E,), row by row
     at_top = _hinges(top)
     basis = _hinges(log_probs[bent]) - at_top.repeat_interleave(counts, 0)  # (E, knots)
     rest = (log_probs - top[:, None]).exp().masked_fill(bent, 0).sum(1)
-    at_label = log_probs.gather(1, labels[:, None])[:, 0]
-    wanted = _hinges(at_label) - at_top  # (N, knots)
+    at_label = target.of(log_probs)
+    bend = _hinges(at_label) if target.probs is None else target.of(_hinges(log_probs))
+    wanted = bend - at_top  # (N, knots)
+    each = target.weighted(torch.ones_like(top))  # (N,)
     pull = RIDGE_CURVE * torch.eye(len(KNOTS), dtype=torch.float64, device=x.device)
 
     def sums(values: Tensor) -> Tensor:
@@ -687,17 +712,20 @@ def fit_curve(log_probs: Tensor, labels: Tensor, start: Tensor | None = None) ->
         weighted = basis * (odds / total.repeat_interleave(counts))[:, None]
         lost = at_top * (left / total)[:, None]
         mean = sums(weighted) - lost
-        loss = (total.log() - at_label + top - wanted @ low).sum(dtype=torch.float64)
-        gradient = (mean - wanted).sum(0, dtype=torch.float64) + pull @ w
-        curvature = (weighted.mT @ basis + lost.mT @ at_top - mean.mT @ mean).double() + pull
+        loss = (each * (total.log() - at_label + top - wanted @ low)).sum(dtype=torch.float64)
+        gradient = (each[:, None] * (mean - wanted)).sum(0, dtype=torch.float64) + pull @ w
+        outer = (weighted * each.repeat_interleave(counts)[:, None]).mT @ basis
+        outer = outer + (each[:, None] * lost).mT @ at_top - (each[:, None] * mean).mT @ mean
+        curvature = outer.double() + pull
         return float(loss + 0.5 * w @ pull @ w) / fits, gradient / fits, curvature / fits
 
     begin = x.new_zeros(len(KNOTS)) if start is None else start
     return newton(evaluate, begin.double()).to(x.dtype)
 
 
-def _nlls(z: Tensor, labels: Tensor) -> Tensor:
-    return z.logsumexp(1) - z.gather(1, labels[:, None])[:, 0]
+def _nlls(z: Tensor, target: Target) -> Tensor:
+    """(N,), times the weights."""
+    return target.weighted(z.logsumexp(1) - target.of(z))
 
 
 __all__: Sequence[str] = [

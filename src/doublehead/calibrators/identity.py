@@ -18,6 +18,8 @@ class Identity(Calibrator):
     [[2.0, 0.0]]
     """
 
+    takes_weights = True
+
     @property
     def keeps_argmax(self) -> bool:
         """Nothing changes."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators.affine import Dirichlet, Matrix, Vector
 from doublehead.calibrators.base import Calibrator, NotConverged
@@ -20,8 +19,10 @@ from doublehead.calibrators.head import Head
 from doublehead.calibrators.histogram import BBQ, HistogramBinning
 from doublehead.calibrators.identity import Identity
 from doublehead.calibrators.isotonic import Isotonic
+from doublehead.calibrators.per_label import PerLabel
 from doublehead.calibrators.spline import Spline
 from doublehead.calibrators.temperature import Temperature, TemperatureGrid
+from doublehead.metrics import per_sample
 from doublehead.predictions import Predictions
 from doublehead.torch_tools import one_thread
 
@@ -41,6 +42,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
     "bbq": BBQ,
     "spline": Spline,
     "gaussian_process": GaussianProcess,
+    "per_label": PerLabel,
 }
 MAX_CLASSES = 100  # beyond, these learn too much from too little: K * K weights, or a map for every class
 _FOR_FEW_CLASSES = ("matrix", "dirichlet", "beta", "bbq")
@@ -76,8 +78,12 @@ def choose_calibrator(
     """
     if not 2 <= folds <= len(predictions):
         raise ValueError(f"folds must lie in 2..{len(predictions)}, the number of samples, got {folds}")
+    if predictions.n_labels:
+        raise TypeError(
+            "predictions must have one label per sample, got several: fit calibrators.PerLabel to them"
+        )
     candidates = _candidates(predictions, methods)
-    fold = stratified_folds(predictions.labels, folds, seed)
+    fold = stratified_folds(predictions.target.labels, folds, seed)
     nlls: dict[str, Tensor | None] = {}
     notes: dict[str, str] = {}
     for i, (name, calibrator) in enumerate(candidates.items()):
@@ -98,10 +104,8 @@ def _candidates(
     if isinstance(methods, Mapping):
         return dict(methods)
     if methods is None:
-        left_out = [
-            "temperature_grid",
-            "dirichlet",
-        ]  # the same as temperature and, on probabilities, as matrix
+        # temperature_grid is as temperature, and dirichlet, on probabilities, as matrix
+        left_out = ["temperature_grid", "dirichlet", "per_label"]
         left_out += [] if predictions.n_classes == 2 else ["platt"]
         left_out += _FOR_FEW_CLASSES if predictions.n_classes > MAX_CLASSES else ()
         methods = [name for name in CALIBRATORS if name not in left_out]
@@ -126,7 +130,8 @@ def _held_out_nll(
         except Exception as error:  # a candidate that fails, however, is out of the race
             return None, f"{type(error).__name__}: {error}"
         short += not bool(fitted.converged_)
-        losses[held] = cross_entropy(out.logits.double(), out.labels, reduction="none")
+        losses[held] = per_sample(out.with_logits(out.logits.double()))["nll"]
+    losses = predictions.target.weighted(losses)
     return losses, f"did not converge in {short} of {folds} folds" if short else ""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from doublehead.calibrators.base import Calibrator
 from doublehead.metrics import ece, nll
-from doublehead.predictions import CHUNK_ENTRIES, Predictions
+from doublehead.predictions import CHUNK_ENTRIES, Predictions, Target
 
 MAX_PASSES = 200
 COARSE = 1e-3  # once a step in log(s) is this small, the passes go on in float64
@@ -34,6 +34,7 @@ class Temperature(Calibrator):
     """
 
     learned = ("temperature_", "at_bound_")
+    takes_weights = True
 
     temperature_: Tensor
     at_bound_: Tensor
@@ -49,7 +50,7 @@ class Temperature(Calibrator):
         return True
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        found = solve_inverse_temperature(predictions.logits, predictions.labels)
+        found = solve_inverse_temperature(predictions.logits, predictions.target)
         return {
             "temperature_": found.inverse.reciprocal(),
             "at_bound_": found.at_bound,
@@ -69,6 +70,7 @@ class TemperatureGrid(Calibrator):
     """
 
     learned = ("temperature_",)
+    takes_weights = True
 
     temperature_: Tensor
 
@@ -94,7 +96,7 @@ class TemperatureGrid(Calibrator):
         grid = self.low + self.step * torch.arange(steps, dtype=torch.float64)
         score = partial(ece, n_bins=self.n_bins) if self.by == "ece" else nll
         logits = predictions.logits.double()
-        scores = [score(Predictions(logits / t, predictions.labels)) for t in grid]
+        scores = [score(predictions.with_logits(logits / t)) for t in grid]
         return {"temperature_": grid[scores.index(min(scores))]}
 
     def _transform(self, logits: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class InverseTemperature(NamedTuple):
     converged: Tensor  # bool
 
 
-def fit_inverse_temperature(logits: Tensor, labels: Tensor) -> Tensor:
+def fit_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> Tensor:
     """The s > 0 that minimises the mean NLL of s * logits, in float64, to about 1e-9 of its value.
 
     Logits (N, K) give a scalar; a stack of them (..., N, K), with labels (N,) or (..., N), gives one s each, all
@@ -128,8 +130,10 @@ def fit_inverse_temperature(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def solve_inverse_temperature(logits: Tensor, labels: Tensor) -> InverseTemperature:
+def solve_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> InverseTemperature:
     """Like `fit_inverse_temperature`, with a statement on whether the optimum is finite and was reached.
+
+    Logits (N, K) may have a `Target` with soft labels and weights instead of labels.
 
     The NLL is convex in s. With d the logits less their row's maximum, its derivative is m(s) - c: m the mean over
     rows of the expectation of d under softmax(s d), c the mean of the labels' d. Both are negative and m rises to 0
@@ -137,18 +141,23 @@ def solve_inverse_temperature(logits: Tensor, labels: Tensor) -> InverseTemperat
     """
     stack, (n, k) = logits.shape[:-2], logits.shape[-2:]
     below = (logits - logits.amax(-1, keepdim=True)).reshape(-1, n, k)  # (H, N, K), all <= 0
-    labels = labels.expand(*stack, n).reshape(-1, n, 1)
-    unit = -torch.minimum(_mean(below), _mean(below.gather(2, labels)))  # (H,) the scale of the logits
+    weights = None
+    if isinstance(labels, Target):
+        at_label, weights = labels.of(below[0])[None, :, None], labels.weights
+    else:
+        at_label = below.gather(2, labels.expand(*stack, n).reshape(-1, n, 1))  # (H, N, 1)
+    unit = -torch.minimum(_mean(below, weights), _mean(at_label, weights))  # (H,) the scale of the logits
     unit = torch.where(unit == 0, 1.0, unit.log2().round().exp2())  # a power of two: dividing by it is exact
-    found = _solve(below.mul_(unit.reciprocal().to(below.dtype)[:, None, None]), labels)
+    scale = unit.reciprocal().to(below.dtype)[:, None, None]
+    found = _solve(below.mul_(scale), at_label * scale, weights)
     found = found._replace(inverse=found.inverse / unit)
     return InverseTemperature(*(field.reshape(stack) for field in found))
 
 
-def _solve(below: Tensor, labels: Tensor) -> InverseTemperature:
-    """For logits of unit scale and no maximum above 0, (H, N, K), and labels (H, N, 1)."""
+def _solve(below: Tensor, at_label: Tensor, weights: Tensor | None) -> InverseTemperature:
+    """For logits of unit scale and no maximum above 0, (H, N, K), those of the labels (H, N, 1), and weights (N,)."""
     n = below.shape[1]
-    target, at_zero = _mean(below.gather(2, labels)), _mean(below)  # c and m(0), (H,)
+    target, at_zero = _mean(at_label, weights), _mean(below, weights)  # c and m(0), (H,)
     flat = (target == 0) & (at_zero == 0)
     to_zero = (at_zero - target >= -1e-12) & ~flat
     to_infinity = (target == 0) & ~flat
@@ -157,25 +166,27 @@ def _solve(below: Tensor, labels: Tensor) -> InverseTemperature:
     start = torch.zeros_like(target)
     if n > 4 * SAMPLE_ROWS:
         rows = slice(None, None, n // SAMPLE_ROWS)
-        guess = _solve(below[:, rows], labels[:, rows])
+        guess = _solve(below[:, rows], at_label[:, rows], None if weights is None else weights[rows])
         start = torch.where(guess.at_bound, start, guess.inverse.log())
-    log_s, converged = _newton(below, target, start, at_bound)
+    log_s, converged = _newton(below, weights, target, start, at_bound)
 
     inverse = log_s.exp()
     inverse[to_zero], inverse[flat] = EXCESS, 1.0
     if bool(to_infinity.any()):
-        inverse = torch.where(to_infinity, _tame_limit(below, torch.ones_like(inverse)), inverse)
+        inverse = torch.where(to_infinity, _tame_limit(below, weights, torch.ones_like(inverse)), inverse)
     return InverseTemperature(inverse, at_bound, converged)
 
 
-def _newton(below: Tensor, target: Tensor, start: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
+def _newton(
+    below: Tensor, weights: Tensor | None, target: Tensor, start: Tensor, done: Tensor
+) -> tuple[Tensor, Tensor]:
     """The root of log(m(s) / c) in log(s), (H,), and whether it was reached; heads `done` from the start are left."""
     log_s, low, high = start, torch.full_like(start, -torch.inf), torch.full_like(start, torch.inf)
     fine = below.dtype == torch.float64
     for _ in range(MAX_PASSES):
         if bool(done.all()):
             break
-        mean, variance = _moments(below, log_s.exp(), torch.float64 if fine else below.dtype)
+        mean, variance = _moments(below, weights, log_s.exp(), torch.float64 if fine else below.dtype)
         too_small = mean < target  # the root lies at a larger s
         low, high = torch.where(too_small, log_s, low), torch.where(too_small, high, log_s)
         step = -(mean / target).log() * mean / (log_s.exp() * variance)
@@ -195,37 +206,43 @@ def _newton(below: Tensor, target: Tensor, start: Tensor, done: Tensor) -> tuple
     return log_s, done
 
 
-def _moments(below: Tensor, s: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _moments(below: Tensor, weights: Tensor | None, s: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The mean over rows of the expectation and of the variance of d under softmax(s d), (H,) in float64."""
     mean, variance = torch.zeros_like(s), torch.zeros_like(s)
-    scale = s.to(dtype)[:, None, None]
+    scale, done = s.to(dtype)[:, None, None], 0
     for d in _chunks(below):
         d = d.to(dtype)  # noqa: PLW2901
         weight = (d * scale).exp_()  # (H, n, K), each row's largest is 1
         total = weight.sum(2)
         first = weight.mul_(d).sum(2) / total
         second = weight.mul_(d).sum(2) / total
+        spread = second - first * first
+        if weights is not None:
+            w = weights[done : done + d.shape[1]].to(dtype)
+            first, spread, done = first * w, spread * w, done + d.shape[1]
         mean += first.sum(1, dtype=torch.float64)
-        variance += (second - first * first).sum(1, dtype=torch.float64)
-    n = below.shape[1]
+        variance += spread.sum(1, dtype=torch.float64)
+    n = below.shape[1] if weights is None else weights.sum()
     return mean / n, variance / n
 
 
-def _tame_limit(below: Tensor, s: Tensor) -> Tensor:
+def _tame_limit(below: Tensor, weights: Tensor | None, s: Tensor) -> Tensor:
     """The first of s, 2 s, 4 s, ... at which the mean NLL of the largest logit is within EXCESS of its limit, (H,).
 
     Where s times the gaps is large, s times their expectation bounds what is left of the NLL from above.
     """
     for _ in range(MAX_PASSES):
-        left = -s * _moments(below, s, torch.float64)[0]
+        left = -s * _moments(below, weights, s, torch.float64)[0]
         if bool((left <= EXCESS).all()):
             break
         s = torch.where(left <= EXCESS, s, 2 * s)
     return s
 
 
-def _mean(values: Tensor) -> Tensor:
-    """(H, N, K) -> (H,) in float64."""
+def _mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    """(H, N, K) -> (H,) in float64, rows weighted."""
+    if weights is not None:
+        return (values.sum(2, dtype=torch.float64) * weights).sum(1) / (weights.sum() * values.shape[2])
     return values.sum((1, 2), dtype=torch.float64) / values[0].numel()
 
 

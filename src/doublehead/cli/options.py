@@ -27,7 +27,8 @@ Label = Annotated[
     str | None,
     typer.Option(
         help="Column (or array) of the true class: a number, or a class name that matches a score column. "
-        "Guessed from names such as label, target, y."
+        "Guessed from names such as label, target, y. Several columns of 0 and 1, as 'y_*' or a,b,c, are labels that "
+        "a sample may have at once."
     ),
 ]
 Scores = Annotated[
@@ -45,6 +46,7 @@ Tolerance = Annotated[
     float, typer.Option(help="How far from 1 the probabilities of a row may sum (rounded files).")
 ]
 BinCount = Annotated[int, typer.Option("--bins", min=1, help="Bins of equal width for calibration errors.")]
+Weights = Annotated[str | None, typer.Option(help="Column of sample weights: how much each row counts.")]
 AsJson = Annotated[
     bool, typer.Option("--json", metavar="", help="Print JSON (fractions, not percent) instead of tables.")
 ]

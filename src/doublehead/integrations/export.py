@@ -26,6 +26,7 @@ from doublehead.network import find_logits
 from doublehead.optional import require
 from doublehead.saving import WEIGHTS, load, save
 from doublehead.shift_guard import ShiftGuard
+from doublehead.tasks import Task, class_scores
 from doublehead.torch_tools import device_of, evaluating, uncompiled
 
 Form: TypeAlias = Literal["onnx", "torch-export", "safetensors"]
@@ -37,6 +38,7 @@ TOLERANCE = 1e-5  # on probabilities
 class _Answering(nn.Module):
     """A Calibrated or ShiftGuard that returns probs (B, K), the label (B,) and the confidence in it (B,).
 
+    One logit becomes the probabilities of two classes; for tokens and pixels the class axis of probs is the last.
     Inputs come in order; `names` are the keywords under which the network gets them, where it wants keywords.
     `prepare` turns the first input into the network's own, such as pixels into normalised ones.
     """
@@ -46,13 +48,15 @@ class _Answering(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.prepare, self.names = model, prepare, tuple(names)
+        inner = model.model if isinstance(model, ShiftGuard) else model
+        self.task: Task = inner.reader.task if isinstance(inner, Calibrated) else "classes"
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """(probs, label, confidence)."""
         if self.prepare is not None:
             inputs = (self.prepare(inputs[0]), *inputs[1:])
         output = self.model(**dict(zip(self.names, inputs))) if self.names else self.model(*inputs)
-        probs = find_logits(output).float().softmax(-1)
+        probs = class_scores(find_logits(output).float(), self.task).softmax(-1)
         confidence, label = probs.max(-1)
         return probs, label, confidence
 
@@ -200,10 +204,9 @@ def _compare(model: _Answering, other: Callable[..., Any], inputs: tuple[Tensor,
         probs, label, _ = (value.cpu() for value in model(*some))
         got, got_label, _ = (value.cpu() for value in other(*some))
         off = float((probs - got).abs().max())
-        top = probs.topk(2, 1).values
-        clear = (
-            top[:, 0] - top[:, 1] > 2 * tolerance
-        )  # where two classes are as good as equal, rounding may decide
+        top = probs.topk(2, -1).values
+        # Where two classes are as good as equal, rounding may decide.
+        clear = top[..., 0] - top[..., 1] > 2 * tolerance
         if not off <= tolerance or not torch.equal(label[clear], got_label[clear]):
             raise RuntimeError(
                 f"{name} does not give the same answers as the model: probs differ by up to {off:.2g}"

@@ -202,15 +202,16 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         seen, self._seen = self._seen, None
         if self._watch is None or dataloader_idx != 0:
             return
-        args, kwargs, labels = unpack(batch, pl_module.device, self.to_pair)
-        if seen is None or len(seen.main) != len(labels):
-            assert self._attachment is not None
+        args, kwargs, labels, _ = unpack(batch, pl_module.device, self.to_pair)
+        assert self._attachment is not None
+        targets = self._attachment.reader.targets(labels)
+        if seen is None or len(seen.main) != len(targets):
             with trainer.precision_plugin.val_step_context():
                 seen = self._attachment.ask(args, kwargs)
         if n_processes() > 1:
             self._watch.note((*args, *kwargs.values(), labels))
-        n = _n_own(_first_loader(trainer), batch_idx, len(labels))
-        self._watch.add(Heads(seen.main[:n], seen.calib[:n]), labels[:n])
+        n = _n_own(_first_loader(trainer), batch_idx, len(labels)) * (len(targets) // len(labels))
+        self._watch.add(Heads(seen.main[:n], seen.calib[:n]), targets[:n])
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the numbers, and the figure on the first process."""

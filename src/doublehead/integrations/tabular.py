@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from doublehead.calibrate import calibrate
 from doublehead.calibration_head import Standardise
 from doublehead.double_head import Calibrated, DoubleHead
+from doublehead.tasks import class_scores, recognise_task
 from doublehead.torch_tools import evaluating
 
 Make = Callable[[int, int], nn.Module]  # (n_features, n_classes) -> network
@@ -94,7 +95,8 @@ def _one_epoch(
 
 def _loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """The weighted mean of the cross entropy; 0 for a batch without any weight."""
-    losses = F.cross_entropy(logits, labels, reduction="none")
+    scores = class_scores(logits, recognise_task(logits, labels))  # one logit is read as two classes
+    losses = F.cross_entropy(scores, labels, reduction="none")
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
@@ -111,5 +113,5 @@ def log_probs(model: Calibrated, inputs: Tensor) -> Tensor:
     parts = []
     for rows in inputs.split(ROWS):
         padded = torch.cat([rows, rows[:1].expand(ROWS - len(rows), *rows.shape[1:])])
-        parts.append(model(padded)[: len(rows)].double().log_softmax(1).cpu())
+        parts.append(model.heads(padded).calib[: len(rows)].double().log_softmax(1).cpu())
     return torch.cat(parts)

@@ -145,12 +145,13 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         if isinstance(head, Head) and state.is_world_process_zero:
             logger.info(f"calibration head: {head.choice}")
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Take in what the model just said, where it was told the labels."""
-        if self._seen is not None:
+        attachment = self._listener or attached_to(model)
+        if self._seen is not None and attachment is not None:
             heads, labels = self._seen
-            n = _n_own(len(labels))
-            self._watch.add(Heads(heads.main[:n], heads.calib[:n]), labels[:n])
+            n = _n_own(len(labels)) * (len(heads.main) // len(labels))
+            self._watch.add(Heads(heads.main[:n], heads.calib[:n]), attachment.reader.targets(labels)[:n])
             self._seen = None
 
     def on_evaluate(
@@ -188,7 +189,7 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
     def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels")
-        if isinstance(labels, Tensor) and labels.shape == heads.main.shape[:1]:
+        if isinstance(labels, Tensor) and len(heads.main) % len(labels) == 0:
             self._seen = heads, labels
 
 
@@ -262,7 +263,12 @@ def _moved(calibrated: Calibrated, model: nn.Module) -> Calibrated:
     for name, module in model.named_modules():
         if any(getattr(hook, "__self__", None) is old.tap for hook in module._forward_hooks.values()):
             reader = Reader.restore(
-                model, layer=name, outputs=old.outputs, n_classes=old.n_classes, n_features=old.n_features
+                model,
+                layer=name,
+                outputs=old.outputs,
+                task=old.task,
+                n_classes=old.n_classes,
+                n_features=old.n_features,
             )
             return Calibrated(model, calibrated.head, reader, calibrated.opinion).eval()
     raise ValueError(

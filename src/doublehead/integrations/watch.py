@@ -58,9 +58,11 @@ class Watch:
 
     @torch.no_grad()
     def add(self, heads: Heads, labels: Tensor) -> None:
-        """Add a batch: logits (B, K) of both heads, labels (B,)."""
+        """Add a batch: logits (B, K) of both heads and labels, as `Reader.targets` gives them."""
+        counts = labels >= 0 if labels.ndim == 1 else torch.ones_like(labels[:, 0], dtype=torch.bool)
         finite = torch.isfinite(heads.main).all(1) & torch.isfinite(heads.calib).all(1)
-        self.n_broken += int((~finite).sum())
+        self.n_broken += int((counts & ~finite).sum())
+        finite &= counts
         if not bool(finite.any()):
             return
         parts = [

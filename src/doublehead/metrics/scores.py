@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from doublehead.bins import Bins
-from doublehead.predictions import Predictions
+from doublehead.predictions import Predictions, Target
 
 
 class BrierParts(NamedTuple):
@@ -26,8 +26,8 @@ class BrierParts(NamedTuple):
 
 
 def accuracy(p: Predictions) -> float:
-    """The share of samples whose predicted class is the label."""
-    return float(p.top_label()[1].double().mean())
+    """The share of samples whose predicted class is the label; of soft labels the expected share."""
+    return mean_of(p, p.correct)
 
 
 def nll(p: Predictions) -> float:
@@ -38,18 +38,19 @@ def nll(p: Predictions) -> float:
     >>> round(nll(Predictions.from_probs([[0.5, 0.5], [0.25, 0.75]], [0, 0])), 4)
     1.0397
     """
-    return float(per_sample(p)["nll"].mean())
+    return mean_of(p, per_sample(p)["nll"])
 
 
 def brier(p: Predictions) -> float:
     """Brier score: squared differences between probs and the one-hot label, summed over classes; 0..2.
 
-    A proper score that stays bounded, so a few confident errors do not decide it.
+    A proper score that stays bounded, so a few confident errors do not decide it. For soft labels, the expected
+    score of a label drawn from them.
 
     >>> brier(Predictions.from_probs([[0.5, 0.5], [0.25, 0.75]], [0, 0]))
     0.8125
     """
-    return float(per_sample(p)["brier"].mean())
+    return mean_of(p, per_sample(p)["brier"])
 
 
 def brier_decomposition(p: Predictions, n_bins: int = 15) -> BrierParts:
@@ -58,28 +59,33 @@ def brier_decomposition(p: Predictions, n_bins: int = 15) -> BrierParts:
     Use it to learn whether a bad score asks for recalibration or for a better model.
     """
     bins = Bins.classwise(p, n_bins)
-    counts = bins.counts.clamp(min=1).double()  # (K, n_bins)
-    hit = bins.correct_sums / counts
-    calibration = float((bins.excess.square() / counts).sum()) / len(p)
-    refinement = float((bins.counts * hit * (1 - hit)).sum()) / len(p)
+    mass, n = bins.mass.double(), bins.n / p.n_classes  # (K, n_bins)
+    hit = bins.accuracy.nan_to_num(0.0)
+    calibration = float((bins.excess.square() / mass.where(mass > 0, 1.0)).sum()) / n
+    refinement = float((mass * hit * (1 - hit)).sum()) / n
     total = brier(p)
     return BrierParts(total, calibration, refinement, total - calibration - refinement)
 
 
 def mean_entropy(p: Predictions) -> float:
     """The mean Shannon entropy (nats) of the predicted distributions: how undecided the model is."""
-    return float(per_sample(p)["entropy"].mean())
+    return mean_of(p, per_sample(p)["entropy"])
 
 
 def mean_confidence(p: Predictions) -> float:
     """The mean probability of the predicted class."""
-    return float(p.top_label()[0].double().mean())
+    return mean_of(p, p.confidence)
 
 
 def overconfidence(p: Predictions) -> float:
     """Mean confidence minus accuracy: positive for an overconfident model, negative for an underconfident one."""
-    confidence, correct = p.top_label()
-    return float(confidence.double().mean() - correct.double().mean())
+    return mean_confidence(p) - accuracy(p)
+
+
+def mean_of(p: Predictions, values: Tensor) -> float:
+    """The mean over samples (N,), weighted where there are weights."""
+    values = values.double()
+    return float(values.mean() if p.weights is None else (values * p.weights).sum() / p.weights.sum())
 
 
 def per_sample(p: Predictions) -> dict[str, Tensor]:
@@ -89,8 +95,9 @@ def per_sample(p: Predictions) -> dict[str, Tensor]:
         # clamped: a probability of 0 adds 0 to the entropy and a finite NLL
         logs = scores.clamp(min=p.zero_floor).log() if p.are_probs else scores.log_softmax(1)  # (B, K)
         probs = scores if p.are_probs else logs.exp()
-        at_label = probs.gather(1, labels[:, None])[:, 0].double()
-        parts["nll"].append(-logs.gather(1, labels[:, None])[:, 0].double())
+        truth = Target(labels) if labels.ndim == 1 else Target(labels, labels)
+        at_label = truth.of(probs).double()
+        parts["nll"].append(-truth.of(logs).double())
         parts["brier"].append(probs.square().sum(1).double() - 2 * at_label + 1)
         parts["entropy"].append(-(probs * logs).sum(1).double())
     return {name: torch.cat(chunks) for name, chunks in parts.items()}

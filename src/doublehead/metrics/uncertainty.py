@@ -96,12 +96,10 @@ def bootstrap(
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     _check_draws(n_draws)
     bins = _top_bins(p, n_bins)
-    counts, conf_sums, correct = (row.numpy() for row in bins.state().cpu())
-    cells = counts.nonzero()[0]
-    confidence = np.clip(conf_sums[cells] / UNIT / counts[cells], 0, 1)
-    right, wrong = correct[cells], counts[cells] - correct[cells]
+    cells, mass, n, confidence, right = _cells(bins)
+    wrong, each = mass - right, mass / n  # the weight of a sample
     rng, shape = np.random.default_rng(seed), (n_draws, len(cells))
-    drawn_right, drawn_wrong = rng.poisson(right, shape), rng.poisson(wrong, shape)
+    drawn_right, drawn_wrong = (rng.poisson(part / each, shape) * each for part in (right, wrong))
     _, first = np.unique(cells // (bins.n_bins // n_bins), return_index=True)  # of the cells in each bin
     estimates = _from_cells(right[None], wrong[None], confidence, first)
     draws = _from_cells(drawn_right, drawn_wrong, confidence, first)
@@ -120,15 +118,23 @@ def _ece_and_floor(p: Predictions | Bins, n_bins: int, n_draws: int, seed: int) 
     """The ECE of `p` and (n_draws,) those of perfectly calibrated models with its confidences."""
     _check_draws(n_draws)
     bins = _top_bins(p, n_bins)
-    counts, conf_sums, correct_sums = (row.numpy() for row in bins.state().cpu())
-    cells = counts.nonzero()[0]  # those that hold any sample
-    chance = np.clip(conf_sums[cells] / UNIT / counts[cells], 0, 1)
-    drawn = np.random.default_rng(seed).binomial(counts[cells], chance, size=(n_draws, len(cells)))
-    correct = np.concatenate([correct_sums[None, cells], drawn])  # (1 + n_draws, cells)
+    cells, mass, n, chance, right = _cells(bins)
+    drawn = np.random.default_rng(seed).binomial(n, chance, size=(n_draws, len(cells))) * (mass / n)
+    correct = np.concatenate([right[None], drawn])  # (1 + n_draws, cells)
     _, first = np.unique(cells // (bins.n_bins // n_bins), return_index=True)  # of the cells in each bin
-    excess = np.add.reduceat(conf_sums[cells] / UNIT - correct, first, axis=1)
-    errors: Array = np.abs(excess).sum(1) / counts.sum()
+    excess = np.add.reduceat(bins.conf_sums.cpu().numpy()[cells] / UNIT - correct, first, axis=1)
+    errors: Array = np.abs(excess).sum(1) / mass.sum()
     return float(errors[0]), errors[1:]
+
+
+def _cells(bins: Bins) -> tuple[Array, Array, Array, Array, Array]:
+    """Of the cells that hold any sample: their numbers, weight, effective count, mean confidence, weight correct."""
+    bins = bins.to("cpu")
+    cells = bins.counts.numpy().nonzero()[0]
+    mass, n = bins.mass.double().numpy()[cells], bins.effective.numpy()[cells]
+    right = bins.correct_sums.double().numpy()[cells] / (1 if bins.squares is None else UNIT)
+    confidence = np.clip(bins.conf_sums.numpy()[cells] / UNIT / mass, 0, 1)
+    return cells, mass, n, confidence, right
 
 
 def _top_bins(p: Predictions | Bins, n_bins: int) -> Bins:
@@ -146,8 +152,8 @@ def _from_cells(right: Array, wrong: Array, confidence: Array, first: Array) -> 
     """Counts of right and wrong answers (D, cells) -> each metric (D,)."""
     counts = np.add.reduceat(right + wrong, first, axis=1)  # (D, bins that hold any sample)
     excess = np.add.reduceat((right + wrong) * confidence - right, first, axis=1)
-    n = np.maximum(counts.sum(1), 1)
-    accuracy, gap = right.sum(1) / n, excess / np.maximum(counts, 1)
+    n = np.maximum(counts.sum(1), 1e-300)
+    accuracy, gap = right.sum(1) / n, excess / np.maximum(counts, 1e-300)
     return {
         "accuracy": accuracy,
         "mean_confidence": excess.sum(1) / n + accuracy,

@@ -1,0 +1,97 @@
+"""CPU time and peak memory of the calibration error of segmentations: `Stream` beside torchmetrics.
+
+    python benchmarks/segmentation.py --images 10
+
+Images are 1024 x 2048 with 19 classes, as in Cityscapes, drawn as they are needed. Each library runs in a process of
+its own with one thread. A tenth of 100 images is the default; both libraries take time in proportion, and the memory of
+torchmetrics grows with the images: it keeps the confidence of every pixel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+HEIGHT, WIDTH, CLASSES, IGNORED = 1024, 2048, 19, 255
+
+
+def main() -> None:
+    """Print a table, or with --library one row of it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=10)
+    parser.add_argument("--library", choices=LIBRARIES)
+    options = parser.parse_args()
+    if options.library:
+        print(json.dumps(measure(options.library, options.images)))
+        return
+    print(
+        "| library | images | CPU seconds per image | memory beside one image, MiB | ECE |\n|---|---|---|---|---|"
+    )
+    for library in LIBRARIES:
+        command = [sys.executable, __file__, "--library", library, "--images", str(options.images)]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        row = json.loads(out.splitlines()[-1])
+        cells = f"{row['seconds']:.2f} | {row['mib']:.0f} | {row['ece']:.5f}"
+        print(f"| {library} | {options.images} | {cells} |", flush=True)
+
+
+def measure(library: str, n_images: int) -> dict[str, float]:
+    """CPU seconds per image and growth of the peak memory over that of drawing images."""
+    import torch
+
+    torch.set_num_threads(1)
+    add, ece = LIBRARIES[library]()
+    base, spent = peak(draw(0)), 0.0
+    for i in range(n_images):
+        logits, labels = draw(i)
+        start = time.process_time()
+        add(logits, labels)
+        spent += time.process_time() - start
+    start = time.process_time()
+    value = ece()
+    spent += time.process_time() - start
+    return {"seconds": spent / n_images, "mib": peak(None) - base, "ece": value}
+
+
+def draw(i: int) -> tuple:
+    """Logits (1, K, H, W) of an overconfident model and labels (1, H, W); a tenth of the pixels does not count."""
+    import torch
+
+    generator = torch.Generator().manual_seed(i)
+    logits = torch.randn(1, CLASSES, HEIGHT, WIDTH, generator=generator).mul_(2)
+    noise = torch.rand(1, CLASSES, HEIGHT, WIDTH, generator=generator).log_().neg_().log_()
+    labels = (logits / 2 - noise).argmax(1)  # a draw from the softmax at temperature 2
+    labels[torch.rand(labels.shape, generator=generator) < 0.1] = IGNORED
+    return logits, labels
+
+
+def peak(_: object) -> float:
+    """MiB of memory that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def with_stream():
+    """Everything in a `Summary`, floor and intervals among it."""
+    from doublehead import Stream
+
+    stream = Stream(ignore_index=IGNORED)
+    return stream.add, lambda: stream.summary().values["ece"]
+
+
+def with_torchmetrics():
+    """The ECE alone."""
+    from torchmetrics.classification import MulticlassCalibrationError
+    from torchmetrics.functional.classification import multiclass_calibration_error  # noqa: F401
+
+    metric = MulticlassCalibrationError(CLASSES, n_bins=15, norm="l1", ignore_index=IGNORED)
+    return metric.update, lambda: float(metric.compute())
+
+
+LIBRARIES = {"doublehead": with_stream, "torchmetrics": with_torchmetrics}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""What a classifier does, and how its outputs and labels are read as rows of logits (N, K) and classes (N,).
+
+| task      | outputs          | labels                                    | calibrated outputs            |
+|-----------|------------------|-------------------------------------------|-------------------------------|
+| "classes" | (B, K)           | (B,), or rows of probabilities (B, K)     | log-probabilities (B, K)      |
+| "binary"  | (B,) or (B, 1)   | 0 and 1, (B,) or (B, 1)                   | the logit, in its shape       |
+| "labels"  | (B, L)           | 0 and 1, (B, L): a sample may have several | logits (B, L)                 |
+| "tokens"  | (B, T, K)        | (B, T)                                    | log-probabilities (B, T, K)   |
+| "pixels"  | (B, K, H, W)     | (B, H, W)                                 | log-probabilities (B, K, H, W) |
+
+Everything after this sees rows, whatever the task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Outputs = Literal["logits", "log_probs", "probs"]
+Task = Literal["classes", "binary", "labels", "tokens", "pixels"]
+TOLERANCE = 1e-3  # by which rows of probabilities may miss a sum of 1: bfloat16 rounds to 4e-3 of each entry
+IGNORE_INDEX = -100  # the label of positions that do not count, as in torch's cross entropy
+SUPPORTED = (
+    "supported are classes: logits (B, K) with labels (B,) or rows of probabilities (B, K), one logit (B,) or (B, 1) "
+    "with labels 0 and 1, independent labels (B, L) with as many 0 and 1, tokens (B, T, K) with labels (B, T), and "
+    "pixels (B, K, H, W) with labels (B, H, W); ordinal and regression models are not"
+)
+
+
+def recognise(values: Tensor, task: Task = "classes") -> Outputs:
+    """What a network's outputs are. A single one is a logit; where it may be a probability, that must be stated.
+
+    >>> recognise(torch.tensor([[0.9, 0.1], [0.5, 0.5]])), recognise(torch.tensor([[0.9, 0.1], [0.5, 0.6]]))
+    ('probs', 'logits')
+    """
+    rows = values.detach().double()
+    if task in ("binary", "labels"):
+        if bool(((rows >= 0) & (rows <= 1)).all()) and bool((rows != rows.flatten()[0]).any()):
+            raise ValueError(
+                "the network's outputs lie between 0 and 1: say with outputs='logits' or outputs='probs' what they are"
+            )
+        return "logits"
+    rows = rows.movedim(1, -1) if task == "pixels" else rows
+    if bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < TOLERANCE).all()):
+        return "probs"
+    if bool((rows <= 0).all()) and bool((rows.logsumexp(-1).abs() < TOLERANCE).all()):
+        return "log_probs"
+    return "logits"
+
+
+def recognise_task(values: Tensor, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Task:
+    """What a network does, by the shapes of its outputs and of the labels.
+
+    Labels of the shape of the outputs (B, K) are probabilities of K classes where every row sums to 1, else K
+    independent labels.
+
+    >>> recognise_task(torch.randn(4, 1), torch.tensor([0.0, 1, 1, 0]))
+    'binary'
+    >>> recognise_task(torch.randn(4, 3), torch.tensor([[1.0, 1, 0]] * 4))
+    'labels'
+    """
+    if values.ndim in (1, 2) and values.numel() == len(values) == labels.numel():
+        return "binary"
+    if values.ndim == 2 and len(values) == len(labels) and values.shape[1] > 1:
+        if labels.ndim == 1:
+            return "classes"
+        if labels.shape == values.shape:
+            return "classes" if bool(((labels.sum(1) - 1).abs() < TOLERANCE).all()) else "labels"
+    if values.ndim == 3 and values.shape[:2] == labels.shape:
+        return "tokens"
+    if values.ndim > 2 and (values.shape[0], *values.shape[2:]) == labels.shape:
+        return "pixels"
+    raise ValueError(
+        f"the network's outputs have shape {tuple(values.shape)} and the labels {tuple(labels.shape)}: {SUPPORTED}"
+    )
+
+
+def class_scores(values: Tensor, task: Task, outputs: Outputs = "logits") -> Tensor:
+    """Logits (..., K) of samples or positions from a network's outputs; one logit z becomes those of two classes, 0, z.
+
+    Log-probabilities are logits whose softmax is what they say.
+
+    >>> class_scores(torch.tensor([[0.5]]), "binary", "probs")
+    tensor([[0., 0.]])
+    """
+    if task in ("binary", "labels"):
+        column = values.reshape(values.shape[0]) if task == "binary" else values
+        column = torch.logit(column.float(), eps=1e-7) if outputs == "probs" else column
+        return torch.stack([torch.zeros_like(column), column], -1)
+    values = values.movedim(1, -1) if task == "pixels" else values
+    return values.float().clamp(min=torch.finfo(torch.float32).tiny).log() if outputs == "probs" else values
+
+
+def in_form(log_probs: Tensor, shape: Sequence[int], task: Task) -> Tensor:
+    """Log-probabilities (N, K) in the form of outputs of a shape; one logit, or one per label, is their log-odds."""
+    if task == "classes":
+        return log_probs
+    if task in ("binary", "labels"):
+        return (log_probs[:, 1] - log_probs[:, 0]).reshape(shape)
+    if task == "tokens":
+        return log_probs.reshape(shape)
+    return log_probs.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+def targets_of(
+    labels: Tensor, task: Task, n_classes: int, ignore_index: int = IGNORE_INDEX, *, check: bool = True
+) -> Tensor:
+    """Labels as classes (N,), -1 where they do not count, or as rows of probabilities (N, K).
+
+    Without `check` nothing is read from the device, and labels that are no class are left as they are.
+
+    >>> targets_of(torch.tensor([[2, -100]]), "tokens", 3).tolist()
+    [2, -1]
+    """
+    if task in ("binary", "labels"):
+        return _binary_targets(labels.flatten(), check)
+    if labels.is_floating_point():
+        return _soft_targets(labels, n_classes) if check else labels
+    if task in ("tokens", "pixels"):
+        labels = labels.masked_fill(labels == ignore_index, -1).flatten()
+    if check:
+        check_labels(labels[labels >= 0] if task in ("tokens", "pixels") else labels, n_classes)
+    return labels
+
+
+def check_labels(labels: Tensor, n_classes: int) -> None:
+    """An error for labels that are no class."""
+    if not labels.numel():
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= n_classes:
+        raise ValueError(
+            f"labels must lie in 0..{n_classes - 1} for a network with {n_classes} classes, got {low}..{high}; "
+            f"{SUPPORTED}"
+        )
+
+
+def _binary_targets(labels: Tensor, check: bool) -> Tensor:
+    """(N,) 0 and 1, or rows of probabilities (N, 2) where labels lie between."""
+    if not check:
+        return torch.stack([1 - labels, labels], 1) if labels.is_floating_point() else labels
+    low, high = float(labels.min()), float(labels.max())
+    if low < 0 or high > 1:
+        raise ValueError(
+            f"labels must lie in 0..1 for a network with one output per label, got {low:g}..{high:g}; {SUPPORTED}"
+        )
+    whole = labels.round()
+    return whole.long() if bool((labels == whole).all()) else torch.stack([1 - labels, labels], 1)
+
+
+def _soft_targets(labels: Tensor, n_classes: int) -> Tensor:
+    """Rows of probabilities (B, K), checked."""
+    if labels.ndim != 2 or labels.shape[1] != n_classes:
+        raise TypeError(
+            f"labels must be whole numbers, or rows of probabilities of {n_classes} classes, got {labels.dtype} of "
+            f"shape {tuple(labels.shape)}; {SUPPORTED}"
+        )
+    off = (labels.sum(1) - 1).abs()
+    if bool((labels < 0).any()) or float(off.max()) > TOLERANCE:
+        raise ValueError(
+            "labels that are rows of probabilities must be >= 0 and sum to 1, got a row that does not; "
+            "give task='labels' where a sample may have several labels"
+        )
+    return labels
+
+
+class Reservoir:
+    """Rows from batches: all of them, or `limit` of those that count, every one as likely as any other."""
+
+    def __init__(self, limit: int | None = None, generator: torch.Generator | None = None) -> None:
+        self.limit, self.generator, self.keys = limit, generator, torch.empty(0)
+        self._parts: list[tuple[Tensor, ...]] = []
+        self._drawn = torch.empty(0)
+
+    def draw(self, targets: Tensor) -> Tensor | None:
+        """Which rows of a batch to add: those whose random number is among the `limit` smallest so far."""
+        if self.limit is None:
+            return None
+        if len(self.keys) == self.limit:
+            return self._draw_below(targets, float(self.keys.max()))
+        rows = (targets >= 0).nonzero()[:, 0]
+        keys = torch.rand(len(rows), generator=self.generator, device=rows.device)
+        return self._keep(rows, keys)
+
+    def _draw_below(self, targets: Tensor, bound: float) -> Tensor:
+        """The same where only random numbers below `bound` matter: just these are drawn, by the gaps between them."""
+        n = len(targets)
+        size = int(n * bound + 6 * (n * bound) ** 0.5 + 10)
+        uniform = torch.rand(size, generator=self.generator, device=targets.device, dtype=torch.float64)
+        gaps = (uniform.log() / math.log1p(-min(bound, 1 - 1e-12))).floor()
+        rows = (gaps + 1).cumsum(0).long() - 1
+        rows = rows[rows < n]
+        rows = rows[targets[rows] >= 0]
+        keys = bound * torch.rand(len(rows), generator=self.generator, device=targets.device)
+        return self._keep(rows, keys)
+
+    def _keep(self, rows: Tensor, keys: Tensor) -> Tensor:
+        assert self.limit is not None
+        both = torch.cat([self.keys.to(keys.device), keys])
+        if len(both) > self.limit:
+            bound = both.kthvalue(self.limit).values
+            rows, keys, old = rows[keys <= bound], keys[keys <= bound], self.keys.to(keys.device) <= bound
+            self._parts = [tuple(part[old] for part in self.rows())] if self._parts else []
+            self.keys = self.keys.to(keys.device)[old]
+        self._drawn = keys
+        return rows
+
+    def add(self, *parts: Tensor) -> None:
+        """Add the rows drawn last."""
+        self._parts.append(parts)
+        self.keys = torch.cat([self.keys.to(self._drawn.device), self._drawn])
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """All that is kept; labels are rows of probabilities as soon as those of one batch are."""
+        return tuple(_joined(parts) for parts in zip(*self._parts))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several tensors; classes (N,) beside rows of probabilities (N, K) become such rows."""
+    width = max(part.ndim for part in parts)
+    k = max(part.shape[-1] for part in parts if part.ndim == width) if width > 1 else 0
+    return torch.cat(
+        [part if part.ndim == width else torch.nn.functional.one_hot(part, k).float() for part in parts]
+    )

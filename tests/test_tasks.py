@@ -1,0 +1,532 @@
+"""Kinds of classifiers, on real data: every one goes through the same rows of logits and labels."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import doublehead as dh
+from doublehead.calibration_data import unpack
+from doublehead.network import Reader
+from doublehead.tasks import recognise, recognise_task
+
+datasets = pytest.importorskip("sklearn.datasets")
+F = torch.nn.functional
+
+
+def tumours() -> tuple[Tensor, Tensor]:
+    """569 samples of 30 measurements; 0 malignant, 1 benign."""
+    x, y = datasets.load_breast_cancer(return_X_y=True)
+    x = (x - x.mean(0)) / x.std(0)
+    order = np.random.default_rng(0).permutation(len(x))
+    return torch.from_numpy(x[order]).float(), torch.from_numpy(y[order])
+
+
+class OneLogit(nn.Module):
+    """A binary classifier that overfits."""
+
+    def __init__(self, squeeze: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net, self.squeeze = nn.Sequential(nn.Linear(30, 32), nn.ReLU(), nn.Linear(32, 1)), squeeze
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out[:, 0] if self.squeeze else out
+
+
+def train(
+    net: nn.Module, x: Tensor, y: Tensor, double: dh.DoubleHead | None = None, steps: int = 150
+) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(steps):
+        out = net(x)
+        F.binary_cross_entropy_with_logits(out, y.float().reshape(out.shape)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if double is not None:
+            double.step()
+
+
+@pytest.mark.parametrize("squeeze", [False, True])
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
+def test_one_logit_is_calibrated_and_keeps_its_shape(
+    squeeze: bool, kind: torch.dtype, tmp_path: Path
+) -> None:
+    x, y = tumours()
+    net = OneLogit(squeeze)
+    double = dh.DoubleHead(net, (x[150:350], y[150:350].to(kind)))
+    train(net, x[:150], y[:150], double)
+    shape = net(x[350:]).shape
+    for model in (dh.calibrate(net, (x[150:350], y[150:350].to(kind))), double.finish()):
+        logit = model(x[350:])
+        assert logit.shape == shape
+        heads = model.heads(x[350:])
+        torch.testing.assert_close(heads.calib.exp()[:, 1], logit.sigmoid().flatten())
+        torch.testing.assert_close(heads.main.exp()[:, 1], net(x[350:]).sigmoid().flatten())
+        assert torch.equal(logit > 0, net(x[350:]) > 0)
+        target = y[350:].float().reshape(shape)
+        loss = F.binary_cross_entropy_with_logits
+        assert loss(logit, target) < loss(net(x[350:]), target)  # an overfitted network gets better
+        model.save(tmp_path)
+        assert torch.equal(dh.load(tmp_path, OneLogit(squeeze)).eval()(x), model(x))
+
+
+def test_a_network_with_one_logit_equals_one_with_two() -> None:
+    """Logits (0, z) say the same as z, so the calibration is the same."""
+    x, y = tumours()
+    one = OneLogit()
+    train(one, x[:150], y[:150])
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.pad(one(x), (1, 0))
+
+    data = x[150:350], y[150:350]
+    calibrated = dh.calibrate(one, data, method="temperature")(x)[:, 0]
+    both = dh.calibrate(Two(), data, method="temperature")(x)
+    torch.testing.assert_close(calibrated, both[:, 1] - both[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_probabilities_of_one_class_must_be_stated() -> None:
+    x, y = tumours()
+    net = OneLogit()
+    train(net, x[:150], y[:150], steps=20)
+    sigmoid = nn.Sequential(net, nn.Sigmoid())
+    with pytest.raises(ValueError, match="outputs='probs'"):
+        dh.calibrate(sigmoid, (x[150:350], y[150:350]))
+    stated = dh.calibrate(sigmoid, (x[150:350], y[150:350]), outputs="probs", layer="0.net.2")
+    expected = dh.calibrate(net, (x[150:350], y[150:350]))
+    torch.testing.assert_close(stated(x).sigmoid(), expected(x).sigmoid(), rtol=1e-2, atol=1e-2)
+
+
+def test_one_logit_in_exports_and_scikit_learn(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from doublehead.integrations.export import load_program
+    from doublehead.integrations.sklearn import DoubleHeadClassifier
+
+    x, y = tumours()
+    net = OneLogit()
+    train(net, x[:150], y[:150])
+    model = dh.calibrate(net, (x[150:350], y[150:350]))
+    model.export(tmp_path, x[:4], "torch-export")
+    model.export(tmp_path, x[:4], "onnx")  # compares itself with the model
+    probs, label, confidence = load_program(tmp_path)(x)
+    torch.testing.assert_close(probs[:, 1], model(x)[:, 0].sigmoid())
+    assert torch.equal(label, probs.argmax(1))
+    torch.testing.assert_close(confidence, probs.amax(1))
+
+    classifier = DoubleHeadClassifier(module=OneLogit(), epochs=20, random_state=0)
+    classifier.fit(x[:350].numpy(), np.where(y[:350] == 1, "benign", "malignant"))
+    assert classifier.predict_proba(x.numpy()).shape == (569, 2)
+    assert (
+        classifier.predict(x[350:].numpy()) == np.where(y[350:] == 1, "benign", "malignant")
+    ).mean() > 0.85
+
+
+def test_one_logit_in_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from doublehead.integrations.lightning import DoubleHeadCallback
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = OneLogit(squeeze=True)
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return F.binary_cross_entropy_with_logits(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    x, y = tumours()
+    loaders = [
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[rows], y[rows].float()), 64)
+        for rows in (slice(150), slice(150, 350), slice(350, None))
+    ]
+    callback = DoubleHeadCallback(loaders[1], every=2, figure=False)
+    trainer = lightning.Trainer(
+        max_epochs=5, callbacks=[callback], logger=False, enable_checkpointing=False, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Module(), loaders[0], loaders[2])
+    assert trainer.callback_metrics["val_accuracy_calib"] > 0.8
+    assert callback.model(x).shape == (569,)
+
+
+def test_tasks_are_recognised_by_shapes_or_refused() -> None:
+    b = torch.randn(4, 3)
+    for values, labels, task in (
+        (b, torch.arange(4) % 3, "classes"),
+        (b, b.softmax(1), "classes"),
+        (b, torch.tensor([[0, 1, 1]] * 4), "labels"),
+        (b[:, 0], torch.zeros(4), "binary"),
+        (b[:, :1], torch.zeros(4, 1), "binary"),
+        (torch.randn(4, 7, 3), torch.zeros(4, 7), "tokens"),
+        (torch.randn(4, 3, 7), torch.zeros(4, 7), "pixels"),
+        (torch.randn(4, 3, 5, 6), torch.zeros(4, 5, 6), "pixels"),
+    ):
+        assert recognise_task(values, labels) == task
+    with pytest.raises(
+        ValueError, match=r"shape \(4, 3\) and the labels \(5,\): supported are .* regression"
+    ):
+        recognise_task(b, torch.zeros(5))
+    assert recognise(torch.zeros(4, 1), "binary") == "logits"  # a last layer of zeros
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels"),
+    [
+        (1, torch.linspace(20, 80, 32)),  # a regression
+        (1, torch.arange(32) % 5),  # stages of a disease as one number
+        (4, torch.arange(32) % 5),  # five stages as four thresholds
+        (3, torch.rand(32)),
+    ],
+)
+def test_ordinal_and_regression_models_get_a_sentence(outputs: int, labels: Tensor) -> None:
+    data = torch.randn(32, 5), labels
+    for verb in (dh.calibrate, dh.DoubleHead):
+        with pytest.raises((TypeError, ValueError), match="ordinal and regression models are not"):
+            verb(nn.Linear(5, outputs), data)  # type: ignore[operator]
+
+
+def test_reading_gives_rows() -> None:
+    x, y = tumours()
+    batch = unpack((x[:8], y[:8]), torch.device("cpu"))
+    readings = Reader(OneLogit(), batch).read([(x[:8], y[:8])])
+    assert readings.logits.shape == (8, 2)
+    assert readings.features.shape == (8, 32)
+    assert not readings.logits[:, 0].any()
+
+
+# --- several labels per sample
+
+
+def segments(n: int = 1797) -> tuple[Tensor, Tensor]:
+    """Images of digits and the segments of a seven-segment display that each lights: seven labels at once."""
+    lit = [
+        "1110111",
+        "0010010",
+        "1011101",
+        "1011011",
+        "0111010",
+        "1101011",
+        "1101111",
+        "1010010",
+        "1111111",
+        "1111011",
+    ]
+    images, digits = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))[:n]
+    table = torch.tensor([[float(mark) for mark in marks] for marks in lit])
+    return torch.from_numpy(images[order]).float() / 16, table[torch.from_numpy(digits[order])]
+
+
+def overfitted_segments() -> tuple[nn.Module, Tensor, Tensor]:
+    x, y = segments()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 7))
+    noisy = torch.where(torch.rand(200, 7) < 0.1, 1 - y[:200], y[:200])
+    train(net, x[:200], noisy, steps=300)
+    return net, x, y
+
+
+@pytest.mark.parametrize("method", ["head", "temperature"])
+def test_several_labels_are_calibrated_and_keep_their_shape(method: str, tmp_path: Path) -> None:
+    net, x, y = overfitted_segments()
+    model = dh.calibrate(net, (x[200:900], y[200:900]), method=method)
+    with torch.no_grad():
+        before, after = (dh.Predictions.multilabel(m(x[900:]), y[900:]) for m in (net, model))
+    assert model(x).shape == net(x).shape
+    assert torch.equal(after.predicted, before.predicted)
+    assert dh.metrics.nll(after) < 0.8 * dh.metrics.nll(before)
+    assert dh.metrics.ece(after) < 0.7 * dh.metrics.ece(before)
+    model.save(tmp_path)
+    assert torch.equal(
+        dh.load(tmp_path, nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 7)))(x), model(x)
+    )
+    with pytest.raises(ValueError, match="several labels: calibrate it after training"):
+        dh.DoubleHead(net, (x, y))
+
+
+def test_the_summary_of_several_labels_has_each_of_them() -> None:
+    net, x, y = overfitted_segments()
+    p = dh.Predictions.multilabel(net(x), y.long())
+    summary = dh.evaluate(p)
+    assert summary.n == y.numel()
+    assert len(summary.groups) == 7
+    for i, group in enumerate(summary.groups.values()):
+        own = p.of_label(i)
+        assert group.values["ece"] == pytest.approx(dh.metrics.ece(own))
+        assert torch.equal(own.labels, y[:, i].long())
+        assert group.floor.mean > summary.floor.mean  # a seventh of the data
+    with pytest.raises(ValueError, match=r"both have shape \(N, L\), got \(2, 3\) and \(2,\)"):
+        dh.Predictions.multilabel(torch.randn(2, 3), [0, 1])
+    with pytest.raises(ValueError, match=r"Predictions\.multilabel"):
+        dh.Predictions(net(x), y)
+
+
+def test_labels_share_where_they_have_little_data_and_not_where_they_differ() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(4000, 6, generator=generator)
+    y = (torch.rand(4000, 6, generator=generator) < z.sigmoid()).long()
+    for scales, chosen in ((torch.full((6,), 3.0), "shared"), (torch.linspace(1, 6, 6), "own")):
+        p, test = (
+            dh.Predictions.multilabel(z[rows] * scales, y[rows]) for rows in (slice(2000), slice(2000, None))
+        )
+        fitted = dh.calibrators.PerLabel("temperature").fit(p)
+        assert fitted.choice is not None
+        assert fitted.choice.chosen == chosen
+        best = dh.metrics.nll(dh.Predictions.multilabel(z[2000:], y[2000:]))
+        assert dh.metrics.nll(fitted.calibrate(test)) < best + 0.005
+    alone = dh.calibrators.PerLabel("temperature", own=True).fit(p)
+    temperatures = float(alone.shared.temperature_) / alone.scale_  # type: ignore[arg-type]
+    torch.testing.assert_close(temperatures, scales, rtol=0.15, atol=0)
+
+
+def test_files_with_several_label_columns(tmp_path: Path) -> None:
+    pd = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    from typer.testing import CliRunner
+
+    from doublehead.cli import app
+
+    net, x, y = overfitted_segments()
+    names = "abcdefg"
+    frame = pd.DataFrame(net(x).detach().numpy(), columns=[f"logit_{n}" for n in names])
+    frame[[f"y_{n}" for n in names]] = y.int().numpy()
+    calib, test, bare = (tmp_path / f"{name}.csv" for name in ("calib", "test", "bare"))
+    frame[200:900].to_csv(calib, index=False)
+    frame[900:].to_csv(test, index=False)
+    frame[900:].drop(columns=[f"y_{n}" for n in names]).to_csv(bare, index=False)
+    want = dh.evaluate(dh.Predictions.multilabel(net(x[900:]).detach(), y[900:]))
+    for found in (
+        dh.evaluate(logits=str(test), labels="y_*"),
+        dh.evaluate(logits=frame[900:], labels=[f"y_{n}" for n in names]),
+    ):
+        assert found.values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
+        assert list(found.groups) == [f"y_{n}" for n in names]
+
+    def invoke(*command: str) -> Any:
+        run = CliRunner().invoke(app, list(command))
+        assert run.exit_code == 0, run.output
+        return run
+
+    fixed, again = tmp_path / "fixed.csv", tmp_path / "again.csv"
+    invoke(
+        "calibrate", "--fit", str(calib), "--apply", str(test), "--logits", "--label", "y_*", "-o", str(fixed)
+    )
+    probs = pd.read_csv(fixed)[[f"prob_{n}" for n in names]].to_numpy()
+    assert (
+        dh.metrics.nll(dh.Predictions.multilabel(probs, y[900:], are_probs=True)) < 0.8 * want.values["nll"]
+    )
+    use = str(tmp_path / "fixed.calibrator.safetensors")
+    invoke("calibrate", "--use", use, "--apply", str(bare), "--logits", "-o", str(again))
+    np.testing.assert_allclose(pd.read_csv(again).to_numpy(), probs, atol=1e-6)
+    page = tmp_path / "report.html"
+    invoke("report", str(fixed), "--probs", "--label", "y_*", "-o", str(page))
+    assert page.stat().st_size > 10_000
+    arrays = tmp_path / "a.npz"
+    np.savez(arrays, logits=net(x[900:]).detach().numpy(), labels=y[900:].int().numpy())
+    assert dh.evaluate(arrays).values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
+
+
+# --- tokens and pixels
+
+
+class Pixels(nn.Module):
+    """Gives every pixel of an image the class of its digit, or background: (B, 11, 8, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 11, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def inked_digits() -> tuple[Tensor, Tensor]:
+    """Images (N, 1, 8, 8), and labels (N, 8, 8): the digit where there is ink, 10 elsewhere; pale pixels count not."""
+    images, digits = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))
+    x = torch.from_numpy(images[order]).float().view(-1, 1, 8, 8) / 16
+    y = torch.where(x[:, 0] > 0.5, torch.from_numpy(digits[order])[:, None, None], 10)
+    return x, torch.where((x[:, 0] > 0.2) & (x[:, 0] <= 0.5), 255, y)
+
+
+@cache
+def trained_pixels() -> tuple[nn.Module, Tensor, Tensor]:
+    x, y = inked_digits()
+    net = Pixels()
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    for _ in range(60):
+        F.cross_entropy(net(x[:100]), y[:100], ignore_index=255).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, x, y
+
+
+def test_pixels_are_calibrated_and_keep_their_form(tmp_path: Path) -> None:
+    net, x, y = copy.deepcopy(trained_pixels())
+    with torch.no_grad():
+        net.net[-1].weight *= 3  # overconfident
+    data = [(x[i : i + 50], y[i : i + 50]) for i in range(100, 700, 50)]
+    model = dh.calibrate(net, data, ignore_index=255, positions=5000)
+    assert model.head.choice.n == 5000
+    with torch.no_grad():
+        out = model(x[700:])
+        assert out.shape == (1097, 11, 8, 8)
+        torch.testing.assert_close(out.exp().sum(1), torch.ones(1097, 8, 8))
+        before, after = (
+            dh.Predictions.positions(m(x[700:]), y[700:], ignore_index=255) for m in (net, model)
+        )
+    assert len(before) == int((y[700:] != 255).sum())
+    assert torch.equal(before.predicted, after.predicted)
+    assert dh.metrics.nll(after) < 0.95 * dh.metrics.nll(before)
+    model.save(tmp_path)
+    assert torch.equal(dh.load(tmp_path, Pixels())(x[:3]), model(x[:3]))
+
+
+def test_heads_learn_beside_pixels() -> None:
+    net, x, y = trained_pixels()
+    double = dh.DoubleHead(net, (x[100:400], y[100:400]), every=1, ignore_index=255, batch_size=64)
+    assert double.reader.n_features == 16
+    for _ in range(8):
+        losses = double.step()
+    assert losses is not None
+    assert torch.isfinite(losses).all()
+    model = double.finish(positions=2000)
+    assert model(x[:2]).shape == (2, 11, 8, 8)
+
+
+def test_large_images_are_calibrated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, y = trained_pixels()
+    model = dh.calibrate(net, (x[100:700], y[100:700]), ignore_index=255, positions=2000)
+    whole = model(x[:20])
+    monkeypatch.setattr("doublehead.double_head.ROWS_AT_ONCE", 500)
+    torch.testing.assert_close(model(x[:20]), whole)
+
+
+@pytest.mark.parametrize("limit", [10_000_000, 3000])
+def test_a_stream_counts_what_the_whole_counts(limit: int) -> None:
+    net, x, y = trained_pixels()
+    with torch.no_grad():
+        out = net(x)
+    stream = dh.Stream(ignore_index=255, sample=limit)
+    for i in range(0, len(x), 300):
+        stream.add(out[i : i + 300], y[i : i + 300], group=f"part {i // 900}")
+    p = dh.Predictions.positions(out, y, ignore_index=255)
+    found, want = stream.summary(), dh.evaluate(p)
+    assert found.n == want.n == len(p)
+    for name in ("accuracy", "mean_confidence", "ece", "nll", "brier", "mean_entropy", "mce"):
+        assert found.values[name] == pytest.approx(want.values[name], abs=1e-5), name
+    assert found.floor.mean == pytest.approx(want.floor.mean, rel=0.05)
+    for name in ("ece_classwise", "smooth_ece", "aurc"):
+        assert found.values[name] == pytest.approx(want.values[name], abs=1e-4 if limit > len(p) else 0.03)
+    assert found.classes is not None
+    assert want.classes is not None
+    assert found.classes.counts.tolist() == want.classes.counts.tolist()
+    assert [group.n for group in found.groups.values()] == [int((part != 255).sum()) for part in y.split(900)]
+    assert len(stream.sample) == min(limit, len(p))
+    probs = dh.Stream(ignore_index=255, are_probs=True)
+    probs.add(out.softmax(1), y)
+    assert probs.summary().values["nll"] == pytest.approx(want.values["nll"], abs=1e-5)
+
+
+def test_the_reservoir_draws_every_row_as_often() -> None:
+    from doublehead.tasks import Reservoir
+
+    hits, generator = torch.zeros(400), torch.Generator().manual_seed(0)
+    for _ in range(600):
+        kept = Reservoir(40, generator)
+        for start in range(0, 400, 50):
+            numbers = torch.arange(start, start + 50)
+            targets = torch.where(numbers % 4 == 0, -1, numbers)
+            rows = kept.draw(targets)
+            assert rows is not None
+            kept.add(numbers[rows], targets[rows])
+        hits[kept.rows()[0]] += 1
+        assert len(kept.rows()[0]) == 40
+    assert not hits[::4].any()
+    expected = 600 * 40 / 300
+    counted = hits.view(8, 50).sum(1) / (hits.view(8, 50) > 0).sum(1)
+    assert float((counted / expected - 1).abs().max()) < 0.08  # as many of the last batch as of the first
+    assert float((hits[hits > 0] / expected - 1).abs().max()) < 0.6
+
+
+def tagging(n: int) -> tuple[Any, list[dict[str, Tensor]]]:
+    """A small Bert with random weights, and sentences of words with tags; three in ten tags are drawn at random."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    ids = torch.randint(4, 60, (n, 12))
+    mask = (torch.arange(12) < torch.randint(4, 13, (n, 1))).long()
+    tags = torch.where(torch.rand(n, 12) < 0.3, torch.randint(4, (n, 12)), ids % 4)
+    columns = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, tags, -100)}
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(n)]
+    return transformers.BertForTokenClassification(config), rows
+
+
+def together(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def test_tokens_of_a_real_model_class() -> None:
+    net, rows = tagging(400)
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(60):
+        net(**together(rows[:60])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.eval()
+    model = dh.calibrate(net, [together(rows[i : i + 30]) for i in range(60, 240, 30)])
+    test = together(rows[240:])
+    labels = test.pop("labels")
+    with torch.no_grad():
+        before, after = net(**test).logits, model(**test).logits
+    assert after.shape == before.shape == (160, 12, 4)
+    nlls = [dh.evaluate(logits=out, labels=labels).values["nll"] for out in (before, after)]
+    assert nlls[1] < nlls[0]
+    assert model.reader.task == "tokens"
+    assert model.reader.n_features == 32
+
+
+def test_tokens_in_the_trainer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from doublehead.integrations.transformers import DoubleHeadTrainerCallback, load_calibrated
+
+    net, rows = tagging(160)
+    callback = DoubleHeadTrainerCallback(rows[60:120], every=2, figure=False)
+    args = transformers.TrainingArguments(
+        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=16, learning_rate=3e-3, save_strategy="no",
+        report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        net, args, train_dataset=rows[:60], eval_dataset=rows[120:], callbacks=[callback]
+    )
+    trainer.train()
+    assert 0 < trainer.evaluate()["eval_nll_calib"] < 2
+    trainer.save_model(str(tmp_path / "kept"))
+    test = together(rows[120:])
+    with torch.no_grad():
+        out, again = (model.eval()(**test).logits for model in (net, load_calibrated(tmp_path / "kept")))
+    assert out.shape == (40, 12, 4)
+    assert torch.equal(out, again)
+    torch.testing.assert_close(out.exp().sum(-1), torch.ones(40, 12))

@@ -1,0 +1,243 @@
+"""Sample weights and soft labels: a weight of 2 is a sample twice, a soft label its classes by their share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import doublehead as dh
+from doublehead import Predictions, metrics
+from doublehead.bins import Bins
+from doublehead.calibrators import CALIBRATORS, make
+from doublehead.cli import app
+from doublehead.summary import Summary, Tally
+
+
+def sample(n: int = 400, k: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Overconfident logits, labels, and whole weights 0 to 3."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, k, generator=generator)
+    labels = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
+    return 2.5 * logits, labels, torch.randint(4, (n,), generator=generator).double()
+
+
+def twice(n: int = 400) -> tuple[Predictions, Predictions]:
+    """Weighted predictions, and the same with each row as often as its weight says."""
+    logits, labels, weights = sample(n)
+    rows = torch.arange(n).repeat_interleave(weights.long())
+    return Predictions(logits, labels, weights), Predictions(logits[rows], labels[rows])
+
+
+SCALARS = [
+    "accuracy",
+    "nll",
+    "brier",
+    "mean_entropy",
+    "mean_confidence",
+    "overconfidence",
+    "ece",
+    "mce",
+    "ece2",
+]
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_weight_is_a_number_of_times(name: str) -> None:
+    weighted, repeated = twice()
+    assert getattr(metrics, name)(weighted) == pytest.approx(getattr(metrics, name)(repeated), rel=1e-6)
+
+
+def test_all_components_and_parts() -> None:
+    weighted, repeated = twice()
+    for components in ("classwise", "all"):
+        one, other = (metrics.ece(p, components=components) for p in (weighted, repeated))  # type: ignore[arg-type]
+        assert one == pytest.approx(other, rel=1e-6)
+    assert metrics.brier_decomposition(weighted) == pytest.approx(
+        metrics.brier_decomposition(repeated), rel=1e-6
+    )
+
+
+def test_bins_of_weights_add_up_exactly_and_with_whole_ones() -> None:
+    p, _ = twice()
+    assert Bins.top(p[:100]) + Bins.top(p[100:]) == Bins.top(p)
+    assert Bins.classwise(p[:100]) + Bins.classwise(p[100:]) == Bins.classwise(p)
+    plain = Predictions(p.logits, p.labels)
+    ones = Predictions(p.logits, p.labels, torch.ones(len(p)))
+    assert Bins.top(ones) == Bins.top(plain).weighted()
+    assert Bins.zeros(15) + Bins.top(p) == Bins.top(p)
+    assert float(Bins.top(p).n) == pytest.approx(float(p.weights.sum()))  # type: ignore[union-attr]
+
+
+def test_weights_of_one_change_nothing_in_a_summary() -> None:
+    logits, labels, _ = sample()
+    plain, ones = (
+        Summary.of(Predictions(logits, labels, w)).to_dict() for w in (None, torch.ones(len(labels)))
+    )
+    for name, value in ones["metrics"].items():
+        assert value == pytest.approx(plain["metrics"][name])
+    assert ones["ece_floor"] == pytest.approx(plain["ece_floor"])
+    assert ones["n"] == plain["n"]
+    assert "smooth_ece" not in ones["metrics"]  # needs all samples, equally weighted
+
+
+def test_uneven_weights_widen_intervals_and_raise_the_floor() -> None:
+    logits, labels, _ = sample(2000)
+    weights = torch.where(torch.arange(2000) % 10 == 0, 10.0, 0.1)  # a tenth decides nearly alone
+    plain, heavy = (Summary.of(Predictions(logits, labels, w)) for w in (None, weights))
+    for name in ("accuracy", "ece", "nll"):
+        ratio = [s.metrics[name].high - s.metrics[name].low for s in (heavy, plain)]
+        assert ratio[0] > 2 * ratio[1]
+    assert heavy.floor.mean > 2 * plain.floor.mean
+
+
+def test_a_stream_of_weighted_batches_equals_the_whole() -> None:
+    p, _ = twice()
+    parts = Tally.of(p[:150]) + Tally.of(p[150:])
+    assert parts.summary().to_dict() == Tally.of(p).summary().to_dict()
+
+
+@pytest.mark.parametrize("method", ["temperature", "head", "temperature_grid"])
+def test_calibrators_take_weights(method: str) -> None:
+    weighted, repeated = twice(2000)
+    one, other = (make(method).fit(p) for p in (weighted, repeated))
+    if method != "head":  # whose folds differ
+        assert float(one.temperature_) == pytest.approx(float(other.temperature_), rel=1e-4)  # type: ignore[arg-type]
+    test = Predictions(*sample(2000, seed=1)[:2])
+    nlls = [metrics.nll(calibrator.calibrate(test)) for calibrator in (one, other)]
+    assert nlls[0] == pytest.approx(nlls[1], abs=0.01)
+    assert nlls[0] < metrics.nll(test) - 0.1
+
+
+def test_weights_decide() -> None:
+    """Half the samples are right, half at random; the temperature is that of the half that counts."""
+    logits = 4 * torch.nn.functional.one_hot(torch.arange(1000) % 3, 3).float()
+    labels = torch.where(torch.arange(1000) < 500, torch.arange(1000) % 3, torch.arange(1000) // 3 % 3)
+    first = (torch.arange(1000) < 500).double()
+    low, high = (
+        float(dh.calibrate(Predictions(logits, labels, w), method="temperature").temperature_)  # type: ignore[arg-type]
+        for w in (first + 1e-3, 1 - first + 1e-3)
+    )
+    assert low < 1 < high
+
+
+def soft() -> tuple[Predictions, Predictions]:
+    """Soft labels of 3 classes, and each row once per class with the probability as weight."""
+    logits, _, _ = sample(300, 3)
+    q = (logits / 4 + torch.randn(300, 3, generator=torch.Generator().manual_seed(2))).softmax(1)
+    rows = torch.arange(300).repeat_interleave(3)
+    return Predictions(logits, q), Predictions(logits[rows], torch.arange(3).repeat(300), q.flatten())
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_soft_label_is_its_classes_by_their_share(name: str) -> None:
+    p, spread = soft()
+    assert getattr(metrics, name)(p) == pytest.approx(getattr(metrics, name)(spread), rel=1e-5)
+
+
+def test_soft_labels_in_temperature_head_and_summary(tmp_path: Path) -> None:
+    p, spread = soft()
+    one, other = (dh.calibrate(q, method="temperature") for q in (p, spread))
+    torch.testing.assert_close(one.temperature_, other.temperature_, rtol=1e-4, atol=0)
+    assert metrics.nll(dh.calibrate(p).calibrate(p)) < metrics.nll(p)
+    assert 0 < dh.evaluate(p).values["ece"] < 1
+    assert metrics.nll(Predictions.load(p.save(tmp_path / "soft.npz"))) == metrics.nll(p)
+    again = Predictions.load(spread.save(tmp_path / "weighted.npz"))
+    assert torch.equal(again.weights, spread.weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "method", sorted(set(CALIBRATORS) - {"none", "temperature", "temperature_grid", "head", "per_label"})
+)
+def test_other_calibrators_refuse(method: str) -> None:
+    for p in (twice()[0], soft()[0]):
+        with pytest.raises((TypeError, ValueError), match="neither sample weights nor soft labels|2 classes"):
+            make(method).fit(p)
+
+
+@pytest.mark.parametrize("name", ["adaptive_ece", "debiased_ece", "smooth_ece", "ks_error", "mmce", "aurc"])
+def test_other_metrics_refuse(name: str) -> None:
+    for p in (twice()[0], soft()[0]):
+        with pytest.raises(TypeError, match="class labels and no weights here, got"):
+            getattr(metrics, name)(p)
+
+
+def test_bad_weights_and_soft_labels_are_named() -> None:
+    logits = [[1.0, 0.0], [0.0, 1.0]]
+    for labels, weights, message in (
+        ([0, 1], [1.0], r"weights must have shape \(2,\).* got \(1,\)"),
+        ([0, 1], [1.0, -1.0], "weights must be >= 0"),
+        ([0, 1], [0.0, 0.0], "weights must be >= 0 with a sum"),
+        ([[0.5, 0.6], [1.0, 0.0]], None, "soft labels must be >= 0 and sum to 1.* row 0"),
+        ([[0.5, 0.5], [1.5, -0.5]], None, "soft labels must be >= 0 and sum to 1.* row 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Predictions(logits, labels, weights)
+
+
+@pytest.mark.parametrize("companion", [False, True])
+def test_networks_take_weights_and_soft_labels(companion: bool) -> None:
+    """Samples of weight 0 have wrong labels; with weights the calibration does not see them."""
+    torch.manual_seed(0)
+    x = torch.randn(600, 4)
+    net = nn.Linear(4, 3)
+    net.weight.data *= 8
+    y = (net(x).detach() / 2).softmax(1).multinomial(1)[:, 0]
+    wrong = torch.arange(600) % 3 == 0
+    broken = torch.where(wrong, (y + 1) % 3, y)
+    weights = (~wrong).float()
+
+    def after(*data: Tensor) -> float:
+        if companion:
+            double = dh.DoubleHead(net, data, every=1)
+            for _ in range(40):
+                double.step()
+            model = double.finish()
+        else:
+            model = dh.calibrate(net, data)
+        return metrics.nll(Predictions(model(x[~wrong]).detach(), y[~wrong]))
+
+    assert after(x, broken, weights) < after(x, broken) - 0.01
+    one_hot = torch.nn.functional.one_hot(y, 3).float()
+    assert after(x, one_hot) == pytest.approx(after(x, y), abs=0.02)
+
+
+def test_files_take_weights(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    logits, labels, weights = sample(300)
+    rows = "".join(
+        ",".join(map(str, [int(y), *z, w])) + "\n"
+        for y, z, w in zip(labels, logits.tolist(), weights.tolist())
+    )
+    file = tmp_path / "a.csv"
+    file.write_text("label,logit_0,logit_1,logit_2,logit_3,size\n" + rows)
+    found = dh.evaluate(logits=str(file), weights="size")
+    p = Predictions(logits.double(), labels, weights)
+    assert found.values["nll"] == pytest.approx(metrics.nll(p), rel=1e-6)
+    assert dh.evaluate(logits=logits, labels=labels, weights=weights).values["ece"] == pytest.approx(
+        metrics.ece(p)
+    )
+    run = CliRunner().invoke(app, ["evaluate", str(file), "--logits", "--weights", "size", "--json"])
+    assert run.exit_code == 0, run.output
+    out = tmp_path / "b.csv"
+    command = [
+        "calibrate",
+        "--fit",
+        str(file),
+        "--apply",
+        str(file),
+        "--logits",
+        "--weights",
+        "size",
+        "-o",
+        str(out),
+    ]
+    run = CliRunner().invoke(app, [*command, "--method", "temperature"])
+    assert run.exit_code == 0, run.output
+    assert out.read_text().startswith("label,prob_0,prob_1,prob_2,prob_3,size")
+    run = CliRunner().invoke(app, [*command, "--method", "isotonic"])
+    assert run.exit_code != 0
+    assert "sample weights" in run.output
