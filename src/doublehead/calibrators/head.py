@@ -628,7 +628,7 @@ def fit_log_scale(
 
     `ridge` (P,) is the pull of each weight towards 0, in samples.
     """
-    target = labels if isinstance(labels, Target) else Target(labels)
+    target = _target(labels)
     below = logits - logits.amax(1, keepdim=True)
     at_label = target.of(below)
     n, rows = len(logits), max(1, CHUNK // logits.shape[1])
@@ -656,8 +656,9 @@ def fit_log_scale(
     return newton(evaluate, begin.double()).to(logits.dtype)
 
 
-def fit_pool(parts: Sequence[Tensor], target: Target, start: Tensor | None = None) -> Tensor:
+def fit_pool(parts: Sequence[Tensor], labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
     """Weights (P,) of the sum of log-probabilities (N, K) with the lowest NLL, pulled towards the first part alone."""
+    target = _target(labels)
     n, p = len(target.labels), len(parts)
     size = max(1, CHUNK // (parts[0].shape[1] * p))
     towards = torch.eye(p, dtype=torch.float64, device=target.labels.device)[0]
@@ -680,12 +681,12 @@ def fit_pool(parts: Sequence[Tensor], target: Target, start: Tensor | None = Non
     return newton(evaluate, towards if start is None else start.double()).to(parts[0].dtype)
 
 
-def fit_curve(log_probs: Tensor, target: Target, start: Tensor | None = None) -> Tensor:
+def fit_curve(log_probs: Tensor, labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
     """Weights (knots,) of the hinges of log-probabilities (N, K) with the lowest NLL, pulled towards 0.
 
     Log-probabilities below the lowest knot stay as they are, and only their sum matters.
     """
-    bent = log_probs > KNOTS[0]
+    target, bent = _target(labels), log_probs > KNOTS[0]
     counts = bent.sum(1)
     fits = int((counts.cumsum(0) <= MAX_BENT).sum())  # samples are in random order
     log_probs, target, bent, counts = log_probs[:fits], target.rows(slice(fits)), bent[:fits], counts[:fits]
@@ -721,6 +722,10 @@ def fit_curve(log_probs: Tensor, target: Target, start: Tensor | None = None) ->
 
     begin = x.new_zeros(len(KNOTS)) if start is None else start
     return newton(evaluate, begin.double()).to(x.dtype)
+
+
+def _target(labels: Tensor | Target) -> Target:
+    return labels if isinstance(labels, Target) else Target(labels)
 
 
 def _nlls(z: Tensor, target: Target) -> Tensor:
