@@ -11,6 +11,7 @@ is never part of its fit. Each cell is a family at a severity on 1,000 test imag
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from doublehead.calibrators.head import fit_log_scale
 from doublehead.data import FAMILIES, corrupt, load
 from doublehead.shift_guard import Guard, Observed, ShiftGuard, scaled
 from doublehead.training.config import LEFT_OUT
-from doublehead.training.run_folder import RunFolder
+from doublehead.training.run_folder import RunFolder, environment
 
 TABLE = HERE / "shift.csv"
 IMAGES = HERE.parent / "docs" / "images"
@@ -378,6 +379,8 @@ def main() -> None:
         return
     if options.what == "measure":
         measure(options.paths).round(6).to_csv(TABLE, index=False)
+        about = {"runs": [path.stem for path in options.paths], "environment": environment(torch.device("cpu"))}
+        TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
         plots.save(stream(read(options.paths[0])), IMAGES / "shift.png", dpi=90)
     table = pd.read_csv(TABLE)
     print(summary(table).round(4).to_string())
