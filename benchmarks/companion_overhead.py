@@ -1,0 +1,104 @@
+"""What a DoubleHead adds to a training loop on one CPU thread: small networks, every 10th step, beside the bare loop.
+
+    python benchmarks/companion_overhead.py --save
+
+Epochs with and without `double.step()` take turns on the same network in one process. Figures are medians of CPU time
+of the thread, so that other work on the machine counts little. Batches come from a DataLoader over tensors in memory
+("loader"), or are slices of these tensors ("slices"), for which the bare loop is as short as it can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from doublehead import DoubleHead
+
+STEPS = 50  # in an epoch
+NETWORKS = {  # name: inputs, classes, batch size, layers
+    "20-32-3": (20, 3, 32, lambda: [nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 3)]),
+    "784-256-10": (784, 10, 64, lambda: [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)]),
+    "784-1024-1024-10": (
+        784, 10, 64,
+        lambda: [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)],
+    ),
+    "LeNet": (
+        784, 10, 64,
+        lambda: [
+            nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5),
+            nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 120), nn.ReLU(), nn.Linear(120, 10),
+        ],
+    ),
+}  # fmt: skip
+
+
+def seconds(network, optimizer, batches, double) -> float:
+    began = time.thread_time()
+    for x, y in batches:
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if double is not None:
+            double.step()
+    return time.thread_time() - began
+
+
+def measure(name: str, source: str, rounds: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    n_inputs, n_classes, size, layers = NETWORKS[name]
+    network = nn.Sequential(*layers())
+    optimizer = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9)
+    x, y = torch.randn(STEPS * size, n_inputs), torch.randint(n_classes, (STEPS * size,))
+    loader = DataLoader(TensorDataset(x, y), size, shuffle=True)
+    calib = TensorDataset(torch.randn(2000, n_inputs), torch.randint(n_classes, (2000,)))
+    calib_data = DataLoader(calib, size, shuffle=True) if source == "loader" else calib
+    double = DoubleHead(network, calib_data, follow=optimizer, batch_size=size)
+    times: dict[str, list[float]] = {"bare": [], "with": []}
+    for _ in range(rounds + 1):
+        for way, companion in (("bare", None), ("with", double)):
+            batches = loader if source == "loader" else zip(x.split(size), y.split(size))
+            times[way].append(seconds(network, optimizer, batches, companion))
+    bare, beside = (
+        statistics.median(took[1:]) / STEPS * 1e6 for took in times.values()
+    )  # the first warms up
+    return {
+        "bare_us_per_step": round(bare),
+        "with_us_per_step": round(beside),
+        "ratio": round(beside / bare, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {
+        name: {source: measure(name, source, options.rounds) for source in ("loader", "slices")}
+        for name in NETWORKS
+    }
+    result = {
+        "what": "CPU time per step of the loop alone and with DoubleHead.step(), every=10, one thread",
+        "results": found,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "machine": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    print(json.dumps(result, indent=1))
+    if options.save:
+        path = Path(__file__).parent / "results" / "companion_overhead.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
