@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from doublehead import predictions as predictions_module
-from doublehead.bins import Bins, bin_of, quantise
+from doublehead.bins import Bins, bin_of, inner_edges, quantise
 from doublehead.predictions import Predictions
 
 
@@ -214,3 +214,18 @@ def test_bad_input_is_named(make, error, message):
 def test_only_bins_add_to_bins():
     with pytest.raises(TypeError):
         Bins.zeros(15) + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_bins_have_the_edges_of_a_search(dtype: torch.dtype) -> None:
+    n_bins = 960
+    edges = (torch.arange(n_bins + 1, dtype=torch.float64) / n_bins).to(dtype)
+    around = [
+        edges,
+        torch.nextafter(edges, torch.tensor(2.0, dtype=dtype)),
+        torch.nextafter(edges, -edges - 1),
+    ]
+    confidence = torch.cat([*around, torch.rand(10_000, dtype=dtype)]).clamp(0, 1)
+    assert torch.equal(
+        bin_of(confidence, n_bins), torch.bucketize(confidence, inner_edges(n_bins, confidence))
+    )

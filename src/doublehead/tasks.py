@@ -216,7 +216,7 @@ class Reservoir:
 
     def rows(self) -> tuple[Tensor, ...]:
         """All that is kept; labels are rows of probabilities as soon as those of one batch are."""
-        return tuple(_joined(parts) for parts in zip(*self._parts))
+        return tuple(_joined(parts) for parts in zip(*self._parts, strict=True))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from doublehead.integrations.watch import Watch, double_head_options
 from doublehead.network import Reader
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild, under
+from doublehead.tasks import SUPPORTED
 from doublehead.torch_tools import (
     StaysFloat32,
     average_over_processes,
@@ -198,6 +199,8 @@ def _check_classifier(model: nn.Module) -> None:
         raise TypeError(
             f"model must be a classifier of transformers with config.num_labels, got {type(model).__name__}"
         )
+    if getattr(model.config, "problem_type", None) == "regression":
+        raise TypeError(f"model must be a classifier, got one with problem_type 'regression'; {SUPPORTED}")
 
 
 # --- the calibration inside a model
