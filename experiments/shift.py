@@ -379,7 +379,10 @@ def main() -> None:
         return
     if options.what == "measure":
         measure(options.paths).round(6).to_csv(TABLE, index=False)
-        about = {"runs": [path.stem for path in options.paths], "environment": environment(torch.device("cpu"))}
+        about = {
+            "runs": [path.stem for path in options.paths],
+            "environment": environment(torch.device("cpu")),
+        }
         TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
         plots.save(stream(read(options.paths[0])), IMAGES / "shift.png", dpi=90)
     table = pd.read_csv(TABLE)

@@ -219,6 +219,21 @@ def test_guards(tmp_path: Path) -> None:
     assert torch.equal(logits_of(tmp_path / "alone", names[1]), saved[names[1]])
 
 
+def test_the_staged_head_reads_the_mirror_view(tmp_path: Path) -> None:
+    config = small(auto=True, views=("flip",), model="tiny_networks:norm_mlp")
+    run(config, tmp_path)
+    net = tiny_networks.norm_mlp(10)
+    net.load_state_dict(weights(tmp_path))
+    x = torch.cat([x for x, _ in inputs_of(config).make_eval(fashion().test)])
+    with torch.no_grad():
+        both = torch.stack([net.eval()(images).log_softmax(1) for images in (x, x.flip(-1))]).mean(0)
+        calibrated = auto_of(tmp_path, net)(x)
+    saved = logits_of(tmp_path, "auto")
+    torch.testing.assert_close(saved, calibrated, rtol=1e-2, atol=1e-2)  # saved as float16
+    assert torch.equal(saved.argmax(1), both.argmax(1))
+    assert not torch.equal(saved.argmax(1), logits_of(tmp_path, "main").argmax(1))
+
+
 def auto_of(folder: Path, net: nn.Module) -> Calibrated:
     made = rebuild(net, RunFolder(folder).results["auto"])
     made.head.load_state_dict(weights(folder, "auto.head"))

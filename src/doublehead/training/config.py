@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from doublehead.calibration_head import HeadSpec
 from doublehead.data.corruptions import FAMILIES
 from doublehead.losses import LOSSES, AdaFocal
+from doublehead.network import VIEWS
 
 # Families of corruption to leave out of "shifts", so that a guard can be tested on families it was not fitted to:
 # one of each kind at a time, or a whole kind.
@@ -51,6 +52,7 @@ class Config:
     auto: bool = (
         False  # train the second opinion too and fit the staged head with it at the end: output "auto"
     )
+    views: tuple[str, ...] = ()  # other views of an image that "auto" averages over: "flip"
     guards: tuple[str, ...] = ()  # perturbations; for each a ShiftGuard round "auto" is fitted at the end
     epochs: int = 80
     batch_size: int = 256
@@ -124,6 +126,9 @@ class Config:
             _check(every >= 1, f"every_of[{name!r}]", "at least 1", every)
         for name in (self.calib_augment, *self.augment_of.values()):
             _check(name in PERTURBATIONS, "calib_augment", f"one of {PERTURBATIONS}", name)
+        _check(self.auto or not self.views, "views", "empty without auto, which reads them", self.views)
+        for view in self.views:
+            _check(view in VIEWS, "views", f"among {sorted(VIEWS)}", view)
         for name in self.guards:
             _check(name in PERTURBATIONS[1:], "guards", f"among {PERTURBATIONS[1:]}", name)
         _check(

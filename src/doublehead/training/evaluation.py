@@ -20,6 +20,7 @@ from doublehead.calibrate import fit
 from doublehead.calibration_data import unpack
 from doublehead.calibrators.temperature import Temperature
 from doublehead.data import FAMILIES, corrupt
+from doublehead.network import VIEWS
 from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.saving import describe
@@ -65,10 +66,12 @@ def _fit_auto(run: Run) -> None:
     """The staged head with the second opinion, on all calibration data."""
     if run.config.auto:
         calib = run.inputs.whole(run.inputs.splits.calib)
+        reader = copy.copy(run.reader)
+        reader.views = tuple(VIEWS[name] for name in run.config.views)
         with run.fabric.autocast():
-            readings = run.reader.read(calib)
+            readings = reader.read(calib)
         with algorithms(deterministic=False):
-            run.auto = fit(run.net, run.reader, readings, beside=run.companions["auto"], seed=run.config.seed)
+            run.auto = fit(run.net, reader, readings, beside=run.companions["auto"], seed=run.config.seed)
 
 
 def _fit_guards(run: Run) -> None:
@@ -128,10 +131,13 @@ def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
         if "auto" in run.companions:
             yield "opinion", run.companions["auto"].answer(main, features)
         return
-    auto = run.auto.calibrated(main, features)
+    stages = run.stages.take(len(main)) if run.stages else None
+    numbers = None
+    if run.auto.reader.views:
+        _, features, main, numbers = run.auto.reader.run(args, kwargs)
+    auto = run.auto.calibrated(main, features, numbers)
     yield "auto", auto
-    if run.stages:
-        stages = run.stages.take(len(main))
+    if stages is not None:
         yield from ((name, scaled(auto, guard(stages, auto))) for name, guard in run.guards.items())
 
 

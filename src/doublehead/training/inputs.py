@@ -205,6 +205,8 @@ def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
     reads = MODELS[config.model].reads if config.model in MODELS else "words"
     if config.mixup:
         raise ValueError(f"mixup is for images, {config.data} holds words")
+    if config.views:
+        raise ValueError(f"views are for images, {config.data} holds words")
     if config.guards:
         raise ValueError(f"guards, and so the method guarded, are for images: {config.data} holds words")
 
