@@ -183,6 +183,8 @@ def test_tasks_are_recognised_by_shapes_or_refused() -> None:
     ):
         recognise_task(b, torch.zeros(5))
     assert recognise(torch.zeros(4, 1), "binary") == "logits"  # a last layer of zeros
+    with pytest.raises(ValueError, match=r"task 'labels' does not fit outputs of shape \(8, 3\) and labels"):
+        dh.calibrate(nn.Linear(5, 3), (torch.randn(8, 5), torch.arange(8) % 2), task="labels")
 
 
 @pytest.mark.parametrize(

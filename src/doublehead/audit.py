@@ -295,13 +295,18 @@ def _read_path(path: Data, kind: Kind | None, labels: str | None = None, **readi
 
 def _read_frame(frame: Data, kind: Kind, labels: Any = None, **reading: Any) -> PredictionTable:
     arrays = {str(name): np.asarray(frame[name]) for name in frame.columns}
-    named = isinstance(labels, str) or (isinstance(labels, list) and set(map(str, labels)) <= set(arrays))
+    named = isinstance(labels, str) or (isinstance(labels, list) and _are_label_columns(labels, arrays))
     if labels is not None and not named:
         if len(labels) != len(frame):
             raise ValueError(f"labels must have {len(frame)} entries, one per row, got {len(labels)}")
         labels, arrays["labels given"] = "labels given", np.asarray(labels)
     source = Source(Path("DataFrame"), arrays=arrays)
     return read_predictions([source], kind=kind, label=labels, **reading)
+
+
+def _are_label_columns(names: list[Any], arrays: Mapping[str, Any]) -> bool:
+    """Whether these are names of columns of 0 and 1, and not labels that are called like score columns."""
+    return all(str(name) in arrays and np.isin(arrays[str(name)], (0, 1)).all() for name in names)
 
 
 def _tally(table: PredictionTable, n_bins: int, cluster: Any) -> Tally:

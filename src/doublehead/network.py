@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from doublehead.calibration_data import Batch, ToPair, fold_of, unpack
 from doublehead.tasks import (
     IGNORE_INDEX,
+    SUPPORTED,
     Outputs,
     Reservoir,
     Task,
@@ -103,14 +104,20 @@ class Reader:
             )
         output, run = _watched(inner, modules, first)
         values = find_logits(output, logits_of)
-        self.task: Task = recognise_task(values, first.labels, ignore_index) if task is None else task
+        self.task: Task = recognise_task(values, first.labels) if task is None else task
         if self.views and self.task in ("tokens", "pixels"):
             raise ValueError(f"views must be empty for {self.task}: their positions would have to be matched")
         self.outputs = outputs or recognise(values, self.task)
-        self.n_classes = class_scores(values, self.task).shape[-1]
+        scores = class_scores(values, self.task)
+        self.n_classes = scores.shape[-1]
         self.n_labels = values.shape[1] if self.task == "labels" else None
         _check_shifted(first, self.task, ignore_index)
-        self.targets(first.labels)  # checks them
+        targets = self.targets(first.labels)
+        if len(targets) != scores.shape[:-1].numel():
+            raise ValueError(
+                f"task {self.task!r} does not fit outputs of shape {tuple(values.shape)} and labels of shape "
+                f"{tuple(first.labels.shape)}; {SUPPORTED}"
+            )
         axis = {"tokens": -1, "binary": None}.get(self.task, 1)
         n_outputs = 1 if axis is None else values.shape[axis]
         self.layer = _last_layer(inner, modules, run, n_outputs) if layer is None else layer
@@ -120,7 +127,8 @@ class Reader:
             else FeatureTap()
         )
         with torch.no_grad(), evaluating(inner):
-            self.n_features = self.run(first.args, first.kwargs, network=inner).features.shape[1]
+            at = self.pick(targets, 1)  # of large images not every position
+            self.n_features = self.run(first.args, first.kwargs, network=inner, at=at).features.shape[1]
 
     @classmethod
     def restore(

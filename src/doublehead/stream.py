@@ -57,7 +57,7 @@ class Stream:
     @torch.no_grad()
     def add(self, outputs: Tensor, labels: Tensor, group: str | None = None) -> None:
         """Add a batch; `group` names what it belongs to, such as an image, for a summary of its own."""
-        task = self.task or recognise_task(outputs, labels, self.ignore_index)
+        task = self.task or recognise_task(outputs, labels)
         if task in ("binary", "labels"):
             raise ValueError(
                 "outputs must be scores of classes, (B, K), (B, T, K) or (B, K, H, W), got one per label"

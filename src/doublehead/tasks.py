@@ -52,7 +52,7 @@ def recognise(values: Tensor, task: Task = "classes") -> Outputs:
     return "logits"
 
 
-def recognise_task(values: Tensor, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Task:
+def recognise_task(values: Tensor, labels: Tensor) -> Task:
     """What a network does, by the shapes of its outputs and of the labels.
 
     Labels of the shape of the outputs (B, K) are probabilities of K classes where every row sums to 1, else K
