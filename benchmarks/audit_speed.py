@@ -27,6 +27,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, parquet
 
+import doublehead
+
 RESULTS = Path(__file__).parent / "results" / "audit_speed.json"
 PEER = """
 import sys, numpy as np, pandas as pd
@@ -124,8 +126,8 @@ def main() -> None:
             "cpu": platform.processor() or platform.machine(),
             "load": os.getloadavg()[0],
             "versions": {
-                package: version(package)
-                for package in ("doublehead", "torch", "pyarrow", "pandas", "scikit-learn")
+                "doublehead": doublehead.__version__,
+                **{package: version(package) for package in ("torch", "pyarrow", "pandas", "scikit-learn")},
             },
             "date": datetime.now(timezone.utc).date().isoformat(),
         }

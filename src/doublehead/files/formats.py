@@ -18,7 +18,7 @@ from doublehead.files.arrays import ArraysReader, ExcelReader, NpyReader, NpzRea
 from doublehead.files.sources import ARROW, CSV, JSON_LINES, Array, Source, TableError, content_of, reading
 from doublehead.optional import require
 
-BLOCK = 1 << 22  # bytes of text parsed together
+BLOCK = 1 << 21  # bytes of text parsed together
 WIDEST_BLOCK = 1 << 26  # where rows are long
 SNIFFED = 1 << 22  # bytes at the beginning of a text that show its delimiter, header and decimal sign
 SIMPLE = ("float", "double")  # Arrow types of scores that need no conversion
