@@ -127,7 +127,7 @@ def test_files_that_are_no_answers_are_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     good = json.dumps({"label": "A", "top_logprobs": PLAIN})
     for text, message in (
-        ('{"x": 1}\n', "must have top_logprobs"),
+        ('{"x": 1}\n', "looks like the label"),  # an ordinary table
         (good + "\n{broken\n", "line 2 must be a JSON object"),
         (good + '\n{"label": "A"}\n', "line 2 must have top_logprobs"),
         (good + "\n" + json.dumps({"top_logprobs": PLAIN}) + "\n", "line 2 must have a label"),
@@ -135,6 +135,13 @@ def test_files_that_are_no_answers_are_named(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             dh.evaluate(file)
+
+
+def test_a_list_of_numbers_is_an_ordinary_column(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"label": 1, "logprobs": [-1.0, -0.5]}\n')
+    assert dh.evaluate(logits=file).values["accuracy"] == 1
 
 
 def test_a_causal_model_and_its_next_tokens() -> None:

@@ -238,6 +238,6 @@ def test_files_take_weights(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, [*command, "--method", "temperature"])
     assert run.exit_code == 0, run.output
     assert out.read_text().startswith("label,prob_0,prob_1,prob_2,prob_3,size")
-    run = CliRunner().invoke(app, [*command, "--method", "isotonic"])
+    run = CliRunner().invoke(app, [*command, "--method", "isotonic", "--force"])
     assert run.exit_code != 0
     assert "sample weights" in run.output

@@ -27,7 +27,7 @@ from doublehead.files.sources import Source, TableError, find_sources
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.report_page.record import Record, as_times, shown_column
-from doublehead.summary import Summaries, Summary, Tally, label_groups
+from doublehead.summary import Summaries, Summary, Tally, row_groups
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
 
@@ -63,11 +63,9 @@ def evaluate(
         return _tally(table, n_bins, cluster).summary()
     if is_frame(data):
         column = by if isinstance(by, str) else None
-        table = _read_frame(data, kind, labels, by=column, weights=weights, **reading)
-        groups, p = data[column] if column is not None else by, table.load()
-        if groups is None and table.labels:
-            groups = label_groups(p, table.labels)
-        return Summary.of(p, n_bins, groups)
+        table = _read_frame(data, kind, labels, weights, by=column, **reading)
+        p, groups = table.load(), data[column] if column is not None else by
+        return Summary.of(p, n_bins, row_groups(p, groups, table.layout.labels))
     return Summary.of(as_predictions(data, labels, kind, classes, weights), n_bins, by)
 
 
@@ -223,7 +221,8 @@ def _extra(columns: Sequence[str], by: str | None, time: str | None) -> dict[str
 
 def _record(table: PredictionTable, n_bins: int, time: str | None) -> Inputs:
     shown = next((name for name in table.extra if name != time), None)
-    return Inputs({"": Record.of_table(table, n_bins, time, shown)}, table.layout.classes, tables=[table])
+    classes = ("no", "yes") if table.layout.independent else table.layout.classes
+    return Inputs({"": Record.of_table(table, n_bins, time, shown)}, classes, tables=[table])
 
 
 def as_predictions(
@@ -285,7 +284,7 @@ def _one_of(probs: Data, logits: Data) -> tuple[Data, Kind]:
     return (probs, "probs") if logits is None else (logits, "logits")
 
 
-def _read_path(path: Data, kind: Kind | None, labels: str | None = None, **reading: Any) -> PredictionTable:
+def _read_path(path: Data, kind: Kind | None, labels: Any = None, **reading: Any) -> PredictionTable:
     """The table of files; an .npz that states what it holds is taken at its word."""
     sources = find_sources(path if isinstance(path, list) else [path])
     stated: Any = open_source(sources[0]).states or kind
@@ -293,20 +292,25 @@ def _read_path(path: Data, kind: Kind | None, labels: str | None = None, **readi
     return read_predictions(sources, kind=stated, label=label, **reading)
 
 
-def _read_frame(frame: Data, kind: Kind, labels: Any = None, **reading: Any) -> PredictionTable:
+def _read_frame(
+    frame: Data, kind: Kind, labels: Any = None, weights: Any = None, **reading: Any
+) -> PredictionTable:
     arrays = {str(name): np.asarray(frame[name]) for name in frame.columns}
-    named = isinstance(labels, str) or (isinstance(labels, list) and _are_label_columns(labels, arrays))
-    if labels is not None and not named:
-        if len(labels) != len(frame):
-            raise ValueError(f"labels must have {len(frame)} entries, one per row, got {len(labels)}")
-        labels, arrays["labels given"] = "labels given", np.asarray(labels)
+    names = {"labels": labels if labels is not None else reading.pop("label", None), "weights": weights}
+    for what, given in names.items():
+        if given is not None and not isinstance(given, str) and not _are_label_columns(given, arrays):
+            if len(given) != len(frame):
+                raise ValueError(f"{what} must have {len(frame)} entries, one per row, got {len(given)}")
+            names[what] = f"{what} given"
+            arrays[f"{what} given"] = np.asarray(given)
     source = Source(Path("DataFrame"), arrays=arrays)
-    return read_predictions([source], kind=kind, label=labels, **reading)
+    return read_predictions([source], kind=kind, label=names["labels"], weights=names["weights"], **reading)
 
 
-def _are_label_columns(names: list[Any], arrays: Mapping[str, Any]) -> bool:
-    """Whether these are names of columns of 0 and 1, and not labels that are called like score columns."""
-    return all(str(name) in arrays and np.isin(arrays[str(name)], (0, 1)).all() for name in names)
+def _are_label_columns(names: Any, arrays: Mapping[str, Any]) -> bool:
+    """Whether these are names of columns that hold 0 and 1."""
+    named = isinstance(names, list) and set(map(str, names)) <= set(arrays)
+    return named and all(np.isin(arrays[str(name)], (0, 1)).all() for name in names)
 
 
 def _tally(table: PredictionTable, n_bins: int, cluster: Any) -> Tally:

@@ -259,6 +259,7 @@ class Predictions:
         """The predictions of several parts, one after the other; all of one kind."""
         made = cls.__new__(cls)
         made._are_probs = parts[0]._are_probs
+        made._smallest = min(part._smallest for part in parts)
         made._scores, made._predicted, made._truth = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("_scores", "_predicted", "_truth")
         )

@@ -121,9 +121,7 @@ class Summary:
 
         Where samples have several labels, the labels are the groups.
         """
-        if by is None and p.n_labels is not None and p.n_labels <= MAX_GROUPS:
-            by = label_groups(p, [f"label {i:0{len(str(p.n_labels - 1))}d}" for i in range(p.n_labels)])
-        summary = Tally.of(p, n_bins, None if by is None else np.asarray(by)).summary(seed)
+        summary = Tally.of(p, n_bins, row_groups(p, by)).summary(seed)
         return summary if p.weights is not None or p.are_soft else add_sample_metrics(summary, p)
 
     @property
@@ -349,7 +347,7 @@ class Tally:
             top, answers = p.bins(fine_bins(n_bins)), threshold_counts(*p.top_label())
             return cls(n_bins, 0, top, None, None, len(p), {}, {}, by_group, answers=answers)
         plain = p.weights is None and not p.are_soft
-        answers = threshold_counts(*p.top_label()) if plain else None
+        counts = threshold_counts(*p.top_label()) if plain else None
         scores, weights = metrics.per_sample(p), 1.0 if p.weights is None else p.weights
         zero = metrics.zero_labels(p) if plain else torch.zeros(len(p), dtype=torch.bool)
         scores["nll"] = scores["nll"].where(~zero.to(scores["nll"].device), 0.0)
@@ -365,7 +363,7 @@ class Tally:
             by_group,
             int(zero.sum()),
             p.zero_floor if p.are_probs else math.inf,
-            answers,
+            counts,
         )
 
     def __add__(self, other: Tally) -> Tally:
@@ -607,9 +605,15 @@ def _group_tallies(p: Predictions | Outcomes, n_bins: int, groups: Array) -> Ite
         yield str(name), Tally.of(p[rows], n_bins, per_class=False)
 
 
-def label_groups(p: Predictions, names: Sequence[str]) -> Array:
-    """(N * L,) which label each pair of a sample and a label is about."""
-    return np.tile(np.asarray(names, dtype=object), len(p) // len(names))
+def row_groups(p: Predictions, by: Any = None, names: Sequence[str] = ()) -> Array | None:
+    """(N,) the group of each row: that of its sample in `by`, else the label it is about where samples have several."""
+    if by is not None:
+        groups = np.asarray(by)
+        return np.repeat(groups, p.n_labels) if p.n_labels and len(groups) < len(p) else groups
+    if p.n_labels is None or p.n_labels > MAX_GROUPS:
+        return None
+    names = names or [f"label {i:0{len(str(p.n_labels - 1))}d}" for i in range(p.n_labels)]
+    return np.tile(np.asarray(names, dtype=object), len(p) // p.n_labels)
 
 
 def _both(a: Bins | None, b: Bins | None) -> Bins | None:

@@ -59,6 +59,7 @@ def calibrate(
     probs: options.Probs = False,
     label: options.Label = None,
     scores: options.Scores = None,
+    weights: options.Weights = None,
     bins: options.BinCount = 15,
     as_json: options.AsJson = False,
     label_base: options.LabelBase = None,
@@ -96,7 +97,7 @@ def calibrate(
             repair, fitted = _load(use, apply, how)
             check_output(output, repair, force=force)
         else:
-            learn = read_predictions(fit or [], **how)
+            learn = read_predictions(fit or [], weights=weights, **how)
             repair = _open_like(learn, apply, how)
             check_output(output, repair, learn, force=force)
             if {source.path.resolve() for source in learn.sources} & {
@@ -154,7 +155,7 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
     show_counts(learn)
     facts: dict[str, Any] = {
         "reads": learn.kind,
-        "n_classes": known.n_classes,
+        "n_classes": known.n_labels or known.n_classes,
         "classes": list(learn.layout.classes),
         "zero_floor": known.zero_floor if known.are_probs else None,
         "fitted_on": {"files": [str(source) for source in learn.sources], "n": len(known)},
@@ -163,7 +164,7 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
         _say_zeros(int((known.probs == 0).any(1).sum()), len(known), known.zero_floor, learn.name)
     with _convergence_warnings(), notes().status(f"fitting {method} on {len(known):,} predictions") as status:
         try:
-            if method == "auto":
+            if method == "auto" and known.n_labels is None:
                 calibrator, choice = calibrators.choose_calibrator(known, progress=_method_shown(status))
                 facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
                 failed = [
@@ -171,15 +172,15 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
                 ]
                 why = "; ".join([f"Of {len(choice.nlls)} methods {choice}", *failed]) + "."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
-            calibrator = calibrators.make(method).fit(known)
-        except ValueError as error:
+            calibrator = doublehead.calibrate(known, method=method)
+        except (TypeError, ValueError) as error:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
     learned = calibrator.in_words()
     why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
     if isinstance(calibrator, calibrators.Head) and calibrator.choice is not None:
         facts["held_back"] = {name: one._asdict() for name, one in calibrator.choice.scores.items()}
         why += f"\nHeld back, by cross-fitting:\n{score_table(calibrator.choice.scores)}"
-    return Fitted(method, calibrator, why, known.n_classes, facts)
+    return Fitted(method, calibrator, why, facts["n_classes"], facts)
 
 
 def _method_shown(status: Status) -> Callable[[str, int, int], None]:
@@ -214,7 +215,10 @@ def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionT
         raise UserError(f"{use} is not a calibrator written by this command: {error}") from error
     if how["kind"] not in (None, reads):
         raise UserError(f"{use} was fitted on {reads}, but {how['kind']} were stated")
-    table = read_predictions(paths, label_needed=False, **how)
+    several = isinstance(calibrator, calibrators.PerLabel)
+    table = read_predictions(paths, label_needed=False, independent=several, **how)
+    if table.layout.independent and not several:
+        raise UserError(f"{use} was fitted on one label per sample, but {table.name} has several")
     if classes and table.layout.classes and classes != table.layout.classes:
         raise UserError(
             f"the classes of {table.name} must be those of {use} in the same order: {', '.join(classes)}"
@@ -263,11 +267,17 @@ def _write(
         nonlocal changed, n_zero, n
         probs = _apply(fitted, chunk.scores, repair)
         n, n_zero = n + len(probs), n_zero + int((chunk.scores == 0).any(1).sum())
-        changed += int((probs.argmax(1) != chunk.scores.argmax(1)).sum())
+        changed += int(
+            (_answers(probs, repair, "probs") != _answers(chunk.scores, repair, repair.kind)).any(1).sum()
+        )
         if isinstance(chunk.predictions, Predictions):
-            fixed = Predictions.from_probs(probs, chunk.predictions.labels)
+            labels = chunk.predictions.labels
+            if repair.layout.independent:
+                fixed = Predictions.multilabel(probs, labels.reshape(probs.shape), are_probs=True)
+            else:
+                fixed = Predictions.from_probs(probs, labels)
             for name, p in (("before", chunk.predictions), ("after", fixed)):
-                part = Tally.of(p, n_bins)
+                part = Tally.of(p, n_bins, chunk.groups)
                 tallies[name] = tallies[name] + part if name in tallies else part
         return probs
 
@@ -286,7 +296,7 @@ def _save(
     repair: PredictionTable, fitted: Fitted, output: Path, before: Summary | None, after: Summary | None
 ) -> list[str]:
     """The calibrator beside the output, its .json with the facts about it."""
-    stem = re.sub(r"\.(csv|tsv|parquet|npz|npy)(\.gz)?$", "", output.name)
+    stem = re.sub(r"\.(csv|tsv|jsonl|ndjson|parquet|arrow|feather|npz|npy)(\.gz)?$", "", output.name)
     weights = output.with_name(f"{stem}.calibrator.safetensors")
     description = weights.with_suffix(".json")
     facts = {
@@ -311,12 +321,23 @@ def _apply(fitted: Fitted, scores: torch.Tensor, table: PredictionTable) -> torc
             f"{table.name} has scores of {scores.shape[1]} classes, the calibrator was fitted on {fitted.n_classes}"
         )
     logits = scores
+    if table.layout.independent:  # a row of no and yes for each label
+        no = 1 - scores if table.kind == "probs" else torch.zeros_like(scores)
+        logits = torch.stack([no, scores], -1).reshape(-1, 2)
     if table.kind == "probs":
         floor = max(fitted.facts["zero_floor"], torch.finfo(scores.dtype).tiny)
-        logits = scores.where(scores > 0, floor).log()
+        logits = logits.where(logits > 0, floor).log()
     with torch.no_grad():
         calibrated: torch.Tensor = fitted.calibrator(logits)
-    return calibrated.double().softmax(1).to(scores.dtype)
+    probs = calibrated.double().softmax(1).to(scores.dtype)
+    return probs[:, 1].reshape(scores.shape) if table.layout.independent else probs
+
+
+def _answers(scores: torch.Tensor, table: PredictionTable, kind: str) -> torch.Tensor:
+    """(B, 1) the predicted class, or (B, L) whether each label is predicted."""
+    if table.layout.independent:
+        return scores > (0.5 if kind == "probs" else 0.0)
+    return scores.argmax(1, keepdim=True)
 
 
 @contextmanager

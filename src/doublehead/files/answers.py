@@ -7,29 +7,27 @@ The classes are the `options` (or `choices`) of the first line, or else the labe
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from doublehead.logprobs import option_logprobs, token_logprobs
 
-SUFFIX = ".jsonl"
 ANSWERS = ("top_logprobs", "logprobs")
 LABELS = ("label", "labels", "answer", "target", "gold", "correct")
 
 
 def holds_answers(path: Path) -> bool:
-    """Whether the first line of a file has log-probabilities of tokens."""
-    if not path.name.lower().endswith(SUFFIX):
-        return False
-    with path.open(encoding="utf-8") as file:
-        first = file.readline()
+    """Whether the first line of a file has log-probabilities of tokens; a list of numbers has no tokens."""
+    with _open(path) as file:
+        first = next((line for line in file if line.strip()), "")
     try:
-        return _answer(json.loads(first)) is not None
-    except (ValueError, AttributeError):
+        return bool(token_logprobs(_answer(json.loads(first))))
+    except (AttributeError, TypeError, ValueError):
         return False
 
 
@@ -45,15 +43,21 @@ def read_answers(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     return {**({"label": np.array(labels, dtype=object)} if known else {}), **columns}
 
 
-def write_answers(path: Path, target: Path, options: list[str], probs: np.ndarray[Any, Any]) -> None:
+def write_answers(path: Path, target: Path, options: Sequence[str], probs: np.ndarray[Any, Any]) -> None:
     """The lines of a file with the calibrated probabilities of the options added, as `probs`."""
-    with target.open("w", encoding="utf-8") as file:
+    with _open(target, "wt") as file:
         for record, row in zip(_records(path), probs.tolist()):
             file.write(json.dumps({**record, "probs": dict(zip(options, row))}) + "\n")
 
 
+def _open(path: Path, mode: str = "rt") -> IO[str]:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    file: IO[str] = opener(path, mode, encoding="utf-8")
+    return file
+
+
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with _open(path) as file:
         for i, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -28,9 +28,11 @@ class RawBatch(NamedTuple):
 class Reader:
     """The interface of every format."""
 
-    columns: dict[str, str]  # name -> "number" (decimal), "whole", "text", "matrix" or "other"
+    # name -> "number" (decimal), "whole", "text", "matrix" (of decimals), "labels" (a matrix of whole numbers), "other"
+    columns: dict[str, str]
     states: str | None = None  # "logits" or "probs" where the file itself says it
     first_row: int = 0  # of the file, where only some row groups are read
+    scores: tuple[str, ...] | None = None  # the score columns where the file itself names them
     guesses: tuple[str, ...] = ()  # about the file as a whole
 
     def __init__(self, source: Source) -> None:
@@ -165,8 +167,8 @@ def unique(names: Iterable[str], source: Source) -> list[str]:
 
 
 def _array_kind(array: Array) -> str:
-    if array.ndim == 2 and array.dtype.kind == "f":
-        return "matrix"
+    if array.ndim == 2 and array.dtype.kind in "fiub":
+        return "matrix" if array.dtype.kind == "f" else "labels"
     if array.ndim != 1:
         return "other"
     return {"f": "number", "i": "whole", "u": "whole", "b": "whole", "U": "text", "O": "text"}.get(

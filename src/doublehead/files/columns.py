@@ -14,6 +14,7 @@ LABELS = (
     "label", "labels", "target", "targets", "y_true", "y", "true_label", "truth", "ground_truth", "true_class", "gt",
     "actual", "gold", "y_test", "true", "category", "class",
 )  # fmt: skip
+SEVERAL = ("matrix", "labels")  # what a column of lists of labels may hold
 LOGITS = ("logit", "logits")
 PROBS = ("prob", "probs", "proba", "probability", "p", "calibrated_prob", "y_prob", "softmax")
 SCORES = ("score", "scores", "class", "output", "y_score", "")
@@ -35,6 +36,8 @@ class Layout:
     `scores` are K columns of one number each, one column of lists of K numbers, one column of a binary model's
     single score, or the confidence in the predicted class where nothing else is known. `classes` are the names of the
     classes where the columns have names, else empty. `base` is the label of the first class where labels are numbers.
+    Where samples have several labels the scores are `independent`, one for each label, which is 0 or 1: in as many
+    columns `labels`, or in lists in `label`.
     """
 
     label: str | None
@@ -46,6 +49,8 @@ class Layout:
     unnamed: bool = False  # the scores are all columns of decimal numbers, for want of telling names
     predicted: str | None = None  # the score is the confidence in this class
     correct: str | None = None  # the score is the confidence of an answer that was right or not
+    labels: tuple[str, ...] = ()
+    independent: bool = False
 
     @property
     def top_only(self) -> bool:
@@ -55,7 +60,8 @@ class Layout:
     @property
     def others(self) -> list[str]:
         """The columns that are read besides the scores."""
-        return [name for name in (self.label, self.predicted, self.correct) if name is not None]
+        named = [name for name in (self.label, self.predicted, self.correct) if name is not None]
+        return [*named, *self.labels]
 
 
 def choose_layout(
@@ -68,6 +74,8 @@ def choose_layout(
     base: int | None,
     taken: Sequence[str] = (),
     label_needed: bool = True,
+    labels: tuple[str, ...] = (),
+    independent: bool = False,
 ) -> Layout:
     """The layout of a file called `where` with these columns (name -> what it holds); `taken` are no scores.
 
@@ -77,18 +85,20 @@ def choose_layout(
     ('y', ('logit_0', 'logit_1'), ("label column 'y'", "score columns 'logit_0' .. 'logit_1' (2 classes)"))
     """
     guesses: list[str] = []
-    if label is None:
-        label = find(columns, LABELS)
+    if label is None and not labels:
+        label = find([name for name in columns if not independent or columns[name] in SEVERAL], LABELS)
         if label is not None and label != "labels":
             guesses.append(f"label column {label!r}")
-    elif label not in columns:
+    elif label is not None and label not in columns:
         if label_needed:
             raise TableError(f"{where} has no column {label!r} for the label, it has {listed(columns)}")
         label = None
-    left = {name: holds for name, holds in columns.items() if name != label and name not in taken}
-    if scores is None and kind != "logits" and (found := _top_label(left, where, kind, label)) is not None:
-        return found
-    if label is None and label_needed:
+    independent = independent or bool(labels) or columns.get(label or "") in SEVERAL
+    left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *taken)}
+    top_only = None if independent or scores is not None else _top_label(left, where, kind, label)
+    if top_only is not None and kind != "logits":
+        return top_only
+    if label is None and label_needed and not labels:
         raise TableError(
             f"{where} has no column that looks like the label: name it with --label, it has {listed(columns)}"
         )
@@ -99,10 +109,29 @@ def choose_layout(
         if names != (kind,):
             guesses.append(f"score {_told(names)}")
     else:
-        names = _named_scores(scores, left, where)
+        names = named_columns(scores, left, where, "scores")
     classes, first = _classes(names)
     binary = len(names) == 1 and columns[names[0]] != "matrix"
-    return Layout(label, names, classes, first if base is None else base, tuple(guesses), binary, unnamed)
+    return Layout(
+        label, names, classes, first if base is None else base, tuple(guesses), binary, unnamed,
+        labels=labels, independent=independent,
+    )  # fmt: skip
+
+
+def label_columns(
+    label: str | Sequence[str] | None, columns: Mapping[str, str], where: str, needed: bool
+) -> tuple[str | None, tuple[str, ...]]:
+    """The label column, or several of them; neither where several are named, not needed and missing."""
+    if label is None or (isinstance(label, str) and (label in columns or not set(label) & set("*?,"))):
+        return label, ()
+    names = [name.strip() for name in label.split(",")] if isinstance(label, str) else label
+    try:
+        found = named_columns(names, columns, where, "labels")
+    except TableError:
+        if needed:
+            raise
+        return None, ()
+    return (found[0], ()) if len(found) == 1 else (None, found)
 
 
 def plain(name: str) -> str:
@@ -137,13 +166,13 @@ def _top_label(columns: Mapping[str, str], where: str, kind: str | None, label: 
     return None
 
 
-def _named_scores(names: Sequence[str], columns: Mapping[str, str], where: str) -> tuple[str, ...]:
+def named_columns(names: Sequence[str], columns: Mapping[str, str], where: str, what: str) -> tuple[str, ...]:
     """The columns named, a name with * or ? standing for all that match it, in the order of their numbers."""
     found: list[str] = []
     for name in names:
         matches = [name] if name in columns else _by_number([c for c in columns if fnmatchcase(c, name)])
         if not matches:
-            raise TableError(f"{where} has no column {name!r} for the scores, it has {listed(columns)}")
+            raise TableError(f"{where} has no column {name!r} for the {what}, it has {listed(columns)}")
         found += matches
     return tuple(dict.fromkeys(found))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from doublehead.files.answers import holds_answers, read_answers
 from doublehead.files.arrays import ArraysReader, ExcelReader, NpyReader, NpzReader, RawBatch, Reader, unique
 from doublehead.files.sources import ARROW, CSV, JSON_LINES, Array, Source, TableError, content_of, reading
 from doublehead.optional import require
@@ -37,7 +38,9 @@ def open_source(source: Source) -> Reader:
     if suffix in CSV:
         return CsvReader(source, zipped)
     if suffix in JSON_LINES:
-        return JsonReader(source, zipped)
+        with reading(source):
+            answers = holds_answers(source.path)
+        return AnswersReader(source) if answers else JsonReader(source, zipped)
     readers: dict[str, Any] = {
         ".parquet": ParquetReader,
         ".npz": NpzReader,
@@ -46,6 +49,18 @@ def open_source(source: Source) -> Reader:
     }
     found: Reader = ArrowReader(source) if suffix in ARROW else readers[suffix](source)
     return found
+
+
+class AnswersReader(ArraysReader):
+    """Log-probabilities of options, which are logits, in the answers of a language model."""
+
+    states = "logits"
+
+    def __init__(self, source: Source) -> None:
+        with reading(source):
+            arrays = read_answers(source.path)
+        super().__init__(source, arrays)
+        self.scores = tuple(name for name in arrays if arrays[name].dtype.kind == "f")
 
 
 class TableReader(Reader):
@@ -313,10 +328,8 @@ def _arrow_kind(kind: Any) -> str:
         return _arrow_kind(kind.value_type)
     if str(kind) in ("string", "large_string", "string_view"):
         return "text"
-    if (
-        types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    ) and types.is_floating(kind.value_type):
-        return "matrix"
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return {"number": "matrix", "whole": "labels"}.get(_arrow_kind(kind.value_type), "other")
     return "other"
 
 
@@ -336,7 +349,7 @@ def _to_numpy(column: Any) -> Array:
         column = column.dictionary_decode()
     if types.is_decimal(column.type):
         column = column.cast("float64")
-    if _arrow_kind(column.type) == "matrix":
+    if _arrow_kind(column.type) in ("matrix", "labels"):
         return _matrix(column)
     array: Array = column.to_numpy(zero_copy_only=False)
     return array

@@ -16,14 +16,22 @@ import numpy as np
 import torch
 
 from doublehead.files.arrays import RawBatch, Reader
-from doublehead.files.columns import LOGITS, Layout, choose_layout, listed, score_family, split_score
+from doublehead.files.columns import (
+    LOGITS,
+    Layout,
+    choose_layout,
+    label_columns,
+    listed,
+    score_family,
+    split_score,
+)
 from doublehead.files.formats import open_source
 from doublehead.files.long_form import from_long_form
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
-from doublehead.files.values import to_correct, to_labels, to_scores, to_text
+from doublehead.files.values import to_correct, to_labels, to_scores, to_several_labels, to_text, to_weights
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
-from doublehead.summary import Tally
+from doublehead.summary import Tally, row_groups
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
@@ -36,7 +44,9 @@ class Chunk(NamedTuple):
 
     scores: torch.Tensor  # (B, K), logits or probs as stated
     predictions: Predictions | Outcomes | None  # None where the file has no labels
-    groups: Array | None  # (B,) text: the values of the `by` column
+    groups: (
+        Array | None
+    )  # (N,) text, of each prediction: the values of the `by` column, or one of several labels
     raw: RawBatch
     rows: Array  # (B,) which rows of the raw batch these are (some are left out by a filter)
     source: Source
@@ -54,6 +64,7 @@ class PredictionTable:
     where: Mapping[str, str]
     tolerance: float
     extra: tuple[str, ...] = ()  # further columns to read
+    weights: str | None = None  # the column of sample weights
     why: str = ""  # it is of this kind, where that was not stated
     counts: dict[str, int] = field(default_factory=dict, compare=False)  # of the last time all was read
     opened: dict[str, Reader] = field(
@@ -107,12 +118,7 @@ class PredictionTable:
         whole = [part for part in parts if isinstance(part, Predictions)]
         if len(whole) < len(parts):
             raise TableError(f"{self.sources[0]} has no labels")
-        labels = torch.cat([part.labels for part in whole])
-        if self.kind == "logits":
-            return Predictions(torch.cat([part.logits for part in whole]), labels)
-        return Predictions.from_probs(
-            torch.cat([part.probs for part in whole]), labels, tolerance=self.tolerance
-        )
+        return Predictions.joined(whole)
 
     def require_scores(self) -> None:
         """Refuse files that hold the confidence in the predicted class alone."""
@@ -147,7 +153,7 @@ class PredictionTable:
 
     def _raw(self, reader: Reader, keep: bool) -> Generator[RawBatch, None, None]:
         """Batches of the columns that matter; every file must have them."""
-        others = [*self.layout.others, *([self.by] if self.by else []), *self.where, *self.extra]
+        others = [*self.layout.others, *filter(None, (self.by, self.weights)), *self.where, *self.extra]
         for name in (*self.layout.scores, *others):
             if name not in reader.columns:
                 raise TableError(f"{reader.source} has no column {name!r}, which {self.sources[0]} has")
@@ -166,15 +172,31 @@ class PredictionTable:
         predictions: Predictions | Outcomes | None = None
         if layout.top_only:
             predictions = Outcomes(scores[:, 0], to_correct(columns, layout, numbers, source))
-        elif layout.label is not None:
-            labels = to_labels(columns[layout.label], layout, scores.shape[1], numbers, source)
-            predictions = (
-                Predictions.from_probs(scores, labels, tolerance=self.tolerance)
-                if self.kind == "probs"
-                else Predictions(scores, labels)
-            )
+        else:
+            predictions = self._predictions(scores, columns, numbers, source)
         groups = None if self.by is None else to_text(columns[self.by])
+        if isinstance(predictions, Predictions):
+            groups = row_groups(predictions, groups, layout.labels)
         return Chunk(scores, predictions, groups, raw, rows, source, numbers)
+
+    def _predictions(
+        self, scores: torch.Tensor, columns: dict[str, Array], numbers: Array, source: Source
+    ) -> Predictions | None:
+        layout, are_probs = self.layout, self.kind == "probs"
+        weights = None
+        if self.weights is not None:
+            weights = to_weights(columns[self.weights], self.weights, numbers, source)
+        if layout.independent:
+            several = to_several_labels(columns, layout, scores.shape[1], numbers, source)
+            if several is None:
+                return None
+            return Predictions.multilabel(scores, several, weights, are_probs=are_probs)
+        if layout.label is None:
+            return None
+        labels = to_labels(columns[layout.label], layout, scores.shape[1], numbers, source)
+        if are_probs:
+            return Predictions.from_probs(scores, labels, weights, tolerance=self.tolerance)
+        return Predictions(scores, labels, weights)
 
     def _nothing(self, seen: int, values: set[str]) -> str:
         if not seen:
@@ -188,13 +210,15 @@ def read_predictions(
     paths: str | Path | Sequence[str | Path | Source],
     *,
     kind: Kind | None = None,
-    label: str | None = None,
+    label: str | Sequence[str] | None = None,
     scores: Sequence[str] | None = None,
     by: str | None = None,
+    weights: str | None = None,
     where: Mapping[str, str] | None = None,
     base: int | None = None,
     tolerance: float = 1e-3,
     label_needed: bool = True,
+    independent: bool = False,
     like: PredictionTable | None = None,
     extra: Sequence[str] = (),
 ) -> PredictionTable:
@@ -204,10 +228,13 @@ def read_predictions(
     of numbers in 0..1 sum to 1, or where the columns are called logits.
     `label` and `scores` name columns (or arrays; * and ? stand for any characters); what is not named is guessed and
     recorded in `.layout.guesses`. Labels are whole numbers from `base` on (0, or the number of the first score
-    column) or names of classes that match the score columns. A file may also hold a row for each sample and class, or
-    the predicted class and its confidence alone. `where` keeps the rows with these values, `by` is a column of groups,
-    which may be the name of folders called `by=value`; `extra` columns are read too. With `label_needed=False` files
-    without labels are read too. Scores that are not named are the columns of the table `like` where this one has them.
+    column) or names of classes that match the score columns. Several columns of 0 and 1 (a list, or a name with * in
+    it), or lists of 0 and 1, are as many labels of each sample; `independent` states this of files without labels. A
+    file may also hold a row for each sample and class, the predicted class and its confidence alone, or answers of a
+    language model (`files.answers`). `where` keeps the rows with these values, `by` is a column of groups, which may be
+    the name of folders called `by=value`, `weights` is one of sample weights; `extra` columns are read too. With
+    `label_needed=False` files without labels are read too. Scores that are not named are the columns of the table
+    `like` where this one has them.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
@@ -227,14 +254,15 @@ def read_predictions(
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
     reader = open_source(sources[0])
     where = dict(where or {})
-    others = [*where, *([by] if by else []), *extra]
+    others = [*where, *filter(None, (by, weights)), *extra]
     for name in others:
         if name not in reader.columns:
             raise TableError(f"{reader.source} has no column {name!r}, it has {listed(reader.columns)}")
-    if scores is None and (reshaped := from_long_form(sources, reader, label, others)) is not None:
-        sources, reader = [reshaped], open_source(reshaped)
+    label, labels = label_columns(label, reader.columns, str(reader.source), label_needed)
+    if scores is None and not labels and (made := from_long_form(sources, reader, label, others)) is not None:
+        sources, reader = [made], open_source(made)
     stated = _stated(sources, reader, kind)
-    named = scores
+    scores = named = reader.scores if scores is None else scores
     if scores is None and like is not None and set(like.layout.scores) <= set(reader.columns):
         family = score_family(reader.columns, str(reader.source), stated)
         if family is None or set(family) <= set(like.layout.scores):  # else it has other classes
@@ -248,14 +276,22 @@ def read_predictions(
         base=base,
         taken=others,
         label_needed=label_needed,
+        labels=labels,
+        independent=independent or (like is not None and like.layout.independent),
     )
     layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
-    if layout.label is not None and layout.label in [*where, by]:
+    if grouped := {layout.label, *labels} & {*where, *filter(None, [by])}:
         raise TableError(
-            f"rows cannot be selected or grouped by their label ({layout.label!r}): among the samples of one class a "
+            f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class a "
             "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
         )
-    table = PredictionTable(tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra))
+    if weights and layout.top_only:
+        raise TableError(
+            f"{reader.source} holds only the confidence in the predicted class, which takes no weights"
+        )
+    table = PredictionTable(
+        tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra), weights
+    )
     table.opened[str(sources[0])] = reader
     if stated is None:
         certain, why = _certain_kind(table, reader)
@@ -334,7 +370,7 @@ def _certain_kind(table: PredictionTable, reader: Reader) -> tuple[Kind, str]:
         raise NoRows(table._nothing(0, set()))
     if table.layout.top_only:
         return "probs", "a confidence"
-    scores, several = raw.scores, raw.scores.shape[1] > 1
+    scores, several = raw.scores, raw.scores.shape[1] > 1 and not table.layout.independent
     low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
     if several and low >= 0 and high <= 1 + 1e-6 and _off_one(scores) <= max(table.tolerance, 1e-2):
         return "probs", "rows sum to 1"

@@ -25,7 +25,8 @@ def to_scores(
 ) -> tuple[torch.Tensor, int]:
     """(B, K) finite scores, and in how many rows some were clipped to 0..1; `rows` are told in errors.
 
-    A single column is a binary model's score of class 1, or the confidence in a class that is not known here.
+    A single column is a binary model's score of class 1, or the confidence in a class that is not known here. Scores of
+    independent labels stay as they are.
     """
     names = layout.scores
     narrow = table.dtype in (np.float16, np.float32)
@@ -44,15 +45,15 @@ def to_scores(
     clipped = 0
     if kind == "probs":
         table, clipped = _clip(table, tolerance)
-    if table.shape[1] == 1 and not layout.top_only:
+    if table.shape[1] == 1 and not layout.top_only and not layout.independent:
         other = 1 - table if kind == "probs" else np.zeros_like(table)
         table = np.concatenate([other, table], 1)
     elif kind == "logits":
-        _check_logits(table, rows, source)
+        _check_logits(table, layout, rows, source)
     if layout.top_only:
         _check_confidence(table, rows, source, names[0])
     elif kind == "probs":
-        _check_probs(table, rows, source, tolerance)
+        _check_probs(table, layout, rows, source, tolerance)
     return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
 
 
@@ -71,7 +72,7 @@ def to_correct(columns: dict[str, Array], layout: Layout, rows: Array, source: S
     if layout.correct is not None:
         place = f"{source}, column {layout.correct!r}, row"
         column = columns[layout.correct]
-        number = _numbers(column, rows, place) if column.dtype.kind in "OU" else column.astype(np.float64)
+        number = _numbers(column, rows, place)
         wrong = (number != 0) & (number != 1)
         if wrong.any():
             i = int(wrong.argmax())
@@ -88,6 +89,44 @@ def to_correct(columns: dict[str, Array], layout: Layout, rows: Array, source: S
                 f"{source}, column {name!r}, row {rows[int((column == MISSING).argmax())]} holds nothing"
             )
     return torch.from_numpy(np.asarray(label == predicted, dtype=bool))
+
+
+def to_several_labels(
+    columns: dict[str, Array], layout: Layout, n_labels: int, rows: Array, source: Source
+) -> Array | None:
+    """(B, L) int64, 0 or 1; None where the file has no labels."""
+    names = layout.labels or (() if layout.label is None else (layout.label,))
+    if not names:
+        return None
+    table = columns[names[0]]
+    if layout.labels:
+        table = np.stack(
+            [_numbers(columns[name], rows, f"{source}, column {name!r}, row") for name in names], 1
+        )
+    if table.ndim != 2 or table.shape[1] != n_labels:
+        raise TableError(
+            f"{source}: labels in {', '.join(map(repr, names))} must be a class for each row, or 0 or 1 for each of "
+            f"its {n_labels} scores, got shape {table.shape}"
+        )
+    wrong = ~np.isin(table, (0, 1))
+    if wrong.any():
+        i, j = (int(index[0]) for index in np.nonzero(wrong))
+        name = names[min(j, len(names) - 1)]
+        raise TableError(f"{source}, column {name!r}, row {rows[i]} must hold 0 or 1, got {table[i, j]:g}")
+    return table.astype(np.int64)
+
+
+def to_weights(column: Array, name: str, rows: Array, source: Source) -> Array:
+    """(B,) float64, finite and >= 0."""
+    place = f"{source}, column {name!r}, row"
+    weights = _numbers(column, rows, place, "a weight")
+    wrong = ~(np.isfinite(weights) & (weights >= 0))
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise TableError(
+            f"{place} {rows[i]} must hold a weight >= 0, got {weights[i]:g}{_others(int(wrong.sum()))}"
+        )
+    return weights
 
 
 def to_labels(column: Array, layout: Layout, n_classes: int, rows: Array, source: Source) -> Array:
@@ -154,14 +193,14 @@ def _clip(table: Array, tolerance: float) -> tuple[Array, int]:
     return clipped, int((clipped != table).any(1).sum())
 
 
-def _check_logits(table: Array, rows: Array, source: Source) -> None:
+def _check_logits(table: Array, layout: Layout, rows: Array, source: Source) -> None:
     low, high = table.min(), table.max()
     if max(-low, high) > MAX_LOGIT:
         i = int(np.abs(table).max(1).argmax())
         raise TableError(
             f"{source}, row {rows[i]}: logits must lie within {MAX_LOGIT:g}, got {table[i].tolist()}"
         )
-    if low < 0 or high > 100:
+    if low < 0 or high > 100 or layout.independent:
         return
     sums = table.sum(1, dtype=np.float64)
     for total, what in (
@@ -174,7 +213,7 @@ def _check_logits(table: Array, rows: Array, source: Source) -> None:
             )
 
 
-def _check_probs(table: Array, rows: Array, source: Source, tolerance: float) -> None:
+def _check_probs(table: Array, layout: Layout, rows: Array, source: Source, tolerance: float) -> None:
     low, high = table.min(1), table.max(1)
     outside = (low < 0) | (high > 1 + 1e-6)
     if outside.any():
@@ -193,6 +232,8 @@ def _check_probs(table: Array, rows: Array, source: Source, tolerance: float) ->
             f"{source}, row {rows[i]}: probabilities must lie in 0..1, got {value:.6g}{_others(int(outside.sum()))}; "
             "give --logits if these are logits"
         )
+    if layout.independent:
+        return
     sums = table.sum(1, dtype=np.float64)
     off = np.abs(sums - 1) > tolerance
     if off.any():
@@ -203,14 +244,16 @@ def _check_probs(table: Array, rows: Array, source: Source, tolerance: float) ->
         )
 
 
-def _numbers(column: Array, rows: Array, place: str) -> Array:
-    """(B,) float64 from text: nan where there is none, 1 and 0 for true and false."""
+def _numbers(column: Array, rows: Array, place: str, wanted: str = "a class (a whole number)") -> Array:
+    """(B,) float64, also from text: nan where there is none, 1 and 0 for true and false."""
+    if column.dtype.kind not in "OU":
+        return column.astype(np.float64)
     numbers = np.empty(len(column), dtype=np.float64)
     for i, text in enumerate(column.tolist()):
         try:
             numbers[i] = WORDS[text] if text in WORDS else float(text)
         except ValueError:
-            raise TableError(f"{place} {rows[i]} must hold a class (a whole number), got {text!r}") from None
+            raise TableError(f"{place} {rows[i]} must hold {wanted}, got {text!r}") from None
     return numbers
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from doublehead.files.answers import holds_answers, write_answers
 from doublehead.files.arrays import NpzReader
 from doublehead.files.formats import open_source
 from doublehead.files.reading import Chunk, PredictionTable
@@ -99,6 +100,10 @@ def _write_source(
         _write_arrays(one, target, pairs)
     elif suffix in (".parquet", *ARROW):
         _write_table(one, target, pairs, suffix)
+    elif suffix in JSON_LINES and holds_answers(source.path):
+        write_answers(
+            source.path, target, table.layout.scores, torch.cat([probs for _, probs in pairs]).numpy()
+        )
     elif suffix in JSON_LINES:
         _write_json(one, target, pairs)
     elif suffix == ".xlsx":

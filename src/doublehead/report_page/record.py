@@ -15,7 +15,7 @@ from doublehead.files.sources import TableError
 from doublehead.files.values import to_text
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
-from doublehead.summary import Summary, Tally, add_sample_metrics
+from doublehead.summary import Summary, Tally, add_sample_metrics, row_groups
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -61,8 +61,10 @@ class Record:
         cls, p: Predictions, n_bins: int = 15, by: Array | None = None, times: Array | None = None
     ) -> Record:
         """The record of predictions in memory."""
-        rows = np.arange(1, len(p) + 1)
-        return _gathered([_Part(p, by, rows, "", None, times)], n_bins)
+        several = p.n_labels or 1
+        rows = np.arange(len(p)) // several + 1
+        times = None if times is None else np.repeat(times, several)
+        return _gathered([_Part(p, row_groups(p, by), rows, "", None, times)], n_bins)
 
     @classmethod
     def of_table(
@@ -79,10 +81,14 @@ class Record:
             for chunk in table.chunks(advance):
                 if chunk.predictions is None:
                     raise TableError(f"{table.sources[0]} has no labels to measure by")
-                columns = {name: chunk.raw.columns[name][chunk.rows] for name in table.extra}
+                several = len(chunk.predictions) // len(chunk.rows)  # labels of each row
+                columns = {
+                    name: np.repeat(chunk.raw.columns[name][chunk.rows], several) for name in table.extra
+                }
                 texts = None if shown is None else to_text(columns[shown])
                 times = None if time is None else as_times(columns[time], time, str(chunk.source))
-                yield _Part(chunk.predictions, chunk.groups, chunk.numbers, str(chunk.source), texts, times)
+                rows, source = np.repeat(chunk.numbers, several), str(chunk.source)
+                yield _Part(chunk.predictions, chunk.groups, rows, source, texts, times)
 
         return _gathered(parts(), n_bins)
 
