@@ -110,7 +110,8 @@ def test_formats_and_encodings(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [plain, as_arrow, lambda: as_json_lines(True)], ids=["csv", "arrow", "jsonl"]
 )
-def test_standard_input(content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content())))
     assert read_predictions("-").load().probs.tolist() == PROBS
 

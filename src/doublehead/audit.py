@@ -208,8 +208,9 @@ def read_input(
         tables = {file.stem: _read_path(file, kind, **reading) for file in files}
         records = {name: Record.of_table(table, n_bins) for name, table in tables.items()}
         return Inputs(records, tables=list(tables.values()))
-    columns = list(open_source(find_sources([path])[0]).columns)
-    table = _read_path(path, kind, **_extra(columns, by, time), **reading)
+    sources = find_sources([path])  # once: standard input cannot be read again
+    columns = list(open_source(sources[0]).columns)
+    table = _read_path(sources, kind, **_extra(columns, by, time), **reading)
     return _record(table, n_bins, time)
 
 
