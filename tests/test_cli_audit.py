@@ -122,6 +122,13 @@ def test_calibrate_repairs_a_csv_and_keeps_the_rest(val: Path, test: Path, tmp_p
     assert "No predicted class changed." in result.stdout
 
 
+def test_calibrate_prints_held_back_numbers_before_and_after(val: Path, test: Path, tmp_path: Path) -> None:
+    result = run("calibrate", "--fit", val, "--apply", test, "--logits", "-o", tmp_path / "fixed.csv")
+    found = json.loads((tmp_path / "fixed.calibrator.json").read_text())["held_back"]
+    assert found["temperature"]["nll"] < found["none"]["nll"]
+    assert all(f"{one['nll']:.4f}" in result.stdout for one in found.values())
+
+
 def test_calibrator_beside_the_output_can_be_loaded_and_used(val: Path, test: Path, tmp_path: Path) -> None:
     out = tmp_path / "fixed.csv"
     run("calibrate", "--fit", val, "--apply", test, "--logits", "-o", out, "--method", "vector")

@@ -138,7 +138,7 @@ class CalibrationHead(StaysFloat32):
         spec, n_heads = self.specs[0], len(self.specs)
         if self.hidden:  # all heads read the same, so their first layers are one product
             inputs = F.linear(inputs, self.first_weight.flatten(0, 1), self.first_bias.flatten()).relu_()
-            inputs = inputs.unflatten(-1, (n_heads, -1)).transpose(0, 1)  # (H, B, hidden)
+            inputs = inputs.unflatten(-1, (n_heads, -1)).movedim(-2, 0)  # (H, B, hidden)
         if (
             self.training and spec.dropout
         ):  # one mask for all heads: on a CPU drawing it costs more than using it

@@ -118,10 +118,11 @@ class HeadTraining:
         for parameters, sizes, rows, gradient, velocity in zip(
             self._stacks, self._sizes, self._rows, self._gradients, self.velocity
         ):
+            own = moves[rows, None]
             gradient.mul_(shrink[rows, None]).masked_fill_(broken[rows, None], 0.0)
             parts = gradient.split(sizes, 1)
             for parameter, part in zip(parameters, parts):
-                part.addcmul_(parameter.flatten(1), moves[rows, None], value=self.weight_decay)
+                part.addcmul_(parameter.flatten(1), own, value=self.weight_decay)
             velocity.mul_(momentum[rows, None]).add_(gradient)
             gradient.add_(velocity, alpha=MOMENTUM).mul_(rate[rows, None])
             for parameter, part in zip(parameters, parts):
