@@ -44,7 +44,7 @@ def probs_of(split: Split, n: int) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def real() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(probs, labels) of calibration and of test images, from an overconfident network."""
-    run = next(run for run in stored_runs() if run.name.startswith("cifar10-"))
+    run = next(run for run in stored_runs() if run.name.startswith("cifar10-resnet50-cross_entropy"))
     return probs_of(run.calib, 800), probs_of(run.test, 1500)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,7 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from doublehead.cli import app
+    from doublehead.files import read_predictions
 
     net, x, y = overfitted_segments()
     names = "abcdefg"
@@ -342,6 +344,33 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
     arrays = tmp_path / "a.npz"
     np.savez(arrays, logits=net(x[900:]).detach().numpy(), labels=y[900:].int().numpy())
     assert dh.evaluate(arrays).values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
+    unlabelled, out = tmp_path / "b.npz", tmp_path / "c.npz"
+    np.savez(unlabelled, logits=net(x[900:]).detach().numpy())
+    invoke(
+        "calibrate",
+        "--fit",
+        str(arrays),
+        "--apply",
+        str(unlabelled),
+        "-o",
+        str(out),
+        "--method",
+        "temperature",
+    )
+    assert np.load(out)["probs"].shape == (len(x) - 900, 7)
+    lines = tmp_path / "a.jsonl"
+    rows = zip(net(x[900:]).tolist(), y[900:].int().tolist())
+    lines.write_text("".join(json.dumps({"logits": z, "labels": t}) + "\n" for z, t in rows))
+    assert dh.evaluate(logits=lines).values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
+    sites = frame[900:].assign(site=np.where(np.arange(len(x) - 900) % 2, "s", "t"))
+    assert list(dh.evaluate(logits=sites, labels=[f"y_{n}" for n in names], by="site").groups) == ["s", "t"]
+    for wrong, message in (
+        ({"label": "y_a,y_b"}, "0 or 1 for each of its 7 scores"),
+        ({"label": "y_*", "where": {"y_a": "1"}}, "grouped by their label"),
+        ({"label": ["y_a", "z"]}, "no column 'z' for the labels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_predictions(test, kind="logits", **wrong).load()
 
 
 # --- tokens and pixels

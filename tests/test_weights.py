@@ -241,3 +241,9 @@ def test_files_take_weights(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, [*command, "--method", "isotonic", "--force"])
     assert run.exit_code != 0
     assert "sample weights" in run.output
+    report, negative = tmp_path / "page.html", tmp_path / "negative.csv"
+    with pytest.raises(TypeError, match="no weights here, got sample weights"):
+        dh.report(f"logits:{file}", report, weights="size")
+    negative.write_text("label,logit_0,logit_1,size\n0,1.5,2.5,-1\n")
+    with pytest.raises(ValueError, match="'size', row 1 must hold a weight >= 0, got -1"):
+        dh.evaluate(logits=negative, weights="size")
