@@ -105,7 +105,7 @@ def retrain(run: Run, epochs: int = EPOCHS) -> dict[str, Predictions]:
 
 def seen(run: Run, batch: object) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, features and labels of a batch."""
-    args, kwargs, labels = unpack(batch, run.fabric.device)
+    args, kwargs, labels, _ = unpack(batch, run.fabric.device)
     with torch.no_grad(), evaluating(run.net), run.fabric.autocast():
         _, features, main, _ = run.reader.run(args, kwargs)
     return main.float(), features.float(), labels

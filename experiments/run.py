@@ -92,7 +92,8 @@ def _readings(run: Run, split: str, mirror: bool = False) -> Readings:
     if mirror:
         batches = ((flip(x), y) for x, y in batches)
     with run.fabric.autocast():
-        return Readings(*(part.cpu() for part in run.reader.read(batches)))
+        found = run.reader.read(batches)
+    return Readings(*(None if part is None else part.cpu() for part in found))  # type: ignore[arg-type]
 
 
 def certificate_of(folder: RunFolder) -> dict[str, Any]:

@@ -173,15 +173,15 @@ def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str)
     assert "head: guarded" in made.output
     saved = Predictions.load(guarded / "predictions/test-guarded.npz")
     auto = Predictions.load(guarded / "predictions/test-auto.npz")
-    assert float((saved.probs - auto.probs).abs().max()) > 0.05  # the guard acts
+    assert float((saved.probs - auto.probs).abs().max()) > 0.005  # the guard acts
     images, original = _test_images(300), open_run(guarded)
     normalise = original.prepare
     assert normalise is not None
     strange = (images + torch.randn(images.shape)).clamp(0, 1)
-    with torch.no_grad():
+    with torch.no_grad(), original.model.guard.alone():  # a program has no window
         under_noise = original.model(normalise(strange)).softmax(1)
         unguarded = original.model.model(normalise(strange)).exp()
-        assert float((under_noise - unguarded).abs().max()) > 0.2
+        assert float((under_noise - unguarded).abs().max()) > 0.05
     if to == "onnx":
         probs, noisy, one = (
             run_onnx(tmp_path / "model.onnx", input=x)[0] for x in (images, strange, images[:1])
@@ -191,9 +191,10 @@ def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str)
         probs, noisy, one = (program(x)[0].detach().numpy() for x in (images, strange, images[:1]))
     else:
         again = load(tmp_path, build("small_cnn", 10))
-        probs, noisy, one = (
-            again(normalise(x)).softmax(1).detach().numpy() for x in (images, strange, images[:1])
-        )
+        with again.guard.alone():
+            probs, noisy, one = (
+                again(normalise(x)).softmax(1).detach().numpy() for x in (images, strange, images[:1])
+            )
     np.testing.assert_allclose(probs, saved.probs, atol=STORED)
     np.testing.assert_allclose(probs, probs_of(original, images), atol=1e-5)
     np.testing.assert_allclose(one, probs[:1], atol=1e-5)

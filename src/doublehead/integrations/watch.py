@@ -29,7 +29,7 @@ def double_head_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Traceback (most recent call last):
     TypeError: got an unexpected keyword argument 'evry'
     """
-    inspect.signature(DoubleHead).bind(None, None, follow=None, **options)
+    inspect.signature(DoubleHead).bind(None, None, follow=None, steps=None, **options)  # known to the trainer
     heads = options.get("heads")
     if heads is None and options.get("augment") is not None:
         heads = HeadSpec(kind="temperature")
