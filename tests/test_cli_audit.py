@@ -551,7 +551,8 @@ def test_force_replaces_and_a_closed_pipe_is_silent(test: Path, tmp_path: Path) 
 def test_a_stopped_command_leaves_nothing_behind(number: signal.Signals, val: Path, tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     stopping = (
-        "import os, sys, doublehead.files.writing as w\n"
+        "import os, signal, sys, doublehead.files.writing as w\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where tests run in the background
         f"def stop(*_): os.kill(os.getpid(), {int(number)})\n"
         "w._csv_lines = stop\n"
         "from doublehead.__main__ import main\n"
