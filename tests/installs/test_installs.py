@@ -145,7 +145,9 @@ def check_help(made: Environment) -> None:
 def check_audit(made: Environment) -> None:
     """A file of predictions is judged and repaired."""
     before = json.loads(made.doublehead("evaluate", "test.csv", "--logits", "--json"))
-    made.doublehead("calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "repaired.csv")
+    made.doublehead(
+        "calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "repaired.csv", "--force"
+    )
     after = json.loads(made.doublehead("evaluate", "repaired.csv", "--probs", "--json"))
     assert after["n"] == before["n"]
     assert after["metrics"]["nll"]["value"] < before["metrics"]["nll"]["value"]
