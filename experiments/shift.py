@@ -378,11 +378,12 @@ def main() -> None:
             print(observe(RunFolder(path), options.root, options.output))
         return
     if options.what == "measure":
-        measure(options.paths).round(6).to_csv(TABLE, index=False)
-        about = {
+        about: dict[str, Any] = {
             "runs": [path.stem for path in options.paths],
             "environment": environment(torch.device("cpu")),
         }
+        about["environment"].pop("command")
+        measure(options.paths).round(6).to_csv(TABLE, index=False)
         TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
         plots.save(stream(read(options.paths[0])), IMAGES / "shift.png", dpi=90)
     table = pd.read_csv(TABLE)
