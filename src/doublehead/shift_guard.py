@@ -30,7 +30,7 @@ from doublehead.predictions import Predictions
 from doublehead.stages import CHANNELS, N_LAYERS, Distance, StageTap, moments
 from doublehead.torch_tools import StaysFloat32, device_of, evaluating, seeded, uncompiled
 
-# Chosen on calibration images of CIFAR-10 and CIFAR-100 with whole kinds of corruption left out in turn (docs/results).
+# Developed with whole kinds of corruption left out in turn (docs/results/notes/guard-settings.md).
 WINDOW = 64
 RATE = 1e-3  # share of clean windows that raise an alarm
 VIEWS = 6  # perturbed copies of the calibration data to learn from
