@@ -372,6 +372,13 @@ def test_the_factor_is_positive_whatever_comes() -> None:
     assert ((factor > 0) & (factor <= math.exp(0.5))).all()
     assert factor[-1].item() == pytest.approx(math.exp(-MOST))  # nothing is known: as unsure as can be
     assert guard(torch.empty(0, 6), torch.empty(0, 4)).shape == (0, 1)
+    clean, statistics = observed(60, seed=3), []
+    for before in (odd[:0], odd):  # what has left the window leaves no trace
+        guard.reset()
+        stages = torch.cat([before[:, None].expand(-1, 6), clean.stages])
+        guard(stages, torch.cat([torch.zeros(len(before), 4), clean.logits]))
+        statistics.append(guard.last[0])
+    torch.testing.assert_close(*statistics)
 
 
 def test_before_it_is_fitted_it_does_nothing() -> None:

@@ -34,6 +34,7 @@ from doublehead.torch_tools import StaysFloat32, device_of, evaluating, seeded, 
 WINDOW = 64
 RATE = 1e-3  # share of clean windows that raise an alarm
 VIEWS = 6  # perturbed copies of the calibration data to learn from
+LARGEST = 1e4  # deviations that enter a window: sums of larger ones would lose all others
 LOW, HIGH = -3.0, 6.0  # deviations to which distances and statistics are clipped
 KNOTS = (1.0, 2.0, 4.0)  # of the mean distance, in deviations
 RIDGE = 0.05  # of the learned weights, as a share of the samples
@@ -160,7 +161,7 @@ class Guard(StaysFloat32):
     def _with_window(self, rows: Tensor, log_scale: Tensor) -> Tensor:
         """The log scale (B,) with the window's in place of a sample's own where there is an alarm."""
         n, w = rows.shape[0], self.window
-        rows = rows.nan_to_num(HIGH)
+        rows = rows.nan_to_num(HIGH).clamp(-LARGEST, LARGEST)
         # means[i] is that of sample i and the w - 1 before it. The first samples of a stream share the first window.
         sums = torch.cat([rows.new_zeros(1, rows.shape[1]), self.recent, rows]).double().cumsum(0)
         means = ((sums[w:] - sums[:-w]) / w).float()
