@@ -16,6 +16,7 @@ import doublehead as dh
 from doublehead import Predictions, metrics
 from doublehead.cli import app
 from doublehead.logprobs import option_logprobs, token_logprobs
+from doublehead.optional import require
 
 PLAIN = {"A": -0.1, "B": -2.5}
 LISTED = [{"token": "A", "logprob": -0.1, "bytes": [65]}, {"token": " B", "logprob": -2.5, "bytes": [32, 66]}]
@@ -146,7 +147,7 @@ def test_a_list_of_numbers_is_an_ordinary_column(tmp_path: Path) -> None:
 
 def test_a_causal_model_and_its_next_tokens() -> None:
     """A real model class with random weights, trained to choose among four tokens."""
-    transformers = pytest.importorskip("transformers")
+    transformers = require("transformers", extra="transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=40, n_positions=4, n_embd=32, n_layer=1, n_head=2, bos_token_id=0,
                                      eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import doublehead as dh
 from doublehead.calibration_data import unpack
 from doublehead.network import Reader
+from doublehead.optional import require
 from doublehead.tasks import recognise, recognise_task
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -134,7 +135,7 @@ def test_one_logit_in_exports_and_scikit_learn(tmp_path: Path) -> None:
 
 
 def test_one_logit_in_lightning(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
+    lightning = require("lightning", extra="lightning")
     from doublehead.integrations.lightning import DoubleHeadCallback
 
     class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
@@ -500,7 +501,7 @@ def test_the_reservoir_draws_every_row_as_often() -> None:
 
 def tagging(n: int) -> tuple[Any, list[dict[str, Tensor]]]:
     """A small Bert with random weights, and sentences of words with tags; three in ten tags are drawn at random."""
-    transformers = pytest.importorskip("transformers")
+    transformers = require("transformers", extra="transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=4,
@@ -539,7 +540,7 @@ def test_tokens_of_a_real_model_class() -> None:
 
 
 def test_tokens_in_the_trainer(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = require("transformers", extra="transformers")
     pytest.importorskip("accelerate")
     from doublehead.integrations.transformers import DoubleHeadTrainerCallback, load_calibrated
 
