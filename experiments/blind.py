@@ -1,6 +1,6 @@
 """Classifiers that were calibrated only after all settings of the staged head had been fixed.
 
-    python experiments/blind.py train ROOT   # trains them on public data sets in ROOT and stores their logits
+    python experiments/blind.py ROOT   # trains them on public data sets in ROOT and stores their logits
 
 They are of other kinds than the networks of experiments/logits: networks on words and on tables, boosted trees and
 random forests (scikit-learn's), and a published VGG-16. ROOT holds the files named in `LOADERS` as their authors
@@ -10,17 +10,17 @@ committed, since the labels belong to the data sets.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from results import HERE, LEVELS, Split, _write_npz, dequantise, quantise
+from results import HERE, LEVELS, Split, quantise, unpack, write_npz
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -148,14 +148,11 @@ LOADERS: dict[str, tuple[Callable[[Path], Parts], Any]] = {
 def load(name: str) -> tuple[Split, Split]:
     """The calibration and the test part."""
     with np.load(FOLDER / f"{name}.npz") as file:
-        parts = [
-            Split(
-                torch.from_numpy(file[f"{part}/labels"].astype(np.int64)),
-                dequantise(file[f"{part}/main"], LEVELS["main"]),
-            )
+        calib, test = (
+            unpack({field: file[f"{part}/{field}"] for field in ("labels", "main")})
             for part in ("calib", "test")
-        ]
-    return parts[0], parts[1]
+        )
+    return calib, test
 
 
 def train(name: str, root: Path) -> None:
@@ -169,24 +166,14 @@ def train(name: str, root: Path) -> None:
         x, labels = getattr(parts, part)
         probs = x if model is None else model.predict_proba(x)
         logits = torch.from_numpy(np.log(np.clip(probs, FLOOR, None)))
-        arrays[f"{part}/labels"] = labels.astype(np.uint8)
-        arrays[f"{part}/main"] = quantise(logits, LEVELS["main"])
-    FOLDER.mkdir(exist_ok=True)
-    _write_npz(FOLDER / f"{name}.npz", arrays)
+        arrays |= {
+            f"{part}/labels": labels.astype(np.uint8),
+            f"{part}/main": quantise(logits, LEVELS["main"]),
+        }
+    write_npz(FOLDER / f"{name}.npz", arrays)
     print(name, *arrays["test/main"].shape, len(parts.train[1]), len(arrays["calib/labels"]), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["train"])
-    parser.add_argument("root", type=Path)
-    parser.add_argument("--only", action="append")
-    options = parser.parse_args()
-    for name in options.only or LOADERS:
-        train(name, options.root)
-
-
 if __name__ == "__main__":
-    main()
+    for name in LOADERS:
+        train(name, Path(sys.argv[1]))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from post_hoc import METHODS
-from recipes import REFERENCE
-from results import Scores, StoredRun
-from tables import means, row_of, title_of
+from results import StoredRun
+from tables import REFERENCE, means, row_of, rows, title_of
 
 from doublehead import plots
 from doublehead.curves import reliability
@@ -32,19 +30,18 @@ TICKS = {"ece": (0.003, 0.01, 0.03, 0.1), "nll": (0.2, 0.5, 1.0, 2.0)}  # of log
 PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "mean entropy (nats)"}
 
 
-def reference(runs: Sequence[StoredRun]) -> StoredRun | None:
+def reference(runs: Sequence[StoredRun]) -> StoredRun:
     """The run of the paper's figures."""
-    wanted = [run for run in runs if (run.config.data, run.config.model, run.config.seed) == REFERENCE]
-    return next((run for run in wanted if run.config.loss == "cross_entropy"), None)
+    return next(run for run in runs if run.name == REFERENCE)
 
 
 def gains(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
-    rows = list(dict.fromkeys(row_of(run.name) for run in runs))
-    figure = Figure(figsize=(4.1 * len(rows), 3.4), layout="constrained")
+    shown_rows = rows(runs)
+    figure = Figure(figsize=(4.1 * len(shown_rows), 3.4), layout="constrained")
     names = [name for name in SHOWN if name not in ("none", "temperature")]
-    for ax, row in zip(np.atleast_1d(figure.subplots(1, len(rows))), rows):
-        found, first = means(table, row), next(run for run in runs if row_of(run.name) == row)
+    for ax, (row, first) in zip(np.atleast_1d(figure.subplots(1, len(shown_rows))), shown_rows.items()):
+        found = means(table, row)
         shown = [name for name in names if name in found.index]
         scale = 100 / found.loc["temperature"].nll
         places = range(len(shown))
@@ -59,12 +56,9 @@ def gains(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure:
     return figure
 
 
-def epochs(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure | None:
+def epochs(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure:
     """Network and paper's heads over the epochs of the reference run."""
-    run = reference(runs)
-    if run is None:
-        return None
-    found = run.certificate["epochs"]
+    found = reference(runs).certificate["epochs"]
     figure = Figure(figsize=(9.6, 6.6), layout="constrained")
     for ax, (key, label) in zip(figure.subplots(2, 2).flat, PANELS.items()):
         lines = [
@@ -81,12 +75,10 @@ def epochs(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure | None:
     return figure
 
 
-def beta_sweep(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure | None:
+def beta_sweep(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure:
     """ECE and entropy of the paper's head against beta0, all on one network."""
     run = reference(runs)
     names = [f"mlp-{beta0:g}" for beta0 in BETAS]
-    if run is None or not set(names) <= set(run.heads):
-        return None
     found = means(table[table.run == run.name], row_of(run.name)).loc[names]
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -98,12 +90,10 @@ def beta_sweep(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure | None:
     return figure
 
 
-def gradient_norms(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure | None:
+def gradient_norms(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figure:
     """Gradient norms of two heads at six calibration steps of an epoch, over the last 70 % of the epochs."""
-    run = reference(runs)
-    if run is None or len(run.certificate.get("gradients", {})) < 2:
-        return None
-    norms = {name: np.array(value) for name, value in run.certificate["gradients"].items()}  # (epochs, 6)
+    found = reference(runs).certificate["gradients"]
+    norms = {name: np.array(value) for name, value in found.items()}  # (epochs, 6)
     figure = Figure(figsize=(9.6, 5.6), layout="constrained")
     for step, ax in enumerate(figure.subplots(2, 3).flat):
         shown = {}
@@ -118,16 +108,15 @@ def reliability_diagrams(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figu
     """Network, temperature scaling, paper's head and staged head, for the first run of each data set."""
     firsts = {run.config.data: run for run in reversed(runs) if run.config.loss == "cross_entropy"}
     chosen = ("none", "temperature", "annealing-double-head", "head+opinion")
-    rows = [firsts[data] for data in sorted(firsts)]
-    figure = Figure(figsize=(3.4 * len(chosen), 3.7 * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), len(chosen), squeeze=False)
-    for line, run in zip(axes, rows):
+    figure = Figure(figsize=(3.4 * len(chosen), 3.7 * len(firsts)), layout="constrained")
+    axes = figure.subplots(len(firsts), len(chosen), squeeze=False)
+    for line, (_, run) in zip(axes, sorted(firsts.items())):
         for ax, name in zip(line, chosen):
-            scores = scores_of(run, name)
+            scores = METHODS[name](run) if name in METHODS else run.heads.get(name)
             if scores is not None:
                 curve = reliability(scores.bins(fine_bins(15)), 15)
                 title = "staged head, second opinion" if name == "head+opinion" else SHOWN[name]
-                plots.draw_reliability(curve, ax, title=f"{title_of(run).rpartition(',')[0]}\n{title}")
+                plots.draw_reliability(curve, ax, title=f"{title_of(run, epochs=False)}\n{title}")
     legend = axes[0, 0].get_legend()
     labels = [text.get_text() for text in legend.get_texts()]
     figure.legend(legend.legend_handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -137,12 +126,7 @@ def reliability_diagrams(table: pd.DataFrame, runs: Sequence[StoredRun]) -> Figu
     return figure
 
 
-def scores_of(run: StoredRun, name: str) -> Scores | None:
-    """The test scores of a method or of a head that was trained beside the network."""
-    return run.heads.get(name) if name not in METHODS else METHODS[name](run)
-
-
-FIGURES: dict[str, Any] = {
+FIGURES: dict[str, Callable[[pd.DataFrame, Sequence[StoredRun]], Figure]] = {
     "gains": gains,
     "epochs": epochs,
     "beta": beta_sweep,

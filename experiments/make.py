@@ -8,7 +8,6 @@ python experiments/make.py --run NAME  # measure this run again, keep the others
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +17,12 @@ import matplotlib
 matplotlib.use("Agg")
 
 import figures
-import head_tables
 import pandas as pd
 import tables
 import theory
 import torch
-from post_hoc import PEERS, all_scores
-from results import HERE, TABLE, StoredRun, read_table, rows_of, shift_rows, stored_runs, write_table
-from rivals import ensemble_rows, ensembles
+from post_hoc import PEERS, all_scores, ensemble_rows, ensembles
+from results import HERE, TABLE, StoredRun, read_table, rows_of, stored_runs, write_table
 
 from doublehead import plots
 
@@ -45,25 +42,18 @@ def measure(runs: Sequence[StoredRun], before: pd.DataFrame, again: Sequence[str
         for name, one in scores.items():
             rows += rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
         missing = own[own.output.isin(set(PEERS) - set(scores))]
-        rows += [*missing.itertuples(index=False, name=None), *shift_rows(run)]
+        rows += missing.itertuples(index=False, name=None)
         print(f"{run.name}: {len(scores)} outputs in {time.perf_counter() - began:.0f} s", flush=True)
     for name, members in ensembles(runs):
         rows += ensemble_rows(name, members)
     return write_table(rows)
 
 
-def draw(table: pd.DataFrame, runs: Sequence[StoredRun], output: Path) -> list[str]:
+def draw(table: pd.DataFrame, runs: Sequence[StoredRun], output: Path) -> None:
     """Draw all figures into `output`/figures, and the two of docs/theory.md."""
-    drawn = []
     for name, function in figures.FIGURES.items():
-        figure = function(table, runs)
-        if figure is not None:
-            plots.save(figure, output / "figures" / f"{name}.png", dpi=90)
-            drawn.append(name)
-    numbers = json.loads((OUTPUT / "theory.json").read_text())
-    theory.draw_theorem1(numbers["theorem1"], output / "theorem1.png")
-    theory.draw_theorem2(numbers["theorem2"], output / "theorem2.png")
-    return drawn
+        plots.save(function(table, runs), output / "figures" / f"{name}.png", dpi=90)
+    theory.draw(output)
 
 
 def main() -> None:
@@ -77,11 +67,12 @@ def main() -> None:
     runs, table = stored_runs(), read_table()
     if not options.keep:
         table = measure(runs, table, options.run)
-    written = tables.write_pages(table, OUTPUT, tables.PAGES | head_tables.PAGES)
+    for name, page in tables.PAGES.items():
+        (OUTPUT / f"{name}.md").write_text(tables.MADE + page(table, runs))
     readme = HERE.parent / "README.md"
     readme.write_text(tables.fill(readme.read_text(), "readme", tables.readme_table(table)))
-    drawn = draw(table, runs, OUTPUT)
-    print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(written)}; figures {', '.join(drawn)}")
+    draw(table, runs, OUTPUT)
+    print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(tables.PAGES)}")
 
 
 if __name__ == "__main__":

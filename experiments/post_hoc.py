@@ -1,39 +1,54 @@
 """Calibrators fitted after training to committed logits. Each method maps a stored run to test scores.
 
 The staged head comes in four forms, each with more to read: the logits; five numbers of the features and distances to
-the class means; the second opinion of heads trained beside the network; the mirrored image.
+the class means; the second opinion of heads trained beside the network; the mirrored image. An ensemble is the mean
+probability of several seeds, as it is and after a temperature.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
-from results import Scores, Split, StoredRun
+from results import Scores, Split, StoredRun, rows_of
 from torch import Tensor
 
 from doublehead import Predictions, calibrators
-from doublehead.calibrators import Head, make
+from doublehead.calibrators import Head, Temperature, make
 from doublehead.calibrators.head import STAGES
 from doublehead.optional import require
+from doublehead.training.config import Config
 
 CALIBRATORS = (
     "none", "temperature", "temperature_grid", "vector", "matrix", "dirichlet", "spline", "gaussian_process",
 )  # fmt: skip
 PEERS = ("svs", "sms")  # of probmetrics: structured vector and matrix scaling
-Method = Callable[[StoredRun], Scores | None]
+MIN_MEMBERS = 3  # of an ensemble
 
 
-def calibrated(name: str, run: StoredRun) -> Scores:
+class Parts(Protocol):
+    """A classifier's calibration and test data: a stored run, or any other."""
+
+    @property
+    def calib(self) -> Split: ...
+    @property
+    def test(self) -> Split: ...
+
+
+Method = Callable[[Parts], Scores | None]
+
+
+def calibrated(name: str, run: Parts) -> Scores:
     """One of the package's calibrators."""
     fitted = make(name).fit(run.calib.predictions)
     return Scores.of(fitted.calibrate(run.test.predictions))
 
 
-def peer(name: str, run: StoredRun) -> Scores | None:
+def peer(name: str, run: Parts) -> Scores | None:
     """One of probmetrics' calibrators; None where the package is not installed."""
     try:
         found = require("probmetrics.calibrators", extra="dev")
@@ -47,7 +62,7 @@ def peer(name: str, run: StoredRun) -> Scores | None:
 
 
 def staged_head(
-    run: StoredRun,
+    run: Parts,
     *reads: str,
     stages: Sequence[str] = STAGES,
     keep: Literal["predictions", "best"] = "predictions",
@@ -114,3 +129,47 @@ def all_scores(run: StoredRun, methods: Sequence[str] = tuple(METHODS)) -> Itera
         if found is not None:
             yield name, found
     yield from run.heads.items()
+
+
+# --- ensembles
+
+
+def ensembles(runs: Sequence[StoredRun]) -> Iterator[tuple[str, list[StoredRun]]]:
+    """Runs that differ in their seed alone, three or more, with a name for them."""
+    groups: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        bare = replace(run.config, seed=0, heads={}, auto=False, guards=(), every_of={}, augment_of={})
+        bare = replace(bare, evaluate_every=1, record_gradients=False, shift=(), predict_train=True)
+        groups.setdefault(bare.to_json(), []).append(run)
+    for text, members in groups.items():
+        if len(members) >= MIN_MEMBERS:
+            name = Config.from_json(text).name.removesuffix("-s0")
+            yield f"{name}-ensemble{len(members)}", members
+
+
+def mean_of(members: Sequence[Predictions]) -> Predictions:
+    """Predictions whose probabilities are the mean of the members'.
+
+    >>> one, two = Predictions([[0.0, 0.0]], [0]), Predictions.from_probs([[0.9, 0.1]], [0])
+    >>> [round(p, 3) for p in mean_of([one, two]).probs[0].tolist()]
+    [0.7, 0.3]
+    """
+    for member in members[1:]:
+        if not torch.equal(member.labels, members[0].labels):
+            raise ValueError("members must have predicted the same samples in the same order")
+    probs = torch.stack([member.probs.double() for member in members]).mean(0)
+    return Predictions.from_probs(probs, members[0].labels)
+
+
+def ensemble_rows(name: str, members: Sequence[StoredRun]) -> Iterator[tuple[object, ...]]:
+    """Lines of the long table; phi and delta compare with the average member, raw and after temperature scaling."""
+
+    def average(scores: Sequence[Scores]) -> Scores:
+        return scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0))
+
+    none = average([Scores.of(run.test.predictions) for run in members])
+    temperature = average([calibrated("temperature", run) for run in members])
+    calib, test = (mean_of([getattr(r, split).predictions for r in members]) for split in ("calib", "test"))
+    after = Temperature().fit(calib).calibrate(test)
+    for output, p in (("none", test), ("temperature", after)):
+        yield from rows_of(name, output, Scores.of(p).numbers(none, temperature))

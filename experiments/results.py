@@ -2,19 +2,19 @@
 
 experiments/logits/<run>.npz   quantised calibration and test logits, and what else calibration needs (`store`)
 experiments/runs/<run>.json    certificate: config, commit, versions, device, times, epochs, shift
-experiments/results.csv        run, output, test_set, metric, value
+experiments/results.csv        run, output, metric, value
 
-    python experiments/results.py import FOLDER ...   # folders with arrays.npz, features.npz and about.json
+    python experiments/results.py FOLDER ...   # store runs from the arrays that a job script kept (`import_folder`)
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import math
+import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,15 +32,22 @@ from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain
 
 HERE = Path(__file__).resolve().parent
-LOGITS, RUNS, TABLE = HERE / "logits", HERE / "runs", HERE / "results.csv"
-COLUMNS = ("run", "output", "test_set", "metric", "value")
+LOGITS, TABLE = HERE / "logits", HERE / "results.csv"
+COLUMNS = ["run", "output", "metric", "value"]
 # Levels per unit of log(1 + distance to the row's largest). 32 change the NLL of a network by less than 0.05 %.
 LEVELS = {"main": 32, "flip": 16, "opinion": 16, "sphere": 8, "projected": 8}
 FOLDS = 5
 Z = 1.959963984540054  # 97.5 % of a standard normal lie below
+Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 # --- numbers
+
+
+def paired(nll: Tensor, other: Tensor) -> tuple[float, float]:
+    """The mean difference of the NLLs (N,) of the same samples, and half the width of its 95 % interval."""
+    gap = (nll - other).double()
+    return float(gap.mean()), Z * float(gap.std()) / math.sqrt(len(gap))
 
 
 class Scores(NamedTuple):
@@ -64,22 +71,15 @@ class Scores(NamedTuple):
 
     def numbers(self, none: Scores, temperature: Scores) -> dict[str, float]:
         """All metrics; `phi` and `delta` compare with the raw network and with temperature scaling."""
-        floor = metrics.ece_floor(self.bins(fine_bins(15)), 15)
-        delta = (self.nll - temperature.nll).double()
-        reach = Z * float(delta.std()) / math.sqrt(len(delta))
-        return {
-            "n": len(self.nll),
-            "accuracy": float(self.correct.double().mean()),
-            "nll": float(self.nll.double().mean()),
-            "brier": float(self.brier.double().mean()),
-            "ece": float(self.bins().ece()),
-            "ece_low": floor.low,  # of a perfectly calibrated model: 5th and 95th percentile
-            "ece_high": floor.high,
-            "phi": 1 - float(self.nll.double().mean()) / float(none.nll.double().mean()),
-            "delta": float(delta.mean()),
-            "delta_low": float(delta.mean()) - reach,
-            "delta_high": float(delta.mean()) + reach,
-        }
+        floor = metrics.ece_floor(self.bins(fine_bins(15)), 15)  # of a perfectly calibrated model
+        delta, reach = paired(self.nll, temperature.nll)
+        accuracy, nll, brier, raw = (
+            float(part.double().mean()) for part in (self.correct, self.nll, self.brier, none.nll)
+        )
+        found = {"n": len(self.nll), "accuracy": accuracy, "nll": nll, "brier": brier}
+        found |= {"ece": float(self.bins().ece()), "ece_low": floor.low, "ece_high": floor.high}
+        found |= {"phi": 1 - nll / raw, "delta": delta}
+        return found | {"delta_low": delta - reach, "delta_high": delta + reach}
 
 
 # --- files
@@ -121,42 +121,30 @@ class StoredRun:
         return Config.from_json(json.dumps(self.certificate["config"]))
 
     @cached_property
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The file as it is."""
-        with np.load(self.folder / "logits" / f"{self.name}.npz") as file:
-            return {name: file[name] for name in file.files}
-
-    @cached_property
     def calib(self) -> Split:
         """The calibration split."""
-        return self._split("calib")
+        return unpack(self._arrays("calib"))
 
     @cached_property
     def test(self) -> Split:
         """The test split."""
-        return self._split("test")
+        return unpack(self._arrays("test"))
 
     @cached_property
     def heads(self) -> dict[str, Scores]:
         """The test scores of heads that were trained beside the network."""
-        names = [
-            name.split("/")[1] for name in self.arrays if name.startswith("heads/") and name.endswith("/nll")
-        ]
-        found = {}
-        for name in names:
-            parts = [torch.from_numpy(self.arrays[f"heads/{name}/{field}"]) for field in Scores._fields]
-            found[name] = Scores(*(part.double() for part in parts[:3]), parts[3])
-        return found
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, value in self._arrays("heads").items():
+            head, _, field = name.partition("/")
+            found.setdefault(head, {})[field] = torch.from_numpy(
+                value if field == "correct" else value.astype(np.float64)
+            )
+        return {head: Scores(**fields) for head, fields in found.items()}
 
-    def _split(self, split: str) -> Split:
-        own = {
-            name.split("/")[1]: value for name, value in self.arrays.items() if name.startswith(f"{split}/")
-        }
-        parts = {name: dequantise(own[name], LEVELS[name]) for name in LEVELS if name in own}
-        parts["main"] += torch.from_numpy(own["top"].astype(np.float32))[:, None]
-        if "numbers" in own:
-            parts["numbers"] = torch.from_numpy(own["numbers"].astype(np.float32))
-        return Split(torch.from_numpy(own["labels"].astype(np.int64)), **parts)
+    def _arrays(self, part: str) -> Arrays:
+        """The arrays of "calib", "test" or "heads", by what follows the first slash of their names."""
+        with np.load(self.folder / "logits" / f"{self.name}.npz") as file:
+            return {n.partition("/")[2]: file[n] for n in file.files if n.startswith(f"{part}/")}
 
 
 def stored_runs(folder: Path = HERE) -> list[StoredRun]:
@@ -180,6 +168,29 @@ def dequantise(steps: np.ndarray[Any, Any], levels: int) -> Tensor:
     return -torch.expm1(torch.from_numpy(steps).float() / levels)
 
 
+def _pack(part: Split) -> Arrays:
+    labels = np.uint8 if part.main.shape[1] <= 256 else np.uint16
+    top = part.main.amax(1).numpy().astype(np.float16)
+    arrays: Arrays = {"labels": part.labels.numpy().astype(labels), "top": top}
+    for field, levels in LEVELS.items():
+        value = getattr(part, field)
+        if value is not None:
+            arrays[field] = quantise(value, levels)
+    if part.numbers is not None:
+        arrays["numbers"] = part.numbers.numpy().astype(np.float16)
+    return arrays
+
+
+def unpack(arrays: Arrays) -> Split:
+    """The split that was stored as these arrays."""
+    parts = {name: dequantise(arrays[name], LEVELS[name]) for name in LEVELS if name in arrays}
+    if "top" in arrays:
+        parts["main"] += torch.from_numpy(arrays["top"].astype(np.float32))[:, None]
+    if "numbers" in arrays:
+        parts["numbers"] = torch.from_numpy(arrays["numbers"].astype(np.float32))
+    return Split(torch.from_numpy(arrays["labels"].astype(np.int64)), **parts)
+
+
 def store(
     name: str,
     calib: Split,
@@ -189,34 +200,21 @@ def store(
     folder: Path = HERE,
 ) -> Path:
     """Write a run's arrays and certificate; returns the file of arrays."""
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for split, part in (("calib", calib), ("test", test)):
-        arrays[f"{split}/labels"] = part.labels.numpy().astype(
-            np.uint8 if part.main.shape[1] <= 256 else np.uint16
-        )
-        arrays[f"{split}/top"] = part.main.amax(1).numpy().astype(np.float16)
-        for field, levels in LEVELS.items():
-            value = getattr(part, field)
-            if value is not None:
-                arrays[f"{split}/{field}"] = quantise(value, levels)
-        if part.numbers is not None:
-            arrays[f"{split}/numbers"] = part.numbers.numpy().astype(np.float16)
+    arrays = {f"calib/{key}": value for key, value in _pack(calib).items()}
+    arrays |= {f"test/{key}": value for key, value in _pack(test).items()}
     for head, scores in heads.items():
         for field, value in zip(Scores._fields, scores):
             arrays[f"heads/{head}/{field}"] = value.numpy().astype(bool if field == "correct" else np.float16)
-    file = folder / "logits" / f"{name}.npz"
-    for path in (file, folder / "runs" / f"{name}.json"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    _write_npz(file, arrays)
-    (folder / "runs" / f"{name}.json").write_text(
-        json.dumps(as_plain(dict(certificate)) | {"config": certificate["config"]}, separators=(",", ":"))
-        + "\n"
-    )
-    return file
+    about = as_plain(dict(certificate)) | {"config": certificate["config"]}
+    text = folder / "runs" / f"{name}.json"
+    text.parent.mkdir(parents=True, exist_ok=True)
+    text.write_text(json.dumps(about, separators=(",", ":")) + "\n")
+    return write_npz(folder / "logits" / f"{name}.npz", arrays)
 
 
-def _write_npz(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+def write_npz(path: Path, arrays: Arrays) -> Path:
     """As np.savez, compressed by LZMA, which takes a tenth less than zlib; np.load reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
         for name, value in arrays.items():
             buffer = io.BytesIO()
@@ -224,6 +222,7 @@ def _write_npz(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             info = zipfile.ZipInfo(f"{name}.npy")  # without the time, so that equal arrays give equal files
             info.compress_type = zipfile.ZIP_LZMA
             file.writestr(info, buffer.getvalue())
+    return path
 
 
 def distances(
@@ -243,66 +242,51 @@ def distances(
 # --- the table
 
 
-def rows_of(
-    run: str, output: str, numbers: Mapping[str, float], test_set: str = "test"
-) -> list[tuple[Any, ...]]:
+def rows_of(run: str, output: str, numbers: Mapping[str, float]) -> list[tuple[Any, ...]]:
     """Lines of the long table."""
-    return [(run, output, test_set, metric, float(f"{value:.6g}")) for metric, value in numbers.items()]
-
-
-def shift_rows(run: StoredRun) -> Iterator[tuple[Any, ...]]:
-    """Numbers on shifted test sets, which were measured when the run ended."""
-    for test_set, outputs in run.certificate.get("shift", {}).items():
-        for output, numbers in outputs.items():
-            few = {key: numbers[key] for key in ("accuracy", "ece", "nll", "auroc") if key in numbers}
-            yield from rows_of(run.name, output, few, test_set)
+    return [(run, output, metric, float(f"{value:.6g}")) for metric, value in numbers.items()]
 
 
 def read_table(path: Path = TABLE) -> pd.DataFrame:
     """The committed table; empty where there is none yet."""
-    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=list(COLUMNS))
+    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=COLUMNS)
 
 
 def write_table(rows: Sequence[tuple[Any, ...]], path: Path = TABLE) -> pd.DataFrame:
     """Write and return the table, sorted by run; rows of one run keep their order."""
-    table = pd.DataFrame(rows, columns=list(COLUMNS)).sort_values("run", kind="stable", ignore_index=True)
+    table = pd.DataFrame(rows, columns=COLUMNS).sort_values("run", kind="stable", ignore_index=True)
     table.to_csv(path, index=False, float_format="%.6g")
     return table
 
 
-# --- runs of the first job script: folders with arrays.npz, features.npz, about.json and run/metrics.jsonl
+# --- runs of a job script: folders with arrays.npz, features.npz, about.json and run/metrics.jsonl
 
 
 def import_folder(source: Path, folder: Path = HERE) -> Path:
-    """Store a run from the arrays that the job script kept: logits * 64 as int16, features as 256 components."""
+    """Store a run from what the job script kept: logits * 64 as int16, features as 256 components.
+
+    Of other losses than cross entropy the network's logits are kept, and features with ten classes only.
+    """
     about = json.loads((source / "about.json").read_text())
+    config = Config.from_json(json.dumps(about["config"]))
     with np.load(source / "arrays.npz") as file:
         arrays = {
-            name: torch.from_numpy(
-                file[name].astype(np.float32) / (64 if file[name].dtype == np.int16 else 1)
-            )
-            for name in file.files
+            name: torch.from_numpy(value.astype(np.float32) / (64 if value.dtype == np.int16 else 1))
+            for name, value in file.items()
         }
     calib, test = (_job_split(arrays, split) for split in ("calib", "test"))
-    if (source / "features.npz").exists():
+    if config.loss != "cross_entropy" and calib.main.shape[1] > 10:
+        calib, test = (Split(part.labels, part.main) for part in (calib, test))
+    else:
         with np.load(source / "features.npz") as file:
-            features = [
-                torch.from_numpy(file[f"{split}/id"].astype(np.float32)) for split in ("calib", "test")
-            ]
+            features = [torch.from_numpy(file[f"{s}/id"].astype(np.float32)) for s in ("calib", "test")]
         both = distances(features[0], calib.labels, features[1], calib.main.shape[1])
         calib, test = (part._replace(sphere=d[0], projected=d[1]) for part, d in zip((calib, test), both))
-    config = _job_config(about["config"])
     heads = {name: Scores.of(Predictions(arrays[f"test/id/{name}"], test.labels)) for name in config.heads}
     lines = [json.loads(line) for line in (source / "run/metrics.jsonl").read_text().splitlines()]
-    certificate = {
-        "config": json.loads(config.to_json()),
-        "environment": {key: value for key, value in about["environment"].items() if key != "command"},
-        **{key: about[key] for key in ("sizes", "train_seconds", "samples_per_second", "train_accuracy")},
-        **curves(lines, config),
-    }
-    if (source / "gradients.npz").exists():
-        with np.load(source / "gradients.npz") as file:
-            certificate["gradients"] = gradients(file["norms"], file["heads"].tolist())
+    about["environment"].pop("command")
+    kept = ("config", "environment", "sizes", "train_seconds", "samples_per_second", "train_accuracy")
+    certificate = {key: about[key] for key in kept} | curves(lines, config)
     return store(config.name, calib, test, heads, certificate, folder)
 
 
@@ -316,23 +300,6 @@ def _job_split(arrays: Mapping[str, Tensor], split: str) -> Split:
         arrays.get(f"{split}/id/{opinion}"),
         numbers=None if stats is None else stats[:, :5],
     )
-
-
-def _job_config(values: dict[str, Any]) -> Config:
-    """The config in today's terms: head rates are absolute, and the folds' heads are `auto`."""
-    if "calib_lr" not in values:  # a later job script wrote today's terms
-        return Config.from_json(json.dumps(values))
-    scale = values.pop("calib_lr") * values["lr"]
-    values.pop("hold_back")
-    folds = [name for name in values["heads"] if name.startswith("fold-")]
-    heads = {name: spec for name, spec in values["heads"].items() if name not in folds}
-    known = {"kind", "hidden", "reads", "dropout", "lr", "beta0"}
-    heads = {
-        name: {key: value for key, value in spec.items() if key in known}
-        | {"lr": round(spec["lr"] * scale, 6)}
-        for name, spec in heads.items()
-    }
-    return Config.from_json(json.dumps(values | {"heads": heads, "auto": bool(folds)}))
 
 
 def curves(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]:
@@ -352,24 +319,8 @@ def curves(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]
     }
 
 
-def gradients(norms: np.ndarray[Any, Any], heads: Sequence[str]) -> dict[str, list[list[float]]]:
-    """The norms (epochs, 6) of the two heads of the paper's figure."""
-    wanted = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
-    return {name: norms[:, :, heads.index(name)].round(4).tolist() for name in wanted}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["import"])
-    parser.add_argument("folders", type=Path, nargs="+")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for folder in options.folders:
-        file = import_folder(folder)
-        print(f"{file.name} {file.stat().st_size / 1e6:.2f} MB", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    for argument in sys.argv[1:]:
+        made = import_folder(Path(argument))
+        print(f"{made.name} {made.stat().st_size / 1e6:.2f} MB", flush=True)

@@ -1,136 +1,239 @@
-"""Rivals that need more than one network's logits: an ensemble of seeds, and last-layer retraining.
+"""The staged head against its rivals on every classifier there is, and on small calibration sets.
 
-    python experiments/rivals.py runs/cifar10-resnet50-... --root data   # retrains last layers of run folders (a GPU)
+    python experiments/rivals.py versus [--shared FOLDER]     # writes versus.csv; rows of missing files are kept
+    python experiments/rivals.py safety --draws 200 [--shared FOLDER] [--processes 8]   # hours of a core; safety.csv
 
-The ensemble is made from committed logits: the mean probability of several seeds, as it is and after a temperature.
-Last-layer retraining is the two-stage training of Jordahn and Olmos (ICML 2024): the network is frozen, and a new head
-with one hidden layer is trained on the training data for 40 epochs with Adam at 1e-4.
+FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz.
+
+versus: settings of the head were chosen on the part "development". The part "blind" is the first look at the
+classifiers of blind.py, by the code of commit 370ea41; it is never written again. What today's code gives for them is
+the part "after", which is not blind. The head reads logits alone, as its rivals do, except in rows named "features".
+
+safety: each draw fits to n samples of a network's calibration and test data and judges by up to 5,000 others.
+A loss is the NLL above the better of the raw network and temperature scaling, which is known only afterwards. Two
+classes are cats and dogs, and animals and vehicles.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import blind
+import numpy as np
+import pandas as pd
 import torch
-import torch.nn.functional as F
-from results import Scores, Split, StoredRun, rows_of, store
-from run import certificate_of, reopened
+from post_hoc import METHODS
+from results import HERE, Scores, Split, StoredRun, paired, stored_runs
 from torch import Tensor
 
-from doublehead import PAPER, CalibrationHead, Predictions
-from doublehead.calibration_data import unpack
-from doublehead.calibrators import Temperature
-from doublehead.torch_tools import evaluating
-from doublehead.training.config import Config
-from doublehead.training.run import Run
-from doublehead.training.run_folder import RunFolder
+from doublehead import Predictions, metrics
+from doublehead.calibrators import Head, Temperature
 
-MIN_MEMBERS = 3
-EPOCHS, LR = 40, 1e-4
-
-
-# --- ensemble
-
-
-def ensembles(runs: Sequence[StoredRun]) -> Iterator[tuple[str, list[StoredRun]]]:
-    """Runs that differ in their seed alone, three or more, with a name for them."""
-    groups: dict[str, list[StoredRun]] = {}
-    for run in runs:
-        bare = replace(run.config, seed=0, heads={}, auto=False, guards=(), every_of={}, augment_of={})
-        bare = replace(bare, evaluate_every=1, record_gradients=False, shift=(), predict_train=True)
-        groups.setdefault(bare.to_json(), []).append(run)
-    for text, members in groups.items():
-        if len(members) >= MIN_MEMBERS:
-            config = Config.from_json(text)
-            yield f"{config.name.removesuffix('-s0')}-ensemble{len(members)}", members
+VERSUS, SAFETY = HERE / "versus.csv", HERE / "safety.csv"
+RIVALS = ("temperature", "svs", "sms")
+HALVES = 4  # of ImageNet, two images of each class in each half
+SIZES = (50, 100, 200, 500, 1000, 2500, 5000)
+DRAWN = ("cifar10-resnet50-cross_entropy-e80-s0", "cifar10-resnet50-cross_entropy-e80-s1",
+         "cifar100-resnet50-cross_entropy-e80-s0", "cifar100-resnet50-cross_entropy-e80-s1",
+         "svhn-resnet50-cross_entropy-e40-s0")  # fmt: skip
+ANIMALS, VEHICLES, CAT_DOG = [2, 3, 4, 5, 6, 7], [0, 1, 8, 9], [3, 5]  # of CIFAR-10
+WORSE = 0.002  # a loss that counts
+JUDGED = 5000
+DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages"]
 
 
-def mean_of(members: Sequence[Predictions]) -> Predictions:
-    """Predictions whose probabilities are the mean of the members'.
-
-    >>> one, two = Predictions([[0.0, 0.0]], [0]), Predictions.from_probs([[0.9, 0.1]], [0])
-    >>> [round(p, 3) for p in mean_of([one, two]).probs[0].tolist()]
-    [0.7, 0.3]
-    """
-    for member in members[1:]:
-        if not torch.equal(member.labels, members[0].labels):
-            raise ValueError("members must have predicted the same samples in the same order")
-    probs = torch.stack([member.probs.double() for member in members]).mean(0)
-    return Predictions.from_probs(probs, members[0].labels)
+# --- classifiers
 
 
-def ensemble_rows(name: str, members: Sequence[StoredRun]) -> Iterator[tuple[object, ...]]:
-    """Lines of the long table; phi and delta compare with the average member, raw and after temperature scaling."""
-    calib, test = (
-        mean_of([getattr(run, split).predictions for run in members]) for split in ("calib", "test")
-    )
-    scaled = [Temperature().fit(run.calib.predictions).calibrate(run.test.predictions) for run in members]
-    none = average([Scores.of(run.test.predictions) for run in members])
-    temperature = average([Scores.of(p) for p in scaled])
-    yield from rows_of(name, "none", Scores.of(test).numbers(none, temperature))
-    after = Temperature().fit(calib).calibrate(test)
-    yield from rows_of(name, "temperature", Scores.of(after).numbers(none, temperature))
+class Case(NamedTuple):
+    """One classifier; `features` are (calibration, test) features and `layer` its last layer."""
+
+    part: str
+    name: str
+    calib: Split
+    test: Split
+    features: tuple[Tensor, Tensor] | None = None
+    layer: Tensor | None = None
 
 
-def average(scores: Sequence[Scores]) -> Scores:
-    """Scores with the mean NLL of several."""
-    return scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0))
+def resnet110(shared: Path) -> Case:
+    """A published ResNet-110 on CIFAR-10."""
+    with np.load(shared / "logits" / "resnet110_c10.npz") as file:
+        parts = [
+            Split(torch.from_numpy(file[f"{s}_labels"]).long(), torch.from_numpy(file[f"{s}_logits"]).float())
+            for s in ("val", "test")
+        ]
+    return Case("development", "cifar10-resnet110", parts[0], parts[1])
 
 
-# --- last-layer retraining
+def imagenet(shared: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, features and labels of a ResNet-50 on five images of each class."""
+    with np.load(shared / "imagenet" / "resnet50_val5k.npz") as file:
+        logits, features = (torch.from_numpy(file[name]).float() for name in ("logits", "features"))
+        return logits, features, torch.from_numpy(file["labels"]).long()
 
 
-def retrain(run: Run, epochs: int = EPOCHS) -> dict[str, Predictions]:
-    """The predictions of a fresh head that was trained on the training data, on the frozen network of a run."""
-    head = CalibrationHead(run.reader.n_features, run.reader.n_classes, replace(PAPER, seed=run.config.seed))
-    head.to(run.fabric.device)
-    optimizer = torch.optim.Adam(head.parameters(), LR)
-    for _ in range(epochs):
-        for batch in run.inputs.train:
-            main, features, labels = seen(run, batch)
-            F.cross_entropy(head(main, features), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    made = {}
-    for split in ("calib", "test"):
-        rows = [seen(run, batch) for batch in run.inputs.whole(getattr(run.inputs.splits, split))]
+def imagenet_halves(shared: Path) -> Iterator[Case]:
+    """Halves that are balanced by class; the last layer is the linear map from features to logits."""
+    logits, features, labels = imagenet(shared)
+    inputs = torch.cat([features, torch.ones(len(features), 1)], 1).double()
+    centred = (logits - logits.mean(1, keepdim=True)).double()
+    layer = torch.linalg.lstsq(inputs, centred).solution[:-1].mT.float()
+    by_class = labels.argsort(stable=True).reshape(1000, 5)
+    for seed in range(HALVES):
+        order = torch.rand(1000, 5, generator=torch.Generator().manual_seed(seed)).argsort(1)
+        chosen = by_class.gather(1, order)
+        calib, test = chosen[:, :2].reshape(-1), chosen[:, 2:4].reshape(-1)
+        name, halves = (
+            f"imagenet-resnet50, half {seed}",
+            [Split(labels[at], logits[at]) for at in (calib, test)],
+        )
+        yield Case("development", name, halves[0], halves[1])
+        both = (features[calib], features[test])
+        yield Case("development", f"{name}, features", halves[0], halves[1], both, layer)
+
+
+# --- versus
+
+
+def cases(shared: Path | None) -> Iterator[Case]:
+    """All classifiers that are at hand."""
+    for run in stored_runs():
+        if run.config.loss == "cross_entropy":
+            yield Case("development", run.name, run.calib, run.test)
+    if shared is not None:
+        yield resnet110(shared)
+        yield from imagenet_halves(shared)
+    for name in blind.LOADERS:
+        if (blind.FOLDER / f"{name}.npz").exists():
+            yield Case("after", name, *blind.load(name))
+
+
+def row_of(case: Case) -> dict[str, Any] | None:
+    """The numbers of one classifier; None where a rival is not installed."""
+    scores = {name: METHODS[name](case) for name in ("none", *RIVALS, "head")}
+    if case.features is not None:
+        head = Head().fit(case.calib.predictions, features=case.features[0], last_layer=case.layer)
         with torch.no_grad():
-            logits = torch.cat([head(main, features) for main, features, _ in rows])
-        made[split] = Predictions(logits.cpu(), torch.cat([labels for *_, labels in rows]).cpu())
-    return made
+            out = head(case.test.main, case.features[1])
+        scores["head"] = Scores.of(Predictions(out, case.test.labels))
+    known = {name: found for name, found in scores.items() if found is not None}
+    if len(known) < len(scores):
+        return None
+    numbers = known["head"].numbers(known["none"], known["temperature"])
+    row: dict[str, Any] = {"part": case.part, "name": case.name, "classes": case.calib.main.shape[1]}
+    row |= {"calib": len(case.calib.labels), "test": len(case.test.labels), "accuracy": numbers["accuracy"]}
+    row |= {f"nll_{name}": float(found.nll.mean()) for name, found in known.items()}
+    row |= {"ece": numbers["ece"], "ece_high": numbers["ece_high"]}
+    for name in RIVALS:
+        row[f"to_{name}"], row[f"reach_{name}"] = paired(known["head"].nll, known[name].nll)
+    return row
 
 
-def seen(run: Run, batch: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, features and labels of a batch."""
-    args, kwargs, labels, _ = unpack(batch, run.fabric.device)
-    with torch.no_grad(), evaluating(run.net), run.fabric.autocast():
-        _, features, main, _ = run.reader.run(args, kwargs)
-    return main.float(), features.float(), labels
+def versus(shared: Path | None) -> None:
+    """Measure all classifiers that are at hand."""
+    old = pd.read_csv(VERSUS).to_dict("records") if VERSUS.exists() else []
+    rows = {(row["part"], row["name"]): row for row in old}
+    for case in cases(shared):
+        made = row_of(case)
+        if made is not None:
+            rows[case.part, case.name] = made
+            print(case.name, f"{made['nll_head']:.4f}", flush=True)
+    pd.DataFrame(list(rows.values())).to_csv(VERSUS, index=False, float_format="%.6g")
+
+
+# --- small calibration sets
+
+
+def networks(shared: Path | None) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, logits (N, K) and labels (N,)."""
+    known: list[Any] = [StoredRun(name) for name in DRAWN] + ([] if shared is None else [resnet110(shared)])
+    for one in known:
+        logits, labels = (
+            torch.cat([one.calib.main, one.test.main]),
+            torch.cat([one.calib.labels, one.test.labels]),
+        )
+        yield one.name, logits, labels
+        if one.name in (DRAWN[0], "cifar10-resnet110"):
+            yield from two_classes(one.name, logits, labels)
+    if shared is not None:
+        logits, _, labels = imagenet(shared)
+        yield "imagenet-resnet50", logits, labels
+
+
+def two_classes(name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Two problems of two classes made from CIFAR-10: two of the classes, and two groups of classes."""
+    rows = torch.isin(labels, torch.tensor(CAT_DOG))
+    yield f"{name}, cat or dog", logits[rows][:, CAT_DOG], (labels[rows] == CAT_DOG[1]).long()
+    groups = torch.stack([logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
+    yield f"{name}, vehicle or animal", groups, torch.isin(labels, torch.tensor(ANIMALS)).long()
+
+
+def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> list[tuple[object, ...]]:
+    """The rows of one draw of every size."""
+    torch.set_num_threads(1)
+    rows = []
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    for n in SIZES:
+        if n > len(labels) / 2 or (n == 2500 and len(labels) >= 10_000):
+            continue
+        calib, test = (Predictions(logits[at], labels[at]) for at in (order[:n], order[n : n + JUDGED]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            head = Head().fit(calib)
+        scaled = Temperature().fit(calib).calibrate(test)
+        nlls = [float(metrics.nll(p)) for p in (test, scaled, head.calibrate(test))]
+        stages = "" if head.choice is None else head.choice.chosen
+        rows.append((name, logits.shape[1], n, seed, *nlls, stages))
+    return rows
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """By number of classes and samples: the share of draws with a loss above 0.002, and the largest loss."""
+    best = table[["raw", "temperature"]].min(axis=1)
+    found = table.assign(worst=table["head"] - best, temperature_worst=table["temperature"] - best)
+    for name in ("", "temperature_"):
+        found[f"{name}worse"] = found[f"{name}worst"] > WORSE
+    found["opened"] = found.stages != "temperature"
+    groups = found.groupby(["classes", "n"])
+    made = pd.DataFrame({"draws": groups.size()})
+    for name in ("worse", "worst", "temperature_worse", "temperature_worst", "opened"):
+        made[name] = groups[name].max() if name.endswith("worst") else groups[name].mean()
+    made["gain"] = 1 - groups["head"].mean() / groups["temperature"].mean()
+    return made.reset_index()
+
+
+def safety(shared: Path | None, draws: int, processes: int) -> None:
+    """Draw small calibration sets from every network and write the summary."""
+    rows: list[tuple[object, ...]] = []
+    with ProcessPoolExecutor(processes) as pool:
+        for name, logits, labels in networks(shared):
+            for made in pool.map(partial(draw, name=name, logits=logits, labels=labels), range(draws)):
+                rows += made
+            print(name, flush=True)
+    summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--root")
-    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("what", choices=["versus", "safety"])
+    parser.add_argument("--shared", type=Path)
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    for path in options.folders:
-        folder = RunFolder(path)
-        run = reopened(folder, options.root, options.accelerator)
-        made = retrain(run)
-        splits = {name: Split(p.labels, p.logits) for name, p in made.items()}
-        name = run.config.name.replace(run.config.loss, "last_layer", 1)
-        about = {
-            **certificate_of(folder),
-            "method": f"last-layer retraining, {EPOCHS} epochs, Adam at {LR:g}",
-        }
-        file = store(name, splits["calib"], splits["test"], {}, about)
-        print(f"{name}: {file.stat().st_size / 1e6:.2f} MB", flush=True)
+    torch.set_num_threads(1)
+    if options.what == "versus":
+        versus(options.shared)
+    else:
+        safety(options.shared, options.draws, options.processes)
 
 
 if __name__ == "__main__":

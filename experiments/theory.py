@@ -1,7 +1,7 @@
 """What numbers say of the paper's two theorems: the pictures and tables of docs/theory.md.
 
     python experiments/theory.py                               # draw docs/results/theorem{1,2}.png from theory.json
-    python experiments/theory.py --compute --logits FILE.npz   # make theory.json anew (half a minute on a CPU)
+    python experiments/theory.py --compute FILE.npz            # make theory.json anew (half a minute on a CPU)
 
 FILE.npz holds `test_logits` and `test_labels` of a trained classifier; the committed numbers are those of a ResNet-110
 on CIFAR-10 whose logits are public.
@@ -12,10 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
-import subprocess
-import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ from torch import Tensor
 
 from doublehead.predictions import Predictions
 from doublehead.theory import COUNTEREXAMPLE, Theorem2, theorem1, theorem2, theorem2_of
+from doublehead.training.run_folder import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 SEED = 0
@@ -32,6 +29,10 @@ BETAS = (0.1, 0.3, 0.6, 0.9, 1.0, 1.2, 1.5, 2.0, 4.0)
 NORM_BETAS = (0.6, 1.2, 1.5)  # 0.6 and 1.5 are those of the paper's gradient histograms, 1.2 its best beta_0
 N_RANDOM = 20_000
 INK, BLUE, ORANGE, RED, GREY = "#1f2933", "#2563a8", "#d98324", "#c8372d", "#9aa5b1"
+
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK,
+         "axes.labelcolor": INK, "axes.titlesize": 9.5, "legend.frameon": False, "legend.fontsize": 8,
+         "text.color": INK}  # fmt: skip
 
 
 # Numbers ---------------------------------------------------------------------------------------------------------
@@ -57,23 +58,15 @@ def appendix_bounds(z: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 def count_theorem1(vectors: list[Tensor]) -> dict[str, int]:
     """How many bounds were checked and broken over BETAS, in the main text's and in the appendix's form."""
-    checked = broken = appendix_checked = appendix_broken = 0
+    counts = torch.zeros(4, dtype=torch.int64)
     for z in vectors:
         for beta in BETAS:
             t = theorem1(z, beta)
-            checked += t.holds.numel()
-            broken += int((~t.holds).sum())
             low, high = appendix_bounds(z, beta)
             others = torch.ones_like(t.holds).scatter(-1, t.label[..., None], False)
             fails = others & ((t.log_gamma < low - 1e-9) | (t.log_gamma > high + 1e-9))
-            appendix_checked += int(others.sum())
-            appendix_broken += int(fails.sum())
-    return {
-        "checked": checked,
-        "violated": broken,
-        "appendix_checked": appendix_checked,
-        "appendix_violated": appendix_broken,
-    }
+            counts += torch.stack([torch.ones_like(fails), ~t.holds, others, fails]).flatten(1).sum(1)
+    return dict(zip(("checked", "violated", "appendix_checked", "appendix_violated"), counts.tolist()))
 
 
 def theorem1_curves(logits: Tensor) -> dict[str, Any]:
@@ -171,31 +164,15 @@ def rounded(values: list[float]) -> list[float]:
     return [round(v, 4) for v in values]
 
 
-def certificate(seconds: float, source: str) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return {
-        "seed": SEED,
-        "commit": commit.stdout.strip() or "unknown",
-        "logits": source,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
-        "device": "cpu",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "wall_seconds": round(seconds, 1),
-    }
-
-
 def compute(path: Path) -> dict[str, Any]:
-    start, generator = time.perf_counter(), torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     with np.load(path, allow_pickle=False) as arrays:
         p = Predictions(arrays["test_logits"], arrays["test_labels"].reshape(-1))
     logits = p.logits.double()
-    made = {
+    about = environment(torch.device("cpu"))
+    about.pop("command")
+    return {
+        "certificate": {"seed": SEED, "logits": path.name, **about},
         "theorem1": {
             "random": {"vectors": 4000} | count_theorem1(random_logits(4000, generator)),
             "real": {"vectors": len(p)} | count_theorem1([logits]),
@@ -205,38 +182,47 @@ def compute(path: Path) -> dict[str, Any]:
         },
         "theorem2": theorem2_numbers(p, generator),
     }
-    return {"certificate": certificate(time.perf_counter() - start, path.name)} | made
 
 
 # Pictures --------------------------------------------------------------------------------------------------------
 
 
-def draw_theorem1(numbers: dict[str, Any], path: Path) -> None:
+def draw(output: Path) -> None:
+    """Draw both pictures from the committed numbers."""
     import matplotlib.pyplot as plt
 
-    with plt.rc_context(style()):
-        figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.3), layout="constrained")
-        curves, norms = numbers["curves"], numbers["gradient_norms"]
-        names = (
-            ("label", "$i = y$ (the label)", "c_0", "c_1"),
-            ("runner_up", "$i \\neq y$ (the runner-up)", "c_2", "c_3"),
-        )
-        for ax, (key, title, low, high) in zip(axes, names):
-            for image, colour in zip(curves["images"], (ORANGE, BLUE)):
-                draw_bounds(ax, curves["betas"], image[key], colour, image["confidence"])
-            ax.axvline(1, ymin=0.24, color=INK, lw=0.6, ls=":")
-            ax.set(
-                xlabel="scaling factor $\\beta$",
-                ylabel="$\\log_{10}$ of the gradient factor $\\gamma$",
-                xlim=(0.1, 4),
+    numbers = json.loads((RESULTS / "theory.json").read_text())
+    with plt.rc_context(STYLE):
+        for name, size, widths in (("theorem1", (10.5, 3.3), (1, 1, 1)), ("theorem2", (9.5, 3.9), (1.15, 1))):
+            figure, axes = plt.subplots(
+                1, len(widths), figsize=size, layout="constrained", width_ratios=widths
             )
-            ax.set_title(title)
-            ax.legend(loc="lower left", title=f"confidence (shaded: ${low}$ to ${high}$)", title_fontsize=8)
-        draw_norms(axes[2], norms)
-        for ax, letter in zip(axes, "abc"):
-            ax.set_title(letter, loc="left", fontweight="bold")
-        figure.savefig(path, dpi=170)
-        plt.close(figure)
+            (draw_theorem1 if name == "theorem1" else draw_theorem2)(axes, numbers[name])
+            for ax, letter in zip(axes, "abc"):
+                ax.set_title(letter, loc="left", fontweight="bold")
+            figure.savefig(output / f"{name}.png", dpi=170)
+            plt.close(figure)
+
+
+def draw_theorem1(axes: Any, numbers: dict[str, Any]) -> None:
+    curves = numbers["curves"]
+    names = (
+        ("label", "$i = y$ (the label)", "c_0", "c_1"),
+        ("runner_up", "$i \\neq y$ (the runner-up)", "c_2", "c_3"),
+    )
+    for ax, (key, title, low, high) in zip(axes, names):
+        for image, colour in zip(curves["images"], (ORANGE, BLUE)):
+            draw_bounds(ax, curves["betas"], image[key], colour, image["confidence"])
+        ax.axvline(1, ymin=0.24, color=INK, lw=0.6, ls=":")
+        ax.set(xlabel="scaling factor $\\beta$", ylabel="$\\log_{10}$ of the gradient factor $\\gamma$")
+        ax.set(xlim=(0.1, 4), title=title)
+        ax.legend(loc="lower left", title=f"confidence (shaded: ${low}$ to ${high}$)", title_fontsize=8)
+    draw_norms(axes[2], numbers["gradient_norms"])
+
+
+def draw_theorem2(axes: Any, numbers: dict[str, Any]) -> None:
+    draw_scatter(axes[0], numbers)
+    draw_against_entropy(axes[1], numbers)
 
 
 def draw_bounds(
@@ -263,19 +249,6 @@ def draw_norms(ax: Any, norms: dict[str, Any]) -> None:
     )
     ax.set_title("sure  $\\longrightarrow$  unsure")
     ax.legend(loc="lower right")
-
-
-def draw_theorem2(numbers: dict[str, Any], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(style()):
-        figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.9), layout="constrained", width_ratios=(1.15, 1))
-        draw_scatter(axes[0], numbers)
-        draw_against_entropy(axes[1], numbers)
-        for ax, letter in zip(axes, "ab"):
-            ax.set_title(letter, loc="left", fontweight="bold")
-        figure.savefig(path, dpi=170)
-        plt.close(figure)
 
 
 def draw_scatter(ax: Any, numbers: dict[str, Any]) -> None:
@@ -324,38 +297,17 @@ def draw_against_entropy(ax: Any, numbers: dict[str, Any]) -> None:
     ax.legend(loc="lower left")
 
 
-def style() -> dict[str, Any]:
-    return {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "axes.titlesize": 9.5,
-        "legend.frameon": False,
-        "legend.fontsize": 8,
-        "text.color": INK,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--compute", action="store_true", help="make theory.json anew before drawing")
     parser.add_argument(
-        "--logits", type=Path, help="an .npz with test_logits and test_labels (with --compute)"
+        "--compute", type=Path, metavar="FILE.npz", help="make theory.json anew before drawing"
     )
     options = parser.parse_args()
     if options.compute:
-        if options.logits is None:
-            parser.error("--compute needs --logits FILE.npz")
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / "theory.json").write_text(json.dumps(compute(options.logits), indent=1) + "\n")
-    numbers = json.loads((RESULTS / "theory.json").read_text())
-    draw_theorem1(numbers["theorem1"], RESULTS / "theorem1.png")
-    draw_theorem2(numbers["theorem2"], RESULTS / "theorem2.png")
-    print(f"wrote {RESULTS}/theorem1.png and theorem2.png")
+        (RESULTS / "theory.json").write_text(json.dumps(compute(options.compute), indent=1) + "\n")
+    draw(RESULTS)
 
 
 if __name__ == "__main__":
