@@ -365,6 +365,6 @@ def test_minilm_says_what_it_lacks(tmp_path, monkeypatch):
     network = MiniLM(3, weights=tmp_path)
     with pytest.raises(ValueError, match="at most 30 word pieces, got 31"):
         network(torch.ones(1, 31, dtype=torch.int64))
-    monkeypatch.setattr("doublehead.models.transformer.PACKAGE", "no_such_package")
+    monkeypatch.setattr("doublehead.models.text.PACKAGE", "no_such_package")
     with pytest.raises(ImportError, match="pip install"):
         MiniLM(3)

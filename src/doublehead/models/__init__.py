@@ -1,9 +1,21 @@
 """The networks of the paper, built by name: input -> features -> one last linear layer -> logits."""
 
-from doublehead.models.images import SmallCNN, WideResNet
-from doublehead.models.table import MODELS, Network, build, parse_input
-from doublehead.models.text import GlobalPoolingCNN, TextCNN, TreeLSTM
-from doublehead.models.transformer import MiniLM
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from doublehead.models.images import SmallCNN, WideResNet, from_torchvision
+from doublehead.models.text import GlobalPoolingCNN, MiniLM, TextCNN, TreeLSTM
+from doublehead.optional import require
 
 __all__ = [
     "MODELS",
@@ -17,3 +29,168 @@ __all__ = [
     "build",
     "parse_input",
 ]
+
+
+@dataclass(frozen=True)
+class Network:
+    """One row of the table: how a network is made, what it reads and the name of its last linear layer."""
+
+    make: Callable[..., nn.Module]
+    reads: Literal["images", "words", "trees", "pieces"]
+    classifier: str  # the attribute with the last nn.Linear
+    input: str | None = None  # default image size; None for text
+    about: str = ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options of `build` for this network, besides n_classes and input."""
+        given = ("n_classes", "size", "in_channels")
+        return tuple(name for name in _parameters(self.make) if name not in given)
+
+
+def _torchvision(arch: str, classifier: str, about: str) -> Network:
+    make = partial(from_torchvision, arch)
+    return Network(make, "images", classifier, "32x32x3", f"{about}, from torchvision")
+
+
+RESNETS = ("resnet18", "resnet50", "resnet101", "resnet152")
+MODELS: dict[str, Network] = {
+    **{arch: _torchvision(arch, "fc", "He et al. 2015") for arch in RESNETS},
+    "densenet121": _torchvision("densenet121", "classifier", "Huang et al. 2017"),
+    "wide_resnet28_10": Network(
+        WideResNet, "images", "classifier", "32x32x3", "Zagoruyko and Komodakis 2016"
+    ),
+    "small_cnn": Network(SmallCNN, "images", "classifier", "28x28x1", "the demo's network"),
+    "textcnn": Network(TextCNN, "words", "classifier", about="Kim 2014, CNN-static"),
+    "gp_cnn": Network(GlobalPoolingCNN, "words", "classifier", about="global pooling, Mukhoti et al. 2020"),
+    "tree_lstm": Network(TreeLSTM, "trees", "classifier", about="Tai et al. 2015"),
+    "minilm": Network(MiniLM, "pieces", "classifier", about="pretrained transformer, Wang et al. 2020"),
+}
+
+
+def build(name: str, n_classes: int, *, input: str | None = None, **options: Any) -> nn.Module:
+    """Make the network `name` with fresh weights and `n_classes` outputs.
+
+    `name` is one of `MODELS`, `timm/<name>` for any timm network, or `package.module:factory` for any importable
+    function that returns a network. `input` is the image size, "32x32" or "28x28x1" (3 channels by default); ResNets
+    and DenseNets get a stem for small images up to 64 pixels a side. Text networks take no `input`. `MODELS[name]`
+    lists the `options` of a network.
+
+    >>> build("wide_resnet28_10", 100, depth=10, width=1).classifier
+    Linear(in_features=64, out_features=100, bias=True)
+    """
+    if isinstance(n_classes, bool) or not isinstance(n_classes, int) or n_classes < 2:
+        raise ValueError(f"n_classes must be an integer >= 2, got {n_classes!r}")
+    if name.startswith("timm/"):
+        return _from_timm(name.removeprefix("timm/"), n_classes, input, options)
+    if ":" in name:
+        return _imported(name, n_classes, input, options)
+    if name not in MODELS:
+        raise ValueError(
+            f"unknown network {name!r}{_near(name, MODELS)}; name must be one of {', '.join(MODELS)}, timm/<name> or "
+            "package.module:factory"
+        )
+    network = MODELS[name]
+    _check_options(name, network, options)
+    if network.input is None and input is not None:
+        raise ValueError(
+            f"input must be None for {name}, which reads {network.reads} and not images, got {input!r}"
+        )
+    return network.make(n_classes=n_classes, **_image_arguments(network, input), **options)
+
+
+def parse_input(text: str) -> tuple[int, int, int]:
+    """Height, width and channels of an image size such as "32x32" (3 channels) or "28x28x1".
+
+    >>> parse_input("32x32"), parse_input("28x28x1")
+    ((32, 32, 3), (28, 28, 1))
+    """
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if not match:
+        raise ValueError(f"input must have the form '32x32' or '28x28x1', got {text!r}")
+    height, width, channels = match.groups(default="3")
+    return int(height), int(width), int(channels)
+
+
+def _image_arguments(network: Network, input: str | None) -> dict[str, Any]:
+    if network.input is None:
+        return {}
+    height, width, channels = parse_input(input or network.input)
+    arguments = {"size": (height, width), "in_channels": channels}
+    return {name: value for name, value in arguments.items() if name in _parameters(network.make)}
+
+
+def _check_options(name: str, network: Network, options: Mapping[str, Any]) -> None:
+    for option in options:
+        if option not in network.options:
+            raise TypeError(
+                f"{name} has no option {option!r}{_near(option, network.options)}; "
+                f"its options are {', '.join(network.options)}"
+            )
+    needed = [
+        option
+        for option, parameter in _parameters(network.make).items()
+        if parameter.default is parameter.empty and option not in ("n_classes", *options)
+    ]
+    if needed:
+        raise TypeError(f"{name} needs the option {needed[0]!r}: build({name!r}, ..., {needed[0]}=...)")
+
+
+def _from_timm(name: str, n_classes: int, input: str | None, options: Mapping[str, Any]) -> nn.Module:
+    """A timm network; `input` sets its channels, its own options (such as img_size) set the size."""
+    timm = require("timm", extra="models")
+    if not timm.is_model(name.partition(".")[0]):
+        raise ValueError(f"timm has no network {name!r}{_near(name, timm.list_models())}")
+    channels = {"in_chans": parse_input(input)[2]} if input is not None else {}
+    network: nn.Module = timm.create_model(name, num_classes=n_classes, **{**channels, **options})
+    return network
+
+
+def _imported(name: str, n_classes: int, input: str | None, options: Mapping[str, Any]) -> nn.Module:
+    """Call an importable function with n_classes or num_classes, and `input` if it has such a parameter."""
+    factory = _import(name)
+    arguments: dict[str, Any] = {_classes_argument(name, factory): n_classes, **options}
+    if input is not None and "input" in _parameters(factory):
+        arguments["input"] = input
+    network = factory(**arguments)
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"{name!r} must return an nn.Module, got {type(network).__name__}")
+    return network
+
+
+def _import(name: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    package = module_name.partition(".")[0]
+    try:
+        if package in ("timm", "torchvision"):
+            module = require(module_name, extra="models")
+        else:
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"cannot import the module of network {name!r}: {error}") from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"module {module_name!r} has no {attribute!r}{_near(attribute, dir(module))}")
+    return getattr(module, attribute)
+
+
+def _classes_argument(name: str, factory: Any) -> str:
+    parameters = _parameters(factory)
+    for argument in ("n_classes", "num_classes"):
+        if argument in parameters:
+            return argument
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return "num_classes"  # torchvision's functions pass it on
+    raise TypeError(
+        f"{name!r} must take the number of classes as n_classes or num_classes, got {tuple(parameters)}"
+    )
+
+
+def _parameters(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(make).parameters
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""

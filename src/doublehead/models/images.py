@@ -62,7 +62,7 @@ class SmallCNN(nn.Module):
         return logits
 
 
-def resnet(
+def from_torchvision(
     arch: str,
     n_classes: int,
     *,
@@ -70,41 +70,23 @@ def resnet(
     in_channels: int = 3,
     weights: str | None = None,
 ) -> nn.Module:
-    """A torchvision ResNet; its last layer is `fc`.
+    """A torchvision ResNet, whose last layer is `fc`, or DenseNet, whose last layer is `classifier`.
 
     Images up to 64 pixels a side get a 3x3 stem of stride 1 without pooling instead of the 7x7 stem. `weights` is the
     path of a .safetensors file or one of torchvision's names. Residual branches start at zero: otherwise the first
     epoch of a deep network at learning rate 0.1 ends worse than chance.
     """
-    network = require("torchvision.models", extra="models").get_model(
-        arch, weights=None, num_classes=n_classes, zero_init_residual=True
-    )
+    dense = arch.startswith("densenet")
+    options = {} if dense else {"zero_init_residual": True}
+    models = require("torchvision.models", extra="models")
+    network: nn.Module = models.get_model(arch, weights=None, num_classes=n_classes, **options)
+    stem, first, pool = (network.features, "conv0", "pool0") if dense else (network, "conv1", "maxpool")
     small = max(size) <= SMALL
     if small or in_channels != 3:
-        network.conv1 = _first_convolution(in_channels, network.conv1.out_channels, small)
+        setattr(stem, first, _first_convolution(in_channels, getattr(stem, first).out_channels, small))
     if small:
-        network.maxpool = nn.Identity()
-    return _loaded(network, arch, weights, last="fc")
-
-
-def densenet(
-    arch: str,
-    n_classes: int,
-    *,
-    size: tuple[int, int] = (32, 32),
-    in_channels: int = 3,
-    weights: str | None = None,
-) -> nn.Module:
-    """A torchvision DenseNet, with the options of `resnet`; its last layer is `classifier`."""
-    network = require("torchvision.models", extra="models").get_model(
-        arch, weights=None, num_classes=n_classes
-    )
-    small = max(size) <= SMALL
-    if small or in_channels != 3:
-        network.features.conv0 = _first_convolution(in_channels, network.features.conv0.out_channels, small)
-    if small:
-        network.features.pool0 = nn.Identity()
-    return _loaded(network, arch, weights, last="classifier")
+        setattr(stem, pool, nn.Identity())
+    return _loaded(network, arch, weights, last="classifier" if dense else "fc")
 
 
 def _first_convolution(n_in: int, n_out: int, small: bool) -> nn.Conv2d:

