@@ -237,21 +237,6 @@ def test_embedding(glove, splits):
     assert "qqq" not in embed(splits, glove, min_count=2).vocabulary
 
 
-def test_embedding_cache(glove, splits, tmp_path, monkeypatch):
-    first = embed(splits, glove, cache=tmp_path / "cache")
-    monkeypatch.setattr("doublehead.data.text.read_glove", lambda *a: pytest.fail("should have been cached"))
-    second = embed(splits, glove, cache=tmp_path / "cache")
-    assert torch.equal(first.vectors, second.vectors)
-    assert first.vocabulary.words == second.vocabulary.words
-    assert first.n_found == second.n_found
-    with pytest.raises(pytest.fail.Exception):
-        embed(splits, glove, min_count=2, cache=tmp_path / "cache")
-    [file] = (tmp_path / "cache").iterdir()
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"glove-.*\.npz"):
-        embed(splits, glove, cache=tmp_path / "cache")
-
-
 def test_glove_package(splits, tmp_path, monkeypatch):
     pandas = pytest.importorskip("pandas")
     np.save(tmp_path / "glove_6B_50d_emb.npy", np.arange(150, dtype=np.float32).reshape(3, 50))

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -166,20 +167,14 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 @dataclass(frozen=True)
 class CropFlip:
-    """The paper's augmentation: pad, crop a random window of the original size, flip left to right by chance.
-
-    `mode="zero"` pads with zeros, `"reflect"` with the mirrored image.
-    """
+    """The paper's augmentation: pad by zeros, crop a random window of the original size, flip by chance."""
 
     padding: int = 4
-    mode: Literal["zero", "reflect"] = "zero"
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if self.padding < 0 or self.mode not in ("zero", "reflect"):
-            raise ValueError(
-                f"padding must be at least 0 and mode 'zero' or 'reflect', got {self.padding}, {self.mode!r}"
-            )
+        if self.padding < 0:
+            raise ValueError(f"padding must be at least 0, got {self.padding}")
 
 
 class DeviceBatches(Batches):
@@ -224,7 +219,8 @@ class DeviceBatches(Batches):
         self.labels = torch.as_tensor(labels).to(self.device, torch.int64)
         self.height, self.width, n_channels = pixels.shape[1:]
         # (N, H + 2p, W + 2p, C)
-        self.pixels = (_pad(pixels, augment) if augment else pixels).contiguous().to(self.device)
+        margin = (augment.padding if augment else 0,) * 4
+        self.pixels = F.pad(pixels, (0, 0, *margin)).contiguous().to(self.device)
         mean, std = (normalise.mean, normalise.std) if normalise else ((0.0,), (1.0,))
         if normalise and len(mean) != n_channels:
             raise ValueError(f"normalise must have {n_channels} channels, got {len(mean)}")
@@ -263,12 +259,6 @@ class DeviceBatches(Batches):
         rows = top + down  # (B, H)
         columns = left + torch.where(flip == 1, self.width - 1 - across, across)  # (B, W)
         return self.pixels[sample[:, :, None], rows[:, :, None], columns[:, None, :]]
-
-
-def _pad(images: Tensor, augment: CropFlip) -> Tensor:
-    width = ((0, 0), (augment.padding,) * 2, (augment.padding,) * 2, (0, 0))
-    mode = {"zero": "constant", "reflect": "reflect"}[augment.mode]
-    return torch.from_numpy(np.pad(images.cpu().numpy(), width, mode=mode))  # type: ignore[call-overload]
 
 
 class FileBatches(Batches):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -14,6 +14,8 @@ import numpy.typing as npt
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from doublehead.data.trees import Tree
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -21,7 +23,33 @@ SPLIT_SEED = 0  # default seed of every split drawn here
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
+class _Labelled:
+    """Samples, whose field the subclass names first, with labels int64 (N,)."""
+
+    @property
+    def samples(self) -> Any:
+        """What is labelled: an array, or a tuple."""
+        return getattr(self, fields(self)[0].name)
+
+    def __post_init__(self) -> None:
+        labels, n, name = self.labels, len(self.samples), fields(self)[0].name  # type: ignore[attr-defined]
+        if labels.dtype != np.int64 or labels.shape != (n,):
+            raise ValueError(
+                f"labels of {n} {name} must be int64 of shape ({n},), got {labels.dtype} {labels.shape}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def take(self, rows: Array) -> Self:
+        """The samples of some rows; arrays are copied."""
+        samples = self.samples
+        taken = tuple(samples[row] for row in rows) if isinstance(samples, tuple) else samples[rows]
+        return type(self)(taken, self.labels[rows])  # type: ignore[attr-defined, call-arg]
+
+
+@dataclass(frozen=True, eq=False)
+class Images(_Labelled):
     """Images uint8 (N, H, W, C) with labels int64 (N,)."""
 
     images: Array
@@ -32,50 +60,23 @@ class Images:
             raise ValueError(
                 f"images must be uint8 of shape (N, H, W, C), got {self.images.dtype} {self.images.shape}"
             )
-        _check_labels(self.labels, len(self.images), "images")
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, rows: Array) -> Images:
-        """The samples of some rows, copied."""
-        return Images(self.images[rows], self.labels[rows])
+        super().__post_init__()
 
 
 @dataclass(frozen=True, eq=False)
-class Texts:
+class Texts(_Labelled):
     """Texts (str, unprocessed) with labels int64 (N,)."""
 
     texts: tuple[str, ...]
     labels: Array
 
-    def __post_init__(self) -> None:
-        _check_labels(self.labels, len(self.texts), "texts")
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, rows: Array) -> Texts:
-        """The samples of some rows."""
-        return Texts(tuple(self.texts[row] for row in rows), self.labels[rows])
-
 
 @dataclass(frozen=True, eq=False)
-class Trees:
+class Trees(_Labelled):
     """Parsed sentences (`Tree`) with the label of the whole sentence, int64 (N,)."""
 
     trees: tuple[Tree, ...]
     labels: Array
-
-    def __post_init__(self) -> None:
-        _check_labels(self.labels, len(self.trees), "trees")
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, rows: Array) -> Trees:
-        """The samples of some rows."""
-        return Trees(tuple(self.trees[row] for row in rows), self.labels[rows])
 
     def phrases(self) -> Trees:
         """Every labelled phrase, whole sentences among them, once with each of its labels."""
@@ -88,21 +89,11 @@ class Trees:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageFiles:
+class ImageFiles(_Labelled):
     """Paths of image files with labels int64 (N,), for sets that do not fit in memory; read by `FileBatches`."""
 
     files: tuple[Path, ...]
     labels: Array
-
-    def __post_init__(self) -> None:
-        _check_labels(self.labels, len(self.files), "files")
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, rows: Array) -> ImageFiles:
-        """The samples of some rows."""
-        return ImageFiles(tuple(self.files[row] for row in rows), self.labels[rows])
 
 
 Samples: TypeAlias = Images | Texts | Trees | ImageFiles
@@ -288,10 +279,3 @@ def _digests(samples: Samples) -> list[bytes]:
         texts = samples.as_texts().texts if isinstance(samples, Trees) else samples.texts
         parts = (text.encode() for text in texts)
     return [hashlib.sha256(part).digest() for part in parts]
-
-
-def _check_labels(labels: Array, n: int, name: str) -> None:
-    if labels.dtype != np.int64 or labels.shape != (n,):
-        raise ValueError(
-            f"labels of {n} {name} must be int64 of shape ({n},), got {labels.dtype} {labels.shape}"
-        )

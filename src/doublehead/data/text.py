@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections import Counter
@@ -16,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from doublehead.atomic import replacing
 from doublehead.data.batches import Batches
 from doublehead.data.splits import Splits, Texts, Trees
 from doublehead.data.trees import TreeBatch
@@ -217,7 +215,6 @@ def embed(
     *,
     min_count: int = 1,
     max_size: int | None = None,
-    cache: str | os.PathLike[str] | None = None,
 ) -> Embedding:
     """The vocabulary and word vectors for texts or trees.
 
@@ -225,14 +222,8 @@ def embed(
     has at most `max_size` rows: the words that occur at least `min_count` times in the train split, then the words of
     the other splits that have a GloVe vector (this reveals no label). A word without a vector gets a normal random
     one with the standard deviation of the found vectors. Row 0 (padding) is zero; row 1 (unknown words) is the mean
-    of the found vectors. `cache` is a folder where the result is stored and reused while texts, source and settings
-    stay the same.
+    of the found vectors.
     """
-    file = None
-    if cache is not None:
-        file = Path(cache) / f"glove-{_fingerprint(splits, glove, min_count, max_size)}.npz"
-        if file.exists():
-            return _load(file)
     vocabulary = Vocabulary.of(_check_text(splits.train), min_count, max_size)
     others = {
         t for part in (splits.calib, splits.test) for tokens in tokens_of(_check_text(part)) for t in tokens
@@ -240,10 +231,7 @@ def embed(
     found = read_glove(glove, others | set(vocabulary.words))
     more = sorted(word for word in others if word in found and word not in vocabulary)
     vocabulary = Vocabulary([*vocabulary.words, *more][: None if max_size is None else max_size - 2])
-    embedding = Embedding(vocabulary, _vectors(vocabulary, found), sum(w in found for w in vocabulary.words))
-    if file is not None:
-        _save(embedding, file)
-    return embedding
+    return Embedding(vocabulary, _vectors(vocabulary, found), sum(w in found for w in vocabulary.words))
 
 
 def read_glove(source: str | os.PathLike[str], wanted: Collection[str]) -> dict[str, Array]:
@@ -312,38 +300,3 @@ def _check_text(samples: object) -> Texts | Trees:
     if not isinstance(samples, (Texts, Trees)):
         raise TypeError(f"splits must hold texts or trees, got {type(samples).__name__}")
     return samples
-
-
-def _fingerprint(splits: Splits, glove: str | os.PathLike[str], min_count: int, max_size: int | None) -> str:
-    sha = hashlib.sha256(f"1 {min_count} {max_size}".encode())  # 1: version of the format
-    if str(glove) != "package" and Path(glove).exists():
-        about = Path(glove).stat()
-        sha.update(f"{Path(glove).name} {about.st_size} {about.st_mtime_ns}".encode())
-    else:
-        sha.update(str(glove).encode())
-    for part in (splits.train, splits.calib, splits.test):
-        samples = _check_text(part)
-        for text in samples.as_texts().texts if isinstance(samples, Trees) else samples.texts:
-            sha.update(text.encode() + b"\0")
-        sha.update(b"\1")
-    return sha.hexdigest()[:16]
-
-
-def _save(embedding: Embedding, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    words = np.frombuffer("\n".join(embedding.vocabulary.words).encode(), np.uint8)
-    with replacing(file) as temporary:
-        np.savez(
-            temporary, words=words, vectors=embedding.vectors.numpy(), n_found=np.array(embedding.n_found)
-        )
-
-
-def _load(file: Path) -> Embedding:
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            words = arrays["words"].tobytes().decode().split("\n")
-            vectors = torch.from_numpy(arrays["vectors"])
-            embedding = Embedding(Vocabulary(words), vectors, int(arrays["n_found"]))
-    except Exception as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}): delete it to make it again") from error
-    return embedding
