@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from doublehead.cli import demo as demo_command
+from doublehead.cli import compare as demo_command
 from doublehead.cli.train import (
     _shift_columns,
     change,
@@ -146,12 +146,12 @@ def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch
         (["--method", "focl"], "did you mean focal or adafocal?"),
         (["--set", "epoch=3"], "got 'epoch=3'; did you mean epochs?"),
         (["--set", "epochs"], "--set takes NAME=VALUE with a NAME of "),
-        (["--set", "epochs=two"], "--set epochs must be a whole number, got 'two'"),
+        (["--set", "epochs=two"], "epochs must be a whole number, got 'two'"),
         (["--set", "epochs=1.5"], "epochs must be a whole number, got 1.5"),
-        (["--set", "lr=fast"], "--set lr must be a number, got 'fast'"),
+        (["--set", "lr=fast"], "lr must be a number, got 'fast'"),
         (["--set", "lr=-1"], "lr must be positive, got -1.0"),
-        (["--set", "compile=maybe"], "--set compile must be true or false, got 'maybe'"),
-        (["--set", "milestones=0.5,x"], "--set milestones must be a number, got 'x'"),
+        (["--set", "compile=maybe"], "compile must be true or false, got 'maybe'"),
+        (["--set", "milestones=0.5,x"], "milestones must be a number, got 'x'"),
         (["--set", "loss=brier"], "--set takes NAME=VALUE"),  # that is what --method is for
         (["--set", "mixup=0.3"], "--set takes NAME=VALUE"),
         (

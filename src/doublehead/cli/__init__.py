@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import doublehead
-from doublehead.cli import calibrate, compare, data, demo, evaluate, export, report, shift, train
+from doublehead.cli import calibrate, compare, data, evaluate, export, report, shift, train
 from doublehead.cli.output import UserError
 
 app = typer.Typer(
@@ -72,7 +72,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     train.train,
     compare.compare,
     export.export,
-    demo.demo,
+    compare.demo,
 )
 DATA_COMMANDS: tuple[Callable[..., None], ...] = (data.list_, data.get, data.check, data.convert)
 for function in COMMANDS:

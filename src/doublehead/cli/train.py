@@ -136,32 +136,22 @@ def change(config: Config, settings: list[str] | None, asked: Method | None = No
             raise UserError(
                 f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {setting!r}{hint}"
             )
-        changes[name] = _parse(name, value, known[name])
+        changes[name] = _parse(value, known[name])
     return replace(config, **changes)
 
 
-def _parse(name: str, value: str, like: Any) -> Any:
+def _parse(value: str, like: Any) -> Any:
+    """The value as a setting of the kind of `like`; what cannot be read stays text, and `Config` refuses it."""
     if isinstance(like, str):
         return value
     if isinstance(like, tuple):
-        parts = [part for part in value.split(",") if part]
-        return tuple(_number(name, part) for part in parts) if name == "milestones" else tuple(parts)
-    if isinstance(like, float):
-        return _number(name, value)
-    try:
-        return json.loads(value.lower() if isinstance(like, bool) else value.replace("None", "null"))
-    except ValueError:
-        want = {bool: "true or false", int: "a whole number", dict: 'JSON such as {"gamma": 2}'}
-        raise UserError(
-            f"--set {name} must be {want.get(type(like), 'a whole number')}, got {value!r}"
-        ) from None
-
-
-def _number(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise UserError(f"--set {name} must be a number, got {value!r}") from None
+        return tuple(_parse(part, 0.0) for part in value.split(",") if part)
+    for read in (json.loads, float):
+        try:
+            return read({"None": "null", "True": "true", "False": "false"}.get(value, value))
+        except ValueError:
+            continue
+    return value
 
 
 @contextmanager
