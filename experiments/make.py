@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 
 import figures
 import pandas as pd
+import rivals
 import tables
 import theory
 import torch
@@ -67,12 +68,13 @@ def main() -> None:
     runs, table = stored_runs(), read_table()
     if not options.keep:
         table = measure(runs, table, options.run)
-    for name, page in tables.PAGES.items():
+    pages = tables.PAGES | rivals.PAGES
+    for name, page in pages.items():
         (OUTPUT / f"{name}.md").write_text(tables.MADE + page(table, runs))
     readme = HERE.parent / "README.md"
     readme.write_text(tables.fill(readme.read_text(), "readme", tables.readme_table(table)))
     draw(table, runs, OUTPUT)
-    print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(tables.PAGES)}")
+    print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(pages)}")
 
 
 if __name__ == "__main__":
