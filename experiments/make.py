@@ -71,8 +71,9 @@ def main() -> None:
     pages = tables.PAGES | rivals.PAGES
     for name, page in pages.items():
         (OUTPUT / f"{name}.md").write_text(tables.MADE + page(table, runs))
-    readme = HERE.parent / "README.md"
-    readme.write_text(tables.fill(readme.read_text(), "readme", tables.readme_table(table)))
+    for name, (file, made) in (tables.FILLED | rivals.FILLED).items():
+        text = (HERE.parent / file).read_text()
+        (HERE.parent / file).write_text(tables.fill(text, name, made(table, runs)))
     draw(table, runs, OUTPUT)
     print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(pages)}")
 

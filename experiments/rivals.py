@@ -304,7 +304,14 @@ def safety_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
     )
 
 
+def blind_table(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
+    """Wins and losses of the first look."""
+    found = pd.read_csv(VERSUS)
+    return wins(found[found.part == "blind"])
+
+
 PAGES: dict[str, Page] = {"versus": versus_page, "safety": safety_page}
+FILLED: dict[str, tuple[str, Page]] = {"blind": ("docs/results/index.md", blind_table)}
 
 
 def main() -> None:

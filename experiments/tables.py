@@ -163,7 +163,7 @@ def _method(title: str, row: pd.Series) -> list[str]:
     return [title, *numbers, f"{row.brier:.4f}", ece_cell(row), percent(row.phi, 1), f"{row.runs:.0f}"]
 
 
-def readme_table(table: pd.DataFrame) -> str:
+def readme_table(table: pd.DataFrame, runs: Runs) -> str:
     """The README's table: two networks, four methods."""
     lines = []
     for data in ("cifar10", "cifar100"):
@@ -172,7 +172,53 @@ def readme_table(table: pd.DataFrame) -> str:
             row = found.loc[method]
             numbers = [percent(row.accuracy), f"{row.nll:.4f}", ece_cell(row, bold=False)]
             lines.append([f"{DATA[data]}, ResNet-50", METHODS[method], *numbers])
-    return markdown(["network", "method", "accuracy", "NLL", "ECE"], lines).strip()
+    return markdown(["network", "method", "accuracy", "NLL", "ECE"], lines)
+
+
+OVERVIEW = {
+    "none": "as trained",
+    "temperature": "temperature",
+    "sms": "SMS",
+    "annealing-double-head": "paper's head",
+    "head": "staged head, logits",
+    "head+opinion": "and features, second opinion",
+}
+
+
+def overview_table(table: pd.DataFrame, runs: Runs) -> str:
+    """NLL and ECE of a few methods on every cross-entropy network."""
+    lines = []
+    for row, first in rows(runs).items():
+        if first.config.loss == "cross_entropy":
+            found = means(table, row)
+            own = found.loc["none"]
+            cells = [_few(found, name) for name in OVERVIEW]
+            lines.append([title_of(first, epochs=False), f"{own.runs:.0f}", percent(own.accuracy), *cells])
+    return markdown(["network", "seeds", "accuracy", *OVERVIEW.values()], lines)
+
+
+def losses_table(table: pd.DataFrame, runs: Runs) -> str:
+    """The training losses on the same network, before and after calibration."""
+    shown, lines = ("none", "temperature", "head"), []
+    by_row = rows(runs).items()
+    several = {run.config.data for _, run in by_row if run.config.loss != "cross_entropy"}
+    for row, first in sorted(by_row, key=lambda one: (one[1].config.data, one[1].config.loss)):
+        config, found = first.config, means(table, row)
+        if config.data in several and config.model == "resnet50":
+            loss = {"flsd53": "FLSD-53", "mmce": "MMCE"}.get(config.loss, config.loss.replace("_", " "))
+            own = found.loc["none"]
+            cells = [percent(own.accuracy), *(_few(found, name) for name in shown), f"{own.runs:.0f}"]
+            lines.append([DATA[config.data], loss, *cells])
+    head = ["data", "loss", "accuracy", "as trained", "temperature", "staged head, logits", "seeds"]
+    return markdown(head, lines)
+
+
+def _few(found: pd.DataFrame, output: str) -> str:
+    """NLL / ECE, the ECE bold where not above the band of a perfect model."""
+    if output not in found.index:
+        return "-"
+    row = found.loc[output]
+    return f"{row.nll:.4f} / {ece_cell(row).partition(' ')[0]}"
 
 
 # --- the paper
@@ -276,6 +322,11 @@ def stages_page(table: pd.DataFrame, runs: Runs) -> str:
 # --- writing
 
 Page = Callable[[pd.DataFrame, Runs], str]
+FILLED: dict[str, tuple[str, Page]] = {  # tables in pages that are written by hand
+    "readme": ("README.md", readme_table),
+    "overview": ("docs/results/index.md", overview_table),
+    "losses": ("docs/results/index.md", losses_table),
+}
 PAGES: dict[str, Page] = {
     "methods": methods_page,
     "paper": paper_page,
@@ -292,4 +343,4 @@ def fill(page: str, name: str, text: str) -> str:
     """
     before, _, rest = page.partition(f"<!-- results: {name} -->")
     after = rest.partition("<!-- end -->")[2]
-    return f"{before}<!-- results: {name} -->\n\n{text}\n\n<!-- end -->{after}"
+    return f"{before}<!-- results: {name} -->\n\n{text.strip()}\n\n<!-- end -->{after}"
