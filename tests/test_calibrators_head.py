@@ -43,6 +43,34 @@ def test_choice_by_hand() -> None:
     assert choose({"a": base, "b": noisy}, []).chosen == "b"  # without a baseline the lowest
 
 
+def test_a_noisy_best_does_not_hide_a_clear_winner() -> None:
+    base = torch.tensor([1.0, 1.2, 0.8, 1.0])
+    noisy = base - torch.tensor([2.0, -1.0, 0.5, -0.3])  # mean gain 0.3, standard error 0.65
+    clear = base - torch.tensor([0.1, 0.3, 0.1, 0.3])  # 0.2 and 0.058
+    clearer = base - torch.tensor([0.15, 0.15, 0.15, 0.17])  # 0.155 and 0.005
+    nlls = {"none": base, "noisy": noisy, "clearer": clearer, "clear": clear}
+    choice = choose(nlls, ["none"], margin=2.0)
+    assert choice.chosen == "clear"  # the lowest mean of those that win by two standard errors
+    assert choice.gain == pytest.approx(0.2)
+    assert choice.gain_error == pytest.approx(0.2 / math.sqrt(12))
+    assert list(choice.nlls) == ["noisy", "clear", "clearer", "none"]
+    assert choose(nlls, ["none"], margin=4.0).chosen == "clearer"
+    assert choose(nlls, ["none"], margin=40.0).chosen == "none"
+    assert choose({**nlls, "temperature": clear - 0.01}, ["none", "temperature"]).chosen == "temperature"
+
+
+def test_of_equal_candidates_the_first_is_chosen() -> None:
+    base = torch.tensor([1.0, 1.2])
+    better = base - 0.1
+    assert choose({"simple": better, "none": base, "big": better.clone()}, ["none"]).chosen == "simple"
+    assert choose({"none": base, "same": base.clone()}, ["none"]).chosen == "none"
+
+
+def test_one_sample_keeps_the_baseline() -> None:
+    choice = choose({"none": torch.tensor([2.0]), "better": torch.tensor([1.0])}, ["none"], margin=0.0)
+    assert choice.chosen == "none"
+
+
 def test_what_could_not_be_fitted_is_listed_and_never_chosen() -> None:
     base = torch.ones(3)
     broken = torch.tensor([0.0, math.nan, 0.0])

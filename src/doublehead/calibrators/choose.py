@@ -84,8 +84,12 @@ def choose(
 ) -> Choice:
     """Choose by the per-sample NLLs (N,) of candidates on data held back from them.
 
-    The candidate with the lowest mean is chosen if it beats the best of the baselines by more than `margin`
-    standard errors of the paired difference, else that baseline. None marks a candidate that could not be fitted.
+    A candidate is accepted if it beats the best of the baselines by more than `margin` standard errors of the paired
+    difference. Of the accepted the one with the lowest mean is chosen, of equal ones the first, so list the simplest
+    first; where none is accepted, that baseline. None marks a candidate that could not be fitted.
+
+    Each candidate is tested on its own: one that is better on average but too noisy to be accepted does not stand in
+    the way of another that clearly wins.
 
     >>> nlls = {"none": torch.tensor([1.0, 1.1, 0.9]), "temperature": torch.tensor([0.8, 0.9, 0.6])}
     >>> choose(nlls, baseline=["none"]).chosen
@@ -97,22 +101,19 @@ def choose(
         reasons = "; ".join(f"{name}: {note}" for name, note in (notes or {}).items())
         raise ValueError(f"none of the candidates could be fitted: {reasons or ', '.join(nlls)}")
     means = {name: float(values.mean()) for name, values in able.items()}
-    best = min(means, key=means.__getitem__)
-    base = min(known, key=means.__getitem__) if known else best
-    gains = able[base] - able[best]
-    error = float(gains.std()) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
-    chosen = best if best in known or float(gains.mean()) > margin * error else base
-    gain = float((able[base] - able[chosen]).mean())
+    base = min(known or able, key=means.__getitem__)
+    gains = {name: _mean_and_error(able[base] - values) for name, values in able.items()}
+    accepted = [name for name, (gain, error) in gains.items() if name not in known and gain > margin * error]
+    chosen = min(accepted, key=means.__getitem__, default=base)
     ordered = sorted(nlls, key=lambda name: means.get(name, math.inf))
-    return Choice(
-        chosen,
-        base,
-        {name: means.get(name, math.nan) for name in ordered},
-        gain,
-        error,
-        len(gains),
-        dict(notes or {}),
-    )
+    every = {name: means.get(name, math.nan) for name in ordered}
+    return Choice(chosen, base, every, *gains[chosen], len(able[base]), dict(notes or {}))
+
+
+def _mean_and_error(values: Tensor) -> tuple[float, float]:
+    """The mean and its standard error, which one value cannot tell."""
+    n = len(values)
+    return float(values.mean()), float(values.std()) / math.sqrt(n) if n > 1 else math.inf
 
 
 def _finite(values: Tensor) -> bool:
