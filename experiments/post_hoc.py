@@ -17,7 +17,7 @@ from torch import Tensor
 
 from doublehead import Predictions, calibrators
 from doublehead.calibrators import Head, make
-from doublehead.calibrators.head import STAGES
+from doublehead.calibrators.head_stages import STAGES
 from doublehead.optional import require
 
 CALIBRATORS = (
