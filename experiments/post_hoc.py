@@ -19,7 +19,7 @@ from torch import Tensor
 
 from doublehead import Predictions, calibrators
 from doublehead.calibrators import Head, Temperature, make
-from doublehead.calibrators.head import STAGES
+from doublehead.calibrators.head_stages import STAGES
 from doublehead.optional import require
 from doublehead.training.config import Config
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from doublehead import Predictions, metrics, plots
 from doublehead.calibrators import make
-from doublehead.calibrators.head import fit_log_scale
+from doublehead.calibrators.head_stages import fit_log_scale
 from doublehead.data import FAMILIES, corrupt, load
 from doublehead.shift_guard import Guard, Observed, ShiftGuard, scaled
 from doublehead.training.config import LEFT_OUT

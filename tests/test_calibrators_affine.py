@@ -16,9 +16,9 @@ from doublehead.calibrators import (
     NotConverged,
     Temperature,
     Vector,
-    affine,
-    ensemble,
     fit_inverse_temperature,
+    parametric,
+    temperature,
 )
 from doublehead.calibrators.optimise import fit_logistic, minimise
 from doublehead.predictions import Predictions
@@ -140,7 +140,7 @@ def test_matrix_beats_vector_beats_temperature_where_classes_are_mixed() -> None
 
 @pytest.mark.parametrize("kind", [Vector, Matrix, Dirichlet])
 def test_a_fit_cut_short_says_so(kind: type[Vector | Matrix], monkeypatch) -> None:
-    monkeypatch.setattr(affine, "minimise", partial(minimise, max_steps=1, restarts=0))
+    monkeypatch.setattr(parametric, "minimise", partial(minimise, max_steps=1, restarts=0))
     with pytest.warns(
         NotConverged, match=rf"{kind.__name__} did not converge: the largest gradient entry is [\d.e-]+"
     ):
@@ -184,7 +184,7 @@ def test_ensemble_weights_are_the_best_of_a_fine_grid() -> None:
 
 
 def test_ensemble_says_when_its_weights_are_unfinished(monkeypatch) -> None:
-    monkeypatch.setattr(ensemble, "MAX_STEPS", 2)
+    monkeypatch.setattr(temperature, "MAX_MIXTURE_STEPS", 2)
     with pytest.warns(
         NotConverged, match=r"EnsembleTemperature did not converge: the NLL may be .* above its minimum"
     ):

@@ -7,8 +7,10 @@ import torch
 from torch.distributions import MultivariateNormal, kl_divergence
 from torch.nn.functional import cross_entropy
 
-from doublehead.calibrators import GaussianProcess, NotConverged, Temperature, gaussian_process
-from doublehead.calibrators.gaussian_process import (
+from doublehead.calibrators import GaussianProcess, NotConverged, Temperature, smooth
+from doublehead.calibrators.maps import Places
+from doublehead.calibrators.optimise import Minimum
+from doublehead.calibrators.smooth import (
     JITTER,
     _ByEntries,
     _BySums,
@@ -16,8 +18,6 @@ from doublehead.calibrators.gaussian_process import (
     _expected_log_likelihood,
     _posterior,
 )
-from doublehead.calibrators.maps import Places
-from doublehead.calibrators.optimise import Minimum
 from doublehead.predictions import Predictions
 
 
@@ -44,7 +44,7 @@ def test_many_classes_get_the_same_map_either_way(monkeypatch: pytest.MonkeyPatc
     logits = 3 * torch.randn(400, 40, generator=generator)
     labels = torch.multinomial(0.8 * logits.softmax(1) + 0.2 / 40, 1, generator=generator)[:, 0]
     by_sums = GaussianProcess().fit(Predictions(logits, labels))(logits)
-    monkeypatch.setattr(gaussian_process, "MANY", 100)
+    monkeypatch.setattr(smooth, "MANY", 100)
     by_entries = GaussianProcess().fit(Predictions(logits, labels))(logits)
     assert not torch.equal(by_sums, by_entries)
     torch.testing.assert_close(by_sums.softmax(1), by_entries.softmax(1), rtol=0, atol=2e-3)
@@ -160,7 +160,7 @@ def test_a_fit_cut_short_says_so(monkeypatch) -> None:
     def stop(loss: object, start: list[torch.Tensor]) -> Minimum:
         return Minimum(start, 0.5, 0.1, False)
 
-    monkeypatch.setattr(gaussian_process, "minimise", stop)
+    monkeypatch.setattr(smooth, "minimise", stop)
     with pytest.warns(
         NotConverged, match="GaussianProcess did not converge: the largest gradient entry is 0.1"
     ):

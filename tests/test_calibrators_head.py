@@ -13,17 +13,15 @@ from torch import Tensor
 
 from doublehead import Predictions
 from doublehead.calibrators import Head, NotFitted, Temperature, choose, choose_calibrator
-from doublehead.calibrators.head import (
+from doublehead.calibrators.head_stages import (
     KNOTS,
     RIDGE_CURVE,
     RIDGE_POOL,
-    class_distances,
-    damped_answer,
-    fit_class_means,
     fit_curve,
     fit_log_scale,
     fit_pool,
 )
+from doublehead.calibrators.opinions import class_distances, damped_answer, fit_class_means
 from doublehead.metrics import nll
 
 # --- the rule
@@ -155,7 +153,7 @@ def test_a_second_opinion_is_pooled() -> None:
     head = Head(keep="best").fit(Predictions(views[0][fit], labels[fit]), opinion=views[1][fit])
     assert head.choice is not None
     assert "pool" in head.choice.chosen
-    assert float(head.pool_[1]) > 0.15
+    assert float(head.pool_[3]) > 0.15  # after the three of its own
     out = head(views[0][test], opinion=views[1][test])
     alone = Head().fit(Predictions(views[0][fit], labels[fit]))(views[0][test])
     gain = nll(Predictions(alone, labels[test])) - nll(Predictions(out, labels[test]))
@@ -279,13 +277,18 @@ def test_log_scale_solver_finds_the_optimum() -> None:
 
 
 def test_pool_solver_finds_the_optimum() -> None:
-    p = overconfident(400, 5)
-    parts = [part.log_softmax(1) for part in (p.logits, torch.randn(400, 5), torch.randn(400, 5))]
+    p = overconfident(400, 5, factor=0.5)
+    noise = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
+    parts = [part.log_softmax(1) for part in (p.logits, noise, -p.logits, p.logits.sign())]
     found = fit_pool(parts, p.labels).double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(torch.stack(parts, 2).double() @ found, p.labels)
-    loss = loss + 0.5 * RIDGE_POOL / 400 * (found - torch.tensor([1.0, 0.0, 0.0])).square().sum()
+    loss = loss + 0.5 * RIDGE_POOL / 400 * (found - torch.tensor([1.0, 0.0, 0.0, 0.0])).square().sum()
     (gradient,) = torch.autograd.grad(loss, found)
-    assert float(gradient.abs().max()) < 1e-4
+    used = found > 0
+    assert used.tolist()[::2] == [True, False]  # the opposite of a part gets no weight
+    assert float(gradient[used].abs().max()) < 1e-4
+    assert float(gradient[~used].min()) > -1e-4  # a weight of 0 does not want to grow
+    assert not found[~used].any()
 
 
 def test_curve_solver_finds_the_optimum() -> None:

@@ -20,7 +20,7 @@ from doublehead.calibrators.maps import (
     top_log_odds,
     with_top_odds,
 )
-from doublehead.calibrators.spline import _natural_basis, _slope_of_running_mean
+from doublehead.calibrators.smooth import _natural_basis, _slope_of_running_mean
 from doublehead.predictions import Predictions
 
 

@@ -200,20 +200,6 @@ def test_many_rows_start_from_a_sample_and_reach_the_optimum_of_all() -> None:
     assert float(fit_inverse_temperature(q.logits, q.labels)) == pytest.approx(golden_section(q), rel=1e-6)
 
 
-def test_a_stack_is_fitted_as_one() -> None:
-    p = noisy()
-    stack = torch.stack([p.logits, 100 * p.logits, -p.logits, p.logits + 0.5 * torch.randn(60, 5)])
-    found = fit_inverse_temperature(stack, p.labels)
-    assert found.shape == (4,)
-    assert found.dtype == torch.float64
-    single = torch.stack([fit_inverse_temperature(logits, p.labels) for logits in stack])
-    torch.testing.assert_close(found, single, rtol=1e-9, atol=0)
-    labels = torch.stack([p.labels, p.labels, p.labels, stack[3].argmax(1)]).reshape(2, 2, 60)
-    both = fit_inverse_temperature(stack.reshape(2, 2, 60, 5), labels)
-    torch.testing.assert_close(both.flatten()[:3], single[:3], rtol=1e-9, atol=0)
-    assert both[1, 1] > 10 * single[3]
-
-
 def test_agrees_with_scikit_learn() -> None:
     calibration = pytest.importorskip("sklearn.calibration")
     peer = getattr(calibration, "_TemperatureScaling", None)

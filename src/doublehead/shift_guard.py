@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from doublehead.calibration_data import unpack
 from doublehead.calibration_head import Standardise, statistics
-from doublehead.calibrators.head import fit_log_scale
+from doublehead.calibrators.head_stages import fit_log_scale
 from doublehead.network import find_logits, with_logits
 from doublehead.predictions import Predictions
 from doublehead.stages import CHANNELS, N_LAYERS, Distance, StageTap, moments

@@ -67,7 +67,8 @@ class Calibrator(StaysFloat32):
             warnings.warn(f"{type(self).__name__} did not converge: {facts}", NotConverged, stacklevel=2)
         like = predictions.logits[:1]
         for name in (*self.learned, "converged_"):
-            value = torch.as_tensor(learned.get(name, True)).detach()
+            value = learned.get(name, True)
+            value = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None).detach()
             dtype = like.dtype if value.is_floating_point() else value.dtype
             setattr(
                 self, name, value.to(like.device, dtype, copy=True)

@@ -86,7 +86,8 @@ def choose(
 
     A candidate is accepted if it beats the best of the baselines by more than `margin` standard errors of the paired
     difference. Of the accepted the one with the lowest mean is chosen, of equal ones the first, so list the simplest
-    first; where none is accepted, that baseline. None marks a candidate that could not be fitted.
+    first; where none is accepted, that baseline. Without baselines the lowest mean is chosen. None marks a candidate
+    that could not be fitted.
 
     Each candidate is tested on its own: one that is better on average but too noisy to be accepted does not stand in
     the way of another that clearly wins.
@@ -103,7 +104,8 @@ def choose(
     means = {name: float(values.mean()) for name, values in able.items()}
     base = min(known or able, key=means.__getitem__)
     gains = {name: _mean_and_error(able[base] - values) for name, values in able.items()}
-    accepted = [name for name, (gain, error) in gains.items() if name not in known and gain > margin * error]
+    others = [name for name in able if known and name not in known]
+    accepted = [name for name in others if gains[name][0] > margin * gains[name][1]]
     chosen = min(accepted, key=means.__getitem__, default=base)
     ordered = sorted(nlls, key=lambda name: means.get(name, math.inf))
     every = {name: means.get(name, math.nan) for name in ordered}

@@ -1,4 +1,4 @@
-"""Two optimisers in float64 that say whether they arrived: L-BFGS for any loss, Newton for small logistic fits."""
+"""Optimisers in float64: L-BFGS for any loss, Newton for a few weights, and for many small logistic fits at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 GRADIENT = 1e-6  # the largest gradient entry at which a fit counts as converged
+TOLERANCE = 2e-8  # of a mean NLL: `newton` stops where a step promises no more
 
 
 class Minimum(NamedTuple):
@@ -62,42 +63,72 @@ def minimise(
     return Minimum([value.detach() for value in values], last, gradient, gradient <= GRADIENT)
 
 
-def fit_logistic(
-    features: Tensor, targets: Tensor, *, towards: Tensor, ridge: float = 1e-6, max_steps: int = 100
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (C, D) of C logistic regressions on features (C, N, D) with targets (C, N) in 0..1, by damped Newton.
+def newton(
+    evaluate: Callable[[Tensor], tuple[float, Tensor, Tensor]], weights: Tensor, max_steps: int = 30
+) -> Tensor:
+    """Weights (P,) in float64 where a loss is lowest; `evaluate` gives it, its gradient (P,) and curvature (P, P)."""
+    damping = 1e-4
+    loss, gradient, curvature = evaluate(weights)
+    for _ in range(max_steps):
+        for _ in range(12):
+            stiff = curvature + damping * (curvature.diagonal() + 1e-8).diag()
+            step: Tensor = torch.linalg.solve(stiff, gradient)
+            if 0 <= float(gradient @ step) < TOLERANCE:
+                return weights - step
+            now = evaluate(weights - step)
+            if now[0] <= loss:
+                break
+            damping *= 6
+        else:
+            break
+        weights, (loss, gradient, curvature), damping = weights - step, now, max(damping / 4, 1e-8)
+    return weights
 
-    Each minimises its mean cross entropy plus ridge / 2 * |weights - towards|^2, the weights measured in units in
-    which each feature has mean square 1, so a separable problem has a finite answer and the scale of the features
-    is of no account. Returns weights, losses (C,) and converged (C,).
+
+def fit_logistic(
+    features: Tensor,
+    targets: Tensor,
+    *,
+    towards: Tensor,
+    ridge: float | Tensor = 1e-6,
+    weights: Tensor | None = None,
+    max_steps: int = 100,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients (C, D) of C logistic regressions on features (C, N, D) with targets (C, N) in 0..1, by Newton.
+
+    Each minimises its mean cross entropy, with sample weights (C, N), plus ridge / 2 * |coefficients - towards|^2. A
+    number for `ridge` is in units in which each feature has mean square 1, so a separable problem has a finite answer
+    and the scale of the features is of no account; a tensor (C, D) is in the units of the features. Returns
+    coefficients, losses (C,) and converged (C,).
     """
     features, targets = features.double(), targets.double()
     scale = features.square().mean(1).sqrt().clamp(min=1e-300)  # (C, D)
     features, towards = features / scale[:, None], towards.double() * scale
-    weights, n = towards.clone(), features.shape[1]
-    identity = torch.eye(features.shape[2], dtype=torch.float64, device=features.device)
+    pull = ridge / scale.square() if isinstance(ridge, Tensor) else torch.full_like(scale, ridge)
+    share = (torch.ones_like(targets) if weights is None else weights.double()) / features.shape[1]
+    found = towards.clone()
 
     def losses(at: Tensor) -> Tensor:
         odds = torch.einsum("cnd,cd->cn", features, at)
-        entropy = torch.nn.functional.softplus(odds) - targets * odds
-        return entropy.mean(1) + ridge / 2 * (at - towards).square().sum(1)
+        entropy = share * (torch.nn.functional.softplus(odds) - targets * odds)
+        return entropy.sum(1) + (pull / 2 * (at - towards).square()).sum(1)
 
-    current = losses(weights)
+    current = losses(found)
     for _ in range(max_steps):
-        probs = torch.einsum("cnd,cd->cn", features, weights).sigmoid()
-        gradient = torch.einsum("cnd,cn->cd", features, probs - targets) / n + ridge * (weights - towards)
+        probs = torch.einsum("cnd,cd->cn", features, found).sigmoid()
+        gradient = torch.einsum("cnd,cn->cd", features, share * (probs - targets)) + pull * (found - towards)
         converged = gradient.abs().amax(1) <= GRADIENT
         if bool(converged.all()):
             break
-        curvature = torch.einsum("cnd,cn,cne->cde", features, probs * (1 - probs), features) / n
-        step = torch.linalg.solve(curvature + ridge * identity, gradient[:, :, None])[:, :, 0]
+        curvature = torch.einsum("cnd,cn,cne->cde", features, share * probs * (1 - probs), features)
+        step = torch.linalg.solve(curvature + pull.diag_embed(), gradient[:, :, None])[:, :, 0]
         size = torch.ones_like(current)
         for _ in range(40):  # halve each step until it lowers its loss
-            proposed = losses(weights - size[:, None] * step)
+            proposed = losses(found - size[:, None] * step)
             worse = proposed > current
             if not bool(worse.any()):
                 break
             size = torch.where(worse, size / 2, size)
         size = torch.where(proposed > current, 0.0, size)
-        weights, current = weights - size[:, None] * step, torch.minimum(proposed, current)
-    return weights / scale, current, converged
+        found, current = found - size[:, None] * step, torch.minimum(proposed, current)
+    return found / scale, current, converged

@@ -10,9 +10,9 @@ from torch import Tensor
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.choose import Choice, choose
 from doublehead.calibrators.head import Head
-from doublehead.calibrators.identity import Identity
 from doublehead.calibrators.maps import keep_top
-from doublehead.calibrators.temperature import Temperature
+from doublehead.calibrators.optimise import fit_logistic
+from doublehead.calibrators.temperature import Identity, Temperature
 from doublehead.predictions import Predictions, Target
 
 SHARED = {"head": Head, "temperature": Temperature, "none": Identity}
@@ -130,38 +130,12 @@ def _truth(target: Target, n_labels: int) -> tuple[Tensor, Tensor]:
     return yes.reshape(-1, n_labels), weights.reshape(-1, n_labels)
 
 
-def _fit_maps(
-    odds: Tensor, truth: Tensor, weights: Tensor, shifts: bool, steps: int = 30
-) -> tuple[Tensor, Tensor]:
-    """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z, by Newton steps."""
-    z = odds.double()
-    base = torch.tensor([1.0, 0.0], dtype=z.dtype, device=z.device)
-    free = torch.tensor([1.0, float(shifts)], dtype=z.dtype, device=z.device)
-    basis = torch.stack([z, torch.ones_like(z)], -1) * free  # (N, L, 2)
-    w = base.expand(z.shape[1], 2).clone()
-    known = weights * z.sigmoid() * (1 - z.sigmoid())
-    ridge = RIDGE * (known[..., None] * basis.square()).mean(0) + 1e-6  # (L, 2) what a sample says of each
-
-    def loss_at(w: Tensor) -> Tensor:
-        out = (basis * w).sum(-1)
-        nll = (torch.nn.functional.softplus(out) - truth * out).mul(weights).sum(0)
-        return nll + 0.5 * (ridge * (w - base).square()).sum(-1)  # (L,)
-
-    loss = loss_at(w)
-    for _ in range(steps):
-        p = (basis * w).sum(-1).sigmoid()
-        gradient = ((weights * (p - truth))[..., None] * basis).sum(0) + ridge * (w - base)  # (L, 2)
-        curved = basis * (weights * p * (1 - p)).sqrt()[..., None]
-        curvature = torch.einsum("nli,nlj->lij", curved, curved) + ridge.diag_embed()
-        step, size = torch.linalg.solve(curvature, gradient), torch.ones_like(loss)
-        for _ in range(12):
-            now = loss_at(w - size[:, None] * step)
-            if bool((now <= loss).all()):
-                break
-            size = torch.where(now <= loss, size, size / 2)
-        better = now <= loss
-        fell = float((loss - now).where(better, 0.0).max())
-        w, loss = torch.where(better[:, None], w - size[:, None] * step, w), torch.where(better, now, loss)
-        if fell < 1e-9 * len(z):
-            break
-    return w[:, 0], w[:, 1]
+def _fit_maps(odds: Tensor, truth: Tensor, weights: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
+    """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z."""
+    z = odds.double().T  # (L, N)
+    features = torch.stack([z, torch.ones_like(z)][: 1 + shifts], -1)
+    towards = z.new_tensor([[1.0, 0.0][: 1 + shifts]]).expand(len(z), -1)
+    known = weights.T * z.sigmoid() * (1 - z.sigmoid())
+    ridge = (RIDGE * (known[..., None] * features.square()).mean(1) + 1e-6) / z.shape[1]
+    w, _, _ = fit_logistic(features, truth.T, towards=towards, ridge=ridge, weights=weights.T)
+    return w[:, 0], w[:, 1] if shifts else torch.zeros_like(w[:, 0])

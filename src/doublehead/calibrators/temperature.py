@@ -1,8 +1,11 @@
-"""Temperature scaling: one positive number, found at the true optimum of the NLL in a few passes over the data."""
+"""Temperature scaling: one positive number, found at the true optimum of the NLL in a few passes over the data.
+
+Beside it what is close to it: no change, a temperature from a grid, a mixture of temperatures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +21,35 @@ COARSE = 1e-3  # once a step in log(s) is this small, the passes go on in float6
 FINE = 1e-6  # Newton squares the error: after a step this small it is about 1e-12
 EXCESS = 1e-6  # where the optimum is at 0 or infinity, stop when the mean NLL is this close to its limit
 SAMPLE_ROWS = 1000  # rows that give the starting point when there are many more
+GAP = 1e-7  # how far the NLL may be from its minimum, by the certificate below
+MAX_MIXTURE_STEPS = 200
+
+
+class Identity(Calibrator):
+    """Change nothing. The row every other calibrator must beat.
+
+    >>> p = Predictions([[2.0, 0.0]], [0])
+    >>> Identity().fit(p)(p.logits).tolist()
+    [[2.0, 0.0]]
+    """
+
+    takes_weights = True
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """Nothing changes."""
+        return True
+
+    @property
+    def never_worse(self) -> bool:
+        """Nothing changes."""
+        return True
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        return {}
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        return logits
 
 
 class Temperature(Calibrator):
@@ -52,10 +84,10 @@ class Temperature(Calibrator):
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         found = solve_inverse_temperature(predictions.logits, predictions.target)
         return {
-            "temperature_": found.inverse.reciprocal(),
+            "temperature_": 1 / found.inverse,
             "at_bound_": found.at_bound,
             "converged_": found.converged,
-            "facts": f"after {MAX_PASSES} passes T = {1 / float(found.inverse):.6g}",
+            "facts": f"after {MAX_PASSES} passes T = {1 / found.inverse:.6g}",
         }
 
     def _transform(self, logits: Tensor) -> Tensor:
@@ -108,22 +140,99 @@ class TemperatureGrid(Calibrator):
         return True
 
 
+class EnsembleTemperature(Calibrator):
+    """Mix tempered, untouched and uniform probabilities (Zhang et al. 2020). Use it when temperature alone falls short.
+
+    The temperature minimises the NLL; the weights then minimise the NLL of the mixture, which is convex in them.
+    `weights_` are those of softmax(z / T), softmax(z) and 1 / K, in this order.
+
+    >>> p = Predictions([[9.0, 0.0], [9.0, 0.0], [0.5, 0.0], [0.0, 0.5]], [0, 1, 0, 1])
+    >>> round(float(EnsembleTemperature().fit(p).weights_.sum()), 6)
+    1.0
+    """
+
+    learned = ("temperature_", "weights_")
+
+    temperature_: Tensor
+    weights_: Tensor  # (3,)
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        inverse = fit_inverse_temperature(predictions.logits, predictions.labels)
+        parts = _log_parts(predictions.logits.double(), inverse)
+        at_label = torch.stack(
+            [part.gather(1, predictions.labels[:, None])[:, 0] for part in parts]
+        )  # (3, N)
+        weights, gap = _mixture_weights(at_label)
+        facts = (
+            f"the NLL may be {gap:.2g} above its minimum after {MAX_MIXTURE_STEPS} steps (wanted {GAP:.0g})"
+        )
+        return {
+            "temperature_": 1 / inverse,
+            "weights_": weights,
+            "converged_": gap <= GAP,
+            "facts": facts,
+        }
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        parts = _log_parts(logits, self.temperature_.to(logits.dtype).reciprocal())
+        log_weights = self.weights_.to(logits.dtype).log()
+        return torch.stack([part + weight for part, weight in zip(parts, log_weights)]).logsumexp(0)
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """Every part orders the classes alike."""
+        return True
+
+    @property
+    def never_worse(self) -> bool:
+        """The untouched probabilities are among the candidates."""
+        return True
+
+
+def _log_parts(logits: Tensor, inverse: Tensor | float) -> list[Tensor]:
+    uniform = torch.full_like(logits, -math.log(logits.shape[-1]))
+    return [(logits * inverse).log_softmax(-1), logits.log_softmax(-1), uniform]
+
+
+def _mixture_weights(log_probs: Tensor) -> tuple[Tensor, float]:
+    """Weights (3,) of a mixture with log probabilities (3, N) of the labels, by Newton's method with a barrier.
+
+    -mean(log(w p)) + sum(w) has its minimum on the simplex, so positive weights are the only constraint. With g_j the
+    mean over samples of p_j / mixture, the NLL is at most log(max g_j) above its minimum: a certificate.
+    """
+    ratio = (log_probs - log_probs.amax(0)).exp()  # (3, N), the best part of each sample is 1
+    weights, barrier, gap = torch.full_like(ratio[:, 0], 1 / 3), 0.1, torch.inf
+    for _ in range(MAX_MIXTURE_STEPS):
+        shares = ratio / (weights @ ratio)
+        gains = shares.mean(1)
+        gap = float(gains.max().log() + weights.sum().log())
+        if gap <= GAP:
+            break
+        gradient = 1 - gains - barrier / weights
+        curvature = shares @ shares.T / shares.shape[1] + (barrier / weights.square()).diag()
+        step = torch.linalg.solve(curvature, gradient)
+        size = min(1.0, float(0.9 / (step / weights).max().clamp(min=1e-300)))  # stay above 0
+        weights = weights - size * step
+        barrier = barrier / 4 if size == 1.0 and float(gradient @ step) < barrier else barrier
+    return weights / weights.sum(), gap
+
+
+# --- the solver
+
+
 class InverseTemperature(NamedTuple):
-    """What the solver found, each of shape logits.shape[:-2]."""
+    """What the solver found."""
 
-    inverse: Tensor  # s = 1 / T, float64
-    at_bound: Tensor  # bool: the optimum is at 0 or infinity, or every s is as good
-    converged: Tensor  # bool
+    inverse: float  # s = 1 / T
+    at_bound: bool  # the optimum is at 0 or infinity, or every s is as good
+    converged: bool
 
 
-def fit_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> Tensor:
-    """The s > 0 that minimises the mean NLL of s * logits, in float64, to about 1e-9 of its value.
-
-    Logits (N, K) give a scalar; a stack of them (..., N, K), with labels (N,) or (..., N), gives one s each, all
-    fitted together.
+def fit_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> float:
+    """The s > 0 that minimises the mean NLL of s times logits (N, K), to about 1e-9 of its value.
 
     >>> logits = torch.tensor([[4.0, 0.0]] * 4)
-    >>> round(float(fit_inverse_temperature(logits, torch.tensor([0, 0, 0, 1]))), 4)  # log(3) / 4
+    >>> round(fit_inverse_temperature(logits, torch.tensor([0, 0, 0, 1])), 4)  # log(3) / 4
     0.2747
     """
     return solve_inverse_temperature(logits, labels).inverse
@@ -133,119 +242,82 @@ def fit_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> Tensor:
 def solve_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> InverseTemperature:
     """Like `fit_inverse_temperature`, with a statement on whether the optimum is finite and was reached.
 
-    Logits (N, K) may have a `Target` with soft labels and weights instead of labels.
-
     The NLL is convex in s. With d the logits less their row's maximum, its derivative is m(s) - c: m the mean over
     rows of the expectation of d under softmax(s d), c the mean of the labels' d. Both are negative and m rises to 0
     about like a power of s, so Newton's method for log(m / c) in log(s) needs few steps. A bracket keeps it safe.
     """
-    stack, (n, k) = logits.shape[:-2], logits.shape[-2:]
-    below = (logits - logits.amax(-1, keepdim=True)).reshape(-1, n, k)  # (H, N, K), all <= 0
-    weights = None
-    if isinstance(labels, Target):
-        at_label, weights = labels.of(below[0])[None, :, None], labels.weights
-    else:
-        at_label = below.gather(2, labels.expand(*stack, n).reshape(-1, n, 1))  # (H, N, 1)
-    unit = -torch.minimum(_mean(below, weights), _mean(at_label, weights))  # (H,) the scale of the logits
-    unit = torch.where(unit == 0, 1.0, unit.log2().round().exp2())  # a power of two: dividing by it is exact
-    scale = unit.reciprocal().to(below.dtype)[:, None, None]
-    found = _solve(below.mul_(scale), at_label * scale, weights)
-    found = found._replace(inverse=found.inverse / unit)
-    return InverseTemperature(*(field.reshape(stack) for field in found))
+    target = labels if isinstance(labels, Target) else Target(labels)
+    below = logits - logits.amax(1, keepdim=True)  # (N, K), all <= 0
+    at_label, weights = target.of(below), target.weights
+    unit = -min(_mean(below.double().mean(1), weights), _mean(at_label, weights))  # the scale of the logits
+    unit = 2.0 ** round(math.log2(unit)) if unit else 1.0  # a power of two: dividing by it is exact
+    found = _solve(below.div_(unit), at_label / unit, weights)
+    return found._replace(inverse=found.inverse / unit)
 
 
 def _solve(below: Tensor, at_label: Tensor, weights: Tensor | None) -> InverseTemperature:
-    """For logits of unit scale and no maximum above 0, (H, N, K), those of the labels (H, N, 1), and weights (N,)."""
-    n = below.shape[1]
-    target, at_zero = _mean(at_label, weights), _mean(below, weights)  # c and m(0), (H,)
-    flat = (target == 0) & (at_zero == 0)
-    to_zero = (at_zero - target >= -1e-12) & ~flat
-    to_infinity = (target == 0) & ~flat
-    at_bound = flat | to_zero | to_infinity
-
-    start = torch.zeros_like(target)
+    """For logits (N, K) of unit scale and no maximum above 0, those of the labels (N,), and weights (N,)."""
+    wanted, at_zero = _mean(at_label, weights), _mean(below.double().mean(1), weights)  # c and m(0)
+    if wanted == 0:  # every label has the largest logit: the sharper the better
+        return InverseTemperature(1.0 if at_zero == 0 else _sharp_enough(below, weights), True, True)
+    if at_zero - wanted >= -1e-12:
+        return InverseTemperature(EXCESS, True, True)
+    start, n = 0.0, len(below)
     if n > 4 * SAMPLE_ROWS:
         rows = slice(None, None, n // SAMPLE_ROWS)
-        guess = _solve(below[:, rows], at_label[:, rows], None if weights is None else weights[rows])
-        start = torch.where(guess.at_bound, start, guess.inverse.log())
-    log_s, converged = _newton(below, weights, target, start, at_bound)
-
-    inverse = log_s.exp()
-    inverse[to_zero], inverse[flat] = EXCESS, 1.0
-    if bool(to_infinity.any()):
-        inverse = torch.where(to_infinity, _tame_limit(below, weights, torch.ones_like(inverse)), inverse)
-    return InverseTemperature(inverse, at_bound, converged)
+        guess = _solve(below[rows], at_label[rows], None if weights is None else weights[rows])
+        start = 0.0 if guess.at_bound else math.log(guess.inverse)
+    return _newton(below, weights, wanted, start)
 
 
-def _newton(
-    below: Tensor, weights: Tensor | None, target: Tensor, start: Tensor, done: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The root of log(m(s) / c) in log(s), (H,), and whether it was reached; heads `done` from the start are left."""
-    log_s, low, high = start, torch.full_like(start, -torch.inf), torch.full_like(start, torch.inf)
-    fine = below.dtype == torch.float64
+def _newton(below: Tensor, weights: Tensor | None, wanted: float, log_s: float) -> InverseTemperature:
+    """The root of log(m(s) / c) in log(s)."""
+    low, high, fine = -math.inf, math.inf, below.dtype == torch.float64
     for _ in range(MAX_PASSES):
-        if bool(done.all()):
-            break
-        mean, variance = _moments(below, weights, log_s.exp(), torch.float64 if fine else below.dtype)
-        too_small = mean < target  # the root lies at a larger s
-        low, high = torch.where(too_small, log_s, low), torch.where(too_small, high, log_s)
-        step = -(mean / target).log() * mean / (log_s.exp() * variance)
-        step = torch.where(step.isfinite(), step, torch.where(too_small, 1.0, -1.0)).clamp(-3, 3)
-        wanted = log_s + step
-        middle = (low + high) / 2
+        mean, variance = _moments(below, weights, math.exp(log_s), torch.float64 if fine else below.dtype)
+        too_small = mean < wanted  # the root lies at a larger s
+        low, high = (log_s, high) if too_small else (low, log_s)
+        slope = math.exp(log_s) * variance
+        step = -math.log(mean / wanted) * mean / slope if mean < 0 < slope else 1.0 if too_small else -1.0
+        moved = log_s + max(-3.0, min(3.0, step))
         # "At the other end" counts too: two steps of the largest size allowed would else go to and fro for ever.
-        outside = torch.where(too_small, wanted >= high, wanted <= low)
-        wanted = torch.where(outside, middle, wanted)
-        moved = (wanted - log_s).abs()
-        log_s = torch.where(done, log_s, wanted)
-        if fine:
-            done = done | (moved < FINE)
-        elif bool((done | (moved < COARSE)).all()):
-            # float32 brackets may be off by a rounding; float64 starts its own.
-            fine, low, high = True, torch.full_like(low, -torch.inf), torch.full_like(high, torch.inf)
-    return log_s, done
+        if not low < moved < high:
+            moved = (low + high) / 2
+        log_s, size = moved, abs(moved - log_s)
+        if fine and size < FINE:
+            return InverseTemperature(math.exp(log_s), False, True)
+        if not fine and size < COARSE:  # float32 brackets may be off by a rounding; float64 starts its own
+            fine, low, high = True, -math.inf, math.inf
+    return InverseTemperature(math.exp(log_s), False, False)
 
 
-def _moments(below: Tensor, weights: Tensor | None, s: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mean over rows of the expectation and of the variance of d under softmax(s d), (H,) in float64."""
-    mean, variance = torch.zeros_like(s), torch.zeros_like(s)
-    scale, done = s.to(dtype)[:, None, None], 0
-    for d in _chunks(below):
-        d = d.to(dtype)  # noqa: PLW2901
-        weight = (d * scale).exp_()  # (H, n, K), each row's largest is 1
-        total = weight.sum(2)
-        first = weight.mul_(d).sum(2) / total
-        second = weight.mul_(d).sum(2) / total
-        spread = second - first * first
-        if weights is not None:
-            w = weights[done : done + d.shape[1]].to(dtype)
-            first, spread, done = first * w, spread * w, done + d.shape[1]
-        mean += first.sum(1, dtype=torch.float64)
-        variance += spread.sum(1, dtype=torch.float64)
-    n = below.shape[1] if weights is None else weights.sum()
-    return mean / n, variance / n
+def _moments(below: Tensor, weights: Tensor | None, s: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The mean over rows of the expectation and of the variance of d under softmax(s d)."""
+    firsts, spreads = [], []
+    for part in below.split(max(1, CHUNK_ENTRIES // below.shape[1])):
+        d = part.to(dtype)
+        odds = (d * s).exp_()  # (n, K), each row's largest is 1
+        total = odds.sum(1)
+        first = odds.mul_(d).sum(1) / total
+        spreads.append(odds.mul_(d).sum(1) / total - first * first)
+        firsts.append(first)
+    return _mean(torch.cat(firsts), weights), _mean(torch.cat(spreads), weights)
 
 
-def _tame_limit(below: Tensor, weights: Tensor | None, s: Tensor) -> Tensor:
-    """The first of s, 2 s, 4 s, ... at which the mean NLL of the largest logit is within EXCESS of its limit, (H,).
+def _sharp_enough(below: Tensor, weights: Tensor | None) -> float:
+    """The first of 1, 2, 4, ... at which the mean NLL of the largest logit is within EXCESS of its limit.
 
     Where s times the gaps is large, s times their expectation bounds what is left of the NLL from above.
     """
+    s = 1.0
     for _ in range(MAX_PASSES):
-        left = -s * _moments(below, weights, s, torch.float64)[0]
-        if bool((left <= EXCESS).all()):
+        if -s * _moments(below, weights, s, torch.float64)[0] <= EXCESS:
             break
-        s = torch.where(left <= EXCESS, s, 2 * s)
+        s *= 2
     return s
 
 
-def _mean(values: Tensor, weights: Tensor | None) -> Tensor:
-    """(H, N, K) -> (H,) in float64, rows weighted."""
-    if weights is not None:
-        return (values.sum(2, dtype=torch.float64) * weights).sum(1) / (weights.sum() * values.shape[2])
-    return values.sum((1, 2), dtype=torch.float64) / values[0].numel()
-
-
-def _chunks(below: Tensor) -> Iterator[Tensor]:
-    heads, _, k = below.shape
-    return iter(below.split(max(1, CHUNK_ENTRIES // (heads * k)), dim=1))
+def _mean(values: Tensor, weights: Tensor | None) -> float:
+    """Of (N,), in float64."""
+    values = values.double()
+    return float(values.mean() if weights is None else (values * weights).sum() / weights.sum())

@@ -1,4 +1,4 @@
-"""Calibrators that replace a probability by that of its bin: histogram binning and BBQ."""
+"""Maps without a formula from probability to frequency: histogram binning, BBQ, isotonic regression."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
+from torch.nn.functional import pad as pad_ends
 
 from doublehead.bins import check_n_bins
 from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.maps import log_normalise, log_odds, pad, steps, top_log_odds, with_top_odds
+from doublehead.calibrators.maps import (
+    keep_top,
+    lines,
+    log_normalise,
+    log_odds,
+    pad,
+    steps,
+    top_log_odds,
+    with_top_odds,
+)
+from doublehead.optional import require
 from doublehead.predictions import Predictions
 
 BBQ_SPAN = 10.0  # bins tried: from N^(1/3) / 10 to 10 N^(1/3), as in Naeini et al. (2015)
 BBQ_PRIOR = 2.0  # the weight of the prior in samples, as there
 BBQ_FORGET = 1e-6  # binnings with a smaller share of the posterior are left out
+ISOTONIC_FLOOR = 1e-6  # no class is declared impossible: isotonic ends often are exactly 0
 
 
 class HistogramBinning(Calibrator):
@@ -103,6 +115,53 @@ class BBQ(Calibrator):
         return self.values_.shape[0]
 
 
+class Isotonic(Calibrator):
+    """The best rising map of probabilities, by scikit-learn. Use it with thousands of samples, where no formula fits.
+
+    `kind="shared"` fits one map to all classes together and keeps the predicted class (IRM of Zhang et al. 2020);
+    `"one-vs-rest"` fits one map per class, normalised to sum to 1. Between samples the map is linear in the log odds.
+    """
+
+    learned = ("knots_", "values_")
+
+    knots_: Tensor  # (1 or K, M) in log odds
+    values_: Tensor  # (1 or K, M) probabilities
+
+    def __init__(self, kind: Literal["shared", "one-vs-rest"] = "shared") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        if self.kind not in ("shared", "one-vs-rest"):
+            raise ValueError(f"kind must be 'shared' or 'one-vs-rest', got {self.kind!r}")
+        odds = log_odds(predictions.logits.double()).T  # (K, N)
+        hits = one_hot(predictions.labels, predictions.n_classes).T
+        if self.kind == "shared":
+            odds, hits = odds.reshape(1, -1), hits.reshape(1, -1)
+        maps = [_fit_rising(*column) for column in zip(odds, hits)]
+        return {"knots_": pad([knots for knots, _ in maps]), "values_": pad([values for _, values in maps])}
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        odds = log_odds(logits)
+        if not self._shared:
+            return log_normalise(lines(odds, self.knots_, self.values_), ISOTONIC_FLOOR)
+        mapped = lines(odds[..., None], self.knots_, self.values_)[..., 0]
+        return keep_top(log_normalise(mapped, ISOTONIC_FLOOR), logits)
+
+    def _n_classes(self) -> int | None:
+        return None if self._shared else self.values_.shape[0]
+
+    @property
+    def _shared(self) -> bool:
+        """Read off the fitted state where there is one, so that the state alone decides what is done."""
+        return self.values_.shape[0] == 1 if self.is_fitted else self.kind == "shared"
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """One rising map for all classes keeps their order, up to ties, which go to the class that was on top."""
+        return self._shared
+
+
 def _odds_and_hits(predictions: Predictions, kind: str) -> tuple[Tensor, Tensor]:
     """Log odds (C, N) and whether each came true (C, N), in float64; C = 1 for the top class."""
     logits = predictions.logits.double()
@@ -134,8 +193,8 @@ def _frequencies(odds: Tensor, hits: Tensor, edges: Tensor, smoothing: float) ->
     zeros = odds.new_zeros(len(odds), edges.shape[1] + 1)
     counts = zeros.scatter_add(1, which, torch.ones_like(odds))
     hit_sums, conf_sums = zeros.scatter_add(1, which, hits), zeros.scatter_add(1, which, odds.sigmoid())
-    bounds = torch.nn.functional.pad(edges.sigmoid(), (1, 0), value=0.0)
-    bounds = torch.nn.functional.pad(bounds, (0, 1), value=1.0)
+    bounds = pad_ends(edges.sigmoid(), (1, 0), value=0.0)
+    bounds = pad_ends(bounds, (0, 1), value=1.0)
     prior = torch.where(counts > 0, conf_sums / counts.clamp(min=1), (bounds[:, 1:] + bounds[:, :-1]) / 2)
     filled = (hit_sums + smoothing * prior) / (counts + smoothing).clamp(min=torch.finfo(odds.dtype).tiny)
     return torch.where(counts + smoothing > 0, filled, prior)
@@ -145,9 +204,7 @@ def _average_binnings(odds: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
     """Edges (C, M - 1) and values (C, M) of the averaged step functions, from odds and hits (C, N)."""
     odds, order = odds.sort(1)
     n = odds.shape[1]
-    below = torch.nn.functional.pad(
-        hits.gather(1, order).cumsum(1), (1, 0)
-    )  # (C, N + 1) hits among the first i
+    below = pad_ends(hits.gather(1, order).cumsum(1), (1, 0))  # (C, N + 1) hits among the first i
     root = n ** (1 / 3)
     tried = range(max(1, int(root / BBQ_SPAN)), min(n, int(BBQ_SPAN * root) + 1) + 1)
     fits = [_score_binning(odds, below, n_bins) for n_bins in tried]
@@ -169,8 +226,8 @@ def _score_binning(odds: Tensor, below: Tensor, n_bins: int) -> tuple[Tensor, Te
     samples below, and their probabilities (C, B)."""
     edges = _equal_mass(odds, n_bins)
     inner = torch.searchsorted(odds, edges, right=True)
-    cuts = torch.nn.functional.pad(torch.nn.functional.pad(inner, (1, 0)), (0, 1), value=odds.shape[1])
-    bounds = torch.nn.functional.pad(torch.nn.functional.pad(edges.sigmoid(), (1, 0)), (0, 1), value=1.0)
+    cuts = pad_ends(pad_ends(inner, (1, 0)), (0, 1), value=odds.shape[1])
+    bounds = pad_ends(pad_ends(edges.sigmoid(), (1, 0)), (0, 1), value=1.0)
     middle = ((bounds[:, 1:] + bounds[:, :-1]) / 2).clamp(1e-6, 1 - 1e-6)
     strength = BBQ_PRIOR / n_bins
     hits, counts = below.gather(1, cuts).diff(), cuts.diff()
@@ -186,3 +243,12 @@ def _compress(odds: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     change = (values.diff() != 0).nonzero()[:, 0]
     last = change.new_tensor([len(odds) - 1])
     return (odds[change] + odds[change + 1]) / 2, values[torch.cat([change, last])]
+
+
+def _fit_rising(odds: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
+    """Knots and values (M,) of the isotonic fit to odds and hits (N,), at least two of each."""
+    regression = require("sklearn.isotonic", extra="calibrators").IsotonicRegression(y_min=0.0, y_max=1.0)
+    regression.fit(odds.cpu().numpy(), hits.double().cpu().numpy())
+    knots = torch.as_tensor(regression.X_thresholds_, dtype=torch.float64)
+    values = torch.as_tensor(regression.y_thresholds_, dtype=torch.float64)
+    return (knots, values) if len(knots) > 1 else (knots.repeat(2), values.repeat(2))

@@ -1,0 +1,321 @@
+"""The stages of the head: what each reads, what it does, and how it is fitted. `head` puts them in order.
+
+Every fit takes logits or log-probabilities (N, K) and a `Target`, and may start from the parameters of a fit to more
+samples. A ridge is in samples: a weight is pulled towards no change as if so many samples said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from doublehead.calibration_head import scale_logits, statistics
+from doublehead.calibrators.optimise import newton
+from doublehead.predictions import Target
+
+OWN = ("temperature", "map", "head")  # stages whose outputs are pooled
+STAGES = (*OWN, "pool", "curve")
+
+RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 30.0, 10.0, 30.0
+# Few samples hold few errors, so a fit to them tends to sharpen: a temperature below 1 is pulled towards 1 and must
+# gain this much log-likelihood in all. One above 1 is hardly pulled at all.
+RIDGE_SOFTEN, RIDGE_SHARPEN, GAIN_SHARPEN = 0.01, 10.0, 2.0
+MAP_FLOOR = -20.0  # log-probability: trees that say "never" must not outweigh all else
+LIMIT = 3.0  # deviations to which the head's inputs are clipped
+KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
+CHUNK = 250_000  # entries handled at once, so that they stay in the cache
+MAX_BENT = 1_000_000  # entries that the curve is fitted to
+
+Params = dict[str, Tensor]
+
+
+class Evidence(NamedTuple):
+    """What stages may read of N samples besides their logits: numbers (N, S) and other opinions, (N, K) each."""
+
+    numbers: Tensor
+    opinions: tuple[Tensor, ...] = ()
+
+
+def reads(name: str, outputs: dict[str, Tensor], evidence: Evidence) -> list[Tensor]:
+    """What one stage reads: the logits (..., K) after the stage before it, and more for the head and the pool.
+
+    `outputs` are those of the stages in use so far, in order, before them the network's logits as "none".
+    """
+    z = next(reversed(outputs.values()))
+    if name == "temperature":
+        return [z]
+    if name == "head":
+        return [z, torch.cat([statistics(z), evidence.numbers.to(z.dtype)], -1)]
+    if name != "pool":
+        return [z.log_softmax(-1)]
+    first = outputs.get("temperature", outputs["none"])
+    none = z.new_zeros(()).expand_as(z)  # of a stage that is not in use
+    own = [first, *(outputs.get(stage, none) for stage in OWN[1:])]
+    return [part if part is none else part.log_softmax(-1) for part in (*own, *evidence.opinions)]
+
+
+def apply(name: str, params: Mapping[str, Tensor], read: Sequence[Tensor]) -> Tensor:
+    """One stage: logits (..., K)."""
+    z = read[0]
+    p = {key: value.to(z.dtype) if value.is_floating_point() else value for key, value in params.items()}
+    if name == "temperature":
+        return z / p["temperature_"]
+    if name == "map":
+        off = z.clamp(min=MAP_FLOOR) - p["center_"]
+        return z + (off @ p["weight_"].mT if p["weight_"].ndim == 2 else off * p["weight_"]) + p["bias_"]
+    if name == "head":
+        inputs = _standard(read[1], p)
+        return scale_logits(z, inputs @ p["slope_"][:-1, None] + p["slope_"][-1])
+    if name == "pool":
+        return torch.stack(list(read), -1) @ p["pool_"]
+    return z + _hinges(z) @ p["curve_"]
+
+
+def fit(
+    name: str, read: Sequence[Tensor], target: Target, start: Mapping[str, Tensor] | None = None
+) -> Params:
+    """The parameters of one stage."""
+    z, begin = read[0], start or {}
+    if name == "temperature":
+        return {"temperature_": _careful_temperature(z, target, begin.get("temperature_"))}
+    if name == "map":
+        return _fit_map(z, target, start)
+    if name == "head":
+        inputs = read[1]
+        params = {"mean_": inputs.mean(0), "deviation_": inputs.std(0).clamp(min=1e-4)}
+        design = torch.cat([_standard(inputs, params), torch.ones_like(inputs[:, :1])], 1)
+        ridge = z.new_full((design.shape[1],), RIDGE_HEAD)
+        ridge[-1] = 0
+        return {**params, "slope_": fit_log_scale(z, target, design, ridge, begin.get("slope_"))}
+    if name == "pool":
+        return {"pool_": fit_pool(read, target, begin.get("pool_"))}
+    return {"curve_": fit_curve(z, target, begin.get("curve_"))}
+
+
+def unused(like: Tensor, evidence: Evidence) -> Params:
+    """Parameters with which no stage changes anything, in the shapes of those fitted to logits like these (N, K)."""
+    n, k = like.shape
+    size, zeros = statistics(like[:1]).shape[1] + evidence.numbers.shape[1], like.new_zeros
+    return {
+        "temperature_": like.new_ones(()),
+        "weight_": zeros(k, k) if _takes_matrix(n, k) else zeros(k),
+        "bias_": zeros(k),
+        "center_": zeros(k),
+        "mean_": zeros(size),
+        "deviation_": zeros(size) + 1,
+        "slope_": zeros(size + 1),
+        "pool_": torch.eye(len(OWN) + len(evidence.opinions), dtype=like.dtype, device=like.device)[0],
+        "curve_": zeros(len(KNOTS)),
+    }
+
+
+def nlls(z: Tensor, target: Target) -> Tensor:
+    """(N,) of logits (N, K), times the weights."""
+    return target.weighted(z.logsumexp(1) - target.of(z))
+
+
+# --- temperature, of all samples and of each
+
+
+def _careful_temperature(z: Tensor, target: Target, start: Tensor | None) -> Tensor:
+    """One that sharpens only where this clearly pays."""
+    ones = z.new_ones(len(z), 1)
+    begin = None if start is None else -start.log()[None]
+    log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
+    if log_scale > 0:
+        log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SHARPEN))[0]
+        gain = (nlls(z, target) - nlls(z * log_scale.exp(), target)).sum()
+        log_scale = log_scale * (gain > GAIN_SHARPEN)
+    return (-log_scale).exp()
+
+
+def fit_log_scale(
+    logits: Tensor,
+    labels: Tensor | Target,
+    design: Tensor,
+    ridge: Tensor,
+    start: Tensor | None = None,
+) -> Tensor:
+    """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL.
+
+    `ridge` (P,) is the pull of each weight towards 0, in samples.
+    """
+    target = _target(labels)
+    below = logits - logits.amax(1, keepdim=True)
+    at_label = target.of(below)
+    n, rows = len(logits), max(1, CHUNK // logits.shape[1])
+    design, ridge = design.double(), ridge.double() / n
+
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        scale = (design @ w).clamp(-4, 4).exp()
+        nlls, firsts, seconds = [], [], []  # and each sample's first and second derivative in its log scale
+        for some, s, label in zip(below.split(rows), scale.to(below.dtype).split(rows), at_label.split(rows)):
+            largest = (some * s[:, None]).exp_()  # each row's largest is 1
+            sums = largest.sum(1)
+            weighted = largest.mul_(some)
+            mean = weighted.sum(1) / sums
+            variance = weighted.mul_(some).sum(1) / sums - mean.square()
+            nlls.append(sums.log() - s * label)
+            firsts.append(s * (mean - label))
+            seconds.append(s.square() * variance)
+        nll, first, second = (target.weighted(torch.cat(parts).double()) for parts in (nlls, firsts, seconds))
+        gradient = design.mT @ first / n + ridge * w
+        # The first derivative belongs to the curvature where it helps: near the optimum it has mean 0.
+        curvature = design.mT @ (design * second.clamp(min=1e-8)[:, None]) / n + ridge.diag()
+        return float(nll.sum()) / n + 0.5 * float((ridge * w.square()).sum()), gradient, curvature
+
+    begin = logits.new_zeros(design.shape[1]) if start is None else start
+    return newton(evaluate, begin.double()).to(logits.dtype)
+
+
+# --- map
+
+
+def _takes_matrix(n: int, k: int) -> bool:
+    """Whether there is enough data for a weight between every two classes."""
+    return k * k <= n
+
+
+def _fit_map(x: Tensor, target: Target, start: Mapping[str, Tensor] | None) -> Params:
+    """D + M and b of z + (D + M) (z - mean) + b, with a ridge of K / n on D and b and of K (K - 1) / n on M."""
+    n, k = x.shape
+    known = x.clamp(min=MAP_FLOOR)
+    center = known.mean(0)
+    full = _takes_matrix(n, k) if start is None else start["weight_"].ndim == 2
+    off, eye = known - center, torch.eye(k, dtype=x.dtype, device=x.device)
+    ridge = (eye + (k - 1) * (1 - eye)) * (k / n) if full else x.new_full((k,), k / n)
+    weight = (x.new_zeros(k, k) if full else x.new_zeros(k)) if start is None else start["weight_"]
+    bias = x.new_zeros(k) if start is None else start["bias_"]
+    # L-BFGS in units in which every weight has about the same curvature.
+    probs = x.exp()
+    spread = probs - probs.square()
+    curvature = spread.mT @ off.square() if full else (spread * off.square()).sum(0)
+    units = [(curvature / n + ridge).rsqrt(), (spread.mean(0) + k / n).rsqrt()]
+    values = [weight / units[0], bias / units[1]]
+    optimizer = torch.optim.LBFGS(
+        values, max_iter=60 if start is None else 20, history_size=10, line_search_fn="strong_wolfe",
+        tolerance_grad=1e-5, tolerance_change=1e-7,
+    )  # fmt: skip
+
+    size = max(1, CHUNK // k)
+
+    def closure() -> Tensor:
+        weight, bias = (value * unit for value, unit in zip(values, units))
+        loss = 0.5 * (n * ridge * weight.square()).sum() + 0.5 * k * bias.square().sum()
+        slopes = [n * ridge * weight, k * bias]
+        for before, moved, truth in zip(x.split(size), off.split(size), target.split(size)):
+            z = (moved @ weight.mT if full else moved * weight).add_(before).add_(bias)
+            z -= z.amax(1, keepdim=True)
+            at_label = truth.of(z)
+            z.exp_()
+            sums = z.sum(1, keepdim=True)
+            loss += truth.weighted(sums[:, 0].log() - at_label).sum()
+            error = truth.error(z.div_(sums))
+            slopes[0] += error.mT @ moved if full else (error * moved).sum(0)
+            slopes[1] += error.sum(0)
+        for value, slope, unit in zip(values, slopes, units):
+            value.grad = slope * unit / n
+        return loss / n
+
+    optimizer.step(closure)
+    weight, bias = (value * unit for value, unit in zip(values, units))
+    return {"weight_": weight, "bias_": bias, "center_": center}
+
+
+# --- pool
+
+
+def fit_pool(parts: Sequence[Tensor], labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
+    """Weights (P,), none below 0, of the sum of log-probabilities (N, K) with the lowest NLL.
+
+    They are pulled towards the first part alone. While weights fall below 0, the part of the lowest is left out.
+    """
+    target = _target(labels)
+    n, p = len(target.labels), len(parts)
+    size = max(1, CHUNK // (parts[0].shape[1] * p))
+    eye = torch.eye(p, dtype=torch.float64, device=target.labels.device)
+    towards = eye[0]
+
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        loss = 0.5 * RIDGE_POOL * float((w - towards).square().sum())
+        gradient, curvature = RIDGE_POOL * (w - towards), RIDGE_POOL * eye
+        for some, truth in zip(zip(*(part.split(size) for part in parts)), target.split(size)):
+            x = torch.stack(some, 2)  # (n, K, P)
+            z = x @ w.to(x.dtype)
+            probs = z.softmax(1)
+            mean = (probs[:, None] @ x)[:, 0]  # (n, P)
+            loss += float(nlls(z, truth).sum(dtype=torch.float64))
+            gradient = gradient + truth.weighted(mean - truth.of(x)).sum(0, dtype=torch.float64)
+            flat = (x * truth.weighted(probs)[..., None].sqrt()).reshape(-1, p)
+            curvature = curvature + (flat.mT @ flat - mean.mT @ truth.weighted(mean)).double()
+        # A part that is left out stays at 0.
+        return loss / n, gradient * used / n, (curvature * used * used[:, None] + (1 - used).diag()) / n
+
+    used, w = torch.ones_like(towards), towards if start is None else start.double()
+    while True:
+        w = newton(evaluate, w * used)
+        if bool((w >= 0).all()):
+            return w.where(used > 0, 0.0).to(parts[0].dtype)
+        used = used.where(eye[w.argmin()] == 0, 0.0)
+
+
+# --- curve
+
+
+def fit_curve(log_probs: Tensor, labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
+    """Weights (knots,) of the hinges of log-probabilities (N, K) with the lowest NLL, pulled towards 0.
+
+    Log-probabilities below the lowest knot stay as they are, and only their sum matters.
+    """
+    target, bent = _target(labels), log_probs > KNOTS[0]
+    counts = bent.sum(1)
+    fits = int((counts.cumsum(0) <= MAX_BENT).sum())  # samples are in random order
+    log_probs, target, bent, counts = log_probs[:fits], target.rows(slice(fits)), bent[:fits], counts[:fits]
+    # All relative to each row's largest, so that sums over confident rows lose no digits.
+    top = log_probs.amax(1)
+    x = (log_probs - top[:, None])[bent]  # (E,), row by row
+    at_top = _hinges(top)
+    basis = _hinges(log_probs[bent]) - at_top.repeat_interleave(counts, 0)  # (E, knots)
+    rest = (log_probs - top[:, None]).exp().masked_fill(bent, 0).sum(1)
+    at_label = target.of(log_probs)
+    bend = _hinges(at_label) if target.probs is None else target.of(_hinges(log_probs))
+    wanted = bend - at_top  # (N, knots)
+    each = target.weighted(torch.ones_like(top))  # (N,)
+    pull = RIDGE_CURVE * torch.eye(len(KNOTS), dtype=torch.float64, device=x.device)
+
+    def sums(values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
+
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        low = w.to(x.dtype)
+        odds = (x + basis @ low).exp_()
+        left = rest * (-at_top @ low).exp()
+        total = sums(odds) + left
+        weighted = basis * (odds / total.repeat_interleave(counts))[:, None]
+        lost = at_top * (left / total)[:, None]
+        mean = sums(weighted) - lost
+        loss = (each * (total.log() - at_label + top - wanted @ low)).sum(dtype=torch.float64)
+        gradient = (each[:, None] * (mean - wanted)).sum(0, dtype=torch.float64) + pull @ w
+        outer = (weighted * each.repeat_interleave(counts)[:, None]).mT @ basis
+        outer = outer + (each[:, None] * lost).mT @ at_top - (each[:, None] * mean).mT @ mean
+        curvature = outer.double() + pull
+        return float(loss + 0.5 * w @ pull @ w) / fits, gradient / fits, curvature / fits
+
+    begin = x.new_zeros(len(KNOTS)) if start is None else start
+    return newton(evaluate, begin.double()).to(x.dtype)
+
+
+def _hinges(log_probs: Tensor) -> Tensor:
+    knots = torch.tensor(KNOTS, dtype=log_probs.dtype, device=log_probs.device)
+    return (log_probs[..., None] - knots).clamp(min=0)  # (..., K, knots)
+
+
+def _standard(inputs: Tensor, p: Mapping[str, Tensor]) -> Tensor:
+    return ((inputs - p["mean_"]) / p["deviation_"]).clamp(-LIMIT, LIMIT)
+
+
+def _target(labels: Tensor | Target) -> Target:
+    return labels if isinstance(labels, Target) else Target(labels)

@@ -1,0 +1,250 @@
+"""Calibrators with a formula: vector, matrix and Dirichlet scaling of logits, Platt and beta scaling of odds.
+
+The first three are fitted in temperature-scaled logits, so the scale of the logits is of no account, and are pulled
+towards temperature scaling. The pull is that of a Gaussian prior: it fades as samples come in, and rises with the
+classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid, one_hot
+
+from doublehead.calibrators.base import Calibrator
+from doublehead.calibrators.maps import log_odds
+from doublehead.calibrators.optimise import fit_logistic, minimise
+from doublehead.calibrators.temperature import fit_inverse_temperature
+from doublehead.predictions import Predictions
+
+CLASSES_AT_ONCE = 64  # one-vs-rest fits in one computation
+
+
+class Vector(Calibrator):
+    """A scale and a shift for every class. Use it when classes err differently and each has a hundred samples or more.
+
+    `prior` is the standard deviation of the scales about the temperature's and of the shifts about 0; infinity gives
+    the plain form of Guo et al. (2017).
+
+    >>> p = Predictions([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 2.0]], [0, 0, 0, 1])
+    >>> Vector().fit(p).weight_.shape
+    torch.Size([2])
+    """
+
+    learned = ("weight_", "bias_")
+
+    weight_: Tensor  # (K,)
+    bias_: Tensor  # (K,)
+
+    def __init__(self, prior: float = 0.2) -> None:
+        super().__init__()
+        self.prior = prior
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        _check_positive("prior", self.prior)
+        scale = fit_inverse_temperature(predictions.logits, predictions.labels)
+        x = predictions.logits.double() * scale
+        pull = 0.5 / (self.prior**2 * len(predictions))
+
+        def loss(weight: Tensor, bias: Tensor) -> Tensor:
+            drift = (weight - 1).square().sum() + bias.square().sum()
+            return cross_entropy(x * weight + bias, predictions.labels) + pull * drift
+
+        ones = torch.ones_like(x[0])
+        found = minimise(loss, [ones, 0 * ones])
+        weight, bias = found.values
+        return {"weight_": weight * scale, "bias_": bias, **found.verdict()}
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        return logits * self.weight_.to(logits.dtype) + self.bias_.to(logits.dtype)
+
+    def _n_classes(self) -> int:
+        return self.bias_.shape[0]
+
+    @property
+    def never_worse(self) -> bool:
+        """Temperature scaling is among the candidates, at no penalty."""
+        return True
+
+
+class Matrix(Calibrator):
+    """A full linear map of the logits. Use it with few classes and thousands of samples: K * K numbers are learned.
+
+    `prior` is the standard deviation of the diagonal about the temperature's scale and of the shifts about 0; that of
+    the K - 1 other weights of a row is prior / sqrt(K). `odir=(l, m)` asks for the penalty of Kull et al. (2019)
+    instead: l times the mean square of the off-diagonal weights plus m times that of the shifts, the diagonal free.
+    """
+
+    learned = ("weight_", "bias_")
+
+    weight_: Tensor  # (K, K)
+    bias_: Tensor  # (K,)
+
+    def __init__(self, prior: float = 0.2, odir: tuple[float, float] | None = None) -> None:
+        super().__init__()
+        self.prior, self.odir = prior, odir
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        _check_positive("prior", self.prior)
+        scale = fit_inverse_temperature(predictions.logits, predictions.labels)
+        x = self._inputs(predictions.logits.double()) * scale
+        eye = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+        pull, pull_bias = self._pulls(len(predictions), eye)
+        center = (
+            x.mean(0) if self.odir is None else torch.zeros_like(x[0])
+        )  # weights turn about it, not about 0
+        top, moved = x - x.amax(1, keepdim=True), x - center
+
+        def loss(weight: Tensor, bias: Tensor) -> Tensor:
+            drift = (pull * (weight - eye).square()).sum() + pull_bias * bias.square().sum()
+            return cross_entropy(moved @ (weight - eye).T + top + bias, predictions.labels) + drift
+
+        found = minimise(loss, [eye, torch.zeros_like(x[0])])
+        weight, bias = found.values
+        return {"weight_": weight * scale, "bias_": bias - (weight - eye) @ center, **found.verdict()}
+
+    def _pulls(self, n: int, eye: Tensor) -> tuple[Tensor, float]:
+        """What each squared weight (K, K) and each squared shift is multiplied by."""
+        k = len(eye)
+        if self.odir is not None:
+            off_diagonal, intercept = self.odir
+            return (1 - eye) * off_diagonal / (k * (k - 1)), intercept / k
+        pull = 0.5 / (self.prior**2 * n)
+        return pull * (eye + k * (1 - eye)), pull
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        return self._inputs(logits) @ self.weight_.T.to(logits.dtype) + self.bias_.to(logits.dtype)
+
+    def _inputs(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def _n_classes(self) -> int:
+        return self.bias_.shape[0]
+
+    @property
+    def never_worse(self) -> bool:
+        """Temperature scaling is among the candidates, at no penalty."""
+        return True
+
+
+class Dirichlet(Matrix):
+    """Matrix scaling of log probabilities (Kull et al. 2019). Use it like Matrix, when only probabilities are known."""
+
+    def _inputs(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+
+
+class Platt(Calibrator):
+    """A line through the log odds of class 1. Use it for binary models, above all scores that are not probabilities.
+
+    With `smooth` the labels count as (n1 + 1) / (n1 + 2) and 1 / (n0 + 2), as in Platt (1999), so that few or separable
+    data give finite answers.
+
+    >>> p = Predictions.from_binary([-2.0, -1.0, 1.0, 2.0], [0, 1, 0, 1])
+    >>> Platt().fit(p).slope_.shape
+    torch.Size([])
+    """
+
+    learned = ("slope_", "shift_")
+    binary_only = True
+
+    slope_: Tensor
+    shift_: Tensor
+
+    def __init__(self, smooth: bool = True) -> None:
+        super().__init__()
+        self.smooth = smooth
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        odds = (predictions.logits[:, 1] - predictions.logits[:, 0]).double()
+        targets = predictions.labels.double()
+        if self.smooth:
+            ones = targets.sum()
+            zeros = len(targets) - ones
+            targets = torch.where(targets > 0, (ones + 1) / (ones + 2), 1 / (zeros + 2))
+        features = torch.stack([odds, torch.ones_like(odds)], 1)[None]
+        towards = odds.new_tensor([[1.0, 0.0]])
+        weights, _, converged = fit_logistic(features, targets[None], towards=towards, ridge=1e-9)
+        return {"slope_": weights[0, 0], "shift_": weights[0, 1], "converged_": converged.all()}
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        odds = logits[..., 1] - logits[..., 0]
+        moved = odds * self.slope_.to(odds.dtype) + self.shift_.to(odds.dtype)
+        return torch.stack([torch.zeros_like(moved), moved], -1)
+
+
+class Beta(Calibrator):
+    """A bend and a shift of each probability (Kull et al. 2017). Use it where Platt's line is too stiff.
+
+    log odds = a log p - b log(1 - p) + c with a, b >= 0, a tiny pull towards a = b = 1, c = 0 keeping them finite.
+    Two classes share one map of class 1; more classes get one each, normalised to sum to 1.
+
+    >>> p = Predictions.from_binary([0.1, 0.2, 0.7, 0.9], [0, 1, 0, 1], are_probs=True)
+    >>> Beta().fit(p).weights_.shape
+    torch.Size([1, 3])
+    """
+
+    learned = ("weights_",)
+
+    weights_: Tensor  # (1 or K, 3): a, b, c
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        odds = log_odds(predictions.logits.double()).T  # (K, N)
+        targets = one_hot(predictions.labels, predictions.n_classes).T
+        if predictions.n_classes == 2:
+            odds, targets = odds[1:], targets[1:]
+        fits = [
+            _fit_beta(*part)
+            for part in zip(odds.split(CLASSES_AT_ONCE), targets.split(CLASSES_AT_ONCE), strict=True)
+        ]
+        converged = torch.cat([done for _, done in fits])
+        return {
+            "weights_": torch.cat([weights for weights, _ in fits]),
+            "converged_": converged.all(),
+            "facts": f"{int((~converged).sum())} of {len(converged)} class maps are short of their optimum",
+        }
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        weights = self.weights_.to(logits.dtype)
+        if len(weights) == 1:
+            moved = _features(logits[..., 1] - logits[..., 0]) @ weights[0]
+            return torch.stack([torch.zeros_like(moved), moved], -1)
+        moved = (_features(log_odds(logits)) * weights).sum(-1)
+        return logsigmoid(moved).log_softmax(-1)
+
+    def _n_classes(self) -> int:
+        return max(2, len(self.weights_))
+
+
+def _features(odds: Tensor) -> Tensor:
+    """(...) -> (..., 3): log p, -log(1 - p), 1."""
+    return torch.stack([logsigmoid(odds), -logsigmoid(-odds), torch.ones_like(odds)], -1)
+
+
+def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """a, b, c (C, 3) for odds and targets (C, N).
+
+    The problem is convex: its optimum is the free fit where that has no negative weight, else the best of the fits
+    with a, b or both held at 0.
+    """
+    features, towards = _features(odds), odds.new_tensor([[1.0, 1.0, 0.0]])
+    weights, _, converged = fit_logistic(features, targets, towards=towards)
+    open_ = (weights[:, :2] < 0).any(1)  # where the free fit breaks a bound
+    best = torch.where(open_, torch.inf, -torch.inf)
+    for held in ([0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]) if bool(open_.any()) else ():
+        mask = features.new_tensor(held)
+        fit, loss, done = fit_logistic(features * mask, targets, towards=towards)
+        better = (fit * mask >= 0)[:, :2].all(1) & (loss < best)
+        best = torch.where(better, loss, best)
+        weights, converged = (
+            torch.where(better[:, None], fit * mask, weights),
+            torch.where(better, done, converged),
+        )
+    return weights, converged
