@@ -112,9 +112,9 @@ METHODS: dict[str, Method] = {
     "head+mirror": lambda run: staged_head(run, *FEATURES, "opinion", "flip"),
     "head+opinion, best": lambda run: staged_head(run, *FEATURES, "opinion", keep="best"),
     # One stage after the other; "head" has the curve too, and "head+opinion" is the last of them with the curve.
-    "stage: map": partial(staged_head, stages=("map",)),
-    "stage: head": partial(staged_head, stages=("map", "head")),
-    "stage: numbers": lambda run: staged_head(run, "numbers", stages=("map", "head")),
+    "stage: map": partial(staged_head, stages=("map", "pool")),
+    "stage: head": partial(staged_head, stages=("map", "head", "pool")),
+    "stage: numbers": lambda run: staged_head(run, "numbers", stages=("map", "head", "pool")),
     "stage: distances": lambda run: staged_head(run, *FEATURES, stages=("map", "head", "pool")),
     "stage: opinion": lambda run: staged_head(run, *FEATURES, "opinion", stages=("map", "head", "pool")),
 }

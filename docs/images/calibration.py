@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import doublehead as dh
 from doublehead.calibrators.choose import Choice
-from doublehead.calibrators.head import MARGIN
 from doublehead.curves import reliability
 from doublehead.data import DATASETS, fashion_subset
 from doublehead.models import build
@@ -103,7 +102,7 @@ STAGES = (
     ("temperature", "one number\nfor all samples"),
     ("map", "scales and shifts\nof classes"),
     ("head", "a temperature\nfor each sample"),
-    ("pool", "weighted sum of\nlog-probabilities"),
+    ("pool", "weighted sum of\nall outputs so far"),
     ("curve", "a function of the\nlog-probability"),
 )
 READS = (
@@ -115,7 +114,7 @@ READS = (
 
 
 def draw_stages(choice: Choice) -> Figure:
-    """The stages as boxes, and below them the held-back NLL of every sequence that was tried."""
+    """The stages as boxes, and below them the held-back NLL after each."""
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.15])
     _draw_boxes(top.subplots())
@@ -152,18 +151,16 @@ def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float]) -> Non
 
 
 def _draw_nlls(ax: Any, choice: Choice) -> None:
-    """`choice.gain_error` is the standard error of the chosen sequence's difference to the temperature."""
     nlls = {name: nll for name, nll in choice.nlls.items() if name != "none"}
-    names = sorted(nlls, key=nlls.__getitem__, reverse=True)
+    names = sorted(nlls, key=len)
     colours = ["#d55e00" if name == choice.chosen else "#0072b2" for name in names]
     base = nlls[choice.baseline]
-    ax.axvspan(base - MARGIN * choice.gain_error, base, color="#b8b8b8", alpha=0.5, linewidth=0)
     ax.axvline(base, color="#333333", linewidth=1)
     ax.scatter([nlls[name] for name in names], range(len(names)), color=colours, zorder=3)
     ax.set_yticks(range(len(names)), names, fontsize=8.5)
     ax.set_xlabel(f"NLL on held-back calibration samples (n = {choice.n:,})")
     ax.set_title(
-        "Sequences tried on one network; orange: chosen; grey: within two of its standard errors",
+        "After each stage on one network; orange: chosen; line: temperature alone",
         fontsize=11,
         loc="left",
     )

@@ -37,9 +37,7 @@ from doublehead.torch_tools import one_thread
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MARGIN = (
-    0.0  # standard errors by which all stages must beat the temperature, which the pool is pulled towards
-)
+MARGIN = 0.0  # standard errors by which the stages must beat the temperature; the pool is pulled towards it
 MIN_SAMPLES = 200  # below, only a temperature is fitted
 MIN_WRONG = 30  # so it is with fewer wrong predictions than this: they cannot teach when to doubt
 WARN_SAMPLES = 100  # below, a warning says that this is little data

@@ -28,6 +28,7 @@ LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
 CHUNK = 250_000  # entries handled at once, so that they stay in the cache
 MAX_BENT = 1_000_000  # entries that the curve is fitted to
+MAX_POOLED = 4_000_000  # and the pool, of each part
 
 Params = dict[str, Tensor]
 
@@ -233,7 +234,8 @@ def fit_pool(parts: Sequence[Tensor], labels: Tensor | Target, start: Tensor | N
 
     They are pulled towards the first part alone. While weights fall below 0, the part of the lowest is left out.
     """
-    target = _target(labels)
+    rows = slice(max(1, MAX_POOLED // parts[0].shape[1]))  # samples are in random order
+    parts, target = [part[rows] for part in parts], _target(labels).rows(rows)
     n, p = len(target.labels), len(parts)
     size = max(1, CHUNK // (parts[0].shape[1] * p))
     eye = torch.eye(p, dtype=torch.float64, device=target.labels.device)
