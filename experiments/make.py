@@ -57,26 +57,23 @@ def reference(runs: Runs) -> StoredRun:
 
 def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
-    shown_rows = {row: run for row, run in rows(runs).items() if run.config.loss == "cross_entropy"}
-    n_lines = -(-len(shown_rows) // 4)
-    figure = Figure(figsize=(16.4, 3.2 * n_lines), layout="constrained")
-    axes = list(figure.subplots(n_lines, 4, squeeze=False).flat)
+    shown = {row: run for row, run in rows(runs).items() if run.config.loss == "cross_entropy"}
     names = [name for name in SHOWN if name not in ("none", "temperature")]
-    for ax in axes[len(shown_rows) :]:
-        ax.remove()
-    for ax, (row, first) in zip(axes, shown_rows.items()):
-        found = means(table, row)
-        shown = [name for name in names if name in found.index]
-        scale = 100 / found.loc["temperature"].nll
-        places = range(len(shown))
-        values = found.loc[shown]
-        errors = scale * (values.delta_high - values.delta_low) / 2
-        ax.errorbar(scale * values.delta, places, xerr=errors, fmt="o", color=plots.INK, capsize=3)
+    n_lines = -(-len(shown) // 4)
+    figure = Figure(figsize=(12.6, 2.6 * n_lines), layout="constrained")
+    axes = figure.subplots(n_lines, 4, sharey=True, squeeze=False).flat
+    for place, ((row, first), ax) in enumerate(zip(shown.items(), axes)):
+        found = means(table, row).reindex(names)
+        scale = 100 / means(table, row).loc["temperature"].nll
+        errors = scale * (found.delta_high - found.delta_low) / 2
+        ax.errorbar(scale * found.delta, range(len(names)), xerr=errors, fmt="o", color=plots.INK, capsize=3)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
-        ax.set_yticks(places, [SHOWN[name] for name in shown])
-        ax.invert_yaxis()
-        ax.set(xlabel="change of the NLL, percent", title=title_of(first))
+        ax.set_yticks(range(len(names)), [SHOWN[name] for name in names])
+        ax.set_title(title_of(first, epochs=False), fontsize=10)
         ax.spines[["top", "right"]].set_visible(False)
+        if not place:
+            ax.invert_yaxis()
+    figure.supxlabel("change of the NLL against temperature scaling, percent", fontsize=10)
     return figure
 
 
