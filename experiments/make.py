@@ -9,50 +9,179 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 
-import figures
+import numpy as np
 import pandas as pd
 import rivals
 import tables
 import theory
 import torch
-from post_hoc import PEERS, all_scores, ensemble_rows, ensembles
+from matplotlib.figure import Figure
+from post_hoc import METHODS, PEERS, all_scores, ensemble_rows, ensembles
 from results import HERE, TABLE, StoredRun, read_table, rows_of, stored_runs, write_table
+from tables import REFERENCE, Runs, means, row_of, rows, title_of
 
 from doublehead import plots
+from doublehead.curves import reliability
+from doublehead.metrics import fine_bins
+from doublehead.training.methods import BETAS
 
 OUTPUT = HERE.parent / "docs" / "results"
 
+# --- figures, from results.csv, certificates and committed logits
 
-def measure(runs: Sequence[StoredRun], before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
+SHOWN = {
+    "none": "network",
+    "temperature": "temperature scaling",
+    "annealing-double-head": "paper's head",
+    "head": "staged head",
+    "head+opinion": "with features and second opinion",
+    "head+mirror": "with the mirror view too",
+}
+HEADS = {"main": "network", "double-head": "head, no annealing", "annealing-double-head": "head, beta0 1.2"}
+STEPS = ("first", "5th", "10th", "last 10th", "last 5th", "last")
+TICKS = {"ece": (0.003, 0.01, 0.03, 0.1), "nll": (0.2, 0.5, 1.0, 2.0)}  # of logarithmic axes
+PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "mean entropy (nats)"}
+
+
+def reference(runs: Runs) -> StoredRun:
+    """The run of the paper's figures."""
+    return next(run for run in runs if run.name == REFERENCE)
+
+
+def gains(table: pd.DataFrame, runs: Runs) -> Figure:
+    """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
+    shown = {row: run for row, run in rows(runs).items() if run.config.loss == "cross_entropy"}
+    names = [name for name in SHOWN if name not in ("none", "temperature")]
+    n_lines = -(-len(shown) // 4)
+    figure = Figure(figsize=(12.6, 2.6 * n_lines), layout="constrained")
+    axes = figure.subplots(n_lines, 4, sharey=True, squeeze=False).flat
+    for place, ((row, first), ax) in enumerate(zip(shown.items(), axes)):
+        found = means(table, row).reindex(names)
+        scale = 100 / means(table, row).loc["temperature"].nll
+        errors = scale * (found.delta_high - found.delta_low) / 2
+        ax.errorbar(scale * found.delta, range(len(names)), xerr=errors, fmt="o", color=plots.INK, capsize=3)
+        ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
+        ax.set_yticks(range(len(names)), [SHOWN[name] for name in names])
+        ax.set_title(title_of(first, epochs=False), fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+        if not place:
+            ax.invert_yaxis()
+    figure.supxlabel("change of the NLL against temperature scaling, percent", fontsize=10)
+    return figure
+
+
+def epochs(table: pd.DataFrame, runs: Runs) -> Figure:
+    """Network and paper's heads over the epochs of the reference run."""
+    found = reference(runs).certificate["epochs"]
+    figure = Figure(figsize=(9.6, 6.6), layout="constrained")
+    for ax, (key, label) in zip(figure.subplots(2, 2).flat, PANELS.items()):
+        lines = [
+            {"epoch": epoch, **{title: found[name][key][i] for name, title in HEADS.items()}}
+            for i, epoch in enumerate(found["epoch"])
+        ]
+        plots.draw_epochs(lines, list(HEADS.values()), ax, ylabel=label, percent=key in ("ece", "accuracy"))
+        if key in TICKS:
+            ax.set_yscale("log")
+            ax.set_yticks(
+                TICKS[key], [f"{100 * tick:g} %" if key == "ece" else f"{tick:g}" for tick in TICKS[key]]
+            )
+            ax.minorticks_off()
+    return figure
+
+
+def beta_sweep(table: pd.DataFrame, runs: Runs) -> Figure:
+    """ECE and entropy of the paper's head against beta0, all on one network."""
+    run = reference(runs)
+    names = [f"mlp-{beta0:g}" for beta0 in BETAS]
+    found = means(table[table.run == run.name], row_of(run.name)).loc[names]
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    plots.draw_sweep(BETAS, {"paper's head": found.ece.tolist()}, left, ylabel="ECE")
+    entropy = [run.certificate["entropy"][name] for name in names]
+    plots.draw_sweep(
+        BETAS, {"paper's head": entropy}, right, ylabel="mean entropy (nats)", percent=False, ring=False
+    )
+    return figure
+
+
+def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
+    """Gradient norms of two heads at six calibration steps of an epoch, over the last 70 % of the epochs."""
+    found = reference(runs).certificate["gradients"]
+    norms = {name: np.array(value) for name, value in found.items()}  # (epochs, 6)
+    figure = Figure(figsize=(9.6, 5.6), layout="constrained")
+    for step, ax in enumerate(figure.subplots(2, 3).flat):
+        shown = {}
+        for name, values in norms.items():
+            late = values[round(0.3 * len(values)) :, step]
+            shown[name.replace("mlp-", "beta0 ")] = late[np.isfinite(late)]
+        plots.draw_histograms(shown, ax, n_bins=16, log=False, title=f"{STEPS[step]} calibration step")
+    return figure
+
+
+def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
+    """Network, temperature scaling, paper's head and staged head, for the first run of each data set."""
+    firsts = {run.config.data: run for run in reversed(runs) if run.config.loss == "cross_entropy"}
+    chosen = ("none", "temperature", "annealing-double-head", "head+opinion")
+    figure = Figure(figsize=(3.4 * len(chosen), 3.7 * len(firsts)), layout="constrained")
+    axes = figure.subplots(len(firsts), len(chosen), squeeze=False)
+    for line, (_, run) in zip(axes, sorted(firsts.items())):
+        for ax, name in zip(line, chosen):
+            scores = METHODS[name](run) if name in METHODS else run.heads.get(name)
+            if scores is not None:
+                curve = reliability(scores.bins(fine_bins(15)), 15)
+                title = "staged head, second opinion" if name == "head+opinion" else SHOWN[name]
+                plots.draw_reliability(curve, ax, title=f"{title_of(run, epochs=False)}\n{title}")
+    legend = axes[0, 0].get_legend()
+    labels = [text.get_text() for text in legend.get_texts()]
+    figure.legend(legend.legend_handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    for ax in axes.flat:
+        if ax.get_legend():
+            ax.get_legend().remove()
+    return figure
+
+
+FIGURES: dict[str, Callable[[pd.DataFrame, Runs], Figure]] = {
+    "gains": gains,
+    "epochs": epochs,
+    "beta": beta_sweep,
+    "gradients": gradient_norms,
+    "reliability": reliability_diagrams,
+}
+
+
+# --- everything
+
+
+def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
     """The long table. Of runs not in `again`, and of packages that are not installed, the committed rows are kept."""
-    rows: list[tuple[object, ...]] = []
+    lines: list[tuple[object, ...]] = []
     for run in runs:
         own = before[before.run == run.name]
         if again and run.name not in again:
-            rows += own.itertuples(index=False, name=None)
+            lines += own.itertuples(index=False, name=None)
             continue
         began = time.perf_counter()
         scores = dict(all_scores(run))
         for name, one in scores.items():
-            rows += rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
+            lines += rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
         missing = own[own.output.isin(set(PEERS) - set(scores))]
-        rows += missing.itertuples(index=False, name=None)
+        lines += missing.itertuples(index=False, name=None)
         print(f"{run.name}: {len(scores)} outputs in {time.perf_counter() - began:.0f} s", flush=True)
     for name, members in ensembles(runs):
-        rows += ensemble_rows(name, members)
-    return write_table(rows)
+        lines += ensemble_rows(name, members)
+    return write_table(lines)
 
 
-def draw(table: pd.DataFrame, runs: Sequence[StoredRun], output: Path) -> None:
+def draw(table: pd.DataFrame, runs: Runs, output: Path) -> None:
     """Draw all figures into `output`/figures, and the two of docs/theory.md."""
-    for name, function in figures.FIGURES.items():
+    for name, function in FIGURES.items():
         plots.save(function(table, runs), output / "figures" / f"{name}.png", dpi=90)
     theory.draw(output)
 

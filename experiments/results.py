@@ -282,7 +282,8 @@ def import_folder(source: Path, folder: Path = HERE) -> Path:
             features = [torch.from_numpy(file[f"{s}/id"].astype(np.float32)) for s in ("calib", "test")]
         both = distances(features[0], calib.labels, features[1], calib.main.shape[1])
         calib, test = (part._replace(sphere=d[0], projected=d[1]) for part, d in zip((calib, test), both))
-    heads = {name: Scores.of(Predictions(arrays[f"test/id/{name}"], test.labels)) for name in config.heads}
+    kept_heads = [name for name in config.heads if "@" not in name]  # no table shows perturbed ones
+    heads = {name: Scores.of(Predictions(arrays[f"test/id/{name}"], test.labels)) for name in kept_heads}
     lines = [json.loads(line) for line in (source / "run/metrics.jsonl").read_text().splitlines()]
     about["environment"].pop("command")
     kept = ("config", "environment", "sizes", "train_seconds", "samples_per_second", "train_accuracy")

@@ -178,7 +178,8 @@ def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE)
     calib, test = splits_of(reopened(folder, root, accelerator))
     heads = {
         name: Scores.of(Predictions.load(folder.path / f"predictions/test-{name}.npz"))
-        for name in (*config.heads, *config.guarded())
+        for name in config.heads
+        if "@" not in name  # no table shows perturbed ones
     }
     return store(config.name, calib, test, heads, certificate_of(folder), to)
 

@@ -159,7 +159,7 @@ def methods_page(table: pd.DataFrame, runs: Runs) -> str:
 def _method(title: str, row: pd.Series) -> list[str]:
     spread = f" ± {row.delta_sd:.4f}" if row.runs > 1 and pd.notna(row.delta_sd) else ""
     delta = f"{row.delta:+.4f}{spread} [{row.delta_low:+.4f}, {row.delta_high:+.4f}]" if row.delta else ""
-    numbers = [percent(row.accuracy), f"{row.nll:.4f}", f"**{delta}**" if row.delta_high < 0 else delta]
+    numbers = [percent(row.accuracy), f"{row.nll:.4f}", f"**{delta}**" if row.delta_high < -5e-5 else delta]
     return [title, *numbers, f"{row.brier:.4f}", ece_cell(row), percent(row.phi, 1), f"{row.runs:.0f}"]
 
 
@@ -236,11 +236,10 @@ def paper_page(table: pd.DataFrame, runs: Runs) -> str:
             continue
         own = printed.loc[(*where, loss)]
         theirs = {"none": own.before, "temperature": None, "temperature_grid": own.after}
-        theirs |= {
-            name: printed.loc[(*where, name)].before for name in ("double-head", "annealing-double-head")
-        }
+        heads = ("double-head", "annealing-double-head") if loss == "cross-entropy" else ()
+        theirs |= {name: printed.loc[(*where, name)].before for name in heads}
         cells = [_beside(found, name, value) for name, value in theirs.items()]
-        lines.append([title_of(first, epochs=False), loss, *cells])
+        lines.append([title_of(first, epochs=False), loss, *cells, *[""] * (5 - len(cells))])
     return "\n".join(
         [
             "# The paper's tables beside ours\n",
