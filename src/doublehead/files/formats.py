@@ -7,6 +7,7 @@ cannot be read raises a `TableError` that says what is wrong and where.
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 from collections.abc import Generator, Iterator, Sequence
@@ -21,7 +22,11 @@ from doublehead.optional import require
 
 BLOCK = 1 << 21  # bytes of text parsed together
 WIDEST_BLOCK = 1 << 26  # where rows are long
-SNIFFED = 1 << 22  # bytes at the beginning of a text that show its delimiter, header and decimal sign
+WIDE = (
+    1000  # score columns from which on they are parsed as one long column: Arrow takes microseconds for each
+)
+WIDE_BLOCK = 3 << 22  # bytes of such text parsed together
+BOM = b"\xef\xbb\xbf"
 SIMPLE = ("float", "double")  # Arrow types of scores that need no conversion
 DECIMAL = re.compile(r"-?\d*[.,]\d+([eE][-+]?\d+)?")
 NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?|[-+]?(nan|inf)", re.IGNORECASE)
@@ -71,32 +76,37 @@ class TableReader(Reader):
 
     def _describe(self, schema: Any) -> None:
         self.names, self.schema = unique(schema.names, self.source), schema
-        self.columns = {field.name: _arrow_kind(field.type) for field in schema}
+        kinds = {kind: _arrow_kind(kind) for kind in set(schema.types)}
+        self.columns = {name: kinds[kind] for name, kind in zip(self.names, schema.types)}
         self.columns |= {name: "text" for name, _ in self.source.folders}
 
     def batches(
         self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
     ) -> Generator[RawBatch, None, None]:
-        """A text column among the scores is an error; columns made from the names of folders are constant."""
+        """A text column among the scores is an error."""
         for name in scores:
             if self.columns[name] not in ("number", "whole", "matrix") and not isinstance(self, CsvReader):
                 kind = self.schema.field(name).type
                 raise TableError(f"{self.source}: column {name!r} must hold numbers, got {_told(kind)}")
-        folders = dict(self.source.folders)
-        wanted = [*scores, *(name for name in others if name not in folders)]
+        wanted = [*scores, *(name for name in others if name not in dict(self.source.folders))]
         for batch, done in self._tables(
             self.names if keep else list(dict.fromkeys(wanted)), scores, rows, keep
         ):
             with reading(self.source, self.names):
                 place = {name: i for i, name in enumerate(batch.schema.names)}
                 table = _score_table(batch.select([place[name] for name in scores]))
-                columns = {
-                    name: np.full(len(table), folders[name], dtype=object)
-                    if name in folders
-                    else _to_numpy(batch.column(place[name]))
-                    for name in others
-                }
+                columns = self._others(batch, others, len(table))
             yield RawBatch(table, columns, batch, done)
+
+    def _others(self, batch: Any, names: Sequence[str], n: int) -> dict[str, Array]:
+        """Columns of a batch, and those made from the names of folders, which are constant."""
+        folders = dict(self.source.folders)
+        return {
+            name: np.full(n, folders[name], dtype=object)
+            if name in folders
+            else _to_numpy(batch.column(name))
+            for name in names
+        }
 
     def _tables(
         self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
@@ -112,8 +122,7 @@ class CsvReader(TableReader):
         self._csv, self._arrow = require("pyarrow.csv", extra="tables"), require("pyarrow", extra="tables")
         self._zipped = zipped
         with reading(source):
-            with self._open()[1] as stream:
-                start = bytes(stream.read(SNIFFED))
+            start = self._start()
             self._encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf8"
             lines = _first_lines(start, self._encoding)
             self.delimiter = max("\t;|,", key=lines[0].count)
@@ -125,30 +134,51 @@ class CsvReader(TableReader):
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
             self._names = self._header(lines[0])
-            schema = self._schema(lines)
+            schema = self._schema(lines, start)
         self._describe(schema)
         self.columns |= {field.name: "text" for field in schema if field.type == self._arrow.bool_()}
 
-    def _schema(self, lines: list[str]) -> Any:
-        """The types of the columns, found by Arrow but for those that begin with a decimal number: it is slow at it."""
-        header, first = (
-            next(csv.reader(lines[:1], delimiter=self.delimiter), []),
-            lines[-1].split(self.delimiter),
-        )
-        names = self._names or header
-        types = {}
+    def _start(self) -> bytes:
+        """The beginning of the text, with its first two lines where they are not too long."""
+        start = b""
+        with self._open()[1] as stream:
+            while start.count(b"\n") < 3 and len(start) < WIDEST_BLOCK and (more := stream.read(BLOCK)):
+                start += more
+        return start
+
+    def _schema(self, lines: list[str], start: bytes) -> Any:
+        """The types of the columns by the beginning of the text.
+
+        Arrow finds them, but for those that begin with a decimal number: it is slow at it.
+        """
+        number, types = self._arrow.float64(), {}
+        names = self._names or next(csv.reader(lines[:1], delimiter=self.delimiter), [])
+        first = lines[-1].split(self.delimiter)
         if len(names) == len(first):
-            types = {
-                name: self._arrow.float64()
-                for name, cell in zip(names, first)
-                if DECIMAL.fullmatch(cell.strip())
-            }
+            types = {name: number for name, cell in zip(names, first) if DECIMAL.fullmatch(cell.strip())}
+        if len(types) >= WIDE and len(set(names)) == len(names):
+            return self._wide_schema(names, types, start)
         try:
-            with self._reader(types) as reader:
+            with self._reader(types, len(start)) as reader:
                 return reader.schema
         except (ValueError, LookupError):
-            with self._reader({}) as reader:
+            with self._reader({}, len(start)) as reader:
                 return reader.schema
+
+    def _wide_schema(self, names: list[str], types: dict[str, Any], start: bytes) -> Any:
+        """As `_schema`, but Arrow sees the other columns alone: it needs kilobytes for each column."""
+        rest = [i for i, name in enumerate(names) if name not in types]
+        text = io.StringIO()
+        lines = start.decode(self._encoding, errors="ignore").splitlines()
+        whole = lines[self.header : max(len(lines) - 1, self.header + 1)]
+        rows = csv.reader(whole, delimiter=self.delimiter)
+        csv.writer(text, delimiter=self.delimiter).writerows(
+            [row[i] for i in rest] for row in rows if len(row) == len(names)
+        )
+        if rest:
+            batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {})
+            types |= {names[i]: batch.column(names[i]).type for i in rest}
+        return self._arrow.schema([(name, types[name]) for name in names])
 
     def _header(self, line: str) -> list[str] | None:
         """Names for the columns where the file has none, or where its own are padded; else None."""
@@ -169,30 +199,93 @@ class CsvReader(TableReader):
     def _tables(
         self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
     ) -> Iterator[tuple[Any, int]]:
+        types = self._types(scores, keep)
+        with (
+            reading(self.source, self.names, self.header),
+            self._reader(types, self._block, wanted) as reader,
+        ):
+            for batch in reader:
+                yield batch, self._file.tell()
+
+    def _types(self, scores: Sequence[str], keep: bool) -> dict[str, Any]:
         """Scores are parsed as float64; other columns too if they are numbers and need not be written back."""
         number, text, kept = self._arrow.float64(), self._arrow.string(), set(scores)
-        types = {
+        return {
             name: number if name in kept or (not keep and kind in ("number", "whole")) else text
             for name, kind in self.columns.items()
         }
-        with reading(self.source, self.names, self.header), self._reader(types, wanted) as reader:
-            for batch in reader:
-                yield batch, self._file.tell()
+
+    def batches(
+        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
+    ) -> Generator[RawBatch, None, None]:
+        """Many score columns side by side are parsed as one; from the first row on that is not plain, as any file."""
+        seen, first = 0, self.names.index(scores[0])
+        if len(scores) >= WIDE and self._encoding == "utf8" and not keep:
+            if self.names[first : first + len(scores)] == list(scores):
+                for raw in self._wide_batches(first, len(scores), others):
+                    if raw is None:
+                        break
+                    seen += len(raw.scores)
+                    yield raw
+                else:
+                    return
+        for raw in super().batches(scores, others, rows, keep):
+            skip = min(seen, len(raw.scores))
+            seen -= skip
+            if skip < len(raw.scores):
+                columns = {name: column[skip:] for name, column in raw.columns.items()}
+                yield raw._replace(scores=raw.scores[skip:], columns=columns)
+
+    def _wide_batches(self, first: int, width: int, others: Sequence[str]) -> Iterator[RawBatch | None]:
+        """Batches of `width` scores from column `first` on; None at a quote, or a row that is not as it should be."""
+        delimiter, skip = self.delimiter.encode(), self.header
+        outside = [*self.names[:first], *self.names[first + width :]]
+        types = {name: kind for name, kind in self._types((), keep=False).items() if name in set(outside)}
+        file, stream = self._open()
+        with stream:
+            for block in _line_blocks(stream, WIDE_BLOCK):
+                lines = [line for line in block.removeprefix(BOM).splitlines() if line][skip:]
+                skip = 0
+                cut = [_cut(line, delimiter, first, width, len(outside)) for line in lines]
+                if b'"' in block or None in cut:
+                    yield None
+                    return
+                scores = b"\n".join(row[1] for row in cut if row).replace(delimiter, b"\n")
+                rest = b"\n".join(row[0] for row in cut if row)
+                try:
+                    table = self._parsed(scores, ["score"], {"score": self._arrow.float64()})
+                    batch = self._parsed(rest, outside, types) if outside else None
+                except ValueError:
+                    yield None
+                    return
+                columns = self._others(batch, others, len(cut))
+                yield RawBatch(_to_numpy(table.column(0)).reshape(-1, width), columns, None, file.tell())
 
     def _open(self) -> tuple[Any, Any]:
         # Arrow's own file: its reading threads never need Python, which may be on its way out after an error.
         file = self._arrow.OSFile(os.fspath(self.source.path), "rb")
         return file, self._arrow.CompressedInputStream(file, "gzip") if self._zipped else file
 
-    def _reader(self, types: dict[str, Any], wanted: Sequence[str] = ()) -> Any:
+    def _parsed(self, text: bytes, names: list[str], types: dict[str, Any]) -> Any:
+        """Lines without a header as one Arrow batch."""
+        table = self._csv.read_csv(
+            self._arrow.BufferReader(text),
+            self._csv.ReadOptions(use_threads=False, block_size=BLOCK, column_names=names),
+            self._csv.ParseOptions(delimiter=self.delimiter, ignore_empty_lines=False),
+            self._csv.ConvertOptions(column_types=types, decimal_point=self._decimal_point),
+        )
+        (batch,) = table.combine_chunks().to_batches()
+        return batch
+
+    def _reader(self, types: dict[str, Any], block: int, wanted: Sequence[str] = ()) -> Any:
         self._file, stream = self._open()
-        columns = list(wanted) if wanted and len(wanted) < len(self.names) else None
+        columns = list(wanted) if wanted else None
         return self._csv.open_csv(
             stream,
             # one thread: only then do errors name the row
             read_options=self._csv.ReadOptions(
                 use_threads=False,
-                block_size=self._block,
+                block_size=block,
                 encoding=self._encoding,
                 column_names=self._names,
                 skip_rows=1 if self._names and not self.guesses else 0,
@@ -242,15 +335,9 @@ class JsonReader(TableReader):
     def _blocks(self) -> Iterator[tuple[bytes, int]]:
         """Whole lines of text, and the bytes read so far."""
         file = self.arrow.OSFile(os.fspath(self.source.path), "rb")
-        rest = b""
         with file, self.arrow.CompressedInputStream(file, "gzip") if self._zipped else file as stream:
-            while block := bytes(stream.read(BLOCK)):
-                whole, newline, tail = (rest + block).rpartition(b"\n")
-                rest = tail
-                if whole.strip():
-                    yield whole + newline, file.tell()
-            if rest.strip():
-                yield rest, file.tell()
+            for block in _line_blocks(stream, BLOCK):
+                yield block, file.tell()
 
 
 class ParquetReader(TableReader):
@@ -310,8 +397,29 @@ def _first_lines(start: bytes, encoding: str) -> list[str]:
         text = start[: len(start) // 2 * 2].decode("utf-16", errors="ignore")
     else:
         lines = start.split(b"\n", 2)[:2]
-        text = b"\n".join(lines).decode("utf-8-sig", errors="strict" if len(start) < SNIFFED else "ignore")
+        text = b"\n".join(lines).decode("utf-8-sig")
     return text.split("\n", 2)[:2]
+
+
+def _line_blocks(stream: Any, size: int) -> Iterator[bytes]:
+    """Whole lines of text, about `size` bytes at a time."""
+    rest = b""
+    while block := bytes(stream.read(size)):
+        whole, newline, tail = block.rpartition(b"\n")
+        if newline and (rest + whole).strip():
+            yield rest + whole + newline
+        rest = tail if newline else rest + block
+    if rest.strip():
+        yield rest
+
+
+def _cut(line: bytes, delimiter: bytes, first: int, width: int, n_others: int) -> tuple[bytes, bytes] | None:
+    """The other columns and `width` scores from column `first` on; None where the row has more or fewer."""
+    *head, rest = line.split(delimiter, first)
+    middle, *tail = rest.rsplit(delimiter, n_others - first)
+    if len(head) + len(tail) != n_others or middle.count(delimiter) != width - 1:
+        return None
+    return delimiter.join([*head, *tail]), middle
 
 
 def _told(kind: Any) -> str:

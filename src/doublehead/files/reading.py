@@ -134,7 +134,10 @@ class PredictionTable:
             if chunk.predictions is None:
                 raise TableError(f"{self.sources[0]} has no labels to measure by")
             part = Tally.of(chunk.predictions, n_bins, chunk.groups)
-            found = part if found is None else found + part
+            if found is None:
+                found = part
+            else:
+                found += part
         assert found is not None  # chunks() raises where there are no rows
         return found
 
