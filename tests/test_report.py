@@ -22,6 +22,7 @@ from doublehead import Predictions, metrics
 
 pytest.importorskip("jinja2")
 from doublehead import report
+from doublehead.outcomes import Outcomes
 from doublehead.report_page import page as page_module
 from doublehead.report_page import svg
 from doublehead.report_page.charts import shortened
@@ -198,11 +199,11 @@ def test_page_stays_small_with_many_methods_and_classes(monkeypatch: pytest.Monk
 def test_counts_at_thresholds_against_a_loop() -> None:
     p = Predictions.from_probs([[0.9, 0.1], [0.9, 0.1], [0.3, 0.7], [0.5, 0.5]], [0, 1, 1, 1])
     thresholds = np.array([0.0, 0.5, 0.70001, 0.8, 0.95])
-    accepted, wrong = at_thresholds(p, thresholds)
+    accepted, wrong = at_thresholds(Outcomes.of(p), thresholds)
     assert accepted.tolist() == [4, 4, 2, 2, 0]
     assert wrong.tolist() == [2, 2, 1, 1, 0]
     big = made(700, sharpness=2)
-    accepted, wrong = at_thresholds(big, THRESHOLDS)
+    accepted, wrong = at_thresholds(Outcomes.of(big), THRESHOLDS)
     confidence, correct = big.confidence.double(), big.correct
     for t, kept, errors in zip(THRESHOLDS, accepted, wrong):
         assert kept == int((confidence >= t).sum())

@@ -220,15 +220,15 @@ class CsvReader(TableReader):
     ) -> Generator[RawBatch, None, None]:
         """Many score columns side by side are parsed as one; from the first row on that is not plain, as any file."""
         seen, first = 0, self.names.index(scores[0])
-        if len(scores) >= WIDE and self._encoding == "utf8" and not keep:
-            if self.names[first : first + len(scores)] == list(scores):
-                for raw in self._wide_batches(first, len(scores), others):
-                    if raw is None:
-                        break
-                    seen += len(raw.scores)
-                    yield raw
-                else:
-                    return
+        together = self.names[first : first + len(scores)] == list(scores)
+        if together and len(scores) >= WIDE and self._encoding == "utf8" and not keep:
+            for raw in self._wide_batches(first, len(scores), others):
+                if raw is None:
+                    break
+                seen += len(raw.scores)
+                yield raw
+            else:
+                return
         for raw in super().batches(scores, others, rows, keep):
             skip = min(seen, len(raw.scores))
             seen -= skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from doublehead import metrics
 from doublehead.curves import (
@@ -51,9 +52,9 @@ class Method:
     curve: Reliability
     histogram: Histogram
     risk: RiskCoverage
-    accepted: Array  # (T,) samples of at least each threshold
+    accepted: Array  # (T,) samples of at least each threshold, or their weight
     wrong: Array  # (T,) and how many of these are wrong
-    guaranteed: tuple[ThresholdChoice, ...]  # one per MAX_ERRORS
+    guaranteed: tuple[ThresholdChoice, ...]  # one per MAX_ERRORS; none with sample weights
 
     @property
     def classes(self) -> ClassGaps | None:
@@ -89,20 +90,22 @@ def measure(name: str, p: Predictions | Record, n_bins: int, seed: int) -> Metho
         risk=risk_coverage_curve(confidences),
         accepted=accepted,
         wrong=wrong,
-        guaranteed=tuple(summary.abstain(max_error) for max_error in MAX_ERRORS),
+        guaranteed=tuple(
+            summary.abstain(max_error) for max_error in MAX_ERRORS if summary.answers is not None
+        ),
     )
 
 
-def at_thresholds(p: Predictions | Outcomes, thresholds: Array) -> tuple[Array, Array]:
-    """How many samples have at least each confidence (rising thresholds), and how many of these are wrong."""
-    confidence, correct = (column.cpu().numpy() for column in p.top_label())
-    confidence = confidence.astype(np.float64)
-
-    def at_least(values: Array) -> Array:
-        count: Array = len(values) - np.searchsorted(np.sort(values), thresholds, side="left")
-        return count
-
-    return at_least(confidence), at_least(confidence[~correct])
+def at_thresholds(p: Outcomes, thresholds: Array) -> tuple[Array, Array]:
+    """How many samples (or what weight) have at least each confidence, and how many of these are wrong."""
+    order = p.confidence.argsort(descending=True)
+    weights = torch.ones(len(p), dtype=torch.int64) if p.weights is None else p.weights
+    counted = torch.stack([weights, weights * ~p.correct])[:, order].cumsum(
+        1
+    )  # (2, N) among the most confident
+    kept = torch.searchsorted(-p.confidence[order].double(), -torch.from_numpy(thresholds), right=True)
+    accepted, wrong = torch.nn.functional.pad(counted, (1, 0))[:, kept].numpy()
+    return accepted, wrong
 
 
 def measure_shift(

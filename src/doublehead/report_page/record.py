@@ -94,7 +94,8 @@ class Record:
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number of the method."""
-        return add_sample_metrics(self.tally.summary(seed), self.outcomes)
+        summary = self.tally.summary(seed)
+        return summary if self.outcomes.weights is not None else add_sample_metrics(summary, self.outcomes)
 
     def periods(self, seed: int = 0) -> Summary | None:
         """The same summary with stretches of time as its groups, at most a dozen; None without times."""
