@@ -452,13 +452,21 @@ def _score_table(batch: Any) -> Array:
 
 def _to_numpy(column: Any) -> Array:
     """An Arrow array as numpy: missing numbers become nan, missing texts None, lists of one length a matrix."""
-    types = require("pyarrow.types", extra="tables")
+    types, compute = (require(f"pyarrow.{name}", extra="tables") for name in ("types", "compute"))
+    kind = _arrow_kind(column.type)
+    if kind in ("matrix", "labels"):
+        return _matrix(column)
+    if kind == "text":
+        column = column if types.is_dictionary(column.type) else column.dictionary_encode()
+        texts: Array = np.array([*column.dictionary.to_pylist(), None], dtype=object)
+        return np.asarray(texts[np.from_dlpack(compute.fill_null(column.indices.cast("int64"), -1))])
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if types.is_decimal(column.type):
-        column = column.cast("float64")
-    if _arrow_kind(column.type) in ("matrix", "labels"):
-        return _matrix(column)
+    if kind == "whole" and not column.null_count:
+        return np.from_dlpack(column.cast("uint8") if types.is_boolean(column.type) else column)
+    if kind in ("number", "whole"):  # not by to_numpy, which imports pandas where it is installed
+        column = column if str(column.type) in SIMPLE else column.cast("float64")
+        return np.from_dlpack(compute.fill_null(column, np.nan) if column.null_count else column)
     array: Array = column.to_numpy(zero_copy_only=False)
     return array
 
@@ -468,7 +476,7 @@ def _matrix(column: Any) -> Array:
     lengths = (
         require("pyarrow.compute", extra="tables").list_value_length(column).to_numpy(zero_copy_only=False)
     )
-    values: Array = column.flatten().to_numpy(zero_copy_only=False)
+    values = _to_numpy(column.flatten())
     width = int(np.nanmax(lengths)) if len(lengths) else 0
     if not np.array_equal(lengths, np.full(len(lengths), width)):
         rows = [

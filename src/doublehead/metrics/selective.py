@@ -193,7 +193,7 @@ def threshold_counts(confidence: Tensor, correct: Tensor) -> Tensor:
 
 
 def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct confidences from high to low, how many samples (or what weight) have each, how many of them are wrong."""
+    """Distinct confidences from high to low, how many samples (or what weight) have each and are wrong there."""
     confidence, correct = p.top_label()
     values, group = confidence.double().unique(return_inverse=True)
     weights = torch.ones_like(confidence, dtype=torch.float64) if p.weights is None else p.weights
