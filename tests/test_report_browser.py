@@ -17,6 +17,7 @@ from doublehead import Predictions, metrics
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 pytest.importorskip("jinja2")
 from doublehead import report as write_report  # noqa: E402
+from doublehead.outcomes import Outcomes  # noqa: E402
 from doublehead.report_page.numbers import THRESHOLDS, at_thresholds  # noqa: E402
 from doublehead.summary import compare  # noqa: E402
 
@@ -143,7 +144,7 @@ def test_slider_shows_error_and_coverage_of_every_threshold(page: Any) -> None:
         slider.press(key)
         assert slider.input_value() == str(i)
         for m, (name, p) in enumerate(NAMED.items()):
-            accepted, wrong = (int(column[i]) for column in at_thresholds(p, THRESHOLDS))
+            accepted, wrong = (int(column[i]) for column in at_thresholds(Outcomes.of(p), THRESHOLDS))
             row = row_of(page, m)
             assert f"{100 * accepted / len(p):.1f} %" in row
             assert f"{wrong} of {accepted} wrong" in row

@@ -20,7 +20,7 @@ from doublehead.summary import Summary, Tally, add_sample_metrics, row_groups
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 MAX_ERRORS = 25  # the most confident ones are listed
-MAX_PERIODS = 12
+MAX_PERIODS = 24
 SHOWN = (
     "text",
     "sentence",
@@ -98,7 +98,7 @@ class Record:
         return summary if self.outcomes.weights is not None else add_sample_metrics(summary, self.outcomes)
 
     def periods(self, seed: int = 0) -> Summary | None:
-        """The same summary with stretches of time as its groups, at most a dozen; None without times."""
+        """The same summary with stretches of time as its groups, at most MAX_PERIODS; None without times."""
         if self.times is None:
             return None
         names, which = _periods(self.times)
