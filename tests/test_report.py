@@ -23,11 +23,11 @@ from doublehead import Predictions, metrics
 pytest.importorskip("jinja2")
 from doublehead import report
 from doublehead.outcomes import Outcomes
+from doublehead.report_page import charts
 from doublehead.report_page import page as page_module
-from doublehead.report_page import svg
 from doublehead.report_page.charts import shortened
-from doublehead.report_page.numbers import THRESHOLDS, Method, at_thresholds, measure
 from doublehead.report_page.page import build_page, page_verdict
+from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, measure
 from doublehead.report_page.tables import class_rows, classes_off, guaranteed_table, metrics_table
 from doublehead.summary import compare_all
 
@@ -89,7 +89,7 @@ def embedded(page: str) -> Any:
     return json.loads(text)
 
 
-@pytest.mark.parametrize("module", [svg, page_module], ids=["svg", "page"])
+@pytest.mark.parametrize("module", [charts, page_module], ids=["charts", "page"])
 def test_examples_in_docstrings_run(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -156,10 +156,11 @@ def test_hostile_names_stay_text_everywhere() -> None:
 
 
 def test_svg_escapes_texts_tooltips_and_attributes() -> None:
-    assert svg.text(0, 0, "<b>&") == '<text x="0" y="0">&lt;b&gt;&amp;</text>'
-    assert svg.tooltip("</title><b>") == "<title>&lt;/title&gt;&lt;b&gt;</title>"
+    assert charts.text(0, 0, "<b>&") == '<text x="0" y="0">&lt;b&gt;&amp;</text>'
+    assert charts.tooltip("</title><b>") == "<title>&lt;/title&gt;&lt;b&gt;</title>"
     assert (
-        svg.picture(1, 2, '"><b>') == '<svg viewBox="0 0 1 2" role="img" aria-label="&quot;&gt;&lt;b&gt;"/>'
+        charts.picture(1, 2, '"><b>')
+        == '<svg viewBox="0 0 1 2" role="img" aria-label="&quot;&gt;&lt;b&gt;"/>'
     )
     page = build({"<i>m</i>": made(80)}, shift={"<u>s</u>": {"<i>m</i>": made(80)}})
     assert not {"i", "u"} & {tag for tag, _ in Elements(page).tags}

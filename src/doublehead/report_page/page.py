@@ -14,8 +14,7 @@ from doublehead.bins import check_n_bins
 from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.report_page import charts, tables
-from doublehead.report_page.numbers import THRESHOLDS, Method, Shifted, measure, measure_shift
-from doublehead.report_page.record import Record
+from doublehead.report_page.record import THRESHOLDS, Method, Record, Shifted, measure, measure_shift
 from doublehead.report_page.tables import clean
 from doublehead.summary import Comparison, compare_all
 

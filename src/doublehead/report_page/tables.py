@@ -12,7 +12,7 @@ import torch
 from doublehead.curves import ClassGaps
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
-from doublehead.report_page.numbers import MAX_ERRORS, Array, Method, Shifted
+from doublehead.report_page.record import ERROR_LIMITS, Array, Method, Shifted
 from doublehead.summary import METRICS, Metric, Summary, capital, p_value_text, percent, shown, shown_interval
 
 ROWS = (
@@ -232,7 +232,7 @@ def guaranteed_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
     table: list[dict[str, Any]] = []
     if not all(m.guaranteed for m in methods):
         return table
-    for i, limit in enumerate(MAX_ERRORS):
+    for i, limit in enumerate(ERROR_LIMITS):
         cells = []
         for choice in (m.guaranteed[i] for m in methods):
             if choice.threshold is None:
