@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from doublehead.files import TableError, read_predictions
+from doublehead.files import TableError, formats, read_predictions
 from doublehead.outcomes import Outcomes
 
 pa = pytest.importorskip("pyarrow")
@@ -184,10 +184,45 @@ def test_excel(tmp_path: Path) -> None:
     assert read_predictions(tmp_path / "a.xlsx").load().probs.tolist() == PROBS
 
 
-def test_wide_files(tmp_path: Path) -> None:
-    n, k = 3, 20_000  # look-ups by name once took time that grew with the square of the columns
-    scores = np.random.default_rng(0).normal(size=(n, k)).round(4)
-    lines = [",".join(["label", *(f"logit_{i}" for i in range(k))])]
-    lines += [",".join([str(i), *map(str, row)]) for i, row in enumerate(scores.tolist())]
-    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
-    assert np.array_equal(read_predictions(tmp_path / "a.csv").load().logits.numpy(), scores)
+def wide_lines(scores: Any, texts: list[str]) -> list[str]:
+    header = ",".join(["text", *(f"logit_{i}" for i in range(scores.shape[1])), "label", "site"])
+    rows = zip(texts, scores.tolist(), range(len(texts)))
+    return [header, *(",".join([text, *map(str, row), str(i), "ab"[i % 2]]) for text, row, i in rows)]
+
+
+@pytest.mark.parametrize("case", ["plain", "windows", "zipped", "quotes", "line break in quotes"])
+def test_wide_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "WIDE_BLOCK", 1 << 15)  # so that there are several
+    scores = np.random.default_rng(0).normal(size=(12, 2000)).round(4)
+    odd = {"quotes": '"x, y"', "line break in quotes": '"x\ny"'}.get(case, "")
+    text = "\n".join(wide_lines(scores, ["t"] * 9 + [odd] + ["t"] * 2)) + "\n"
+    content = text.replace("\n", "\r\n").encode() if case == "windows" else text.encode()
+    file = tmp_path / "a.csv"
+    file.write_bytes(gzip.compress(content) if case == "zipped" else content)
+    table = read_predictions(file, by="site", extra=["text"])
+    chunks = list(table)
+    assert np.array_equal(np.concatenate([chunk.scores for chunk in chunks]), scores)
+    texts = np.concatenate([chunk.raw.columns["text"] for chunk in chunks]).tolist()
+    assert texts[9] == odd.strip('"')
+    assert table.load().labels.tolist() == list(range(12))
+    assert {name: group.n for name, group in table.tally().groups.items()} == {"a": 6, "b": 6}
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("x", "column 'logit_1', row 10 must hold a number, got 'x'"),
+        ("", "column 'logit_1', row 10 must hold a finite number, got nothing"),
+        ("1.0,1.0", "row 10 has 2004 values where the header has 2003"),
+    ],
+)
+def test_wide_files_name_the_place(
+    cell: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "WIDE_BLOCK", 1 << 15)
+    lines = wide_lines(np.random.default_rng(0).normal(size=(12, 2000)).round(4), ["t"] * 12)
+    cells = lines[10].split(",")
+    lines[10] = ",".join([*cells[:2], cell, *cells[3:]])
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    with pytest.raises(TableError, match=message):
+        read_predictions(tmp_path / "a.csv").tally()

@@ -22,11 +22,12 @@ from doublehead import Predictions, metrics
 
 pytest.importorskip("jinja2")
 from doublehead import report
+from doublehead.outcomes import Outcomes
+from doublehead.report_page import charts
 from doublehead.report_page import page as page_module
-from doublehead.report_page import svg
 from doublehead.report_page.charts import shortened
-from doublehead.report_page.numbers import THRESHOLDS, Method, at_thresholds, measure
 from doublehead.report_page.page import build_page, page_verdict
+from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, measure
 from doublehead.report_page.tables import class_rows, classes_off, guaranteed_table, metrics_table
 from doublehead.summary import compare_all
 
@@ -88,7 +89,7 @@ def embedded(page: str) -> Any:
     return json.loads(text)
 
 
-@pytest.mark.parametrize("module", [svg, page_module], ids=["svg", "page"])
+@pytest.mark.parametrize("module", [charts, page_module], ids=["charts", "page"])
 def test_examples_in_docstrings_run(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -155,10 +156,11 @@ def test_hostile_names_stay_text_everywhere() -> None:
 
 
 def test_svg_escapes_texts_tooltips_and_attributes() -> None:
-    assert svg.text(0, 0, "<b>&") == '<text x="0" y="0">&lt;b&gt;&amp;</text>'
-    assert svg.tooltip("</title><b>") == "<title>&lt;/title&gt;&lt;b&gt;</title>"
+    assert charts.text(0, 0, "<b>&") == '<text x="0" y="0">&lt;b&gt;&amp;</text>'
+    assert charts.tooltip("</title><b>") == "<title>&lt;/title&gt;&lt;b&gt;</title>"
     assert (
-        svg.picture(1, 2, '"><b>') == '<svg viewBox="0 0 1 2" role="img" aria-label="&quot;&gt;&lt;b&gt;"/>'
+        charts.picture(1, 2, '"><b>')
+        == '<svg viewBox="0 0 1 2" role="img" aria-label="&quot;&gt;&lt;b&gt;"/>'
     )
     page = build({"<i>m</i>": made(80)}, shift={"<u>s</u>": {"<i>m</i>": made(80)}})
     assert not {"i", "u"} & {tag for tag, _ in Elements(page).tags}
@@ -198,11 +200,11 @@ def test_page_stays_small_with_many_methods_and_classes(monkeypatch: pytest.Monk
 def test_counts_at_thresholds_against_a_loop() -> None:
     p = Predictions.from_probs([[0.9, 0.1], [0.9, 0.1], [0.3, 0.7], [0.5, 0.5]], [0, 1, 1, 1])
     thresholds = np.array([0.0, 0.5, 0.70001, 0.8, 0.95])
-    accepted, wrong = at_thresholds(p, thresholds)
+    accepted, wrong = at_thresholds(Outcomes.of(p), thresholds)
     assert accepted.tolist() == [4, 4, 2, 2, 0]
     assert wrong.tolist() == [2, 2, 1, 1, 0]
     big = made(700, sharpness=2)
-    accepted, wrong = at_thresholds(big, THRESHOLDS)
+    accepted, wrong = at_thresholds(Outcomes.of(big), THRESHOLDS)
     confidence, correct = big.confidence.double(), big.correct
     for t, kept, errors in zip(THRESHOLDS, accepted, wrong):
         assert kept == int((confidence >= t).sum())

@@ -17,7 +17,8 @@ from doublehead import Predictions, metrics
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 pytest.importorskip("jinja2")
 from doublehead import report as write_report  # noqa: E402
-from doublehead.report_page.numbers import THRESHOLDS, at_thresholds  # noqa: E402
+from doublehead.outcomes import Outcomes  # noqa: E402
+from doublehead.report_page.record import THRESHOLDS, at_thresholds  # noqa: E402
 from doublehead.summary import compare  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -143,7 +144,7 @@ def test_slider_shows_error_and_coverage_of_every_threshold(page: Any) -> None:
         slider.press(key)
         assert slider.input_value() == str(i)
         for m, (name, p) in enumerate(NAMED.items()):
-            accepted, wrong = (int(column[i]) for column in at_thresholds(p, THRESHOLDS))
+            accepted, wrong = (int(column[i]) for column in at_thresholds(Outcomes.of(p), THRESHOLDS))
             row = row_of(page, m)
             assert f"{100 * accepted / len(p):.1f} %" in row
             assert f"{wrong} of {accepted} wrong" in row
@@ -377,13 +378,13 @@ def test_print_is_light_opens_the_explanations_and_drops_the_controls(browser: A
         assert background(page) != dark
         assert not page.locator("nav").is_visible()
         assert not page.locator(".choose").is_visible()
-        assert page.locator("#reliability svg.chart").first.is_visible()
+        assert page.locator("#reliability charts.chart").first.is_visible()
 
 
 def test_without_javascript_pictures_and_tables_remain(browser: Any, report: Path) -> None:
     with opened(browser, report, java_script_enabled=False) as page:
-        assert page.locator("#reliability svg.chart").count() == 3
-        assert page.locator("#reliability svg.chart").first.is_visible()
+        assert page.locator("#reliability charts.chart").count() == 3
+        assert page.locator("#reliability charts.chart").first.is_visible()
         assert page.locator("#numbers table").is_visible()
         assert not page.locator("#threshold").is_visible()
         assert not page.locator("#theme").is_visible()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -205,45 +206,84 @@ def test_networks_take_weights_and_soft_labels(companion: bool) -> None:
     assert after(x, one_hot) == pytest.approx(after(x, y), abs=0.02)
 
 
+def written(path: Path, p: Predictions, weights: Tensor) -> Path:
+    rows = (",".join(map(str, row)) for row in zip(p.labels.tolist(), *p.logits.T.tolist(), weights.tolist()))
+    path.write_text("\n".join(["label,logit_0,logit_1,logit_2,logit_3,size", *rows]) + "\n")
+    return path
+
+
 def test_files_take_weights(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    logits, labels, weights = sample(300)
-    rows = "".join(
-        ",".join(map(str, [int(y), *z, w])) + "\n"
-        for y, z, w in zip(labels, logits.tolist(), weights.tolist())
-    )
-    file = tmp_path / "a.csv"
-    file.write_text("label,logit_0,logit_1,logit_2,logit_3,size\n" + rows)
-    found = dh.evaluate(logits=str(file), weights="size")
-    p = Predictions(logits.double(), labels, weights)
-    assert found.values["nll"] == pytest.approx(metrics.nll(p), rel=1e-6)
-    assert dh.evaluate(logits=logits, labels=labels, weights=weights).values["ece"] == pytest.approx(
-        metrics.ece(p)
-    )
-    run = CliRunner().invoke(app, ["evaluate", str(file), "--logits", "--weights", "size", "--json"])
-    assert run.exit_code == 0, run.output
-    out = tmp_path / "b.csv"
-    command = [
-        "calibrate",
-        "--fit",
-        str(file),
-        "--apply",
-        str(file),
-        "--logits",
-        "--weights",
-        "size",
-        "-o",
-        str(out),
-    ]
-    run = CliRunner().invoke(app, [*command, "--method", "temperature"])
-    assert run.exit_code == 0, run.output
-    assert out.read_text().startswith("label,prob_0,prob_1,prob_2,prob_3,size")
-    run = CliRunner().invoke(app, [*command, "--method", "isotonic", "--force"])
-    assert run.exit_code != 0
-    assert "sample weights" in run.output
-    report, negative = tmp_path / "page.html", tmp_path / "negative.csv"
-    with pytest.raises(TypeError, match="no weights here, got sample weights"):
-        dh.report(f"logits:{file}", report, weights="size")
+    weighted, repeated = twice(300)
+    assert weighted.weights is not None
+    file = written(tmp_path / "a.csv", weighted, weighted.weights)
+    long = written(tmp_path / "long.csv", repeated, torch.ones(len(repeated)))
+    found, wanted = (dh.evaluate(logits=str(path), weights="size").values for path in (file, long))
+    for name in SCALARS:
+        assert found[name] == pytest.approx(wanted[name], rel=1e-6)
+    negative = tmp_path / "negative.csv"
     negative.write_text("label,logit_0,logit_1,size\n0,1.5,2.5,-1\n")
     with pytest.raises(ValueError, match="'size', row 1 must hold a weight >= 0, got -1"):
         dh.evaluate(logits=negative, weights="size")
+
+
+def test_calibrate_measures_with_weights(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    weighted, repeated = twice(300)
+    assert weighted.weights is not None
+    file = written(tmp_path / "a.csv", weighted, weighted.weights)
+    long = written(tmp_path / "long.csv", repeated, torch.ones(len(repeated)))
+    found = []
+    for path, options in ((file, ["--weights", "size"]), (long, [])):
+        command = [
+            "calibrate",
+            "--fit",
+            path,
+            "--apply",
+            path,
+            "--logits",
+            "-o",
+            tmp_path / "b.csv",
+            "--force",
+        ]
+        run = CliRunner().invoke(app, [*map(str, command), "--json", "--method", "temperature", *options])
+        assert run.exit_code == 0, run.output
+        found.append(json.loads(run.stdout))
+    one, other = found
+    for when in ("before", "after"):
+        values = [each[when]["metrics"]["nll"]["value"] for each in found]
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+    difference = one["nll_difference"]["value"]
+    assert difference == pytest.approx(other["nll_difference"]["value"], rel=1e-4)
+    before, after = (one[when]["metrics"]["nll"]["value"] for when in ("before", "after"))
+    assert difference == pytest.approx(after - before)
+    assert one["nll_difference"]["low"] < difference < one["nll_difference"]["high"]
+    run = CliRunner().invoke(app, [*map(str, command), "--weights", "size", "--method", "isotonic"])
+    assert run.exit_code != 0
+    assert "sample weights" in run.output
+
+
+def test_a_report_takes_weights(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    weighted, repeated = twice(300)
+    assert weighted.weights is not None
+    cooler = weighted.with_logits(weighted.logits / 2)
+    pages = []
+    for name, weights in (("a", weighted.weights), ("b", None)):
+        p = (
+            [weighted, cooler]
+            if weights is not None
+            else [repeated, repeated.with_logits(repeated.logits / 2)]
+        )
+        sizes = torch.ones(len(repeated)) if weights is None else weights
+        files = {
+            str(i): f"logits:{written(tmp_path / f'{name}{i}.csv', one, sizes)}" for i, one in enumerate(p)
+        }
+        page = dh.report(files, tmp_path / "page.html", weights="size").read_text()
+        pages.append(json.loads(page.split('id="data">')[1].split("</script>")[0]))
+    one, other = pages
+    for mine, theirs in zip(one["methods"], other["methods"]):
+        assert mine["accepted"] == pytest.approx(theirs["accepted"])
+        assert mine["wrong"] == pytest.approx(theirs["wrong"])
+        assert mine["values"] == pytest.approx(theirs["values"], rel=1e-5)
+    assert one["pairs"][0][1]["nll"][0] == pytest.approx(other["pairs"][0][1]["nll"][0], rel=1e-5)

@@ -87,7 +87,8 @@ def report(
     pair (probs, labels), a DataFrame, or a path: a file (probabilities unless it is "logits:FILE" or states itself what
     it holds), or the folder of a run with its outputs. `shift[data][method]` are predictions on shifted data. `by` and
     `time` are the group and the time of each sample, or names of columns: the report then compares groups, and
-    stretches of time. Further arguments are those of `files.read_predictions`. The file appears whole or not at all.
+    stretches of time. Further arguments are those of `files.read_predictions`, such as `weights`. The file appears
+    whole or not at all.
     """
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
@@ -183,6 +184,7 @@ def read_input(
     n_bins: int = 15,
     by: Any = None,
     time: Any = None,
+    weights: Any = None,
     **reading: Any,
 ) -> Inputs:
     """The methods of one input: one, or several where it is a folder of .npz files or of a run."""
@@ -190,7 +192,9 @@ def read_input(
         scores, labels = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         groups = None if by is None else np.asarray(by)
         times = None if time is None else as_times(np.asarray(time), "time", "predictions")
-        return Inputs({"": Record.of(as_predictions(scores, labels, kind or "probs"), n_bins, groups, times)})
+        p = as_predictions(scores, labels, kind or "probs", weights=weights)
+        return Inputs({"": Record.of(p, n_bins, groups, times)})
+    reading["weights"] = weights
     if is_frame(data):
         return _record(
             _read_frame(data, kind or "probs", **_extra(list(data.columns), by, time), **reading),

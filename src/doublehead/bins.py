@@ -126,8 +126,12 @@ class Bins:
 
         (4, ..., n_bins) with weights: squares come last.
         """
+        return torch.stack(self._parts)
+
+    @property
+    def _parts(self) -> list[Tensor]:
         parts = [self.counts, self.conf_sums, self.correct_sums]
-        return torch.stack(parts if self.squares is None else [*parts, self.squares])
+        return parts if self.squares is None else [*parts, self.squares]
 
     @classmethod
     def from_state(cls, state: Tensor) -> Bins:
@@ -153,7 +157,15 @@ class Bins:
             )
         if (self.squares is None) != (other.squares is None):
             return self.weighted() + other.weighted()
-        return Bins.from_state(self.state() + other.state())
+        return Bins(*(mine + theirs for mine, theirs in zip(self._parts, other._parts)))
+
+    def __iadd__(self, other: Bins) -> Bins:
+        """`self + other` in the memory of `self`, where both are alike."""
+        if self.counts.shape != other.counts.shape or (self.squares is None) != (other.squares is None):
+            return self + other
+        for mine, theirs in zip(self._parts, other._parts):
+            mine.add_(theirs)
+        return self
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Bins) and torch.equal(self.state(), other.state())
@@ -168,6 +180,8 @@ class Bins:
 
     def to(self, device: torch.device | str) -> Bins:
         """The same bins on another device."""
+        if self.counts.device == torch.device(device):
+            return self
         return Bins.from_state(self.state().to(device))
 
     @property
@@ -286,7 +300,7 @@ def entries_of(confidence: Tensor, correct: Tensor, weights: Tensor | None = Non
 
 @one_thread()  # too short to share
 def _sum_of(states: list[Tensor]) -> Tensor:
-    return torch.stack(states).sum(0)
+    return torch.stack(states).sum(0) if len(states) > 1 else states[0]
 
 
 def _components(predictions: Predictions, n_bins: int) -> Tensor:

@@ -27,14 +27,19 @@ class Outcomes:
     correct: Tensor  # (N,) bool
     labels: Tensor | None = None  # (N,) int32
     predicted: Tensor | None = None  # (N,) int32
-    nll: Tensor | None = None  # (N,) float64, inf where the label has a probability of exactly 0
+    nll: Tensor | None = (
+        None  # (N,) float64, inf where the label has a probability of 0 and there are no weights
+    )
+    weights: Tensor | None = None  # (N,) float64
 
     @classmethod
     def of(cls, p: Predictions) -> Outcomes:
         """The outcomes of predictions, on the CPU."""
-        nll = metrics.per_sample(p)["nll"].where(~metrics.zero_labels(p), torch.inf)
-        columns = (*p.top_label(), p.labels.int(), p.predicted.int(), nll)
-        return cls(*(column.cpu() for column in columns))
+        nll = metrics.per_sample(p)["nll"]
+        if p.weights is None:
+            nll = nll.where(~metrics.zero_labels(p), torch.inf)
+        columns = (p.confidence, p.correct, p.labels.int(), p.predicted.int(), nll, p.weights)
+        return cls(*(None if column is None else column.cpu() for column in columns))  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: Sequence[Outcomes]) -> Outcomes:
@@ -55,4 +60,4 @@ class Outcomes:
 
     def bins(self, n_bins: int) -> Bins:
         """Bins (n_bins,) of the confidences."""
-        return Bins.of(self.confidence, self.correct, n_bins)
+        return Bins.of(self.confidence, self.correct, n_bins, self.weights)

@@ -344,7 +344,8 @@ class Tally:
         """
         by_group = {} if groups is None else dict(_group_tallies(p, n_bins, groups))
         if isinstance(p, Outcomes):
-            top, answers = p.bins(fine_bins(n_bins)), threshold_counts(*p.top_label())
+            answers = threshold_counts(*p.top_label()) if p.weights is None else None
+            top = p.bins(fine_bins(n_bins))
             return cls(n_bins, 0, top, None, None, len(p), {}, {}, by_group, answers=answers)
         plain = p.weights is None and not p.are_soft
         counts = threshold_counts(*p.top_label()) if plain else None
@@ -392,6 +393,16 @@ class Tally:
             min(self.zero_floor, other.zero_floor),
             None if self.answers is None or other.answers is None else self.answers + other.answers,
         )
+
+    def __iadd__(self, other: Tally) -> Tally:
+        """`self + other` in the memory of `self`: with many classes, bins are much larger than what is added."""
+        classwise, predicted = self.classwise, self.predicted
+        if classwise is None or predicted is None or other.classwise is None or other.predicted is None:
+            return self + other
+        rest = replace(self, classwise=None, predicted=None) + replace(other, classwise=None, predicted=None)
+        classwise += other.classwise
+        predicted += other.predicted
+        return replace(rest, classwise=classwise, predicted=predicted)
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
@@ -467,8 +478,6 @@ def compare(before: Predictions, after: Predictions) -> Comparison:
 
 def compare_all(methods: Sequence[Predictions | Outcomes]) -> list[list[Comparison | None]]:
     """`compare` of every method (row) with every other (column); None where their samples differ or lack an NLL."""
-    if any(isinstance(p, Predictions) and p.weights is not None for p in methods):
-        raise TypeError("methods are compared without sample weights, got predictions with them")
     found = [m if isinstance(m, Outcomes) else Outcomes.of(m) for m in methods]
     for m, p in zip(methods, found):
         if isinstance(m, Predictions) and p.nll is not None:
@@ -481,10 +490,45 @@ def _pair(one: Outcomes, other: Outcomes) -> Comparison | None:
         return None
     if one.predicted is None or other.predicted is None or not torch.equal(one.labels, other.labels):
         return None
-    difference = (other.nll - one.nll).numpy()
-    mean, reach = float(difference.mean()), Z * float(difference.std()) / math.sqrt(len(difference))
-    n_changed = int((one.predicted != other.predicted).sum())
-    return Comparison(Interval(mean, mean - reach, mean + reach), n_changed, len(difference))
+    if (one.weights is None) != (other.weights is None):
+        return None
+    pairing = Pairing()
+    pairing.add(one, other)
+    return pairing.comparison()
+
+
+class Pairing:
+    """The sums behind a `Comparison` of two methods whose samples come in parts."""
+
+    def __init__(self) -> None:
+        self.n = self.n_changed = 0
+        # A sample's difference is difference + before * L + after * M: `before` and `after` say whether its label has a
+        # probability of 0 there, L and M are what that costs, which only all parts together tell.
+        self._sums = torch.zeros(4, dtype=torch.float64)  # of 1, difference, before, after
+        self._squares = torch.zeros(4, 4, dtype=torch.float64)  # of their products
+
+    def add(self, one: Outcomes, other: Outcomes) -> None:
+        """Some samples, which must be the same of both."""
+        assert one.nll is not None
+        assert other.nll is not None
+        assert one.predicted is not None
+        assert other.predicted is not None
+        zero = [nll.isinf() for nll in (one.nll, other.nll)]
+        difference = other.nll.where(~zero[1], 0.0) - one.nll.where(~zero[0], 0.0)
+        rows = torch.stack([torch.ones_like(difference), difference, -zero[0].double(), zero[1].double()], 1)
+        weights = torch.ones_like(difference) if one.weights is None else one.weights
+        self._sums += weights @ rows
+        self._squares += (rows * weights.square()[:, None]).T @ rows
+        self.n += len(rows)
+        self.n_changed += int((one.predicted != other.predicted).sum())
+
+    def comparison(self, floor: float = 1.0, other_floor: float = 1.0) -> Comparison:
+        """The comparison, with the probabilities that stand for 0 in the two methods."""
+        parts = torch.tensor([0.0, 1.0, -math.log(floor), -math.log(other_floor)], dtype=torch.float64)
+        mean = float(self._sums @ parts / self._sums[0])
+        parts[0] = -mean
+        reach = Z * float((parts @ self._squares @ parts).clamp(min=0).sqrt() / self._sums[0])
+        return Comparison(Interval(mean, mean - reach, mean + reach), self.n_changed, self.n)
 
 
 def exact_sum(values: Tensor) -> int:

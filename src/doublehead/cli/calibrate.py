@@ -28,8 +28,9 @@ from doublehead.cli.output import UserError, notes, progress, show, show_counts,
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
 from doublehead.files.sources import TableError
 from doublehead.files.writing import check_output, write_calibrated
+from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
-from doublehead.summary import Summary, Tally, side_by_side
+from doublehead.summary import Comparison, Pairing, Summary, Tally, side_by_side
 
 
 def calibrate(
@@ -86,6 +87,7 @@ def calibrate(
         "scores": options.split_names(scores),
         "base": label_base,
         "tolerance": tolerance,
+        "weights": weights,
     }
     with told_to_user():
         _check_method(method)
@@ -97,7 +99,7 @@ def calibrate(
             repair, fitted = _load(use, apply, how)
             check_output(output, repair, force=force)
         else:
-            learn = read_predictions(fit or [], weights=weights, **how)
+            learn = read_predictions(fit or [], **how)
             repair = _open_like(learn, apply, how)
             check_output(output, repair, learn, force=force)
             if {source.path.resolve() for source in learn.sources} & {
@@ -230,38 +232,60 @@ def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionT
 
 def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, as_json: bool) -> None:
     """Write everything, then show what changed."""
-    before, after, changed, written = _write(repair, fitted, output, n_bins)
+    measured, changed, written = _write(repair, fitted, output, n_bins)
     if as_json:
-        numbers = {"before": before and before.to_dict(), "after": after and after.to_dict()}
-        facts = {
-            "method": fitted.method,
-            "why": fitted.why,
-            **fitted.facts,
-            "changed": changed,
-            "written": written,
-        }
-        print(json.dumps({**facts, **numbers}, indent=2))
+        facts = {"method": fitted.method, "why": fitted.why, **fitted.facts}
+        found = {"changed": changed, "written": written, **_numbers(measured)}
+        print(json.dumps({**facts, **found}, indent=2))
         return
     show(fitted.why)
-    if before is None or after is None:
+    if measured is None:
         show(f"{repair.name} has no labels, so nothing is measured.")
     else:
+        before, after, difference = measured
         table = side_by_side({"before": before, "after": after})
         said = "\n".join(
             " ".join([f"{when}:", one.verdict, *one.notes])
             for when, one in (("Before", before), ("After", after))
         )
-        show(f"\n{repair.name}: {before.n:,} predictions\n\n{table}\n\n{said}")
+        weighted = f", weighted by {repair.weights!r}" if repair.weights else ""
+        show(f"\n{repair.name}: {before.n:,} predictions{weighted}\n\n{table}\n\n{said}")
+        show(_paired(difference))
     show(f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed.")
     show("Wrote " + ", ".join(written))
 
 
+class Measured(NamedTuple):
+    """The numbers of the applied file, and the paired difference of its NLL."""
+
+    before: Summary
+    after: Summary
+    difference: Comparison
+
+
+def _numbers(measured: Measured | None) -> dict[str, Any]:
+    """For JSON; None where the file has no labels."""
+    if measured is None:
+        return {"before": None, "after": None, "nll_difference": None}
+    nll = dict(zip(("value", "low", "high"), measured.difference.nll))
+    return {"before": measured.before.to_dict(), "after": measured.after.to_dict(), "nll_difference": nll}
+
+
+def _paired(found: Comparison) -> str:
+    nll = found.nll
+    text = f"NLL after minus before: {nll.estimate:+.4f} (95 % interval {nll.low:+.4f} to {nll.high:+.4f}, paired by "
+    if not found.is_clear:
+        return text + "sample), which is within chance."
+    return text + f"sample): {'better' if nll.estimate < 0 else 'worse'} by more than chance."
+
+
 def _write(
     repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int
-) -> tuple[Summary | None, Summary | None, int, list[str]]:
-    """Write all files or none; returns the numbers before and after, the changed rows and the names of the files."""
+) -> tuple[Measured | None, int, list[str]]:
+    """Write all files or none; returns what was measured, the changed rows and the names of the files."""
     tallies: dict[str, Tally] = {}
     changed = n_zero = n = 0
+    pairing = Pairing()
 
     def calibrated(chunk: Chunk) -> torch.Tensor:
         nonlocal changed, n_zero, n
@@ -271,14 +295,15 @@ def _write(
             (_answers(probs, repair, "probs") != _answers(chunk.scores, repair, repair.kind)).any(1).sum()
         )
         if isinstance(chunk.predictions, Predictions):
-            labels = chunk.predictions.labels
+            known = chunk.predictions
             if repair.layout.independent:
-                fixed = Predictions.multilabel(probs, labels.reshape(probs.shape), are_probs=True)
+                fixed = Predictions.from_binary(probs.flatten(), known.labels, known.weights, are_probs=True)
             else:
-                fixed = Predictions.from_probs(probs, labels)
-            for name, p in (("before", chunk.predictions), ("after", fixed)):
+                fixed = Predictions.from_probs(probs, known.labels, known.weights)
+            for name, p in (("before", known), ("after", fixed)):
                 part = Tally.of(p, n_bins, chunk.groups)
                 tallies[name] = tallies[name] + part if name in tallies else part
+            pairing.add(Outcomes.of(known), Outcomes.of(fixed))
         return probs
 
     with replacing(output) as table:
@@ -287,14 +312,16 @@ def _write(
         show_counts(repair)
         if repair.kind == "probs":
             _say_zeros(n_zero, n, fitted.facts["zero_floor"], repair.name)
-        before, after = (tallies[name].summary() if name in tallies else None for name in ("before", "after"))
-        written = _save(repair, fitted, output, before, after) if fitted.saves else []
-    return before, after, changed, [str(output), *written]
+        measured = None
+        if tallies:
+            before, after = (tallies[name] for name in ("before", "after"))
+            floors = [tally.zero_floor if tally.n_zero_labels else 1.0 for tally in (before, after)]
+            measured = Measured(before.summary(), after.summary(), pairing.comparison(*floors))
+        written = _save(repair, fitted, output, measured) if fitted.saves else []
+    return measured, changed, [str(output), *written]
 
 
-def _save(
-    repair: PredictionTable, fitted: Fitted, output: Path, before: Summary | None, after: Summary | None
-) -> list[str]:
+def _save(repair: PredictionTable, fitted: Fitted, output: Path, measured: Measured | None) -> list[str]:
     """The calibrator beside the output, its .json with the facts about it."""
     stem = re.sub(r"\.(csv|tsv|jsonl|ndjson|parquet|arrow|feather|npz|npy)(\.gz)?$", "", output.name)
     weights = output.with_name(f"{stem}.calibrator.safetensors")
@@ -303,8 +330,7 @@ def _save(
         **fitted.facts,
         "why": fitted.why,
         "applied_to": [str(source) for source in repair.sources],
-        "before": before and before.to_dict(),
-        "after": after and after.to_dict(),
+        **_numbers(measured),
         "versions": {"doublehead": doublehead.__version__, "torch": torch.__version__},
     }
     with replacing(weights) as tensors, replacing(description) as text:

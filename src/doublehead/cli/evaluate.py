@@ -100,7 +100,8 @@ def evaluate(
             }
             print(json.dumps({**facts, **summary.to_dict()}, indent=2))
             return
-    show(f"{table.name} ({table.kind}): {summary}")
+    weighted = f", weighted by {weights!r}" if weights else ""
+    show(f"{table.name} ({table.kind}{weighted}): {summary}")
     if choice is not None:
         show(f"\n{choice}" + (f" {GUARANTEE}" if choice.threshold is not None else ""))
     show(METHOD.format(cells=fine_bins(bins)), style="dim")

@@ -50,6 +50,7 @@ def report(
     label_base: options.LabelBase = None,
     tolerance: options.Tolerance = 1e-3,
     by: options.By = None,
+    weights: options.Weights = None,
     time: Annotated[
         str | None, typer.Option(help="Column of times (dates or numbers): shows whether the model drifts.")
     ] = None,
@@ -82,6 +83,7 @@ def report(
             "scores": options.split_names(scores),
             "base": label_base,
             "tolerance": tolerance,
+            "weights": weights,
         }
         named = [_split_name(text) for text in inputs]
         found = audit.collect(named, n_bins=bins, by=by, time=time, **how)

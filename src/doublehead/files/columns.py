@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, lru_cache
 
 from doublehead.files.sources import TableError
 
@@ -134,6 +134,7 @@ def label_columns(
     return (found[0], ()) if len(found) == 1 else (None, found)
 
 
+@lru_cache(1 << 18)
 def plain(name: str) -> str:
     """`true_class` from `True Class`."""
     return re.sub(r"[\s\-.]+", "_", name.strip().lower())
@@ -256,6 +257,7 @@ def split_score(name: str, kind: str | None) -> tuple[str, str | None]:
     return prefix.lower(), found["number"] or found["bracketed"] or found["after"] or found["before"]
 
 
+@lru_cache(1 << 18)
 def _number(name: str) -> int | None:
     """3 from "logit_3", "Prob(3)" or "3_prob"."""
     found = re.search(r"(\d+)[)\]]?$", name) or re.match(r"(\d+)[_\-. ]", name)

@@ -7,22 +7,33 @@ cannot be read raises a `TableError` that says what is wrong and where.
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from doublehead.files.answers import holds_answers, read_answers
-from doublehead.files.arrays import ArraysReader, ExcelReader, NpyReader, NpzReader, RawBatch, Reader, unique
-from doublehead.files.sources import ARROW, CSV, JSON_LINES, Array, Source, TableError, content_of, reading
+from doublehead.files.arrays import (
+    AnswersReader,
+    ArraysReader,
+    ExcelReader,
+    NpyReader,
+    NpzReader,
+    RawBatch,
+    Reader,
+    holds_answers,
+)
+from doublehead.files.sources import ARROW, CSV, JSON_LINES, Source, TableError, content_of, reading
+from doublehead.files.tables import ArrowReader, ParquetReader, TableReader, to_numpy
 from doublehead.optional import require
 
 BLOCK = 1 << 21  # bytes of text parsed together
 WIDEST_BLOCK = 1 << 26  # where rows are long
-SNIFFED = 1 << 22  # bytes at the beginning of a text that show its delimiter, header and decimal sign
-SIMPLE = ("float", "double")  # Arrow types of scores that need no conversion
+WIDE = (
+    1000  # score columns from which on they are parsed as one long column: Arrow takes microseconds for each
+)
+WIDE_BLOCK = 3 << 22  # bytes of such text parsed together
+BOM = b"\xef\xbb\xbf"
 DECIMAL = re.compile(r"-?\d*[.,]\d+([eE][-+]?\d+)?")
 NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?|[-+]?(nan|inf)", re.IGNORECASE)
 
@@ -51,69 +62,17 @@ def open_source(source: Source) -> Reader:
     return found
 
 
-class AnswersReader(ArraysReader):
-    """Log-probabilities of options, which are logits, in the answers of a language model."""
-
-    states = "logits"
-
-    def __init__(self, source: Source) -> None:
-        with reading(source):
-            arrays = read_answers(source.path)
-        super().__init__(source, arrays)
-        self.scores = tuple(name for name in arrays if arrays[name].dtype.kind == "f")
-
-
-class TableReader(Reader):
-    """What the formats that Arrow reads have in common; `_tables` yields its batches and the bytes read so far."""
-
-    names: list[str]
-    arrow: Any
-
-    def _describe(self, schema: Any) -> None:
-        self.names, self.schema = unique(schema.names, self.source), schema
-        self.columns = {field.name: _arrow_kind(field.type) for field in schema}
-        self.columns |= {name: "text" for name, _ in self.source.folders}
-
-    def batches(
-        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
-        """A text column among the scores is an error; columns made from the names of folders are constant."""
-        for name in scores:
-            if self.columns[name] not in ("number", "whole", "matrix") and not isinstance(self, CsvReader):
-                kind = self.schema.field(name).type
-                raise TableError(f"{self.source}: column {name!r} must hold numbers, got {_told(kind)}")
-        folders = dict(self.source.folders)
-        wanted = [*scores, *(name for name in others if name not in folders)]
-        for batch, done in self._tables(
-            self.names if keep else list(dict.fromkeys(wanted)), scores, rows, keep
-        ):
-            with reading(self.source, self.names):
-                place = {name: i for i, name in enumerate(batch.schema.names)}
-                table = _score_table(batch.select([place[name] for name in scores]))
-                columns = {
-                    name: np.full(len(table), folders[name], dtype=object)
-                    if name in folders
-                    else _to_numpy(batch.column(place[name]))
-                    for name in others
-                }
-            yield RawBatch(table, columns, batch, done)
-
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
-        raise NotImplementedError
-
-
 class CsvReader(TableReader):
     """CSV and TSV, also gzipped, in UTF-8 or UTF-16, with or without a header, with points or commas in numbers."""
+
+    is_text = True
 
     def __init__(self, source: Source, zipped: bool) -> None:
         super().__init__(source)
         self._csv, self._arrow = require("pyarrow.csv", extra="tables"), require("pyarrow", extra="tables")
         self._zipped = zipped
         with reading(source):
-            with self._open()[1] as stream:
-                start = bytes(stream.read(SNIFFED))
+            start = self._start()
             self._encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf8"
             lines = _first_lines(start, self._encoding)
             self.delimiter = max("\t;|,", key=lines[0].count)
@@ -125,30 +84,51 @@ class CsvReader(TableReader):
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
             self._names = self._header(lines[0])
-            schema = self._schema(lines)
+            schema = self._schema(lines, start)
         self._describe(schema)
         self.columns |= {field.name: "text" for field in schema if field.type == self._arrow.bool_()}
 
-    def _schema(self, lines: list[str]) -> Any:
-        """The types of the columns, found by Arrow but for those that begin with a decimal number: it is slow at it."""
-        header, first = (
-            next(csv.reader(lines[:1], delimiter=self.delimiter), []),
-            lines[-1].split(self.delimiter),
-        )
-        names = self._names or header
-        types = {}
+    def _start(self) -> bytes:
+        """The beginning of the text, with its first two lines where they are not too long."""
+        start = b""
+        with self._open()[1] as stream:
+            while start.count(b"\n") < 3 and len(start) < WIDEST_BLOCK and (more := stream.read(BLOCK)):
+                start += more
+        return start
+
+    def _schema(self, lines: list[str], start: bytes) -> Any:
+        """The types of the columns by the beginning of the text.
+
+        Arrow finds them, but for those that begin with a decimal number: it is slow at it.
+        """
+        number, types = self._arrow.float64(), {}
+        names = self._names or next(csv.reader(lines[:1], delimiter=self.delimiter), [])
+        first = lines[-1].split(self.delimiter)
         if len(names) == len(first):
-            types = {
-                name: self._arrow.float64()
-                for name, cell in zip(names, first)
-                if DECIMAL.fullmatch(cell.strip())
-            }
+            types = {name: number for name, cell in zip(names, first) if DECIMAL.fullmatch(cell.strip())}
+        if len(types) >= WIDE and len(set(names)) == len(names):
+            return self._wide_schema(names, types, start)
         try:
-            with self._reader(types) as reader:
+            with self._reader(types, len(start)) as reader:
                 return reader.schema
         except (ValueError, LookupError):
-            with self._reader({}) as reader:
+            with self._reader({}, len(start)) as reader:
                 return reader.schema
+
+    def _wide_schema(self, names: list[str], types: dict[str, Any], start: bytes) -> Any:
+        """As `_schema`, but Arrow sees the other columns alone: it needs kilobytes for each column."""
+        rest = [i for i, name in enumerate(names) if name not in types]
+        text = io.StringIO()
+        lines = start.decode(self._encoding, errors="ignore").splitlines()
+        whole = lines[self.header : max(len(lines) - 1, self.header + 1)]
+        rows = csv.reader(whole, delimiter=self.delimiter)
+        csv.writer(text, delimiter=self.delimiter).writerows(
+            [row[i] for i in rest] for row in rows if len(row) == len(names)
+        )
+        if rest:
+            batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {})
+            types |= {names[i]: batch.column(names[i]).type for i in rest}
+        return self._arrow.schema([(name, types[name]) for name in names])
 
     def _header(self, line: str) -> list[str] | None:
         """Names for the columns where the file has none, or where its own are padded; else None."""
@@ -169,30 +149,93 @@ class CsvReader(TableReader):
     def _tables(
         self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
     ) -> Iterator[tuple[Any, int]]:
+        types = self._types(scores, keep)
+        with (
+            reading(self.source, self.names, self.header),
+            self._reader(types, self._block, wanted) as reader,
+        ):
+            for batch in reader:
+                yield batch, self._file.tell()
+
+    def _types(self, scores: Sequence[str], keep: bool) -> dict[str, Any]:
         """Scores are parsed as float64; other columns too if they are numbers and need not be written back."""
         number, text, kept = self._arrow.float64(), self._arrow.string(), set(scores)
-        types = {
+        return {
             name: number if name in kept or (not keep and kind in ("number", "whole")) else text
             for name, kind in self.columns.items()
         }
-        with reading(self.source, self.names, self.header), self._reader(types, wanted) as reader:
-            for batch in reader:
-                yield batch, self._file.tell()
+
+    def batches(
+        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
+    ) -> Generator[RawBatch, None, None]:
+        """Many score columns side by side are parsed as one; from the first row on that is not plain, as any file."""
+        seen, first = 0, self.names.index(scores[0])
+        together = self.names[first : first + len(scores)] == list(scores)
+        if together and len(scores) >= WIDE and self._encoding == "utf8" and not keep:
+            for raw in self._wide_batches(first, len(scores), others):
+                if raw is None:
+                    break
+                seen += len(raw.scores)
+                yield raw
+            else:
+                return
+        for raw in super().batches(scores, others, rows, keep):
+            skip = min(seen, len(raw.scores))
+            seen -= skip
+            if skip < len(raw.scores):
+                columns = {name: column[skip:] for name, column in raw.columns.items()}
+                yield raw._replace(scores=raw.scores[skip:], columns=columns)
+
+    def _wide_batches(self, first: int, width: int, others: Sequence[str]) -> Iterator[RawBatch | None]:
+        """Batches of `width` scores from column `first` on; None at a quote, or a row that is not as it should be."""
+        delimiter, skip = self.delimiter.encode(), self.header
+        outside = [*self.names[:first], *self.names[first + width :]]
+        types = {name: kind for name, kind in self._types((), keep=False).items() if name in set(outside)}
+        file, stream = self._open()
+        with stream:
+            for block in _line_blocks(stream, WIDE_BLOCK):
+                lines = [line for line in block.removeprefix(BOM).splitlines() if line][skip:]
+                skip = 0
+                cut = [_cut(line, delimiter, first, width, len(outside)) for line in lines]
+                if b'"' in block or None in cut:
+                    yield None
+                    return
+                scores = b"\n".join(row[1] for row in cut if row).replace(delimiter, b"\n")
+                rest = b"\n".join(row[0] for row in cut if row)
+                try:
+                    table = self._parsed(scores, ["score"], {"score": self._arrow.float64()})
+                    batch = self._parsed(rest, outside, types) if outside else None
+                except ValueError:
+                    yield None
+                    return
+                columns = self._others(batch, others, len(cut))
+                yield RawBatch(to_numpy(table.column(0)).reshape(-1, width), columns, None, file.tell())
 
     def _open(self) -> tuple[Any, Any]:
         # Arrow's own file: its reading threads never need Python, which may be on its way out after an error.
         file = self._arrow.OSFile(os.fspath(self.source.path), "rb")
         return file, self._arrow.CompressedInputStream(file, "gzip") if self._zipped else file
 
-    def _reader(self, types: dict[str, Any], wanted: Sequence[str] = ()) -> Any:
+    def _parsed(self, text: bytes, names: list[str], types: dict[str, Any]) -> Any:
+        """Lines without a header as one Arrow batch."""
+        table = self._csv.read_csv(
+            self._arrow.BufferReader(text),
+            self._csv.ReadOptions(use_threads=False, block_size=BLOCK, column_names=names),
+            self._csv.ParseOptions(delimiter=self.delimiter, ignore_empty_lines=False),
+            self._csv.ConvertOptions(column_types=types, decimal_point=self._decimal_point),
+        )
+        (batch,) = table.combine_chunks().to_batches()
+        return batch
+
+    def _reader(self, types: dict[str, Any], block: int, wanted: Sequence[str] = ()) -> Any:
         self._file, stream = self._open()
-        columns = list(wanted) if wanted and len(wanted) < len(self.names) else None
+        columns = list(wanted) if wanted else None
         return self._csv.open_csv(
             stream,
             # one thread: only then do errors name the row
             read_options=self._csv.ReadOptions(
                 use_threads=False,
-                block_size=self._block,
+                block_size=block,
                 encoding=self._encoding,
                 column_names=self._names,
                 skip_rows=1 if self._names and not self.guesses else 0,
@@ -242,66 +285,9 @@ class JsonReader(TableReader):
     def _blocks(self) -> Iterator[tuple[bytes, int]]:
         """Whole lines of text, and the bytes read so far."""
         file = self.arrow.OSFile(os.fspath(self.source.path), "rb")
-        rest = b""
         with file, self.arrow.CompressedInputStream(file, "gzip") if self._zipped else file as stream:
-            while block := bytes(stream.read(BLOCK)):
-                whole, newline, tail = (rest + block).rpartition(b"\n")
-                rest = tail
-                if whole.strip():
-                    yield whole + newline, file.tell()
-            if rest.strip():
-                yield rest, file.tell()
-
-
-class ParquetReader(TableReader):
-    """Parquet, row group after row group."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source)
-        with reading(source):
-            # without pre_buffer: it would hold every row group read so far
-            self.file = require("pyarrow.parquet", extra="tables").ParquetFile(source.path, pre_buffer=False)
-            self._describe(self.file.schema_arrow)
-        self.groups = range(*(source.row_groups or (0, self.file.num_row_groups)))
-        if source.row_groups is not None:
-            self.n_bytes = self.n_bytes * len(self.groups) // max(1, self.file.num_row_groups)
-            self.first_row = self._rows(range(self.groups.start))
-
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
-        total, done = self._rows(self.groups), 0
-        with reading(self.source):
-            for group in self.groups:
-                for batch in self.file.iter_batches(rows, row_groups=[group], columns=wanted):
-                    done += batch.num_rows
-                    yield batch, self.n_bytes * done // max(total, 1)
-
-    def _rows(self, groups: range) -> int:
-        return sum(self.file.metadata.row_group(i).num_rows for i in groups)
-
-
-class ArrowReader(TableReader):
-    """Arrow and Feather files (version 2), through a memory map."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source)
-        with reading(source):
-            arrow = require("pyarrow", extra="tables")
-            self._map = arrow.memory_map(os.fspath(source.path))
-            self.file = require("pyarrow.ipc", extra="tables").open_file(self._map)
-            self._describe(self.file.schema)
-
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
-        n = self.file.num_record_batches
-        with reading(self.source):
-            for i in range(n):
-                whole = self.file.get_batch(i).select(wanted)
-                whole.validate(full=True)  # Arrow trusts the offsets in a file
-                for start in range(0, whole.num_rows, rows):
-                    yield whole.slice(start, rows), self.n_bytes * (i + 1) // n
+            for block in _line_blocks(stream, BLOCK):
+                yield block, file.tell()
 
 
 def _first_lines(start: bytes, encoding: str) -> list[str]:
@@ -310,61 +296,26 @@ def _first_lines(start: bytes, encoding: str) -> list[str]:
         text = start[: len(start) // 2 * 2].decode("utf-16", errors="ignore")
     else:
         lines = start.split(b"\n", 2)[:2]
-        text = b"\n".join(lines).decode("utf-8-sig", errors="strict" if len(start) < SNIFFED else "ignore")
+        text = b"\n".join(lines).decode("utf-8-sig")
     return text.split("\n", 2)[:2]
 
 
-def _told(kind: Any) -> str:
-    return "text" if _arrow_kind(kind) == "text" else str(kind)
+def _line_blocks(stream: Any, size: int) -> Iterator[bytes]:
+    """Whole lines of text, about `size` bytes at a time."""
+    rest = b""
+    while block := bytes(stream.read(size)):
+        whole, newline, tail = block.rpartition(b"\n")
+        if newline and (rest + whole).strip():
+            yield rest + whole + newline
+        rest = tail if newline else rest + block
+    if rest.strip():
+        yield rest
 
 
-def _arrow_kind(kind: Any) -> str:
-    types = require("pyarrow.types", extra="tables")
-    if types.is_floating(kind) or types.is_decimal(kind):
-        return "number"
-    if types.is_integer(kind) or types.is_boolean(kind):
-        return "whole"
-    if types.is_dictionary(kind):
-        return _arrow_kind(kind.value_type)
-    if str(kind) in ("string", "large_string", "string_view"):
-        return "text"
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return {"number": "matrix", "whole": "labels"}.get(_arrow_kind(kind.value_type), "other")
-    return "other"
-
-
-def _score_table(batch: Any) -> Array:
-    """(B, K) from an Arrow batch of numbers, or of one column of lists; missing numbers become nan."""
-    if all(str(kind) in SIMPLE for kind in set(batch.schema.types)):
-        table: Array = batch.to_tensor(null_to_nan=True).to_numpy()
-        return table
-    arrays = [_to_numpy(column) for column in batch.columns]
-    return arrays[0] if arrays[0].ndim == 2 else np.stack(arrays, 1)
-
-
-def _to_numpy(column: Any) -> Array:
-    """An Arrow array as numpy: missing numbers become nan, missing texts None, lists of one length a matrix."""
-    types = require("pyarrow.types", extra="tables")
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if types.is_decimal(column.type):
-        column = column.cast("float64")
-    if _arrow_kind(column.type) in ("matrix", "labels"):
-        return _matrix(column)
-    array: Array = column.to_numpy(zero_copy_only=False)
-    return array
-
-
-def _matrix(column: Any) -> Array:
-    """(B, K) from lists of K numbers; rows of another length or a missing list become nan."""
-    lengths = (
-        require("pyarrow.compute", extra="tables").list_value_length(column).to_numpy(zero_copy_only=False)
-    )
-    values: Array = column.flatten().to_numpy(zero_copy_only=False)
-    width = int(np.nanmax(lengths)) if len(lengths) else 0
-    if not np.array_equal(lengths, np.full(len(lengths), width)):
-        rows = [
-            row if row is not None and len(row) == width else [np.nan] * width for row in column.to_pylist()
-        ]
-        return np.asarray(rows, dtype=np.float64)
-    return values.reshape(len(lengths), width)
+def _cut(line: bytes, delimiter: bytes, first: int, width: int, n_others: int) -> tuple[bytes, bytes] | None:
+    """The other columns and `width` scores from column `first` on; None where the row has more or fewer."""
+    *head, rest = line.split(delimiter, first)
+    middle, *tail = rest.rsplit(delimiter, n_others - first)
+    if len(head) + len(tail) != n_others or middle.count(delimiter) != width - 1:
+        return None
+    return delimiter.join([*head, *tail]), middle

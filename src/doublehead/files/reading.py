@@ -134,7 +134,10 @@ class PredictionTable:
             if chunk.predictions is None:
                 raise TableError(f"{self.sources[0]} has no labels to measure by")
             part = Tally.of(chunk.predictions, n_bins, chunk.groups)
-            found = part if found is None else found + part
+            if found is None:
+                found = part
+            else:
+                found += part
         assert found is not None  # chunks() raises where there are no rows
         return found
 
@@ -170,22 +173,30 @@ class PredictionTable:
         scores, clipped = to_scores(table, layout, numbers, source, self.kind, self.tolerance)
         self.counts["clipped"] += clipped
         predictions: Predictions | Outcomes | None = None
+        weights = None
+        if self.weights is not None:
+            weights = to_weights(columns[self.weights], self.weights, numbers, source)
         if layout.top_only:
-            predictions = Outcomes(scores[:, 0], to_correct(columns, layout, numbers, source))
+            correct = to_correct(columns, layout, numbers, source)
+            predictions = Outcomes(
+                scores[:, 0], correct, weights=None if weights is None else torch.from_numpy(weights)
+            )
         else:
-            predictions = self._predictions(scores, columns, numbers, source)
+            predictions = self._predictions(scores, columns, weights, numbers, source)
         groups = None if self.by is None else to_text(columns[self.by])
         if isinstance(predictions, Predictions):
             groups = row_groups(predictions, groups, layout.labels)
         return Chunk(scores, predictions, groups, raw, rows, source, numbers)
 
     def _predictions(
-        self, scores: torch.Tensor, columns: dict[str, Array], numbers: Array, source: Source
+        self,
+        scores: torch.Tensor,
+        columns: dict[str, Array],
+        weights: Array | None,
+        numbers: Array,
+        source: Source,
     ) -> Predictions | None:
         layout, are_probs = self.layout, self.kind == "probs"
-        weights = None
-        if self.weights is not None:
-            weights = to_weights(columns[self.weights], self.weights, numbers, source)
         if layout.independent:
             several = to_several_labels(columns, layout, scores.shape[1], numbers, source)
             if several is None:
@@ -233,8 +244,8 @@ def read_predictions(
     file may also hold a row for each sample and class, the predicted class and its confidence alone, or answers of a
     language model (`files.answers`). `where` keeps the rows with these values, `by` is a column of groups, which may be
     the name of folders called `by=value`, `weights` is one of sample weights; `extra` columns are read too. With
-    `label_needed=False` files without labels are read too. Scores that are not named are the columns of the table
-    `like` where this one has them.
+    `label_needed=False` files without labels, or without weights, are read too. Scores that are not named are the
+    columns of the table `like` where this one has them.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
@@ -254,6 +265,8 @@ def read_predictions(
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
     reader = open_source(sources[0])
     where = dict(where or {})
+    if not label_needed and weights not in reader.columns:
+        weights = None
     others = [*where, *filter(None, (by, weights)), *extra]
     for name in others:
         if name not in reader.columns:
@@ -284,10 +297,6 @@ def read_predictions(
         raise TableError(
             f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class a "
             "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
-        )
-    if weights and layout.top_only:
-        raise TableError(
-            f"{reader.source} holds only the confidence in the predicted class, which takes no weights"
         )
     table = PredictionTable(
         tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra), weights

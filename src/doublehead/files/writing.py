@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.files.answers import holds_answers, write_answers
-from doublehead.files.arrays import NpzReader
+from doublehead.files.arrays import NpzReader, holds_answers, write_answers
 from doublehead.files.formats import open_source
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of

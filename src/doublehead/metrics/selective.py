@@ -71,7 +71,7 @@ def risk_coverage(p: Predictions) -> RiskCoverage:
     """
     threshold, size, wrong = _groups(p)
     accepted = size.cumsum(0)
-    return RiskCoverage(accepted / len(p), wrong.cumsum(0) / accepted, threshold)
+    return RiskCoverage(accepted / accepted[-1], wrong.cumsum(0) / accepted, threshold)
 
 
 def aurc(p: Predictions) -> float:
@@ -193,11 +193,14 @@ def threshold_counts(confidence: Tensor, correct: Tensor) -> Tensor:
 
 
 def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct confidences from high to low, how many samples have each, how many of these are wrong; float64."""
+    """Distinct confidences from high to low, how many samples (or what weight) have each and are wrong there."""
     confidence, correct = p.top_label()
-    values, group, size = confidence.double().unique(return_inverse=True, return_counts=True)
-    wrong = torch.zeros_like(values).index_add_(0, group, (~correct).double())
-    return values.flip(0), size.double().flip(0), wrong.flip(0)
+    values, group = confidence.double().unique(return_inverse=True)
+    weights = torch.ones_like(confidence, dtype=torch.float64) if p.weights is None else p.weights
+    size, wrong = (
+        torch.zeros_like(values).index_add_(0, group, part) for part in (weights, weights * ~correct)
+    )
+    return values.flip(0), size.flip(0), wrong.flip(0)
 
 
 def _check_share(value: float, name: str) -> None:

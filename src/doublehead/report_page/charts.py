@@ -1,26 +1,19 @@
-"""The pictures of the page as inline SVG; every mark that shows a number has it as a tooltip."""
+"""The pictures of the page as inline SVG; every mark that shows a number has it as a tooltip.
+
+Every attribute and text is escaped. Colours, fonts and dashes come from the page's style sheet through class names, so
+pictures follow light and dark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import isfinite, log10
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import floor, isfinite, log10
 
 import numpy as np
 
-from doublehead.report_page.numbers import Array, Method, Shifted
-from doublehead.report_page.svg import (
-    Frame,
-    boxes,
-    line,
-    nice_ticks,
-    picture,
-    pixels,
-    rect,
-    tag,
-    text,
-    tick,
-    tooltip,
-)
+from doublehead.report_page.record import Array, Method, Shifted
 from doublehead.summary import span
 
 TENTHS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -36,6 +29,144 @@ MARKERS = (
     "M-1.5 -4.5H1.5V-1.5H4.5V1.5H1.5V4.5H-1.5V1.5H-4.5V-1.5H-1.5Z",
     "M-4.3 -2.2L-2.2 -4.3L0 -2.1L2.2 -4.3L4.3 -2.2L2.1 0L4.3 2.2L2.2 4.3L0 2.1L-2.2 4.3L-4.3 2.2L-2.1 0Z",
 )
+
+
+def tag(name: str, *children: str, **attributes: str | float | None) -> str:
+    """An element. Children are markup made here; attributes are escaped, `_` becomes `-`, None is left out.
+
+    >>> tag("g", tag("path", d="M0 0"), class_="m<1")
+    '<g class="m&lt;1"><path d="M0 0"/></g>'
+    """
+    pairs = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(pixels(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return f"<{name}{pairs}>{''.join(children)}</{name}>" if children else f"<{name}{pairs}/>"
+
+
+def text(x: float, y: float, content: str, **attributes: str | float | None) -> str:
+    """Text at a place, escaped."""
+    return tag("text", escape(content), x=x, y=y, **attributes)
+
+
+def pixels(value: str | float) -> str:
+    """Pixels to a tenth: crisp enough, and short."""
+    if isinstance(value, str):
+        return value
+    rounded = f"{value:.1f}".removesuffix(".0")
+    return "0" if rounded == "-0" else rounded
+
+
+def picture(width: float, height: float, title: str, *children: str, **attributes: str | float | None) -> str:
+    """A whole picture that scales with the page and tells a screen reader its title."""
+    box = f"0 0 {pixels(width)} {pixels(height)}"
+    return tag("svg", *children, viewBox=box, role="img", aria_label=title, **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
+    """A straight line."""
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def rect(x: float, y: float, width: float, height: float, class_: str, *children: str) -> str:
+    """A box; a height below 0 grows upwards."""
+    if height < 0:
+        y, height = y + height, -height
+    return tag("rect", *children, x=x, y=y, width=width, height=height, class_=class_)
+
+
+def boxes(corners: Iterable[tuple[float, float, float, float]], class_: str) -> str:
+    """Many boxes (x, y, width, height) of one look as one element; a box of no height is a line."""
+    parts = []
+    for corner in corners:
+        x, y, width, height = map(pixels, corner)
+        parts.append(f"M{x} {y}h{width}" if height == "0" else f"M{x} {y}h{width}v{height}h-{width}Z")
+    return tag("path", d="".join(parts), class_=class_)
+
+
+def tooltip(content: str) -> str:
+    """What is shown when the pointer rests on the element it is a child of."""
+    return tag("title", escape(content))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The box of a plot in pixels and the numbers at its borders."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    x_end: float = 1.0
+    y_end: float = 1.0
+    y_start: float = 0.0
+
+    def x(self, value: float) -> float:
+        """Pixels from the left."""
+        return self.left + self.width * value / self.x_end
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        return self.top + self.height * (self.y_end - value) / (self.y_end - self.y_start)
+
+    @property
+    def bottom(self) -> float:
+        """Pixels from the top to the lower border."""
+        return self.top + self.height
+
+    @property
+    def right(self) -> float:
+        """Pixels from the left to the right border."""
+        return self.left + self.width
+
+    def path(self, xs: Iterable[float], ys: Iterable[float]) -> str:
+        """The `d` of a line through these points."""
+        points = [f"{pixels(self.x(x))} {pixels(self.y(y))}" for x, y in zip(xs, ys)]
+        return "M" + "L".join(points) if points else ""
+
+    def axes(
+        self,
+        x_ticks: Sequence[float],
+        y_ticks: Sequence[float],
+        x_label: str,
+        y_label: str,
+        grid: bool = True,
+    ) -> str:
+        """Grid, tick labels in percent, and the names of both axes where they have one."""
+        across = [f"M{pixels(self.left)} {pixels(self.y(v))}h{pixels(self.width)}" for v in y_ticks]
+        along = [f"M{pixels(self.x(v))} {pixels(self.top)}v{pixels(self.height)}" for v in x_ticks]
+        parts = [tag("path", d="".join(across + along), class_="grid")] if grid else []
+        parts += [text(self.left - 6, self.y(v) + 4, tick(v), class_="tick y") for v in y_ticks]
+        parts += [text(self.x(v), self.bottom + 16, tick(v), class_="tick x") for v in x_ticks]
+        if x_label:
+            parts.append(text(self.left + self.width / 2, self.bottom + 33, x_label, class_="axis x"))
+        if y_label:
+            middle = self.top + self.height / 2
+            turned = f"rotate(-90 12 {pixels(middle)})"
+            parts.append(text(12, middle, y_label, class_="axis x", transform=turned))
+        return "".join(parts)
+
+
+def tick(value: float) -> str:
+    """A share as percent, with no more digits than it needs.
+
+    >>> tick(0.2), tick(0.005)
+    ('20', '0.5')
+    """
+    return f"{100 * value:.4g}"
+
+
+def nice_ticks(end: float, wanted: int = 5) -> list[float]:
+    """Round numbers from 0 on, the last one at or above `end`.
+
+    >>> nice_ticks(0.065)
+    [0.0, 0.02, 0.04, 0.06, 0.08]
+    """
+    rough = max(end, 1e-4) / wanted
+    size = 10.0 ** min(0, floor(log10(rough)))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
+    return [round(i * step, 10) for i in range(int(-(-max(end, 1e-4) // step)) + 1)]
 
 
 def number(value: float, digits: int = 2) -> str:

@@ -169,7 +169,7 @@
         ? `${a.name} and ${b.name} were measured on different samples.`
         : `NLL of ${b.name} minus that of ${a.name}: ${found.nll[0].toFixed(4)} (95\u00a0% interval ` +
           `${found.nll[1].toFixed(4)} to ${found.nll[2].toFixed(4)}, paired by sample). ` +
-          `${found.changed.toLocaleString("en")} of ${a.n.toLocaleString("en")} predicted classes differ.`;
+          `${found.changed.toLocaleString("en")} of ${found.n.toLocaleString("en")} predicted classes differ.`;
     };
     before.addEventListener("change", apply);
     after.addEventListener("change", apply);
@@ -189,9 +189,10 @@
         const row = byId(`live-${m}`), write = (part, text) => { row.querySelector(`.${part}`).textContent = text; };
         const answered = `${percent(coverage, 1)} %`, missed = kept ? `${percent(error)} %` : "none answered";
         write("coverage", answered);
-        write("left", `hands over ${(method.n - kept).toLocaleString("en")}`);
+        const whole = (value) => Math.round(value).toLocaleString("en");  // weights need not be whole
+        write("left", `hands over ${whole(method.n - kept)}`);
         write("error", missed);
-        write("wrong", `${wrong.toLocaleString("en")} of ${kept.toLocaleString("en")} wrong`);
+        write("wrong", `${whole(wrong)} of ${whole(kept)} wrong`);
         const x = left + width * coverage, y = top + height * (1 - Math.min(error, end) / end);
         chart.querySelector(`[data-method="${m}"] .dot`)
           .setAttribute("transform", kept ? `translate(${x.toFixed(1)} ${y.toFixed(1)})` : "translate(-99 -99)");

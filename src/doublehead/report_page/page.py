@@ -14,8 +14,7 @@ from doublehead.bins import check_n_bins
 from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.report_page import charts, tables
-from doublehead.report_page.numbers import THRESHOLDS, Method, Shifted, measure, measure_shift
-from doublehead.report_page.record import Record
+from doublehead.report_page.record import THRESHOLDS, Method, Record, Shifted, measure, measure_shift
 from doublehead.report_page.tables import clean
 from doublehead.summary import Comparison, compare_all
 
@@ -226,13 +225,16 @@ def _live_data(
         "rows": rows,
         "names": names,
         "pairs": [
-            [None if pair is None else {"nll": pair.nll, "changed": pair.n_changed} for pair in row]
+            [
+                None if pair is None else {"nll": pair.nll, "changed": pair.n_changed, "n": pair.n}
+                for pair in row
+            ]
             for row in pairs
         ],
         "methods": [
             {
                 "name": m.name,
-                "n": m.summary.n,
+                "n": float(m.accepted[0]),  # at a threshold of 0: all
                 "accepted": m.accepted.tolist(),
                 "wrong": m.wrong.tolist(),
                 "values": {row["key"]: tables.value_of(m, row["key"]) for row in rows},
@@ -271,6 +273,7 @@ def _meta(methods: Sequence[Method]) -> str:
     n, k = each([m.summary.n for m in methods]), each([m.summary.n_classes for m in methods])
     return (
         f"{n} samples"
+        + (", weighted" if any(m.record.outcomes.weights is not None for m in methods) else "")
         + ("" if k == "0" else f", {k} classes")
         + (f", {len(methods)} methods" if len(methods) > 1 else "")
     )

@@ -12,7 +12,7 @@ import torch
 from doublehead.curves import ClassGaps
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
-from doublehead.report_page.numbers import MAX_ERRORS, Array, Method, Shifted
+from doublehead.report_page.record import ERROR_LIMITS, Array, Method, Shifted
 from doublehead.summary import METRICS, Metric, Summary, capital, p_value_text, percent, shown, shown_interval
 
 ROWS = (
@@ -82,7 +82,7 @@ def bins_table(method: Method) -> list[dict[str, Any]]:
     return [
         {
             "range": f"{number(curve.edges[i], 1)} to {number(curve.edges[i + 1], 1)}",
-            "count": f"{int(curve.counts[i]):,}",
+            "count": f"{curve.counts[i]:,.0f}",
             "confidence": number(curve.confidence[i], 1),
             "accuracy": number(curve.accuracy[i], 1),
             "band": f"{number(curve.band_low[i], 1)} to {number(curve.band_high[i], 1)}",
@@ -140,10 +140,11 @@ def group_rows(summary: Summary | None, sort: bool = True) -> list[dict[str, Any
 def drift(periods: Summary | None) -> str:
     """Whether the gap differs between stretches of time by more than chance: a chi-squared test of equal gaps."""
     gaps = None if periods is None else periods.group_gaps
-    if gaps is None or len(gaps.counts) < 2:
+    if periods is None or gaps is None or len(gaps.counts) < 2:
         return ""
-    right = (gaps.accuracy * gaps.counts + 0.5) / (gaps.counts + 1)  # never 0 or 1, so that no variance is 0
-    weight = gaps.counts / (right * (1 - right))
+    sizes = np.array([float(g.bins.effective.sum()) for g in periods.groups.values() if g.bins is not None])
+    right = (gaps.accuracy * sizes + 0.5) / (sizes + 1)  # never 0 or 1, so that no variance is 0
+    weight = sizes / (right * (1 - right))
     excess = float((weight * (gaps.gap - np.average(gaps.gap, weights=weight)) ** 2).sum())
     p = float(torch.special.gammaincc(torch.tensor((len(weight) - 1) / 2), torch.tensor(excess / 2)))
     low, high = (f"{100 * value:+.1f}" for value in (gaps.gap.min(), gaps.gap.max()))
@@ -180,14 +181,16 @@ def confused_rows(method: Method, names: Sequence[str] | None) -> list[dict[str,
     if found.labels is None or found.predicted is None:
         return []
     k, wrong = method.summary.n_classes, ~found.correct
-    codes, counts = np.unique((found.labels.long() * k + found.predicted)[wrong].numpy(), return_counts=True)
-    totals = np.bincount(found.labels.numpy(), minlength=k)
+    weights = torch.ones(len(found)) if found.weights is None else found.weights
+    codes, which = np.unique((found.labels.long() * k + found.predicted)[wrong].numpy(), return_inverse=True)
+    counts = np.bincount(which, weights[wrong].numpy(), minlength=len(codes))
+    totals = np.bincount(found.labels.numpy(), weights.numpy(), minlength=k)
     order = np.lexsort((codes, -counts))[:MAX_PAIRS]
     return [
         {
             "label": class_name(int(codes[i] // k), names),
             "said": class_name(int(codes[i] % k), names),
-            "count": f"{int(counts[i]):,}",
+            "count": f"{counts[i]:,.0f}",
             "share": number(counts[i] / totals[codes[i] // k], 1),
         }
         for i in order
@@ -200,7 +203,7 @@ def gap_rows(gaps: ClassGaps, names: Sequence[str], order: Array) -> list[dict[s
     return [
         {
             "name": name,
-            "count": f"{int(gaps.counts[k]):,}",
+            "count": f"{gaps.counts[k]:,.0f}",
             "confidence": _known(gaps.confidence[k]),
             "accuracy": _known(gaps.accuracy[k]),
             "gap": _known(gaps.gap[k], signed=True),
@@ -226,8 +229,10 @@ def classes_off(method: Method) -> str:
 
 def guaranteed_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
     """A row per limit of the error, a cell per method: the threshold and what it answers."""
-    table = []
-    for i, limit in enumerate(MAX_ERRORS):
+    table: list[dict[str, Any]] = []
+    if not all(m.guaranteed for m in methods):
+        return table
+    for i, limit in enumerate(ERROR_LIMITS):
         cells = []
         for choice in (m.guaranteed[i] for m in methods):
             if choice.threshold is None:
