@@ -120,10 +120,9 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         if isinstance(data, (DataLoader, tuple)) or not hasattr(data, "__getitem__"):
             return data
         collate = train_dataloader.collate_fn
-        columns = getattr(
-            train_dataloader.dataset, "column_names", None
-        )  # that the Trainer has left in a `datasets` one
-        if columns:
+        # The columns that the Trainer has left in a `datasets` one. Without removal a transform may have made others.
+        columns = getattr(train_dataloader.dataset, "column_names", None)
+        if columns and args.remove_unused_columns:
             remove = require("transformers.trainer_utils", extra="transformers").RemoveColumnsCollator
             collate = remove(collate, columns)
         return DataLoader(data, args.train_batch_size, shuffle=True, collate_fn=collate)
