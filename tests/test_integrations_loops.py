@@ -1,4 +1,4 @@
-"""The plain loop under Accelerate, Fabric, skorch and fastai: the network stays bit-identical; trackers get their figures."""
+"""The plain loop under Accelerate, Fabric, skorch and fastai: the network stays bit-identical. Trackers get figures."""
 
 from __future__ import annotations
 

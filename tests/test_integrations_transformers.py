@@ -455,7 +455,7 @@ def test_folds_do_not_depend_on_padding() -> None:
 def test_calibration_data_keeps_the_columns_that_the_trainer_keeps(
     texts: Any, tokenizer: Any, remove: bool
 ) -> None:
-    """A transform of a `datasets` one makes columns that `column_names` does not tell: the Trainer removes none then."""
+    """A transform makes columns that `column_names` does not list; the Trainer removes none then."""
 
     class Columns(list):  # type: ignore[type-arg]
         column_names = ("input_ids", "attention_mask", "label") if remove else ("text", "label")

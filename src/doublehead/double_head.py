@@ -28,8 +28,8 @@ from doublehead.calibration_data import (
     BATCH_SIZE,
     N_FOLDS,
     Endless,
+    Rows,
     ToPair,
-    are_tensors,
     as_batches,
     length_of,
     unpack,
@@ -123,7 +123,7 @@ class DoubleHead:
         self.batch_size = batch_size
         device = device_of(network)
         batches = as_batches(calib_data, batch_size, shuffle=True)
-        only_torch = are_tensors(batches) and augment is None and to_pair is None
+        only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
         self._randomness = Randomness(seed + rank(), device, only_torch)
         with self._randomness.swapped_in():
             first = unpack(_first(batches), device, to_pair)
