@@ -3,8 +3,8 @@
     python benchmarks/companion_overhead.py --save
 
 Epochs with and without `double.step()` take turns on the same network in one process. Figures are CPU times of the
-thread in the best round, so that other work on the machine counts little. Batches come from a DataLoader over tensors in memory
-("loader"), or are slices of these tensors ("slices"), for which the bare loop is as short as it can be.
+thread in the best round, so that other work on the machine counts little. Batches come from a DataLoader over tensors
+in memory ("loader"), or are slices of these tensors ("slices"), for which the bare loop is as short as it can be.
 """
 
 from __future__ import annotations

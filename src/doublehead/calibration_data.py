@@ -172,7 +172,9 @@ def _takes_rows(data: Any) -> bool:
         return False
     sampler = data.sampler
     every_row = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data.dataset)
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(data.dataset)
     )
     own = (data.generator, getattr(sampler, "generator", None), data.num_workers, data.pin_memory)
     return every_row and data.collate_fn is default_collate and not any(own)

@@ -82,7 +82,9 @@ class HeadTraining:
             labels = labels.float().where(valid[:, None], 0.0)
         sees = ((folds != self.blind) & valid).float()  # (H, B)
         sees = sees if counts is None else sees * (counts / counts.mean()).float()
-        n_seen = average_over_processes(sees.sum(1, keepdim=True))  # so that several processes do what one would
+        n_seen = average_over_processes(
+            sees.sum(1, keepdim=True)
+        )  # so that several processes do what one would
         weights = sees / n_seen.clamp(min=1.0)  # (H, B)
         own = average_over_processes(F.cross_entropy(main.float(), labels, ignore_index=IGNORED))
         sane = own < WORSE_THAN_GUESSING * math.log(n_classes)

@@ -15,6 +15,7 @@ only where that clearly pays.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from doublehead.calibration_head import MIN_LOGIT, feature_numbers, scale_logits, statistics
+from doublehead.calibration_head import MAX_LOG_SCALE, MIN_LOGIT, feature_numbers, scale_logits, statistics
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.choose import Choice, Scores, choose, stratified_folds
 from doublehead.calibrators.maps import keep_top
@@ -463,6 +464,12 @@ def _careful_temperature(z: Tensor, target: Target, start: Tensor | None) -> Ten
     ones = z.new_ones(len(z), 1)
     begin = None if start is None else -start.log()[None]
     log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
+    guessing = target.weighted(z.new_full((len(z),), math.log(z.shape[1])).double()).sum()
+    if not -MAX_LOG_SCALE <= log_scale or _nlls(z * log_scale.exp(), target).sum() > guessing:
+        # Logits of thousands: the fit sees no slope there, so it begins at the best of some powers.
+        coarse = min(range(-16, 1), key=lambda power: float(_nlls(z * math.exp(power), target).sum()))
+        near = z * math.exp(coarse)
+        log_scale = coarse + fit_log_scale(near, target, ones, z.new_full((1,), RIDGE_SOFTEN))[0]
     if log_scale > 0:
         log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SHARPEN))[0]
         gain = (_nlls(z, target) - _nlls(z * log_scale.exp(), target)).sum()
