@@ -24,10 +24,16 @@ from torch.utils.data import (
 )
 
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, calibrate, metrics, torch_tools
-from doublehead.attach import Attachment, find_classifier
 from doublehead.calibrators.head import Head
 from doublehead.data.fashion import fashion_subset
-from doublehead.integrations.lightning import DoubleHeadCallback, _n_own, key_of_weights, load_calibrated
+from doublehead.integrations.callbacks import Attachment
+from doublehead.integrations.lightning import (
+    DoubleHeadCallback,
+    _n_own,
+    find_classifier,
+    key_of_weights,
+    load_calibrated,
+)
 from doublehead.optional import require
 
 pl = require("lightning.pytorch", extra="lightning")

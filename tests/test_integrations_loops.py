@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from doublehead import DoubleHead, Predictions
 from doublehead.curves import Reliability, reliability
-from doublehead.integrations.trackers import for_transformers, log_figure, log_numbers, log_reliability
+from doublehead.integrations.callbacks import for_transformers, log_figure, log_reliability
 from doublehead.optional import require
 
 
@@ -214,6 +214,6 @@ def test_trackers_without_an_open_run_are_left_alone(tmp_path: Path) -> None:
 def test_real_tensorboard(curve: Reliability, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tracker,) = for_transformers(Args(["tensorboard"], tmp_path))
-    log_numbers(tracker, {"eval_ece_calib": 0.01}, 5)
+    tracker.log_metrics({"eval_ece_calib": 0.01}, 5)
     assert log_reliability([tracker], curve, "reliability", 5) == 1
     assert list(tmp_path.rglob("events.out.tfevents.*"))

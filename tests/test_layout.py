@@ -35,7 +35,6 @@ ORDER = (
     "stages",
     "shift_guard",
     "saving",
-    "attach",
     "outcomes",
     "curves",
     "plots",

@@ -465,7 +465,7 @@ def _careful_temperature(z: Tensor, target: Target, start: Tensor | None) -> Ten
     begin = None if start is None else -start.log()[None]
     log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
     guessing = target.weighted(z.new_full((len(z),), math.log(z.shape[1])).double()).sum()
-    if not -MAX_LOG_SCALE <= log_scale or _nlls(z * log_scale.exp(), target).sum() > guessing:
+    if not log_scale >= -MAX_LOG_SCALE or _nlls(z * log_scale.exp(), target).sum() > guessing:
         # Logits of thousands: the fit sees no slope there, so it begins at the best of some powers.
         coarse = min(range(-16, 1), key=lambda power: float(_nlls(z * math.exp(power), target).sum()))
         near = z * math.exp(coarse)

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from doublehead.attach import Attachment
 from doublehead.calibration_data import check_disjoint
 from doublehead.calibrators.head import Head
 from doublehead.double_head import Calibrated, DoubleHead, Heads
-from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
-from doublehead.integrations.watch import Watch, double_head_options
+from doublehead.integrations.callbacks import (
+    Attachment,
+    Watch,
+    double_head_options,
+    for_transformers,
+    log_reliability,
+)
 from doublehead.network import Reader
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild, under
@@ -170,7 +174,7 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             trackers = for_transformers(args)
             for tracker in trackers:
-                log_numbers(tracker, numbers, state.global_step)
+                tracker.log_metrics(numbers, state.global_step)
             if self.figure and trackers:
                 log_reliability(trackers, watch.reliability(), f"{prefix}_reliability", state.global_step)
 
