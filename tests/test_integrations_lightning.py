@@ -838,7 +838,7 @@ def test_calibration_data_without_an_end(
             return cycle(images["calib"])
 
     for batch_size, n_max, n in ((60, 100, 120), (250, 600, 250)):  # enough, or until they come again
-        monkeypatch.setattr("doublehead.double_head.MAX_SAMPLES", n_max)
+        monkeypatch.setattr("doublehead.calibrated.MAX_SAMPLES", n_max)
         callback = DoubleHeadCallback(DataLoader(Endless(), batch_size), every=2)
         fit(images, tmp_path, callback, max_epochs=1)
         assert callback.choice is not None

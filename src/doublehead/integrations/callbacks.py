@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from doublehead.calibrated import Heads
 from doublehead.calibration_head import HeadSpec
 from doublehead.curves import Reliability, reliability
-from doublehead.double_head import DoubleHead, Heads
+from doublehead.double_head import DoubleHead
 from doublehead.network import Reader
 from doublehead.plots import draw_reliability, save
 from doublehead.predictions import Predictions

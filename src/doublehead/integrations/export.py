@@ -21,15 +21,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from doublehead.double_head import Calibrated
+from doublehead.calibrated import Calibrated
 from doublehead.metrics import Interval
-from doublehead.network import find_logits
 from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.saving import WEIGHTS, load, save
 from doublehead.shift_guard import ShiftGuard
 from doublehead.summary import METRICS, Summary, shown, shown_interval
-from doublehead.tasks import Task, class_scores
+from doublehead.tasks import Task, class_scores, find_logits
 from doublehead.torch_tools import device_of, evaluating, uncompiled
 
 Form: TypeAlias = Literal["onnx", "torch-export", "safetensors"]

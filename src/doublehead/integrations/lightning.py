@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from doublehead.calibrate import fit
+from doublehead.calibrated import Calibrated, Heads, read
 from doublehead.calibration_data import ToPair, check_disjoint, n_shared, unpack
 from doublehead.calibrators.choose import Choice
-from doublehead.double_head import Calibrated, DoubleHead, Heads, read
+from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import Attachment, Watch, double_head_options, log_reliability
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from doublehead.calibrate import calibrate
+from doublehead.calibrated import Calibrated
 from doublehead.calibration_head import Standardise
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
-from doublehead.double_head import Calibrated, DoubleHead
+from doublehead.double_head import DoubleHead
 from doublehead.metrics import ece
 from doublehead.optional import require
 from doublehead.predictions import Predictions

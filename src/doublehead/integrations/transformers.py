@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from doublehead.calibrated import Calibrated, Heads
 from doublehead.calibration_data import check_disjoint
 from doublehead.calibrators.head import Head
-from doublehead.double_head import Calibrated, DoubleHead, Heads
+from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import (
     Attachment,
     Watch,
@@ -24,7 +26,6 @@ from doublehead.integrations.callbacks import (
     for_transformers,
     log_reliability,
 )
-from doublehead.network import Reader
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild, under
 from doublehead.tasks import SUPPORTED
@@ -268,14 +269,8 @@ def _moved(calibrated: Calibrated, model: nn.Module) -> Calibrated:
     old = calibrated.reader
     for name, module in model.named_modules():
         if any(getattr(hook, "__self__", None) is old.tap for hook in module._forward_hooks.values()):
-            reader = Reader.restore(
-                model,
-                layer=name,
-                outputs=old.outputs,
-                task=old.task,
-                n_classes=old.n_classes,
-                n_features=old.n_features,
-            )
+            reader = copy.copy(old)  # whose hook is on that layer
+            reader.network, reader.layer = model, name
             return Calibrated(model, calibrated.head, reader, calibrated.opinion).eval()
     raise ValueError(
         f"calibrated must be a Calibrated of this very {type(model).__name__}, got one of another "
