@@ -2,9 +2,9 @@
 
     python benchmarks/companion_overhead.py --save
 
-Epochs with and without `double.step()` take turns on the same network in one process. Figures are medians of CPU time
-of the thread, so that other work on the machine counts little. Batches come from a DataLoader over tensors in memory
-("loader"), or are slices of these tensors ("slices"), for which the bare loop is as short as it can be.
+Epochs with and without `double.step()` take turns on the same network in one process. Figures are CPU times of the
+thread in the best round, so that other work on the machine counts little. Batches come from a DataLoader over tensors
+in memory ("loader"), or are slices of these tensors ("slices"), for which the bare loop is as short as it can be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import time
 from pathlib import Path
 
@@ -67,9 +66,7 @@ def measure(name: str, source: str, rounds: int) -> dict[str, float]:
         for way, companion in (("bare", None), ("with", double)):
             batches = loader if source == "loader" else zip(x.split(size), y.split(size))
             times[way].append(seconds(network, optimizer, batches, companion))
-    bare, beside = (
-        statistics.median(took[1:]) / STEPS * 1e6 for took in times.values()
-    )  # the first warms up
+    bare, beside = (min(took[1:]) / STEPS * 1e6 for took in times.values())  # the first warms up
     return {
         "bare_us_per_step": round(bare),
         "with_us_per_step": round(beside),

@@ -7,7 +7,7 @@ from torch import nn
 
 from doublehead import Predictions, calibrate
 from doublehead.data import fashion_subset
-from doublehead.integrations.model_card import model_card
+from doublehead.integrations.export import model_card
 
 data = fashion_subset().first(2000, 1000, 500)
 images, calib, test = (

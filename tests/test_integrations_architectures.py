@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead import PAPER, DoubleHead, ShiftGuard
-from doublehead.network import find_logits
 from doublehead.optional import require
 from doublehead.shift_guard import N_LAYERS
+from doublehead.tasks import find_logits
 
 TIMM = {
     "resnet10t": 32, "skresnet18": 32, "seresnet18": 32, "resnest14d": 32, "densenet121": 32, "dla34": 32,

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from calibrated_models import data, guarded, make, network
 from doublehead import Predictions, ShiftGuard, calibrate, load, metrics
 from doublehead.data.batches import Normalise
-from doublehead.integrations.export import export_model, load_program
-from doublehead.integrations.model_card import model_card
+from doublehead.integrations.export import export_model, load_program, model_card
 from doublehead.optional import require
 
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -24,10 +24,16 @@ from torch.utils.data import (
 )
 
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, calibrate, metrics, torch_tools
-from doublehead.attach import Attachment, find_classifier
 from doublehead.calibrators.head import Head
 from doublehead.data.fashion import fashion_subset
-from doublehead.integrations.lightning import DoubleHeadCallback, _n_own, key_of_weights, load_calibrated
+from doublehead.integrations.callbacks import Attachment
+from doublehead.integrations.lightning import (
+    DoubleHeadCallback,
+    _n_own,
+    find_classifier,
+    key_of_weights,
+    load_calibrated,
+)
 from doublehead.optional import require
 
 pl = require("lightning.pytorch", extra="lightning")
@@ -832,7 +838,7 @@ def test_calibration_data_without_an_end(
             return cycle(images["calib"])
 
     for batch_size, n_max, n in ((60, 100, 120), (250, 600, 250)):  # enough, or until they come again
-        monkeypatch.setattr("doublehead.double_head.MAX_SAMPLES", n_max)
+        monkeypatch.setattr("doublehead.calibrated.MAX_SAMPLES", n_max)
         callback = DoubleHeadCallback(DataLoader(Endless(), batch_size), every=2)
         fit(images, tmp_path, callback, max_epochs=1)
         assert callback.choice is not None

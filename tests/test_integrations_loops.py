@@ -1,4 +1,4 @@
-"""The plain loop under Accelerate and Fabric: the network stays bit-identical; trackers get their figures."""
+"""The plain loop under Accelerate, Fabric, skorch and fastai: the network stays bit-identical. Trackers get figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from doublehead import DoubleHead, Predictions
 from doublehead.curves import Reliability, reliability
-from doublehead.integrations.trackers import for_transformers, log_figure, log_numbers, log_reliability
+from doublehead.integrations.callbacks import for_transformers, log_figure, log_reliability
 from doublehead.optional import require
 
 
@@ -76,6 +76,49 @@ def under_fabric(with_heads: bool, precision: str, accumulate: int) -> Trained:
     return net, double
 
 
+def under_skorch(with_heads: bool, *_: Any) -> Trained:
+    skorch = pytest.importorskip("skorch")
+    net, train, doubles = network(), batches(72, 1).dataset, []
+
+    class Calibrate(skorch.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, net: Any, **_: Any) -> None:
+            doubles.append(DoubleHead(net.module_, batches(240, 2), every=2, follow=net.optimizer_))
+
+        def on_batch_end(self, net: Any, training: bool = False, **_: Any) -> None:
+            if training:
+                doubles[0].step()
+
+    options = {"criterion": nn.CrossEntropyLoss, "batch_size": 16, "lr": 0.1, "iterator_train__shuffle": True}
+    trained = skorch.NeuralNetClassifier(
+        net, max_epochs=3, train_split=None, verbose=0, callbacks=[Calibrate()] * with_heads, **options
+    ).fit(*(part.numpy() for part in train.tensors))  # type: ignore[attr-defined]
+    return trained.module_, doubles[0] if doubles else None
+
+
+def under_fastai(with_heads: bool, *_: Any) -> Trained:
+    require("torchvision", extra="models")  # which fastai imports
+    pytest.importorskip("fastai")
+    from fastai.callback.core import Callback
+    from fastai.callback.schedule import Learner
+    from fastai.data.core import DataLoaders
+
+    net, doubles = network(), []
+
+    class Calibrate(Callback):  # type: ignore[misc]
+        def before_fit(self) -> None:
+            doubles.append(DoubleHead(self.model, batches(240, 2), every=2, follow=self.opt))
+
+        def after_batch(self) -> None:
+            if self.training:
+                doubles[0].step()
+
+    data, callbacks = DataLoaders(batches(72, 1), batches(32, 3)), [Calibrate()] * with_heads
+    learner = Learner(data, net, loss_func=nn.CrossEntropyLoss(), cbs=callbacks)
+    with learner.no_bar(), learner.no_logging():
+        learner.fit_one_cycle(3, 1e-2)
+    return net, doubles[0] if doubles else None
+
+
 @pytest.mark.parametrize(
     ("loop", "precision", "accumulate"),
     [
@@ -84,6 +127,8 @@ def under_fabric(with_heads: bool, precision: str, accumulate: int) -> Trained:
         (under_accelerate, "no", 2),
         (under_fabric, "32-true", 1),
         (under_fabric, "bf16-mixed", 2),
+        (under_skorch, "32-true", 1),
+        (under_fastai, "32-true", 1),
     ],
 )
 def test_main_network_is_bit_identical(loop: Any, precision: str, accumulate: int) -> None:
@@ -169,6 +214,6 @@ def test_trackers_without_an_open_run_are_left_alone(tmp_path: Path) -> None:
 def test_real_tensorboard(curve: Reliability, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tracker,) = for_transformers(Args(["tensorboard"], tmp_path))
-    log_numbers(tracker, {"eval_ece_calib": 0.01}, 5)
+    tracker.log_metrics({"eval_ece_calib": 0.01}, 5)
     assert log_reliability([tracker], curve, "reliability", 5) == 1
     assert list(tmp_path.rglob("events.out.tfevents.*"))

@@ -451,16 +451,19 @@ def test_folds_do_not_depend_on_padding() -> None:
     assert set(folds[0]) == set(range(5))
 
 
-def test_columns_that_the_trainer_removes_from_its_data_are_removed_from_the_calibration_data(
-    texts: Any, tokenizer: Any
+@pytest.mark.parametrize("remove", [True, False])
+def test_calibration_data_keeps_the_columns_that_the_trainer_keeps(
+    texts: Any, tokenizer: Any, remove: bool
 ) -> None:
+    """A transform makes columns that `column_names` does not list; the Trainer removes none then."""
+
     class Columns(list):  # type: ignore[type-arg]
-        column_names = ("input_ids", "attention_mask", "label")
+        column_names = ("input_ids", "attention_mask", "label") if remove else ("text", "label")
 
     collate = hf.DataCollatorWithPadding(tokenizer)
     train_batches = DataLoader(Columns(texts["train"]), 16, collate_fn=collate)  # type: ignore[arg-type]
-    rows = [{**row, "text": "which no tensor can hold"} for row in texts["calib"]]
-    args = hf.TrainingArguments(use_cpu=True, per_device_train_batch_size=16)
+    rows = [{**row, "text": "which no tensor can hold"} if remove else row for row in texts["calib"]]
+    args = hf.TrainingArguments(use_cpu=True, per_device_train_batch_size=16, remove_unused_columns=remove)
     batches = DoubleHeadTrainerCallback(rows)._batches(args, train_batches)
     assert set(next(iter(batches))) == {"input_ids", "attention_mask", "labels"}
 

@@ -24,6 +24,7 @@ ORDER = (
     "network",
     "calibration_head",
     "head_training",
+    "calibrated",
     "double_head",
     "logprobs",
     "predictions",  # what a classifier predicts, and how good that is
@@ -35,7 +36,6 @@ ORDER = (
     "stages",
     "shift_guard",
     "saving",
-    "attach",
     "outcomes",
     "curves",
     "plots",
@@ -53,7 +53,7 @@ ORDER = (
     "__main__",
 )
 # Methods that open a door further down import it when they are called.
-LATE = {"double_head": {"calibrate", "saving", "audit", "integrations"}}
+LATE = {"double_head": {"calibrate"}, "calibrated": {"saving", "audit", "integrations"}}
 HEAVY = (
     "matplotlib",
     "pandas",

@@ -208,7 +208,7 @@ def test_ordinal_and_regression_models_get_a_sentence(outputs: int, labels: Tens
 def test_reading_gives_rows() -> None:
     x, y = tumours()
     batch = unpack((x[:8], y[:8]), torch.device("cpu"))
-    readings = Reader(OneLogit(), batch).read([(x[:8], y[:8])])
+    readings = Reader.of(OneLogit(), batch).read([(x[:8], y[:8])])
     assert readings.logits.shape == (8, 2)
     assert readings.features.shape == (8, 32)
     assert not readings.logits[:, 0].any()
@@ -448,7 +448,7 @@ def test_large_images_are_calibrated_in_parts(monkeypatch: pytest.MonkeyPatch) -
     net, x, y = trained_pixels()
     model = dh.calibrate(net, (x[100:700], y[100:700]), ignore_index=255, positions=2000)
     whole = model(x[:20])
-    monkeypatch.setattr("doublehead.double_head.ROWS_AT_ONCE", 500)
+    monkeypatch.setattr("doublehead.calibrated.ROWS_AT_ONCE", 500)
     torch.testing.assert_close(model(x[:20]), whole)
 
 

@@ -37,9 +37,10 @@ from typing import Any
 from doublehead import calibrators, losses, metrics
 from doublehead.bins import Bins
 from doublehead.calibrate import calibrate
+from doublehead.calibrated import Calibrated
 from doublehead.calibration_head import PAPER, CalibrationHead, HeadSpec
 from doublehead.calibrators import Calibrator, choose
-from doublehead.double_head import Calibrated, DoubleHead
+from doublehead.double_head import DoubleHead
 from doublehead.predictions import Predictions
 from doublehead.saving import load
 from doublehead.shift_guard import ShiftGuard

@@ -8,15 +8,16 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from doublehead.calibrated import Calibrated, read
 from doublehead.calibration_data import ToPair, as_batches, check_disjoint, unpack
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.per_label import PerLabel
 from doublehead.calibrators.table import make
-from doublehead.double_head import Calibrated, DoubleHead, read
-from doublehead.network import POSITIONS, LogitsOf, Reader, Readings, View
+from doublehead.double_head import DoubleHead
+from doublehead.network import POSITIONS, Reader, Readings, View
 from doublehead.predictions import Predictions
-from doublehead.tasks import IGNORE_INDEX, Outputs, Task
+from doublehead.tasks import IGNORE_INDEX, LogitsOf, Outputs, Task
 from doublehead.torch_tools import (
     device_of,
     from_every_process,
@@ -101,7 +102,7 @@ def _calibrate_network(
             task, ignore_index = old.task, old.ignore_index
         first = unpack(next(iter(as_batches(calib_data))), device_of(inner), to_pair)
         how = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task, "views": views}
-        reader = Reader(inner, first, ignore_index=ignore_index, **how)  # type: ignore[arg-type]
+        reader = Reader.of(inner, first, ignore_index=ignore_index, **how)  # type: ignore[arg-type]
         readings = read(reader, calib_data, to_pair, positions, alone)
     return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed, alone=alone)
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
@@ -19,7 +18,6 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
-    default_convert,
 )
 
 from doublehead.torch_tools import Randomness
@@ -126,12 +124,12 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
         if len({len(part) for part in arrays}) > 1:
             lengths = " and ".join(str(len(part)) for part in arrays)
             raise ValueError(f"calibration data (inputs, labels) must be equally long, got {lengths}")
-        data = TensorDataset(*arrays)
-        if len(arrays) == 3:
-            return DataLoader(data, batch_size, shuffle=shuffle, collate_fn=_weighted)
-    if type(data) is TensorDataset:  # many rows at once, not row after row
-        order: Any = RandomSampler(data) if shuffle else SequentialSampler(data)
-        return DataLoader(data, batch_size=None, sampler=BatchSampler(order, batch_size, drop_last=False))
+        return Rows(arrays, batch_size, shuffle, weighted=len(arrays) == 3)
+    if type(data) is TensorDataset:
+        return Rows(data.tensors, batch_size, shuffle)
+    if _takes_rows(data):
+        shuffle = isinstance(data.sampler, RandomSampler)
+        return Rows(data.dataset.tensors, data.batch_size, shuffle, drop_last=data.drop_last)
     if isinstance(data, Dataset) and hasattr(data, "__len__"):
         return DataLoader(data, batch_size, shuffle=shuffle)
     if isinstance(data, Iterator) or not hasattr(data, "__iter__"):
@@ -142,10 +140,44 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     return data  # type: ignore[no-any-return]
 
 
-def are_tensors(batches: Any) -> bool:
-    """Whether batches are rows of tensors in memory, taken by torch alone."""
-    plain = isinstance(batches, DataLoader) and type(batches.dataset) is TensorDataset
-    return plain and batches.collate_fn in (default_collate, default_convert) and batches.num_workers == 0
+class Rows:
+    """Batches of tensors in memory: many rows at once, not row after row as a DataLoader takes them."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        batch_size: int,
+        shuffle: bool = False,
+        *,
+        drop_last: bool = False,
+        weighted: bool = False,
+    ) -> None:
+        self.tensors, self.batch_size, self.shuffle = tensors, batch_size, shuffle
+        self.drop_last, self.form = drop_last, (_Weighted._make if weighted else list)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.tensors[0]), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        n = len(self.tensors[0])
+        order = torch.randperm(n) if self.shuffle else torch.arange(n)
+        for rows in order.split(self.batch_size)[: len(self)]:
+            yield self.form(part[rows] for part in self.tensors)
+
+
+def _takes_rows(data: Any) -> bool:
+    """Whether a DataLoader does nothing but take rows of tensors in memory."""
+    if type(data) is not DataLoader or type(data.dataset) is not TensorDataset or data.batch_size is None:
+        return False
+    sampler = data.sampler
+    every_row = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(data.dataset)
+    )
+    own = (data.generator, getattr(sampler, "generator", None), data.num_workers, data.pin_memory)
+    return every_row and data.collate_fn is default_collate and not any(own)
 
 
 def _is_pair_of_arrays(data: Any) -> bool:
@@ -154,10 +186,6 @@ def _is_pair_of_arrays(data: Any) -> bool:
         isinstance(part, (Tensor, np.ndarray)) for part in data
     )
     return is_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1
-
-
-def _weighted(rows: Sequence[tuple[Tensor, ...]]) -> _Weighted:
-    return _Weighted(*(torch.stack(parts) for parts in zip(*rows)))
 
 
 class Endless:

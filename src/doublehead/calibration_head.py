@@ -144,7 +144,8 @@ class CalibrationHead(StaysFloat32):
         ):  # one mask for all heads: on a CPU drawing it costs more than using it
             mask = torch.rand(inputs.shape[-2:], device=inputs.device).ge_(spec.dropout)
             inputs = inputs * mask.div_(1 - spec.dropout)
-        out = inputs @ self.last_weight.mT + self.last_bias[:, None]  # (H, B, n_out)
+        inputs = inputs.expand(n_heads, -1, -1)  # of a linear head (B, size)
+        out = torch.baddbmm(self.last_bias[:, None], inputs, self.last_weight.mT)  # (H, B, n_out)
         if spec.kind == "temperature":
             out = scale_logits(main, out)
         return out[0] if n_heads == 1 else out

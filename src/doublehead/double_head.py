@@ -17,33 +17,29 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler
 
+from doublehead.calibrated import Calibrated, read
 from doublehead.calibration_data import (
     BATCH_SIZE,
     N_FOLDS,
     Endless,
+    Rows,
     ToPair,
-    are_tensors,
     as_batches,
-    length_of,
     unpack,
-    until_repeated,
 )
-from doublehead.calibration_head import PAPER, CalibrationHead, HeadBank, HeadSpec
+from doublehead.calibration_head import PAPER, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
-from doublehead.network import POSITIONS, LogitsOf, Reader, Readings, per_row
-from doublehead.tasks import IGNORE_INDEX, Outputs, Task
+from doublehead.network import Reader, Readings, per_row
+from doublehead.tasks import IGNORE_INDEX, LogitsOf, Outputs, Task
 from doublehead.torch_tools import (
     Randomness,
     device_of,
     evaluating,
-    from_every_process,
     meet,
     n_processes,
     rank,
@@ -54,15 +50,6 @@ from doublehead.torch_tools import (
 MAX_HIDDEN = 256  # of the heads of the second opinion, which is otherwise that of the paper's head
 PATIENCE = 20  # calibration steps in a row that may fail before the heads' training is given up
 POSITIONS_PER_STEP = 4096  # of tokens or pixels that the heads learn from in one step
-ROWS_AT_ONCE = 1 << 17  # calibrated together: a large image has more
-MAX_SAMPLES = 20_000  # read from calibration data that does not know its length and may be endless
-
-
-class Heads(NamedTuple):
-    """The log-probabilities of the network and of its calibrated answer, (N, K) each, of samples or positions."""
-
-    main: Tensor
-    calib: Tensor
 
 
 class DoubleHead:
@@ -123,11 +110,11 @@ class DoubleHead:
         self.batch_size = batch_size
         device = device_of(network)
         batches = as_batches(calib_data, batch_size, shuffle=True)
-        only_torch = are_tensors(batches) and augment is None and to_pair is None
+        only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
         self._randomness = Randomness(seed + rank(), device, only_torch)
         with self._randomness.swapped_in():
             first = unpack(_first(batches), device, to_pair)
-            self.reader = Reader(
+            self.reader = Reader.of(
                 network,
                 first,
                 layer=layer,
@@ -291,131 +278,10 @@ class DoubleHead:
             self._randomness.state = dict(state["randomness"])
 
 
-class Calibrated(nn.Module):
-    """A classifier and its calibration as one module. `model(x)` gives normalised log-probabilities (B, K).
-
-    The output keeps its form: (B, T, K) for tokens, (B, K, H, W) for pixels. A network with one logit, or one per
-    label, gives calibrated logits of the same shape: their sigmoid is the calibrated probability. An output that
-    carries `logits`, as those of Hugging Face models do, comes back in the same form with the new ones in their
-    place. `head` maps main logits and features to calibrated logits: a CalibrationHead, or any Calibrator. `opinion`
-    are heads that were trained beside the network, pooled by the staged head.
-    The network's own answer is `model.network(x)`, both are `model.heads(x)`.
-    """
-
-    def __init__(
-        self, network: nn.Module, head: nn.Module, reader: Reader, opinion: CalibrationHead | None = None
-    ) -> None:
-        super().__init__()
-        self.network, self.head, self.opinion = network, head, opinion
-        self.reader = reader
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's output with calibrated, normalised log-probabilities in place of its logits."""
-        answer = self.reader.run(args, kwargs, network=self.network)
-        log_probs = self.calibrated(answer.logits, answer.features, answer.numbers)
-        return self.reader.replaced(answer.output, log_probs)
-
-    def heads(self, *args: Any, **kwargs: Any) -> Heads:
-        """The log-probabilities of the network and the calibrated ones, as rows of classes in every task."""
-        answer = self.reader.run(args, kwargs, network=self.network)
-        calib = self.calibrated(answer.logits, answer.features, answer.numbers)
-        return Heads(answer.logits.float().log_softmax(-1), calib)
-
-    def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Calibrated log-probabilities for logits and features of the network at hand."""
-        if _is_large(main):
-            parts = [
-                part.split(ROWS_AT_ONCE)
-                for part in (main, features, *(() if numbers is None else (numbers,)))
-            ]
-            return torch.cat([self.calibrated(*some) for some in zip(*parts)])
-        options: dict[str, Any] = {}
-        with torch.autocast(main.device.type, enabled=False):
-            if self.opinion is not None:
-                options["opinion"] = self.opinion(main, features).log_softmax(-1).mean(0)
-            if numbers is not None and numbers.shape[-1]:
-                options["numbers"] = numbers
-            calibrated: Tensor = self.head(main, features, **options)
-            return calibrated.float().log_softmax(-1)
-
-    @torch.no_grad()
-    def report(
-        self, data: Any, path: str | Path | None = None, *, to_pair: ToPair | None = None, **options: Any
-    ) -> Any:
-        """Measure on test data: `Summaries` of the network, of a temperature where one was fitted, and calibrated.
-
-        `print` shows NLL, ECE, its floor and accuracy of each. With `path`, an .html file, the page of
-        `doublehead.report` is written too; `options` are its options.
-        """
-        from doublehead.audit import summaries
-
-        with evaluating(self):
-            readings = read(self.reader, data, to_pair)
-            parts = (readings.logits, readings.features, readings.numbers)
-            rows = zip(*(part.split(BATCH_SIZE) for part in parts))
-            calib = torch.cat([self.calibrated(*some) for some in rows])
-        outputs, temperature = {"network": readings.logits}, getattr(self.head, "temperature_", None)
-        if temperature is not None:
-            outputs["temperature"] = readings.logits / temperature
-        return summaries({**outputs, "calibrated": calib}, readings.labels, path, **options)
-
-    def extra_repr(self) -> str:
-        """What was chosen, for print(model)."""
-        return str(getattr(self.head, "choice", None) or "")
-
-    def save(self, path: str | Path) -> Path:
-        """Write weights and calibration into the folder `path`; `doublehead.load(path, network)` brings both back."""
-        from doublehead.saving import save
-
-        return save(self, path)
-
-    def export(self, path: str | Path, example: Any, to: str = "onnx", **options: Any) -> Path:
-        """Write one model with the outputs probs, label and confidence into the folder `path`; returns its file.
-
-        `to` is "onnx", "torch-export" or "safetensors". `example` is a batch of inputs; `options` are those of
-        `doublehead.integrations.export.export_model`.
-        """
-        from doublehead.integrations.export import export_model
-
-        return export_model(self, path, example, to, **options)  # type: ignore[arg-type]
-
-
 def second_opinion(n_features: int) -> list[HeadSpec]:
     """The paper's head five times, each blind to another fold of the calibration data."""
     spec = replace(PAPER, hidden=max(1, min(MAX_HIDDEN, n_features // 2)), dropout=0.5)
     return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
-
-
-def read(
-    reader: Reader,
-    data: Any,
-    to_pair: ToPair | None = None,
-    positions: int = POSITIONS,
-    alone: bool = False,
-) -> Readings:
-    """Run the network over calibration data once, or over enough of it where it has no length and may be endless.
-
-    Where a DistributedSampler deals the samples out to several processes, all get those of all, each sample once;
-    a process that is `alone` in calling this gets its own.
-    """
-    batches: Iterable[Any] = as_batches(data)
-    how = {"to_pair": to_pair, "positions": positions}
-    if not length_of(batches):
-        return reader.read(until_repeated(batches, to_pair), max_samples=MAX_SAMPLES, **how)  # type: ignore[arg-type]
-    own, sampler = reader.read(batches, **how), getattr(batches, "sampler", None)  # type: ignore[arg-type]
-    if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
-        return own
-    n = len(own.labels)
-    if reader.task not in ("tokens", "pixels"):  # more samples are there to fill up
-        n = len(range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas))
-    shares = from_every_process(tuple(None if part is None else part[:n].cpu() for part in own))
-    device = own.labels.device
-    return Readings(*(None if parts[0] is None else torch.cat(parts).to(device) for parts in zip(*shares)))  # type: ignore[arg-type]
-
-
-def _is_large(main: Tensor) -> bool:
-    """Whether rows of pixels are so many that they are calibrated some after the other."""
-    return not torch.compiler.is_compiling() and main.shape[0] > ROWS_AT_ONCE
 
 
 def _first(batches: Iterable[Any]) -> Any:

@@ -82,7 +82,10 @@ class HeadTraining:
             labels = labels.float().where(valid[:, None], 0.0)
         sees = ((folds != self.blind) & valid).float()  # (H, B)
         sees = sees if counts is None else sees * (counts / counts.mean()).float()
-        n_seen = average_over_processes(sees.sum(1))  # so that several processes do what one would
+        n_seen = average_over_processes(
+            sees.sum(1, keepdim=True)
+        )  # so that several processes do what one would
+        weights = sees / n_seen.clamp(min=1.0)  # (H, B)
         own = average_over_processes(F.cross_entropy(main.float(), labels, ignore_index=IGNORED))
         sane = own < WORSE_THAN_GUESSING * math.log(n_classes)
         self.bank.follow(main, features, sane)
@@ -91,11 +94,11 @@ class HeadTraining:
             scaled = (beta[:, None, None] * self.bank(main, features)).flatten(0, 1)  # (H * B, K)
             wanted = torch.cat([labels] * len(beta))
             nlls = F.cross_entropy(scaled, wanted, reduction="none", ignore_index=IGNORED)
-            losses = (nlls.view_as(sees) * sees).sum(1) / n_seen.clamp(min=1.0)  # (H,)
-            found = torch.autograd.grad(losses.sum(), [p for parameters in self._stacks for p in parameters])
-        losses, rest = average_over_processes(losses.detach()), iter(found)
-        for parameters, flat in zip(self._stacks, self._gradients):
-            torch.cat([next(rest).flatten(1) for _ in parameters], 1, out=flat)
+            parameters = [p for stack in self._stacks for p in stack]
+            found = iter(torch.autograd.grad(nlls, parameters, weights.flatten()))
+        losses = average_over_processes((nlls.detach().view_as(weights) * weights).sum(1))  # (H,)
+        for stack, flat in zip(self._stacks, self._gradients):
+            torch.cat([next(found).flatten(1) for _ in stack], 1, out=flat)
             average_over_processes(flat)
         norms = self.bank.in_order([torch.linalg.vector_norm(one, dim=1) for one in self._gradients])
         fine = torch.isfinite(losses + norms)  # neither is negative

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,22 @@ from doublehead.calibration_data import Batch, ToPair, fold_of, unpack
 from doublehead.tasks import (
     IGNORE_INDEX,
     SUPPORTED,
+    LogitsOf,
+    Output,
     Outputs,
     Reservoir,
     Task,
+    check_shifted,
     class_scores,
+    find_logits,
     in_form,
     recognise,
     recognise_task,
     targets_of,
+    with_logits,
 )
 from doublehead.torch_tools import device_of, evaluating, uncompiled, unwrapped
 
-Output = TypeVar("Output")
-LogitsOf = Callable[[Any], Tensor]
 View = Callable[[Any], Any]
 Caught = tuple[Tensor, Tensor]  # the input and the output of a layer
 POSITIONS = 20_000  # of tokens or pixels that are drawn to calibrate on
@@ -63,97 +66,89 @@ def flip(images: Tensor) -> Tensor:
 VIEWS: dict[str, View] = {"flip": flip}
 
 
+@dataclass(eq=False)
 class Reader:
     """Runs a classifier and gives its output, features (N, F) and logits (N, K): the one place that knows its form.
 
-    The network is not changed: a hook on its last layer notes the layer's input while `run` is under way. `first`,
-    a batch of inputs, is run once to find out what the network returns, how many classes there are and which layer
-    gives the logits: the last one run that has as many outputs, or the one called `layer`. `logits_of` takes the
-    logits out of an output that is no tensor and has no `logits`. `outputs` says what they are, which is otherwise
-    recognised: rows that sum to 1 are probabilities, rows whose logsumexp is 0 log-probabilities. `task` is otherwise
-    recognised by the shapes of output and labels: "classes"; "binary", one logit, read as two classes; "labels",
-    several such logits; "tokens" and "pixels", where labels of `ignore_index` do not count.
+    The network is not changed: a hook on its last layer notes the layer's input while `run` is under way.
+    `Reader.of` finds the form by running the network once.
 
     `views` are other ways to show a sample to the network, functions of its first input or "flip" for mirrored images.
     The log-probabilities and features of all views are averaged, and two numbers say how far the views disagree.
     """
 
-    def __init__(
-        self,
+    network: nn.Module
+    layer: str | None
+    outputs: Outputs
+    task: Task
+    n_classes: int
+    n_features: int
+    n_labels: int | None = None  # where a sample may have several
+    ignore_index: int = IGNORE_INDEX
+    logits_of: LogitsOf | None = None
+    views: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [view for view in self.views if isinstance(view, str) and view not in VIEWS]
+        if unknown:
+            raise ValueError(f"views must be functions or among {sorted(VIEWS)}, got {unknown}")
+        if self.views and self.task in ("tokens", "pixels"):
+            raise ValueError(f"views must be empty for {self.task}: their positions would have to be matched")
+        self.views = tuple(VIEWS[view] if isinstance(view, str) else view for view in self.views)
+        modules = dict(unwrapped(self.network).named_modules())
+        if self.layer is not None and self.layer not in modules:
+            near = [name for name, module in modules.items() if outputs_of(module)][-5:]
+            raise ValueError(
+                f"layer must name a module of {type(unwrapped(self.network)).__name__}, got {self.layer!r}; "
+                f"its last linear layers: {near}"
+            )
+        self.tap = FeatureTap()
+        if self.layer is not None:
+            self.tap = FeatureTap.on(self.network, modules[self.layer], self.layer)
+
+    @classmethod
+    def of(
+        cls,
         network: nn.Module,
         first: Batch,
         *,
         layer: str | None = None,
-        logits_of: LogitsOf | None = None,
         outputs: Outputs | None = None,
         task: Task | None = None,
+        logits_of: LogitsOf | None = None,
         ignore_index: int = IGNORE_INDEX,
         views: Sequence[View | str] = (),
-    ) -> None:
-        self.network, self.logits_of, self.ignore_index = network, logits_of, ignore_index
-        unknown = [view for view in views if isinstance(view, str) and view not in VIEWS]
-        if unknown:
-            raise ValueError(f"views must be functions or among {sorted(VIEWS)}, got {unknown}")
-        self.views = tuple(VIEWS[view] if isinstance(view, str) else view for view in views)
+    ) -> Reader:
+        """The reader of a network that is run once on `first`, a batch of inputs.
+
+        What is not stated is found: `layer`, which gives the logits, is the last one run that has as many outputs;
+        `outputs` whose rows sum to 1 are probabilities, rows whose logsumexp is 0 log-probabilities; `task` follows
+        from the shapes of output and labels: "classes"; "binary", one logit, read as two classes; "labels", several
+        such logits; "tokens" and "pixels", where labels of `ignore_index` do not count. `logits_of` takes the logits
+        out of an output that is no tensor and has no `logits`.
+        """
         inner = unwrapped(network)
         modules = dict(inner.named_modules())
-        if layer is not None and layer not in modules:
-            near = [name for name, module in modules.items() if outputs_of(module)][-5:]
-            raise ValueError(
-                f"layer must name a module of {_kind(inner)}, got {layer!r}; its last linear layers: {near}"
-            )
         output, run = _watched(inner, modules, first)
         values = find_logits(output, logits_of)
-        self.task: Task = recognise_task(values, first.labels) if task is None else task
-        if self.views and self.task in ("tokens", "pixels"):
-            raise ValueError(f"views must be empty for {self.task}: their positions would have to be matched")
-        self.outputs = outputs or recognise(values, self.task)
-        scores = class_scores(values, self.task)
-        self.n_classes = scores.shape[-1]
-        self.n_labels = values.shape[1] if self.task == "labels" else None
-        _check_shifted(first, self.task, ignore_index)
-        targets = self.targets(first.labels)
+        task = task or recognise_task(values, first.labels)
+        scores = class_scores(values, task)
+        check_shifted(first.kwargs.get("input_ids"), first.labels, task, ignore_index)
+        targets = targets_of(first.labels, task, scores.shape[-1], ignore_index)
         if len(targets) != scores.shape[:-1].numel():
             raise ValueError(
-                f"task {self.task!r} does not fit outputs of shape {tuple(values.shape)} and labels of shape "
+                f"task {task!r} does not fit outputs of shape {tuple(values.shape)} and labels of shape "
                 f"{tuple(first.labels.shape)}; {SUPPORTED}"
             )
-        axis = {"tokens": -1, "binary": None}.get(self.task, 1)
-        n_outputs = 1 if axis is None else values.shape[axis]
-        self.layer = _last_layer(inner, modules, run, n_outputs) if layer is None else layer
-        self.tap = (
-            FeatureTap.on(network, modules[self.layer], self.layer)
-            if self.layer is not None
-            else FeatureTap()
-        )
+        axis = {"tokens": -1, "binary": None}.get(task, 1)
+        layer = layer or _last_layer(inner, modules, run, 1 if axis is None else values.shape[axis])
+        n_labels = values.shape[1] if task == "labels" else None
+        found = outputs or recognise(values, task)
+        made = cls(network, layer, found, task, scores.shape[-1], 0, n_labels, ignore_index, logits_of, views)
         with torch.no_grad(), evaluating(inner):
-            at = self.pick(targets, 1)  # of large images not every position
-            self.n_features = self.run(first.args, first.kwargs, network=inner, at=at).features.shape[1]
-
-    @classmethod
-    def restore(
-        cls,
-        network: nn.Module,
-        *,
-        layer: str | None,
-        outputs: Outputs,
-        n_classes: int,
-        n_features: int,
-        task: Task = "classes",
-        logits_of: LogitsOf | None = None,
-        views: Sequence[View | str] = (),
-    ) -> Reader:
-        """A reader of a network whose shapes are known already; nothing is run."""
-        reader = cls.__new__(cls)
-        reader.network, reader.layer, reader.outputs, reader.task = network, layer, outputs, task
-        reader.ignore_index, reader.n_labels = IGNORE_INDEX, None
-        reader.n_classes, reader.n_features, reader.logits_of = n_classes, n_features, logits_of
-        reader.views = tuple(VIEWS[view] if isinstance(view, str) else view for view in views)
-        modules = dict(unwrapped(network).named_modules())
-        if layer is not None and layer not in modules:
-            raise ValueError(f"layer must name a module of {_kind(network)}, got {layer!r}")
-        reader.tap = FeatureTap.on(network, modules[layer], layer) if layer is not None else FeatureTap()
-        return reader
+            at = made.pick(targets, 1)  # of large images not every position
+            made.n_features = made.run(first.args, first.kwargs, network=inner, at=at).features.shape[1]
+        return made
 
     def run(
         self,
@@ -384,51 +379,8 @@ def outputs_of(layer: nn.Module) -> int | None:
     return None
 
 
-def find_logits(output: Any, logits_of: LogitsOf | None = None) -> Tensor:
-    """The logits in what a classifier returned: a tensor, or the `logits` of a Hugging Face output or dict."""
-    if logits_of is not None:
-        output = logits_of(output)
-    if isinstance(output, Tensor):
-        return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise TypeError(
-            f"the network must return a tensor or an object with a tensor `logits`, got {_kind(output)}; "
-            "give logits_of=, a function from its output to the logits"
-        )
-    return logits
-
-
-def with_logits(output: Output, logits: Tensor) -> Output | Tensor:
-    """The same output with other logits; the original is not changed."""
-    if not isinstance(output, Mapping) and not hasattr(output, "logits"):
-        return logits
-    changed = copy.copy(output)
-    if isinstance(changed, Mapping):
-        changed["logits"] = logits  # type: ignore[index]
-    else:
-        changed.logits = logits
-    return changed
-
-
 def _rows(values: Tensor, at: Tensor | None) -> Tensor:
     """(N, C) from values (..., C); of large ones only the rows `at` are copied."""
     if at is not None:
         return values[torch.unravel_index(at, values.shape[:-1])]
     return values if values.ndim == 2 else values.flatten(0, -2)
-
-
-def _check_shifted(first: Batch, task: Task, ignore_index: int) -> None:
-    """Refuse labels of a causal language model that are its inputs: it predicts the next token."""
-    ids = first.kwargs.get("input_ids")
-    if task == "tokens" and isinstance(ids, Tensor) and ids.shape == first.labels.shape:
-        counts = first.labels != ignore_index
-        if bool((ids == first.labels)[counts].all()):
-            raise ValueError(
-                "labels must be what the network predicts at each position, got its inputs: for a language model give "
-                "logits_of=lambda output: output.logits[:, :-1] and a to_pair= that shifts the labels, labels[:, 1:]"
-            )
-
-
-def _kind(thing: object) -> str:
-    return type(thing).__name__

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.atomic import replacing
+from doublehead.calibrated import Calibrated
 from doublehead.calibration_head import CalibrationHead, HeadSpec
 from doublehead.calibrators.base import Calibrator, NotFitted
 from doublehead.calibrators.table import CALIBRATORS, make
-from doublehead.double_head import Calibrated
 from doublehead.network import VIEWS, Reader
 from doublehead.optional import require
 from doublehead.shift_guard import ShiftGuard
@@ -111,7 +111,7 @@ def rebuild(network: nn.Module, facts: Mapping[str, Any]) -> Any:
 def _rebuild_calibrated(network: nn.Module, facts: Mapping[str, Any]) -> Calibrated:
     sizes = {name: facts[name] for name in ("n_classes", "n_features")}
     form = {name: facts[name] for name in ("layer", "outputs", "task", "views")}
-    reader = Reader.restore(network, **form, **sizes)
+    reader = Reader(network, **form, **sizes)
     head, opinion = (
         None if facts[name] is None else _rebuild_head(facts[name], **sizes).to(device_of(network))
         for name in ("head", "opinion")

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from doublehead.calibration_data import unpack
 from doublehead.calibration_head import Standardise, statistics
 from doublehead.calibrators.head_stages import fit_log_scale
-from doublehead.network import find_logits, with_logits
 from doublehead.predictions import Predictions
 from doublehead.stages import CHANNELS, N_LAYERS, Distance, StageTap, moments
+from doublehead.tasks import find_logits, with_logits
 from doublehead.torch_tools import StaysFloat32, device_of, evaluating, seeded, uncompiled
 
 # Developed with whole kinds of corruption left out in turn (docs/results/notes/guard-settings.md).

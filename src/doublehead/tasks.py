@@ -13,13 +13,16 @@ Everything after this sees rows, whatever the task.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+Output = TypeVar("Output")
+LogitsOf = Callable[[Any], Tensor]
 Outputs = Literal["logits", "log_probs", "probs"]
 Task = Literal["classes", "binary", "labels", "tokens", "pixels"]
 TOLERANCE = 1e-3  # by which rows of probabilities may miss a sum of 1: bfloat16 rounds to 4e-3 of each entry
@@ -166,6 +169,43 @@ def _soft_targets(labels: Tensor, n_classes: int) -> Tensor:
             "give task='labels' where a sample may have several labels"
         )
     return labels
+
+
+def find_logits(output: Any, logits_of: LogitsOf | None = None) -> Tensor:
+    """The logits in what a classifier returned: a tensor, or the `logits` of a Hugging Face output or dict."""
+    if logits_of is not None:
+        output = logits_of(output)
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"the network must return a tensor or an object with a tensor `logits`, got {type(output).__name__}; "
+            "give logits_of=, a function from its output to the logits"
+        )
+    return logits
+
+
+def with_logits(output: Output, logits: Tensor) -> Output | Tensor:
+    """The same output with other logits; the original is not changed."""
+    if not isinstance(output, Mapping) and not hasattr(output, "logits"):
+        return logits
+    changed = copy.copy(output)
+    if isinstance(changed, Mapping):
+        changed["logits"] = logits  # type: ignore[index]
+    else:
+        changed.logits = logits
+    return changed
+
+
+def check_shifted(ids: Any, labels: Tensor, task: Task, ignore_index: int) -> None:
+    """Refuse labels of a causal language model that are its `input_ids`: it predicts the next token."""
+    aligned = task == "tokens" and isinstance(ids, Tensor) and ids.shape == labels.shape
+    if aligned and bool((ids == labels)[labels != ignore_index].all()):
+        raise ValueError(
+            "labels must be what the network predicts at each position, got its inputs: for a language model give "
+            "logits_of=lambda output: output.logits[:, :-1] and a to_pair= that shifts the labels, labels[:, 1:]"
+        )
 
 
 class Reservoir:

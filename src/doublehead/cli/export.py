@@ -11,8 +11,7 @@ import typer
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import UserError, notes, results, told_to_user
 from doublehead.data.corruptions import FAMILIES
-from doublehead.integrations.export import FILES, export_model
-from doublehead.integrations.model_card import model_card
+from doublehead.integrations.export import FILES, export_model, model_card
 from doublehead.integrations.run_model import RunModel, open_run
 from doublehead.training.config import LEFT_OUT
 from doublehead.training.run_folder import RunError, RunFolder

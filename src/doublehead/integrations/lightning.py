@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from doublehead.attach import Attachment, find_classifier
 from doublehead.calibrate import fit
+from doublehead.calibrated import Calibrated, Heads, read
 from doublehead.calibration_data import ToPair, check_disjoint, n_shared, unpack
 from doublehead.calibrators.choose import Choice
-from doublehead.double_head import Calibrated, DoubleHead, Heads, read
-from doublehead.integrations.trackers import log_reliability
-from doublehead.integrations.watch import Watch, double_head_options
+from doublehead.double_head import DoubleHead
+from doublehead.integrations.callbacks import Attachment, Watch, double_head_options, log_reliability
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild
 from doublehead.torch_tools import device_of, evaluating, from_every_process, n_processes, seeded
@@ -304,6 +303,48 @@ def load_calibrated(
     model.load_state_dict(fitted["weights"], strict=False)  # the network's are there already
     Attachment(model.network, model.reader, model.to(module.device).eval().calibrated)
     return module.eval()
+
+
+def find_classifier(module: nn.Module, path: str | None = None) -> nn.Module:
+    """The submodule of a training module that gives the logits.
+
+    It is the one at `path` ("" is the module itself); without a path the only child that has parameters, or, where
+    several have some, the module itself if it has a forward of its own.
+
+    >>> module = nn.Module()
+    >>> module.net, module.loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    >>> find_classifier(module)
+    Linear(in_features=4, out_features=3, bias=True)
+    """
+    children = {
+        name: child for name, child in module.named_children() if any(True for _ in child.parameters())
+    }
+    if path is not None:
+        known = dict(module.named_modules())
+        if path not in known:
+            raise ValueError(
+                f"classifier must name a submodule of {type(module).__name__}, got {path!r}; it has {sorted(children)}"
+            )
+        found: nn.Module = known[path]
+        return found
+    if len(children) == 1:
+        return next(iter(children.values()))
+    if children and _has_own_forward(module):
+        return module
+    raise ValueError(
+        f"no classifier found in {type(module).__name__}: it has {len(children)} submodules with parameters "
+        f"({sorted(children)}) and no forward of its own; name the one that gives the logits with classifier='...'"
+    )
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a subclass outside the frameworks' own modules defines forward."""
+    for cls in type(module).__mro__:
+        if "forward" in vars(cls):
+            return not cls.__module__.startswith(
+                ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
+            )
+    return False
 
 
 def key_of_weights(model: nn.Module) -> int:

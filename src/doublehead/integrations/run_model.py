@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import Batch, unpack
 from doublehead.calibration_head import HeadBank, HeadSpec
 from doublehead.data import Images, Normalise, Texts, Trees
-from doublehead.double_head import Calibrated
 from doublehead.models import build
 from doublehead.network import Reader
 from doublehead.optional import require
@@ -93,7 +93,7 @@ def _with_head(
 ) -> Calibrated:
     """The network with the named head as it was trained."""
     group, names = next((group, names) for group, names in config.head_groups().items() if name in names)
-    reader = Reader(net, first)
+    reader = Reader.of(net, first)
     bank = HeadBank(reader.n_features, reader.n_classes, [config.heads[one] for one in names])
     bank.load_state_dict(under(weights, f"{group}."))
     return Calibrated(net, bank.take(names.index(name)), reader)

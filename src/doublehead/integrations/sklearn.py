@@ -8,22 +8,28 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
+from doublehead.calibrate import calibrate
+from doublehead.calibrated import Calibrated
+from doublehead.calibration_head import Standardise
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
-from doublehead.integrations.tabular import Training, log_probs, mlp, train
+from doublehead.double_head import DoubleHead
 from doublehead.metrics import ece
 from doublehead.optional import require
 from doublehead.predictions import Predictions
-from doublehead.torch_tools import seeded
+from doublehead.tasks import class_scores, recognise_task
+from doublehead.torch_tools import evaluating, seeded
 
 _base: Any = require("sklearn.base", extra="sklearn")
 _checks: Any = require("sklearn.utils.validation", extra="sklearn")
 _utils: Any = require("sklearn.utils", extra="sklearn")
 _targets: Any = require("sklearn.utils.multiclass", extra="sklearn")
 _weights: Any = require("sklearn.utils.class_weight", extra="sklearn")
+ROWS = 256  # predicted together: always this many, so that a row's answer does not depend on its neighbours
 _split: Any = require("sklearn.model_selection", extra="sklearn").train_test_split
 
 
@@ -87,26 +93,16 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
         inputs = self._tensor(X)
         targets = torch.from_numpy(labels.astype(np.int64)).to(self.device)
         counts = torch.from_numpy(weights.astype(np.float32)).to(self.device)
-        how = Training(
-            self.calibrate,
-            self.epochs,
-            self.patience,
-            self.batch_size,
-            self.lr,
-            self.weight_decay,
-            self.every,
-            seed,
-        )
         data, calib = (TensorDataset(inputs[rows], targets[rows], counts[rows]) for rows in (learn, hold))
         with seeded(seed, torch.device(self.device)):
-            self.model_, self.n_epochs_ = train(self._network(inputs[learn]), data, calib, how)
+            self.model_, self.n_epochs_ = train(self._network(inputs[learn]), data, calib, self, seed)
         return self
 
     def predict_log_proba(self, X: Any) -> Any:
         """(N, K) calibrated log-probabilities, columns in the order of `classes_`."""
         _checks.check_is_fitted(self)
         X = _checks.validate_data(self, X, reset=False, **self._wanted())
-        return log_probs(self.model_, self._tensor(X)).numpy()
+        return _log_probs(self.model_, self._tensor(X)).numpy()
 
     def predict_proba(self, X: Any) -> Any:
         """(N, K) calibrated probabilities, columns in the order of `classes_`."""
@@ -135,8 +131,9 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
     def _network(self, inputs: Tensor) -> nn.Module:
         if isinstance(self.module, nn.Module):
             return copy.deepcopy(self.module).to(self.device)  # the estimator's parameter stays as it came
-        make = self.module or mlp(self.hidden, inputs.cpu())
-        return make(inputs.shape[1], len(self.classes_)).to(self.device)
+        if self.module is None:
+            return mlp(self.hidden, inputs.cpu(), len(self.classes_)).to(self.device)
+        return self.module(inputs.shape[1], len(self.classes_)).to(self.device)
 
 
 class CalibratedClassifier(_base.ClassifierMixin, _base.MetaEstimatorMixin, _base.BaseEstimator):  # type: ignore[misc]
@@ -256,3 +253,82 @@ def _logits(estimator: Any, X: Any) -> Any:
         )
     values = np.asarray(estimator.decision_function(X), dtype=np.float64)
     return np.stack([np.zeros_like(values), values], 1) if values.ndim == 1 else values
+
+
+# --- a network on arrays
+
+
+def mlp(hidden: Sequence[int], inputs: Tensor, n_classes: int) -> nn.Module:
+    """Layers with ReLU between, on features brought to mean 0 and deviation 1 by the moments of `inputs` (N, F)."""
+    standardise, sizes = Standardise(inputs.shape[1]), [inputs.shape[1], *hidden]
+    standardise.set_moments(inputs)
+    layers = [part for pair in zip(sizes, hidden) for part in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(standardise, *layers, nn.Linear(sizes[-1], n_classes))
+
+
+def train(
+    net: nn.Module, data: TensorDataset, calib: TensorDataset, how: DoubleHeadClassifier, seed: int
+) -> tuple[Calibrated, int]:
+    """The trained and calibrated network, and how many epochs it took. Call it with the random seed set.
+
+    Both parts hold inputs, labels and weights. The weights count in the network's loss, on which training stops early,
+    and not in the calibration. The network is kept as it was after the epoch with the lowest loss on `calib`.
+    """
+    batch_size, calib_data = min(how.batch_size, len(data)), calib.tensors[:2]
+    last_alone = len(data) % batch_size == 1  # which BatchNorm refuses
+    batches = DataLoader(data, batch_size, shuffle=True, drop_last=last_alone)
+    optimizer = torch.optim.Adam(net.parameters(), how.lr, weight_decay=how.weight_decay)
+    double = None
+    if how.calibrate == "beside":
+        double = DoubleHead(net, calib_data, follow=optimizer, every=how.every, steps=len(batches), seed=seed)
+    whole = nn.ModuleList([net] if double is None else [net, double.bank])
+    best, kept, best_epoch, epoch = float("inf"), whole.state_dict(), 0, 0
+    while epoch < how.epochs and epoch - best_epoch < how.patience:
+        _one_epoch(net, batches, optimizer, double)
+        epoch += 1
+        now = _held_back_loss(net, calib)
+        if now < best:
+            best, kept, best_epoch = now, copy.deepcopy(whole.state_dict()), epoch
+    whole.load_state_dict(kept)
+    if double is None:
+        return calibrate(net, calib_data, seed=seed), epoch
+    return double.finish(seed=seed), epoch
+
+
+def _one_epoch(
+    net: nn.Module,
+    batches: DataLoader[tuple[Tensor, ...]],
+    optimizer: torch.optim.Optimizer,
+    double: DoubleHead | None,
+) -> None:
+    net.train()
+    for x, y, weights in batches:
+        optimizer.zero_grad()
+        _loss(net(x), y, weights).backward()
+        optimizer.step()
+        if double is not None:
+            double.step()
+
+
+def _loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean of the cross entropy; 0 for a batch without any weight."""
+    scores = class_scores(logits, recognise_task(logits, labels))  # one logit is read as two classes
+    losses = F.cross_entropy(scores, labels, reduction="none")
+    return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+@torch.no_grad()
+def _held_back_loss(net: nn.Module, data: TensorDataset) -> float:
+    x, y, weights = data.tensors
+    with evaluating(net):
+        return float(_loss(net(x), y, weights))
+
+
+@torch.no_grad()
+def _log_probs(model: Calibrated, inputs: Tensor) -> Tensor:
+    """(N, K) calibrated log-probabilities in float64."""
+    parts = []
+    for rows in inputs.split(ROWS):
+        padded = torch.cat([rows, rows[:1].expand(ROWS - len(rows), *rows.shape[1:])])
+        parts.append(model.heads(padded).calib[: len(rows)].double().log_softmax(1).cpu())
+    return torch.cat(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -14,13 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from doublehead.attach import Attachment
+from doublehead.calibrated import Calibrated, Heads
 from doublehead.calibration_data import check_disjoint
 from doublehead.calibrators.head import Head
-from doublehead.double_head import Calibrated, DoubleHead, Heads
-from doublehead.integrations.trackers import for_transformers, log_numbers, log_reliability
-from doublehead.integrations.watch import Watch, double_head_options
-from doublehead.network import Reader
+from doublehead.double_head import DoubleHead
+from doublehead.integrations.callbacks import (
+    Attachment,
+    Watch,
+    double_head_options,
+    for_transformers,
+    log_reliability,
+)
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild, under
 from doublehead.tasks import SUPPORTED
@@ -120,10 +125,9 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         if isinstance(data, (DataLoader, tuple)) or not hasattr(data, "__getitem__"):
             return data
         collate = train_dataloader.collate_fn
-        columns = getattr(
-            train_dataloader.dataset, "column_names", None
-        )  # that the Trainer has left in a `datasets` one
-        if columns:
+        # The columns that the Trainer has left in a `datasets` one. Without removal a transform may have made others.
+        columns = getattr(train_dataloader.dataset, "column_names", None)
+        if columns and args.remove_unused_columns:
             remove = require("transformers.trainer_utils", extra="transformers").RemoveColumnsCollator
             collate = remove(collate, columns)
         return DataLoader(data, args.train_batch_size, shuffle=True, collate_fn=collate)
@@ -171,7 +175,7 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             trackers = for_transformers(args)
             for tracker in trackers:
-                log_numbers(tracker, numbers, state.global_step)
+                tracker.log_metrics(numbers, state.global_step)
             if self.figure and trackers:
                 log_reliability(trackers, watch.reliability(), f"{prefix}_reliability", state.global_step)
 
@@ -265,14 +269,8 @@ def _moved(calibrated: Calibrated, model: nn.Module) -> Calibrated:
     old = calibrated.reader
     for name, module in model.named_modules():
         if any(getattr(hook, "__self__", None) is old.tap for hook in module._forward_hooks.values()):
-            reader = Reader.restore(
-                model,
-                layer=name,
-                outputs=old.outputs,
-                task=old.task,
-                n_classes=old.n_classes,
-                n_features=old.n_features,
-            )
+            reader = copy.copy(old)  # whose hook is on that layer
+            reader.network, reader.layer = model, name
             return Calibrated(model, calibrated.head, reader, calibrated.opinion).eval()
     raise ValueError(
         f"calibrated must be a Calibrated of this very {type(model).__name__}, got one of another "

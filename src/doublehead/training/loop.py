@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from doublehead.data.splits import Splits
-from doublehead.network import find_logits
+from doublehead.tasks import find_logits
 from doublehead.torch_tools import average_over_processes
 from doublehead.training.config import Config, learning_rate
 from doublehead.training.evaluation import as_plain, epoch_numbers, finish, predict

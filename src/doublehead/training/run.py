@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
+from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import unpack
 from doublehead.data import FAMILIES, Splits, load, load_test
 from doublehead.data.batches import Batches
-from doublehead.double_head import Calibrated, DoubleHead
+from doublehead.double_head import DoubleHead
 from doublehead.losses import LOSSES, mixed, mixup
 from doublehead.models import build
 from doublehead.network import Reader
@@ -101,7 +102,7 @@ def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None)
         layers_to_read(net)  # raises where a guard would have nothing to read
     optimizer = _optimizer(config, net)
     first = next(iter(inputs.whole(inputs.splits.calib)))
-    reader = Reader(net, unpack(first, fabric.device))
+    reader = Reader.of(net, unpack(first, fabric.device))
     fast = _compiled(config, net)
     forward = fast
     if fabric.world_size > 1:

@@ -1,0 +1,139 @@
+"""A network and its calibration as one module, and the reading of calibration data that it is fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
+
+from doublehead.calibration_data import BATCH_SIZE, ToPair, as_batches, length_of, until_repeated
+from doublehead.calibration_head import CalibrationHead
+from doublehead.network import POSITIONS, Reader, Readings
+from doublehead.torch_tools import evaluating, from_every_process, n_processes
+
+ROWS_AT_ONCE = 1 << 17  # calibrated together: a large image has more
+MAX_SAMPLES = 20_000  # read from calibration data that does not know its length and may be endless
+
+
+class Heads(NamedTuple):
+    """The log-probabilities of the network and of its calibrated answer, (N, K) each, of samples or positions."""
+
+    main: Tensor
+    calib: Tensor
+
+
+class Calibrated(nn.Module):
+    """A classifier and its calibration as one module. `model(x)` gives normalised log-probabilities (B, K).
+
+    The output keeps its form: (B, T, K) for tokens, (B, K, H, W) for pixels. A network with one logit, or one per
+    label, gives calibrated logits of the same shape: their sigmoid is the calibrated probability. An output that
+    carries `logits`, as those of Hugging Face models do, comes back in the same form with the new ones in their
+    place. `head` maps main logits and features to calibrated logits: a CalibrationHead, or any Calibrator. `opinion`
+    are heads that were trained beside the network, pooled by the staged head.
+    The network's own answer is `model.network(x)`, both are `model.heads(x)`.
+    """
+
+    def __init__(
+        self, network: nn.Module, head: nn.Module, reader: Reader, opinion: CalibrationHead | None = None
+    ) -> None:
+        super().__init__()
+        self.network, self.head, self.opinion = network, head, opinion
+        self.reader = reader
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The network's output with calibrated, normalised log-probabilities in place of its logits."""
+        answer = self.reader.run(args, kwargs, network=self.network)
+        log_probs = self.calibrated(answer.logits, answer.features, answer.numbers)
+        return self.reader.replaced(answer.output, log_probs)
+
+    def heads(self, *args: Any, **kwargs: Any) -> Heads:
+        """The log-probabilities of the network and the calibrated ones, as rows of classes in every task."""
+        answer = self.reader.run(args, kwargs, network=self.network)
+        calib = self.calibrated(answer.logits, answer.features, answer.numbers)
+        return Heads(answer.logits.float().log_softmax(-1), calib)
+
+    def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """Calibrated log-probabilities for logits and features of the network at hand."""
+        if not torch.compiler.is_compiling() and main.shape[0] > ROWS_AT_ONCE:
+            parts = [part.split(ROWS_AT_ONCE) for part in (main, features, numbers) if part is not None]
+            return torch.cat([self.calibrated(*some) for some in zip(*parts)])
+        options: dict[str, Any] = {}
+        with torch.autocast(main.device.type, enabled=False):
+            if self.opinion is not None:
+                options["opinion"] = self.opinion(main, features).log_softmax(-1).mean(0)
+            if numbers is not None and numbers.shape[-1]:
+                options["numbers"] = numbers
+            calibrated: Tensor = self.head(main, features, **options)
+            return calibrated.float().log_softmax(-1)
+
+    @torch.no_grad()
+    def report(
+        self, data: Any, path: str | Path | None = None, *, to_pair: ToPair | None = None, **options: Any
+    ) -> Any:
+        """Measure on test data: `Summaries` of the network, of a temperature where one was fitted, and calibrated.
+
+        `print` shows NLL, ECE, its floor and accuracy of each. With `path`, an .html file, the page of
+        `doublehead.report` is written too; `options` are its options.
+        """
+        from doublehead.audit import summaries
+
+        with evaluating(self):
+            readings = read(self.reader, data, to_pair)
+            parts = (readings.logits, readings.features, readings.numbers)
+            rows = zip(*(part.split(BATCH_SIZE) for part in parts))
+            calib = torch.cat([self.calibrated(*some) for some in rows])
+        outputs, temperature = {"network": readings.logits}, getattr(self.head, "temperature_", None)
+        if temperature is not None:
+            outputs["temperature"] = readings.logits / temperature
+        return summaries({**outputs, "calibrated": calib}, readings.labels, path, **options)
+
+    def extra_repr(self) -> str:
+        """What was chosen, for print(model)."""
+        return str(getattr(self.head, "choice", None) or "")
+
+    def save(self, path: str | Path) -> Path:
+        """Write weights and calibration into the folder `path`; `doublehead.load(path, network)` brings both back."""
+        from doublehead.saving import save
+
+        return save(self, path)
+
+    def export(self, path: str | Path, example: Any, to: str = "onnx", **options: Any) -> Path:
+        """Write one model with the outputs probs, label and confidence into the folder `path`; returns its file.
+
+        `to` is "onnx", "torch-export" or "safetensors". `example` is a batch of inputs; `options` are those of
+        `doublehead.integrations.export.export_model`.
+        """
+        from doublehead.integrations.export import export_model
+
+        return export_model(self, path, example, to, **options)  # type: ignore[arg-type]
+
+
+def read(
+    reader: Reader,
+    data: Any,
+    to_pair: ToPair | None = None,
+    positions: int = POSITIONS,
+    alone: bool = False,
+) -> Readings:
+    """Run the network over calibration data once, or over enough of it where it has no length and may be endless.
+
+    Where a DistributedSampler deals the samples out to several processes, all get those of all, each sample once;
+    a process that is `alone` in calling this gets its own.
+    """
+    batches: Iterable[Any] = as_batches(data)
+    how = {"to_pair": to_pair, "positions": positions}
+    if not length_of(batches):
+        return reader.read(until_repeated(batches, to_pair), max_samples=MAX_SAMPLES, **how)  # type: ignore[arg-type]
+    own, sampler = reader.read(batches, **how), getattr(batches, "sampler", None)  # type: ignore[arg-type]
+    if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
+        return own
+    n = len(own.labels)
+    if reader.task not in ("tokens", "pixels"):  # more samples are there to fill up
+        n = len(range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas))
+    shares = from_every_process(tuple(None if part is None else part[:n].cpu() for part in own))
+    device = own.labels.device
+    return Readings(*(None if parts[0] is None else torch.cat(parts).to(device) for parts in zip(*shares)))  # type: ignore[arg-type]

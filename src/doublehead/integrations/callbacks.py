@@ -1,0 +1,325 @@
+"""What the callbacks for Lightning and Transformers share: hooks, running numbers of both heads, experiment trackers.
+
+Frameworks save, load, distribute and serve the user's own module. So the calibration is attached to it from outside,
+and the module keeps its class, the names of its weights and its place in the framework.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from doublehead.calibrated import Heads
+from doublehead.calibration_head import HeadSpec
+from doublehead.curves import Reliability, reliability
+from doublehead.double_head import DoubleHead
+from doublehead.network import Reader
+from doublehead.plots import draw_reliability, save
+from doublehead.predictions import Predictions
+from doublehead.summary import Summary, Tally
+from doublehead.torch_tools import evaluating, from_every_process, n_processes
+
+Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits
+
+
+def double_head_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a callback that go to `DoubleHead`, checked before there is a network.
+
+    Heads that are given are used as trained, so there must be one. With `augment` it is a temperature head unless
+    `heads` is given: the second opinion would be judged on clean data.
+
+    >>> double_head_options({"evry": 5})
+    Traceback (most recent call last):
+    TypeError: got an unexpected keyword argument 'evry'
+    """
+    inspect.signature(DoubleHead).bind(None, None, follow=None, steps=None, **options)  # known to the trainer
+    heads = options.get("heads")
+    if heads is None and options.get("augment") is not None:
+        heads = HeadSpec(kind="temperature")
+    if heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1:
+        raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
+    return {**options, "heads": heads}
+
+
+# --- hooks
+
+
+class Attachment:
+    """Hooks on a network that run `answer` on every forward in evaluation mode.
+
+    With `replace` the network's output carries the calibrated log-probabilities, otherwise it stays as it is.
+    Either way `seen` is called with the log-probabilities of both heads and the keywords of the call. While the
+    reader itself runs the network, in training or calibration, the hooks rest.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        reader: Reader,
+        answer: Answer,
+        *,
+        replace: bool = True,
+        seen: Callable[[Heads, dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.network, self.reader, self.answer = network, reader, answer
+        self.replace, self.seen, self.active = replace, seen, True
+        self._opened = False
+        self._handles = [
+            network.register_forward_pre_hook(self._before),
+            network.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    def _before(self, network: nn.Module, args: Any) -> None:
+        tap = self.reader.tap
+        if self.active and not network.training and getattr(network, "_is_replica", False):
+            raise RuntimeError(
+                "a calibration head cannot follow the copies of a model that nn.DataParallel makes: start a process "
+                "for each GPU (torchrun --nproc_per_node), or make one visible (CUDA_VISIBLE_DEVICES=0)"
+            )
+        if self._opened:  # the last forward raised an error
+            self._opened = tap.recording = False
+        if self.active and not network.training and not tap.recording:
+            self._opened = tap.recording = True
+
+    def _after(self, network: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if not self._opened:
+            return output
+        self._opened = self.reader.tap.recording = False
+        answer = self.reader.answer(output, self.reader.tap.take())
+        heads = self._heads(answer.logits, answer.features)
+        if self.seen is not None:
+            self.seen(heads, kwargs)
+        return self.reader.replaced(output, heads.calib) if self.replace else output
+
+    def _heads(self, main: Tensor, features: Tensor) -> Heads:
+        return Heads(main.float().log_softmax(-1), self.answer(main, features).float().log_softmax(-1))
+
+    @torch.no_grad()
+    def ask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Heads:
+        """The log-probabilities of both heads for some inputs, in evaluation mode, without a call of `seen`."""
+        with evaluating(self.network):
+            found = self.reader.run(args, kwargs)
+        return self._heads(found.logits, found.features)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """A copied network has a calibration of its own; the copy drops its listener, which may not be copyable."""
+        memo[id(self)] = made = copy.copy(self)
+        made.seen = None
+        parts = (self.network, self.reader, self.answer, self._handles)
+        made.network, made.reader, made.answer, made._handles = copy.deepcopy(parts, memo)
+        return made
+
+    def detach(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside the block the network answers as if nothing were attached."""
+        self.active, before = False, self.active
+        try:
+            yield
+        finally:
+            self.active = before
+
+
+# --- numbers
+
+
+class Watch:
+    """The `Summary` of the main and the calibration head over batches, in memory that does not grow.
+
+    Rows whose logits are not finite are left out and counted in `n_broken`.
+
+    >>> watch = Watch()
+    >>> watch.add(Heads(torch.tensor([[4.0, 0.0]]), torch.tensor([[1.0, 0.0]])), torch.tensor([1]))
+    >>> numbers = watch.numbers()
+    >>> round(numbers["ece_main"], 3), round(numbers["ece_calib"], 3)
+    (0.982, 0.731)
+    """
+
+    def __init__(self, n_bins: int = 15) -> None:
+        self.n_bins = n_bins
+        self._tallies: list[Tally] = []  # of main and calib; empty before the first batch
+        self._noted = torch.zeros(2, dtype=torch.float64)  # sums of all inputs and of every other entry
+        self.n_broken = 0
+
+    @torch.no_grad()
+    def add(self, heads: Heads, labels: Tensor) -> None:
+        """Add a batch: logits (B, K) of both heads and labels, as `Reader.targets` gives them."""
+        counts = labels >= 0 if labels.ndim == 1 else torch.ones_like(labels[:, 0], dtype=torch.bool)
+        finite = torch.isfinite(heads.main).all(1) & torch.isfinite(heads.calib).all(1)
+        self.n_broken += int((counts & ~finite).sum())
+        finite &= counts
+        if not bool(finite.any()):
+            return
+        parts = [
+            Tally.of(Predictions(logits[finite].float(), labels[finite]), self.n_bins, per_class=False)
+            for logits in heads
+        ]
+        self._tallies = _sum([self._tallies, parts])
+
+    @torch.no_grad()
+    def note(self, inputs: Iterable[Any]) -> None:
+        """Add up the entries of a batch's tensors, so that `gather` recognises processes that saw the same data."""
+        for part in inputs:
+            if isinstance(part, Tensor):
+                flat = part.reshape(-1)
+                sums = [values.sum(dtype=torch.float64) for values in (flat, flat[::2])]
+                self._noted = self._noted.to(part.device) + torch.stack(sums)
+
+    def gather(self, device: torch.device | None = None) -> None:
+        """Sum over all processes; each then holds the whole. Every process must call it.
+
+        Where all of them noted exactly the same, they saw the same samples, and those of the first count. The sums
+        travel as objects, so `device` does not matter.
+        """
+        if n_processes() > 1:
+            every = from_every_process((self._noted.tolist(), self._tallies))
+            noted = [one for one, _ in every]
+            same = any(noted[0]) and all(one == noted[0] for one in noted)
+            self._tallies = every[0][1] if same else _sum([tallies for _, tallies in every])
+
+    @property
+    def n(self) -> int:
+        """How many samples were added."""
+        return self._tallies[1].n if self._tallies else 0
+
+    def summary(self, head: int) -> Summary:
+        """The summary of the main (0) or the calibration head (1)."""
+        if not self._tallies:
+            raise ValueError("a Watch must have at least one sample, got none")
+        return self._tallies[head].summary()
+
+    def numbers(self) -> dict[str, float]:
+        """{"ece_main", "ece_calib", "ece_floor", "nll_main", "nll_calib", "accuracy_main", "accuracy_calib"}."""
+        numbers: dict[str, float] = {}
+        for head, name in enumerate(Heads._fields):
+            values = self.summary(head).values
+            numbers |= {f"{key}_{name}": values[key] for key in ("ece", "nll", "accuracy")}
+        return numbers | {"ece_floor": values["ece_floor"]}
+
+    def reliability(self) -> Reliability:
+        """The reliability diagram of the calibration head."""
+        if not self._tallies:
+            raise ValueError("a Watch must have at least one sample, got none")
+        return reliability(self._tallies[1].top, self.n_bins)
+
+
+def _sum(parts: list[list[Tally]]) -> list[Tally]:
+    """Head by head; parts of processes without samples are empty."""
+    return [reduce(add, tallies) for tallies in zip(*(part for part in parts if part))]
+
+
+# --- trackers: Lightning and Transformers send numbers themselves. For figures each tracker has its own call, and a
+# logger is recognised by its methods: W&B (`log_image`), MLflow (`run_id` and `experiment.log_figure`), TensorBoard
+# (`experiment.add_figure`); any other logger with a folder gets a file. No tracker is imported here.
+
+
+def log_reliability(
+    loggers: Iterable[Any], curve: Reliability, name: str, step: int, title: str | None = None
+) -> int:
+    """Draw a reliability diagram once and send it to each logger; returns how many took it."""
+    loggers = list(loggers)
+    if not loggers:
+        return 0
+    figure = draw_reliability(curve, title=title).figure
+    return sum(log_figure(logger, name, figure, step) for logger in loggers)
+
+
+def log_figure(logger: Any, name: str, figure: Any, step: int) -> bool:
+    """Send a matplotlib figure to one logger (or bare SummaryWriter); False where it cannot take one."""
+    experiment = getattr(logger, "experiment", logger)
+    if hasattr(logger, "log_image"):  # W&B; a step of its own, since its steps may only grow
+        logger.log_image(key=name, images=[_pixels(figure)])
+    elif hasattr(logger, "run_id") and hasattr(experiment, "log_figure"):  # MLflow
+        experiment.log_figure(logger.run_id, figure, f"{name}/{step:08d}.png")
+    elif hasattr(experiment, "add_figure"):  # TensorBoard
+        experiment.add_figure(name, figure, step)
+    elif getattr(logger, "log_dir", None):
+        save(figure, Path(logger.log_dir) / f"{name.replace('/', '_')}-{step:08d}.png", dpi=100)
+    else:
+        return False
+    return True
+
+
+def for_transformers(args: Any) -> list[Any]:
+    """The trackers named in `TrainingArguments.report_to`, as loggers: its own callbacks hand over none.
+
+    W&B and MLflow are asked for the run that the Trainer has opened; TensorBoard gets a second event file in the
+    Trainer's folder.
+    """
+    asked = args.report_to or []
+    made: list[Any] = []
+    if "wandb" in asked and _open_run("wandb", "run"):
+        made.append(_Wandb(sys.modules["wandb"]))
+    if "mlflow" in asked and _open_run("mlflow", "active_run"):
+        made.append(_MLflow(sys.modules["mlflow"]))
+    if "tensorboard" in asked:
+        made.append(_tensorboard(getattr(args, "logging_dir", None) or str(Path(args.output_dir) / "runs")))
+    return made
+
+
+def _open_run(package: str, name: str) -> bool:
+    run = getattr(sys.modules.get(package), name, None)  # whoever opened a run has imported it
+    return (run() if callable(run) else run) is not None
+
+
+class _Wandb:
+    def __init__(self, wandb: Any) -> None:
+        self.wandb = wandb
+
+    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
+        self.wandb.run.log({**numbers, "train/global_step": step})
+
+    def log_image(self, key: str, images: list[Any]) -> None:
+        self.wandb.run.log({key: [self.wandb.Image(image) for image in images]})
+
+
+class _MLflow:
+    def __init__(self, mlflow: Any) -> None:
+        self.mlflow, self.experiment, self.run_id = mlflow, self, mlflow.active_run().info.run_id
+
+    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
+        self.mlflow.log_metrics(numbers, step=step)
+
+    def log_figure(self, run_id: str, figure: Any, file: str) -> None:
+        self.mlflow.log_figure(figure, file)
+
+
+@lru_cache
+def _tensorboard(folder: str) -> _TensorBoard:
+    return _TensorBoard(folder)
+
+
+class _TensorBoard:
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.experiment = SummaryWriter(folder)
+
+    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self.experiment.add_scalar(name, value, step)
+        self.experiment.flush()
+
+
+def _pixels(figure: Any) -> Any:
+    """A figure as an array (H, W, 4) of bytes."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba()).copy()
