@@ -525,7 +525,7 @@ def test_files_of_features_on_the_command_line(suffix: str, tmp_path: Path) -> N
     moved = run(f"{tmp_path}/clean{suffix}", f"{tmp_path}/moved{suffix}", "--window", "32")
     assert moved.exit_code == 1
     assert "8 of 16 windows" in moved.output
-    assert re.search(r"began with row (2[5-9]\d)\.", moved.output)
+    assert re.search(r"since sample (2[5-9]\d) of 512", moved.output)
 
 
 def test_bad_files_of_features(tmp_path: Path) -> None:

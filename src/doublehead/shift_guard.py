@@ -59,6 +59,16 @@ class Shift(NamedTuple):
     since: int | None
     seen: int
 
+    @property
+    def sentence(self) -> str:
+        """The result in words, with samples counted from 1."""
+        said = (
+            f"p-value {self.p_value:.2g}, {self.strength:.1f} times as far from the calibration data as usual"
+        )
+        if self.since is None:
+            return f"No alarm at sample {self.seen:,}: {said}."
+        return f"Alarm since sample {self.since + 1:,} of {self.seen:,}: {said}."
+
 
 class Observed(NamedTuple):
     """What a guard learns from: stages (N, S), the classifier's logits (N, K), labels, groups and samples (N,).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from math import isfinite
 from typing import Any
 
@@ -13,6 +14,7 @@ from doublehead.curves import ClassGaps
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
 from doublehead.report_page.numbers import MAX_ERRORS, Array, Method, Shifted
+from doublehead.shift_guard import Shift
 from doublehead.summary import METRICS, Metric, Summary, capital, p_value_text, percent, shown, shown_interval
 
 ROWS = (
@@ -259,6 +261,23 @@ def shift_rows(
         for i, found in enumerate(entries)
         if found is not None
     ]
+
+
+def window_rows(windows: Sequence[Shift]) -> list[dict[str, Any]]:
+    """A row per stretch of windows with an alarm or without: the samples up to which it goes, and its extremes."""
+    rows = []
+    for alarm, group in groupby(windows, lambda one: one.alarm):
+        stretch = list(group)
+        rows.append(
+            {
+                "alarm": alarm,
+                "seen": f"{stretch[-1].seen:,}",
+                "windows": f"{len(stretch):,}",
+                "p_value": f"{min(one.p_value for one in stretch):.2g}",
+                "strength": f"{max(one.strength for one in stretch):.1f}",
+            }
+        )
+    return rows[-MAX_GROUPS:]
 
 
 def _value_text(summary: Summary, key: str, is_share: bool) -> str:
