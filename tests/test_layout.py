@@ -32,7 +32,7 @@ ORDER = (
     "metrics",
     "calibrators",
     "calibrate",  # the verb calibrate
-    "stages",
+    "guard",
     "shift_guard",
     "saving",
     "attach",

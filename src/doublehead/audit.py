@@ -24,10 +24,10 @@ from doublehead.calibrators import Temperature
 from doublehead.files.formats import open_source
 from doublehead.files.reading import Kind, PredictionTable, read_predictions
 from doublehead.files.sources import Source, TableError, find_sources
+from doublehead.guard import Shift as Window
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.report_page.record import Record, as_times, shown_column
-from doublehead.shift_guard import Shift as Window
 from doublehead.summary import Summaries, Summary, Tally, row_groups
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several

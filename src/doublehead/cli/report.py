@@ -98,7 +98,7 @@ def report(
         for table in found.tables:
             show_guesses(table)
             show_counts(table)
-        windows = list(watch(*map(read_features, features))) if features else []
+        windows = list(watch(read_features(features[0]), read_features(features[1]))) if features else []
         page = build_page(
             found.methods,
             title=title or TITLE,

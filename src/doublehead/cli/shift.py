@@ -12,8 +12,9 @@ from rich.table import Table
 from torch import Tensor
 
 from doublehead.cli.output import UserError, results, show, told_to_user
+from doublehead.guard import RATE, WINDOW
 from doublehead.optional import require
-from doublehead.shift_guard import RATE, WINDOW, watch
+from doublehead.shift_guard import watch
 
 FORMATS = ".npy, .npz, .csv or .parquet"
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from doublehead.curves import ClassGaps
+from doublehead.guard import Shift
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
 from doublehead.report_page.numbers import MAX_ERRORS, Array, Method, Shifted
-from doublehead.shift_guard import Shift
 from doublehead.summary import METRICS, Metric, Summary, capital, p_value_text, percent, shown, shown_interval
 
 ROWS = (
