@@ -237,10 +237,9 @@ def slow_numbers(guard: Guard, clean: Observed, stages: Tensor, logits: Tensor) 
     return (np.array(rows) - mean) / np.sqrt(np.maximum(square - mean**2, 1e-6))
 
 
-def slow_design(means: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Of one layer, so there is one depth."""
-    hinges = [min(max(means[:2].mean() - knot, 0), 6) for knot in (1, 2, 4)]
-    return np.array([*np.clip([*means, *own[2:]], -3, 6), *hinges, 1.0])
+def slow_design(numbers: np.ndarray) -> np.ndarray:
+    """Of one layer, so there is one depth; then the largest log-probability and the entropy."""
+    return np.array([*np.clip([*numbers[:3], numbers[-2]], -3, 6), 1.0])
 
 
 def slow_factors(guard: Guard, rows: np.ndarray) -> tuple[np.ndarray, list[bool]]:
@@ -250,14 +249,14 @@ def slow_factors(guard: Guard, rows: np.ndarray) -> tuple[np.ndarray, list[bool]
     for i, row in enumerate(rows):
         far = np.clip(row[:2], -4, 8)
         odds = np.concatenate([far, far**2 / 4, [1.0]]) @ weights["posterior"]
-        log_scale = np.clip(slow_design(row, row) @ weights["single"], -4, 0) / (1 + np.exp(-odds))
+        log_scale = np.clip(slow_design(row) @ weights["single"], -4, 0) / (1 + np.exp(-odds))
         last = max(i, guard.window - 1)
         mean = rows[last + 1 - guard.window : last + 1].mean(0)
         statistic = mean[:2] @ weights["precision"] @ mean[:2]
         p_value = (1 + (weights["null"] >= statistic).sum()) / (len(weights["null"]) + 1)
         alarms.append(bool(p_value <= guard.rate))
         if alarms[-1]:
-            log_scale = np.clip(slow_design(mean, row) @ weights["windowed"], -4, 0.5)
+            log_scale = np.clip(slow_design(mean) @ weights["windowed"], -4, 0.5)
         factors.append(math.exp(log_scale))
     return np.array(factors), alarms
 
@@ -473,12 +472,12 @@ def test_on_real_images(
             assert torch.equal(guard(images).argmax(1), fashion.net(images).argmax(1))
 
 
-def test_a_network_without_normalisation_is_read_at_its_last_layer(fashion: Images) -> None:
+def test_a_network_without_normalisation_is_read_at_its_linear_layers(fashion: Images) -> None:
     """Such as one for text or tables; here the images are seen as rows of numbers."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
     guard = ShiftGuard(net.eval()).fit(fashion.calib)
-    assert guard.tap.layers == ["3"]
+    assert guard.tap.layers == ["1", "3"]
     x, _ = fashion.test
     guard(x[:128])
     assert not guard.shift.alarm

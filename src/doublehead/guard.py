@@ -29,9 +29,9 @@ WINDOW = 64
 RATE = 1e-3  # share of clean windows that raise an alarm
 LARGEST = 1e4  # deviations that enter a window: sums of larger ones would lose all others
 LOW, HIGH = -3.0, 6.0  # deviations to which distances and statistics are clipped
-KNOTS = (1.0, 2.0, 4.0)  # of the mean distance, in deviations
-RIDGE = 0.05  # of the learned weights, as a share of the samples
-PRIORS = (0.02, 0.01, 0.005)  # shares of shifted samples that are tried
+DEPTHS = 4  # parts of the network whose distances have weights of their own
+RIDGE = 0.02  # of the learned weights, as a share of the samples
+PRIORS = (0.01, 0.005, 0.002)  # shares of shifted samples that are tried
 COST = 1e-3  # share of the clean NLL that guarding single samples may cost
 DRAWS = 10_000  # windows of calibration data, for p-values
 MOST = 4.0  # the largest logarithm of a temperature
@@ -155,7 +155,7 @@ class Guard(StaysFloat32):
     def _log_scale(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
         """(B,) of single samples: what a shifted sample deserves, by how likely it is that it is one."""
         shifted = (_squares(rows[:, : self.n_far]) @ posterior).sigmoid()
-        return shifted * (design(rows, rows, self.n_far) @ single).clamp(-MOST, 0.0)
+        return shifted * (design(rows, self.n_far) @ single).clamp(-MOST, 0.0)
 
     def _with_window(self, rows: Tensor, log_scale: Tensor) -> Tensor:
         """The log scale (B,) with the window's in place of a sample's own where there is an alarm."""
@@ -172,7 +172,7 @@ class Guard(StaysFloat32):
         draws = len(self.null) + 1
         p_values = (draws - torch.searchsorted(self.null, statistic)) / draws
         alarm = full & (p_values <= self.rate)
-        windowed = (design(means, rows, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
+        windowed = (design(means, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
         self._move_on(rows, alarm, torch.stack([statistic[-1], torch.where(full[-1], p_values[-1], 1.0)]))
         return torch.where(alarm, windowed, log_scale)
 
@@ -214,7 +214,7 @@ class Guard(StaysFloat32):
         self.standardise = Standardise(values.shape[1]).to(values.device)
         self.standardise.set_moments(values)
         rows = self.standardise(values)
-        n_weights = design(rows[:1], rows[:1], self.n_far).shape[1]
+        n_weights = design(rows[:1], self.n_far).shape[1]
         self._set("single", rows.new_zeros(n_weights))
         self._set("windowed", rows.new_zeros(n_weights))
         self._set("posterior", _with_prior(rows.new_zeros(2 * self.n_far + 1), 0.0))
@@ -249,8 +249,7 @@ class Guard(StaysFloat32):
         pairs = ((rows, clean.groups), (others, perturbed.groups))
         means = torch.cat([_window_means(part, groups, size) for part, groups in pairs])
         logits, labels = (torch.cat(pair).to(rows.device) for pair in zip(clean[1:3], perturbed[1:3]))
-        inputs = design(means, torch.cat([rows, others]), self.n_far)
-        self._set("windowed", _fit_scale(logits.float(), labels, inputs))
+        self._set("windowed", _fit_scale(logits.float(), labels, design(means, self.n_far)))
 
     def _choose_prior(
         self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor, seed: int
@@ -271,8 +270,7 @@ class Guard(StaysFloat32):
 
     def _learn_single(self, rows: Tensor, perturbed: Observed, others: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
-        inputs = design(others, others, self.n_far)
-        single = _fit_scale(perturbed.logits.float(), perturbed.labels, inputs)
+        single = _fit_scale(perturbed.logits.float(), perturbed.labels, design(others, self.n_far))
         return single, _fit_odds(_squares(rows[:, : self.n_far]), _squares(others[:, : self.n_far]))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
@@ -344,19 +342,15 @@ class Distance(nn.Module):
         return far.float().to(device)
 
 
-def design(means: Tensor, own: Tensor, n_far: int) -> Tensor:
-    """(B, P) what a log scale is linear in.
+def design(rows: Tensor, n_far: int) -> Tensor:
+    """(B, P) what a log scale is linear in, from the numbers of samples or the means of windows, (B, D + S).
 
-    These are distances at three depths of the network and statistics of the logits, both of a window (or of the
-    sample itself), hinges of the mean distance, and the sample's own statistics.
+    These are distances at four depths of the network, the largest log-probability, the entropy, and 1.
     """
-    far = means[:, :n_far].unflatten(1, (-1, 2))  # (B, layers, mean and deviation)
-    depths = [part.mean(1) for part in far.tensor_split(min(3, far.shape[1]), 1)]
-    overall = means[:, :n_far].mean(1, keepdim=True)
-    hinges = [(overall - knot).clamp(0.0, HIGH) for knot in KNOTS]
-    parts = [*depths, means[:, n_far:], own[:, n_far:]]
-    ones = means.new_ones(means.shape[0], 1)
-    return torch.cat([*(part.clamp(LOW, HIGH) for part in parts), *hinges, ones], 1)
+    far = rows[:, :n_far].unflatten(1, (-1, 2))  # (B, layers, mean and deviation)
+    depths = [part.mean(1) for part in far.tensor_split(min(DEPTHS, far.shape[1]), 1)]
+    inputs = torch.cat([*depths, rows[:, [n_far, -2]]], 1).clamp(LOW, HIGH)
+    return torch.cat([inputs, rows.new_ones(rows.shape[0], 1)], 1)
 
 
 def _with_prior(odds: Tensor, prior: float) -> Tensor:

@@ -94,7 +94,7 @@ class ShiftGuard(nn.Module):
 
         `perturb` should treat a whole batch alike, as a real shift does: `Shifts(share=1.0, together=True)`. `prior`
         is the share of shifted samples to expect outside of an alarm; a larger one guards single samples more and
-        costs more on clean data. Without it the largest one, up to 0.02, that costs next to nothing there is taken.
+        costs more on clean data. Without it the largest one, up to 0.01, that costs next to nothing there is taken.
         """
         with seeded(seed, device_of(self)):
             clean, perturbed = self.observe(calib_batches, perturb, views)
@@ -146,8 +146,8 @@ class StageTap:
     """Catches what goes into some layers while a model runs, as a mean and a deviation per channel.
 
     `layers` names normalisation or linear layers. Without it the model is cut into nine equal parts, and the first
-    normalisation layer of each is taken; a model without any is read at its last linear layer. Of a layer with more
-    than 128 channels every second one is read, or every third, and so on. `widths` are the sizes of what is caught.
+    normalisation layer of each is taken, or the first linear layer in a model without any. Of a layer with more than
+    128 channels every second one is read, or every third, and so on. `widths` are the sizes of what is caught.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str] | None = None) -> None:
@@ -232,7 +232,7 @@ def _stride(n_channels: int) -> int:
 
 
 def layers_to_read(model: nn.Module) -> list[str]:
-    """The names of a model's normalisation layers, or of the last linear layer of a model without any."""
+    """The names of a model's normalisation layers, or of the linear layers of a model without any."""
     modules = {name: module for name, module in uncompiled(model).named_modules() if channels_of(module)}
     found = [name for name, module in modules.items() if not isinstance(module, nn.Linear)]
     if not modules:
@@ -240,7 +240,7 @@ def layers_to_read(model: nn.Module) -> list[str]:
             "model must have normalisation layers (BatchNorm, GroupNorm, LayerNorm) or a linear layer for a guard to "
             f"read, got {type(uncompiled(model)).__name__} without any"
         )
-    return found or list(modules)[-1:]
+    return found or list(modules)
 
 
 def channels_of(layer: nn.Module) -> int:
