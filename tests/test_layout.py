@@ -33,7 +33,7 @@ ORDER = (
     "metrics",
     "calibrators",
     "calibrate",  # the verb calibrate
-    "stages",
+    "guard",
     "shift_guard",
     "saving",
     "outcomes",

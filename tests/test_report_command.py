@@ -184,6 +184,24 @@ def test_confidences_alone_make_a_page(folder: Path) -> None:
     assert 'id="errors"' in page
 
 
+def test_alarm_of_new_features(folder: Path) -> None:
+    made().save(folder / "main.npz")
+    rng = np.random.default_rng(0)
+    np.save("calib.npy", rng.normal(size=(500, 5)))
+    np.save("new.npy", np.concatenate([rng.normal(size=(256, 5)), rng.normal(2, 1, (256, 5))]))
+    said = run("main.npz", "--features", "calib.npy", "new.npy")
+    since = re.search(r"since sample (\d+) of 512", said)
+    assert since is not None
+    assert 256 < int(since[1]) <= 320
+    page = Path("report.html").read_text(encoding="utf-8")
+    assert since[0] in page
+    (table,) = re.findall(r'id="alarm".*?<tbody>(.*?)</tbody>', page, re.DOTALL)
+    assert re.findall(r"<tr><td>(\d+)</td><td>4</td><td>(\w+)", table) == [("256", "no"), ("512", "yes")]
+    run("main.npz")
+    assert 'id="alarm"' not in Path("report.html").read_text(encoding="utf-8")
+    assert "No such file" in run("main.npz", "--features", "calib.npy", "none.npy", code=2)
+
+
 def test_shift_files_and_folders(folder: Path) -> None:
     made().save(folder / "main.npz")
     made(seed=3).save(folder / "noisy.npz")

@@ -17,9 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader
 import tiny_networks
 from doublehead import Calibrated, HeadSpec, Predictions, ShiftGuard
 from doublehead.data import Images, corrupt
+from doublehead.guard import scaled
 from doublehead.losses import LOSSES
 from doublehead.saving import rebuild
-from doublehead.shift_guard import scaled
 from doublehead.training import loop
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain

@@ -24,6 +24,7 @@ from doublehead.calibrators import Temperature
 from doublehead.files.formats import open_source
 from doublehead.files.reading import Kind, PredictionTable, read_predictions
 from doublehead.files.sources import Source, TableError, find_sources
+from doublehead.guard import Shift as Window
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.report_page.record import Record, as_times, shown_column
@@ -76,6 +77,7 @@ def report(
     title: str | None = None,
     classes: Sequence[str] | None = None,
     shift: Shift | None = None,
+    windows: Sequence[Window] = (),
     n_bins: int = 15,
     by: Any = None,
     time: Any = None,
@@ -85,10 +87,10 @@ def report(
 
     `predictions` are the methods by name, the one to improve on first, or one method. A method is a `Predictions`, a
     pair (probs, labels), a DataFrame, or a path: a file (probabilities unless it is "logits:FILE" or states itself what
-    it holds), or the folder of a run with its outputs. `shift[data][method]` are predictions on shifted data. `by` and
-    `time` are the group and the time of each sample, or names of columns: the report then compares groups, and
-    stretches of time. Further arguments are those of `files.read_predictions`, such as `weights`. The file appears
-    whole or not at all.
+    it holds), or the folder of a run with its outputs. `shift[data][method]` are predictions on shifted data; `windows`
+    say whether new data raise an alarm (`list(shift_guard.watch(clean, new))` or `[guard.shift]`). `by` and `time` are
+    the group and the time of each sample, or names of columns: the report then compares groups, and stretches of time.
+    Further arguments are those of `files.read_predictions`, such as `weights`. The file appears whole or not at all.
     """
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
@@ -98,6 +100,7 @@ def report(
         title=title or TITLE,
         classes=classes or inputs.classes or None,
         shift={**inputs.shift, **(shift or {})},
+        windows=windows,
         n_bins=n_bins,
         provenance=provenance(inputs),
     )

@@ -2,14 +2,8 @@
 
 The layers of a network change when its inputs are noisy, blurred or pale, long before the logits say so. A
 `ShiftGuard` reads the mean and deviation of channels at a few normalisation layers and measures, layer by layer, how
-far they lie from the calibration data's. These distances are used twice:
-
-- A single sample: how likely is it that it is shifted, by the share of shifted samples that costs nothing on clean
-  calibration data? Its logits are scaled down by that share of what perturbed calibration data taught.
-- A window of the last samples: their mean distances are tested against the calibration data's. Under an alarm the
-  logits are scaled by what perturbed windows taught. A window shows a shift that no single sample shows.
-
-Predictions never change.
+far they lie from the calibration data's. Where they are far, it lowers the confidence and says so. Predictions never
+change. `doublehead.guard` holds what it learns.
 """
 
 from __future__ import annotations
@@ -17,410 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from doublehead.calibration_data import unpack
-from doublehead.calibration_head import Standardise, statistics
-from doublehead.calibrators.head_stages import fit_log_scale
-from doublehead.predictions import Predictions
-from doublehead.stages import CHANNELS, N_LAYERS, Distance, StageTap, moments
+from doublehead.guard import RATE, WINDOW, Guard, Observed, Shift, scaled
 from doublehead.tasks import find_logits, with_logits
-from doublehead.torch_tools import StaysFloat32, device_of, evaluating, seeded, uncompiled
+from doublehead.torch_tools import device_of, evaluating, seeded, uncompiled
 
-# Developed with whole kinds of corruption left out in turn (docs/results/notes/guard-settings.md).
-WINDOW = 64
-RATE = 1e-3  # share of clean windows that raise an alarm
 VIEWS = 6  # perturbed copies of the calibration data to learn from
-LARGEST = 1e4  # deviations that enter a window: sums of larger ones would lose all others
-LOW, HIGH = -3.0, 6.0  # deviations to which distances and statistics are clipped
-KNOTS = (1.0, 2.0, 4.0)  # of the mean distance, in deviations
-RIDGE = 0.05  # of the learned weights, as a share of the samples
-PRIORS = (0.02, 0.01, 0.005)  # shares of shifted samples that are tried
-COST = 1e-3  # share of the clean NLL that guarding single samples may cost
-DRAWS = 10_000  # windows of calibration data, for p-values
-MOST = 4.0  # the largest logarithm of a temperature
-TINY = 1e-6
-
-
-class Shift(NamedTuple):
-    """What the last window of samples says.
-
-    `p_value` is the share of clean windows that look at least as unusual, and `alarm` whether it is below the rate;
-    `strength` is 1 for a usual window and grows with the distance. `since` is the number of the sample with which the
-    present alarm began, `seen` how many samples there were. Before the first full window p_value is 1.
-    """
-
-    alarm: bool
-    p_value: float
-    strength: float
-    since: int | None
-    seen: int
-
-
-class Observed(NamedTuple):
-    """What a guard learns from: stages (N, S), the classifier's logits (N, K), labels, groups and samples (N,).
-
-    Samples of one group were perturbed together, and form windows. `samples` are the same for copies of one sample.
-    """
-
-    stages: Tensor
-    logits: Tensor
-    labels: Tensor
-    groups: Tensor
-    samples: Tensor
-
-
-class Guard(StaysFloat32):
-    """Stages (B, S) and logits (B, K) -> the factor (B, 1) by which to scale the logits, with a memory of the window.
-
-    Before `fit` the factor is 1. `window=0` judges each sample by itself. It computes in float32 whatever the model
-    does.
-    """
-
-    learned = ("single", "windowed", "posterior", "precision", "null", "recent")
-
-    single: Tensor  # (P,) weights of a sample's log scale
-    windowed: Tensor  # (P,) of a window's
-    posterior: Tensor  # (Q,) of the log odds that a sample is shifted
-    precision: Tensor  # (D, D) inverse covariance of the distances
-    null: Tensor  # (DRAWS,) the test statistic of clean windows, sorted
-    recent: Tensor  # (W - 1, D + S) the last samples' numbers
-    seen: Tensor
-    since: Tensor  # -1 without an alarm
-    last: Tensor  # (2,) statistic and p-value of the last window
-
-    def __init__(self, widths: Sequence[int], window: int = WINDOW, rate: float = RATE) -> None:
-        super().__init__()
-        if window < 0 or window == 1:
-            raise ValueError(f"window must be 0 or at least 2 samples, got {window}")
-        if not 0 < rate < 1:
-            raise ValueError(f"rate must lie between 0 and 1, got {rate}")
-        self.widths, self.window, self.rate, self._alone = list(widths), window, rate, False
-        self.distances = nn.ModuleList(Distance(width) for width in widths)
-        self.standardise = Standardise(len(self.widths))
-        for name in self.learned:
-            self.register_buffer(name, torch.zeros(0))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("since", torch.full((), -1, dtype=torch.int64))
-        self.register_buffer("last", torch.ones(2))
-
-    @property
-    def shift(self) -> Shift:
-        """What the last window says."""
-        since, seen = int(self.since), int(self.seen)
-        statistic, p_value = self.last.tolist()
-        usual = float(self.null.median()) if len(self.null) else 1.0
-        strength = math.sqrt(statistic / usual) if seen >= self.window > 0 else 1.0
-        return Shift(since >= 0, p_value, strength, since if since >= 0 else None, seen)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Judge each sample by itself in here, and leave the window as it is."""
-        self._alone = True
-        try:
-            yield
-        finally:
-            self._alone = False
-
-    def reset(self) -> None:
-        """Forget the window: the next sample is the first of a new stream."""
-        self.recent.zero_()
-        self.seen.zero_()
-        self.since.fill_(-1)
-        self.last.fill_(1)
-
-    def far(self, stages: Tensor) -> Tensor:
-        """(B, S) -> (B, D): how far the means and deviations of each layer are from the calibration data's."""
-        with torch.autocast(stages.device.type, enabled=False):
-            parts = stages.split(self.widths, 1)
-            return torch.cat([distance(part) for distance, part in zip(self.distances, parts)], 1)
-
-    def forward(self, stages: Tensor, logits: Tensor) -> Tensor:
-        """The factor (B, 1), and the window moves on; the least there is for stages that are not finite."""
-        if not len(self.null):
-            return logits.new_ones(logits.shape[0], 1, dtype=torch.float32)
-        with torch.autocast(stages.device.type, enabled=False):
-            rows = self.numbers(self.far(stages), logits)
-            log_scale = self._log_scale(rows, self.single, self.posterior)
-            if self.window and not self._alone and logits.shape[0]:
-                log_scale = self._with_window(rows, log_scale)
-        return log_scale.nan_to_num(-MOST).clamp(-MOST, MOST).exp()[:, None]
-
-    @property
-    def _n_far(self) -> int:
-        return len(self.widths)
-
-    def numbers(self, far: Tensor, logits: Tensor) -> Tensor:
-        """(B, D + S): distances and statistics of the logits, in deviations from the clean calibration data."""
-        standard: Tensor = self.standardise(torch.cat([far, statistics(logits.float())], 1))
-        return standard
-
-    def _with_window(self, rows: Tensor, log_scale: Tensor) -> Tensor:
-        """The log scale (B,) with the window's in place of a sample's own where there is an alarm."""
-        n, w = rows.shape[0], self.window
-        rows = rows.nan_to_num(HIGH).clamp(-LARGEST, LARGEST)
-        # means[i] is that of sample i and the w - 1 before it. The first samples of a stream share the first window.
-        sums = torch.cat([rows.new_zeros(1, rows.shape[1]), self.recent, rows]).double().cumsum(0)
-        means = ((sums[w:] - sums[:-w]) / w).float()
-        order = torch.arange(n, device=rows.device)
-        at = torch.maximum(order, w - 1 - self.seen)
-        full, at = at < n, at.clamp(max=n - 1)
-        means = means[at]
-        statistic = self.statistic(means)
-        draws = len(self.null) + 1
-        p_values = (draws - torch.searchsorted(self.null, statistic)) / draws
-        alarm = full & (p_values <= self.rate)
-        windowed = (design(means, rows, self._n_far) @ self.windowed).clamp(-MOST, 0.5)
-        self._move_on(rows, alarm, torch.stack([statistic[-1], torch.where(full[-1], p_values[-1], 1.0)]))
-        return torch.where(alarm, windowed, log_scale)
-
-    @torch.no_grad()
-    def _move_on(self, rows: Tensor, alarm: Tensor, last: Tensor) -> None:
-        n = rows.shape[0]
-        quiet = torch.where(
-            alarm, -1, torch.arange(n, device=rows.device)
-        ).amax()  # the last one without an alarm
-        began = torch.where((quiet < 0) & (self.since >= 0), self.since, self.seen + quiet + 1)
-        self.since.copy_(torch.where(quiet == n - 1, -1, began))
-        self.recent.copy_(torch.cat([self.recent, rows])[rows.shape[0] :])
-        self.seen.add_(n)
-        self.last.copy_(last)
-
-    def statistic(self, means: Tensor) -> Tensor:
-        """(B,) Hotelling's statistic of window means (B, D + S): how far the distances are from usual, in all."""
-        far = means[:, : self._n_far]
-        return ((far @ self.precision) * far).sum(1)
-
-    @torch.no_grad()
-    def fit(
-        self,
-        clean: Observed,
-        perturbed: Observed | None = None,
-        *,
-        prior: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Learn from clean calibration data, and from perturbed copies of it unless only the alarm is wanted.
-
-        It starts anew each time: nothing of an earlier fit stays.
-        """
-        for observed in (clean, perturbed):
-            if observed is not None:
-                _check(observed)
-        parts = clean.stages.float().split(self.widths, 1)
-        far = torch.cat([distance.set_usual(part) for distance, part in zip(self.distances, parts)], 1)  # type: ignore[operator]
-        its_far = None if perturbed is None else self.far(perturbed.stages)
-        self.fit_far(clean, far, perturbed, its_far, prior=prior, seed=seed)
-
-    @torch.no_grad()
-    def fit_far(
-        self,
-        clean: Observed,
-        far: Tensor,
-        perturbed: Observed | None,
-        its_far: Tensor | None,
-        *,
-        prior: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        """`fit` with the distances at hand: of clean samples from all others, (N, D), and of perturbed ones."""
-        if prior is not None and not 0 <= prior < 1:
-            raise ValueError(f"prior must lie in 0..1 and be below 1, got {prior}")
-        values = torch.cat([far, statistics(clean.logits.float())], 1)
-        self.standardise = Standardise(values.shape[1]).to(values.device)
-        self.standardise.set_moments(values)
-        rows = self.standardise(values)
-        n_weights = design(rows[:1], rows[:1], self._n_far).shape[1]
-        self._set("single", rows.new_zeros(n_weights))
-        self._set("windowed", rows.new_zeros(n_weights))
-        self._set("posterior", _with_prior(rows.new_zeros(2 * self._n_far + 1), 0.0))
-        self._set("recent", rows.new_zeros(max(0, self.window - 1), rows.shape[1]))
-        self._fit_test(rows, seed)
-        if perturbed is not None:
-            assert its_far is not None
-            others = self.numbers(its_far, perturbed.logits)
-            self._fit_scales(clean, rows, perturbed, others, prior, seed)
-        self.reset()
-
-    def _set(self, name: str, value: Tensor) -> None:
-        setattr(self, name, value.float())
-
-    def _fit_test(self, rows: Tensor, seed: int) -> None:
-        """The distribution of the test statistic over windows of calibration data."""
-        far, size = rows[:, : self._n_far], self.window or WINDOW
-        covariance = far.mT @ far / len(far)
-        self._set("precision", torch.linalg.inv(covariance + TINY**0.5 * torch.eye(self._n_far).to(far)))
-        generator = torch.Generator().manual_seed(seed)
-        statistics_ = []
-        for _ in range(10):
-            some = torch.randint(len(far), (DRAWS // 10, size), generator=generator).to(far.device)
-            statistics_.append(self.statistic(far[some].mean(1)))
-        # A window is compared with the mean of these samples, which is itself off by a little.
-        self._set("null", torch.cat(statistics_).sort()[0] * (1 + size / len(far)))
-
-    def _fit_scales(
-        self,
-        clean: Observed,
-        rows: Tensor,
-        perturbed: Observed,
-        others: Tensor,
-        prior: float | None,
-        seed: int,
-    ) -> None:
-        windows = [
-            _window_means(part, groups, self.window or WINDOW)
-            for part, groups in ((rows, clean.groups), (others, perturbed.groups))
-        ]
-        logits, labels = (torch.cat(pair).to(rows.device) for pair in zip(clean[1:3], perturbed[1:3]))
-        every = torch.cat([rows, others])
-        self._set(
-            "windowed", _fit_scale(logits.float(), labels, design(torch.cat(windows), every, self._n_far))
-        )
-        prior = self._choose_prior(clean, rows, perturbed, others, seed) if prior is None else prior
-        single, odds = self._learn_single(rows, perturbed, others)
-        self._set("single", single)
-        self._set("posterior", _with_prior(odds, prior))
-
-    def _choose_prior(
-        self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor, seed: int
-    ) -> float:
-        """The largest share of shifted samples whose assumption costs next to nothing on clean samples held back."""
-        fold = torch.randint(2, (len(rows),), generator=torch.Generator().manual_seed(seed)).to(rows.device)
-        base = _nll(clean.logits.float(), clean.labels)
-        costs = {prior: torch.zeros_like(base) for prior in PRIORS}
-        for held in (0, 1):
-            ours, theirs = fold[clean.samples] == held, fold[perturbed.samples] == held
-            single, odds = self._learn_single(rows[~ours], _some(perturbed, ~theirs), others[~theirs])
-            for prior in PRIORS:
-                log_scale = self._log_scale(rows[ours], single, _with_prior(odds, prior))
-                logits = scaled(clean.logits[ours].float(), log_scale.exp()[:, None])
-                costs[prior][ours] = _nll(logits, clean.labels[ours]) - base[ours]
-        for prior, cost in costs.items():
-            if cost.mean() <= COST * base.mean():
-                return prior
-        return 0.0
-
-    def _learn_single(self, rows: Tensor, perturbed: Observed, others: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
-        inputs = design(others, others, self._n_far)
-        single = _fit_scale(perturbed.logits.float(), perturbed.labels, inputs)
-        return single, _fit_odds(_squares(rows[:, : self._n_far]), _squares(others[:, : self._n_far]))
-
-    def _log_scale(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
-        """(B,) of single samples: what a shifted sample deserves, by how likely it is that it is one."""
-        shifted = (_squares(rows[:, : self._n_far]) @ posterior).sigmoid()
-        return shifted * (design(rows, rows, self._n_far) @ single).clamp(-MOST, 0.0)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        for name in self.learned:  # their sizes come with the fit
-            if prefix + name in state_dict:
-                self._set(name, torch.empty_like(state_dict[prefix + name], device=self.seen.device))
-        size = state_dict.get(prefix + "standardise.mean")
-        if size is not None:
-            self.standardise = Standardise(len(size)).to(self.seen.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def design(means: Tensor, own: Tensor, n_far: int) -> Tensor:
-    """(B, P) what a log scale is linear in.
-
-    These are distances at three depths of the network and statistics of the logits, both of a window (or of the
-    sample itself), hinges of the mean distance, and the sample's own statistics.
-    """
-    far = means[:, :n_far].unflatten(1, (-1, 2))  # (B, layers, mean and deviation)
-    depths = [part.mean(1) for part in far.tensor_split(min(3, far.shape[1]), 1)]
-    overall = means[:, :n_far].mean(1, keepdim=True)
-    hinges = [(overall - knot).clamp(0.0, HIGH) for knot in KNOTS]
-    parts = [*depths, means[:, n_far:], own[:, n_far:]]
-    ones = means.new_ones(means.shape[0], 1)
-    return torch.cat([*(part.clamp(LOW, HIGH) for part in parts), *hinges, ones], 1)
-
-
-def _with_prior(odds: Tensor, prior: float) -> Tensor:
-    """The log odds where a share `prior` of samples is shifted; 0 for never."""
-    bias = math.log(prior / (1 - prior)) if prior else -math.inf
-    return torch.cat([odds[:-1], odds[-1:] + bias])
-
-
-def _squares(far: Tensor) -> Tensor:
-    """(B, 2 D + 1): distances, their squares and 1."""
-    far = far.clamp(-4.0, 8.0)
-    return torch.cat([far, far.square() / 4, far.new_ones(far.shape[0], 1)], 1)
-
-
-def _window_means(rows: Tensor, groups: Tensor, size: int) -> Tensor:
-    """(N, D + S) the mean of the window that each row is in: so many neighbouring rows of one group, at most."""
-    place = torch.arange(len(groups), device=groups.device)
-    first = torch.searchsorted(groups, groups)  # where the row's group begins
-    window = groups * (len(groups) + 1) + (place - first) // size
-    which = window.unique(return_inverse=True)[1]
-    counts = torch.bincount(which).to(rows)[:, None]
-    sums = rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, which, rows)
-    return (sums / counts)[which]
-
-
-def _fit_scale(logits: Tensor, labels: Tensor, inputs: Tensor) -> Tensor:
-    ridge = logits.new_full((inputs.shape[1],), RIDGE * len(inputs))
-    ridge[-1] = TINY * len(inputs)
-    return fit_log_scale(logits, labels, inputs, ridge)
-
-
-def _fit_odds(clean: Tensor, shifted: Tensor, ridge: float = 1e-3, steps: int = 30) -> Tensor:
-    """Weights (Q,) of the log odds that inputs (N, Q) are of the shifted samples, if half of all are."""
-    inputs = torch.cat([clean, shifted]).double()
-    is_shifted = torch.cat([torch.zeros(len(clean)), torch.ones(len(shifted))]).to(inputs)
-    weight = torch.where(is_shifted > 0, 0.5 / max(1, len(shifted)), 0.5 / len(clean))
-    pull = 2 * ridge * torch.eye(inputs.shape[1]).to(inputs)
-
-    def loss(w: Tensor) -> Tensor:
-        odds = inputs @ w
-        return (weight * (nn.functional.softplus(odds) - is_shifted * odds)).sum() + ridge * w.square().sum()
-
-    w = inputs.new_zeros(inputs.shape[1])
-    for _ in range(steps):
-        probs = (inputs @ w).sigmoid()
-        gradient = inputs.mT @ (weight * (probs - is_shifted)) + pull @ w
-        curvature = (inputs * (weight * probs * (1 - probs))[:, None]).mT @ inputs + pull
-        step = torch.linalg.solve(curvature, gradient)
-        now = loss(w)
-        while loss(w - step) > now and step.abs().max() > TINY:
-            step = step / 2
-        w = w - step
-        if step.abs().max() <= 1e-4:
-            break
-    return w.float()
-
-
-def watch(clean: Tensor, stream: Tensor, window: int = WINDOW, rate: float = RATE) -> Iterator[Shift]:
-    """Test a stream of features (N, F) against clean ones (M, F), one window after the other.
-
-    >>> clean, stream = torch.randn(500, 8), torch.cat([torch.randn(128, 8), 3 * torch.randn(128, 8)])
-    >>> [shift.alarm for shift in watch(clean, stream)]
-    [False, False, True, True]
-    """
-    for name, values in (("clean", clean), ("stream", stream)):
-        if values.ndim != 2 or values.shape[1] != clean.shape[1] or not torch.isfinite(values).all():
-            raise ValueError(
-                f"{name} must be finite numbers (N, {clean.shape[-1]}), got shape {tuple(values.shape)}"
-                + ("" if torch.isfinite(values).all() else " with nan or inf")
-            )
-    if len(clean) < 2 * window:
-        raise ValueError(f"clean must hold at least two windows of {window} rows, got {len(clean)} rows")
-    stride = -(-clean.shape[1] // CHANNELS)
-    clean, stream = (moments(values.float()[:, ::stride]) for values in (clean, stream))
-    guard = Guard([clean.shape[1] // 2] * 2, window, rate)
-
-    def no_logits(rows: Tensor) -> Tensor:
-        return rows.new_zeros(len(rows), 2)
-
-    labels, samples = (torch.zeros(len(clean), dtype=torch.int64), torch.arange(len(clean)))
-    guard.fit(Observed(clean, no_logits(clean), labels, labels, samples))
-    for rows in stream.split(window):
-        guard(rows, no_logits(rows))
-        yield guard.shift
+N_LAYERS = 9  # over the whole depth of the network
+CHANNELS = 128  # of a layer at most, evenly spaced: more would take more data to know their usual values
 
 
 class ShiftGuard(nn.Module):
@@ -447,12 +51,11 @@ class ShiftGuard(nn.Module):
         *,
         window: int = WINDOW,
         rate: float = RATE,
-        n_layers: int = N_LAYERS,
     ) -> None:
         super().__init__()
         _check_unguarded(model)
         self.model = model
-        self.tap = StageTap(model, layers, n_layers)
+        self.tap = StageTap(model, layers)
         self.guard = Guard(self.tap.widths, window, rate).to(device_of(model)).eval()
 
     @property
@@ -468,11 +71,15 @@ class ShiftGuard(nn.Module):
         """What the model returns; in evaluation mode with its logits scaled by the guard's factor."""
         if self.training:
             return self.model(*args, **kwargs)
-        with self.tap.recording():
-            output = self.model(*args, **kwargs)
+        output, logits, stages = self._run(self.model, args, kwargs)
+        return with_logits(output, scaled(logits, self.guard(stages, logits)))
+
+    def _run(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[Any, Tensor, Tensor]:
+        """The model's output, its logits (B, K) and stages (B, S)."""
+        with self.tap.recording(kwargs.get("attention_mask")):  # Hugging Face's name for what is not padding
+            output = model(*args, **kwargs)
         logits = find_logits(output)
-        factor = self.guard(self.tap.take(logits.shape[0]), logits)
-        return with_logits(output, scaled(logits, factor))
+        return output, logits, self.tap.take(logits.shape[0])
 
     def fit(
         self,
@@ -487,7 +94,7 @@ class ShiftGuard(nn.Module):
 
         `perturb` should treat a whole batch alike, as a real shift does: `Shifts(share=1.0, together=True)`. `prior`
         is the share of shifted samples to expect outside of an alarm; a larger one guards single samples more and
-        costs more on clean data. Without it the largest one, up to 0.02, that costs next to nothing there is taken.
+        costs more on clean data. Without it the largest one, up to 0.01, that costs next to nothing there is taken.
         """
         with seeded(seed, device_of(self)):
             clean, perturbed = self.observe(calib_batches, perturb, views)
@@ -503,29 +110,26 @@ class ShiftGuard(nn.Module):
             raise ValueError(f"views must be at least 1, got {views}")
         clean: list[tuple[Tensor, ...]] = []
         perturbed: list[tuple[Tensor, ...]] = []
-        n = 0
-        with evaluating(self), self.tap.recording():
+        n, model = 0, uncompiled(self.model)
+        with evaluating(self):
             for number, batch in enumerate(batches):
                 args, kwargs, labels, _ = unpack(batch, device_of(self))
                 samples = torch.arange(n, n + len(labels), device=labels.device)
                 n += len(labels)
-                # Clean batches are random samples of one distribution: all of them are one group.
-                clean.append((*self._read(args, kwargs), labels, torch.zeros_like(samples), samples))
+
+                def add(to: list[Any], group: int, args: Sequence[Any], kwargs: Any) -> None:
+                    _, logits, stages = self._run(model, args, kwargs)
+                    to.append((stages, logits.float(), labels, torch.full_like(samples, group), samples))  # noqa: B023
+
+                add(clean, 0, args, kwargs)  # random samples of one distribution: all of them are one group
                 for view in range(views if perturb is not None else 0):
                     assert perturb is not None
                     other = (perturb(args[0]), *args[1:]) if args else args
-                    read = self._read(other, kwargs if args else perturb(kwargs))
-                    perturbed.append(
-                        (*read, labels, torch.full_like(samples, number * views + view), samples)
-                    )
+                    add(perturbed, number * views + view, other, kwargs if args else perturb(kwargs))
         if not clean:
             raise ValueError("calib_batches must hold at least one batch, got none")
         seen = [Observed(*(torch.cat(parts) for parts in zip(*rows))) for rows in (clean, perturbed) if rows]
         return seen[0], seen[1] if len(seen) > 1 else None
-
-    def _read(self, args: Sequence[Any], kwargs: Any) -> tuple[Tensor, Tensor]:
-        logits = find_logits(uncompiled(self.model)(*args, **kwargs)).float()
-        return self.tap.take(logits.shape[0]), logits
 
 
 def _check_unguarded(model: nn.Module) -> None:
@@ -538,23 +142,145 @@ def _check_unguarded(model: nn.Module) -> None:
             )
 
 
-def _check(observed: Observed) -> None:
-    Predictions(
-        observed.logits, observed.labels
-    )  # refuses what is empty, not finite, or has labels out of range
-    if not bool(torch.isfinite(observed.stages).all()):
-        raise ValueError("the inputs of the model's layers must be finite, got nan or inf")
+class StageTap:
+    """Catches what goes into some layers while a model runs, as a mean and a deviation per channel.
+
+    `layers` names normalisation or linear layers. Without it the model is cut into nine equal parts, and the first
+    normalisation layer of each is taken, or the first linear layer in a model without any. Of a layer with more than
+    128 channels every second one is read, or every third, and so on. `widths` are the sizes of what is caught.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str] | None = None) -> None:
+        modules = dict(uncompiled(model).named_modules())
+        names = layers_to_read(model)
+        if layers is None:
+            places = [round(i * (len(names) - 1) / N_LAYERS) for i in range(N_LAYERS)]
+            layers = names if len(names) <= N_LAYERS else [names[place] for place in places]
+        unknown = [name for name in layers if name not in modules or not channels_of(modules[name])]
+        if unknown or not layers:
+            raise ValueError(
+                f"layers must name normalisation or linear layers, such as {names[:3]}, got {unknown or layers}"
+            )
+        self.layers = list(layers)
+        read = [-(-n // _stride(n)) for n in (channels_of(modules[name]) for name in self.layers)]
+        self.widths = [width for width in read for _ in ("mean", "deviation")]
+        self._recording = False
+        self._inside: Tensor | None = None
+        self._caught: dict[int, Tensor] = {}
+        for number, name in enumerate(self.layers):
+            modules[name].register_forward_hook(partial(self._catch, number))
+        if any(module is not uncompiled(module) for module in model.modules()):
+            torch.compiler.reset()  # what was compiled so far does not know the hooks and would pass them by
+
+    @contextmanager
+    def recording(self, inside: Tensor | None = None) -> Iterator[None]:
+        """Catch while the model runs in here; `take` gives what was caught.
+
+        `inside` (B, T) is 0 where a text is only padding.
+        """
+        self._recording, self._inside, self._caught = True, inside, {}
+        try:
+            yield
+        finally:
+            self._recording, self._inside = False, None
+
+    def take(self, n: int) -> Tensor:
+        """The stages (n, S) of the last run, which was over `n` samples; they are let go."""
+        caught, self._caught = self._caught, {}
+        missing = [name for number, name in enumerate(self.layers) if number not in caught]
+        if missing:
+            raise RuntimeError(f"layers must be run in the model's forward, but these were not: {missing}")
+        strange = [name for number, name in enumerate(self.layers) if caught[number].shape[0] != n]
+        if strange:
+            raise RuntimeError(
+                f"layers must see one row for each of the {n} samples, but these do not: {strange}; "
+                "name others with layers=[...]"
+            )
+        return torch.cat([caught[number] for number in range(len(self.layers))], 1)
+
+    def _catch(self, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._recording:
+            maps, stride = args[0].detach(), _stride(channels_of(layer))
+            if _channels_last(layer, maps):
+                maps = maps.movedim(-1, 1)
+            self._caught[number] = moments(maps[:, ::stride], self._inside)
 
 
-def _some(observed: Observed, rows: Tensor) -> Observed:
-    return Observed(*(part[rows] for part in observed))
+def moments(maps: Tensor, inside: Tensor | None = None) -> Tensor:
+    """The mean and the deviation of each channel over all places, (B, C, ...) -> (B, 2 C).
+
+    Of texts (B, C, T) only the places where `inside` (B, T) is not 0 count.
+
+    >>> moments(torch.tensor([[[1.0, 3.0], [5.0, 5.0]]])).tolist()
+    [[2.0, 5.0, 1.0, 0.0]]
+    """
+    with torch.autocast(maps.device.type, enabled=False):
+        flat = maps.float().flatten(2) if maps.ndim > 2 else maps.float()[:, :, None]  # (B, C, places)
+        if flat.shape[0] == 0:  # torch would warn of a deviation of nothing
+            return flat.new_zeros(0, 2 * flat.shape[1])
+        if inside is None or inside.shape != (maps.shape[0], *maps.shape[2:]):
+            return torch.cat([flat.mean(-1), flat.std(-1, correction=0)], 1)
+        share = (inside != 0).float()[:, None]
+        share = share / share.sum(-1, keepdim=True).clamp(min=1)
+        mean = (flat * share).sum(-1, keepdim=True)
+        return torch.cat([mean[..., 0], ((flat - mean).square() * share).sum(-1).sqrt()], 1)
 
 
-def _nll(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits, labels, reduction="none")
+def _stride(n_channels: int) -> int:
+    """Every how many channels one is read."""
+    return max(1, math.ceil(n_channels / CHANNELS))
 
 
-def scaled(logits: Tensor, factor: Tensor) -> Tensor:
-    """Logits (B, K) times a factor (B, 1), moved so that the largest is 0: rounding can never make a new tie there."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return (logits - logits.amax(-1, keepdim=True)) * factor
+def layers_to_read(model: nn.Module) -> list[str]:
+    """The names of a model's normalisation layers, or of the linear layers of a model without any."""
+    modules = {name: module for name, module in uncompiled(model).named_modules() if channels_of(module)}
+    found = [name for name, module in modules.items() if not isinstance(module, nn.Linear)]
+    if not modules:
+        raise ValueError(
+            "model must have normalisation layers (BatchNorm, GroupNorm, LayerNorm) or a linear layer for a guard to "
+            f"read, got {type(uncompiled(model)).__name__} without any"
+        )
+    return found or list(modules)
+
+
+def channels_of(layer: nn.Module) -> int:
+    """How many channels go into a normalisation or linear layer; 0 for any other module."""
+    if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
+        return layer.num_features
+    if isinstance(layer, nn.GroupNorm):
+        return layer.num_channels
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    return layer.normalized_shape[-1] if isinstance(layer, nn.LayerNorm) else 0
+
+
+def _channels_last(layer: nn.Module, maps: Tensor) -> bool:
+    """As LayerNorm has them; but ConvNeXt's kind of it, in torchvision and timm, takes maps (B, C, H, W)."""
+    of_maps = type(layer) is not nn.LayerNorm and maps.ndim == 4 and maps.shape[1] == channels_of(layer)
+    return isinstance(layer, nn.Linear) or (isinstance(layer, nn.LayerNorm) and not of_maps)
+
+
+def watch(clean: Tensor, stream: Tensor, window: int = WINDOW, rate: float = RATE) -> Iterator[Shift]:
+    """Test a stream of features (N, F) against clean ones (M, F), one window after the other.
+
+    >>> clean, stream = torch.randn(500, 8), torch.cat([torch.randn(128, 8), 3 * torch.randn(128, 8)])
+    >>> [shift.alarm for shift in watch(clean, stream)]
+    [False, False, True, True]
+    """
+    for name, values in (("clean", clean), ("stream", stream)):
+        finite = bool(torch.isfinite(values).all())
+        if values.ndim != 2 or values.shape[1] != clean.shape[1] or not finite:
+            raise ValueError(
+                f"{name} must be finite numbers (N, {clean.shape[-1]}), got shape {tuple(values.shape)}"
+                + ("" if finite else " with nan or inf")
+            )
+    if len(clean) < 2 * window:
+        raise ValueError(f"clean must hold at least two windows of {window} rows, got {len(clean)} rows")
+    stride = -(-clean.shape[1] // CHANNELS)
+    clean, stream = (moments(values[:, ::stride]) for values in (clean, stream))
+    guard = Guard([clean.shape[1] // 2] * 2, window, rate)
+    none = torch.zeros(len(clean), dtype=torch.int64)
+    guard.fit(Observed(clean, clean.new_zeros(len(clean), 2), none, none, torch.arange(len(clean))))
+    for rows in stream.split(window):
+        guard(rows, rows.new_zeros(len(rows), 2))
+        yield guard.shift

@@ -13,8 +13,10 @@ import typer
 from doublehead import audit
 from doublehead.cli import options
 from doublehead.cli.output import UserError, show, show_counts, show_guesses, told_to_user
+from doublehead.cli.shift import read_features
 from doublehead.report_page.page import TITLE, build_page
 from doublehead.report_page.record import Record
+from doublehead.shift_guard import watch
 
 
 def report(
@@ -40,6 +42,14 @@ def report(
         typer.Option(
             help="NAME=FILE: the same model on shifted data; with several methods a folder whose files have the "
             "names of the methods. May be given several times.",
+        ),
+    ] = None,
+    features: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            help="Features of the calibration data and of new data: shows whether these raise an alarm, as "
+            "`doublehead shift` does.",
+            metavar="CALIB NEW",
         ),
     ] = None,
     logits: options.Logits = False,
@@ -90,16 +100,20 @@ def report(
         for table in found.tables:
             show_guesses(table)
             show_counts(table)
+        windows = list(watch(read_features(features[0]), read_features(features[1]))) if features else []
         page = build_page(
             found.methods,
             title=title or TITLE,
             classes=_read_classes(classes) if classes else found.classes or None,
             shift={**found.shift, **_read_shifts(shift or [], found.methods, how)},
+            windows=windows,
             n_bins=bins,
             provenance=audit.provenance(found, shlex.join(["doublehead", *sys.argv[1:]])),
         )
         audit.write_page(output, page)
     show(page.verdict)
+    if windows:
+        show(windows[-1].sentence)
     show(f"Wrote {output}")
 
 

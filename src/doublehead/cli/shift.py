@@ -12,8 +12,9 @@ from rich.table import Table
 from torch import Tensor
 
 from doublehead.cli.output import UserError, results, show, told_to_user
+from doublehead.guard import RATE, WINDOW
 from doublehead.optional import require
-from doublehead.shift_guard import RATE, WINDOW, watch
+from doublehead.shift_guard import watch
 
 FORMATS = ".npy, .npz, .csv or .parquet"
 
@@ -30,7 +31,7 @@ def shift(
     columns of a table.
     """
     with told_to_user():
-        found = list(watch(_features(clean), _features(stream), window, rate))
+        found = list(watch(read_features(clean), read_features(stream), window, rate))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("rows", "alarm", "p-value", "strength"):
         table.add_column(title, justify="right")
@@ -41,12 +42,13 @@ def shift(
     results().print(table)
     last, alarms = found[-1], sum(one.alarm for one in found)
     show(f"{alarms} of {len(found)} windows raise an alarm; {rate * len(found):.2g} are expected by chance.")
+    show(last.sentence)
     if last.alarm:
-        show(f"The present alarm began with row {last.since + 1:,}.")  # type: ignore[operator]
         raise typer.Exit(1)
 
 
-def _features(path: Path) -> Tensor:
+def read_features(path: Path) -> Tensor:
+    """A table of numbers (N, F) from a file."""
     if path.suffix in (".npy", ".npz"):
         found = np.load(path, allow_pickle=False)
         if path.suffix == ".npz":

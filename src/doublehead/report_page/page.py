@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import doublehead
 from doublehead.bins import check_n_bins
+from doublehead.guard import Shift as Window
 from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.report_page import charts, tables
@@ -38,6 +39,7 @@ def build_page(
     title: str = TITLE,
     classes: Sequence[str] | None = None,
     shift: Shift | None = None,
+    windows: Sequence[Window] = (),
     n_bins: int = 15,
     max_classes: int = 20,
     seed: int = 0,
@@ -47,7 +49,8 @@ def build_page(
 
     `named_predictions` are the methods by name, the one to improve on first, as predictions or as the record of a
     stream. `classes` are the names of the classes. `shift[data][method]` are predictions of the same methods on shifted
-    data, or numbers measured before ("accuracy", "ece", "mean_confidence", "auroc"). The class table shows the
+    data, or numbers measured before ("accuracy", "ece", "mean_confidence", "auroc"). `windows` say whether new data are
+    like the calibration data: those of `shift_guard.watch`, or `[guard.shift]`. The class table shows the
     `max_classes` worst at first. `provenance` says where the numbers come from, as pairs of what and which. Besides the
     most confident errors only binned numbers enter the page, so its size does not depend on the number of samples.
 
@@ -93,6 +96,7 @@ def build_page(
         "n_thresholds": len(THRESHOLDS),
         "threshold_start": int(abs(THRESHOLDS - START).argmin()),
         "shift": _shift(methods, shifts),
+        "alarm": {"now": windows[-1].sentence, "rows": tables.window_rows(windows)} if windows else None,
         "n_bins": n_bins,
     }
     jinja2 = require("jinja2", extra="report")

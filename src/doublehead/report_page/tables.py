@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from math import isfinite
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from doublehead.curves import ClassGaps
+from doublehead.guard import Shift
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
 from doublehead.report_page.record import ERROR_LIMITS, Array, Method, Shifted
@@ -264,6 +266,23 @@ def shift_rows(
         for i, found in enumerate(entries)
         if found is not None
     ]
+
+
+def window_rows(windows: Sequence[Shift]) -> list[dict[str, Any]]:
+    """A row per stretch of windows with an alarm or without: the samples up to which it goes, and its extremes."""
+    rows = []
+    for alarm, group in groupby(windows, lambda one: one.alarm):
+        stretch = list(group)
+        rows.append(
+            {
+                "alarm": alarm,
+                "seen": f"{stretch[-1].seen:,}",
+                "windows": f"{len(stretch):,}",
+                "p_value": f"{min(one.p_value for one in stretch):.2g}",
+                "strength": f"{max(one.strength for one in stretch):.1f}",
+            }
+        )
+    return rows[-MAX_GROUPS:]
 
 
 def _value_text(summary: Summary, key: str, is_share: bool) -> str:

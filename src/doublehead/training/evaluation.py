@@ -20,11 +20,12 @@ from doublehead.calibrate import fit
 from doublehead.calibration_data import unpack
 from doublehead.calibrators.temperature import Temperature
 from doublehead.data import FAMILIES, corrupt
+from doublehead.guard import scaled
 from doublehead.network import VIEWS
 from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.saving import describe
-from doublehead.shift_guard import ShiftGuard, scaled
+from doublehead.shift_guard import ShiftGuard
 from doublehead.summary import Summary
 from doublehead.torch_tools import device_of, evaluating, n_processes, same_on_all_processes
 from doublehead.training.run import Run, algorithms, on_first_process

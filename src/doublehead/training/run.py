@@ -20,12 +20,12 @@ from doublehead.calibration_data import unpack
 from doublehead.data import FAMILIES, Splits, load, load_test
 from doublehead.data.batches import Batches
 from doublehead.double_head import DoubleHead
+from doublehead.guard import Guard
 from doublehead.losses import LOSSES, mixed, mixup
 from doublehead.models import build
 from doublehead.network import Reader
 from doublehead.optional import require
-from doublehead.shift_guard import Guard
-from doublehead.stages import StageTap, layers_to_read
+from doublehead.shift_guard import StageTap, layers_to_read
 from doublehead.torch_tools import from_every_process, get_random, n_processes, rank, set_random
 from doublehead.training.config import ADAPTIVE, Config
 from doublehead.training.inputs import Inputs, load_inputs

@@ -1,0 +1,216 @@
+"""Run a trained network over clean, shifted and unknown inputs, and keep logits and stage distances.
+
+    python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # seen/RUN.npz
+
+Images need a GPU: 150,000 of them. Texts take a few minutes on a CPU. `shift.py` measures on what is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doublehead import ShiftGuard
+from doublehead.data import FAMILIES, Images, Texts, corrupt, load
+from doublehead.data.text import tokens_of
+from doublehead.optional import require
+from doublehead.saving import under
+from doublehead.training.config import LEFT_OUT
+from doublehead.training.loop import make_fabric, set_up
+from doublehead.training.run import Run
+from doublehead.training.run_folder import RunFolder
+
+N_EACH = 1000  # inputs of a family at a severity
+UNKNOWN = 255  # label of what belongs to no class
+KINDS = {
+    **{kind: LEFT_OUT[kind] for kind in ("noises", "blurs", "colours", "digital")},
+    "missing words": ("drop", "cut"),
+    "other words": ("replace",),
+    "word order": ("shuffle",),
+    "letters": ("typo",),
+}
+SHARES = (0.1, 0.2, 0.3, 0.45, 0.6)  # of words that are changed, by severity
+
+Words = list[str]
+Set = tuple[
+    str, Iterable[Tensor], Any, Any
+]  # name, batches, labels (N,), sample numbers (N,) in the order of the batches
+
+
+class Seen(NamedTuple):
+    """Logits (N, K), stage distances (N, D), labels (N,) and sample numbers (N,) of one set of inputs."""
+
+    logits: Tensor
+    far: Tensor
+    labels: Tensor
+    samples: Tensor
+
+
+@torch.no_grad()
+def observe(folder: RunFolder, root: str, output: Path, accelerator: str = "auto") -> Path:
+    """Run the network of a finished run over all sets of inputs."""
+    run = set_up(folder.config, make_fabric(folder.config, accelerator=accelerator, devices=1), None, root)
+    weights = require("safetensors.torch", extra="train").load_file(folder.path / "model.safetensors")
+    run.net.load_state_dict(under(weights, "model."))
+    guard = ShiftGuard(run.net.eval())
+    parts: dict[str, list[Any]] = {"logits": [], "far": [], "labels": [], "rows": []}
+    names = []
+    of_images = isinstance(run.inputs.splits.test, Images)
+    for name, batches, labels, rows in (image_sets if of_images else text_sets)(run, root):
+        found, _ = guard.observe((x, torch.zeros(len(x)).long()) for x in batches)
+        stages, distances = found.stages.cpu(), guard.guard.distances.cpu()
+        far = distances(stages) if names else distances.set_usual(stages)  # type: ignore[operator]
+        logits = (found.logits * 64).round().clamp(-32000, 32000).short().cpu()
+        order = np.argsort(rows)
+        for key, value in zip(parts, (logits, far.half(), torch.as_tensor(labels), torch.as_tensor(rows))):
+            parts[key].append(value.numpy()[order])
+        names.append(name)
+        print(name, len(rows), flush=True)
+    arrays = {key: np.concatenate(values) for key, values in parts.items()}
+    sizes = np.array([len(values) for values in parts["labels"]])
+    output.mkdir(parents=True, exist_ok=True)
+    file = output / f"{folder.config.name}.npz"
+    np.savez_compressed(file, **arrays, **{"set/name": np.array(names), "set/size": sizes})
+    return file
+
+
+def read(file: Path) -> dict[str, Seen]:
+    """The sets of inputs by name: calib/clean, test/contrast/5, unknown/svhn, ..."""
+    with np.load(file) as found:
+        ends = np.cumsum(found["set/size"])
+        z, far = found["logits"].astype(np.float32) / 64, found["far"].astype(np.float32)
+        if "far_loo" in found:  # clean calibration images, each measured from all others
+            far[: len(found["far_loo"])] = found["far_loo"]
+        columns = [
+            torch.from_numpy(a) for a in (z, far, *(found[k].astype(np.int64) for k in ("labels", "rows")))
+        ]
+        sets = zip(found["set/name"], found["set/size"], ends)
+        return {str(name): Seen(*(c[end - size : end] for c in columns)) for name, size, end in sets}
+
+
+def some_rows(n: int, split: str) -> Any:
+    """The samples of a split that are perturbed."""
+    return np.sort(np.random.default_rng(split == "test").permutation(n)[:N_EACH])
+
+
+# --- images
+
+
+def image_sets(run: Run, root: str) -> Iterator[Set]:
+    """Clean images, thirteen corruptions at five severities, and images of other data sets."""
+    device, normalise = run.fabric.device, run.inputs.normalise
+    assert normalise is not None
+
+    def batches(images: Any) -> Iterator[Tensor]:
+        pixels = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2)
+        return (x.to(device) / 255 for x in pixels.split(500))
+
+    splits = {split: getattr(run.inputs.splits, split) for split in ("calib", "test")}
+    for split, part in splits.items():
+        yield f"{split}/clean", map(normalise, batches(part.images)), part.labels, np.arange(len(part.labels))
+    for split, part in splits.items():
+        rows = some_rows(len(part.labels), split)
+        for family in FAMILIES:
+            for level in range(1, 6):
+                generator = torch.Generator(device).manual_seed(level)
+                corrupted = (corrupt(x, family, level, generator) for x in batches(part.images[rows]))
+                yield f"{split}/{family}/{level}", map(normalise, corrupted), part.labels[rows], rows
+    for other in sorted({"svhn", "cifar10", "cifar100"} - {run.config.data}):
+        rows = np.arange(2 * N_EACH)
+        images = load(other, root).test.images[rows]  # type: ignore[union-attr]
+        yield f"unknown/{other}", map(normalise, batches(images)), np.full(len(rows), UNKNOWN), rows
+
+
+# --- texts
+
+
+def text_sets(run: Run, root: str) -> Iterator[Set]:
+    """Clean texts, five ways to change words at five severities, and texts of other classes and data sets."""
+    texts: dict[str, tuple[list[Words], Any]] = {}
+    for split in ("calib", "test"):
+        part = getattr(run.inputs.splits, split)
+        texts[split] = list(tokens_of(part)), part.labels
+        yield _text_set(run, f"{split}/clean", *texts[split])
+    pool = [word for words in texts["calib"][0] for word in words]
+    for split, (words, labels) in texts.items():
+        rows = some_rows(len(words), split)
+        for number, family in enumerate(family for kind in list(KINDS)[4:] for family in KINDS[kind]):
+            for level in range(1, 6):
+                rng = np.random.default_rng([level, number, split == "test"])
+                changed = [change(words[row], family, SHARES[level - 1], pool, rng) for row in rows]
+                yield _text_set(run, f"{split}/{family}/{level}", changed, labels[rows], rows)
+    for name, samples in _other_texts(run.config.data, root).items():
+        words = [words[:50] for words in tokens_of(samples) if words][:N_EACH]
+        yield _text_set(run, f"unknown/{name}", words, np.full(len(words), UNKNOWN))
+
+
+def change(words: Words, family: str, share: float, pool: Sequence[str], rng: np.random.Generator) -> Words:
+    """A text with about this share of its words left out, replaced, moved or misspelt; one word stays at least.
+
+    >>> change(["a", "b", "c", "d"], "cut", 0.5, [], np.random.default_rng(0))
+    ['a', 'b']
+    """
+    if family == "cut":
+        return words[: max(1, round((1 - share) * len(words)))]
+    chosen = rng.random(len(words)) < share
+    if family == "drop":
+        return [word for word, gone in zip(words, chosen) if not gone] or words[:1]
+    new = list(words)
+    places = np.flatnonzero(chosen)
+    for place, other in zip(places, rng.permutation(places)):
+        if family == "shuffle":
+            new[place] = words[other]
+        elif family == "replace":
+            new[place] = pool[rng.integers(len(pool))]
+        elif len(words[place]) > 1:  # two letters change places
+            at = int(rng.integers(len(words[place]) - 1))
+            word = words[place]
+            new[place] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    return new
+
+
+def _text_set(run: Run, name: str, words: list[Words], labels: Any, rows: Any = None) -> Set:
+    """Batches of texts of one length: layers of transformers see padding, which would count."""
+    texts = Texts(tuple(map(" ".join, words)), np.zeros(len(words), np.int64))
+    lengths: Any = run.inputs.whole(texts).lengths  # type: ignore[attr-defined]
+    order = np.argsort(lengths, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
+    batches = (x for some in groups for x, _ in run.inputs.whole(texts.take(some)))
+    rows = np.arange(len(words)) if rows is None else rows
+    return name, batches, labels[order], rows[order]
+
+
+def _other_texts(data: str, root: str) -> dict[str, Any]:
+    """Neutral sentences for a network of good and bad ones, and posts or sentences of the other data set."""
+    found = {}
+    if not data.startswith("20newsgroups"):
+        posts = load("20newsgroups-bydate", root).test
+        found["20newsgroups"] = posts.take(np.random.default_rng(0).permutation(len(posts))[: 2 * N_EACH])
+    if data != "sst-fine":
+        sentences = load("sst-fine", root).test
+        neutral = np.flatnonzero(sentences.labels == 2)
+        found["sst-neutral"] = sentences.take(neutral)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--root")
+    parser.add_argument("--output", type=Path, default=Path("seen"))
+    parser.add_argument("--accelerator", default="auto")
+    options = parser.parse_args()
+    for path in options.folders:
+        print(observe(RunFolder(path), options.root, options.output, options.accelerator))
+
+
+if __name__ == "__main__":
+    main()

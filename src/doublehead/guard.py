@@ -1,0 +1,416 @@
+"""The guard itself: stages of a network and its logits in, a factor for the logits and an alarm out.
+
+Stages are a mean and a deviation of each channel of some layers. Their distances from the calibration data's are used
+twice:
+
+- A single sample: how likely is it that it is shifted, by the share of shifted samples that costs nothing on clean
+  calibration data? Its logits are scaled down by that share of what perturbed calibration data taught.
+- A window of the last samples: their mean distances are tested against the calibration data's. Under an alarm the
+  logits are scaled by what perturbed windows taught. A window shows a shift that no single sample shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from doublehead.calibration_head import Standardise, statistics
+from doublehead.calibrators.head_stages import fit_log_scale
+from doublehead.calibrators.optimise import newton
+from doublehead.predictions import Predictions
+from doublehead.torch_tools import StaysFloat32
+
+# Developed with whole kinds of corruption left out in turn (docs/results/notes/guard-settings.md).
+WINDOW = 64
+RATE = 1e-3  # share of clean windows that raise an alarm
+LARGEST = 1e4  # deviations that enter a window: sums of larger ones would lose all others
+LOW, HIGH = -3.0, 6.0  # deviations to which distances and statistics are clipped
+DEPTHS = 4  # parts of the network whose distances have weights of their own
+RIDGE = 0.02  # of the learned weights, as a share of the samples
+PRIORS = (0.01, 0.005, 0.002)  # shares of shifted samples that are tried
+COST = 1e-3  # share of the clean NLL that guarding single samples may cost
+DRAWS = 10_000  # windows of calibration data, for p-values
+MOST = 4.0  # the largest logarithm of a temperature
+SHRINK = 0.02  # of a covariance of stages towards the identity
+TINY = 1e-6
+
+
+class Shift(NamedTuple):
+    """What the last window of samples says.
+
+    `p_value` is the share of clean windows that look at least as unusual, and `alarm` whether it is below the rate;
+    `strength` is 1 for a usual window and grows with the distance. `since` is the number of the sample with which the
+    present alarm began, `seen` how many samples there were. Before the first full window p_value is 1.
+    """
+
+    alarm: bool
+    p_value: float
+    strength: float
+    since: int | None
+    seen: int
+
+    @property
+    def sentence(self) -> str:
+        """The result in words, with samples counted from 1."""
+        said = (
+            f"p-value {self.p_value:.2g}, {self.strength:.1f} times as far from the calibration data as usual"
+        )
+        if self.since is None:
+            return f"No alarm at sample {self.seen:,}: {said}."
+        return f"Alarm since sample {self.since + 1:,} of {self.seen:,}: {said}."
+
+
+class Observed(NamedTuple):
+    """What a guard learns from: stages (N, S), the classifier's logits (N, K), labels, groups and samples (N,).
+
+    Samples of one group were perturbed together, and form windows. `samples` are the same for copies of one sample.
+    """
+
+    stages: Tensor
+    logits: Tensor
+    labels: Tensor
+    groups: Tensor
+    samples: Tensor
+
+
+class Guard(StaysFloat32):
+    """Stages (B, S) and logits (B, K) -> the factor (B, 1) by which to scale the logits, with a memory of the window.
+
+    Before `fit` the factor is 1. `window=0` judges each sample by itself. It computes in float32 whatever the model
+    does.
+    """
+
+    learned = ("single", "windowed", "posterior", "precision", "null", "recent")
+
+    single: Tensor  # (P,) weights of a sample's log scale
+    windowed: Tensor  # (P,) of a window's
+    posterior: Tensor  # (Q,) of the log odds that a sample is shifted
+    precision: Tensor  # (D, D) inverse covariance of the distances
+    null: Tensor  # (DRAWS,) the test statistic of clean windows, sorted
+    recent: Tensor  # (W - 1, D + S) the last samples' numbers
+    seen: Tensor
+    since: Tensor  # -1 without an alarm
+    last: Tensor  # (2,) statistic and p-value of the last window
+
+    def __init__(self, widths: Sequence[int], window: int = WINDOW, rate: float = RATE) -> None:
+        super().__init__()
+        if window < 0 or window == 1:
+            raise ValueError(f"window must be 0 or at least 2 samples, got {window}")
+        if not 0 < rate < 1:
+            raise ValueError(f"rate must lie between 0 and 1, got {rate}")
+        self.window, self.rate, self._alone = window, rate, False
+        self.distances, self.n_far = Distances(widths), len(widths)
+        self.standardise = Standardise(self.n_far)
+        for name in self.learned:
+            self.register_buffer(name, torch.zeros(0))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("since", torch.full((), -1, dtype=torch.int64))
+        self.register_buffer("last", torch.ones(2))
+
+    @property
+    def shift(self) -> Shift:
+        """What the last window says."""
+        since, seen = int(self.since), int(self.seen)
+        statistic, p_value = self.last.tolist()
+        usual = float(self.null.median()) if len(self.null) else 1.0
+        strength = math.sqrt(statistic / usual) if seen >= self.window > 0 else 1.0
+        return Shift(since >= 0, p_value, strength, since if since >= 0 else None, seen)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Judge each sample by itself in here, and leave the window as it is."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    def reset(self) -> None:
+        """Forget the window: the next sample is the first of a new stream."""
+        self.recent.zero_()
+        self.seen.zero_()
+        self.since.fill_(-1)
+        self.last.fill_(1)
+
+    def forward(self, stages: Tensor, logits: Tensor) -> Tensor:
+        """The factor (B, 1), and the window moves on; the least there is for stages that are not finite."""
+        if not len(self.null):
+            return logits.new_ones(logits.shape[0], 1, dtype=torch.float32)
+        with torch.autocast(stages.device.type, enabled=False):
+            rows = self._numbers(self.distances(stages), logits)
+            log_scale = self._log_scale(rows, self.single, self.posterior)
+            if self.window and not self._alone and logits.shape[0]:
+                log_scale = self._with_window(rows, log_scale)
+        return log_scale.nan_to_num(-MOST).clamp(-MOST, MOST).exp()[:, None]
+
+    def _numbers(self, far: Tensor, logits: Tensor) -> Tensor:
+        """(B, D + S): distances and statistics of the logits, in deviations from the clean calibration data."""
+        standard: Tensor = self.standardise(torch.cat([far, statistics(logits.float())], 1))
+        return standard
+
+    def _log_scale(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
+        """(B,) of single samples: what a shifted sample deserves, by how likely it is that it is one."""
+        shifted = (_squares(rows[:, : self.n_far]) @ posterior).sigmoid()
+        return shifted * (design(rows, self.n_far) @ single).clamp(-MOST, 0.0)
+
+    def _with_window(self, rows: Tensor, log_scale: Tensor) -> Tensor:
+        """The log scale (B,) with the window's in place of a sample's own where there is an alarm."""
+        n, w = rows.shape[0], self.window
+        rows = rows.nan_to_num(HIGH).clamp(-LARGEST, LARGEST)
+        # means[i] is that of sample i and the w - 1 before it. The first samples of a stream share the first window.
+        sums = torch.cat([rows.new_zeros(1, rows.shape[1]), self.recent, rows]).double().cumsum(0)
+        means = ((sums[w:] - sums[:-w]) / w).float()
+        order = torch.arange(n, device=rows.device)
+        at = torch.maximum(order, w - 1 - self.seen)
+        full, at = at < n, at.clamp(max=n - 1)
+        means = means[at]
+        statistic = self._statistic(means)
+        draws = len(self.null) + 1
+        p_values = (draws - torch.searchsorted(self.null, statistic)) / draws
+        alarm = full & (p_values <= self.rate)
+        windowed = (design(means, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
+        self._move_on(rows, alarm, torch.stack([statistic[-1], torch.where(full[-1], p_values[-1], 1.0)]))
+        return torch.where(alarm, windowed, log_scale)
+
+    @torch.no_grad()
+    def _move_on(self, rows: Tensor, alarm: Tensor, last: Tensor) -> None:
+        n = rows.shape[0]
+        order = torch.arange(n, device=rows.device)
+        quiet = torch.where(alarm, -1, order).amax()  # the last one without an alarm
+        began = torch.where((quiet < 0) & (self.since >= 0), self.since, self.seen + quiet + 1)
+        self.since.copy_(torch.where(quiet == n - 1, -1, began))
+        self.recent.copy_(torch.cat([self.recent, rows])[n:])
+        self.seen.add_(n)
+        self.last.copy_(last)
+
+    def _statistic(self, means: Tensor) -> Tensor:
+        """(B,) Hotelling's statistic of window means (B, D + S): how far the distances are from usual, in all."""
+        far = means[:, : self.n_far]
+        return ((far @ self.precision) * far).sum(1)
+
+    @torch.no_grad()
+    def fit(
+        self,
+        clean: Observed,
+        perturbed: Observed | None = None,
+        *,
+        prior: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Learn from clean calibration data, and from perturbed copies of it unless only the alarm is wanted.
+
+        It starts anew each time: nothing of an earlier fit stays.
+        """
+        if prior is not None and not 0 <= prior < 1:
+            raise ValueError(f"prior must lie in 0..1 and be below 1, got {prior}")
+        for observed in (clean, perturbed):
+            if observed is not None:
+                _check(observed)
+        values = torch.cat([self.distances.set_usual(clean.stages), statistics(clean.logits.float())], 1)
+        self.standardise = Standardise(values.shape[1]).to(values.device)
+        self.standardise.set_moments(values)
+        rows = self.standardise(values)
+        n_weights = design(rows[:1], self.n_far).shape[1]
+        self._set("single", rows.new_zeros(n_weights))
+        self._set("windowed", rows.new_zeros(n_weights))
+        self._set("posterior", _with_prior(rows.new_zeros(2 * self.n_far + 1), 0.0))
+        self._set("recent", rows.new_zeros(max(0, self.window - 1), rows.shape[1]))
+        self._fit_test(rows, seed)
+        if perturbed is not None:
+            others = self._numbers(self.distances(perturbed.stages), perturbed.logits)
+            self._fit_windowed(clean, rows, perturbed, others)
+            prior = self._choose_prior(clean, rows, perturbed, others, seed) if prior is None else prior
+            single, odds = self._learn_single(rows, perturbed, others)
+            self._set("single", single)
+            self._set("posterior", _with_prior(odds, prior))
+        self.reset()
+
+    def _set(self, name: str, value: Tensor) -> None:
+        setattr(self, name, value.float())
+
+    def _fit_test(self, rows: Tensor, seed: int) -> None:
+        """The distribution of the test statistic over windows of calibration data."""
+        far, size = rows[:, : self.n_far], self.window or WINDOW
+        covariance = far.mT @ far / len(far)
+        self._set("precision", torch.linalg.inv(covariance + TINY**0.5 * torch.eye(self.n_far).to(far)))
+        generator, drawn = torch.Generator().manual_seed(seed), []
+        for _ in range(10):
+            some = torch.randint(len(far), (DRAWS // 10, size), generator=generator).to(far.device)
+            drawn.append(self._statistic(far[some].mean(1)))
+        # A window is compared with the mean of these samples, which is itself off by a little.
+        self._set("null", torch.cat(drawn).sort()[0] * (1 + size / len(far)))
+
+    def _fit_windowed(self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor) -> None:
+        size = self.window or WINDOW
+        pairs = ((rows, clean.groups), (others, perturbed.groups))
+        means = torch.cat([_window_means(part, groups, size) for part, groups in pairs])
+        logits, labels = (torch.cat(pair).to(rows.device) for pair in zip(clean[1:3], perturbed[1:3]))
+        self._set("windowed", _fit_scale(logits.float(), labels, design(means, self.n_far)))
+
+    def _choose_prior(
+        self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor, seed: int
+    ) -> float:
+        """The largest share of shifted samples whose assumption costs next to nothing on clean samples held back."""
+        fold = torch.randint(2, (len(rows),), generator=torch.Generator().manual_seed(seed)).to(rows.device)
+        base = _nll(clean.logits.float(), clean.labels)
+        costs = {prior: torch.zeros_like(base) for prior in PRIORS}
+        for held in (0, 1):
+            ours, theirs = fold[clean.samples] == held, fold[perturbed.samples] != held
+            taught = Observed(*(part[theirs] for part in perturbed))
+            single, odds = self._learn_single(rows[~ours], taught, others[theirs])
+            for prior in PRIORS:
+                log_scale = self._log_scale(rows[ours], single, _with_prior(odds, prior))
+                logits = scaled(clean.logits[ours].float(), log_scale.exp()[:, None])
+                costs[prior][ours] = _nll(logits, clean.labels[ours]) - base[ours]
+        return next((prior for prior, cost in costs.items() if cost.mean() <= COST * base.mean()), 0.0)
+
+    def _learn_single(self, rows: Tensor, perturbed: Observed, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
+        single = _fit_scale(perturbed.logits.float(), perturbed.labels, design(others, self.n_far))
+        return single, _fit_odds(_squares(rows[:, : self.n_far]), _squares(others[:, : self.n_far]))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        for name in self.learned:  # their sizes come with the fit
+            if prefix + name in state_dict:
+                self._set(name, torch.empty_like(state_dict[prefix + name], device=self.seen.device))
+        size = state_dict.get(prefix + "standardise.mean")
+        if size is not None:
+            self.standardise = Standardise(len(size)).to(self.seen.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Distances(nn.Module):
+    """Stages (B, S) -> how far each part of them is from the usual ones, (B, D), one part for each of `widths`."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.widths = list(widths)
+        self.parts = nn.ModuleList(Distance(width) for width in widths)
+
+    def forward(self, stages: Tensor) -> Tensor:
+        """The distances of each row."""
+        return torch.cat([part(values) for part, values in zip(self.parts, stages.split(self.widths, 1))], 1)
+
+    def set_usual(self, stages: Tensor) -> Tensor:
+        """Take (N, S) for what is usual; the distances of each row from all the others, (N, D)."""
+        pairs = zip(self.parts, stages.float().split(self.widths, 1))
+        return torch.cat([part.set_usual(values) for part, values in pairs], 1)  # type: ignore[operator]
+
+
+class Distance(nn.Module):
+    """Values (B, W) -> how far each row is from the usual ones, (B, 1): the logarithm of a mean squared distance.
+
+    It is measured in units in which the usual values vary by 1 in every direction (Mahalanobis' distance), so a shift
+    that breaks the usual relations between channels counts, even where each channel alone looks usual.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("root", torch.eye(width))  # of the inverse covariance
+        self.mean: Tensor
+        self.root: Tensor
+
+    def forward(self, values: Tensor) -> Tensor:
+        """The distance of each row."""
+        squares = ((values.float() - self.mean) @ self.root).square()
+        return squares.mean(-1, keepdim=True).clamp(min=TINY).log()
+
+    @torch.no_grad()
+    def set_usual(self, values: Tensor) -> Tensor:
+        """Take (N, W) for what is usual; the distance of each row from all the others, (N, 1).
+
+        From statistics that it is part of a row is nearer than a new one would be: with few rows by far.
+        """
+        device, n, values = values.device, len(values), values.cpu().double()  # some devices have no float64
+        mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=TINY)
+        unit = (values - mean) / deviation
+        eye = torch.eye(len(mean), dtype=unit.dtype)
+        covariance = torch.lerp(unit.mT @ unit / n, eye, SHRINK)
+        lower: Tensor = torch.linalg.cholesky(covariance)
+        root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
+        self.mean.copy_(mean)
+        self.root.copy_(root / deviation[:, None])
+        # Sherman and Morrison's formula takes a row out of the covariance; its mean moves away from the row too.
+        squares, grown = (unit @ root).square().sum(1, keepdim=True), n / max(1, n - 1)
+        squares = grown**2 * squares / (1 - (1 - SHRINK) * squares / n).clamp(min=TINY)
+        far: Tensor = (squares / len(mean)).clamp(min=TINY).log()
+        return far.float().to(device)
+
+
+def design(rows: Tensor, n_far: int) -> Tensor:
+    """(B, P) what a log scale is linear in, from the numbers of samples or the means of windows, (B, D + S).
+
+    These are distances at four depths of the network, the largest log-probability, the entropy, and 1.
+    """
+    far = rows[:, :n_far].unflatten(1, (-1, 2))  # (B, layers, mean and deviation)
+    depths = [part.mean(1) for part in far.tensor_split(min(DEPTHS, far.shape[1]), 1)]
+    inputs = torch.cat([*depths, rows[:, [n_far, -2]]], 1).clamp(LOW, HIGH)
+    return torch.cat([inputs, rows.new_ones(rows.shape[0], 1)], 1)
+
+
+def _with_prior(odds: Tensor, prior: float) -> Tensor:
+    """The log odds where a share `prior` of samples is shifted; 0 for never."""
+    bias = math.log(prior / (1 - prior)) if prior else -math.inf
+    return torch.cat([odds[:-1], odds[-1:] + bias])
+
+
+def _squares(far: Tensor) -> Tensor:
+    """(B, 2 D + 1): distances, their squares and 1."""
+    far = far.clamp(-4.0, 8.0)
+    return torch.cat([far, far.square() / 4, far.new_ones(far.shape[0], 1)], 1)
+
+
+def _window_means(rows: Tensor, groups: Tensor, size: int) -> Tensor:
+    """(N, D + S) the mean of the window that each row is in: so many neighbouring rows of one group, at most."""
+    place = torch.arange(len(groups), device=groups.device)
+    first = torch.searchsorted(groups, groups)  # where the row's group begins
+    window = groups * (len(groups) + 1) + (place - first) // size
+    which = window.unique(return_inverse=True)[1]
+    counts = torch.bincount(which).to(rows)[:, None]
+    sums = rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, which, rows)
+    return (sums / counts)[which]
+
+
+def _fit_scale(logits: Tensor, labels: Tensor, inputs: Tensor) -> Tensor:
+    ridge = logits.new_full((inputs.shape[1],), RIDGE * len(inputs))
+    ridge[-1] = TINY * len(inputs)
+    return fit_log_scale(logits, labels, inputs, ridge)
+
+
+def _fit_odds(clean: Tensor, shifted: Tensor, ridge: float = 1e-3) -> Tensor:
+    """Weights (Q,) of the log odds that inputs (N, Q) are of the shifted samples, if half of all are."""
+    inputs = torch.cat([clean, shifted]).double()
+    is_shifted = (torch.arange(len(inputs)) >= len(clean)).to(inputs)
+    weight = torch.where(is_shifted > 0, 0.5 / max(1, len(shifted)), 0.5 / len(clean))
+    pull = 2 * ridge * torch.eye(inputs.shape[1]).to(inputs)
+
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        odds = inputs @ w
+        probs = odds.sigmoid()
+        loss = (weight * (nn.functional.softplus(odds) - is_shifted * odds)).sum() + w @ pull @ w / 2
+        gradient = inputs.mT @ (weight * (probs - is_shifted)) + pull @ w
+        return float(loss), gradient, (inputs * (weight * probs * (1 - probs))[:, None]).mT @ inputs + pull
+
+    return newton(evaluate, inputs.new_zeros(inputs.shape[1])).float()
+
+
+def _check(observed: Observed) -> None:
+    Predictions(observed.logits, observed.labels)  # refuses what is empty, not finite, or has strange labels
+    if not bool(torch.isfinite(observed.stages).all()):
+        raise ValueError("the inputs of the model's layers must be finite, got nan or inf")
+
+
+def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def scaled(logits: Tensor, factor: Tensor) -> Tensor:
+    """Logits (B, K) times a factor (B, 1), moved so that the largest is 0: rounding can never make a new tie there."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return (logits - logits.amax(-1, keepdim=True)) * factor
