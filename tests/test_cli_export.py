@@ -107,7 +107,7 @@ def test_a_network_of_the_working_folder_is_trained_and_exported(tmp_path: Path)
 
 
 def _test_images(n: int) -> Tensor:
-    from doublehead.data.fashion import fashion_subset
+    from doublehead.data import fashion_subset
     from doublehead.data.splits import stratified_draw
 
     test: Any = fashion_subset().test

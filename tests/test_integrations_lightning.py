@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, calibrate, metrics, torch_tools
 from doublehead.calibrators.head import Head
-from doublehead.data.fashion import fashion_subset
+from doublehead.data import fashion_subset
 from doublehead.integrations.callbacks import Attachment
 from doublehead.integrations.lightning import (
     DoubleHeadCallback,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset
 
 from doublehead import PAPER, DoubleHead, HeadSpec, Predictions, calibrate, load, metrics
 from doublehead.calibration_data import fold_of, unpack
-from doublehead.data.fashion import fashion_subset
+from doublehead.data import fashion_subset
 from doublehead.data.trees import parse_tree
 from doublehead.integrations.transformers import (
     DoubleHeadTrainerCallback,
