@@ -243,6 +243,18 @@ def test_small_calibration_sets_do_little_harm(k: int) -> None:
     assert max(losses) < 0.1
 
 
+@pytest.mark.parametrize("n", [90, 2000])
+@pytest.mark.parametrize("factor", [1e3, 1e5])
+def test_logits_of_thousands_get_a_finite_temperature(n: int, factor: float) -> None:
+    """As a network trained for a few steps at a high learning rate gives them."""
+    p = overconfident(n, 5, 3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # little data
+        head = Head().fit(Predictions(p.logits * factor, p.labels))
+    want = Temperature().fit(p).temperature_ * factor
+    assert head.temperature_ == pytest.approx(float(want), rel=0.01)
+
+
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_a_handful_of_samples(n: int) -> None:
     p = overconfident(n, 3)

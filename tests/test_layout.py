@@ -26,6 +26,7 @@ ORDER = (
     "head_training",
     "double_head",
     "logprobs",
+    "score_arrays",
     "predictions",  # what a classifier predicts, and how good that is
     "losses",
     "bins",
