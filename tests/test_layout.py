@@ -40,6 +40,7 @@ ORDER = (
     "outcomes",
     "curves",
     "plots",
+    "showing",
     "summary",  # all numbers of some predictions
     "stream",
     "theory",

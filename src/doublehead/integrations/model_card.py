@@ -8,7 +8,8 @@ from typing import Any
 
 from doublehead.metrics import Interval
 from doublehead.predictions import Predictions
-from doublehead.summary import METRICS, Summary, shown, shown_interval
+from doublehead.showing import METRICS, shown, shown_interval
+from doublehead.summary import Summary
 
 ROWS = ("accuracy", "ece", "nll", "brier")
 SERVE = """```python

@@ -21,7 +21,7 @@ from doublehead.report_page.svg import (
     tick,
     tooltip,
 )
-from doublehead.summary import span
+from doublehead.showing import span
 
 TENTHS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 LOOKS = 7  # methods beyond repeat the colours, dashes and markers of the style sheet

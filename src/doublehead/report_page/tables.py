@@ -13,7 +13,8 @@ from doublehead.curves import ClassGaps
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
 from doublehead.report_page.numbers import MAX_ERRORS, Array, Method, Shifted
-from doublehead.summary import METRICS, Metric, Summary, capital, p_value_text, percent, shown, shown_interval
+from doublehead.showing import METRICS, Metric, capital, p_value_text, percent, shown, shown_interval
+from doublehead.summary import Summary
 
 ROWS = (
     "accuracy", "ece", "floor", "p_value", "overconfidence", "adaptive_ece", "ece_classwise", "mce", "nll", "brier",
