@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead import predictions as predictions_module
+from doublehead import score_arrays
 from doublehead.bins import Bins, bin_of, inner_edges, quantise
 from doublehead.predictions import Predictions
 
@@ -120,13 +120,13 @@ def test_any_split_and_order_gives_the_same_bits(make, probs, dtype):
 def test_chunks_give_the_same_bits(monkeypatch):
     p = random_predictions(500, 11)
     before = Bins.top(p), Bins.classwise(p), Bins.pooled(p)
-    monkeypatch.setattr(predictions_module, "CHUNK_ENTRIES", 333)
+    monkeypatch.setattr(score_arrays, "CHUNK_ENTRIES", 333)
     assert (Bins.top(p), Bins.classwise(p), Bins.pooled(p)) == before
 
 
 def test_threads_give_the_same_bits(monkeypatch):
     p = random_predictions(500, 11)
-    monkeypatch.setattr(predictions_module, "CHUNK_ENTRIES", 88)
+    monkeypatch.setattr(score_arrays, "CHUNK_ENTRIES", 88)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):

@@ -34,7 +34,8 @@ RUN_ELSEWHERE = {
 SLOW = {"docs/shift.md"}  # fits a guard
 LANGUAGES = {"python", "console", "text"}  # python is run, console is parsed
 DIRECTIVES = {"{toctree}", "{eval-rst}", "{include}"}
-INTERNAL = {"optional", "atomic", "torch_tools", "report_page", "cli", "__main__"}  # not in the reference
+# not in the reference
+INTERNAL = {"optional", "atomic", "torch_tools", "score_arrays", "showing", "report_page", "cli", "__main__"}
 
 
 class Block(NamedTuple):

@@ -27,6 +27,7 @@ ORDER = (
     "calibrated",
     "double_head",
     "logprobs",
+    "score_arrays",
     "predictions",  # what a classifier predicts, and how good that is
     "losses",
     "bins",
@@ -39,6 +40,7 @@ ORDER = (
     "outcomes",
     "curves",
     "plots",
+    "showing",
     "summary",  # all numbers of some predictions
     "stream",
     "theory",

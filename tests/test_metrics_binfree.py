@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from doublehead import metrics
-from doublehead.metrics import binfree
+from doublehead.metrics import calibration
 from doublehead.predictions import Predictions
 
 
@@ -51,8 +51,8 @@ def test_smooth_ece_is_the_width_that_equals_its_own_error(saturated):
 @pytest.mark.parametrize("saturated", [False, True])
 def test_smoothing_against_the_definition(width, saturated):
     confidence, correct = some(300, saturated=saturated)
-    mesh = binfree._on_mesh(torch.from_numpy(confidence), torch.from_numpy(correct).double())
-    ours = binfree._smoothed(np.fft.rfft(binfree._mirror(mesh)), width)
+    mesh = calibration._on_mesh(torch.from_numpy(confidence), torch.from_numpy(correct).double())
+    ours = calibration._smoothed(np.fft.rfft(binfree._mirror(mesh)), width)
     assert ours == pytest.approx(direct_smooth(confidence, correct, width, 4001), abs=2e-5)
 
 

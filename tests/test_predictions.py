@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead import predictions as module
+from doublehead import score_arrays as module
 from doublehead.predictions import Predictions
 
 LOGITS = [[2.0, 0.0, -1.0], [0.0, 1.0, 3.0]]

@@ -13,7 +13,8 @@ import torch
 import doublehead
 from doublehead import Predictions, Summary, metrics
 from doublehead.metrics import Floor, Interval
-from doublehead.summary import METRICS, Tally, TooManyGroups, compare, exact_sum
+from doublehead.showing import METRICS
+from doublehead.summary import Tally, TooManyGroups, compare, exact_sum
 
 
 def random_predictions(n: int, k: int = 7, sharpness: float = 2.0, seed: int = 3) -> Predictions:

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.predictions import ArrayLike, Predictions, as_float_tensor, as_tensor, in_threads
+from doublehead.predictions import Predictions
+from doublehead.score_arrays import ArrayLike, as_float_tensor, as_tensor, in_threads
 from doublehead.torch_tools import one_thread
 
 SEARCHED = 64  # up to so many bins, a search is the fastest way to the right one

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from doublehead.predictions import ArrayLike
+from doublehead.score_arrays import ArrayLike
 
 # Confidences and correctness: the smallest counterexample to theorem 2. With one or two distinct confidences its
 # right side exceeds 1, which no ECE2 does.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from doublehead.calibration_head import MAX_LOG_SCALE, scale_logits, statistics
 from doublehead.calibrators.optimise import newton
+from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.predictions import Target
 
 OWN = ("temperature", "map", "head")  # stages whose outputs are pooled
@@ -127,12 +128,10 @@ def _careful_temperature(z: Tensor, target: Target, start: Tensor | None) -> Ten
     ones = z.new_ones(len(z), 1)
     begin = None if start is None else -start.log()[None]
     log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
-    guessing = target.weighted(z.new_full((len(z),), math.log(z.shape[1])).double()).sum()
-    if not log_scale >= -MAX_LOG_SCALE or nlls(z * log_scale.exp(), target).sum() > guessing:
-        # Logits of thousands: the fit sees no slope there, so it begins at the best of some powers.
-        coarse = min(range(-16, 1), key=lambda power: float(nlls(z * math.exp(power), target).sum()))
-        near = z * math.exp(coarse)
-        log_scale = coarse + fit_log_scale(near, target, ones, z.new_full((1,), RIDGE_SOFTEN))[0]
+    guessing = target.weighted(z.new_full((len(z),), math.log(z.shape[1]))).sum()
+    if not log_scale > -MAX_LOG_SCALE or nlls(z * log_scale.exp(), target).sum() > guessing:
+        # Logits of thousands: the fit sees no slope there.
+        return z.new_tensor(1 / fit_inverse_temperature(z, target))
     if log_scale > 0:
         log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SHARPEN))[0]
         gain = (nlls(z, target) - nlls(z * log_scale.exp(), target)).sum()

@@ -27,7 +27,8 @@ from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.saving import WEIGHTS, load, save
 from doublehead.shift_guard import ShiftGuard
-from doublehead.summary import METRICS, Summary, shown, shown_interval
+from doublehead.showing import METRICS, shown, shown_interval
+from doublehead.summary import Summary
 from doublehead.tasks import Task, class_scores, find_logits
 from doublehead.torch_tools import device_of, evaluating, uncompiled
 

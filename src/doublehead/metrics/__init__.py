@@ -2,8 +2,17 @@
 
 from typing import Any
 
-from doublehead.metrics.binfree import ks_error, mmce, smooth_ece
-from doublehead.metrics.calibration import adaptive_ece, debiased_ece, ece, ece2, ece_sweep, mce
+from doublehead.metrics.calibration import (
+    adaptive_ece,
+    debiased_ece,
+    ece,
+    ece2,
+    ece_sweep,
+    ks_error,
+    mce,
+    mmce,
+    smooth_ece,
+)
 from doublehead.metrics.scores import (
     BrierParts,
     accuracy,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from doublehead.metrics.scores import per_sample
-from doublehead.predictions import ArrayLike, Predictions, as_float_tensor
+from doublehead.predictions import Predictions
+from doublehead.score_arrays import ArrayLike, as_float_tensor
 
 
 class ShiftScores(NamedTuple):

@@ -1,0 +1,270 @@
+"""Arrays of scores (N, K): taking them in, checking them, and going through them in chunks that fit a cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from doublehead.torch_tools import one_thread
+
+T = TypeVar("T")
+ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
+
+CHUNK_ENTRIES = 1 << 18  # entries looked at together: 1 MiB of float32 stays in a core's cache
+CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
+PIECE_CHUNKS = 4  # a thread takes this many chunks or more
+
+# Where torch's softmax is faster than exp, a sum and a division: by instruction set and type. Without AVX2 it takes
+# up to three times as long as they do.
+FAST_SOFTMAX = {("AVX512", torch.float32), ("AVX512", torch.float64), ("AVX2", torch.float32)}
+FAR = 40.0  # exp neither overflows nor loses anything while the largest logit lies within -FAR..FAR
+MAX_WEIGHT = 1e9  # of all samples together: bins count weights in units of 2^-32
+
+
+# --- taking in
+
+
+def as_tensor(values: ArrayLike, name: str) -> Tensor:
+    """A tensor that shares the memory of `values` where torch can."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    try:
+        array = np.asarray(values)
+        if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+            array = array.copy()  # torch takes neither as they are
+        return torch.as_tensor(array)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be an array of numbers, got {type(values).__name__}: {error}"
+        ) from error
+
+
+def as_float_tensor(values: ArrayLike, name: str) -> Tensor:
+    """`as_tensor` of floats: half precision widened to float32, whole numbers refused."""
+    tensor = _as_floats(values, name)
+    return tensor.to(read_as(tensor))
+
+
+def _as_floats(values: ArrayLike, name: str) -> Tensor:
+    tensor = as_tensor(values, name)
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"{name} must be of a floating type, got {str(tensor.dtype).removeprefix('torch.')}")
+    return tensor
+
+
+def read_as(scores: Tensor) -> torch.dtype:
+    """The type in which scores are computed with: half precision is read as float32."""
+    return torch.float64 if scores.dtype == torch.float64 else torch.float32
+
+
+# --- checking
+
+
+def check_scores(values: ArrayLike, name: str) -> Tensor:
+    """Scores (N, K) as a tensor, or an error about their type or shape."""
+    scores = _as_floats(values, name)
+    if scores.ndim != 2 or scores.shape[1] < 2:
+        hint = "; a binary model's single score enters through from_binary" if scores.ndim in (1, 2) else ""
+        raise ValueError(f"{name} must have shape (N, K) with K >= 2, got {tuple(scores.shape)}{hint}")
+    if scores.shape[0] == 0:
+        raise ValueError(f"{name} must have at least one row, got shape {tuple(scores.shape)}")
+    return scores
+
+
+def raise_not_finite(scores: Tensor, name: str) -> NoReturn:
+    """The error about entries that are not finite."""
+    bad = ~torch.isfinite(scores)
+    row, column = (int(i) for i in bad.nonzero()[0])
+    raise ValueError(
+        f"{name} must be finite, got {int(bad.sum())} non-finite values, "
+        f"the first one ({float(scores[row, column])}) in row {row}, column {column}"
+    )
+
+
+@one_thread()
+def check_labels(values: ArrayLike, scores: Tensor, name: str) -> Tensor:
+    """Classes (N,) as int64, or rows of probabilities (N, K), on the device of the scores (N, K) called `name`."""
+    labels = as_tensor(values, "labels")
+    n, k = scores.shape
+    if labels.is_floating_point() and labels.shape == (n, k):
+        return _check_soft(labels.to(scores.device))
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(
+            f"labels must be whole numbers, or rows of probabilities of shape {(n, k)}, got "
+            f"{str(labels.dtype).removeprefix('torch.')} of shape {tuple(labels.shape)}"
+        )
+    if labels.shape != (n,):
+        raise ValueError(
+            f"labels must have shape ({n},) for {name} of shape {(n, k)}, got {tuple(labels.shape)}"
+        )
+    labels = labels.to(device=scores.device, dtype=torch.int64)
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= k:
+        extreme = f"a minimum of {low}" if low < 0 else f"a maximum of {high}"
+        raise ValueError(f"labels must lie in 0..{k - 1} for {name} of shape {(n, k)}, got {extreme}")
+    return labels
+
+
+def _check_soft(labels: Tensor) -> Tensor:
+    off = (labels.double().sum(1) - 1).abs()
+    if not bool((labels >= 0).all()) or not float(off.max()) <= 1e-3:
+        row = int((off.nan_to_num(torch.inf) + (labels < 0).any(1) * 1e9).argmax())
+        raise ValueError(
+            f"soft labels must be >= 0 and sum to 1 in each row, got {labels[row].tolist()} in row {row}; "
+            "samples with several labels enter through Predictions.multilabel"
+        )
+    return labels
+
+
+def check_weights(values: ArrayLike | None, scores: Tensor) -> Tensor | None:
+    """Weights (N,) in float64, on the device of the scores (N, K)."""
+    if values is None:
+        return None
+    weights = as_tensor(values, "weights").to(scores.device, torch.float64)
+    if weights.shape != (len(scores),):
+        raise ValueError(
+            f"weights must have shape ({len(scores)},), one for each sample, got {tuple(weights.shape)}"
+        )
+    if not bool((weights >= 0).all()) or not 0 < float(weights.sum()) < MAX_WEIGHT:
+        low, high = float(weights.min()), float(weights.max())
+        raise ValueError(
+            f"weights must be >= 0 with a sum in 0..{MAX_WEIGHT:g}, got values from {low:g} to {high:g}; only their "
+            "ratios matter"
+        )
+    return weights
+
+
+@one_thread()
+def check_probs(scores: Tensor, predicted: Tensor, sums: Tensor, low: float, tolerance: float) -> float:
+    """The largest entry, or an error when entries or sums are not those of probabilities."""
+    high = float(at_classes(scores, predicted).max())
+    if not math.isfinite(low + high):
+        raise_not_finite(scores, "probs")
+    if low < 0 or high > 1 + 1e-6:
+        raise ValueError(
+            f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
+            "logits enter through Predictions(logits, labels)"
+        )
+    off = (sums - 1).abs()
+    if float(off.max()) > tolerance:
+        row = int(off.argmax())
+        raise ValueError(
+            f"each row of probs must sum to 1 within {tolerance:g}, got {float(sums[row]):.6g} in row {row}"
+        )
+    return high
+
+
+# --- going through
+
+
+def in_threads(work: Callable[[slice], T], shape: Sequence[int], device: torch.device) -> list[T]:
+    """`work` of consecutive pieces of the rows of scores of a shape (N, ...), in as many threads as torch may use.
+
+    A thread computes alone on its piece. Threads that share operations as short as those on a chunk, or on one number
+    per row, wait for each other; on a machine that is busy with other work the waiting takes longer than the work.
+    """
+    n, entries = shape[0], math.prod(shape)
+    if device.type != "cpu":
+        return [work(slice(0, n))]
+    threads = torch.get_num_threads()
+    pieces = min(4 * threads, entries // (PIECE_CHUNKS * CHUNK_ENTRIES), n) if threads > 1 else 1
+    with one_thread():
+        if pieces < 2:
+            return [work(slice(0, n))]
+        size = -(-n // pieces)
+        with ThreadPoolExecutor(min(threads, pieces)) as pool:
+            return list(pool.map(work, [slice(start, start + size) for start in range(0, n, size)]))
+
+
+def chunks(scores: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Which rows, and those rows of `scores`, contiguous; half precision is widened into the same memory each time."""
+    rows, dtype = _rows_at_once(scores), read_as(scores)
+    wide = torch.empty(0, dtype=dtype, device=scores.device)
+    for start in range(0, len(scores), rows):
+        part = slice(start, start + rows)
+        chunk = scores[part]
+        yield part, chunk.contiguous() if chunk.dtype == dtype else wide.resize_(chunk.shape).copy_(chunk)
+
+
+def look_through(scores: Tensor, want_low: bool) -> tuple[Tensor, Tensor, float]:
+    """(N,) the first of the largest classes, (N,) the sums of the rows and the smallest entry, 0 if not wanted.
+
+    One pass, in which each chunk is read from memory once. On a CPU it is numpy's, whose reductions are fast under
+    every instruction set; torch's take up to ten times as long without AVX2. A nan counts as the largest.
+    """
+    on_cpu = scores.device.type == "cpu"
+
+    def look(rows: slice) -> tuple[Tensor, Tensor, float]:
+        classes, sums, lows = [], [], []
+        for _, chunk in chunks(scores[rows]):
+            if on_cpu:
+                array = chunk.numpy()
+                classes.append(torch.from_numpy(array.argmax(1)))
+                sums.append(torch.from_numpy(np.einsum("nk->n", array)))
+                lows.append(float(np.minimum.reduce(array, axis=None)) if want_low else 0.0)
+            else:
+                classes.append(chunk.argmax(1))
+                sums.append(chunk.sum(1))
+                lows.append(float(chunk.amin()) if want_low else 0.0)
+        return torch.cat(classes), torch.cat(sums), min(lows)
+
+    found = in_threads(look, scores.shape, scores.device)
+    classes, sums, lows = zip(*found)
+    with one_thread():
+        return torch.cat(classes), torch.cat(sums), min(lows)
+
+
+def _rows_at_once(scores: Tensor) -> int:
+    entries = CHUNK_ENTRIES_GPU if scores.is_cuda else CHUNK_ENTRIES
+    return min(max(8, entries // scores.shape[1] // 8 * 8), 1 << 20)
+
+
+def smallest_positive(scores: Tensor) -> float:
+    """The smallest entry above 0 of probabilities, each row of which has one."""
+    return min(float(chunk[chunk > 0].min()) for _, chunk in chunks(scores))
+
+
+def at_classes(scores: Tensor, classes: Tensor) -> Tensor:
+    """(N,) the entry of a class (N,) in each row."""
+    return scores.gather(1, classes[:, None])[:, 0]
+
+
+def softmax_of(scores: Tensor, predicted: Tensor, out: Tensor) -> Tensor:
+    """`out`, filled with the probabilities of logits (B, K) whose largest classes are given (B,).
+
+    The bits of a row depend on this row alone, in whatever batch it stands.
+    """
+    if _softmax_is_fast(scores):
+        return torch.softmax(scores, 1, out=out)
+    return out.div_(_exp_and_sum(scores, predicted, out)[:, None])
+
+
+def top_probability(scores: Tensor, predicted: Tensor, spare: Tensor) -> Tensor:
+    """(B,) the largest entry of each row of `softmax_of`, to the bit; `spare` (B, K) is written to."""
+    if _softmax_is_fast(scores):
+        return at_classes(torch.softmax(scores, 1, out=spare), predicted)
+    sums = _exp_and_sum(scores, predicted, spare)
+    return at_classes(spare, predicted) / sums
+
+
+def _exp_and_sum(scores: Tensor, predicted: Tensor, exps: Tensor) -> Tensor:
+    """(B,) sums of exp(scores), which are written to `exps` (B, K); rows with a large maximum are shifted by it."""
+    largest = at_classes(scores, predicted)
+    shift = largest.where(largest.abs() > FAR, 0.0)
+    if bool(shift.any()):
+        torch.sub(scores, shift[:, None], out=exps).exp_()
+    else:
+        torch.exp(scores, out=exps)
+    return torch.from_numpy(np.add.reduce(exps.numpy(), axis=1))
+
+
+def _softmax_is_fast(scores: Tensor) -> bool:
+    return (
+        scores.device.type != "cpu" or (torch.backends.cpu.get_cpu_capability(), scores.dtype) in FAST_SOFTMAX
+    )
