@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, calibrate
-from doublehead.calibration_data import fold_of, unpack
+from doublehead.calibration_data import as_batches, fold_of, unpack
+from tiny_networks import assert_same
 
 STATISTICS = HeadSpec(kind="temperature")
 BOTH = HeadSpec(kind="temperature", reads=("statistics", "features"))
@@ -70,9 +71,7 @@ def test_the_network_is_bit_identical_with_and_without_the_companion(heads: Any)
     alone, _ = train(beside=False)
     beside, double = train(beside=True, heads=heads)
     assert double is not None
-    for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().values()):
-        assert torch.equal(a, b), f"{name} differs"
-    assert list(alone.state_dict()) == list(beside.state_dict())
+    assert_same(alone.state_dict(), beside.state_dict())
     fresh = DoubleHead(small_net(), some_data(64, 2), heads=heads)
     assert all(
         not torch.equal(a, b)
@@ -206,8 +205,7 @@ def test_resume_is_exact(loader: str, heads: Any) -> None:
     for _ in range(5, 11):
         again.step()
     assert torch.equal(before, torch.get_rng_state())
-    for (name, a), b in zip(double.bank.state_dict().items(), again.bank.state_dict().values()):
-        assert torch.equal(a, b), name
+    assert_same(double.bank.state_dict(), again.bank.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(double.training.velocity, again.training.velocity))
 
 
@@ -409,6 +407,25 @@ def test_other_forms_of_data_and_outputs() -> None:
         DoubleHead(Tupled(), (x, y))
     arrays = DoubleHead(small_net(), (x.numpy(), y.numpy()), every=1)
     assert arrays.step() is not None
+
+
+def test_a_plain_loader_of_tensors_is_read_as_rows() -> None:
+    data = TensorDataset(torch.arange(10), torch.arange(10))
+    for loader in (DataLoader(data, 4), DataLoader(data, 4, drop_last=True)):
+        rows = as_batches(loader)
+        assert rows is not loader
+        assert [x.tolist() for x, _ in rows] == [x.tolist() for x, _ in loader]
+        assert len(rows) == len(loader)  # type: ignore[arg-type]
+    passes = [torch.cat([x for x, _ in as_batches(DataLoader(data, 4, shuffle=True))]) for _ in range(2)]
+    assert not torch.equal(*passes)
+    assert all(torch.equal(one.sort().values, torch.arange(10)) for one in passes)
+    for how in (
+        {"generator": torch.Generator()},
+        {"sampler": RandomSampler(data, True)},
+        {"collate_fn": list},
+    ):
+        loader = DataLoader(data, 4, **how)  # type: ignore[arg-type]
+        assert as_batches(loader) is loader  # in its own way
 
 
 @pytest.mark.parametrize("last", [nn.Identity(), nn.LogSoftmax(1), nn.Softmax(1)])

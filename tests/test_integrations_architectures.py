@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -47,16 +46,14 @@ LAST_LAYER = ("resmlp_12_224",)  # read there, for want of normalisation layers
 
 def network(library: str, name: str, size: int) -> nn.Module:
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if library == "torchvision":
-            made: nn.Module = require("torchvision.models", extra="models").get_model(name, num_classes=7)
-            return made
-        create = require("timm", extra="models").create_model
-        try:
-            return create(name, num_classes=7, img_size=size)  # type: ignore[no-any-return]
-        except TypeError:  # fully convolutional
-            return create(name, num_classes=7)  # type: ignore[no-any-return]
+    if library == "torchvision":
+        made: nn.Module = require("torchvision.models", extra="models").get_model(name, num_classes=7)
+        return made
+    create = require("timm", extra="models").create_model
+    try:
+        return create(name, num_classes=7, img_size=size)  # type: ignore[no-any-return]
+    except TypeError:  # fully convolutional
+        return create(name, num_classes=7)  # type: ignore[no-any-return]
 
 
 def gradients(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from doublehead import DoubleHead, Predictions
 from doublehead.curves import Reliability, reliability
 from doublehead.integrations.callbacks import for_transformers, log_figure, log_reliability
 from doublehead.optional import require
+from tiny_networks import assert_same
 
 
 def network() -> nn.Module:
@@ -134,8 +135,7 @@ def under_fastai(with_heads: bool, *_: Any) -> Trained:
 def test_main_network_is_bit_identical(loop: Any, precision: str, accumulate: int) -> None:
     alone, _ = loop(False, precision, accumulate)
     beside, double = loop(True, precision, accumulate)
-    for (name, a), b in zip(alone.state_dict().items(), beside.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
+    assert_same(alone.state_dict(), beside.state_dict())
     assert (double.calls, double.skipped) == (15, 0)
     model = double.finish()
     x = torch.randn(7, 6)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from doublehead.optional import require
 
@@ -51,3 +52,10 @@ def tiny_bert(folder: Path) -> nn.Module:
             nn.init.normal_(parameter, std=0.3)
     safetensors.save_file(network.state_dict(), folder / "model.safetensors")
     return network
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """That two state dicts are bit-identical."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name

@@ -24,7 +24,6 @@ from doublehead.torch_tools import Randomness
 
 N_FOLDS = 5
 BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
-ENTRIES = 1024  # of each sample's inputs, evenly spaced, compared to recognise it
 
 ToPair = Callable[[Any], Any]
 
@@ -252,7 +251,15 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
     `attention_mask` masks. Inputs without tensors may offer `sample_keys()`, whole numbers (B,); without these all
     samples are in fold 0.
     """
-    total = torch.zeros(len(batch.labels), dtype=torch.int64, device=batch.labels.device)
+    found = _hashes(batch)
+    if found is None:
+        return torch.zeros(len(batch.labels), dtype=torch.int64, device=batch.labels.device)
+    return (((found * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
+
+
+def _hashes(batch: Batch) -> Tensor | None:
+    """(B,) a number for the content of each sample's inputs, the same on any device; None where no input has any."""
+    total: Tensor | None = None
     mask = batch.kwargs.get("attention_mask")
     for value in (*batch.args, *(batch.kwargs[key] for key in sorted(batch.kwargs))):
         keys = value.sample_keys() if hasattr(value, "sample_keys") else value
@@ -264,12 +271,11 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
             rows = rows.contiguous().view(whole)
         factors = _factors(rows.shape[1], rows.device)
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == keys.shape:
-            rows, factors = (
-                rows * mask,
-                _odd(mask.long().cumsum(1)),
-            )  # tokens, padded to the longest of their batch
-        total += (rows.long() * factors).sum(1)  # wraps around, the same on any device
-    return (((total * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
+            # tokens, padded to the longest of their batch
+            rows, factors = rows * mask, _odd(mask.long().cumsum(1))
+        summed = (rows.long() * factors).sum(1)  # wraps around
+        total = summed if total is None else total + summed
+    return total
 
 
 def _odd(places: Tensor) -> Tensor:
@@ -293,27 +299,12 @@ def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Ite
     """
     seen: set[int] = set()
     for batch in batches:
-        keys = _keys(batch, to_pair)
+        found = _hashes(unpack(batch, torch.device("cpu"), to_pair))
+        keys = [] if found is None else found.tolist()
         if 2 * sum(key in seen for key in keys) >= len(keys) > 0:
             return
         seen.update(keys)
         yield batch
-
-
-def _keys(batch: Any, to_pair: ToPair | None) -> list[int]:
-    """A hash of each sample's label and tensors; none where no input is a tensor."""
-    args, kwargs, labels, _ = unpack(batch, torch.device("cpu"), to_pair)
-    parts = [
-        part for part in (*args, *kwargs.values()) if isinstance(part, Tensor) and len(part) == len(labels)
-    ]
-    if not parts:
-        return []
-    rows = []
-    for part in (*parts, labels):
-        flat = part.detach().reshape(len(labels), -1)
-        flat = flat[:, :: max(1, flat.shape[1] // ENTRIES)].contiguous()
-        rows.append(flat.view(torch.uint8).numpy())
-    return [hash(b"".join(row.tobytes() for row in sample)) for sample in zip(*rows)]
 
 
 def check_disjoint(calib: Any, train: Any) -> None:

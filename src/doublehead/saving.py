@@ -41,8 +41,7 @@ def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
     tensors = {name: value.detach().cpu().clone(memory_format=plain) for name, value in whole.items()}
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    with replacing(path / WEIGHTS) as file:
-        require("safetensors.torch", extra="export").save_file(tensors, file, {HEADER: json.dumps(facts)})
+    write_file(path / WEIGHTS, tensors, facts)
     return path / WEIGHTS
 
 
@@ -65,16 +64,28 @@ def load(path: str | Path, network: nn.Module) -> Any:
     file = Path(path) / WEIGHTS if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"path must be a folder with {WEIGHTS}, as model.save writes it, got {path}")
-    library, device = require("safetensors", extra="export"), device_of(network)
-    try:
-        with library.safe_open(file, "pt", str(device)) as opened:
-            facts = json.loads((opened.metadata() or {})[HEADER])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (library.SafetensorError, KeyError) as error:
-        raise ValueError(f"{file} must be a file that model.save wrote, got another: {error}") from error
+    facts, tensors = read_file(file, device_of(network))
     model = rebuild(network, facts)
     model.load_state_dict(tensors)
     return model.eval()
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Tensors, and in the header facts about them, in one safetensors file."""
+    with replacing(path) as file:
+        library = require("safetensors.torch", extra="export")
+        library.save_file(dict(tensors), file, {HEADER: json.dumps(facts)})
+
+
+def read_file(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts and tensors that `write_file` wrote."""
+    library = require("safetensors", extra="export")
+    try:
+        with library.safe_open(path, "pt", str(device)) as file:
+            facts = json.loads((file.metadata() or {})[HEADER])
+            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (library.SafetensorError, KeyError) as error:
+        raise ValueError(f"{path} must be a file that model.save wrote, got another: {error}") from error
 
 
 def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:

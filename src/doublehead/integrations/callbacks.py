@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from doublehead.calibrated import Heads
+from doublehead.calibrated import Calibrated, Heads
 from doublehead.calibration_head import HeadSpec
+from doublehead.calibrators.choose import Choice
 from doublehead.curves import Reliability, reliability
 from doublehead.double_head import DoubleHead
 from doublehead.network import Reader
@@ -32,23 +33,44 @@ from doublehead.torch_tools import evaluating, from_every_process, n_processes
 Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits
 
 
-def double_head_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a callback that go to `DoubleHead`, checked before there is a network.
+class CompanionCallback:
+    """The part of a callback that no framework asks for: its arguments, the companion, and what it ends in.
 
-    Heads that are given are used as trained, so there must be one. With `augment` it is a temperature head unless
-    `heads` is given: the second opinion would be judged on clean data.
+    `options` are those of `DoubleHead`, checked before there is a network. Heads that are given are used as trained,
+    so there must be one. With `augment` it is a temperature head unless `heads` is given: the second opinion would be
+    judged on clean data.
 
-    >>> double_head_options({"evry": 5})
+    >>> CompanionCallback([], evry=5)
     Traceback (most recent call last):
     TypeError: got an unexpected keyword argument 'evry'
     """
-    inspect.signature(DoubleHead).bind(None, None, follow=None, steps=None, **options)  # known to the trainer
-    heads = options.get("heads")
-    if heads is None and options.get("augment") is not None:
-        heads = HeadSpec(kind="temperature")
-    if heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1:
-        raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
-    return {**options, "heads": heads}
+
+    def __init__(self, calib_data: Any, *, figure: bool = True, n_bins: int = 15, **options: Any) -> None:
+        super().__init__()
+        inspect.signature(DoubleHead).bind(
+            None, None, follow=None, steps=None, **options
+        )  # known to the trainer
+        heads = options.get("heads")
+        if heads is None and options.get("augment") is not None:
+            heads = HeadSpec(kind="temperature")
+        if heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1:
+            raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
+        self.calib_data, self.options = calib_data, {**options, "heads": heads}
+        self.figure, self.n_bins = figure, n_bins
+        self.double: DoubleHead | None = None
+        self._model: Calibrated | None = None
+
+    @property
+    def model(self) -> Calibrated:
+        """The network and its calibration as one module, once training has ended."""
+        if self._model is None:
+            raise RuntimeError(f"this {type(self).__name__} has no model yet: train with it first")
+        return self._model
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was chosen on held-back calibration data, and why; None where one head is used as trained."""
+        return None if self._model is None else getattr(self._model.head, "choice", None)
 
 
 # --- hooks

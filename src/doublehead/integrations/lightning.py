@@ -15,9 +15,8 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from doublehead.calibrate import fit
 from doublehead.calibrated import Calibrated, Heads, read
 from doublehead.calibration_data import ToPair, check_disjoint, n_shared, unpack
-from doublehead.calibrators.choose import Choice
 from doublehead.double_head import DoubleHead
-from doublehead.integrations.callbacks import Attachment, Watch, double_head_options, log_reliability
+from doublehead.integrations.callbacks import Attachment, CompanionCallback, Watch, log_reliability
 from doublehead.optional import require
 from doublehead.saving import describe, rebuild
 from doublehead.torch_tools import device_of, evaluating, from_every_process, n_processes, seeded
@@ -29,7 +28,7 @@ Wrapper: Any = require("lightning.fabric.utilities.distributed", extra="lightnin
 FITTED = "calibration"  # the entry of the callback's state that holds what was fitted at the end
 
 
-class DoubleHeadCallback(Callback):  # type: ignore[misc]
+class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
     """Calibrates the network of a LightningModule while it trains: `callbacks=[DoubleHeadCallback(calib_data)]`.
 
     The module, its optimizer and its weights after training are bit-identical with and without the callback. It makes a
@@ -61,32 +60,14 @@ class DoubleHeadCallback(Callback):  # type: ignore[misc]
         n_bins: int = 15,
         **options: Any,
     ) -> None:
-        super().__init__()
-        self.calib_data, self.classifier, self.to_pair = calib_data, classifier, to_pair
-        self.figure, self.n_bins = figure, n_bins
-        self.options = double_head_options(options)
-        self.double: DoubleHead | None = None
-        self._model: Calibrated | None = None
+        super().__init__(calib_data, figure=figure, n_bins=n_bins, **options)
+        self.classifier, self.to_pair = classifier, to_pair
         self._fitted_to: int | None = None  # key of the weights to which the calibration was fitted
         self._loaded: dict[str, Any] = {}  # state of the DoubleHead from a checkpoint, until there is one
         self._attachment: Attachment | None = None
         self._watch: Watch | None = None
         self._seen: Heads | None = None
         self._global_step = 0
-
-    @property
-    def model(self) -> Calibrated:
-        """The network and its calibration as one module."""
-        if self._model is None:
-            raise RuntimeError(
-                "this DoubleHeadCallback has no model yet: call trainer.fit, validate, test or predict first"
-            )
-        return self._model
-
-    @property
-    def choice(self) -> Choice | None:
-        """What was chosen on held-back calibration data, and why; None where one head is used as trained."""
-        return None if self._model is None else getattr(self._model.head, "choice", None)
 
     @property
     def settled(self) -> bool:

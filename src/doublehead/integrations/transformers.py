@@ -17,17 +17,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from doublehead.calibrated import Calibrated, Heads
 from doublehead.calibration_data import check_disjoint
-from doublehead.calibrators.head import Head
 from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import (
     Attachment,
+    CompanionCallback,
     Watch,
-    double_head_options,
     for_transformers,
     log_reliability,
 )
 from doublehead.optional import require
-from doublehead.saving import describe, rebuild, under
+from doublehead.saving import describe, read_file, rebuild, under, write_file
 from doublehead.tasks import SUPPORTED
 from doublehead.torch_tools import (
     StaysFloat32,
@@ -47,7 +46,7 @@ STATE = "doublehead.pt"  # the file of a checkpoint that holds the state of the 
 PLACE = ("rank", "randomness", "batches")  # what each process has of its own in the state of a DoubleHead
 
 
-class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
+class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ignore[misc]
     """Calibrates the model of a Trainer: `callbacks=[DoubleHeadTrainerCallback(calib_dataset)]`.
 
     `calib_data` is data that the model never trains on: a data set like `train_dataset`, batched and collated as that
@@ -73,20 +72,10 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
             raise TypeError(
                 "logits_of must not be given: a model of transformers returns an object with `logits`"
             )
-        self.calib_data, self.options = calib_data, double_head_options(options)
-        self.figure, self.n_bins = figure, n_bins
-        self.double: DoubleHead | None = None
-        self._model: Calibrated | None = None
+        super().__init__(calib_data, figure=figure, n_bins=n_bins, **options)
         self._listener: Attachment | None = None
         self._watch = Watch(n_bins)
         self._seen: tuple[Heads, Tensor] | None = None
-
-    @property
-    def model(self) -> Calibrated:
-        """The model with its calibration, once training has ended."""
-        if self._model is None:
-            raise RuntimeError("this DoubleHeadTrainerCallback has no model yet: train with it first")
-        return self._model
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Refuse a model that cannot carry a calibration; listen to one that carries one already."""
@@ -146,9 +135,8 @@ class DoubleHeadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         self._listener = None
         self._model = self.double.finish()
         attach(model, self._model).seen = self._note
-        head = self._model.head
-        if isinstance(head, Head) and state.is_world_process_zero:
-            logger.info(f"calibration head: {head.choice}")
+        if self.choice is not None and state.is_world_process_zero:
+            logger.info(f"calibration: {self.choice}")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Take in what the model just said, where it was told the labels."""
@@ -258,10 +246,9 @@ def _save_beside_adapter(model: Any, save_directory: str | Path, *args: Any, **o
     """PEFT's `save_pretrained`, and the calibration in a file of its own."""
     type(model).save_pretrained(model, save_directory, *args, **options)
     if options.get("is_main_process", True):
-        inner, library = _base(model), require("safetensors.torch", extra="transformers")
+        inner = _base(model)
         weights = {name: value.contiguous() for name, value in getattr(inner, PART).state_dict().items()}
-        header = {FACTS: json.dumps(getattr(inner.config, FACTS))}
-        library.save_file(weights, Path(save_directory) / BESIDE_ADAPTER, header)
+        write_file(Path(save_directory) / BESIDE_ADAPTER, weights, getattr(inner.config, FACTS))
 
 
 def _moved(calibrated: Calibrated, model: nn.Module) -> Calibrated:
@@ -316,7 +303,7 @@ def load_calibrated(path: str | Path, model_class: Any = None, **options: Any) -
     path = Path(path)
     facts: Any
     if (path / BESIDE_ADAPTER).exists():
-        facts, weights = _read_beside_adapter(path / BESIDE_ADAPTER)
+        facts, weights = read_file(path / BESIDE_ADAPTER, torch.device("cpu"))
         cls: Any = require("peft", extra="transformers").AutoPeftModelForSequenceClassification
         model = cls.from_pretrained(path, num_labels=facts["n_classes"], **options).merge_and_unload()
     else:
@@ -338,12 +325,6 @@ def load_calibrated(path: str | Path, model_class: Any = None, **options: Any) -
     CalibrationPart(calibrated).load_state_dict(weights)
     attach(model, calibrated)
     return model.eval()
-
-
-def _read_beside_adapter(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with require("safetensors", extra="transformers").safe_open(file, "pt") as tensors:
-        weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
-        return json.loads(tensors.metadata()[FACTS]), weights
 
 
 def _part_weights(path: Path) -> dict[str, Tensor]:
