@@ -427,7 +427,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
     case: str, bad_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(bad_files)
-    monkeypatch.setattr("doublehead.files.clusters.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("doublehead.files.reading.CONNECT_SECONDS", 0.2)
     arguments, message = BAD_CALLS[case]
     files = sorted(bad_files.rglob("*"))
     result = run(*arguments)
