@@ -29,7 +29,15 @@ from doublehead.files.guesses import (
     stated_kind,
 )
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
-from doublehead.files.values import to_correct, to_labels, to_scores, to_several_labels, to_text, to_weights
+from doublehead.files.values import (
+    Rows,
+    to_correct,
+    to_labels,
+    to_scores,
+    to_several_labels,
+    to_text,
+    to_weights,
+)
 from doublehead.optional import require
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
@@ -181,41 +189,37 @@ class PredictionTable:
         layout, numbers = self.layout, first + rows + 1  # as in messages
         table = raw.scores if len(rows) == len(raw.scores) else raw.scores[rows]
         columns = {name: column[rows] for name, column in raw.columns.items()}
-        scores, clipped = to_scores(table, layout, numbers, source, self.kind, self.tolerance)
+        place = Rows(source, numbers)
+        scores, clipped = to_scores(table, layout, place, self.kind, self.tolerance)
         self.counts["clipped"] += clipped
         predictions: Predictions | Outcomes | None = None
         weights = None
         if self.weights is not None:
-            weights = to_weights(columns[self.weights], self.weights, numbers, source)
+            weights = to_weights(columns[self.weights], self.weights, place)
         if layout.top_only:
-            correct = to_correct(columns, layout, numbers, source)
+            correct = to_correct(columns, layout, place)
             predictions = Outcomes(
                 scores[:, 0], correct, weights=None if weights is None else torch.from_numpy(weights)
             )
         else:
-            predictions = self._predictions(scores, columns, weights, numbers, source)
+            predictions = self._predictions(scores, columns, weights, place)
         groups = None if self.by is None else to_text(columns[self.by])
         if isinstance(predictions, Predictions):
             groups = row_groups(predictions, groups, layout.labels)
         return Chunk(scores, predictions, groups, raw, rows, source, numbers)
 
     def _predictions(
-        self,
-        scores: torch.Tensor,
-        columns: dict[str, Array],
-        weights: Array | None,
-        numbers: Array,
-        source: Source,
+        self, scores: torch.Tensor, columns: dict[str, Array], weights: Array | None, rows: Rows
     ) -> Predictions | None:
         layout, are_probs = self.layout, self.kind == "probs"
         if layout.independent:
-            several = to_several_labels(columns, layout, scores.shape[1], numbers, source)
+            several = to_several_labels(columns, layout, scores.shape[1], rows)
             if several is None:
                 return None
             return Predictions.multilabel(scores, several, weights, are_probs=are_probs)
         if layout.label is None:
             return None
-        labels = to_labels(columns[layout.label], layout, scores.shape[1], numbers, source)
+        labels = to_labels(columns[layout.label], layout, scores.shape[1], rows)
         if are_probs:
             return Predictions.from_probs(scores, labels, weights, tolerance=self.tolerance)
         return Predictions(scores, labels, weights)
