@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from doublehead.files import clusters
+from doublehead.files import reading
 from doublehead.files.reading import TableError, read_predictions
 
 distributed = pytest.importorskip("distributed")
@@ -52,7 +52,7 @@ def test_the_same_bits_as_one_process(client: Any, folder: Path) -> None:
     table = read_predictions(folder, kind="logits", by="site")
     wanted = table.tally()
     told: list[int] = []
-    found = clusters.tally_on(client, table, advance=told.append)
+    found = table.tally(advance=told.append, cluster=client)
     assert len(told) == 3 * 4 + 1  # row groups, one of them empty
     assert found.n == 2700
     assert found.top == wanted.top
@@ -67,26 +67,26 @@ def test_the_same_bits_as_one_process(client: Any, folder: Path) -> None:
 
 def test_work_is_spread_over_processes(client: Any, folder: Path) -> None:
     before = client.run(lambda dask_worker: len(dask_worker.state.log))
-    clusters.tally_on(client, read_predictions(folder, kind="logits"))
+    read_predictions(folder, kind="logits").tally(cluster=client)
     after = client.run(lambda dask_worker: len(dask_worker.state.log))
     assert len(after) == 2
     assert all(after[worker] > before[worker] for worker in after)
 
 
 def test_errors_come_back_in_the_same_words(client: Any, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(TableError, match="none of the rows|no rows in 4 files .* with site=nowhere"):
-        clusters.tally_on(client, read_predictions(folder, kind="logits", where={"site": "nowhere"}))
+    with pytest.raises(TableError, match="4 files .* have no rows with site=nowhere"):
+        read_predictions(folder, kind="logits", where={"site": "nowhere"}).tally(cluster=client)
     bad = {"label": [0, 1, 5], "logit_0": [1.0, 2.0, 3.0], "logit_1": [0.0, 1.0, 2.0]}
     parquet.write_table(pa.table(bad), tmp_path / "bad.parquet", row_group_size=2)
     with pytest.raises(TableError, match=r"bad.parquet, column 'label', row 3: labels of 2 classes"):
-        clusters.tally_on(client, read_predictions(tmp_path, kind="logits"))
+        read_predictions(tmp_path, kind="logits").tally(cluster=client)
 
 
 def test_many_row_groups_become_few_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "MAX_PIECES", 6)
-    pieces = clusters._pieces(read_predictions(folder, kind="logits"))
+    monkeypatch.setattr(reading, "MAX_PIECES", 6)
+    pieces = read_predictions(folder, kind="logits").split()
     assert len(pieces) == 7  # three row groups each, and what is left of each file
-    parts = [clusters._tally_piece(piece, 15)[1] for piece in pieces]
+    parts = [reading._tally_piece(piece, 15)[1] for piece in pieces]
     assert [part.n for part in parts if part is not None] == [
         750,
         150,
@@ -94,6 +94,6 @@ def test_many_row_groups_become_few_pieces(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_nobody_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(reading, "CONNECT_SECONDS", 0.2)
     with pytest.raises(ConnectionError, match="no Dask scheduler answers at 'tcp://127.0.0.1:1'"):
-        clusters.tally_on("tcp://127.0.0.1:1", read_predictions(folder, kind="logits"))
+        read_predictions(folder, kind="logits").tally(cluster="tcp://127.0.0.1:1")

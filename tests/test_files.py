@@ -177,7 +177,7 @@ def test_lists_in_a_column(tmp_path: Path) -> None:
     file = as_parquet(tmp_path / "a.parquet", {"label": LABELS, "logits": LOGITS})
     assert read_predictions(file, kind="logits").load().logits.tolist() == LOGITS
     ragged = as_parquet(tmp_path / "b.parquet", {"label": [0, 1], "logits": [[1.0, 2.0], [3.0]]})
-    with pytest.raises(TableError, match=r"b.parquet, column 'logits' \(number 0 of the row\), row 2"):
+    with pytest.raises(TableError, match=r"b.parquet, column 'logits', row 2 \(number 0 of the row\)"):
         read_predictions(ragged, kind="logits").load()
 
 

@@ -22,13 +22,14 @@ import doublehead
 from doublehead.atomic import replacing
 from doublehead.calibrators import Temperature
 from doublehead.files.formats import open_source
-from doublehead.files.reading import Kind, PredictionTable, read_predictions
+from doublehead.files.guesses import Kind
+from doublehead.files.reading import PredictionTable, read_predictions
 from doublehead.files.sources import Source, TableError, find_sources
 from doublehead.guard import Shift as Window
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.report_page.record import Record, as_times, shown_column
-from doublehead.summary import Summaries, Summary, Tally, row_groups
+from doublehead.summary import Summaries, Summary, row_groups
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
 
@@ -61,7 +62,7 @@ def evaluate(
     data, kind = _one_of(probs, logits)
     if is_path(data):
         table = _read_path(data, kind, labels, by=by, weights=weights, **reading)
-        return _tally(table, n_bins, cluster).summary()
+        return table.tally(n_bins, cluster=cluster).summary()
     if is_frame(data):
         column = by if isinstance(by, str) else None
         table = _read_frame(data, kind, labels, weights, by=column, **reading)
@@ -319,14 +320,6 @@ def _are_label_columns(names: Any, arrays: Mapping[str, Any]) -> bool:
     """Whether these are names of columns that hold 0 and 1."""
     named = isinstance(names, list) and set(map(str, names)) <= set(arrays)
     return named and all(np.isin(arrays[str(name)], (0, 1)).all() for name in names)
-
-
-def _tally(table: PredictionTable, n_bins: int, cluster: Any) -> Tally:
-    if cluster is None:
-        return table.tally(n_bins)
-    from doublehead.files.clusters import tally_on
-
-    return tally_on(cluster, table, n_bins)
 
 
 def _read_run(folder: Path, inside: Path, tests: Mapping[str, Path], n_bins: int) -> Inputs:

@@ -10,9 +10,8 @@ import typer
 
 from doublehead.cli import options
 from doublehead.cli.output import progress, show, show_counts, show_guesses, told_to_user
-from doublehead.files.reading import PredictionTable, read_predictions
+from doublehead.files.reading import read_predictions
 from doublehead.metrics import ThresholdChoice, fine_bins
-from doublehead.summary import Summary
 
 METHOD = (
     "Intervals are 95 %: Poisson bootstrap over {cells} cells of confidence (1000 draws, seed 0, centred on the "
@@ -86,7 +85,8 @@ def evaluate(
             tolerance=tolerance,
         )
         show_guesses(table)
-        summary = _measure(table, bins, cluster)
+        with progress("reading", table.n_bytes) as advance:
+            summary = table.tally(bins, advance, cluster).summary()
         show_counts(table)
         choice = None if abstain is None else summary.abstain(abstain)
         if as_json:
@@ -110,12 +110,3 @@ def evaluate(
 def _plain(choice: ThresholdChoice) -> dict[str, Any]:
     """For JSON, which has no nan: None instead."""
     return {**asdict(choice), "error": choice.error if choice.n_accepted else None}
-
-
-def _measure(table: PredictionTable, n_bins: int, cluster: str | None) -> Summary:
-    with progress("reading", table.n_bytes) as advance:
-        if cluster is None:
-            return table.tally(n_bins, advance).summary()
-        from doublehead.files.clusters import tally_on
-
-        return tally_on(cluster, table, n_bins, advance).summary()

@@ -6,37 +6,46 @@ certain from the numbers. Row numbers in messages count from 1 below the header.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from doublehead.files.arrays import RawBatch, Reader
-from doublehead.files.columns import (
-    LOGITS,
-    Layout,
-    choose_layout,
-    label_columns,
-    listed,
-    score_family,
-    split_score,
-)
+from doublehead.files.columns import Layout, choose_layout, label_columns, listed, score_family
 from doublehead.files.formats import open_source
-from doublehead.files.long_form import from_long_form
+from doublehead.files.guesses import (
+    Kind,
+    certain_kind,
+    check_names,
+    check_unnamed,
+    from_long_form,
+    stated_kind,
+)
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
-from doublehead.files.values import to_correct, to_labels, to_scores, to_several_labels, to_text, to_weights
+from doublehead.files.values import (
+    Rows,
+    to_correct,
+    to_labels,
+    to_scores,
+    to_several_labels,
+    to_text,
+    to_weights,
+)
+from doublehead.optional import require
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
 from doublehead.summary import Tally, row_groups
 
-Kind: TypeAlias = Literal["logits", "probs"]
-
 CHUNK_ENTRIES = 1 << 21  # scores looked at together: 16 MiB of float64
-ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
+MAX_PIECES = 2000  # tasks on a cluster, to keep the load on its scheduler small
+CONNECT_SECONDS = 20
 
 
 class Chunk(NamedTuple):
@@ -127,8 +136,18 @@ class PredictionTable:
                 f"{self.name} holds only the confidence in the predicted class: a score for every class is needed"
             )
 
-    def tally(self, n_bins: int = 15, advance: Callable[[int], None] | None = None) -> Tally:
-        """Read the table once, in memory that does not grow with its rows."""
+    def tally(
+        self, n_bins: int = 15, advance: Callable[[int], None] | None = None, cluster: Any = None
+    ) -> Tally:
+        """Read the table once, in memory that does not grow with its rows.
+
+        `cluster` is a Dask `distributed.Client`, the address of a scheduler ("tcp://10.0.0.1:8786"), or "local" for one
+        worker process per core of this machine. Workers need doublehead installed and must see the files under the same
+        paths; a script that starts a local cluster must do so under `if __name__ == "__main__":`, because each worker
+        imports the script. The result has the same bits however the work is split.
+        """
+        if cluster is not None:
+            return _tally_on(cluster, self, n_bins, advance)
         found: Tally | None = None
         for chunk in self.chunks(advance):
             if chunk.predictions is None:
@@ -141,17 +160,17 @@ class PredictionTable:
         assert found is not None  # chunks() raises where there are no rows
         return found
 
-    def split(self, row_groups: int = 1) -> list[PredictionTable]:
-        """The same table in pieces: Parquet files every `row_groups` row groups, other files whole."""
+    def split(self) -> list[PredictionTable]:
+        """The same table in at most about MAX_PIECES pieces: row groups of Parquet files, other files whole."""
+        groups = [(source, getattr(open_source(source), "groups", None)) for source in self.sources]
+        step = -(-sum(1 if there is None else len(there) for _, there in groups) // MAX_PIECES)
         pieces: list[Source] = []
-        for source in self.sources:
-            reader: Any = open_source(source)
-            n = getattr(reader, "groups", None)
-            if n is None:
+        for source, there in groups:
+            if there is None:
                 pieces.append(source)
             else:
-                starts = range(n.start, n.stop, row_groups)
-                pieces += [source._replace(row_groups=(i, min(n.stop, i + row_groups))) for i in starts]
+                starts = range(there.start, there.stop, step)
+                pieces += [source._replace(row_groups=(i, min(there.stop, i + step))) for i in starts]
         return [replace(self, sources=(piece,), opened={}) for piece in pieces]
 
     def _raw(self, reader: Reader, keep: bool) -> Generator[RawBatch, None, None]:
@@ -170,49 +189,46 @@ class PredictionTable:
         layout, numbers = self.layout, first + rows + 1  # as in messages
         table = raw.scores if len(rows) == len(raw.scores) else raw.scores[rows]
         columns = {name: column[rows] for name, column in raw.columns.items()}
-        scores, clipped = to_scores(table, layout, numbers, source, self.kind, self.tolerance)
+        place = Rows(source, numbers)
+        scores, clipped = to_scores(table, layout, place, self.kind, self.tolerance)
         self.counts["clipped"] += clipped
         predictions: Predictions | Outcomes | None = None
         weights = None
         if self.weights is not None:
-            weights = to_weights(columns[self.weights], self.weights, numbers, source)
+            weights = to_weights(columns[self.weights], self.weights, place)
         if layout.top_only:
-            correct = to_correct(columns, layout, numbers, source)
+            correct = to_correct(columns, layout, place)
             predictions = Outcomes(
                 scores[:, 0], correct, weights=None if weights is None else torch.from_numpy(weights)
             )
         else:
-            predictions = self._predictions(scores, columns, weights, numbers, source)
+            predictions = self._predictions(scores, columns, weights, place)
         groups = None if self.by is None else to_text(columns[self.by])
         if isinstance(predictions, Predictions):
             groups = row_groups(predictions, groups, layout.labels)
         return Chunk(scores, predictions, groups, raw, rows, source, numbers)
 
     def _predictions(
-        self,
-        scores: torch.Tensor,
-        columns: dict[str, Array],
-        weights: Array | None,
-        numbers: Array,
-        source: Source,
+        self, scores: torch.Tensor, columns: dict[str, Array], weights: Array | None, rows: Rows
     ) -> Predictions | None:
         layout, are_probs = self.layout, self.kind == "probs"
         if layout.independent:
-            several = to_several_labels(columns, layout, scores.shape[1], numbers, source)
+            several = to_several_labels(columns, layout, scores.shape[1], rows)
             if several is None:
                 return None
             return Predictions.multilabel(scores, several, weights, are_probs=are_probs)
         if layout.label is None:
             return None
-        labels = to_labels(columns[layout.label], layout, scores.shape[1], numbers, source)
+        labels = to_labels(columns[layout.label], layout, scores.shape[1], rows)
         if are_probs:
             return Predictions.from_probs(scores, labels, weights, tolerance=self.tolerance)
         return Predictions(scores, labels, weights)
 
     def _nothing(self, seen: int, values: set[str]) -> str:
-        if not seen:
-            return f"{self.name} {'has' if len(self.sources) == 1 else 'have'} no rows"
         wanted = " and ".join(f"{name}={value}" for name, value in self.where.items())
+        if not seen:
+            there = f"{self.name} {'has' if len(self.sources) == 1 else 'have'} no rows"
+            return there + (f" with {wanted}" if wanted else "")
         found = ", ".join(sorted(values)[:10])
         return f"none of the {seen} rows of {self.name} has {wanted}; the values there are {found}"
 
@@ -242,7 +258,7 @@ def read_predictions(
     column) or names of classes that match the score columns. Several columns of 0 and 1 (a list, or a name with * in
     it), or lists of 0 and 1, are as many labels of each sample; `independent` states this of files without labels. A
     file may also hold a row for each sample and class, the predicted class and its confidence alone, or answers of a
-    language model (`files.answers`). `where` keeps the rows with these values, `by` is a column of groups, which may be
+    language model. `where` keeps the rows with these values, `by` is a column of groups, which may be
     the name of folders called `by=value`, `weights` is one of sample weights; `extra` columns are read too. With
     `label_needed=False` files without labels, or without weights, are read too. Scores that are not named are the
     columns of the table `like` where this one has them.
@@ -274,7 +290,7 @@ def read_predictions(
     label, labels = label_columns(label, reader.columns, str(reader.source), label_needed)
     if scores is None and not labels and (made := from_long_form(sources, reader, label, others)) is not None:
         sources, reader = [made], open_source(made)
-    stated = _stated(sources, reader, kind)
+    stated = stated_kind(sources, reader, kind)
     scores = named = reader.scores if scores is None else scores
     if scores is None and like is not None and set(like.layout.scores) <= set(reader.columns):
         family = score_family(reader.columns, str(reader.source), stated)
@@ -302,97 +318,20 @@ def read_predictions(
         tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra), weights
     )
     table.opened[str(sources[0])] = reader
+    raw = None
+    if stated is None or layout.unnamed:
+        with closing(table._raw(reader, keep=False)) as batches:
+            raw = next(batches, None)
     if stated is None:
-        certain, why = _certain_kind(table, reader)
+        if raw is None:
+            raise NoRows(table._nothing(0, set()))
+        certain, why = certain_kind(raw.scores, layout, tolerance, sources[0])
         table = replace(table, kind=certain, why=why)
     if named is None:
-        _check_names(table)
-    if layout.unnamed:
-        _check_unnamed(table, reader)
+        check_names(layout, table.kind, table.why, table.name)
+    if layout.unnamed and raw is not None:
+        check_unnamed(raw, layout, table.kind, tolerance, sources[0])
     return table
-
-
-def _check_names(table: PredictionTable) -> None:
-    """Refuse guessed columns that are called the other kind than was stated: prob_0, ... stated as logits."""
-    other = "probs" if table.kind == "logits" else "logits"
-    first = table.layout.scores[0]
-    if not table.layout.top_only and all(name.lower().startswith(other[:-1]) for name in table.layout.scores):
-        against = (
-            table.why if table.why and table.why != "as they are called" else f"{table.kind} were stated"
-        )
-        raise TableError(
-            f"{table.name} has columns such as {first!r}, but {against}: state {other} (--{other}, or "
-            f"{other}:FILE in a report), or name the columns (--scores) if they hold {table.kind}"
-        )
-
-
-def _check_unnamed(table: PredictionTable, reader: Reader) -> None:
-    """Refuse score columns without telling names where the labels of the first rows contradict them."""
-    layout = table.layout
-    if layout.label is None:
-        return
-    with closing(table._raw(reader, keep=False)) as batches:
-        raw = next(batches, None)
-    if raw is None:
-        return
-    labels, scores = to_text(raw.columns[layout.label]), layout.scores
-    enough = len(labels) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
-    if table.kind == "probs" and _off_one(raw.scores) <= max(table.tolerance, 1e-2):
-        return
-    named = set(labels.tolist()) & set(scores)
-    if named:
-        extra = [name for name in scores if name not in named] if enough or table.kind == "probs" else []
-    else:
-        numbers = [int(label) for label in set(labels.tolist()) if label.isdecimal()]
-        extra = list(scores[max(numbers) + 1 - layout.base :]) if numbers and enough else []
-    if extra and len(extra) < len(scores):
-        raise TableError(
-            f"{table.sources[0]}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
-            f"in {layout.label!r} stands for {', '.join(map(repr, extra[:12]))}: name the score columns with --scores"
-        )
-
-
-def _stated(sources: Sequence[Source], reader: Reader, kind: Kind | None) -> Kind | None:
-    """What the caller or the files state; they must not contradict each other."""
-    for source in sources:
-        says = None
-        if source.path.suffix == ".npz":
-            says = (reader if source is reader.source else open_source(source)).states
-        if says is not None and kind is not None and says != kind:
-            raise TableError(f"{source} holds an array called {says!r}, but {kind} were stated with --{kind}")
-    if kind is None and reader.states in ("logits", "probs"):
-        return "logits" if reader.states == "logits" else "probs"
-    return kind
-
-
-def _off_one(table: Array) -> float:
-    """How far the sum of any row lies from 1."""
-    sums = np.nan_to_num(table).sum(1, dtype=np.float64)
-    return float(np.abs(sums - 1).max())
-
-
-def _certain_kind(table: PredictionTable, reader: Reader) -> tuple[Kind, str]:
-    """The kind of the scores where the first rows or the names leave no doubt, and why; else an error."""
-    with closing(table._raw(reader, keep=False)) as batches:
-        raw = next(batches, None)
-    if raw is None:
-        raise NoRows(table._nothing(0, set()))
-    if table.layout.top_only:
-        return "probs", "a confidence"
-    scores, several = raw.scores, raw.scores.shape[1] > 1 and not table.layout.independent
-    low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
-    if several and low >= 0 and high <= 1 + 1e-6 and _off_one(scores) <= max(table.tolerance, 1e-2):
-        return "probs", "rows sum to 1"
-    if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in table.layout.scores):
-        return "logits", "as they are called"
-    if several and high <= 1e-6 and _off_one(np.exp(scores, dtype=np.float64)) <= 1e-2:
-        return "logits", "log-probabilities"
-    shape = f"the scores of {table.sources[0]} lie in {low:.4g}..{high:.4g}"
-    shape += " and rows do not sum to 1" if several else ""
-    name = "logits" if several or low < 0 or high > 1 else "probs"
-    raise TableError(
-        f"say whether the scores are logits or probabilities: {shape}, which looks like {name}; give --{name} if so"
-    )
 
 
 def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str]) -> Array:
@@ -404,3 +343,61 @@ def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str])
             values.update(np.unique(found)[:1000].tolist())
         keep &= found == wanted
     return np.flatnonzero(keep)
+
+
+def _tally_on(
+    cluster: Any, table: PredictionTable, n_bins: int, advance: Callable[[int], None] | None
+) -> Tally:
+    """`PredictionTable.tally` by the workers of a cluster, which take some row groups of Parquet, or a file, each.
+
+    Dask and not Ray: its scheduler and workers are pure Python (2.5 MB of wheels against 79 MB), run on every Python
+    and system that torch does, and start on SLURM, Kubernetes, SSH or one machine.
+    """
+    distributed = require("distributed", extra="cluster")
+    found: Tally | None = None
+    with _connect(cluster) as client:
+        futures = client.map(_tally_piece, table.split(), n_bins=n_bins, pure=False)
+        try:
+            for future in distributed.as_completed(futures):
+                n_bytes, part = future.result()
+                future.release()
+                found = part if found is None else found if part is None else found + part
+                if advance is not None:
+                    advance(n_bytes)
+        finally:
+            client.cancel(futures)
+    if found is None:
+        raise NoRows(table._nothing(0, set()))
+    return found
+
+
+@contextmanager
+def _connect(cluster: Any) -> Iterator[Any]:
+    """A client of the cluster; a client or cluster started here is stopped at the end."""
+    distributed = require("distributed", extra="cluster")
+    if isinstance(cluster, distributed.Client):
+        yield cluster
+    elif cluster == "local":
+        workers = os.cpu_count() or 1
+        with (
+            distributed.LocalCluster(
+                n_workers=workers, threads_per_worker=1, dashboard_address=None, silence_logs=logging.ERROR
+            ) as local,
+            distributed.Client(local) as client,
+        ):
+            yield client
+    else:
+        try:
+            client = distributed.Client(cluster, timeout=CONNECT_SECONDS)
+        except (OSError, ValueError) as error:
+            raise ConnectionError(f"no Dask scheduler answers at {cluster!r}") from error
+        with client:
+            yield client
+
+
+def _tally_piece(piece: PredictionTable, n_bins: int) -> tuple[int, Tally | None]:
+    """Runs on a worker. A piece may be empty; only a table may not."""
+    try:
+        return piece.n_bytes, piece.tally(n_bins)
+    except NoRows:
+        return piece.n_bytes, None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,143 +22,130 @@ WORDS: dict[str | None, float] = {
 }
 
 
+class Rows(NamedTuple):
+    """Some rows of a file, for errors."""
+
+    source: Source
+    numbers: Array  # (B,) from 1
+
+    def refuse(self, wrong: Any, column: str | None, message: Callable[[int], str], hint: str = "") -> None:
+        """Raise at the first row where `wrong` (B,) says so; `message` of its place follows the row."""
+        if not wrong.any():
+            return
+        i, others = int(wrong.argmax()), int(wrong.sum())
+        more = f" ({others} such rows in this part of the file)" if others > 1 else ""
+        place = "" if column is None else f", column {column!r}"
+        raise TableError(f"{self.source}{place}, row {self.numbers[i]}{message(i)}{more}{hint}")
+
+
 def to_scores(
-    table: Array, layout: Layout, rows: Array, source: Source, kind: str, tolerance: float
+    table: Array, layout: Layout, rows: Rows, kind: str, tolerance: float
 ) -> tuple[torch.Tensor, int]:
-    """(B, K) finite scores, and in how many rows some were clipped to 0..1; `rows` are told in errors.
+    """(B, K) finite scores, and in how many rows some were clipped to 0..1.
 
     A single column is a binary model's score of class 1, or the confidence in a class that is not known here. Scores of
     independent labels stay as they are.
     """
-    names = layout.scores
+    if table.shape[1] == 0:
+        raise TableError(f"{rows.source} must have at least one score per row, got none")
     narrow = table.dtype in (np.float16, np.float32)
     table = table.astype(np.float32 if narrow else np.float64, copy=False)
-    finite = np.isfinite(table)
-    if not finite.all():
-        i, j = (int(index[0]) for index in np.nonzero(~finite))
-        name = repr(names[j]) if len(names) == table.shape[1] else f"{names[0]!r} (number {j} of the row)"
-        got = "nothing or nan" if np.isnan(table[i, j]) else f"{table[i, j]}"
-        others = _others(int((~finite).any(1).sum()))
-        raise TableError(
-            f"{source}, column {name}, row {rows[i]} must hold a finite number, got {got}{others}"
-        )
-    if table.shape[1] == 0:
-        raise TableError(f"{source} must have at least one score per row, got none")
+    _check_finite(table, layout.scores, rows)
     clipped = 0
     if kind == "probs":
         table, clipped = _clip(table, tolerance)
-    if table.shape[1] == 1 and not layout.top_only and not layout.independent:
-        other = 1 - table if kind == "probs" else np.zeros_like(table)
-        table = np.concatenate([other, table], 1)
-    elif kind == "logits":
-        _check_logits(table, layout, rows, source)
     if layout.top_only:
-        _check_confidence(table, rows, source, names[0])
-    elif kind == "probs":
-        _check_probs(table, layout, rows, source, tolerance)
+        confidence = table[:, 0]
+        rows.refuse(
+            (confidence < 0) | (confidence > 1),
+            layout.scores[0],
+            lambda i: f" must hold a confidence in 0..1, got {confidence[i]:.6g}",
+            "; divide percentages by 100",
+        )
+    else:
+        if table.shape[1] == 1 and not layout.independent:
+            other = 1 - table if kind == "probs" else np.zeros_like(table)
+            table = np.concatenate([other, table], 1)
+        elif kind == "logits":
+            _check_logits(table, layout, rows)
+        if kind == "probs":
+            _check_probs(table, layout, rows, tolerance)
     return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
 
 
-def _check_confidence(table: Array, rows: Array, source: Source, name: str) -> None:
-    outside = (table[:, 0] < 0) | (table[:, 0] > 1)
-    if outside.any():
-        i = int(outside.argmax())
-        raise TableError(
-            f"{source}, column {name!r}, row {rows[i]} must hold a confidence in 0..1, got {table[i, 0]:.6g}"
-            f"{_others(int(outside.sum()))}; divide percentages by 100"
-        )
-
-
-def to_correct(columns: dict[str, Array], layout: Layout, rows: Array, source: Source) -> torch.Tensor:
+def to_correct(columns: dict[str, Array], layout: Layout, rows: Rows) -> torch.Tensor:
     """(B,) bool: whether the answer was right, as the file says or because the predicted class is the label."""
     if layout.correct is not None:
-        place = f"{source}, column {layout.correct!r}, row"
-        column = columns[layout.correct]
-        number = _numbers(column, rows, place)
-        wrong = (number != 0) & (number != 1)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise TableError(
-                f"{place} {rows[i]} must say whether the answer was right (0 or 1), got {number[i]:g}"
-            )
+        number = _numbers(columns[layout.correct], layout.correct, rows)
+        rows.refuse(
+            (number != 0) & (number != 1),
+            layout.correct,
+            lambda i: f" must say whether the answer was right (0 or 1), got {number[i]:g}",
+        )
         return torch.from_numpy(number == 1)
     assert layout.label is not None
     assert layout.predicted is not None
-    label, predicted = to_text(columns[layout.label]), to_text(columns[layout.predicted])
-    for name, column in ((layout.label, label), (layout.predicted, predicted)):
-        if (column == MISSING).any():
-            raise TableError(
-                f"{source}, column {name!r}, row {rows[int((column == MISSING).argmax())]} holds nothing"
-            )
-    return torch.from_numpy(np.asarray(label == predicted, dtype=bool))
+    texts = [to_text(columns[name]) for name in (layout.label, layout.predicted)]
+    for name, column in zip((layout.label, layout.predicted), texts):
+        rows.refuse(column == MISSING, name, lambda _: " holds nothing")
+    return torch.from_numpy(np.asarray(texts[0] == texts[1], dtype=bool))
 
 
-def to_several_labels(
-    columns: dict[str, Array], layout: Layout, n_labels: int, rows: Array, source: Source
-) -> Array | None:
+def to_several_labels(columns: dict[str, Array], layout: Layout, n_labels: int, rows: Rows) -> Array | None:
     """(B, L) int64, 0 or 1; None where the file has no labels."""
     names = layout.labels or (() if layout.label is None else (layout.label,))
     if not names:
         return None
     table = columns[names[0]]
     if layout.labels:
-        table = np.stack(
-            [_numbers(columns[name], rows, f"{source}, column {name!r}, row") for name in names], 1
-        )
+        table = np.stack([_numbers(columns[name], name, rows) for name in names], 1)
     if table.ndim != 2 or table.shape[1] != n_labels:
         raise TableError(
-            f"{source}: labels in {', '.join(map(repr, names))} must be a class for each row, or 0 or 1 for each of "
-            f"its {n_labels} scores, got shape {table.shape}"
+            f"{rows.source}: labels in {', '.join(map(repr, names))} must be a class for each row, or 0 or 1 for each "
+            f"of its {n_labels} scores, got shape {table.shape}"
         )
     wrong = ~np.isin(table, (0, 1))
-    if wrong.any():
-        i, j = (int(index[0]) for index in np.nonzero(wrong))
-        name = names[min(j, len(names) - 1)]
-        raise TableError(f"{source}, column {name!r}, row {rows[i]} must hold 0 or 1, got {table[i, j]:g}")
+    column = int(wrong.any(0).argmax())
+    name = names[min(column, len(names) - 1)]
+    rows.refuse(wrong[:, column], name, lambda i: f" must hold 0 or 1, got {table[i, column]:g}")
     return table.astype(np.int64)
 
 
-def to_weights(column: Array, name: str, rows: Array, source: Source) -> Array:
+def to_weights(column: Array, name: str, rows: Rows) -> Array:
     """(B,) float64, finite and >= 0."""
-    place = f"{source}, column {name!r}, row"
-    weights = _numbers(column, rows, place, "a weight")
+    weights = _numbers(column, name, rows, "a weight")
     wrong = ~(np.isfinite(weights) & (weights >= 0))
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise TableError(
-            f"{place} {rows[i]} must hold a weight >= 0, got {weights[i]:g}{_others(int(wrong.sum()))}"
-        )
+    rows.refuse(wrong, name, lambda i: f" must hold a weight >= 0, got {weights[i]:g}")
     return weights
 
 
-def to_labels(column: Array, layout: Layout, n_classes: int, rows: Array, source: Source) -> Array:
+def to_labels(column: Array, layout: Layout, n_classes: int, rows: Rows) -> Array:
     """(B,) int64 in 0..K-1 from whole numbers, or from names through the names of the score columns."""
-    place = f"{source}, column {layout.label!r}, row"
+    name = str(layout.label)
     if column.dtype.kind in "OU":
         if _are_names(column, layout):
-            return _labels_by_name(column, layout, rows, place)
-        column = _numbers(column, rows, place)
+            return _labels_by_name(column, layout, rows)
+        column = _numbers(column, name, rows)
     if column.ndim != 1 or column.dtype.kind not in "fiub":
         raise TableError(
-            f"{source}: labels in {layout.label!r} must be whole numbers of shape (N,), "
+            f"{rows.source}: labels in {name!r} must be whole numbers of shape (N,), "
             f"got {column.dtype} of shape {column.shape}"
         )
     number = column.astype(np.float64)
-    wrong = ~np.isfinite(number) | (number != np.floor(number)) | (np.abs(number) > 2**53)
-    if wrong.any():
-        i = int(wrong.argmax())
-        got = "nothing" if np.isnan(number[i]) else f"{number[i]:g}"
-        raise TableError(
-            f"{place} {rows[i]} must hold a class (a whole number), got {got}{_others(int(wrong.sum()))}"
-        )
+    rows.refuse(
+        ~np.isfinite(number) | (number != np.floor(number)) | (np.abs(number) > 2**53),
+        name,
+        lambda i: (
+            f" must hold a class (a whole number), got {'nothing' if np.isnan(number[i]) else f'{number[i]:g}'}"
+        ),
+    )
     labels: Array = number.astype(np.int64) - layout.base
-    outside = (labels < 0) | (labels >= n_classes)
-    if outside.any():
-        i, last = int(outside.argmax()), layout.base + n_classes - 1
-        raise TableError(
-            f"{place} {rows[i]}: labels of {n_classes} classes must lie in {layout.base}..{last}, "
-            f"got {labels[i] + layout.base}{_base_hint(labels, n_classes, layout.base)}"
-        )
+    allowed = f"labels of {n_classes} classes must lie in {layout.base}..{layout.base + n_classes - 1}"
+    rows.refuse(
+        (labels < 0) | (labels >= n_classes),
+        name,
+        lambda i: f": {allowed}, got {labels[i] + layout.base}{_base_hint(labels, n_classes, layout.base)}",
+    )
     return labels
 
 
@@ -183,6 +172,16 @@ def _are_names(column: Array, layout: Layout) -> bool:
     return len(layout.scores) > 1 and bool(labels & set(layout.scores))
 
 
+def _check_finite(table: Array, names: tuple[str, ...], rows: Rows) -> None:
+    finite = np.isfinite(table)
+    if finite.all():
+        return
+    i, j = (int(index[0]) for index in np.nonzero(~finite))
+    got = "nothing or nan" if np.isnan(table[i, j]) else f"{table[i, j]}"
+    name, which = (names[j], "") if len(names) == table.shape[1] else (names[0], f" (number {j} of the row)")
+    rows.refuse((~finite).any(1), name, lambda _: f"{which} must hold a finite number, got {got}")
+
+
 def _clip(table: Array, tolerance: float) -> tuple[Array, int]:
     """Probabilities a rounding error outside 0..1 moved onto the bound, and in how many rows there were such."""
     low, high = table.min(), table.max()
@@ -193,12 +192,12 @@ def _clip(table: Array, tolerance: float) -> tuple[Array, int]:
     return clipped, int((clipped != table).any(1).sum())
 
 
-def _check_logits(table: Array, layout: Layout, rows: Array, source: Source) -> None:
+def _check_logits(table: Array, layout: Layout, rows: Rows) -> None:
     low, high = table.min(), table.max()
     if max(-low, high) > MAX_LOGIT:
-        i = int(np.abs(table).max(1).argmax())
-        raise TableError(
-            f"{source}, row {rows[i]}: logits must lie within {MAX_LOGIT:g}, got {table[i].tolist()}"
+        far = np.abs(table).max(1) > MAX_LOGIT
+        rows.refuse(
+            far, None, lambda i: f": logits must lie within {MAX_LOGIT:g}, got {table[i].tolist()[:10]}"
         )
     if low < 0 or high > 100 or layout.independent:
         return
@@ -209,42 +208,37 @@ def _check_logits(table: Array, layout: Layout, rows: Array, source: Source) -> 
     ):
         if np.abs(sums / total - 1).max() <= 1e-3:
             raise TableError(
-                f"{source}: all scores are positive and each row sums to {total}, so these are {what}"
+                f"{rows.source}: all scores are positive and each row sums to {total}, so these are {what}"
             )
 
 
-def _check_probs(table: Array, layout: Layout, rows: Array, source: Source, tolerance: float) -> None:
-    low, high = table.min(1), table.max(1)
+def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> None:
+    low, high, sums = table.min(1), table.max(1), table.sum(1, dtype=np.float64)
     outside = (low < 0) | (high > 1 + 1e-6)
     if outside.any():
-        i = int(outside.argmax())
-        value = low[i] if low[i] < 0 else high[i]
-        sums = table.sum(1, dtype=np.float64)
         if low.min() >= 0 and np.abs(sums / 100 - 1).max() <= 1e-2:
-            raise TableError(f"{source}: each row sums to 100, so these are percentages: divide them by 100")
-        if high.max() <= 1e-6 and np.abs(np.exp(table.astype(np.float64)).sum(1) - 1).max() <= max(
-            tolerance, 1e-2
-        ):
-            raise TableError(
-                f"{source}: these are log-probabilities: give --logits, which gives the same results"
-            )
-        raise TableError(
-            f"{source}, row {rows[i]}: probabilities must lie in 0..1, got {value:.6g}{_others(int(outside.sum()))}; "
-            "give --logits if these are logits"
+            what = "each row sums to 100, so these are percentages: divide them by 100"
+            raise TableError(f"{rows.source}: {what}")
+        off = 0.0 if high.max() > 1e-6 else np.abs(np.exp(table.astype(np.float64)).sum(1) - 1).max()
+        if high.max() <= 1e-6 and off <= max(tolerance, 1e-2):
+            what = "these are log-probabilities: give --logits, which gives the same results"
+            raise TableError(f"{rows.source}: {what}")
+        rows.refuse(
+            outside,
+            None,
+            lambda i: f": probabilities must lie in 0..1, got {low[i] if low[i] < 0 else high[i]:.6g}",
+            "; give --logits if these are logits",
         )
-    if layout.independent:
-        return
-    sums = table.sum(1, dtype=np.float64)
-    off = np.abs(sums - 1) > tolerance
-    if off.any():
-        i = int(off.argmax())
-        raise TableError(
-            f"{source}, row {rows[i]}: probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}"
-            f"{_others(int(off.sum()))}; a file rounded to few digits needs a larger --tolerance"
+    if not layout.independent:
+        rows.refuse(
+            np.abs(sums - 1) > tolerance,
+            None,
+            lambda i: f": probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}",
+            "; a file rounded to few digits needs a larger --tolerance",
         )
 
 
-def _numbers(column: Array, rows: Array, place: str, wanted: str = "a class (a whole number)") -> Array:
+def _numbers(column: Array, name: str, rows: Rows, wanted: str = "a class (a whole number)") -> Array:
     """(B,) float64, also from text: nan where there is none, 1 and 0 for true and false."""
     if column.dtype.kind not in "OU":
         return column.astype(np.float64)
@@ -253,21 +247,25 @@ def _numbers(column: Array, rows: Array, place: str, wanted: str = "a class (a w
         try:
             numbers[i] = WORDS[text] if text in WORDS else float(text)
         except ValueError:
-            raise TableError(f"{place} {rows[i]} must hold {wanted}, got {text!r}") from None
+            place = f"{rows.source}, column {name!r}, row {rows.numbers[i]}"
+            raise TableError(f"{place} must hold {wanted}, got {text!r}") from None
     return numbers
 
 
-def _labels_by_name(column: Array, layout: Layout, rows: Array, place: str) -> Array:
+def _labels_by_name(column: Array, layout: Layout, rows: Rows) -> Array:
     names = {name: i for i, name in enumerate(layout.scores) if len(layout.scores) > 1}
     names.update({name: i for i, name in enumerate(layout.classes)})
     found, at = np.unique(to_text(column), return_inverse=True)
     index: Array = np.array([names.get(str(name), -1) for name in found], dtype=np.int64)[at]
-    if (index < 0).any():
-        i = int((index < 0).argmax())
-        classes = ", ".join(layout.classes[:10]) + (", ..." if len(layout.classes) > 10 else "")
-        wanted = f"one of the classes {classes}" if classes else "a whole number"
-        got = "nothing" if column[i] in (None, "") else repr(str(column[i]))
-        raise TableError(f"{place} {rows[i]} must hold {wanted}, got {got}{_others(int((index < 0).sum()))}")
+    classes = ", ".join(layout.classes[:10]) + (", ..." if len(layout.classes) > 10 else "")
+    wanted = f"one of the classes {classes}" if classes else "a whole number"
+    rows.refuse(
+        index < 0,
+        layout.label,
+        lambda i: (
+            f" must hold {wanted}, got {'nothing' if column[i] in (None, '') else repr(str(column[i]))}"
+        ),
+    )
     return index
 
 
@@ -280,7 +278,3 @@ def _base_hint(labels: Array, n_classes: int, base: int) -> str:
     else:
         return ""
     return f"; if labels are counted from {base + shift}, give --label-base {base + shift}"
-
-
-def _others(bad_rows: int) -> str:
-    return f" ({bad_rows} such rows in this part of the file)" if bad_rows > 1 else ""

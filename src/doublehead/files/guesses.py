@@ -1,0 +1,145 @@
+"""What the columns and the first rows of a file say: a row for each sample and class, logits or probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from doublehead.files.arrays import RawBatch, Reader
+from doublehead.files.columns import LABELS, LOGITS, PROBS, SCORES, Layout, find, score_family, split_score
+from doublehead.files.formats import open_source
+from doublehead.files.sources import Array, Source, TableError
+from doublehead.files.values import to_text
+
+Kind: TypeAlias = Literal["logits", "probs"]
+
+SAMPLES = (
+    "sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid",
+)  # fmt: skip
+CLASSES = ("class", "class_name", "class_id", "candidate", "option", "choice", "category")
+ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
+
+
+def from_long_form(
+    sources: Sequence[Source], reader: Reader, label: str | None, others: Sequence[str]
+) -> Source | None:
+    """The same predictions with a column of scores for each class, in memory; None where the files are not long.
+
+    Files are long when they have a column of samples whose values repeat, one of classes and one of scores.
+    """
+    columns = reader.columns
+    sample, of_class = find(columns, SAMPLES), find([name for name in columns if name != label], CLASSES)
+    label = label or find([name for name in columns if name != of_class], LABELS)
+    score = find(columns, (*PROBS, *LOGITS, *SCORES[:-1]))
+    if sample is None or of_class is None or label is None or score in (None, of_class):
+        return None
+    if score_family(
+        {name: kind for name, kind in columns.items() if name != of_class}, str(reader.source), None
+    ):
+        return None
+    assert score is not None
+    wanted = list(dict.fromkeys([sample, of_class, label, *others]))
+    parts = [batch for source in sources for batch in open_source(source).batches([score], wanted, 1 << 18)]
+    if not parts:
+        return None
+    found = {name: np.concatenate([to_text(part.columns[name]) for part in parts]) for name in wanted}
+    names, first, which = np.unique(found[sample], return_index=True, return_inverse=True)
+    if len(names) == len(which):
+        return None  # a row for each sample after all
+    classes, column = np.unique(found[of_class], return_inverse=True)
+    classes, column = _in_order(classes, column)
+    table = np.full((len(names), len(classes)), np.nan)
+    table[which, column] = np.concatenate([part.scores[:, 0] for part in parts])
+    place = f"{sources[0]} (a row for each {sample!r} and {of_class!r})"
+    if len(which) != table.size or np.isnan(table).any():
+        at = int(np.bincount(which).argmin()) if len(which) < table.size else int(np.bincount(which).argmax())
+        raise TableError(
+            f"{place} must have {len(classes)} rows for each sample, one per class, not so for {names[at]!r}"
+        )
+    if (found[label] != found[label][first][which]).any():
+        raise TableError(f"{place} must have one label for each sample in {label!r}")
+    order = np.sort(first)  # samples as they first appear
+    rows = np.argsort(first)
+    arrays = {name: found[name][order] for name in wanted if name not in (sample, of_class)}
+    arrays |= {sample: found[sample][order]}
+    arrays |= {f"{score}_{name}": table[rows, k] for k, name in enumerate(classes)}
+    return Source(sources[0].path, arrays=arrays, name=place)
+
+
+def _in_order(classes: Array, column: Array) -> tuple[Array, Array]:
+    """Classes by number where all are numbers, else by name."""
+    if not all(name.isdecimal() for name in classes):
+        return classes, column
+    order = np.array(sorted(range(len(classes)), key=lambda i: int(classes[i])))
+    return classes[order], np.argsort(order)[column]
+
+
+def stated_kind(sources: Sequence[Source], reader: Reader, kind: Kind | None) -> Kind | None:
+    """What the caller or the files state; they must not contradict each other."""
+    for source in sources:
+        says = None
+        if source.path.suffix == ".npz":
+            says = (reader if source is reader.source else open_source(source)).states
+        if says is not None and kind is not None and says != kind:
+            raise TableError(f"{source} holds an array called {says!r}, but {kind} were stated with --{kind}")
+    if kind is None and reader.states in ("logits", "probs"):
+        return "logits" if reader.states == "logits" else "probs"
+    return kind
+
+
+def certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source) -> tuple[Kind, str]:
+    """The kind of scores (B, K) where they or the names leave no doubt, and why; else an error."""
+    if layout.top_only:
+        return "probs", "a confidence"
+    several = scores.shape[1] > 1 and not layout.independent
+    low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
+    if several and low >= 0 and high <= 1 + 1e-6 and _off_one(scores) <= max(tolerance, 1e-2):
+        return "probs", "rows sum to 1"
+    if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in layout.scores):
+        return "logits", "as they are called"
+    if several and high <= 1e-6 and _off_one(np.exp(scores, dtype=np.float64)) <= 1e-2:
+        return "logits", "log-probabilities"
+    shape = f"the scores of {source} lie in {low:.4g}..{high:.4g}"
+    shape += " and rows do not sum to 1" if several else ""
+    name = "logits" if several or low < 0 or high > 1 else "probs"
+    raise TableError(
+        f"say whether the scores are logits or probabilities: {shape}, which looks like {name}; give --{name} if so"
+    )
+
+
+def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
+    """Refuse guessed columns that are called the other kind than was stated: prob_0, ... stated as logits."""
+    other = "probs" if kind == "logits" else "logits"
+    if layout.top_only or not all(column.lower().startswith(other[:-1]) for column in layout.scores):
+        return
+    against = why if why and why != "as they are called" else f"{kind} were stated"
+    raise TableError(
+        f"{name} has columns such as {layout.scores[0]!r}, but {against}: state {other} (--{other}, or "
+        f"{other}:FILE in a report), or name the columns (--scores) if they hold {kind}"
+    )
+
+
+def check_unnamed(raw: RawBatch, layout: Layout, kind: Kind, tolerance: float, source: Source) -> None:
+    """Refuse score columns without telling names where the labels of the first rows contradict them."""
+    if layout.label is None or (kind == "probs" and _off_one(raw.scores) <= max(tolerance, 1e-2)):
+        return
+    labels, scores = to_text(raw.columns[layout.label]), layout.scores
+    enough = len(labels) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
+    named = set(labels.tolist()) & set(scores)
+    if named:
+        extra = [name for name in scores if name not in named] if enough or kind == "probs" else []
+    else:
+        numbers = [int(label) for label in set(labels.tolist()) if label.isdecimal()]
+        extra = list(scores[max(numbers) + 1 - layout.base :]) if numbers and enough else []
+    if extra and len(extra) < len(scores):
+        raise TableError(
+            f"{source}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
+            f"in {layout.label!r} stands for {', '.join(map(repr, extra[:12]))}: name the score columns with --scores"
+        )
+
+
+def _off_one(table: Array) -> float:
+    """How far the sum of any row lies from 1."""
+    return float(np.abs(np.nan_to_num(table).sum(1, dtype=np.float64) - 1).max())
