@@ -231,13 +231,14 @@ PARTS = {
     "development": "## Development\n\nSettings were chosen on calibration data of these classifiers. The halves of "
     "ImageNet share 5,000 images, and the last layer's answer to damped features was picked among about 20 variants on "
     "the calibration part of two other halves, so these rows are not independent of that choice.\n",
-    "later": "## Later networks\n\nNetworks of this project that were trained after the settings had been fixed. One "
-    "rule came after seeing MiniLM here: every candidate is tested on its own, not only the best one.\n",
+    "later": "## Later networks\n\nNetworks of this project that were trained after the settings of the stages had "
+    "been fixed. That stages are pooled was decided later, on the calibration data of these and of the networks above, "
+    "except for the third seed of CIFAR-10.\n",
     "blind": "## Blind\n\nClassifiers of other kinds, on data that was never used before (`experiments/blind.py`). "
     "Nine were chosen and trained without tuning; all are shown. They were calibrated once, after the head's settings "
     "were fixed.\n",
-    "after": "## The same classifiers afterwards\n\nThe first look led to one change: the class map clips its input, "
-    "which forests need. These numbers are not blind.\n",
+    "after": "## The same classifiers afterwards\n\nBy today's code. The first look led to one change: the class map "
+    "clips its input, which forests need. Since then the head pools its stages. These numbers are not blind.\n",
 }
 
 
