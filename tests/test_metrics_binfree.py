@@ -52,7 +52,7 @@ def test_smooth_ece_is_the_width_that_equals_its_own_error(saturated):
 def test_smoothing_against_the_definition(width, saturated):
     confidence, correct = some(300, saturated=saturated)
     mesh = calibration._on_mesh(torch.from_numpy(confidence), torch.from_numpy(correct).double())
-    ours = calibration._smoothed(np.fft.rfft(binfree._mirror(mesh)), width)
+    ours = calibration._smoothed(np.fft.rfft(calibration._mirror(mesh)), width)
     assert ours == pytest.approx(direct_smooth(confidence, correct, width, 4001), abs=2e-5)
 
 
