@@ -36,6 +36,8 @@ class Calibrator(StaysFloat32):
     learned: ClassVar[tuple[str, ...]] = ()
     binary_only: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False  # and soft labels
+    never_worse: ClassVar[bool] = False  # the NLL of the predictions fitted on cannot rise
+    keeps_order: ClassVar[bool] = False  # the predicted class never changes, whatever the parameters
     converged_: Tensor | None
 
     def __init__(self) -> None:
@@ -118,12 +120,7 @@ class Calibrator(StaysFloat32):
     @property
     def keeps_argmax(self) -> bool:
         """Whether the predicted class never changes."""
-        return False
-
-    @property
-    def never_worse(self) -> bool:
-        """Whether the NLL of the predictions fitted on cannot rise."""
-        return False
+        return self.keeps_order
 
     def in_words(self) -> str:
         """What it learned, where that is a number or two; else nothing.

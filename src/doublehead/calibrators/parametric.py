@@ -34,6 +34,7 @@ class Vector(Calibrator):
     """
 
     learned = ("weight_", "bias_")
+    never_worse = True  # temperature scaling is among the candidates, at no penalty
 
     weight_: Tensor  # (K,)
     bias_: Tensor  # (K,)
@@ -63,11 +64,6 @@ class Vector(Calibrator):
     def _n_classes(self) -> int:
         return self.bias_.shape[0]
 
-    @property
-    def never_worse(self) -> bool:
-        """Temperature scaling is among the candidates, at no penalty."""
-        return True
-
 
 class Matrix(Calibrator):
     """A full linear map of the logits. Use it with few classes and thousands of samples: K * K numbers are learned.
@@ -78,6 +74,7 @@ class Matrix(Calibrator):
     """
 
     learned = ("weight_", "bias_")
+    never_worse = True  # temperature scaling is among the candidates, at no penalty
 
     weight_: Tensor  # (K, K)
     bias_: Tensor  # (K,)
@@ -122,11 +119,6 @@ class Matrix(Calibrator):
 
     def _n_classes(self) -> int:
         return self.bias_.shape[0]
-
-    @property
-    def never_worse(self) -> bool:
-        """Temperature scaling is among the candidates, at no penalty."""
-        return True
 
 
 class Dirichlet(Matrix):

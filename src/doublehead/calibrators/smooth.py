@@ -34,6 +34,7 @@ class Spline(Calibrator):
     """
 
     learned = ("temperature_", "knots_", "values_", "margin_")
+    keeps_order = True  # only the confidence of the predicted class changes, and not below the runner-up's
 
     temperature_: Tensor
     knots_: Tensor  # (1, M) log odds of the confidence
@@ -76,11 +77,6 @@ class Spline(Calibrator):
         probs = torch.minimum(probs, torch.maximum(confidence, 1 - margin))
         probs = torch.maximum(probs, torch.minimum(confidence, margin))
         return with_top_odds(logits, probs.logit(torch.finfo(probs.dtype).eps))
-
-    @property
-    def keeps_argmax(self) -> bool:
-        """Only the confidence of the predicted class changes, and not below the runner-up's."""
-        return True
 
 
 def _mean_by(group: Tensor, y: Tensor) -> Tensor:

@@ -35,16 +35,8 @@ class Identity(Calibrator):
     """
 
     takes_weights = True
-
-    @property
-    def keeps_argmax(self) -> bool:
-        """Nothing changes."""
-        return True
-
-    @property
-    def never_worse(self) -> bool:
-        """Nothing changes."""
-        return True
+    keeps_order = True  # nothing changes
+    never_worse = True  # nothing changes
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         return {}
@@ -68,19 +60,11 @@ class Temperature(Calibrator):
 
     learned = ("temperature_", "at_bound_")
     takes_weights = True
+    keeps_order = True  # dividing by a positive number changes no order
+    never_worse = True  # T = 1 is among the candidates
 
     temperature_: Tensor
     at_bound_: Tensor
-
-    @property
-    def keeps_argmax(self) -> bool:
-        """Dividing by a positive number changes no order."""
-        return True
-
-    @property
-    def never_worse(self) -> bool:
-        """T = 1 is among the candidates."""
-        return True
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         found = solve_inverse_temperature(predictions.logits, predictions.target)
@@ -104,6 +88,7 @@ class TemperatureGrid(Calibrator):
 
     learned = ("temperature_",)
     takes_weights = True
+    keeps_order = True  # dividing by a positive number changes no order
 
     temperature_: Tensor
 
@@ -135,11 +120,6 @@ class TemperatureGrid(Calibrator):
     def _transform(self, logits: Tensor) -> Tensor:
         return logits / self.temperature_.to(logits.dtype)
 
-    @property
-    def keeps_argmax(self) -> bool:
-        """Dividing by a positive number changes no order."""
-        return True
-
 
 class EnsembleTemperature(Calibrator):
     """Mix tempered, untouched and uniform probabilities (Zhang et al. 2020). Use it when temperature alone falls short.
@@ -153,6 +133,8 @@ class EnsembleTemperature(Calibrator):
     """
 
     learned = ("temperature_", "weights_")
+    keeps_order = True  # every part orders the classes alike
+    never_worse = True  # the untouched probabilities are among the candidates
 
     temperature_: Tensor
     weights_: Tensor  # (3,)
@@ -178,16 +160,6 @@ class EnsembleTemperature(Calibrator):
         parts = _log_parts(logits, self.temperature_.to(logits.dtype).reciprocal())
         log_weights = self.weights_.to(logits.dtype).log()
         return torch.stack([part + weight for part, weight in zip(parts, log_weights)]).logsumexp(0)
-
-    @property
-    def keeps_argmax(self) -> bool:
-        """Every part orders the classes alike."""
-        return True
-
-    @property
-    def never_worse(self) -> bool:
-        """The untouched probabilities are among the candidates."""
-        return True
 
 
 def _log_parts(logits: Tensor, inverse: Tensor | float) -> list[Tensor]:
