@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import json
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,8 @@ from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassif
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+from doublehead.data.readers import ArraysOnly
 
 FOLDER = HERE / "blind"
 FLOOR = 1e-7  # of probabilities, where a forest says 0
@@ -111,18 +112,10 @@ def wine(root: Path) -> Parts:
     return Parts(*cut(table[:, :-1], table[:, -1], 2000, 1000))
 
 
-class Numpy(pickle.Unpickler):
-    """Reads arrays and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = {"_reconstruct": np.array(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
-        return allowed[name]
-
-
 def vgg(root: Path) -> Parts:
     """Published test probabilities of a VGG-16 on CIFAR-10 (Kumar et al. 2019)."""
     with (root / "cifar10_vgg.dat").open("rb") as file:
-        probs, labels = Numpy(file).load()
+        probs, labels = ArraysOnly(file).load()
     calib, test = cut(probs, np.asarray(labels).reshape(-1), 5000)
     return Parts((None, np.zeros(0)), calib, test)
 

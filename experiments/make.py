@@ -45,6 +45,7 @@ SHOWN = {
     "head+mirror": "with the mirror view too",
 }
 HEADS = {"main": "network", "double-head": "head, no annealing", "annealing-double-head": "head, beta0 1.2"}
+DIAGRAMS = ("cifar10", "cifar100", "svhn", "20newsgroups-bydate")
 STEPS = ("first", "5th", "10th", "last 10th", "last 5th", "last")
 TICKS = {"ece": (0.003, 0.01, 0.03, 0.1), "nll": (0.2, 0.5, 1.0, 2.0)}  # of logarithmic axes
 PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "mean entropy (nats)"}
@@ -126,8 +127,11 @@ def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
 
 
 def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
-    """Network, temperature scaling, paper's head and staged head, for the first run of each data set."""
-    firsts = {run.config.data: run for run in reversed(runs) if run.config.loss == "cross_entropy"}
+    """Network, temperature scaling, paper's head and staged head, for the first run of four data sets."""
+    own = [
+        run for run in reversed(runs) if run.config.loss == "cross_entropy" and run.config.data in DIAGRAMS
+    ]
+    firsts = {run.config.data: run for run in own}
     chosen = ("none", "temperature", "annealing-double-head", "head+opinion")
     figure = Figure(figsize=(3.4 * len(chosen), 3.7 * len(firsts)), layout="constrained")
     axes = figure.subplots(len(firsts), len(chosen), squeeze=False)

@@ -41,14 +41,14 @@ def naming(file: Path) -> Iterator[None]:
         raise ValueError(f"{file} is truncated or damaged: {said}") from error
 
 
-class _ArraysOnly(pickle.Unpickler):
+class ArraysOnly(pickle.Unpickler):
     """Builds numpy arrays and plain values; any other global in the file is an error, so no code runs."""
 
     rebuild_array = np.zeros(0).__reduce__()[0]  # its module differs between numpy versions
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return _ArraysOnly.rebuild_array
+            return ArraysOnly.rebuild_array
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed in a data file")
@@ -58,7 +58,7 @@ def read_cifar_batch(file: Path, label_key: str) -> Images:
     """One batch of `cifar-10-batches-py` (label_key "labels") or `cifar-100-python` ("fine_labels")."""
     with naming(file):
         with file.open("rb") as handle:
-            batch = _ArraysOnly(handle, encoding="latin1").load()
+            batch = ArraysOnly(handle, encoding="latin1").load()
         pixels = np.asarray(batch["data"], np.uint8)  # (N, 3072), channel by channel
         images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
         return Images(images, np.asarray(batch[label_key], np.int64))
