@@ -264,6 +264,10 @@ def test_calibrate_on_answers_that_are_all_right(tmp_path: Path) -> None:
 
 FIT = "calibrate --fit val.csv --apply test.csv --logits"
 BAD_CALLS = {
+    "evaluate test.csv --logits --abstain 2": "--abstain must lie between 0 and 1",
+    "evaluate percent.csv": "each row sums to 100, so these are percentages",
+    "evaluate rounded.csv": "a file rounded to few digits needs a larger --tolerance",
+    "calibrate --fit val.csv --apply top.csv --logits -o out.csv": "score",
     "evaluate ask.csv": "rows do not sum to 1, which looks like logits; give --logits if so",
     "evaluate test.csv --logits --probs": "give one of --logits and --probs, not both",
     "evaluate nowhere.csv --logits": "nowhere.csv does not exist",
@@ -301,6 +305,10 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = good.splitlines()
     (folder / "ask.csv").write_text("label,cat,dog\ncat,-1.5,2.5\n")
     (folder / "empty.csv").write_text("")
+    (folder / "percent.csv").write_text("label,prob_0,prob_1\n0,60.0,40.0\n1,25.5,74.5\n")
+    (folder / "rounded.csv").write_text(
+        "label,bmi,cat,dog,cow\ncat,25.5,0.33,0.33,0.33\ndog,26.5,0.5,0.52,0.0\ncow,20.5,0,0.5,0.5\n"
+    )
     (folder / "top.csv").write_text("label,predicted,confidence\ncat,cat,0.75\ndog,cat,0.5\n")
     (folder / "header.csv").write_text(lines[0] + "\n")
     (folder / "cut.csv").write_text("\n".join(lines[:-1]) + "\n0599,1")

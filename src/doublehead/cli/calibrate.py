@@ -136,6 +136,7 @@ def _open_like(learn: PredictionTable, paths: list[str], how: dict[str, Any]) ->
     learn.require_scores()
     how = {**how, "kind": how["kind"] or learn.kind}
     table = read_predictions(paths, label_needed=False, like=learn, **how)
+    table.require_scores()
     ours, theirs = learn.layout.classes, table.layout.classes
     if ours and theirs and ours != theirs:
         raise TableError(
@@ -218,7 +219,8 @@ def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionT
     if how["kind"] not in (None, reads):
         raise UserError(f"{use} was fitted on {reads}, but {how['kind']} were stated")
     several = isinstance(calibrator, calibrators.PerLabel)
-    table = read_predictions(paths, label_needed=False, independent=several, **how)
+    table = read_predictions(paths, label_needed=False, independent=several, **{**how, "kind": reads})
+    table.require_scores()
     if table.layout.independent and not several:
         raise UserError(f"{use} was fitted on one label per sample, but {table.name} has several")
     if classes and table.layout.classes and classes != table.layout.classes:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from doublehead.cli import options
-from doublehead.cli.output import progress, show, show_counts, show_guesses, told_to_user
+from doublehead.cli.output import UserError, progress, show, show_counts, show_guesses, told_to_user
 from doublehead.files.reading import read_predictions
 from doublehead.metrics import ThresholdChoice, fine_bins
 
@@ -72,6 +72,8 @@ def evaluate(
 
         doublehead evaluate predictions/ --probs --cluster tcp://10.0.0.1:8786 --json
     """
+    if abstain is not None and not 0 < abstain < 1:
+        raise UserError(f"--abstain must lie between 0 and 1 (0.01 is 1 %), got {abstain:g}")
     with told_to_user():
         table = read_predictions(
             files,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 
@@ -102,20 +102,26 @@ def choose_layout(
         raise TableError(
             f"{where} has no column that looks like the label: name it with --label, it has {listed(columns)}"
         )
-    unnamed = False
-    if scores is None:
+    layout = Layout(label, (), (), 0, tuple(guesses), labels=labels, independent=independent)
+    if scores is not None:
+        layout = with_scores(layout, named_columns(scores, left, where, "scores"), base, told=False)
+    else:
         names = _guess_scores(left, where, kind)
         unnamed = len(names) > 1 and score_family(left, where, kind) is None
-        if names != (kind,):
-            guesses.append(f"score {_told(names)}")
-    else:
-        names = named_columns(scores, left, where, "scores")
-    classes, first = _classes(names)
-    binary = len(names) == 1 and columns[names[0]] != "matrix"
-    return Layout(
-        label, names, classes, first if base is None else base, tuple(guesses), binary, unnamed,
-        labels=labels, independent=independent,
-    )  # fmt: skip
+        layout = with_scores(replace(layout, unnamed=unnamed), names, base, told=names != (kind,))
+    return replace(layout, binary=len(layout.scores) == 1 and columns[layout.scores[0]] != "matrix")
+
+
+def with_scores(
+    layout: Layout, scores: tuple[str, ...], base: int | None = None, told: bool = True
+) -> Layout:
+    """The layout with other score columns; where they are guessed it is `told`."""
+    classes, first = _classes(scores)
+    guesses = [guess for guess in layout.guesses if not guess.startswith("score column")]
+    guesses += [f"score {_told(scores)}"] if told else []
+    return replace(
+        layout, scores=scores, classes=classes, base=first if base is None else base, guesses=tuple(guesses)
+    )
 
 
 def label_columns(

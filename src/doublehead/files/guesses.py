@@ -8,7 +8,17 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from doublehead.files.arrays import RawBatch, Reader
-from doublehead.files.columns import LABELS, LOGITS, PROBS, SCORES, Layout, find, score_family, split_score
+from doublehead.files.columns import (
+    LABELS,
+    LOGITS,
+    PROBS,
+    SCORES,
+    Layout,
+    find,
+    score_family,
+    split_score,
+    with_scores,
+)
 from doublehead.files.formats import open_source
 from doublehead.files.sources import Array, Source, TableError
 from doublehead.files.values import to_text
@@ -19,6 +29,9 @@ SAMPLES = (
     "sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid",
 )  # fmt: skip
 CLASSES = ("class", "class_name", "class_id", "candidate", "option", "choice", "category")
+ROUNDED = (
+    0.05  # how far rows of probabilities rounded to two digits may sum from 1, and still be known as such
+)
 ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
 
 
@@ -89,18 +102,34 @@ def stated_kind(sources: Sequence[Source], reader: Reader, kind: Kind | None) ->
     return kind
 
 
+def named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
+    """The layout without the columns of decimal numbers that no label names, where the rows of the others sum to 1."""
+    if not layout.unnamed or layout.label is None:
+        return layout
+    labels = set(to_text(raw.columns[layout.label]).tolist())
+    places = [i for i, name in enumerate(layout.scores) if name in labels]
+    if not 2 <= len(places) < len(layout.scores):
+        return layout
+    scores = raw.scores[:, places]
+    if np.nanmin(scores) < 0 or _off_one(scores) > max(tolerance, ROUNDED):
+        return layout
+    return with_scores(layout, tuple(layout.scores[i] for i in places))
+
+
 def certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source) -> tuple[Kind, str]:
     """The kind of scores (B, K) where they or the names leave no doubt, and why; else an error."""
     if layout.top_only:
         return "probs", "a confidence"
     several = scores.shape[1] > 1 and not layout.independent
     low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
-    if several and low >= 0 and high <= 1 + 1e-6 and _off_one(scores) <= max(tolerance, 1e-2):
+    if several and low >= 0 and high <= 1 + 1e-6 and _off_one(scores) <= max(tolerance, ROUNDED):
         return "probs", "rows sum to 1"
     if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in layout.scores):
         return "logits", "as they are called"
     if several and high <= 1e-6 and _off_one(np.exp(scores, dtype=np.float64)) <= 1e-2:
         return "logits", "log-probabilities"
+    if several and low >= 0 and _off_one(scores / 100) <= 1e-2:
+        raise TableError(f"{source}: each row sums to 100, so these are percentages: divide them by 100")
     shape = f"the scores of {source} lie in {low:.4g}..{high:.4g}"
     shape += " and rows do not sum to 1" if several else ""
     name = "logits" if several or low < 0 or high > 1 else "probs"
@@ -121,9 +150,9 @@ def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     )
 
 
-def check_unnamed(raw: RawBatch, layout: Layout, kind: Kind, tolerance: float, source: Source) -> None:
+def check_unnamed(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source) -> None:
     """Refuse score columns without telling names where the labels of the first rows contradict them."""
-    if layout.label is None or (kind == "probs" and _off_one(raw.scores) <= max(tolerance, 1e-2)):
+    if layout.label is None or (kind != "logits" and _off_one(raw.scores) <= max(tolerance, 1e-2)):
         return
     labels, scores = to_text(raw.columns[layout.label]), layout.scores
     enough = len(labels) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely

@@ -26,6 +26,7 @@ from doublehead.files.guesses import (
     check_names,
     check_unnamed,
     from_long_form,
+    named_by_labels,
     stated_kind,
 )
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
@@ -322,6 +323,11 @@ def read_predictions(
     if stated is None or layout.unnamed:
         with closing(table._raw(reader, keep=False)) as batches:
             raw = next(batches, None)
+    if raw is not None and layout.unnamed:
+        layout = layout if stated == "logits" else named_by_labels(raw, layout, tolerance)
+        places = [table.layout.scores.index(name) for name in layout.scores]
+        raw, table = raw._replace(scores=raw.scores[:, places]), replace(table, layout=layout)
+        check_unnamed(raw, layout, stated, tolerance, sources[0])
     if stated is None:
         if raw is None:
             raise NoRows(table._nothing(0, set()))
@@ -329,8 +335,6 @@ def read_predictions(
         table = replace(table, kind=certain, why=why)
     if named is None:
         check_names(layout, table.kind, table.why, table.name)
-    if layout.unnamed and raw is not None:
-        check_unnamed(raw, layout, table.kind, tolerance, sources[0])
     return table
 
 
