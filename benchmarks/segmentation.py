@@ -85,10 +85,11 @@ def with_stream():
 
 def with_torchmetrics():
     """The ECE alone."""
-    from torchmetrics.classification import MulticlassCalibrationError
-    from torchmetrics.functional.classification import multiclass_calibration_error  # noqa: F401
+    from doublehead.optional import require
 
-    metric = MulticlassCalibrationError(CLASSES, n_bins=15, norm="l1", ignore_index=IGNORED)
+    metric = require("torchmetrics.classification", extra="train").MulticlassCalibrationError(
+        CLASSES, n_bins=15, norm="l1", ignore_index=IGNORED
+    )
     return metric.update, lambda: float(metric.compute())
 
 

@@ -534,31 +534,6 @@ def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
     torch.jit.script(net)
 
 
-def test_deep_copy_stands_on_its_own() -> None:
-    model = calibrate(small_net(), some_data(300, 1))
-    other = copy.deepcopy(model)
-    x = torch.randn(3, 1, 8, 8)
-    torch.testing.assert_close(other(x), model(x))
-    nn.init.zeros_(model.network[6].weight)
-    torch.testing.assert_close(other.heads(x).main, other.network(x).log_softmax(1))
-    assert not torch.allclose(other(x), model(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_calibration_stays_float32_in_a_half_precision_model(dtype: torch.dtype) -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
-    double = DoubleHead(net, some_data(300, 1), every=1)
-    double.step()
-    model = double.finish()
-    half = copy.deepcopy(model).to(dtype)
-    assert {value.dtype for value in half.network.parameters()} == {dtype}
-    assert half.opinion is not None
-    assert {value.dtype for value in half.opinion.parameters()} == {torch.float32}
-    x = torch.randn(4, 1, 8, 8)
-    with torch.no_grad():
-        torch.testing.assert_close(half(x.to(dtype)), model(x), atol=0.1, rtol=0.1)
-
-
 def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
     net, double = train(beside=True, heads=PAPER)
     assert double is not None

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Subset
 
 from doublehead import PAPER, DoubleHead, HeadSpec, Predictions, calibrate, load, metrics
 from doublehead.calibration_data import fold_of, unpack
-from doublehead.data import fashion_subset
 from doublehead.data.trees import parse_tree
 from doublehead.integrations.transformers import (
     DoubleHeadTrainerCallback,
@@ -399,29 +398,6 @@ def test_training_again_starts_without_the_old_calibration(
         assert_same(again.state_dict(), own_state(model))
         results.append(model.state_dict())
     assert_same(*results)
-
-
-def test_images(tmp_path: Path) -> None:
-    parts = fashion_subset().first(96, 64, 64)
-    data = {
-        name: [
-            {"pixel_values": torch.from_numpy(image).permute(2, 0, 1).float() / 255, "labels": int(label)}
-            for image, label in zip(samples.images, samples.labels)
-        ]
-        for name, samples in (("train", parts.train), ("calib", parts.calib), ("test", parts.test))
-    }
-    config = hf.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=28, patch_size=7,
-        num_channels=1, num_labels=10,
-    )  # fmt: skip
-    callback = DoubleHeadTrainerCallback(DataLoader(data["calib"], 32), every=1)
-    trainer = train(hf.ViTForImageClassification(config), data, tmp_path, None, callback)
-    assert trainer.evaluate()["eval_ece_calib"] >= 0
-    trainer.save_model(tmp_path / "saved")
-    inputs = {"pixel_values": torch.stack([one["pixel_values"] for one in data["test"][:5]])}
-    torch.testing.assert_close(
-        logits(load_calibrated(tmp_path / "saved"), inputs), logits(trainer.model, inputs)
-    )
 
 
 def test_folds_do_not_depend_on_padding() -> None:

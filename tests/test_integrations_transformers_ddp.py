@@ -17,6 +17,7 @@ from doublehead import PAPER, Predictions, metrics
 from doublehead.integrations.transformers import DoubleHeadTrainerCallback, attached_to, load_calibrated
 from doublehead.optional import require
 from processes import leave
+from tiny_networks import assert_same
 
 hf = require("transformers", extra="transformers")
 pytestmark = pytest.mark.slow
@@ -139,23 +140,17 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 def test_all_processes_end_with_the_same_model_and_the_network_does_not_notice(
     ranks: list[dict[str, Any]],
 ) -> None:
     first, second = (rank["states"] for rank in ranks)
     for name in first:
-        assert_equal(first[name], second[name])
+        assert_same(first[name], second[name])
     part = {name for name in first["whole"] if name.startswith("calibration_head.")}
     assert part
     assert ranks[0]["choice"] == ranks[1]["choice"]
     assert f"on {N_CALIB} samples" in ranks[0]["choice"]
-    assert_equal({k: v for k, v in first["whole"].items() if k not in part}, first["plain"])
+    assert_same({k: v for k, v in first["whole"].items() if k not in part}, first["plain"])
 
 
 def test_each_process_draws_batches_of_its_own_and_the_heads_learn_from_all(
@@ -213,8 +208,8 @@ def test_one_file_holds_the_state_of_all_and_resuming_is_exact(
     assert [name for name in names if "doublehead" in name] == ["doublehead.pt"]
     for rank in ranks:
         assert rank["resumed calls"] == 20
-        assert_equal(rank["states"]["resumed"], rank["states"]["whole"])
-        assert_equal(rank["states"]["resumed heads"], rank["states"]["whole heads"])
+        assert_same(rank["states"]["resumed"], rank["states"]["whole"])
+        assert_same(rank["states"]["resumed heads"], rank["states"]["whole heads"])
         late = [batch["input_ids"].tolist() for batch in rank["drawn"][-3:]]
         assert rank["resumed"][-3:] == late
 

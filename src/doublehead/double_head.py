@@ -114,15 +114,8 @@ class DoubleHead:
         self._randomness = Randomness(seed + rank(), device, only_torch)
         with self._randomness.swapped_in():
             first = unpack(_first(batches), device, to_pair)
-            self.reader = Reader.of(
-                network,
-                first,
-                layer=layer,
-                logits_of=logits_of,
-                outputs=outputs,
-                task=task,
-                ignore_index=ignore_index,
-            )
+            form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}
+            self.reader = Reader.of(network, first, ignore_index=ignore_index, **form)  # type: ignore[arg-type]
         if self.reader.task == "labels":
             raise ValueError(
                 "DoubleHead trains heads for one class per sample, and this network has several labels: calibrate it "
@@ -160,11 +153,8 @@ class DoubleHead:
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 if n_processes() > 1:
                     raise  # the other processes wait for this one
-                losses, self._failed, self._failed_in_a_row = (
-                    None,
-                    self._failed + 1,
-                    self._failed_in_a_row + 1,
-                )
+                losses = None
+                self._failed, self._failed_in_a_row = self._failed + 1, self._failed_in_a_row + 1
                 self._note_failure(f"{type(error).__name__}: {error}", self._failed_in_a_row)
             else:
                 self._failed_in_a_row = 0

@@ -201,11 +201,10 @@ class Watch:
                 sums = [values.sum(dtype=torch.float64) for values in (flat, flat[::2])]
                 self._noted = self._noted.to(part.device) + torch.stack(sums)
 
-    def gather(self, device: torch.device | None = None) -> None:
+    def gather(self) -> None:
         """Sum over all processes; each then holds the whole. Every process must call it.
 
-        Where all of them noted exactly the same, they saw the same samples, and those of the first count. The sums
-        travel as objects, so `device` does not matter.
+        Where all of them noted exactly the same, they saw the same samples, and those of the first count.
         """
         if n_processes() > 1:
             every = from_every_process((self._noted.tolist(), self._tallies))

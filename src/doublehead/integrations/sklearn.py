@@ -84,7 +84,10 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
         X, y = _checks.validate_data(self, X, y, **self._wanted())
         _targets.check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
-        _need_two_classes(self, self.classes_)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"{type(self).__name__} needs at least 2 classes, got one class: {self.classes_.tolist()}"
+            )
         weights = _checks._check_sample_weight(sample_weight, X, dtype=np.float32, ensure_non_negative=True)
         used = np.flatnonzero(weights)  # a sample without weight is no part of the data
         weights = weights * _weights.compute_sample_weight(self.class_weight, y)
@@ -233,13 +236,6 @@ def hold_out(labels: Any, share: float, seed: int) -> tuple[Any, Any]:
     rows = np.arange(n)
     learn, hold = _split(rows, test_size=n_held, random_state=seed, stratify=labels if enough else None)
     return np.sort(learn), np.sort(hold)
-
-
-def _need_two_classes(estimator: Any, classes: Any) -> None:
-    if len(classes) < 2:
-        raise ValueError(
-            f"{type(estimator).__name__} needs at least 2 classes, got one class: {classes.tolist()}"
-        )
 
 
 def _logits(estimator: Any, X: Any) -> Any:

@@ -152,7 +152,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
     ) -> None:
         """Add the numbers of both heads to those of `evaluate`, and send them and the diagram to the trackers."""
         watch, self._watch, self._seen = self._watch, Watch(self.n_bins), None
-        watch.gather(device_of(model))
+        watch.gather()
         if watch.n == 0:
             return
         prefix = next((key[: -len("_loss")] for key in metrics if key.endswith("_loss")), "eval")
