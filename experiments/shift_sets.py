@@ -135,6 +135,7 @@ def text_sets(run: Run, root: str) -> Iterator[Set]:
     texts: dict[str, tuple[list[Words], Any]] = {}
     for split in ("calib", "test"):
         part = getattr(run.inputs.splits, split)
+        part = part.take(np.random.default_rng(0).permutation(len(part)))  # files are sorted by class
         texts[split] = list(tokens_of(part)), part.labels
         yield _text_set(run, f"{split}/clean", *texts[split])
     pool = [word for words in texts["calib"][0] for word in words]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from doublehead.guard import DRAWS, MOST, SHRINK, Distance, Guard, Observed, scaled
+from doublehead.guard import DRAWS, MOST, SHRINK, Distances, Guard, Observed, scaled
 
 WIDTHS = [4, 2]
 
@@ -45,11 +45,9 @@ def test_rows_that_are_usual_are_measured_from_the_others() -> None:
     """As if each had been left out by itself: a new row would be as far."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(60, 12, generator=generator) @ torch.rand(12, 12, generator=generator)
-    distance = Distance(12)
-    apart, near = distance.set_usual(rows).exp(), distance(rows).exp()
-    slow = []
+    distances, others, slow = Distances([12]), Distances([12]), []
+    apart, near = distances.set_usual(rows).exp(), distances(rows).exp()
     for i in range(60):
-        others = Distance(12)
         others.set_usual(torch.cat([rows[:i], rows[i + 1 :]]))
         slow.append(others(rows[i : i + 1]).exp())
     torch.testing.assert_close(apart, torch.cat(slow), rtol=0.05, atol=0)
