@@ -151,11 +151,11 @@ def density_aware(logits: Tensor, clean: Seen) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def measure(files: Sequence[Path]) -> pd.DataFrame:
-    """One row for each run, kind left out, method and cell."""
-    runs = {file.stem: read(file) for file in files}
+def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
+    """One row for each run, kind left out, method and cell; `more` runs are only members of ensembles."""
+    runs = {file.stem: read(file) for file in [*files, *more]}
     rows: list[dict[str, Any]] = []
-    for run, sets in runs.items():
+    for run, sets in list(runs.items())[: len(files)]:
         members = [other for other in runs.values() if same_inputs(sets, other)]
         for kind in (kind for kind, families in KINDS.items() if f"test/{families[0]}/1" in sets):
             cells = [f"test/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
@@ -247,17 +247,18 @@ def title(run: str) -> str:
 
 
 def page(table: pd.DataFrame) -> str:
-    """The table of docs/shift.md."""
+    """The table of docs/shift.md: a row for each method, a column for each network."""
     found, lines = summary(table), []
-    for run in dict.fromkeys(found.index.get_level_values("run")):
-        for name, label in SHOWN.items():
-            if (run, name) not in found.index:
-                continue
-            row = found.loc[(run, name)]
-            high = "" if name == "head" else f" (up to {row.cost_high:+.2f})"
-            numbers = [f"{100 * row.ece:.1f}", f"{row.share:.2f}", f"{100 * row.clean_ece:.2f}"]
-            lines.append([title(run), label, *numbers, f"{row.cost:+.2f}{high}"])
-    return markdown(["network", "method", "ECE %", "share", "clean ECE %", "clean cost %"], lines)
+    runs = list(dict.fromkeys(found.index.get_level_values("run")))
+    for name, label in SHOWN.items():
+        rows = [found.loc[(run, name)] if (run, name) in found.index else None for run in runs]
+        cells = ["" if row is None else f"{row.share:.2f} ({row.cost_high:+.2f})" for row in rows]
+        lines.append([label, *cells])
+    ece = [f"{100 * found.ece[run, 'temperature']:.1f} %" for run in runs]
+    clean = table[(table.method == "alarm-64") & (table.cell == "clean")].set_index("run").alarms
+    lines.append(["*ECE of temperature scaling*", *ece])
+    lines.append(["*clean windows of 64 with an alarm*", *(f"{100 * clean[run]:.1f} %" for run in runs)])
+    return markdown(["method", *map(title, runs)], lines)
 
 
 def frontier(table: pd.DataFrame) -> Figure:
@@ -324,15 +325,17 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["measure", "draw"])
     parser.add_argument("paths", nargs="*", type=Path)
+    parser.add_argument("--members", nargs="*", type=Path, default=[], help="further members of ensembles")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "measure":
         about: dict[str, Any] = {
             "runs": [path.stem for path in options.paths],
+            "members": [path.stem for path in options.members],
             "environment": environment(torch.device("cpu")),
         }
         about["environment"].pop("command")
-        measure(options.paths).round(6).to_csv(TABLE, index=False)
+        measure(options.paths, options.members).round(6).to_csv(TABLE, index=False)
         TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
         plots.save(stream(read(options.paths[0])), IMAGES / "shift.png", dpi=90)
     table = pd.read_csv(TABLE)

@@ -26,7 +26,7 @@ from doublehead.training.loop import make_fabric, set_up
 from doublehead.training.run import Run
 from doublehead.training.run_folder import RunFolder
 
-N_EACH = 1000  # inputs of a family at a severity
+N_EACH, N_TEXTS = 1000, 500  # images and texts of a family at a severity
 UNKNOWN = 255  # label of what belongs to no class
 KINDS = {
     **{kind: LEFT_OUT[kind] for kind in ("noises", "blurs", "colours", "digital")},
@@ -94,9 +94,9 @@ def read(file: Path) -> dict[str, Seen]:
         return {str(name): Seen(*(c[end - size : end] for c in columns)) for name, size, end in sets}
 
 
-def some_rows(n: int, split: str) -> Any:
+def some_rows(n: int, split: str, wanted: int) -> Any:
     """The samples of a split that are perturbed."""
-    return np.sort(np.random.default_rng(split == "test").permutation(n)[:N_EACH])
+    return np.sort(np.random.default_rng(split == "test").permutation(n)[:wanted])
 
 
 # --- images
@@ -115,7 +115,7 @@ def image_sets(run: Run, root: str) -> Iterator[Set]:
     for split, part in splits.items():
         yield f"{split}/clean", map(normalise, batches(part.images)), part.labels, np.arange(len(part.labels))
     for split, part in splits.items():
-        rows = some_rows(len(part.labels), split)
+        rows = some_rows(len(part.labels), split, N_EACH)
         for family in FAMILIES:
             for level in range(1, 6):
                 generator = torch.Generator(device).manual_seed(level)
@@ -135,18 +135,19 @@ def text_sets(run: Run, root: str) -> Iterator[Set]:
     texts: dict[str, tuple[list[Words], Any]] = {}
     for split in ("calib", "test"):
         part = getattr(run.inputs.splits, split)
+        part = part.take(np.random.default_rng(0).permutation(len(part)))  # files are sorted by class
         texts[split] = list(tokens_of(part)), part.labels
         yield _text_set(run, f"{split}/clean", *texts[split])
     pool = [word for words in texts["calib"][0] for word in words]
     for split, (words, labels) in texts.items():
-        rows = some_rows(len(words), split)
+        rows = some_rows(len(words), split, N_TEXTS)
         for number, family in enumerate(family for kind in list(KINDS)[4:] for family in KINDS[kind]):
             for level in range(1, 6):
                 rng = np.random.default_rng([level, number, split == "test"])
                 changed = [change(words[row], family, SHARES[level - 1], pool, rng) for row in rows]
                 yield _text_set(run, f"{split}/{family}/{level}", changed, labels[rows], rows)
     for name, samples in _other_texts(run.config.data, root).items():
-        words = [words[:50] for words in tokens_of(samples) if words][:N_EACH]
+        words = [words[:50] for words in tokens_of(samples) if words][:N_TEXTS]
         yield _text_set(run, f"unknown/{name}", words, np.full(len(words), UNKNOWN))
 
 
@@ -191,7 +192,7 @@ def _other_texts(data: str, root: str) -> dict[str, Any]:
     found = {}
     if not data.startswith("20newsgroups"):
         posts = load("20newsgroups-bydate", root).test
-        found["20newsgroups"] = posts.take(np.random.default_rng(0).permutation(len(posts))[: 2 * N_EACH])
+        found["20newsgroups"] = posts.take(np.random.default_rng(0).permutation(len(posts))[: 2 * N_TEXTS])
     if data != "sst-fine":
         sentences = load("sst-fine", root).test
         neutral = np.flatnonzero(sentences.labels == 2)

@@ -285,62 +285,49 @@ class Guard(StaysFloat32):
 
 
 class Distances(nn.Module):
-    """Stages (B, S) -> how far each part of them is from the usual ones, (B, D), one part for each of `widths`."""
+    """Stages (B, S) -> how far each part of them is from the usual ones, (B, D), one part for each of `widths`.
+
+    A distance is the logarithm of a mean square in units in which the usual values vary by 1 in every direction
+    (Mahalanobis' distance), so a shift that breaks the usual relations between channels counts, even where each
+    channel alone looks usual.
+    """
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
         self.widths = list(widths)
-        self.parts = nn.ModuleList(Distance(width) for width in widths)
+        self.register_buffer("mean", torch.zeros(sum(widths)))
+        for number, width in enumerate(widths):  # of the inverse covariance
+            self.register_buffer(f"root{number}", torch.eye(width))
+        self.mean: Tensor
 
     def forward(self, stages: Tensor) -> Tensor:
         """The distances of each row."""
-        return torch.cat([part(values) for part, values in zip(self.parts, stages.split(self.widths, 1))], 1)
-
-    def set_usual(self, stages: Tensor) -> Tensor:
-        """Take (N, S) for what is usual; the distances of each row from all the others, (N, D)."""
-        pairs = zip(self.parts, stages.float().split(self.widths, 1))
-        return torch.cat([part.set_usual(values) for part, values in pairs], 1)  # type: ignore[operator]
-
-
-class Distance(nn.Module):
-    """Values (B, W) -> how far each row is from the usual ones, (B, 1): the logarithm of a mean squared distance.
-
-    It is measured in units in which the usual values vary by 1 in every direction (Mahalanobis' distance), so a shift
-    that breaks the usual relations between channels counts, even where each channel alone looks usual.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("root", torch.eye(width))  # of the inverse covariance
-        self.mean: Tensor
-        self.root: Tensor
-
-    def forward(self, values: Tensor) -> Tensor:
-        """The distance of each row."""
-        squares = ((values.float() - self.mean) @ self.root).square()
-        return squares.mean(-1, keepdim=True).clamp(min=TINY).log()
+        parts = (stages.float() - self.mean).split(self.widths, 1)
+        roots = [self.get_buffer(f"root{number}") for number in range(len(parts))]
+        squares = [(part @ root).square().mean(1) for part, root in zip(parts, roots)]
+        return torch.stack(squares, 1).clamp(min=TINY).log()
 
     @torch.no_grad()
-    def set_usual(self, values: Tensor) -> Tensor:
-        """Take (N, W) for what is usual; the distance of each row from all the others, (N, 1).
+    def set_usual(self, stages: Tensor) -> Tensor:
+        """Take (N, S) for what is usual; the distances of each row from all the others, (N, D).
 
         From statistics that it is part of a row is nearer than a new one would be: with few rows by far.
         """
-        device, n, values = values.device, len(values), values.cpu().double()  # some devices have no float64
+        values, n = stages.cpu().double(), len(stages)  # some devices have no float64
         mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=TINY)
-        unit = (values - mean) / deviation
-        eye = torch.eye(len(mean), dtype=unit.dtype)
-        covariance = torch.lerp(unit.mT @ unit / n, eye, SHRINK)
-        lower: Tensor = torch.linalg.cholesky(covariance)
-        root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
         self.mean.copy_(mean)
-        self.root.copy_(root / deviation[:, None])
-        # Sherman and Morrison's formula takes a row out of the covariance; its mean moves away from the row too.
-        squares, grown = (unit @ root).square().sum(1, keepdim=True), n / max(1, n - 1)
-        squares = grown**2 * squares / (1 - (1 - SHRINK) * squares / n).clamp(min=TINY)
-        far: Tensor = (squares / len(mean)).clamp(min=TINY).log()
-        return far.float().to(device)
+        units = ((values - mean) / deviation).split(self.widths, 1)
+        far = []
+        for number, (unit, scale) in enumerate(zip(units, deviation.split(self.widths))):
+            eye = torch.eye(len(scale), dtype=unit.dtype)
+            lower: Tensor = torch.linalg.cholesky(torch.lerp(unit.mT @ unit / n, eye, SHRINK))
+            root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
+            self.get_buffer(f"root{number}").copy_(root / scale[:, None])
+            # Sherman and Morrison's formula takes a row out of the covariance; its mean moves away from the row too.
+            squares, grown = (unit @ root).square().sum(1), n / max(1, n - 1)
+            squares = grown**2 * squares / (1 - (1 - SHRINK) * squares / n).clamp(min=TINY)
+            far.append((squares / len(scale)).clamp(min=TINY).log())
+        return torch.stack(far, 1).float().to(stages.device)
 
 
 def design(rows: Tensor, n_far: int) -> Tensor:

@@ -92,6 +92,7 @@ class ShiftGuard(nn.Module):
     ) -> ShiftGuard:
         """Learn from calibration data and `views` perturbed copies of each batch; the model stays as it is.
 
+        Samples must come in random order, not sorted by class: neighbours form the windows to learn from.
         `perturb` should treat a whole batch alike, as a real shift does: `Shifts(share=1.0, together=True)`. `prior`
         is the share of shifted samples to expect outside of an alarm; a larger one guards single samples more and
         costs more on clean data. Without it the largest one, up to 0.01, that costs next to nothing there is taken.
@@ -110,26 +111,28 @@ class ShiftGuard(nn.Module):
             raise ValueError(f"views must be at least 1, got {views}")
         clean: list[tuple[Tensor, ...]] = []
         perturbed: list[tuple[Tensor, ...]] = []
-        n, model = 0, uncompiled(self.model)
+        n = 0
         with evaluating(self):
             for number, batch in enumerate(batches):
                 args, kwargs, labels, _ = unpack(batch, device_of(self))
                 samples = torch.arange(n, n + len(labels), device=labels.device)
                 n += len(labels)
-
-                def add(to: list[Any], group: int, args: Sequence[Any], kwargs: Any) -> None:
-                    _, logits, stages = self._run(model, args, kwargs)
-                    to.append((stages, logits.float(), labels, torch.full_like(samples, group), samples))  # noqa: B023
-
-                add(clean, 0, args, kwargs)  # random samples of one distribution: all of them are one group
+                # Clean batches are random samples of one distribution: all of them are one group.
+                clean.append(self._look(args, kwargs, labels, torch.zeros_like(samples), samples))
                 for view in range(views if perturb is not None else 0):
                     assert perturb is not None
                     other = (perturb(args[0]), *args[1:]) if args else args
-                    add(perturbed, number * views + view, other, kwargs if args else perturb(kwargs))
+                    others = kwargs if args else perturb(kwargs)
+                    group = torch.full_like(samples, number * views + view)
+                    perturbed.append(self._look(other, others, labels, group, samples))
         if not clean:
             raise ValueError("calib_batches must hold at least one batch, got none")
         seen = [Observed(*(torch.cat(parts) for parts in zip(*rows))) for rows in (clean, perturbed) if rows]
         return seen[0], seen[1] if len(seen) > 1 else None
+
+    def _look(self, args: Sequence[Any], kwargs: Any, *known: Tensor) -> tuple[Tensor, ...]:
+        _, logits, stages = self._run(uncompiled(self.model), args, kwargs)
+        return stages, logits.float(), *known
 
 
 def _check_unguarded(model: nn.Module) -> None:

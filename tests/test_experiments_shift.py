@@ -1,0 +1,76 @@
+"""The measurement of the shift guard, on a network that is made up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pandas")
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+
+import shift
+import shift_sets
+
+WORDS = ["the", "film", "is", "not", "as", "good", "as", "the", "book", "that", "it", "was", "made", "from"]
+
+
+@pytest.mark.parametrize("family", ["drop", "cut", "replace", "shuffle", "typo"])
+def test_a_larger_share_changes_more_words(family: str) -> None:
+    def same(share: float) -> int:
+        new = shift_sets.change(WORDS, family, share, ["x"], np.random.default_rng(0))
+        assert new
+        assert family not in ("shuffle",) or sorted(new) == sorted(WORDS)
+        return sum(a == b for a, b in zip(new, WORDS)) if family not in ("drop", "cut") else len(new)
+
+    assert same(0.0) == len(WORDS)
+    assert same(0.3) < len(WORDS)
+    assert same(1.0) < same(0.3)
+
+
+def dump(file: Path, seed: int) -> Path:
+    """A network that is too sure the farther its inputs are; two kinds of shift, of one family or two."""
+    generator, sizes, names, parts = torch.Generator().manual_seed(seed), [], [], []
+    cells = [f"{family}/{level}" for family in ("drop", "cut", "typo") for level in range(1, 6)]
+    for name in [
+        "calib/clean",
+        "test/clean",
+        *(f"{s}/{c}" for s in ("calib", "test") for c in cells),
+        "unknown/x",
+    ]:
+        n, level = 300, int(name[-1]) if name[-1].isdigit() else 0
+        logits = 3 * torch.randn(n, 3, generator=generator)
+        labels = torch.multinomial((logits * 0.75**level).softmax(1), 1, generator=generator)[:, 0]
+        far = 0.3 * torch.randn(n, 4, generator=generator) + 0.5 * level
+        parts.append(((logits * 64).short(), far.half(), labels, torch.arange(n)))
+        names.append(name)
+        sizes.append(n)
+    arrays = {key: torch.cat(p).numpy() for key, p in zip(("logits", "far", "labels", "rows"), zip(*parts))}
+    np.savez(file, **arrays, **{"set/name": np.array(names), "set/size": np.array(sizes)})
+    return file
+
+
+def test_a_guard_beats_temperature_scaling_where_it_should(tmp_path: Path) -> None:
+    table = shift.measure([dump(tmp_path / "one-cross.npz", 0)])
+    assert set(table.left_out) == {"missing words", "letters", "all"}
+    found = shift.summary(table).loc["one-cross"]
+    assert found.share["temperature"] == 1
+    assert found.share["window-64"] < 0.8
+    assert found.cost["head"] == 0
+    assert abs(found.cost["window-64"]) < 2
+    alarms = table[table.method == "alarm-64"].set_index("cell").alarms
+    assert alarms["clean"] < 0.1
+    assert alarms["cut/5"] == 1
+    assert "guard, windows of 64" in shift.page(table)
+
+
+def test_runs_on_the_same_inputs_form_an_ensemble(tmp_path: Path) -> None:
+    sets = shift.read(dump(tmp_path / "one.npz", 0))
+    assert shift.same_inputs(sets, shift.read(tmp_path / "one.npz"))
+    assert not shift.same_inputs(sets, shift.read(dump(tmp_path / "two.npz", 1)))  # other labels
+    mean = shift.mean_of([sets, sets], "test/clean").softmax(1)
+    torch.testing.assert_close(mean, sets["test/clean"].logits.softmax(1))

@@ -1,0 +1,216 @@
+"""What a guard learns from stages and logits, its factor and its alarm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from doublehead.guard import DRAWS, MOST, SHRINK, Distances, Guard, Observed, scaled
+
+WIDTHS = [4, 2]
+
+
+def slow_distance(usual: np.ndarray, row: np.ndarray) -> float:
+    """The logarithm of the mean squared Mahalanobis distance, by an inverse of the covariance."""
+    centre, deviation = usual.mean(0), usual.std(0)
+    unit = (usual - centre) / deviation
+    covariance = (1 - SHRINK) * unit.T @ unit / len(unit) + SHRINK * np.eye(len(row))
+    z = (row - centre) / deviation
+    return math.log(z @ np.linalg.inv(covariance) @ z / len(row))
+
+
+def observed(n: int = 400, shift: float = 0.0, seed: int = 0) -> Observed:
+    """Stages of two layers; a shift moves them and makes the labels less certain than the logits say."""
+    generator = torch.Generator().manual_seed(seed)
+    stages = torch.randn(n, 6, generator=generator) * torch.tensor([1, 2, 3, 0.1, 5, 1]) * (1 + shift) + 3
+    logits = 3 * torch.randn(n, 4, generator=generator)
+    probs = (logits * math.exp(-shift)).softmax(1)
+    labels = torch.multinomial(probs, 1, generator=generator)[:, 0]
+    return Observed(stages, logits, labels, torch.zeros_like(labels), torch.arange(n))
+
+
+def learned(window: int = 8, seed: int = 0, **options: Any) -> Guard:
+    guard = Guard(WIDTHS, window)
+    guard.fit(observed(1000), observed(1000, 2.0, 1), seed=seed, **options)
+    return guard
+
+
+def test_rows_that_are_usual_are_measured_from_the_others() -> None:
+    """As if each had been left out by itself: a new row would be as far."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(60, 12, generator=generator) @ torch.rand(12, 12, generator=generator)
+    distances, others, slow = Distances([12]), Distances([12]), []
+    apart, near = distances.set_usual(rows).exp(), distances(rows).exp()
+    for i in range(60):
+        others.set_usual(torch.cat([rows[:i], rows[i + 1 :]]))
+        slow.append(others(rows[i : i + 1]).exp())
+    torch.testing.assert_close(apart, torch.cat(slow), rtol=0.05, atol=0)
+    assert float(apart.mean()) > 1.2 * float(near.mean())
+
+
+def slow_numbers(guard: Guard, clean: Observed, stages: Tensor, logits: Tensor) -> np.ndarray:
+    """What is known of each row in float64: distances from clean stages, statistics of the logits, standardised."""
+    state = {name: value.double().numpy() for name, value in guard.state_dict().items()}
+    mean, square = state["standardise.mean"], state["standardise.square"]
+    usual = clean.stages.double().numpy()
+    rows = []
+    for row, z in zip(stages.double().numpy(), logits.double().numpy()):
+        far = [slow_distance(usual[:, :4], row[:4]), slow_distance(usual[:, 4:], row[4:])]
+        log_probs = np.sort(z - np.logaddexp.reduce(z))[::-1]
+        entropy = -(np.exp(log_probs) * log_probs).sum()
+        rows.append([*far, *log_probs, np.logaddexp.reduce(z), entropy, z.max()])
+    return (np.array(rows) - mean) / np.sqrt(np.maximum(square - mean**2, 1e-6))
+
+
+def slow_design(numbers: np.ndarray) -> np.ndarray:
+    """Of one layer, so there is one depth; then the largest log-probability and the entropy."""
+    return np.array([*np.clip([*numbers[:3], numbers[-2]], -3, 6), 1.0])
+
+
+def slow_factors(guard: Guard, rows: np.ndarray) -> tuple[np.ndarray, list[bool]]:
+    """Factors and alarms of a stream, sample by sample."""
+    weights = {name: value.double().numpy() for name, value in guard.state_dict().items()}
+    factors, alarms = [], []
+    for i, row in enumerate(rows):
+        far = np.clip(row[:2], -4, 8)
+        odds = np.concatenate([far, far**2 / 4, [1.0]]) @ weights["posterior"]
+        log_scale = np.clip(slow_design(row) @ weights["single"], -4, 0) / (1 + np.exp(-odds))
+        last = max(i, guard.window - 1)
+        mean = rows[last + 1 - guard.window : last + 1].mean(0)
+        statistic = mean[:2] @ weights["precision"] @ mean[:2]
+        p_value = (1 + (weights["null"] >= statistic).sum()) / (len(weights["null"]) + 1)
+        alarms.append(bool(p_value <= guard.rate))
+        if alarms[-1]:
+            log_scale = np.clip(slow_design(mean) @ weights["windowed"], -4, 0.5)
+        factors.append(math.exp(log_scale))
+    return np.array(factors), alarms
+
+
+@pytest.mark.parametrize("batch", [1, 5, 60])
+def test_a_stream_against_a_slow_reference(batch: int) -> None:
+    """Clean samples, then shifted ones, then clean ones again, in batches of any size."""
+    guard = learned(prior=0.05)
+    stream = [observed(20, shift, seed) for shift, seed in ((0.0, 7), (2.0, 8), (0.0, 9))]
+    stages, logits = (torch.cat(parts) for parts in list(zip(*stream))[:2])
+    rows = slow_numbers(guard, observed(1000), stages, logits)
+    wanted, alarms = slow_factors(guard, rows)
+    assert not any(alarms[:20])
+    assert sum(alarms[20:40]) > 10
+    got, since = [], []
+    for some, z in zip(stages.split(batch), logits.split(batch)):
+        got.append(guard(some, z)[:, 0])
+        since.append(guard.shift.since)
+    whole = slice(
+        guard.window - 1 if batch < guard.window else 0, None
+    )  # a window that is not full says nothing
+    np.testing.assert_allclose(torch.cat(got).numpy()[whole], wanted[whole], rtol=2e-3)
+    assert guard.shift.seen == 60
+    if batch == 1:
+        assert [place is not None for place in since[7:]] == alarms[7:]
+        assert since[39] == next(i for i in range(20, 40) if all(alarms[i:40]))
+
+
+def test_clean_windows_raise_an_alarm_at_the_stated_rate() -> None:
+    guard = Guard(WIDTHS, window=16, rate=0.05)
+    guard.fit(observed(4000))
+    alarms = []
+    new = observed(16 * 1500, seed=5)
+    for stages, logits in zip(new.stages.split(16), new.logits.split(16)):
+        guard.reset()
+        guard(stages, logits)
+        alarms.append(guard.shift.alarm)
+    # A standard error is 0.006; the distances are known from 4,000 samples, which adds as much.
+    assert 0.025 < np.mean(alarms) < 0.08
+
+
+def test_an_alarm_says_how_sure_how_strong_and_since_when() -> None:
+    guard = learned(prior=0.0)
+    assert guard.shift == (False, 1.0, 1.0, None, 0)
+    clean, shifted = observed(50, seed=3), observed(50, 3.0, 4)
+    assert (guard(clean.stages, clean.logits) == 1).all()
+    assert guard.shift.p_value > guard.rate
+    assert guard.shift.strength < 3
+    guard(shifted.stages, shifted.logits)
+    alarm, p_value, strength, since, seen = guard.shift
+    assert alarm
+    assert p_value == pytest.approx(1 / (DRAWS + 1))
+    assert strength > 3
+    assert 50 <= since <= 50 + guard.window  # type: ignore[operator]
+    assert seen == 100
+    guard.reset()
+    assert guard.shift == (False, 1.0, 1.0, None, 0)
+    with guard.alone():
+        assert (guard(shifted.stages, shifted.logits) == 1).all()
+    assert guard.shift.seen == 0
+
+
+def test_a_guard_learns_from_perturbed_data_and_costs_little_on_clean() -> None:
+    guard, clean, shifted = learned(), observed(2000, seed=11), observed(2000, 2.0, 12)
+
+    def nll(part: Observed) -> tuple[float, float]:
+        guard.reset()
+        out = scaled(part.logits, guard(part.stages, part.logits))
+        return tuple(float(F.cross_entropy(z, part.labels)) for z in (out, part.logits))  # type: ignore[return-value]
+
+    after, before = nll(shifted)
+    assert after < 0.6 * before
+    after, before = nll(clean)
+    assert after < 1.01 * before
+
+
+def test_a_larger_prior_acts_more_on_single_samples() -> None:
+    shifted = observed(500, 2.0, 12)
+    factors = []
+    for prior in (0.0, 0.01, 0.3):
+        guard = learned(window=0, prior=prior)
+        factors.append(float(guard(shifted.stages, shifted.logits).mean()))
+    assert factors[0] == 1
+    assert factors[0] > factors[1] > factors[2]
+
+
+def test_without_perturbed_data_there_is_only_the_alarm() -> None:
+    guard, shifted = Guard(WIDTHS, 8), observed(40, 3.0, 4)
+    guard.fit(observed(1000))
+    assert (guard(shifted.stages, shifted.logits) == 1).all()
+    assert guard.shift.alarm
+
+
+def test_the_factor_is_positive_whatever_comes() -> None:
+    guard = learned()
+    odd = torch.tensor([0.0, 1e-30, -1e30, 3e38, math.inf, -math.inf, math.nan])
+    factor = guard(odd[:, None].expand(-1, 6), torch.randn(7, 4))
+    assert ((factor > 0) & (factor <= math.exp(0.5))).all()
+    assert factor[-1].item() == pytest.approx(math.exp(-MOST))  # nothing is known: as unsure as can be
+    assert guard(torch.empty(0, 6), torch.empty(0, 4)).shape == (0, 1)
+    clean, statistics = observed(60, seed=3), []
+    for before in (odd[:0], odd):  # what has left the window leaves no trace
+        guard.reset()
+        stages = torch.cat([before[:, None].expand(-1, 6), clean.stages])
+        guard(stages, torch.cat([torch.zeros(len(before), 4), clean.logits]))
+        statistics.append(float(guard.last[0]))
+    assert statistics[1] == pytest.approx(statistics[0], rel=1e-4)
+
+
+def test_scaled_makes_no_new_tie() -> None:
+    least = torch.tensor([[5.0, np.nextafter(np.float32(5), np.float32(6)), 1.0]])
+    out = scaled(least, torch.tensor([[math.exp(-10)]]))
+    assert out.argmax().item() == 1
+    assert (out == 0).sum() == 1
+    double = torch.tensor([[1.0, 1 + 1e-14, 0.0]], dtype=torch.float64)  # equal in float32
+    assert scaled(double, torch.tensor([[0.5]])).argmax().item() == 1
+    assert scaled(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 1)).dtype == torch.float32
+
+
+def test_a_fit_knows_nothing_of_the_one_before() -> None:
+    """Guards that leave families of shift out must not start from one that has seen them."""
+    once, twice, differently = learned(), Guard(WIDTHS, 8), learned(seed=1)
+    twice.fit(observed(100, 1.0, 5), observed(100, 3.0, 6))
+    twice.fit(observed(1000), observed(1000, 2.0, 1))
+    assert all(torch.equal(value, twice.state_dict()[name]) for name, value in once.state_dict().items())
+    assert not torch.equal(once.null, differently.null)
