@@ -266,7 +266,7 @@ def frontier(table: pd.DataFrame) -> Figure:
     found = summary(table)
     runs = list(dict.fromkeys(found.index.get_level_values("run")))
     figure = Figure(figsize=(11, 3.4 * math.ceil(len(runs) / 3)), layout="constrained")
-    axes = figure.subplots(math.ceil(len(runs) / 3), min(3, len(runs)), sharey=True, squeeze=False).flat
+    axes = list(figure.subplots(math.ceil(len(runs) / 3), 3, sharex=True, sharey=True, squeeze=False).flat)
     for ax, run in zip(axes, runs):
         own = found.loc[run]
         sweep = own.loc[[f"single-{prior:g}" for prior in PRIORS]]
@@ -276,9 +276,11 @@ def frontier(table: pd.DataFrame) -> Figure:
             ax.plot(place.cost, place.share, "o^sDpvP*"[i], label=label, markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
-        ax.set(title=title(run), ylim=(0, 1.15))
+        ticks = [-10, -1, -0.1, 0.1, 1, 10]
+        ax.set(title=title(run), ylim=(0, 1.15), xlim=(-40, 40), xticks=ticks, xticklabels=ticks)
+        ax.tick_params(labelbottom=True)
         ax.spines[["top", "right"]].set_visible(False)
-    for ax in list(axes)[len(runs) :]:
+    for ax in axes[len(runs) :]:
         ax.axis("off")
     figure.supxlabel("change of the clean NLL against the staged head, percent", fontsize=9)
     figure.supylabel("mean ECE under shift, share of temperature scaling's", fontsize=9)
