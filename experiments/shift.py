@@ -262,25 +262,30 @@ def page(table: pd.DataFrame) -> str:
 
 
 def frontier(table: pd.DataFrame) -> Figure:
-    """Clean cost against shifted ECE, for each network."""
+    """Clean cost against shifted ECE, for each network; costs beyond 0.1 % are on a logarithmic axis."""
     found = summary(table)
     runs = list(dict.fromkeys(found.index.get_level_values("run")))
-    figure = Figure(figsize=(3.4 * len(runs) + 1.6, 3.6), layout="constrained")
-    for ax, run in zip(np.atleast_1d(figure.subplots(1, len(runs), sharey=True)), runs):
+    figure = Figure(figsize=(11, 3.4 * math.ceil(len(runs) / 3)), layout="constrained")
+    axes = list(figure.subplots(math.ceil(len(runs) / 3), 3, sharex=True, sharey=True, squeeze=False).flat)
+    for ax, run in zip(axes, runs):
         own = found.loc[run]
         sweep = own.loc[[f"single-{prior:g}" for prior in PRIORS]]
         ax.plot(sweep.cost, sweep.share, "-", color=plots.INK, linewidth=0.8, label="guard, larger priors")
         for i, (name, label) in enumerate(SHOWN.items()):
-            if name in own.index or ax is figure.axes[0]:
-                place = own.reindex([name])
-                ax.plot(place.cost, place.share, "o^sDpvP*"[i], label=label, markersize=8)
+            place = own.reindex([name])  # a network without an ensemble has no such point
+            ax.plot(place.cost, place.share, "o^sDpvP*"[i], label=label, markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
-        ax.set(xlabel="cost on clean data, percent of the NLL", title=title(run))
-        ax.set_ylim(0, 1.1)
+        ax.set_xscale("symlog", linthresh=0.1)
+        ticks = [-10, -1, -0.1, 0.1, 1, 10]
+        ax.set(title=title(run), ylim=(0, 1.15), xlim=(-40, 40), xticks=ticks, xticklabels=ticks)
+        ax.tick_params(labelbottom=True)
         ax.spines[["top", "right"]].set_visible(False)
-    first = figure.axes[0]
-    first.set_ylabel("mean ECE, share of temperature scaling's")
-    figure.legend(*first.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    for ax in axes[len(runs) :]:
+        ax.axis("off")
+    figure.supxlabel("change of the clean NLL against the staged head, percent", fontsize=9)
+    figure.supylabel("mean ECE under shift, share of temperature scaling's", fontsize=9)
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, fontsize=8, loc="outside right upper")
     return figure
 
 
