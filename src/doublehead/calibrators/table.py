@@ -71,8 +71,9 @@ def choose_calibrator(
     """The calibrator with the lowest NLL on held-out folds, fitted on all of the predictions, and how all did.
 
     `methods` are names, or names with calibrators to try under them; by default all that suit the number of classes.
-    One that cannot be fitted is listed with the reason. `none` and `temperature` are kept unless another is better by
-    more than a standard error. `progress` is called before each method with its name, its number and their count.
+    One that cannot be fitted is listed with the reason. The best of `none`, `temperature` and `head` is kept unless
+    another beats it by 2.5 standard errors. `progress` is called before each method with its name, its number and
+    their count.
 
     >>> p = Predictions([[4.0, 0.0]] * 20, [0] * 15 + [1] * 5)
     >>> choose_calibrator(p, ["none", "temperature"])[1].chosen
@@ -95,7 +96,7 @@ def choose_calibrator(
             nlls[name], note = _held_out_nll(calibrator, predictions, fold, folds)
         if note:
             notes[name] = note
-    baseline = [name for name in ("none", "temperature") if nlls.get(name) is not None]
+    baseline = [name for name in ("none", "temperature", "head") if nlls.get(name) is not None]
     choice = choose(nlls, baseline, notes=notes)
     return candidates[choice.chosen].fresh().fit(predictions), choice
 
