@@ -303,9 +303,9 @@ def safety_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
             "# Small calibration sets\n",
             "Draws of calibration sets from real logits (`experiments/rivals.py`). Worse: the NLL on other samples is "
             "more than 0.002 above the better of the raw network and temperature scaling, which is known only later. "
-            "Draws mix calibration and test data. That stages open from 30 wrong predictions on was chosen on 860 "
-            "draws of each size; the shares of the others differ by at most a point. Shares in percent of draws; NLL "
-            "saved against temperature scaling, percent.\n",
+            "Draws mix calibration and test data. That stages open from 30 wrong predictions on was chosen on earlier "
+            "draws from the same networks. Shares are in percent of draws, the NLL saved in percent of temperature "
+            "scaling's.\n",
             markdown([title for title, _ in columns.values()], lines),
         ]
     )

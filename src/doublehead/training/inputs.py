@@ -42,28 +42,38 @@ EVAL_BATCH = 500
 
 
 @dataclass
-class Inputs:
-    """The batches of a run and what the network has to know of them."""
+class Maker:
+    """How one kind of data becomes batches, and what the network has to know of it."""
 
-    splits: Splits
-    train: Batches
-    make_calib: Callable[[], Batches]  # for training heads, shuffled; each group of heads takes its own
-    make_eval: Callable[[Samples], Batches]  # this process's part, in order
-    whole: Callable[[Samples], Batches]  # all of them in order, in every process
+    batches: Callable[[Samples, int, bool, int], Batches]  # (samples, batch_size, train, seed)
     perturbation: Callable[..., Callable[[Any], Any] | None]  # (name, share of a batch): the paper's g
     model_options: dict[str, Any] = field(default_factory=dict)
     memory_format: torch.memory_format = torch.preserve_format
     normalise: Normalise | None = None
 
     @property
+    def coloured(self) -> bool:
+        """Whether the inputs are images with three channels."""
+        return self.normalise is not None and len(self.normalise.mean) == 3
+
+
+@dataclass(kw_only=True)
+class Inputs(Maker):
+    """The batches of a run."""
+
+    splits: Splits
+    train: Batches
+    make_calib: Callable[[], Batches]  # for training heads, shuffled; each group of heads takes its own
+    make_eval: Callable[[Samples], Batches]  # this process's part, in order
+
+    @property
     def n_classes(self) -> int:
         """K, the number of classes."""
         return self.splits.n_classes
 
-    @property
-    def coloured(self) -> bool:
-        """Whether the inputs are images with three channels."""
-        return self.normalise is not None and len(self.normalise.mean) == 3
+    def whole(self, samples: Samples) -> Batches:
+        """All of the samples in order, in every process."""
+        return self.batches(samples, EVAL_BATCH, False, 0)
 
 
 def load_inputs(
@@ -91,15 +101,11 @@ def load_inputs(
     test_batches = sharded(test, EVAL_BATCH, False, 0)  # kept: words take long to look up
     calib_batch = min(config.calib_batch_size, len(splits.calib))
     return Inputs(
+        **vars(make),
         splits=splits,
         train=sharded(splits.train, config.batch_size, True, config.seed),
         make_calib=lambda: sharded(splits.calib, calib_batch, True, config.seed + 1),
         make_eval=lambda samples: test_batches if samples is test else sharded(samples, EVAL_BATCH, False, 0),
-        whole=lambda samples: make.batches(samples, EVAL_BATCH, False, 0),
-        perturbation=make.perturbation,
-        model_options=make.model_options,
-        memory_format=make.memory_format,
-        normalise=make.normalise,
     )
 
 
@@ -118,17 +124,6 @@ def _some(samples: Samples, n: int | None) -> Samples:
     if n is None or n >= len(samples):
         return samples
     return samples.take(np.sort(stratified_draw(samples.labels, n)))
-
-
-@dataclass
-class Maker:
-    """How one kind of data becomes batches: (samples, batch_size, train, seed) -> Batches."""
-
-    batches: Callable[[Samples, int, bool, int], Batches]
-    perturbation: Callable[..., Callable[[Any], Any] | None]
-    model_options: dict[str, Any] = field(default_factory=dict)
-    memory_format: torch.memory_format = torch.preserve_format
-    normalise: Normalise | None = None
 
 
 def _maker(config: Config, device: torch.device, splits: Splits) -> Maker:
