@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 import time
 import warnings
@@ -170,9 +169,7 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
             if method == "auto" and known.n_labels is None:
                 calibrator, choice = calibrators.choose_calibrator(known, progress=_method_shown(status))
                 facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
-                failed = [
-                    f"{name} could not be fitted" for name, nll in choice.nlls.items() if math.isnan(nll)
-                ]
+                failed = [f"{name}: {choice.notes[name]}" for name, nll in choice.nlls.items() if nll != nll]  # noqa: PLR0124
                 why = "; ".join([f"Of {len(choice.nlls)} methods {choice}", *failed]) + "."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
             calibrator = doublehead.calibrate(known, method=method)
