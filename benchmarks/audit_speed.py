@@ -109,7 +109,7 @@ def main() -> None:
         for kind, path in files.items():
             commands = {
                 "evaluate": [*ours, "evaluate", str(path)],
-                "report": [*ours, "report", str(path), "-o", f"{path}.html"],
+                "report": [*ours, "report", str(path), "-o", f"{path}.html", "--force"],
                 "pandas + scikit-learn": [sys.executable, "-c", PEER, str(path)],
             }
             rounds = [

@@ -80,14 +80,7 @@ def calibrate(
 
         doublehead calibrate --use repaired.calibrator.safetensors --apply tomorrow.csv --logits -o tomorrow_fixed.csv
     """
-    how: dict[str, Any] = {
-        "kind": options.stated_kind(logits, probs),
-        "label": label,
-        "scores": options.split_names(scores),
-        "base": label_base,
-        "tolerance": tolerance,
-        "weights": weights,
-    }
+    how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
     with told_to_user():
         _check_method(method)
         if (fit is None or not fit) == (use is None):
