@@ -93,6 +93,22 @@ def test_choosing_a_calibrator_skips_what_fails() -> None:
         choose_calibrator(p, folds=1)
 
 
+def test_a_candidate_far_behind_is_given_up_after_one_fold() -> None:
+    class Far(Temperature):
+        fits = 0
+
+        def _learn(self, predictions: Predictions) -> dict[str, object]:
+            Far.fits += 1
+            learned = super()._learn(predictions)
+            return {**learned, "temperature_": torch.tensor(100.0)}
+
+    methods = {"temperature": Temperature(), "far": Far()}
+    _, choice = choose_calibrator(overconfident(3000, 4), methods)
+    assert (choice.chosen, Far.fits) == ("temperature", 1)
+    assert math.isnan(choice.nlls["far"])
+    assert "first of 5 folds" in choice.notes["far"]
+
+
 # --- data whose best calibration is known
 
 

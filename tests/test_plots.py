@@ -26,7 +26,6 @@ def p() -> Predictions:
 
 
 ROWS = [{"epoch": e, "ece": 0.05 / e, "accuracy": 1 - 0.1 / e} for e in range(1, 6)]
-GROUPS = {"ResNet": {"CE": 0.94, "ours": 0.95}, "VGG": {"CE": 0.92}}
 
 DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {
     "reliability": lambda p, ax: plots.draw_reliability(reliability(p), ax=ax),
@@ -35,7 +34,6 @@ DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {
     "epochs": lambda p, ax: plots.draw_epochs(ROWS, ["ece", "accuracy"], ax=ax, percent=True),
     "risk": lambda p, ax: plots.draw_risk_coverage({"a": risk_coverage_curve(p)}, ax=ax),
     "sweep": lambda p, ax: plots.draw_sweep([1.0, 1.2, 1.5], [0.02, 0.01, 0.03], ax=ax, floor=(0.004, 0.008)),
-    "bars": lambda p, ax: plots.draw_bars(GROUPS, ax=ax),
     "histograms": lambda p, ax: plots.draw_histograms({"a": [0.1, 1.0, 2.0], "b": [0.0, 3.0]}, ax=ax),
 }
 
@@ -109,16 +107,6 @@ def test_sweep_sorts_by_beta_and_rings_the_lowest() -> None:
     assert plain.lines[1].get_xdata().tolist() == []
     with pytest.raises(ValueError, match=r"values must be as many as betas \(2\), got shape \(3,\) for ''"):
         plots.draw_sweep([1.0, 1.2], [0.1, 0.2, 0.3])
-
-
-def test_bars_stand_in_their_groups_with_values_and_errors() -> None:
-    errors = {"ResNet": {"CE": 0.01, "ours": 0.02}, "VGG": {"CE": 0.03}}
-    ax = plots.draw_bars(GROUPS, errors=errors, start=0.5)
-    drawn = {(round(bar.get_x() + bar.get_width() / 2), round(bar.get_height(), 4)) for bar in ax.patches}
-    assert drawn == {(0, 0.94), (0, 0.95), (1, 0.92)}
-    assert {text.get_text() for text in ax.texts} == {"94.0", "95.0", "92.0"}
-    assert ax.get_ylim()[0] == 0.5
-    assert "axis cut" in ax.get_ylabel()
 
 
 def test_histograms_share_their_bins_and_lose_nothing() -> None:

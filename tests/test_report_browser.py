@@ -378,13 +378,13 @@ def test_print_is_light_opens_the_explanations_and_drops_the_controls(browser: A
         assert background(page) != dark
         assert not page.locator("nav").is_visible()
         assert not page.locator(".choose").is_visible()
-        assert page.locator("#reliability charts.chart").first.is_visible()
+        assert page.locator("#reliability svg.chart").first.is_visible()
 
 
 def test_without_javascript_pictures_and_tables_remain(browser: Any, report: Path) -> None:
     with opened(browser, report, java_script_enabled=False) as page:
-        assert page.locator("#reliability charts.chart").count() == 3
-        assert page.locator("#reliability charts.chart").first.is_visible()
+        assert page.locator("#reliability svg.chart").count() == 3
+        assert page.locator("#reliability svg.chart").first.is_visible()
         assert page.locator("#numbers table").is_visible()
         assert not page.locator("#threshold").is_visible()
         assert not page.locator("#theme").is_visible()

@@ -31,7 +31,6 @@ Axes: TypeAlias = Any  # matplotlib.axes.Axes; matplotlib is an extra
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "oo")
 BLUE, ORANGE, INK, GREY = "#0072b2", "#d55e00", "#333333", "#b8b8b8"
 PICTURES = (".pdf", ".png", ".svg", ".eps", ".jpg", ".webp")
 
@@ -167,49 +166,6 @@ def draw_sweep(
     return ax
 
 
-def draw_bars(
-    groups: Mapping[str, Mapping[str, float]],
-    ax: Axes = None,
-    *,
-    errors: Mapping[str, Mapping[str, float]] | None = None,
-    ylabel: str = "accuracy",
-    start: float = 0.0,
-    title: str | None = None,
-) -> Axes:
-    """Grouped bars of shares: `groups[network][method]`, with `errors` (half widths) of the same form.
-
-    Every bar carries its value in percent. `start` cuts the axis, which exaggerates differences: the label says so.
-    """
-    ax = _axes(ax, (1.5 + 1.2 * len(groups), 3.4))
-    methods = list(dict.fromkeys(name for group in groups.values() for name in group))
-    width = 0.8 / len(methods)
-    for i, (name, style, hatch) in enumerate(zip(methods, _styles(), cycle(HATCHES))):
-        places = [
-            j + (i - (len(methods) - 1) / 2) * width for j, g in enumerate(groups.values()) if name in g
-        ]
-        heights = [group[name] for group in groups.values() if name in group]
-        spread = None if errors is None else [errors[g][name] for g, group in groups.items() if name in group]
-        bars = ax.bar(
-            places, heights, 0.92 * width, yerr=spread, capsize=2, label=name, color=style["color"], alpha=0.75,
-            hatch=hatch, edgecolor="white", linewidth=0, error_kw={"ecolor": INK, "elinewidth": 1},
-        )  # fmt: skip
-        ax.bar_label(bars, [f"{100 * height:.1f}" for height in heights], fontsize="x-small", padding=2)
-    ax.set(xticks=range(len(groups)), ylabel=ylabel if start == 0 else f"{ylabel} (axis cut)", title=title)
-    ax.set_xticklabels(list(groups))
-    ax.set_ylim(bottom=start)
-    ax.margins(y=0.12)
-    _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    ax.legend(
-        fontsize="small",
-        frameon=False,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.1),
-        ncols=min(4, len(methods)),
-    )
-    return ax
-
-
 def draw_histograms(
     values: Mapping[str, Any],
     ax: Axes = None,
@@ -276,15 +232,8 @@ def _reliability_legend(ax: Axes) -> None:
 
 def _counts_strip(ax: Axes, curve: Reliability) -> None:
     strip = ax.inset_axes((0, -0.22, 1, 0.18), sharex=ax)
-    strip.bar(
-        curve.edges[:-1],
-        curve.counts,
-        np.diff(curve.edges),
-        align="edge",
-        color=GREY,
-        edgecolor=INK,
-        linewidth=0.7,
-    )
+    look = {"color": GREY, "edgecolor": INK, "linewidth": 0.7}
+    strip.bar(curve.edges[:-1], curve.counts, np.diff(curve.edges), align="edge", **look)
     top = max(10, curve.counts.max())
     strip.set(yscale="log", ylim=(0.7, 2 * top), xlabel="confidence", ylabel="count")
     decades = int(np.log10(top))
@@ -319,18 +268,8 @@ def _note(ax: Axes, text: str, corner: str = "lower right") -> None:
         "upper left": (0.03, 0.97, "left", "top"),
     }[corner]
     box = {"facecolor": "white", "edgecolor": GREY, "alpha": 0.9, "boxstyle": "round,pad=0.35"}
-    ax.text(
-        x,
-        y,
-        text,
-        transform=ax.transAxes,
-        ha=across,
-        va=up,
-        fontsize="small",
-        linespacing=1.4,
-        bbox=box,
-        zorder=5,
-    )
+    look = {"fontsize": "small", "linespacing": 1.4, "bbox": box, "zorder": 5}
+    ax.text(x, y, text, transform=ax.transAxes, ha=across, va=up, **look)
 
 
 def _open_frame(ax: Axes) -> None:

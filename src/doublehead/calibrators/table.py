@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
 }
 MAX_CLASSES = 100  # beyond, these learn too much from too little: K * K weights, or a map for every class
 FORMAT = "doublehead calibrator 1"
+BEHIND = 5.0  # standard errors of the difference from the best after which a candidate is given up
 _FOR_FEW_CLASSES = ("matrix", "dirichlet", "beta", "bbq")
 
 
@@ -92,8 +94,10 @@ def choose_calibrator(
     for i, (name, calibrator) in enumerate(candidates.items()):
         if progress is not None:
             progress(name, i, len(candidates))
+        done = [losses for losses in nlls.values() if losses is not None]
+        best = min(done, key=lambda losses: float(losses.mean()), default=None)
         with one_thread():
-            nlls[name], note = _held_out_nll(calibrator, predictions, fold, folds)
+            nlls[name], note = _held_out_nll(calibrator, predictions, fold, folds, best)
         if note:
             notes[name] = note
     baseline = [name for name in ("none", "temperature", "head") if nlls.get(name) is not None]
@@ -118,9 +122,12 @@ def _candidates(
 
 
 def _held_out_nll(
-    calibrator: Calibrator, predictions: Predictions, fold_of: Tensor, folds: int
+    calibrator: Calibrator, predictions: Predictions, fold_of: Tensor, folds: int, best: Tensor | None
 ) -> tuple[Tensor | None, str]:
-    """The loss (N,) of every sample when it was held out, or None, and a note on what went wrong."""
+    """The loss (N,) of every sample when it was held out, or None, and a note on what went wrong.
+
+    One that lies far behind the `best` losses so far after the first fold is not fitted to the others.
+    """
     losses = torch.empty(len(predictions), dtype=torch.float64, device=fold_of.device)
     short = 0
     for fold in range(folds):
@@ -133,9 +140,23 @@ def _held_out_nll(
         except Exception as error:  # a candidate that fails, however, is out of the race
             return None, f"{type(error).__name__}: {error}"
         short += not bool(fitted.converged_)
-        losses[held] = per_sample(out.with_logits(out.logits.double()))["nll"]
-    losses = predictions.target.weighted(losses)
+        nll = per_sample(out.with_logits(out.logits.double()))["nll"]
+        losses[held] = predictions.target.rows(held).weighted(nll)
+        if (
+            fold == 0
+            and best is not None
+            and (gap := losses[held] - best[held]).mean() > BEHIND * _error(gap)
+        ):
+            return (
+                None,
+                f"left out after the first of {folds} folds, its NLL {float(gap.mean()):.4f} too high",
+            )
     return losses, f"did not converge in {short} of {folds} folds" if short else ""
+
+
+def _error(values: Tensor) -> float:
+    """The standard error of the mean of values (N,)."""
+    return float(values.std()) / len(values) ** 0.5 if len(values) > 1 else math.inf
 
 
 # --- files: tensors as safetensors, name and parameters as JSON beside them, no pickle

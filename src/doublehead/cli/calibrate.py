@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 import time
 import warnings
@@ -81,14 +80,7 @@ def calibrate(
 
         doublehead calibrate --use repaired.calibrator.safetensors --apply tomorrow.csv --logits -o tomorrow_fixed.csv
     """
-    how: dict[str, Any] = {
-        "kind": options.stated_kind(logits, probs),
-        "label": label,
-        "scores": options.split_names(scores),
-        "base": label_base,
-        "tolerance": tolerance,
-        "weights": weights,
-    }
+    how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
     with told_to_user():
         _check_method(method)
         if (fit is None or not fit) == (use is None):
@@ -170,9 +162,7 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
             if method == "auto" and known.n_labels is None:
                 calibrator, choice = calibrators.choose_calibrator(known, progress=_method_shown(status))
                 facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
-                failed = [
-                    f"{name} could not be fitted" for name, nll in choice.nlls.items() if math.isnan(nll)
-                ]
+                failed = [f"{name}: {choice.notes[name]}" for name, nll in choice.nlls.items() if nll != nll]  # noqa: PLR0124
                 why = "; ".join([f"Of {len(choice.nlls)} methods {choice}", *failed]) + "."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
             calibrator = doublehead.calibrate(known, method=method)

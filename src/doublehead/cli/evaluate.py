@@ -75,17 +75,8 @@ def evaluate(
     if abstain is not None and not 0 < abstain < 1:
         raise UserError(f"--abstain must lie between 0 and 1 (0.01 is 1 %), got {abstain:g}")
     with told_to_user():
-        table = read_predictions(
-            files,
-            kind=options.stated_kind(logits, probs),
-            label=label,
-            scores=options.split_names(scores),
-            by=by,
-            weights=weights,
-            where=options.parse_where(where or []),
-            base=label_base,
-            tolerance=tolerance,
-        )
+        how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
+        table = read_predictions(files, by=by, where=options.parse_where(where or []), **how)
         show_guesses(table)
         with progress("reading", table.n_bytes) as advance:
             summary = table.tally(bins, advance, cluster).summary()

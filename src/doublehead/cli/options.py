@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -60,16 +60,31 @@ Where = Annotated[
 ]
 
 
+def how_to_read(
+    logits: bool,
+    probs: bool,
+    label: str | None,
+    scores: str | None,
+    weights: str | None,
+    label_base: int | None,
+    tolerance: float,
+) -> dict[str, Any]:
+    """The options of `files.read_predictions` that every command has."""
+    return {
+        "kind": stated_kind(logits, probs),
+        "label": label,
+        "scores": None if scores is None else [name.strip() for name in scores.split(",") if name.strip()],
+        "weights": weights,
+        "base": label_base,
+        "tolerance": tolerance,
+    }
+
+
 def stated_kind(logits: bool, probs: bool) -> Literal["logits", "probs"] | None:
     """What the flags state; None where neither is given."""
     if logits and probs:
         raise UserError("give one of --logits and --probs, not both")
     return "logits" if logits else "probs" if probs else None
-
-
-def split_names(scores: str | None) -> list[str] | None:
-    """["a", "b"] from "a, b"."""
-    return None if scores is None else [name.strip() for name in scores.split(",") if name.strip()]
 
 
 def parse_where(filters: Sequence[str]) -> dict[str, str]:

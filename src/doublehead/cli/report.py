@@ -87,14 +87,7 @@ def report(
             raise UserError(f"{output} cannot be written: it is a folder, or its folder does not exist")
         if output.exists() and not force:
             raise UserError(f"{output} exists: give another name to --output, or --force to replace it")
-        how: dict[str, Any] = {
-            "kind": options.stated_kind(logits, probs),
-            "label": label,
-            "scores": options.split_names(scores),
-            "base": label_base,
-            "tolerance": tolerance,
-            "weights": weights,
-        }
+        how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
         named = [_split_name(text) for text in inputs]
         found = audit.collect(named, n_bins=bins, by=by, time=time, **how)
         for table in found.tables:

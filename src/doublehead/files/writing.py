@@ -100,31 +100,29 @@ def _write_source(
     elif suffix in (".parquet", *ARROW):
         _write_table(one, target, pairs, suffix)
     elif suffix in JSON_LINES and holds_answers(source.path):
-        write_answers(
-            source.path, target, table.layout.scores, torch.cat([probs for _, probs in pairs]).numpy()
-        )
-    elif suffix in JSON_LINES:
-        _write_json(one, target, pairs)
+        probs = torch.cat([probs for _, probs in pairs]).numpy()
+        write_answers(source.path, target, table.layout.scores, probs)
     elif suffix == ".xlsx":
         raise TableError(f"{source} cannot be written back as .xlsx: save it as CSV first")
     else:
-        _write_csv(one, target, pairs)
+        _write_text(one, target, pairs, suffix in JSON_LINES)
 
 
-def _write_csv(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+def _write_text(
+    table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]], is_json: bool
+) -> None:
     arrow = require("pyarrow", extra="tables")
-    reader: Any = open_source(table.sources[0])
+    delimiter, header = getattr(open_source(table.sources[0]), "delimiter", ","), not is_json
     with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
-        first = True
         for chunk, probs in pairs:
             batch = _replaced(table, chunk, probs)
-            if first:
-                names = arrow.RecordBatch.from_pydict(
-                    {str(i): [name] for i, name in enumerate(batch.schema.names)}
-                )
-                file.write(_csv_lines(names, reader.delimiter))
-            file.write(_csv_lines(batch, reader.delimiter))
-            first = False
+            if header:
+                names = {str(i): [name] for i, name in enumerate(batch.schema.names)}
+                file.write(_csv_lines(arrow.RecordBatch.from_pydict(names), delimiter))
+                header = False
+            if is_json:
+                lines = "".join(json.dumps(row, default=str) + "\n" for row in batch.to_pylist()).encode()
+            file.write(lines if is_json else _csv_lines(batch, delimiter))
 
 
 def _csv_lines(batch: Any, delimiter: str) -> bytes:
@@ -142,14 +140,6 @@ def _csv_lines(batch: Any, delimiter: str) -> bytes:
         cells.append(text)
     lines = compute.binary_join_element_wise(*cells, delimiter)
     return ("\n".join(lines.to_pylist()) + "\n").encode()
-
-
-def _write_json(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
-    arrow = require("pyarrow", extra="tables")
-    with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
-        for chunk, probs in pairs:
-            rows = _replaced(table, chunk, probs).to_pylist()
-            file.write("".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
 
 
 def _write_table(

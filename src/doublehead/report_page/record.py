@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from doublehead import metrics
 from doublehead.curves import (
@@ -282,14 +281,16 @@ def measure(name: str, p: Predictions | Record, n_bins: int, seed: int) -> Metho
 
 def at_thresholds(p: Outcomes, thresholds: Array) -> tuple[Array, Array]:
     """How many samples (or what weight) have at least each confidence, and how many of these are wrong."""
-    order = p.confidence.argsort(descending=True)
-    weights = torch.ones(len(p), dtype=torch.int64) if p.weights is None else p.weights
-    counted = torch.stack([weights, weights * ~p.correct])[:, order].cumsum(
-        1
-    )  # (2, N) among the most confident
-    kept = torch.searchsorted(-p.confidence[order].double(), -torch.from_numpy(thresholds), right=True)
-    accepted, wrong = torch.nn.functional.pad(counted, (1, 0))[:, kept].numpy()
-    return accepted, wrong
+    reached = np.searchsorted(
+        thresholds, p.confidence.double().numpy(), side="right"
+    )  # (N,) so many thresholds
+
+    def at_least(rows: Array) -> Array:
+        weights = None if p.weights is None else p.weights.numpy()[rows]
+        counts: Array = np.bincount(reached[rows], weights, minlength=len(thresholds) + 1)
+        return counts[:0:-1].cumsum()[::-1]
+
+    return at_least(np.arange(len(p))), at_least(np.flatnonzero(~p.correct))
 
 
 def measure_shift(
