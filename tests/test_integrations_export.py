@@ -36,13 +36,8 @@ def check(found: Any, want: Tensor) -> None:
     np.testing.assert_allclose(confidence, want.amax(1), atol=1e-5)
 
 
-SLOW = [
-    pytest.param(kind, marks=pytest.mark.slow)
-    for kind in ("flip", "paper", "temperature head", "no features")
-]
-
-
-@pytest.mark.parametrize("kind", ["opinion", "guard", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["opinion", "flip", "paper", "temperature head", "no features", "guard"])
 def test_programs_give_the_same_probabilities_labels_and_confidences(kind: str, tmp_path: Path) -> None:
     """All stages with a second opinion, views, heads as trained, and a guard round it."""
     model, _ = make(kind)
