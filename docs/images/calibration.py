@@ -143,7 +143,7 @@ def _draw_boxes(ax: Any) -> None:
         for i in range(first, first + n):
             _arrow(ax, (x if n == 1 else i + 0.41, -0.14), (i + 0.41, 0.15))
     ax.text(-0.18, -0.35, "reads", ha="right", va="center", fontsize=9, style="italic")
-    ax.set_title("The stages, in order; every stage but the temperature is optional", fontsize=11, loc="left")
+    ax.set_title("The stages, in order", fontsize=11, loc="left")
 
 
 def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -152,7 +152,7 @@ def _arrow(ax: Any, start: tuple[float, float], end: tuple[float, float]) -> Non
 
 def _draw_nlls(ax: Any, choice: Choice) -> None:
     nlls = {name: nll for name, nll in choice.nlls.items() if name != "none"}
-    names = sorted(nlls, key=len)
+    names = sorted(nlls, key=len, reverse=True)
     colours = ["#d55e00" if name == choice.chosen else "#0072b2" for name in names]
     base = nlls[choice.baseline]
     ax.axvline(base, color="#333333", linewidth=1)
