@@ -160,7 +160,7 @@ class Bins:
             return self.weighted() + other.weighted()
         return Bins(*(mine + theirs for mine, theirs in zip(self._parts, other._parts)))
 
-    def __iadd__(self, other: Bins) -> Bins:
+    def add_(self, other: Bins) -> Bins:
         """`self + other` in the memory of `self`, where both are alike."""
         if self.counts.shape != other.counts.shape or (self.squares is None) != (other.squares is None):
             return self + other

@@ -376,15 +376,15 @@ class Tally:
             None if self.answers is None or other.answers is None else self.answers + other.answers,
         )
 
-    def __iadd__(self, other: Tally) -> Tally:
+    def add_(self, other: Tally) -> Tally:
         """`self + other` in the memory of `self`: with many classes, bins are much larger than what is added."""
         classwise, predicted = self.classwise, self.predicted
         if classwise is None or predicted is None or other.classwise is None or other.predicted is None:
             return self + other
         rest = replace(self, classwise=None, predicted=None) + replace(other, classwise=None, predicted=None)
-        classwise += other.classwise
-        predicted += other.predicted
-        return replace(rest, classwise=classwise, predicted=predicted)
+        return replace(
+            rest, classwise=classwise.add_(other.classwise), predicted=predicted.add_(other.predicted)
+        )
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""

@@ -154,10 +154,8 @@ class PredictionTable:
             if chunk.predictions is None:
                 raise TableError(f"{self.sources[0]} has no labels to measure by")
             part = Tally.of(chunk.predictions, n_bins, chunk.groups)
-            if found is None:
-                found = part
-            else:
-                found += part
+            found = part if found is None else found.add_(part)
+            del part  # before the next one is made: with many classes it is large
         assert found is not None  # chunks() raises where there are no rows
         return found
 

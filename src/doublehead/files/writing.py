@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +120,9 @@ def _write_text(
         for chunk, probs in pairs:
             batch = _replaced(table, chunk, probs)
             if header:
-                names = {str(i): [name] for i, name in enumerate(batch.schema.names)}
-                file.write(_csv_lines(arrow.RecordBatch.from_pydict(names), delimiter))
+                first = io.StringIO()
+                csv.writer(first, delimiter=delimiter, lineterminator="\n").writerow(batch.schema.names)
+                file.write(first.getvalue().encode())
                 header = False
             if is_json:
                 lines = "".join(json.dumps(row, default=str) + "\n" for row in batch.to_pylist()).encode()
@@ -127,17 +131,23 @@ def _write_text(
 
 def _csv_lines(batch: Any, delimiter: str) -> bytes:
     """Lines of CSV; values are quoted where they must be, and nowhere else."""
-    compute = require("pyarrow.compute", extra="tables")
+    arrow, compute = require("pyarrow", extra="tables"), require("pyarrow.compute", extra="tables")
     cells = []
-    for column in batch.columns:
-        text = compute.fill_null(column.cast("string"), "")
-        if str(column.type) == "string":
+    for kind, run in groupby(enumerate(batch.schema.types), key=lambda place: str(place[1])):
+        columns = [i for i, _ in run]
+        if kind == "double":  # scores, which may be many: as one column of texts that are joined row by row
+            numbers = np.ascontiguousarray(batch.select(columns).to_tensor(null_to_nan=True).to_numpy())
+            ends = np.arange(0, numbers.size + 1, len(columns), dtype=np.int32)
+            texts = arrow.ListArray.from_arrays(ends, arrow.array(numbers.ravel()).cast("string"))
+            cells.append(compute.binary_join(texts, delimiter))
+            continue
+        for column in batch.select(columns).columns:
+            text = compute.fill_null(column.cast("string"), "")
             quoted = compute.binary_join_element_wise(
                 '"', compute.replace_substring(text, '"', '""'), '"', ""
             )
             needed = compute.match_substring_regex(text, f'["\\r\\n{re.escape(delimiter)}]')
-            text = compute.if_else(needed, quoted, text)
-        cells.append(text)
+            cells.append(compute.if_else(needed, quoted, text))
     lines = compute.binary_join_element_wise(*cells, delimiter)
     return ("\n".join(lines.to_pylist()) + "\n").encode()
 
