@@ -29,7 +29,21 @@ def data(seed: int, n: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :3].argmax(1)
 
 
-def work(rank: int, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes have done everything below: starting them takes longer than what they do."""
+    folder = tmp_path_factory.mktemp("two")
+    in_two_processes(everything, folder)
+    return folder
+
+
+def everything(rank: int, folder: Path) -> None:
+    for work in (train, half_the_work, sharded, processes_of_all_kinds):
+        work(rank, folder)
+        (folder / f"{work.__name__}-{rank}").touch()
+
+
+def train(rank: int, folder: Path) -> None:
     inner = net()
     model = DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -44,12 +58,11 @@ def work(rank: int, folder: Path) -> None:
     model.eval()
     calibrated = double.finish()
     state = {"bank": double.bank.state_dict(), "head": calibrated.head.state_dict()}
-    torch.save(state, folder / f"{rank}.pt")
+    torch.save(state, folder / f"train-{rank}.pt")
 
 
-def test_two_processes_share_one_head_and_one_calibration(tmp_path: Path) -> None:
-    in_two_processes(work, tmp_path)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+def test_two_processes_share_one_head_and_one_calibration(folder: Path) -> None:
+    first, second = (torch.load(folder / f"train-{rank}.pt", weights_only=True) for rank in range(2))
     for part, values in first.items():
         for name, value in values.items():
             torch.testing.assert_close(value, second[part][name], rtol=0, atol=0, msg=name)
@@ -57,9 +70,8 @@ def test_two_processes_share_one_head_and_one_calibration(tmp_path: Path) -> Non
     assert not torch.equal(first["bank"]["stacks.0.first_weight"], fresh.bank.stacks[0].first_weight)
 
 
-def test_two_processes_step_like_one_with_both_halves(tmp_path: Path) -> None:
-    in_two_processes(half_the_work, tmp_path)
-    together = torch.load(tmp_path / "0.pt", weights_only=True)
+def test_two_processes_step_like_one_with_both_halves(folder: Path) -> None:
+    together = torch.load(folder / "half-0.pt", weights_only=True)
     double = DoubleHead(net().eval(), [data(2)], every=1, heads=PAPER)
     for _ in range(3):
         double.step(0.5)
@@ -72,7 +84,7 @@ def half_the_work(rank: int, folder: Path) -> None:
     double = DoubleHead(net().eval(), [(x[rank::2], y[rank::2])], every=1, heads=PAPER)
     for _ in range(3):
         double.step(0.5)
-    torch.save(double.bank.state_dict(), folder / f"{rank}.pt")
+    torch.save(double.bank.state_dict(), folder / f"half-{rank}.pt")
 
 
 def calib_loader(rank: int, n: int) -> DataLoader[Any]:
@@ -95,10 +107,6 @@ def processes_of_all_kinds(rank: int, folder: Path) -> None:
             pytest.raises(RuntimeError, match="called by all 2 processes"),
         ):
             calibrate(network, data(5, 401))
-
-
-def test_shares_of_the_data_and_calls_from_one_process(tmp_path: Path) -> None:
-    in_two_processes(processes_of_all_kinds, tmp_path)
 
 
 def sharded(rank: int, folder: Path) -> None:
@@ -128,5 +136,6 @@ def sharded(rank: int, folder: Path) -> None:
     torch.testing.assert_close(again(x), model(x))
 
 
-def test_fully_sharded_networks(tmp_path: Path) -> None:
-    in_two_processes(sharded, tmp_path)
+@pytest.mark.parametrize("work", [sharded, processes_of_all_kinds])
+def test_what_is_asserted_in_the_processes_holds(work: Any, folder: Path) -> None:
+    assert all((folder / f"{work.__name__}-{rank}").exists() for rank in range(2))

@@ -39,7 +39,7 @@ QUICK = {"hidden": (32,), "epochs": 30, "lr": 0.01, "random_state": 0}
 
 @pytest.mark.parametrize(
     "estimator",
-    [DoubleHeadClassifier(**QUICK), CalibratedClassifier(LogisticRegression())],
+    [DoubleHeadClassifier(**{**QUICK, "epochs": 12, "lr": 0.03}), CalibratedClassifier(LogisticRegression())],
     ids=["DoubleHeadClassifier", "CalibratedClassifier"],
 )
 def test_check_estimator(estimator: Any) -> None:
