@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+
+from doublehead.optional import require
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the main process of xdist import the classes of the workers' warnings: Lightning's import torchvision."""
+    if not hasattr(config, "workerinput"):
+        with suppress(ImportError):
+            require("torchvision", extra="train")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
