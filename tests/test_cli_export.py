@@ -77,6 +77,7 @@ def test_export_command(run: Path, tmp_path: Path) -> None:
     assert "9. ankle boot" in card
 
 
+@pytest.mark.slow
 def test_a_network_of_the_working_folder_is_trained_and_exported(tmp_path: Path) -> None:
     """In processes of their own that look for modules beside their script alone, as one that pip installed does."""
     (tmp_path / "here").mkdir()
@@ -127,6 +128,7 @@ def test_export_command_of_the_automatic_head(run: Path, tmp_path: Path, to: str
     assert json.loads((tmp_path / "config.json").read_text())["classes"][0] == "T-shirt/top"
 
 
+@pytest.mark.slow
 def test_a_network_that_reads_words_brings_its_vocabulary(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "sst").mkdir()
     with tarfile.open(shared / "data/sst/trees.tar.xz") as archive:
