@@ -472,7 +472,12 @@ def test_a_stream_counts_what_the_whole_counts(limit: int) -> None:
     assert want.classes is not None
     assert found.classes.counts.tolist() == want.classes.counts.tolist()
     assert [group.n for group in found.groups.values()] == [int((part != 255).sum()) for part in y.split(900)]
-    assert len(stream.sample) == min(limit, len(p))
+    assert len(stream.sample) == len(stream.groups) == min(limit, len(p))
+    if limit > len(p):  # in the order in which they came
+        part = dh.Predictions.positions(out[:900], y[:900], ignore_index=255)
+        torch.testing.assert_close(stream.sample.labels[stream.groups == "part 0"], part.labels)
+    by_image = dh.evaluate(stream.sample, by=stream.groups)
+    assert set(by_image.groups) == set(found.groups)
     probs = dh.Stream(ignore_index=255, are_probs=True)
     probs.add(out.softmax(1), y)
     assert probs.summary().values["nll"] == pytest.approx(want.values["nll"], abs=1e-5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +54,7 @@ class Stream:
         self.n_bins, self.ignore_index, self.are_probs, self.task = n_bins, ignore_index, are_probs, task
         self._tally: Tally | None = None
         self._groups: dict[str, Tally] = {}
+        self._numbers: dict[str, int] = {}  # of groups, in the order of their first batch
         self._kept = Reservoir(sample, torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
@@ -80,7 +83,9 @@ class Stream:
         assert rows is not None
         rows = rows.to(tokens.device)
         sample, place = torch.unravel_index(rows, (len(tokens), tokens.shape[2]))
-        self._kept.add(tokens[sample, :, place].float().cpu(), targets[rows].cpu())
+        number = self._numbers.setdefault(group or "", len(self._numbers))
+        drawn = tokens[sample, :, place].float().cpu(), targets[rows].cpu(), torch.full((len(rows),), number)
+        self._kept.add(*drawn)
 
     def _count(self, values: Tensor, targets: Tensor) -> Tally | None:
         """The tally of values (S, K, P) and targets (S, P), some positions after the other."""
@@ -116,8 +121,16 @@ class Stream:
         """The predictions that were drawn: for `report`, and for `calibrate`."""
         if self._tally is None:
             raise ValueError("a Stream must have at least one position that counts, got none")
-        scores, labels = self._kept.rows()
+        scores, labels, _ = self._kept.rows()
         return Predictions.from_probs(scores, labels) if self.are_probs else Predictions(scores, labels)
+
+    @property
+    def groups(self) -> np.ndarray[Any, np.dtype[np.str_]]:
+        """The group of each row of `sample`, as `report(stream.sample, by=stream.groups)` takes it."""
+        if self._tally is None:
+            raise ValueError("a Stream must have at least one position that counts, got none")
+        names = list(self._numbers)
+        return np.array([names[number] for number in self._kept.rows()[2].tolist()])
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number of what was added so far, and of each group."""
