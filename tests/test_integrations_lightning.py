@@ -349,6 +349,8 @@ def test_the_best_checkpoint_is_tested_with_a_calibration_of_its_own(
 
     callback, again = (DoubleHeadCallback(loader(images["calib"]), every=every) for _ in range(2))
     module = fit(images, tmp_path, callback, callbacks=[Early()], precision=precision)
+    assert callback.double is not None
+    assert callback.double.skipped == 0
     last = callback.choice
     check(callback, module, module.fitted_by)
     assert callback.choice != last

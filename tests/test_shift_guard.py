@@ -430,13 +430,14 @@ def test_half_precision_models_and_autocast() -> None:
         assert fitted()(x).dtype == torch.float32
     assert mixed.dtype == torch.float32
     torch.testing.assert_close(mixed.softmax(1), out.softmax(1), atol=0.02, rtol=0)
+    guard.reset()  # copies begin a stream, as `out` did
     half, exact = copy.deepcopy(guard).bfloat16(), guard.guard.state_dict()
     assert half.model[0].weight.dtype == torch.bfloat16
     assert all(torch.equal(value, exact[name]) for name, value in half.guard.state_dict().items())
     torch.testing.assert_close(half(x.bfloat16()).softmax(1), out.softmax(1), atol=0.02, rtol=0)
-    double = copy.deepcopy(guard).double()
-    assert double(x.double()).dtype == torch.float64
-    torch.testing.assert_close(double(x.double()).softmax(1).float(), out.softmax(1))
+    double = copy.deepcopy(guard).double()(x.double())
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(double.softmax(1).float(), out.softmax(1))
 
 
 def test_empty_batch(recwarn: pytest.WarningsRecorder) -> None:

@@ -139,10 +139,9 @@ class CalibrationHead(StaysFloat32):
         if self.hidden:  # all heads read the same, so their first layers are one product
             inputs = F.linear(inputs, self.first_weight.flatten(0, 1), self.first_bias.flatten()).relu_()
             inputs = inputs.unflatten(-1, (n_heads, -1)).movedim(-2, 0)  # (H, B, hidden)
-        if (
-            self.training and spec.dropout
-        ):  # one mask for all heads: on a CPU drawing it costs more than using it
-            mask = torch.rand(inputs.shape[-2:], device=inputs.device).ge_(spec.dropout)
+        if self.training and spec.dropout:
+            # One mask for all heads: on a CPU drawing it costs more than using it.
+            mask = torch.rand(inputs.shape[-2:], device=inputs.device, dtype=inputs.dtype).ge_(spec.dropout)
             inputs = inputs * mask.div_(1 - spec.dropout)
         inputs = inputs.expand(n_heads, -1, -1)  # of a linear head (B, size)
         out = torch.baddbmm(self.last_bias[:, None], inputs, self.last_weight.mT)  # (H, B, n_out)
