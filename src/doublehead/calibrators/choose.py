@@ -103,7 +103,7 @@ def choose(
         raise ValueError(f"none of the candidates could be fitted: {reasons or ', '.join(nlls)}")
     means = {name: float(values.mean()) for name, values in able.items()}
     base = min(known or able, key=means.__getitem__)
-    gains = {name: _mean_and_error(able[base] - values) for name, values in able.items()}
+    gains = {name: mean_and_error(able[base] - values) for name, values in able.items()}
     others = [name for name in able if known and name not in known]
     accepted = [name for name in others if gains[name][0] > margin * gains[name][1]]
     chosen = min(accepted, key=means.__getitem__, default=base)
@@ -112,7 +112,7 @@ def choose(
     return Choice(chosen, base, every, *gains[chosen], len(able[base]), dict(notes or {}))
 
 
-def _mean_and_error(values: Tensor) -> tuple[float, float]:
+def mean_and_error(values: Tensor) -> tuple[float, float]:
     """The mean and its standard error, which one value cannot tell."""
     n = len(values)
     return float(values.mean()), float(values.std()) / math.sqrt(n) if n > 1 else math.inf

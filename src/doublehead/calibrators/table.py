@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from doublehead.atomic import replacing
 from doublehead.calibrators.base import Calibrator, NotFitted
 from doublehead.calibrators.binning import BBQ, HistogramBinning, Isotonic
-from doublehead.calibrators.choose import Choice, choose, stratified_folds
+from doublehead.calibrators.choose import Choice, choose, mean_and_error, stratified_folds
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.parametric import Beta, Dirichlet, Matrix, Platt, Vector
 from doublehead.calibrators.per_label import PerLabel
@@ -142,21 +141,11 @@ def _held_out_nll(
         short += not bool(fitted.converged_)
         nll = per_sample(out.with_logits(out.logits.double()))["nll"]
         losses[held] = predictions.target.rows(held).weighted(nll)
-        if (
-            fold == 0
-            and best is not None
-            and (gap := losses[held] - best[held]).mean() > BEHIND * _error(gap)
-        ):
-            return (
-                None,
-                f"left out after the first of {folds} folds, its NLL {float(gap.mean()):.4f} too high",
-            )
+        if fold == 0 and best is not None:
+            gap, spread = mean_and_error(losses[held] - best[held])
+            if gap > BEHIND * spread:
+                return None, f"left out after the first of {folds} folds, its NLL {gap:.4f} too high"
     return losses, f"did not converge in {short} of {folds} folds" if short else ""
-
-
-def _error(values: Tensor) -> float:
-    """The standard error of the mean of values (N,)."""
-    return float(values.std()) / len(values) ** 0.5 if len(values) > 1 else math.inf
 
 
 # --- files: tensors as safetensors, name and parameters as JSON beside them, no pickle
