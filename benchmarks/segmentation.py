@@ -1,6 +1,7 @@
 """CPU time and peak memory of the calibration error of segmentations: `Stream` beside torchmetrics.
 
-    python benchmarks/segmentation.py
+    python benchmarks/segmentation.py          # 100 images; three minutes and 7 GB
+    python benchmarks/segmentation.py --save   # also writes benchmarks/results/segmentation.json
 
 Images are 1024 x 2048 with 19 classes, as in Cityscapes. Two are drawn and take turns. Each library runs in a process
 of its own with one thread. Both take time in proportion to the images. The memory of torchmetrics grows with them: it
@@ -15,7 +16,9 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+RESULT = Path(__file__).parent / "results" / "segmentation.json"
 HEIGHT, WIDTH, CLASSES, IGNORED = 1024, 2048, 19, 255
 
 
@@ -24,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--library", choices=LIBRARIES)
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     if options.library:
         print(json.dumps(measure(options.library, options.images)))
@@ -31,12 +35,20 @@ def main() -> None:
     print(
         "| library | images | CPU seconds per image | memory beside the images, MiB | ECE |\n|---|---|---|---|---|"
     )
+    rows = {}
     for library in LIBRARIES:
         command = [sys.executable, __file__, "--library", library, "--images", str(options.images)]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        row = json.loads(out.splitlines()[-1])
+        rows[library] = row = json.loads(out.splitlines()[-1])
         cells = f"{row['seconds']:.2f} | {row['mib']:.0f} | {row['ece']:.5f}"
         print(f"| {library} | {options.images} | {cells} |", flush=True)
+    if options.save:
+        import torch
+
+        from doublehead.training.run_folder import environment
+
+        found = {"images": options.images, "rows": rows, "environment": environment(torch.device("cpu"))}
+        RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def measure(library: str, n_images: int) -> dict[str, float]:
