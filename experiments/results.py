@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from doublehead import Bins, Predictions, metrics
-from doublehead.calibrators.opinions import class_distances, fit_class_means
+from doublehead.calibrators.head_stages import class_distances, fit_class_means
 from doublehead.metrics import fine_bins
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain

@@ -17,11 +17,13 @@ from doublehead.calibrators.head_stages import (
     KNOTS,
     RIDGE_CURVE,
     RIDGE_POOL,
+    class_distances,
+    damped_answer,
+    fit_class_means,
     fit_curve,
     fit_log_scale,
     fit_pool,
 )
-from doublehead.calibrators.opinions import class_distances, damped_answer, fit_class_means
 from doublehead.metrics import nll
 
 # --- the rule

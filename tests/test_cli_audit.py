@@ -166,7 +166,7 @@ def test_calibrate_json_and_auto(
             raise RuntimeError("it could not be fitted")
 
     few = {name: calibrators.CALIBRATORS[name] for name in ("none", "temperature", "vector")}
-    monkeypatch.setattr("doublehead.calibrators.table.CALIBRATORS", {**few, "broken": Broken})
+    monkeypatch.setattr("doublehead.calibrators.CALIBRATORS", {**few, "broken": Broken})
     out = tmp_path / "fixed.csv"
     result = run(
         "calibrate", "--fit", val, "--apply", test, "--logits", "-o", out, "--method", "auto", "--json"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from doublehead.atomic import replacing
 from doublehead.calibrated import Calibrated
 from doublehead.calibration_head import CalibrationHead, HeadSpec
+from doublehead.calibrators import CALIBRATORS, make
 from doublehead.calibrators.base import Calibrator, NotFitted
-from doublehead.calibrators.table import CALIBRATORS, make
 from doublehead.network import VIEWS, Reader
 from doublehead.optional import require
 from doublehead.shift_guard import ShiftGuard

@@ -1,13 +1,29 @@
-"""Calibrators fitted after training: one contract, `fit(predictions) -> self`, then `calibrator(logits) -> logits`."""
+"""Calibrators fitted after training: one contract, `fit(predictions) -> self`, then `calibrator(logits) -> logits`.
 
+Here are all of them by name, and what is done by name: making one, choosing one by cross-validation, saving, loading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from doublehead.atomic import replacing
 from doublehead.calibrators.base import Calibrator, NotConverged, NotFitted
 from doublehead.calibrators.binning import BBQ, HistogramBinning, Isotonic
-from doublehead.calibrators.choose import Choice, choose
+from doublehead.calibrators.choose import Choice, choose, mean_and_error, stratified_folds
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.parametric import Beta, Dirichlet, Matrix, Platt, Vector
 from doublehead.calibrators.per_label import PerLabel
 from doublehead.calibrators.smooth import GaussianProcess, Spline
-from doublehead.calibrators.table import CALIBRATORS, choose_calibrator, load, make, save
 from doublehead.calibrators.temperature import (
     EnsembleTemperature,
     Identity,
@@ -15,6 +31,10 @@ from doublehead.calibrators.temperature import (
     TemperatureGrid,
     fit_inverse_temperature,
 )
+from doublehead.metrics import per_sample
+from doublehead.optional import require
+from doublehead.predictions import Predictions
+from doublehead.torch_tools import one_thread
 
 __all__ = [
     "BBQ",
@@ -45,3 +65,187 @@ __all__ = [
     "make",
     "save",
 ]
+
+CALIBRATORS: dict[str, type[Calibrator]] = {
+    "none": Identity,
+    "temperature": Temperature,
+    "head": Head,
+    "temperature_grid": TemperatureGrid,
+    "ensemble_temperature": EnsembleTemperature,
+    "vector": Vector,
+    "matrix": Matrix,
+    "dirichlet": Dirichlet,
+    "platt": Platt,
+    "beta": Beta,
+    "histogram": HistogramBinning,
+    "isotonic": Isotonic,
+    "bbq": BBQ,
+    "spline": Spline,
+    "gaussian_process": GaussianProcess,
+    "per_label": PerLabel,
+}
+MAX_CLASSES = 100  # beyond, these learn too much from too little: K * K weights, or a map for every class
+FORMAT = "doublehead calibrator 1"
+BEHIND = 5.0  # standard errors of the difference from the best after which a candidate is given up
+_FOR_FEW_CLASSES = ("matrix", "dirichlet", "beta", "bbq")
+
+
+def make(method: str, **params: Any) -> Calibrator:
+    """The unfitted calibrator of this name.
+
+    >>> make("histogram", n_bins=10).n_bins
+    10
+    """
+    if method not in CALIBRATORS:
+        raise ValueError(f"method must be one of {sorted(CALIBRATORS)}, got {method!r}")
+    return CALIBRATORS[method](**params)
+
+
+def choose_calibrator(
+    predictions: Predictions,
+    methods: Sequence[str] | Mapping[str, Calibrator] | None = None,
+    folds: int = 5,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[Calibrator, Choice]:
+    """The calibrator with the lowest NLL on held-out folds, fitted on all of the predictions, and how all did.
+
+    `methods` are names, or names with calibrators to try under them; by default all that suit the number of classes.
+    One that cannot be fitted is listed with the reason. The best of `none`, `temperature` and `head` is kept unless
+    another beats it by 2.5 standard errors. `progress` is called before each method with its name, its number and
+    their count.
+
+    >>> p = Predictions([[4.0, 0.0]] * 20, [0] * 15 + [1] * 5)
+    >>> choose_calibrator(p, ["none", "temperature"])[1].chosen
+    'temperature'
+    """
+    if not 2 <= folds <= len(predictions):
+        raise ValueError(f"folds must lie in 2..{len(predictions)}, the number of samples, got {folds}")
+    if predictions.n_labels:
+        raise TypeError(
+            "predictions must have one label per sample, got several: fit calibrators.PerLabel to them"
+        )
+    candidates = _candidates(predictions, methods)
+    fold = stratified_folds(predictions.target.labels, folds, seed)
+    nlls: dict[str, Tensor | None] = {}
+    notes: dict[str, str] = {}
+    for i, (name, calibrator) in enumerate(candidates.items()):
+        if progress is not None:
+            progress(name, i, len(candidates))
+        done = [losses for losses in nlls.values() if losses is not None]
+        best = min(done, key=lambda losses: float(losses.mean()), default=None)
+        with one_thread():
+            nlls[name], note = _held_out_nll(calibrator, predictions, fold, folds, best)
+        if note:
+            notes[name] = note
+    baseline = [name for name in ("none", "temperature", "head") if nlls.get(name) is not None]
+    choice = choose(nlls, baseline, notes=notes)
+    return candidates[choice.chosen].fresh().fit(predictions), choice
+
+
+def _candidates(
+    predictions: Predictions, methods: Sequence[str] | Mapping[str, Calibrator] | None
+) -> dict[str, Calibrator]:
+    if isinstance(methods, Mapping):
+        return dict(methods)
+    if methods is None:
+        # temperature_grid is as temperature, and dirichlet, on probabilities, as matrix
+        left_out = ["temperature_grid", "dirichlet", "per_label"]
+        left_out += [] if predictions.n_classes == 2 else ["platt"]
+        left_out += _FOR_FEW_CLASSES if predictions.n_classes > MAX_CLASSES else ()
+        methods = [name for name in CALIBRATORS if name not in left_out]
+    if not methods:
+        raise ValueError("methods must name at least one calibrator, got none")
+    return {name: make(name) for name in methods}
+
+
+def _held_out_nll(
+    calibrator: Calibrator, predictions: Predictions, fold_of: Tensor, folds: int, best: Tensor | None
+) -> tuple[Tensor | None, str]:
+    """The loss (N,) of every sample when it was held out, or None, and a note on what went wrong.
+
+    One that lies far behind the `best` losses so far after the first fold is not fitted to the others.
+    """
+    losses = torch.empty(len(predictions), dtype=torch.float64, device=fold_of.device)
+    short = 0
+    for fold in range(folds):
+        held = fold_of == fold
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                fitted = calibrator.fresh().fit(predictions[~held])
+            out = fitted.calibrate(predictions[held])
+        except Exception as error:  # a candidate that fails, however, is out of the race
+            return None, f"{type(error).__name__}: {error}"
+        short += not bool(fitted.converged_)
+        nll = per_sample(out.with_logits(out.logits.double()))["nll"]
+        losses[held] = predictions.target.rows(held).weighted(nll)
+        if fold == 0 and best is not None:
+            gap, spread = mean_and_error(losses[held] - best[held])
+            if gap > BEHIND * spread:
+                return None, f"left out after the first of {folds} folds, its NLL {gap:.4f} too high"
+    return losses, f"did not converge in {short} of {folds} folds" if short else ""
+
+
+# --- files: tensors as safetensors, name and parameters as JSON beside them, no pickle
+
+
+def save(calibrator: Calibrator, path: str | os.PathLike[str]) -> Path:
+    """Write `path` (.safetensors) and the .json of the same name; each appears whole or not at all.
+
+    The JSON carries the digest of the tensors, so files of two different calibrators are never taken for one.
+    """
+    path = _check_path(path)
+    names = [name for name, kind in CALIBRATORS.items() if type(calibrator) is kind]
+    if not names:
+        raise TypeError(f"calibrator must be one of {sorted(CALIBRATORS)}, got a {type(calibrator).__name__}")
+    if not calibrator.is_fitted:
+        raise NotFitted(f"this {type(calibrator).__name__} is not fitted: there is nothing to save")
+    state = {
+        name: value.detach().cpu().contiguous().clone() for name, value in calibrator.state_dict().items()
+    }
+    tensors: bytes = require("safetensors.torch", extra="export").save(state)
+    about = {
+        "format": FORMAT,
+        "method": names[0],
+        "params": calibrator.get_params(),
+        "sha256": hashlib.sha256(tensors).hexdigest(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, tensors)
+    _write(path.with_suffix(".json"), (json.dumps(about, indent=2) + "\n").encode())
+    return path
+
+
+def load(path: str | os.PathLike[str]) -> Calibrator:
+    """The calibrator that `save` wrote to `path`, fitted."""
+    path = _check_path(path)
+    about = _read_about(path.with_suffix(".json"))
+    tensors = path.read_bytes()
+    if hashlib.sha256(tensors).hexdigest() != about.get("sha256"):
+        raise ValueError(f"{path} and {path.with_suffix('.json').name} do not belong together: save it again")
+    calibrator = make(about["method"], **about["params"])
+    calibrator.load_state_dict(require("safetensors.torch", extra="export").load(tensors))
+    return calibrator
+
+
+def _check_path(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"path must end in .safetensors, got {path.name!r}")
+    return path
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"{path} must describe a saved calibrator (format {FORMAT!r})")
+    return about
+
+
+def _write(path: Path, content: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

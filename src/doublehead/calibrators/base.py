@@ -48,6 +48,10 @@ class Calibrator(StaysFloat32):
 
     def fit(self, predictions: Predictions) -> Self:
         """Learn from predictions the network was not trained on; they are left as they were."""
+        return self._fit(predictions)
+
+    def _fit(self, predictions: Predictions, **known: Any) -> Self:
+        """`fit`, with what else `_learn` takes."""
         if not isinstance(predictions, Predictions):
             raise TypeError(
                 f"predictions must be a Predictions, got {type(predictions).__name__}; "
@@ -63,18 +67,17 @@ class Calibrator(StaysFloat32):
                 "'temperature', 'head' and 'none' do"
             )
         with torch.no_grad():
-            learned = self._learn(predictions)
+            learned = self._learn(predictions, **known)
         if not learned.get("converged_", True):
             facts = learned.get("facts", "it ran out of steps")
-            warnings.warn(f"{type(self).__name__} did not converge: {facts}", NotConverged, stacklevel=2)
+            warnings.warn(f"{type(self).__name__} did not converge: {facts}", NotConverged, stacklevel=3)
         like = predictions.logits[:1]
         for name in (*self.learned, "converged_"):
             value = learned.get(name, True)
             value = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None).detach()
             dtype = like.dtype if value.is_floating_point() else value.dtype
-            setattr(
-                self, name, value.to(like.device, dtype, copy=True)
-            )  # formats of weights refuse shared memory
+            # a copy, since formats of weights refuse shared memory
+            setattr(self, name, value.to(like.device, dtype, copy=True))
         return self
 
     def forward(

@@ -30,7 +30,27 @@ BBQ_FORGET = 1e-6  # binnings with a smaller share of the posterior are left out
 ISOTONIC_FLOOR = 1e-6  # no class is declared impossible: isotonic ends often are exactly 0
 
 
-class HistogramBinning(Calibrator):
+class _OddsMap(Calibrator):
+    """A map of log odds, learned as a row of `values_` that all classes share, or as a row for each class."""
+
+    values_: Tensor  # (1 or K, M) probabilities
+    kind: str = "one-vs-rest"  # any other name shares one map, which keeps the predicted class
+
+    def _n_classes(self) -> int | None:
+        return None if self._shared else self.values_.shape[0]
+
+    @property
+    def _shared(self) -> bool:
+        """Read off the fitted state where there is one, so that the state alone decides what is done."""
+        return self.values_.shape[0] == 1 if self.is_fitted else self.kind != "one-vs-rest"
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """The predicted class stays on top where all classes share one map."""
+        return self._shared
+
+
+class HistogramBinning(_OddsMap):
     """Replace probabilities by the frequencies of their bins (Zadrozny & Elkan 2001). Use it for a plain, sure repair.
 
     `kind="top"` recalibrates only the confidence and keeps the predicted class; `"one-vs-rest"` every class, normalised
@@ -47,7 +67,6 @@ class HistogramBinning(Calibrator):
     learned = ("edges_", "values_")
 
     edges_: Tensor  # (1 or K, M - 1) in log odds
-    values_: Tensor  # (1 or K, M) probabilities
 
     def __init__(
         self,
@@ -72,26 +91,13 @@ class HistogramBinning(Calibrator):
         return {"edges_": edges, "values_": _frequencies(odds, hits, edges, self.smoothing)}
 
     def _transform(self, logits: Tensor) -> Tensor:
-        if not self._top_only:
+        if not self._shared:
             return log_normalise(steps(log_odds(logits), self.edges_, self.values_))
         probs = steps(top_log_odds(logits)[..., None], self.edges_, self.values_)[..., 0]
         return with_top_odds(logits, probs.logit(torch.finfo(probs.dtype).eps))
 
-    def _n_classes(self) -> int | None:
-        return None if self._top_only else self.values_.shape[0]
 
-    @property
-    def _top_only(self) -> bool:
-        """Read off the fitted state where there is one, so that the state alone decides what is done."""
-        return self.values_.shape[0] == 1 if self.is_fitted else self.kind == "top"
-
-    @property
-    def keeps_argmax(self) -> bool:
-        """The top class stays on top when only its confidence is changed."""
-        return self._top_only
-
-
-class BBQ(Calibrator):
+class BBQ(_OddsMap):
     """Histograms of many bin counts, averaged by their evidence (Naeini et al. 2015). Use it to choose no n_bins.
 
     One map for every class, normalised to sum to 1. The average of step functions is one step function, and is kept
@@ -101,21 +107,16 @@ class BBQ(Calibrator):
     learned = ("edges_", "values_")
 
     edges_: Tensor  # (K, M - 1) in log odds
-    values_: Tensor  # (K, M) probabilities
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         odds, hits = _odds_and_hits(predictions, "one-vs-rest")
-        edges, values = _average_binnings(odds, hits)
-        return {"edges_": edges, "values_": values}
+        return dict(zip(self.learned, _average_binnings(odds, hits)))
 
     def _transform(self, logits: Tensor) -> Tensor:
         return log_normalise(steps(log_odds(logits), self.edges_, self.values_))
 
-    def _n_classes(self) -> int:
-        return self.values_.shape[0]
 
-
-class Isotonic(Calibrator):
+class Isotonic(_OddsMap):
     """The best rising map of probabilities, by scikit-learn. Use it with thousands of samples, where no formula fits.
 
     `kind="shared"` fits one map to all classes together and keeps the predicted class (IRM of Zhang et al. 2020);
@@ -125,7 +126,6 @@ class Isotonic(Calibrator):
     learned = ("knots_", "values_")
 
     knots_: Tensor  # (1 or K, M) in log odds
-    values_: Tensor  # (1 or K, M) probabilities
 
     def __init__(self, kind: Literal["shared", "one-vs-rest"] = "shared") -> None:
         super().__init__()
@@ -147,19 +147,6 @@ class Isotonic(Calibrator):
             return log_normalise(lines(odds, self.knots_, self.values_), ISOTONIC_FLOOR)
         mapped = lines(odds[..., None], self.knots_, self.values_)[..., 0]
         return keep_top(log_normalise(mapped, ISOTONIC_FLOOR), logits)
-
-    def _n_classes(self) -> int | None:
-        return None if self._shared else self.values_.shape[0]
-
-    @property
-    def _shared(self) -> bool:
-        """Read off the fitted state where there is one, so that the state alone decides what is done."""
-        return self.values_.shape[0] == 1 if self.is_fitted else self.kind == "shared"
-
-    @property
-    def keeps_argmax(self) -> bool:
-        """One rising map for all classes keeps their order, up to ties, which go to the class that was on top."""
-        return self._shared
 
 
 def _odds_and_hits(predictions: Predictions, kind: str) -> tuple[Tensor, Tensor]:

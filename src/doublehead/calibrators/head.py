@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,9 +28,8 @@ from doublehead.calibration_head import MIN_LOGIT, feature_numbers, statistics
 from doublehead.calibrators import head_stages as stages
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.choose import Choice, Scores, choose, stratified_folds
-from doublehead.calibrators.head_stages import OWN, STAGES, Evidence, Params
+from doublehead.calibrators.head_stages import OF_FEATURES, OWN, STAGES, Evidence, Params
 from doublehead.calibrators.maps import keep_top
-from doublehead.calibrators.opinions import LEARNED, fit_opinions, opinions_of
 from doublehead.predictions import Predictions
 from doublehead.torch_tools import one_thread
 
@@ -46,16 +45,6 @@ MAX_ENTRIES = 25_000_000  # of logits that are fitted to
 PER_CLASS = 20  # samples per class from which maps of the classes and distances to their means are tried
 
 Opinion = Tensor | Sequence[Tensor] | None  # one (N, K), or several
-
-
-class Known(NamedTuple):
-    """What is known of the samples that a head is fitted to, besides their predictions; see `Head.fit`."""
-
-    features: Tensor | None = None
-    opinion: Opinion = None
-    numbers: Tensor | None = None
-    last_layer: Tensor | None = None
-    folds: Tensor | None = None
 
 
 class Head(Calibrator):
@@ -77,7 +66,7 @@ class Head(Calibrator):
 
     learned = (
         "stages_", "temperature_", "weight_", "bias_", "center_", "mean_", "deviation_", "slope_", "pool_", "curve_",
-        *LEARNED,
+        *OF_FEATURES,
     )  # fmt: skip
 
     takes_weights = True
@@ -108,7 +97,6 @@ class Head(Calibrator):
     ) -> None:
         super().__init__()
         self.keep, self.folds, self.seed = keep, folds, seed
-        self._known = Known()
         self._open: tuple[bool, ...] = ()
 
     def fit(
@@ -125,11 +113,8 @@ class Head(Calibrator):
 
         Samples of one number in `folds` (N,) are held back together; by default folds are drawn at random.
         """
-        self._known = Known(features, opinion, numbers, last_layer, folds)
-        try:
-            super().fit(predictions)
-        finally:
-            self._known = Known()
+        known = {"features": features, "opinion": opinion, "numbers": numbers}
+        self._fit(predictions, **known, last_layer=last_layer, folds=folds)
         self.refresh()
         return self
 
@@ -137,13 +122,13 @@ class Head(Calibrator):
         """Note on the host which stages are in use, after the buffers were set."""
         self._open = tuple(bool(flag) for flag in self.stages_) if self.is_fitted else ()
 
-    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+    def _learn(self, predictions: Predictions, **known: Any) -> dict[str, Any]:
         if self.keep not in ("predictions", "best"):
             raise ValueError(f"keep must be 'predictions' or 'best', got {self.keep!r}")
         if self.folds < 2:
             raise ValueError(f"folds must be at least 2, got {self.folds}")
         with one_thread(), torch.autocast(predictions.logits.device.type, enabled=False):
-            return _Fit(self, predictions, self._known).learned()
+            return _Fit(self, predictions, **known).learned()
 
     def forward(
         self,
@@ -180,11 +165,11 @@ class Head(Calibrator):
             features = features.to(logits.dtype)
             more.insert(0, feature_numbers(features).to(logits.dtype))
             if pools:
-                opinions += opinions_of(features, {name: getattr(self, name) for name in LEARNED})
+                opinions += stages.opinions_of(features, {name: getattr(self, name) for name in OF_FEATURES})
         opinions += [part.to(logits.dtype) for part in _several(opinion)]
         if pools and len(opinions) != n_opinions:
             raise ValueError("opinion must be given exactly where this head was fitted with one")
-        joined = torch.cat(more, -1) if more else logits.new_empty(*logits.shape[:-1], 0)
+        joined = torch.cat([logits[..., :0], *more], -1)
         if joined.shape[-1] != n_numbers:
             raise ValueError(f"numbers must be as many as fitted with, {n_numbers}, got {joined.shape[-1]}")
         return Evidence(joined, tuple(opinions))
@@ -218,7 +203,16 @@ def _several(opinion: Opinion) -> list[Tensor]:
 class _Fit:
     """One fit: every stage on cross-fitted outputs of those before it, then the choice."""
 
-    def __init__(self, head: Head, predictions: Predictions, known: Known) -> None:
+    def __init__(
+        self,
+        head: Head,
+        predictions: Predictions,
+        features: Tensor | None,
+        opinion: Opinion,
+        numbers: Tensor | None,
+        last_layer: Tensor | None,
+        folds: Tensor | None,
+    ) -> None:
         n, k = predictions.logits.shape
         order = torch.randperm(n, generator=torch.Generator().manual_seed(head.seed))
         order = order[: min(MAX_SAMPLES, max(1, MAX_ENTRIES // k))].to(predictions.logits.device)
@@ -227,22 +221,24 @@ class _Fit:
         self.logits = predictions.logits[order].float().clamp(min=MIN_LOGIT)
         self.n, self.k = self.logits.shape
         self.folds = stratified_folds(self.labels, min(head.folds, self.n), head.seed)
-        if known.folds is not None and len(known.folds[order].unique()) > 1:
-            self.folds = known.folds[order]
-        features = None if known.features is None else known.features[order].float()
-        self.of_features: Params = dict.fromkeys(LEARNED, self.logits.new_empty(0))
+        if folds is not None and len(folds[order].unique()) > 1:
+            self.folds = folds[order]
+        self.of_features: Params = dict.fromkeys(OF_FEATURES, self.logits.new_empty(0))
         opinions: list[Tensor] = []
+        more: list[Tensor] = []
         if features is not None:
+            features = features[order].float()
+            more.append(feature_numbers(features))
             self.of_features["feature_mean_"] = features.new_zeros(features.shape[1])
-            layer = None if self._fills_classes else known.last_layer
+            layer = None if self._fills_classes else last_layer
             if self.n >= MIN_SAMPLES and (self._fills_classes or layer is not None):
-                found, opinions = fit_opinions(features, self.labels, self.folds, self.k, layer, head.seed)
+                found, opinions = stages.fit_opinions(
+                    features, self.labels, self.folds, self.k, layer, head.seed
+                )
                 self.of_features |= found
-        opinions += [part[order].float() for part in _several(known.opinion)]
-        numbers = [] if features is None else [feature_numbers(features)]
-        numbers += [] if known.numbers is None else [known.numbers[order].float()]
-        given = torch.cat(numbers, 1) if numbers else self.logits.new_empty(self.n, 0)
-        self.evidence = Evidence(given, tuple(opinions))
+        opinions += [part[order].float() for part in _several(opinion)]
+        more += [] if numbers is None else [numbers[order].float()]
+        self.evidence = Evidence(torch.cat([self.logits[:, :0], *more], 1), tuple(opinions))
         self.outputs = {"none": self.logits}  # by stage, cross-fitted
         self.params: dict[str, Params] = {}
 

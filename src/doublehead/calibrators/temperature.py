@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Temperature(Calibrator):
     (3.641, 0.75)
     """
 
-    learned = ("temperature_", "at_bound_")
+    learned: ClassVar[tuple[str, ...]] = ("temperature_", "at_bound_")
     takes_weights = True
     keeps_order = True  # dividing by a positive number changes no order
     never_worse = True  # T = 1 is among the candidates
@@ -79,7 +79,7 @@ class Temperature(Calibrator):
         return logits / self.temperature_.to(logits.dtype)
 
 
-class TemperatureGrid(Calibrator):
+class TemperatureGrid(Temperature):
     """Temperature from a grid, by validation ECE or NLL. Only to reproduce published tables; else use Temperature.
 
     The default is the protocol of the focal-loss papers: 0.1, 0.2, ..., 10.0 by the ECE of 15 right-closed bins, the
@@ -87,10 +87,7 @@ class TemperatureGrid(Calibrator):
     """
 
     learned = ("temperature_",)
-    takes_weights = True
-    keeps_order = True  # dividing by a positive number changes no order
-
-    temperature_: Tensor
+    never_worse = False
 
     def __init__(
         self,
@@ -116,9 +113,6 @@ class TemperatureGrid(Calibrator):
         logits = predictions.logits.double()
         scores = [score(predictions.with_logits(logits / t)) for t in grid]
         return {"temperature_": grid[scores.index(min(scores))]}
-
-    def _transform(self, logits: Tensor) -> Tensor:
-        return logits / self.temperature_.to(logits.dtype)
 
 
 class EnsembleTemperature(Calibrator):
