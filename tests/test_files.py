@@ -14,7 +14,7 @@ import torch
 
 from doublehead import Predictions
 from doublehead.files import TableError, read_predictions
-from doublehead.summary import Tally
+from doublehead.stream import Tally
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -55,7 +55,11 @@ ORDER = (
     "__main__",
 )
 # Methods that open a door further down import it when they are called.
-LATE = {"double_head": {"calibrate"}, "calibrated": {"saving", "audit", "integrations"}}
+LATE = {
+    "double_head": {"calibrate"},
+    "calibrated": {"saving", "audit", "integrations"},
+    "summary": {"stream"},
+}
 HEAVY = (
     "matplotlib",
     "pandas",

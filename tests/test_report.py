@@ -22,14 +22,13 @@ from doublehead import Predictions, metrics
 
 pytest.importorskip("jinja2")
 from doublehead import report
-from doublehead.outcomes import Outcomes
+from doublehead.outcomes import Outcomes, compare_all
 from doublehead.report_page import charts
 from doublehead.report_page import page as page_module
 from doublehead.report_page.charts import shortened
 from doublehead.report_page.page import build_page, page_verdict
 from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, measure
 from doublehead.report_page.tables import class_rows, classes_off, guaranteed_table, metrics_table
-from doublehead.summary import compare_all
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
 

@@ -17,9 +17,8 @@ from doublehead import Predictions, metrics
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 pytest.importorskip("jinja2")
 from doublehead import report as write_report  # noqa: E402
-from doublehead.outcomes import Outcomes  # noqa: E402
+from doublehead.outcomes import Outcomes, compare  # noqa: E402
 from doublehead.report_page.record import THRESHOLDS, at_thresholds  # noqa: E402
-from doublehead.summary import compare  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")

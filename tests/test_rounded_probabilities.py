@@ -19,7 +19,7 @@ from results import Split, stored_runs
 
 from doublehead import Predictions, metrics
 from doublehead.calibrators import CALIBRATORS, make
-from doublehead.summary import Tally
+from doublehead.stream import Tally
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "float32": Tensor.float,

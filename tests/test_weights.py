@@ -15,7 +15,8 @@ from doublehead import Predictions, metrics
 from doublehead.bins import Bins
 from doublehead.calibrators import CALIBRATORS, make
 from doublehead.cli import app
-from doublehead.summary import Summary, Tally
+from doublehead.stream import Tally
+from doublehead.summary import Summary
 
 
 def sample(n: int = 400, k: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

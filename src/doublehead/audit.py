@@ -29,7 +29,8 @@ from doublehead.guard import Shift as Window
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.report_page.record import Record, as_times, shown_column
-from doublehead.summary import Summaries, Summary, row_groups
+from doublehead.stream import row_groups
+from doublehead.summary import Summaries, Summary
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
 

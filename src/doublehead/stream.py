@@ -1,26 +1,231 @@
-"""Numbers of predictions that come batch by batch and are never held: tokens, pixels, or a stream of samples."""
+"""Numbers of predictions that come part by part and are never held: of chunks of files, tokens, pixels, a stream.
+
+`Tally` holds the sums behind a `Summary`. They do not grow with the data and add up exactly: sums of NLL, Brier score
+and entropy are whole numbers in units of 2^-32, like the confidences in `Bins`, so a stream, a folder of files or a
+cluster gives the same bits as one process.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.bins import Bins, bin_of, entries_of
-from doublehead.curves import CLASS_CELLS, class_gaps_of
-from doublehead.metrics import fine_bins
+from doublehead import metrics
+from doublehead.bins import UNIT, Bins, bin_of, entries_of
+from doublehead.curves import CLASS_CELLS, class_gaps_of, predicted_bins
+from doublehead.metrics import Interval, fine_bins, threshold_counts
+from doublehead.outcomes import NORMAL, Outcomes
 from doublehead.predictions import Predictions
-from doublehead.summary import SCORES, Summary, Tally, exact_sum
+from doublehead.showing import METRICS
+from doublehead.summary import Summary, without_interval
 from doublehead.tasks import IGNORE_INDEX, Reservoir, Task, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
 
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+SCORES = {"nll": "nll", "brier": "brier", "entropy": "mean_entropy"}  # per sample -> its mean
+MAX_GROUPS = 1000
 AT_ONCE = 1 << 15  # positions: their logits of some classes stay in a core's cache
 AT_ONCE_GPU = 1 << 22
 SAMPLE = 100_000
 MAX_CLASSES = 1000  # beyond, nothing is counted class by class
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """The sums behind a `Summary`; `a + b` is the tally of both data sets together, exactly.
+
+    >>> p = Predictions([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]], [0, 1, 0])
+    >>> (Tally.of(p[:1]) + Tally.of(p[1:])).summary().to_dict() == Tally.of(p).summary().to_dict()
+    True
+    """
+
+    n_bins: int
+    n_classes: int
+    top: Bins  # (fine_bins(n_bins),)
+    classwise: Bins | None  # (K, n_bins)
+    predicted: Bins | None  # (K, CLASS_CELLS), by predicted class
+    n: int  # how many samples were counted
+    sums: dict[str, int]  # by name of SCORES, in units of 2^-32, weighted where there are weights
+    squares: dict[str, int]
+    groups: dict[str, Tally]
+    # The NLL of these is not in the sums, because it depends on the smallest probability of all.
+    n_zero_labels: int = 0
+    zero_floor: float = math.inf
+    answers: Tensor | None = None  # (2, T) `metrics.threshold_counts`
+
+    @classmethod
+    def of(
+        cls,
+        p: Predictions | Outcomes,
+        n_bins: int = 15,
+        groups: Array | None = None,
+        *,
+        per_class: bool = True,
+    ) -> Tally:
+        """The tally of some predictions and of each group among them; groups have no numbers per class.
+
+        Without `per_class` it needs no memory that grows with the number of classes. Of `Outcomes` only what hangs on
+        confidences is known.
+        """
+        by_group = {} if groups is None else dict(_group_tallies(p, n_bins, groups))
+        if isinstance(p, Outcomes):
+            answers = threshold_counts(*p.top_label()) if p.weights is None else None
+            top = p.bins(fine_bins(n_bins))
+            return cls(n_bins, 0, top, None, None, len(p), {}, {}, by_group, answers=answers)
+        plain = p.weights is None and not p.are_soft
+        counts = threshold_counts(*p.top_label()) if plain else None
+        scores, weights = metrics.per_sample(p), 1.0 if p.weights is None else p.weights
+        zero = metrics.zero_labels(p) if plain else torch.zeros(len(p), dtype=torch.bool)
+        scores["nll"] = scores["nll"].where(~zero.to(scores["nll"].device), 0.0)
+        return cls(
+            n_bins,
+            p.n_classes,
+            Bins.top(p, fine_bins(n_bins)).to("cpu"),
+            Bins.classwise(p, n_bins).to("cpu") if per_class else None,
+            predicted_bins(p).to("cpu") if per_class else None,
+            len(p),
+            {name: exact_sum(scores[name] * weights) for name in SCORES},
+            {name: exact_sum(scores[name].clamp(max=1e150).square() * weights) for name in SCORES},
+            by_group,
+            int(zero.sum()),
+            p.zero_floor if p.are_probs else math.inf,
+            counts,
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        if not isinstance(other, Tally):
+            return NotImplemented
+        if (self.n_bins, self.n_classes) != (other.n_bins, other.n_classes):
+            raise ValueError(
+                f"tallies must have the same bins and classes, got {self.n_bins} and {other.n_bins} bins, "
+                f"{self.n_classes} and {other.n_classes} classes"
+            )
+        groups = dict(self.groups)
+        for name, tally in other.groups.items():
+            groups[name] = groups[name] + tally if name in groups else tally
+        check_groups(groups)
+        return Tally(
+            self.n_bins,
+            self.n_classes,
+            self.top + other.top,
+            _both(self.classwise, other.classwise),
+            _both(self.predicted, other.predicted),
+            self.n + other.n,
+            {name: self.sums[name] + other.sums[name] for name in self.sums},
+            {name: self.squares[name] + other.squares[name] for name in self.sums},
+            groups,
+            self.n_zero_labels + other.n_zero_labels,
+            min(self.zero_floor, other.zero_floor),
+            None if self.answers is None or other.answers is None else self.answers + other.answers,
+        )
+
+    def add_(self, other: Tally) -> Tally:
+        """`self + other` in the memory of `self`: with many classes, bins are much larger than what is added."""
+        classwise, predicted = self.classwise, self.predicted
+        if classwise is None or predicted is None or other.classwise is None or other.predicted is None:
+            return self + other
+        rest = replace(self, classwise=None, predicted=None) + replace(other, classwise=None, predicted=None)
+        return replace(
+            rest, classwise=classwise.add_(other.classwise), predicted=predicted.add_(other.predicted)
+        )
+
+    def summary(self, seed: int = 0) -> Summary:
+        """Every number with its 95 % interval; simulated numbers depend on `seed`."""
+        groups = {
+            name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)
+        }
+        found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
+        classes = None
+        if self.classwise is not None and self.predicted is not None:
+            pooled = Bins.from_state(self.classwise.state().sum(1))
+            found["ece_classwise"] = without_interval(float(self.classwise.ece().mean()))
+            found["ece_all"] = without_interval(float(pooled.ece()) * self.n_classes)
+            classes = class_gaps_of(self.predicted, self.classwise)
+        return Summary(
+            n=self.n,
+            n_classes=self.n_classes,
+            n_bins=self.n_bins,
+            metrics={name: found[name] for name in METRICS if name in found},
+            floor=metrics.ece_floor(self.top, self.n_bins, seed=seed),
+            p_value=metrics.calibration_test(self.top, self.n_bins, seed=seed).p_value,
+            bins=self.top,
+            classes=classes,
+            groups={name: group.summary(seed) for name, group in groups.items()},
+            n_zero_labels=self.n_zero_labels,
+            zero_floor=self.zero_floor if self.n_zero_labels else 0.0,
+            answers=self.answers,
+        )
+
+    def _scores(self) -> dict[str, Interval]:
+        """Means with the interval of the normal distribution, for the effective number of samples (Kish)."""
+        found, total, n = {}, self.top.n, float(self.n)
+        if self.top.squares is not None:
+            n = total**2 * UNIT / float(self.top.squares.sum())
+        unlikely = -math.log(self.zero_floor) if self.n_zero_labels else 0.0  # NLL of a label at 0
+        for name in self.sums:
+            mean, square = self.sums[name] / UNIT / total, self.squares[name] / UNIT / total
+            if name == "nll":
+                share = self.n_zero_labels / total
+                mean, square = mean + share * unlikely, square + share * unlikely**2
+            reach = NORMAL * (max(square - mean * mean, 0.0) / n) ** 0.5
+            found[SCORES[name]] = Interval(mean, max(0.0, mean - reach), mean + reach)
+        return found
+
+
+def _both(a: Bins | None, b: Bins | None) -> Bins | None:
+    return None if a is None or b is None else a + b
+
+
+def exact_sum(values: Tensor) -> int:
+    """The sum of finite values (N,) in units of 2^-32, each rounded to a whole number of them; never overflows.
+
+    >>> exact_sum(torch.tensor([0.5, 2.0])) == int(2.5 * 2**32)
+    True
+    """
+    values = values.double()
+    if float(values.abs().max()) * len(values) > 2.0**62:
+        return sum(round(Fraction(value) * int(UNIT)) for value in values.tolist())
+    units = (values * UNIT).round()
+    high = (units / UNIT).floor()
+    low = units - high * UNIT  # in 0 .. 2^32
+    return int(high.to(torch.int64).sum()) * int(UNIT) + int(low.to(torch.int64).sum())
+
+
+def check_groups(groups: Mapping[str, Any]) -> None:
+    """Refuse more groups than anyone can read."""
+    if len(groups) > MAX_GROUPS:
+        raise ValueError(
+            f"by must have at most {MAX_GROUPS} different values, got more, such as {next(iter(groups))!r}"
+        )
+
+
+def _group_tallies(p: Predictions | Outcomes, n_bins: int, groups: Array) -> Iterator[tuple[str, Tally]]:
+    if groups.shape != (len(p),):
+        raise ValueError(f"by must hold one group for each of {len(p)} samples, got shape {groups.shape}")
+    names, which = np.unique(groups.astype(str), return_inverse=True)
+    check_groups(dict.fromkeys(names.tolist()))
+    for i, name in enumerate(names):
+        rows = torch.from_numpy(which == i)
+        yield str(name), Tally.of(p[rows], n_bins, per_class=False)
+
+
+def row_groups(p: Predictions, by: Any = None, names: Sequence[str] = ()) -> Array | None:
+    """(N,) the group of each row: that of its sample in `by`, else the label it is about where samples have several."""
+    if by is not None:
+        groups = np.asarray(by)
+        return np.repeat(groups, p.n_labels) if p.n_labels and len(groups) < len(p) else groups
+    if p.n_labels is None or p.n_labels > MAX_GROUPS:
+        return None
+    names = names or [f"label {i:0{len(str(p.n_labels - 1))}d}" for i in range(p.n_labels)]
+    return np.tile(np.asarray(names, dtype=object), len(p) // p.n_labels)
 
 
 class Stream:
@@ -119,18 +324,19 @@ class Stream:
     @property
     def sample(self) -> Predictions:
         """The predictions that were drawn: for `report`, and for `calibrate`."""
-        if self._tally is None:
-            raise ValueError("a Stream must have at least one position that counts, got none")
-        scores, labels, _ = self._kept.rows()
+        scores, labels, _ = self._rows()
         return Predictions.from_probs(scores, labels) if self.are_probs else Predictions(scores, labels)
 
     @property
     def groups(self) -> np.ndarray[Any, np.dtype[np.str_]]:
         """The group of each row of `sample`, as `report(stream.sample, by=stream.groups)` takes it."""
+        names = list(self._numbers)
+        return np.array([names[number] for number in self._rows()[2].tolist()])
+
+    def _rows(self) -> tuple[Tensor, ...]:
         if self._tally is None:
             raise ValueError("a Stream must have at least one position that counts, got none")
-        names = list(self._numbers)
-        return np.array([names[number] for number in self._kept.rows()[2].tolist()])
+        return self._kept.rows()
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number of what was added so far, and of each group."""

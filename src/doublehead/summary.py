@@ -1,28 +1,24 @@
 """Summary: every number of some predictions, with intervals, the floor of the ECE and a verdict.
 
-`Tally` holds the sums behind it. They do not grow with the data and add up exactly: sums of NLL, Brier score and
-entropy are whole numbers in units of 2^-32, like the confidences in `Bins`, so a stream, a folder of files or a
-cluster gives the same bits as one process.
+It is made from the sums of a `stream.Tally`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from html import escape
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from doublehead import metrics
-from doublehead.bins import UNIT, Bins
+from doublehead.bins import Bins
 from doublehead.calibrators.choose import Scores, score_table
-from doublehead.curves import ClassGaps, class_gaps_of, predicted_bins, reliability
-from doublehead.metrics import Floor, Interval, ThresholdChoice, choose_threshold, fine_bins, threshold_counts
+from doublehead.curves import ClassGaps, class_gaps_of, reliability
+from doublehead.metrics import Floor, Interval, ThresholdChoice, choose_threshold
 from doublehead.optional import require
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
@@ -37,12 +33,6 @@ from doublehead.showing import (
     shown_interval,
     span,
 )
-
-Array: TypeAlias = "np.ndarray[Any, Any]"
-
-SCORES = {"nll": "nll", "brier": "brier", "entropy": "mean_entropy"}  # per sample -> its mean
-MAX_GROUPS = 1000
-Z = 1.959963984540054  # 97.5 % of a standard normal lie below
 
 # How far an ECE may lie above its floor. One point in a hundred is about what people can act on; above five a stated
 # 95 % may as well be 90 %.
@@ -66,10 +56,6 @@ GROUPS_OFF = Grade("fair", "calibrated overall, not in every group")
 SLIGHTLY_OFF = Grade("fair", "slightly miscalibrated")
 OFF = Grade("poor", "miscalibrated")
 FAR_OFF = Grade("bad", "badly miscalibrated")
-
-
-class TooManyGroups(ValueError):
-    """The column of groups has too many different values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +89,8 @@ class Summary:
 
         Where samples have several labels, the labels are the groups.
         """
+        from doublehead.stream import Tally, row_groups
+
         summary = Tally.of(p, n_bins, row_groups(p, by)).summary(seed)
         return summary if p.weights is not None or p.are_soft else add_sample_metrics(summary, p)
 
@@ -282,258 +270,8 @@ def add_sample_metrics(summary: Summary, p: Predictions | Outcomes) -> Summary:
         "ks_error": metrics.ks_error(confidences),
         "aurc": metrics.aurc(confidences),
     }
-    found = summary.metrics | {name: _without_interval(value) for name, value in per_sample.items()}
+    found = summary.metrics | {name: without_interval(value) for name, value in per_sample.items()}
     return replace(summary, metrics={name: found[name] for name in METRICS if name in found})
-
-
-@dataclass(frozen=True, eq=False)
-class Tally:
-    """The sums behind a `Summary`; `a + b` is the tally of both data sets together, exactly.
-
-    >>> p = Predictions([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]], [0, 1, 0])
-    >>> (Tally.of(p[:1]) + Tally.of(p[1:])).summary().to_dict() == Tally.of(p).summary().to_dict()
-    True
-    """
-
-    n_bins: int
-    n_classes: int
-    top: Bins  # (fine_bins(n_bins),)
-    classwise: Bins | None  # (K, n_bins)
-    predicted: Bins | None  # (K, CLASS_CELLS), by predicted class
-    n: int  # how many samples were counted
-    sums: dict[str, int]  # by name of SCORES, in units of 2^-32, weighted where there are weights
-    squares: dict[str, int]
-    groups: dict[str, Tally]
-    n_zero_labels: int = (
-        0  # their NLL is not in the sums, because it hangs on the smallest probability of all
-    )
-    zero_floor: float = math.inf
-    answers: Tensor | None = None  # (2, T) `metrics.threshold_counts`
-
-    @classmethod
-    def of(
-        cls,
-        p: Predictions | Outcomes,
-        n_bins: int = 15,
-        groups: Array | None = None,
-        *,
-        per_class: bool = True,
-    ) -> Tally:
-        """The tally of some predictions and of each group among them; groups have no numbers per class.
-
-        Without `per_class` it needs no memory that grows with the number of classes. Of `Outcomes` only what hangs on
-        confidences is known.
-        """
-        by_group = {} if groups is None else dict(_group_tallies(p, n_bins, groups))
-        if isinstance(p, Outcomes):
-            answers = threshold_counts(*p.top_label()) if p.weights is None else None
-            top = p.bins(fine_bins(n_bins))
-            return cls(n_bins, 0, top, None, None, len(p), {}, {}, by_group, answers=answers)
-        plain = p.weights is None and not p.are_soft
-        counts = threshold_counts(*p.top_label()) if plain else None
-        scores, weights = metrics.per_sample(p), 1.0 if p.weights is None else p.weights
-        zero = metrics.zero_labels(p) if plain else torch.zeros(len(p), dtype=torch.bool)
-        scores["nll"] = scores["nll"].where(~zero.to(scores["nll"].device), 0.0)
-        return cls(
-            n_bins,
-            p.n_classes,
-            Bins.top(p, fine_bins(n_bins)).to("cpu"),
-            Bins.classwise(p, n_bins).to("cpu") if per_class else None,
-            predicted_bins(p).to("cpu") if per_class else None,
-            len(p),
-            {name: exact_sum(scores[name] * weights) for name in SCORES},
-            {name: exact_sum(scores[name].clamp(max=1e150).square() * weights) for name in SCORES},
-            by_group,
-            int(zero.sum()),
-            p.zero_floor if p.are_probs else math.inf,
-            counts,
-        )
-
-    def __add__(self, other: Tally) -> Tally:
-        if not isinstance(other, Tally):
-            return NotImplemented
-        if (self.n_bins, self.n_classes) != (other.n_bins, other.n_classes):
-            raise ValueError(
-                f"tallies must have the same bins and classes, got {self.n_bins} and {other.n_bins} bins, "
-                f"{self.n_classes} and {other.n_classes} classes"
-            )
-        groups = dict(self.groups)
-        for name, tally in other.groups.items():
-            groups[name] = groups[name] + tally if name in groups else tally
-        check_groups(groups)
-        return Tally(
-            self.n_bins,
-            self.n_classes,
-            self.top + other.top,
-            _both(self.classwise, other.classwise),
-            _both(self.predicted, other.predicted),
-            self.n + other.n,
-            {name: self.sums[name] + other.sums[name] for name in self.sums},
-            {name: self.squares[name] + other.squares[name] for name in self.sums},
-            groups,
-            self.n_zero_labels + other.n_zero_labels,
-            min(self.zero_floor, other.zero_floor),
-            None if self.answers is None or other.answers is None else self.answers + other.answers,
-        )
-
-    def add_(self, other: Tally) -> Tally:
-        """`self + other` in the memory of `self`: with many classes, bins are much larger than what is added."""
-        classwise, predicted = self.classwise, self.predicted
-        if classwise is None or predicted is None or other.classwise is None or other.predicted is None:
-            return self + other
-        rest = replace(self, classwise=None, predicted=None) + replace(other, classwise=None, predicted=None)
-        return replace(
-            rest, classwise=classwise.add_(other.classwise), predicted=predicted.add_(other.predicted)
-        )
-
-    def summary(self, seed: int = 0) -> Summary:
-        """Every number with its 95 % interval; simulated numbers depend on `seed`."""
-        groups = {
-            name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)
-        }
-        found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
-        classes = None
-        if self.classwise is not None and self.predicted is not None:
-            pooled = Bins.from_state(self.classwise.state().sum(1))
-            found["ece_classwise"] = _without_interval(float(self.classwise.ece().mean()))
-            found["ece_all"] = _without_interval(float(pooled.ece()) * self.n_classes)
-            classes = class_gaps_of(self.predicted, self.classwise)
-        return Summary(
-            n=self.n,
-            n_classes=self.n_classes,
-            n_bins=self.n_bins,
-            metrics={name: found[name] for name in METRICS if name in found},
-            floor=metrics.ece_floor(self.top, self.n_bins, seed=seed),
-            p_value=metrics.calibration_test(self.top, self.n_bins, seed=seed).p_value,
-            bins=self.top,
-            classes=classes,
-            groups={name: group.summary(seed) for name, group in groups.items()},
-            n_zero_labels=self.n_zero_labels,
-            zero_floor=self.zero_floor if self.n_zero_labels else 0.0,
-            answers=self.answers,
-        )
-
-    def _scores(self) -> dict[str, Interval]:
-        """Means with the interval of the normal distribution, for the effective number of samples (Kish)."""
-        found, total, n = {}, self.top.n, float(self.n)
-        if self.top.squares is not None:
-            n = total**2 * UNIT / float(self.top.squares.sum())
-        unlikely = -math.log(self.zero_floor) if self.n_zero_labels else 0.0  # NLL of a label at 0
-        for name in self.sums:
-            mean, square = self.sums[name] / UNIT / total, self.squares[name] / UNIT / total
-            if name == "nll":
-                share = self.n_zero_labels / total
-                mean, square = mean + share * unlikely, square + share * unlikely**2
-            reach = Z * (max(square - mean * mean, 0.0) / n) ** 0.5
-            found[SCORES[name]] = Interval(mean, max(0.0, mean - reach), mean + reach)
-        return found
-
-
-class Comparison(NamedTuple):
-    """Two methods on the same samples: the second minus the first, so a negative NLL difference is an improvement."""
-
-    nll: Interval  # mean paired difference with its 95 % interval
-    n_changed: int  # samples whose predicted class differs
-    n: int
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval of the difference leaves out 0."""
-        return self.nll.low > 0 or self.nll.high < 0
-
-
-def compare(before: Predictions, after: Predictions) -> Comparison:
-    """Compare two methods sample by sample, by their NLL; both must have the same labels in the same order.
-
-    >>> p = Predictions([[3.0, 0.0]] * 100, [0] * 70 + [1] * 30)
-    >>> found = compare(p, Predictions(p.logits / 3, p.labels))
-    >>> found.n_changed, found.nll.estimate < 0, found.is_clear
-    (0, True, True)
-    """
-    (found,) = compare_all([before, after])[0][1:]
-    if found is None:
-        raise ValueError(
-            f"both predictions must have the same labels in the same order, got {len(before)} and {len(after)} samples"
-        )
-    return found
-
-
-def compare_all(methods: Sequence[Predictions | Outcomes]) -> list[list[Comparison | None]]:
-    """`compare` of every method (row) with every other (column); None where their samples differ or lack an NLL."""
-    found = [m if isinstance(m, Outcomes) else Outcomes.of(m) for m in methods]
-    for m, p in zip(methods, found):
-        if isinstance(m, Predictions) and p.nll is not None:
-            p.nll.nan_to_num_(posinf=-math.log(m.zero_floor))
-    return [[_pair(one, other) for other in found] for one in found]
-
-
-def _pair(one: Outcomes, other: Outcomes) -> Comparison | None:
-    if one.nll is None or other.nll is None or one.labels is None or other.labels is None:
-        return None
-    if one.predicted is None or other.predicted is None or not torch.equal(one.labels, other.labels):
-        return None
-    if (one.weights is None) != (other.weights is None):
-        return None
-    pairing = Pairing()
-    pairing.add(one, other)
-    return pairing.comparison()
-
-
-class Pairing:
-    """The sums behind a `Comparison` of two methods whose samples come in parts."""
-
-    def __init__(self) -> None:
-        self.n = self.n_changed = 0
-        # A sample's difference is difference + before * L + after * M: `before` and `after` say whether its label has a
-        # probability of 0 there, L and M are what that costs, which only all parts together tell.
-        self._sums = torch.zeros(4, dtype=torch.float64)  # of 1, difference, before, after
-        self._squares = torch.zeros(4, 4, dtype=torch.float64)  # of their products
-
-    def add(self, one: Outcomes, other: Outcomes) -> None:
-        """Some samples, which must be the same of both."""
-        assert one.nll is not None
-        assert other.nll is not None
-        assert one.predicted is not None
-        assert other.predicted is not None
-        zero = [nll.isinf() for nll in (one.nll, other.nll)]
-        difference = other.nll.where(~zero[1], 0.0) - one.nll.where(~zero[0], 0.0)
-        rows = torch.stack([torch.ones_like(difference), difference, -zero[0].double(), zero[1].double()], 1)
-        weights = torch.ones_like(difference) if one.weights is None else one.weights
-        self._sums += weights @ rows
-        self._squares += (rows * weights.square()[:, None]).T @ rows
-        self.n += len(rows)
-        self.n_changed += int((one.predicted != other.predicted).sum())
-
-    def comparison(self, floor: float = 1.0, other_floor: float = 1.0) -> Comparison:
-        """The comparison, with the probabilities that stand for 0 in the two methods."""
-        parts = torch.tensor([0.0, 1.0, -math.log(floor), -math.log(other_floor)], dtype=torch.float64)
-        mean = float(self._sums @ parts / self._sums[0])
-        parts[0] = -mean
-        reach = Z * float((parts @ self._squares @ parts).clamp(min=0).sqrt() / self._sums[0])
-        return Comparison(Interval(mean, mean - reach, mean + reach), self.n_changed, self.n)
-
-
-def exact_sum(values: Tensor) -> int:
-    """The sum of finite values (N,) in units of 2^-32, each rounded to a whole number of them; never overflows.
-
-    >>> exact_sum(torch.tensor([0.5, 2.0])) == int(2.5 * 2**32)
-    True
-    """
-    values = values.double()
-    if float(values.abs().max()) * len(values) > 2.0**62:
-        return sum(round(Fraction(value) * int(UNIT)) for value in values.tolist())
-    units = (values * UNIT).round()
-    high = (units / UNIT).floor()
-    low = units - high * UNIT  # in 0 .. 2^32
-    return int(high.to(torch.int64).sum()) * int(UNIT) + int(low.to(torch.int64).sum())
-
-
-def check_groups(groups: Mapping[str, Any]) -> None:
-    """Refuse more groups than anyone can read."""
-    if len(groups) > MAX_GROUPS:
-        raise TooManyGroups(
-            f"by must have at most {MAX_GROUPS} different values, got more, such as {next(iter(groups))!r}"
-        )
 
 
 class Summaries(dict[str, Summary]):
@@ -576,30 +314,6 @@ def summary_rows(summaries: Mapping[str, Summary], meanings: bool) -> list[list[
     return rows
 
 
-def _group_tallies(p: Predictions | Outcomes, n_bins: int, groups: Array) -> Iterator[tuple[str, Tally]]:
-    if groups.shape != (len(p),):
-        raise ValueError(f"by must hold one group for each of {len(p)} samples, got shape {groups.shape}")
-    names, which = np.unique(groups.astype(str), return_inverse=True)
-    check_groups(dict.fromkeys(names.tolist()))
-    for i, name in enumerate(names):
-        rows = torch.from_numpy(which == i)
-        yield str(name), Tally.of(p[rows], n_bins, per_class=False)
-
-
-def row_groups(p: Predictions, by: Any = None, names: Sequence[str] = ()) -> Array | None:
-    """(N,) the group of each row: that of its sample in `by`, else the label it is about where samples have several."""
-    if by is not None:
-        groups = np.asarray(by)
-        return np.repeat(groups, p.n_labels) if p.n_labels and len(groups) < len(p) else groups
-    if p.n_labels is None or p.n_labels > MAX_GROUPS:
-        return None
-    names = names or [f"label {i:0{len(str(p.n_labels - 1))}d}" for i in range(p.n_labels)]
-    return np.tile(np.asarray(names, dtype=object), len(p) // p.n_labels)
-
-
-def _both(a: Bins | None, b: Bins | None) -> Bins | None:
-    return None if a is None or b is None else a + b
-
-
-def _without_interval(value: float) -> Interval:
+def without_interval(value: float) -> Interval:
+    """A number of which no interval is known."""
     return Interval(value, math.nan, math.nan)

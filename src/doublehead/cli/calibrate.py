@@ -27,9 +27,10 @@ from doublehead.cli.output import UserError, notes, progress, show, show_counts,
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
 from doublehead.files.sources import TableError
 from doublehead.files.writing import check_output, write_calibrated
-from doublehead.outcomes import Outcomes
+from doublehead.outcomes import Comparison, Outcomes, Pairing
 from doublehead.predictions import Predictions
-from doublehead.summary import Comparison, Pairing, Summary, Tally, side_by_side
+from doublehead.stream import Tally
+from doublehead.summary import Summary, side_by_side
 
 
 def calibrate(

@@ -27,7 +27,8 @@ from doublehead.double_head import DoubleHead
 from doublehead.network import Reader
 from doublehead.plots import draw_reliability, save
 from doublehead.predictions import Predictions
-from doublehead.summary import Summary, Tally
+from doublehead.stream import Tally
+from doublehead.summary import Summary
 from doublehead.torch_tools import evaluating, from_every_process, n_processes
 
 Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits

@@ -25,7 +25,8 @@ from doublehead.files.values import to_text
 from doublehead.metrics import RiskCoverage, ThresholdChoice
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
-from doublehead.summary import Summary, Tally, add_sample_metrics, row_groups
+from doublehead.stream import Tally, row_groups
+from doublehead.summary import Summary, add_sample_metrics
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
