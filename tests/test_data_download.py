@@ -171,7 +171,7 @@ def test_an_archive_must_contain_what_its_source_says(web, tmp_path, monkeypatch
 
 
 def test_get_describes_the_files_of_a_set_that_cannot_be_downloaded(tmp_path):
-    with pytest.raises(LookupError, match=re.escape(DATASETS["imagenet"].layout)):
+    with pytest.raises(ValueError, match=re.escape(DATASETS["imagenet"].layout)):
         get("imagenet", tmp_path)
     with pytest.raises(ValueError, match="mnist"):
         get("mnist", tmp_path)

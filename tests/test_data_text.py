@@ -44,18 +44,13 @@ def texts(*content, labels=None):
     return Texts(content, np.zeros(len(content), np.int64) if labels is None else np.array(labels))
 
 
-def test_vocabulary_order_and_limits():
+def test_vocabulary_order():
     samples = texts("b a a c", "a b d")
     vocabulary = Vocabulary.of(samples)
     assert vocabulary.words == ("a", "b", "c", "d")  # by count, then by alphabet
     assert vocabulary.rows(["d", "a", "nope"]).tolist() == [5, 2, 1]
-    assert Vocabulary.of(samples, min_count=2).words == ("a", "b")
-    assert Vocabulary.of(samples, max_size=3).words == ("a",)
-    assert len(Vocabulary.of(samples, max_size=3)) == 3
     assert "a" in vocabulary
     assert "nope" not in vocabulary
-    with pytest.raises(ValueError, match="max_size"):
-        Vocabulary.of(samples, max_size=2)
     with pytest.raises(ValueError, match="words must .* got 'a'"):
         Vocabulary(["a", "a"])
 
@@ -233,8 +228,6 @@ def test_embedding(glove, splits):
     assert vectors[embedding.vocabulary.row("café")].tolist() == [3, 4]
     assert 0 < vectors[embedding.vocabulary.row("qqq")].abs().max() < 5 * known.std()
     assert torch.equal(vectors, embed(splits, glove).vectors)  # drawn vectors are always the same
-    assert len(embed(splits, glove, max_size=4).vocabulary) == 4
-    assert "qqq" not in embed(splits, glove, min_count=2).vocabulary
 
 
 def test_glove_package(splits, tmp_path, monkeypatch):

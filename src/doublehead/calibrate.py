@@ -64,9 +64,7 @@ def calibrate(
         return _calibrate_network(what, calib_data, method, seed, **options)
     if not isinstance(what, Predictions):
         raise TypeError(f"what must be a network or Predictions, got {type(what).__name__}")
-    if what.n_labels is not None:
-        return PerLabel(method, seed=seed, **options).fit(what)  # type: ignore[arg-type]
-    return make(method, **({"seed": seed} if method == "head" else {}), **options).fit(what)
+    return _unfitted(what.n_labels, method, seed, **options).fit(what)
 
 
 def _calibrate_network(
@@ -125,7 +123,8 @@ def fit(
     predictions = Predictions(readings.logits, readings.labels, readings.weights)
     predictions.n_labels = reader.n_labels
     if method != "head" or reader.n_labels:
-        head = _unfitted(reader, method, keep, seed).fit(predictions)
+        options = {"keep": keep} if reader.n_labels else {}
+        head = _unfitted(reader.n_labels, method, seed, **options).fit(predictions)
         if not alone:
             same_on_all_processes(head)
         return Calibrated(network, head, reader).eval()
@@ -146,5 +145,7 @@ def fit(
     return Calibrated(network, staged, reader, heads).eval()
 
 
-def _unfitted(reader: Reader, method: str, keep: Literal["predictions", "best"], seed: int) -> Calibrator:
-    return PerLabel(method, keep=keep, seed=seed) if reader.n_labels else make(method)  # type: ignore[arg-type]
+def _unfitted(n_labels: int | None, method: str, seed: int, **options: Any) -> Calibrator:
+    if n_labels:
+        return PerLabel(method, seed=seed, **options)  # type: ignore[arg-type]
+    return make(method, **({"seed": seed} if method == "head" else {}), **options)

@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.markup import escape
 
+from doublehead.cli.data import Root
 from doublehead.cli.output import UserError, notes
 from doublehead.cli.train import (
     NOT_SET,
@@ -22,7 +23,6 @@ from doublehead.cli.train import (
     Model,
     Nodes,
     Output,
-    Root,
     Settings,
     change,
     is_first_process,
@@ -30,7 +30,6 @@ from doublehead.cli.train import (
     progress_bar,
     recipe,
     show_rows,
-    text_of,
     training_errors,
 )
 from doublehead.data import fashion_subset
@@ -69,7 +68,7 @@ def compare(
         names = [name.strip() for name in methods.split(",") if name.strip()]
         if not names:
             raise UserError(f"--methods must name at least one of {', '.join(METHODS)}, got {methods!r}")
-        where = {"root": text_of(root), "devices": devices, "nodes": nodes, "accelerator": accelerator}
+        where = {"root": root, "devices": devices, "nodes": nodes, "accelerator": accelerator}
         rows = compare_with_progress(config, names, output, **where)
         if is_first_process():
             show_rows(rows, as_json)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from doublehead import data
-from doublehead.cli.output import UserError, notes, results
+from doublehead.cli.output import UserError, notes, results, told_to_user
 
 Name = Annotated[str, typer.Argument(help="A data set of `doublehead data list`.")]
 Root = Annotated[
@@ -37,7 +35,7 @@ def list_() -> None:
 def get(name: Name, root: Root = None) -> None:
     """Download a data set with checksums, or say what to put where."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with _told(), Progress(*columns, console=notes(), transient=True) as bar:
+    with told_to_user(), Progress(*columns, console=notes(), transient=True) as bar:
         task = bar.add_task(name, total=None)
 
         def progress(file: str, done: int, total: int) -> None:
@@ -49,7 +47,7 @@ def get(name: Name, root: Root = None) -> None:
 
 def check(name: Name, root: Root = None) -> None:
     """Read a data set, count its splits, look for samples in two splits."""
-    with _told():
+    with told_to_user():
         found = data.check(name, root)
     for note in found.notes:
         notes().print(f"note: {escape(note)}")
@@ -63,13 +61,5 @@ def convert(
     name: Name, dest: Annotated[Path, typer.Argument(help="A folder for the plain files.")], root: Root = None
 ) -> None:
     """Write a data set as plain arrays or tables, which load faster."""
-    with _told():
+    with told_to_user():
         results().print(f"written to {data.convert(name, root, dest)}")
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError, LookupError, ImportError) as error:
-        raise UserError(str(error).strip("'\"")) from error

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from doublehead.cli.data import Root
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import UserError, notes, results, told_to_user
 from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
@@ -34,9 +35,6 @@ Data = Annotated[
 ]
 Model = Annotated[
     str | None, typer.Option(help="A network: resnet50, ..., timm/NAME, or package.module:factory.")
-]
-Root = Annotated[
-    Path | None, typer.Option(help="The folder of data sets [default: data, or $DOUBLEHEAD_DATA].")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -83,7 +81,7 @@ def train(
             made = train_run(
                 config,
                 folder,
-                root=text_of(root),
+                root=root,
                 devices=devices,
                 nodes=nodes,
                 accelerator=accelerator,
@@ -277,8 +275,3 @@ def _shift_columns(row: dict[str, Any]) -> dict[str, list[str]]:
         else:
             columns |= {f"{what} {key.removeprefix(start)}": [key] for key in keys}
     return columns
-
-
-def text_of(path: Path | None) -> str | None:
-    """The path as text."""
-    return None if path is None else str(path)

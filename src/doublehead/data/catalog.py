@@ -52,7 +52,7 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class DataSet:
-    """One row of the table. `read(root, split_seed)` gives the splits; `layout` describes the files under root."""
+    """One row of the table. `read(row, root, split_seed)` gives the splits; `layout` describes the files under root."""
 
     name: str
     about: str
@@ -60,8 +60,14 @@ class DataSet:
     n_classes: int
     sizes: tuple[int, int, int]  # train, calib, test
     layout: str
-    read: Callable[[Path, int], Splits]
+    read: Callable[[DataSet, Path, int], Splits]
     normalise: Normalise | None = None  # published channel means and standard deviations of the train images
+
+    @property
+    def folder(self) -> str:
+        """The folder under root that downloads go to; two data sets may share one."""
+        shared = {"sst-fine": "sst", "sst-binary": "sst", "20newsgroups-bydate": "20newsgroups"}
+        return shared.get(self.name, self.name)
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None, *, split_seed: int = SPLIT_SEED) -> Splits:
@@ -76,7 +82,8 @@ def load(name: str, root: str | os.PathLike[str] | None = None, *, split_seed: i
     """
     if ":" in name:
         return readers.load_own(name, split_seed=split_seed)
-    return find(name).read(data_root(root), split_seed)
+    spec = find(name)
+    return spec.read(spec, data_root(root), split_seed)
 
 
 def load_test(name: str, root: str | os.PathLike[str] | None = None) -> Samples:
@@ -84,7 +91,7 @@ def load_test(name: str, root: str | os.PathLike[str] | None = None) -> Samples:
     spec, folder = find(name), data_root(root)
     if name in ("cifar10", "cifar100", "svhn"):
         return _image_split(spec, folder, "test")
-    return spec.read(folder, SPLIT_SEED).test
+    return spec.read(spec, folder, SPLIT_SEED).test
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -110,71 +117,55 @@ def find(name: str) -> DataSet:
     return DATASETS[name]
 
 
-def _under(root: Path, name: str, *paths: str) -> Path | None:
-    """The first of `paths` that exists in root/name or in root."""
-    tried = (folder / path for path in paths for folder in (root / name, root))
-    return next((path for path in tried if path.exists()), None)
-
-
-def _missing(name: str, root: Path) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"{name} was not found in {root}: {DATASETS[name].layout}. `doublehead data get {name}` downloads it where "
-        "that is allowed"
-    )
+def _find_file(spec: DataSet, root: Path, *paths: str) -> Path:
+    """The first of `paths` that exists in the folder of the data set or in root."""
+    tried = (folder / path for path in paths for folder in (root / spec.folder, root / spec.name, root))
+    found = next((path for path in tried if path.exists()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"{spec.name} was not found in {root}: {spec.layout}. `doublehead data get {spec.name}` downloads it where "
+            "that is allowed"
+        )
+    return found
 
 
 def _image_split(spec: DataSet, root: Path, split: str) -> Images:
     """Train or test images of CIFAR or SVHN, from plain arrays or from the original files."""
     name, wanted = spec.name, sum(spec.sizes[:2]) if split == "train" else spec.sizes[2]
-    if arrays := _under(root, name, f"{split}_images.npy"):
-        images = readers.read_arrays(arrays.parent, split)
-    elif name == "svhn" and (file := _under(root, name, f"{split}_32x32.mat")):
-        images = readers.read_svhn(file.parent, split)
-    elif folder := _under(
-        root, name, {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}.get(name, "-")
-    ):
-        images = readers.read_cifar_split(folder, split)
+    original = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+    found = _find_file(spec, root, f"{split}_images.npy", original.get(name, f"{split}_32x32.mat"))
+    if found.suffix == ".npy":
+        images = readers.read_arrays(found.parent, split)
+    elif name == "svhn":
+        images = readers.read_svhn(found.parent, split)
     else:
-        raise _missing(name, root)
+        images = readers.read_cifar_split(found, split)
     if len(images) != wanted:
         raise ValueError(f"{name} must have {wanted} {split} images, got {len(images)} in {root}")
     return images
 
 
-def _read_images(name: str) -> Callable[[Path, int], Splits]:
-    def read(root: Path, split_seed: int) -> Splits:
-        spec = DATASETS[name]
-        train, calib = split_samples(_image_split(spec, root, "train"), spec.sizes[1], split_seed)
-        return Splits(name, train, calib, _image_split(spec, root, "test"), CLASS_NAMES[name])
-
-    return read
+def _read_images(spec: DataSet, root: Path, split_seed: int) -> Splits:
+    train, calib = split_samples(_image_split(spec, root, "train"), spec.sizes[1], split_seed)
+    return Splits(spec.name, train, calib, _image_split(spec, root, "test"), CLASS_NAMES[spec.name])
 
 
-def _read_imagenet(root: Path, split_seed: int) -> Splits:
+def _read_imagenet(spec: DataSet, root: Path, split_seed: int) -> Splits:
     """Folders train and val with one folder per class; a stratified half of val is calib."""
-    folder = _under(root, "imagenet", "train")
-    if folder is None:
-        raise _missing("imagenet", root)
+    folder = _find_file(spec, root, "train")
     train, names = readers.read_image_folder(folder)
     val, _ = readers.read_image_folder(folder.parent / "val", names)
     test, calib = split_samples(val, len(val) // 2, split_seed)
-    return Splits("imagenet", train, calib, test, names)
+    return Splits(spec.name, train, calib, test, names)
 
 
-def _read_sst(name: str) -> Callable[[Path, int], Splits]:
+def _read_sst(spec: DataSet, root: Path, split_seed: int) -> Splits:
     """The data set's own splits; `dev` is calib."""
-
-    def read(root: Path, split_seed: int) -> Splits:
-        files = ("trees/train.txt", "train.txt")
-        found = _under(root, "sst", *files) or _under(root, name, *files)
-        if found is None:
-            raise _missing(name, root)
-        parts = [readers.read_sst(found.parent / f"{part}.txt") for part in ("train", "dev", "test")]
-        if name == "sst-binary":
-            parts = [_binary(part) for part in parts]
-        return Splits(name, parts[0], parts[1], parts[2], CLASS_NAMES[name])
-
-    return read
+    found = _find_file(spec, root, "trees/train.txt", "train.txt")
+    parts = [readers.read_sst(found.parent / f"{part}.txt") for part in ("train", "dev", "test")]
+    if spec.name == "sst-binary":
+        parts = [_binary(part) for part in parts]
+    return Splits(spec.name, parts[0], parts[1], parts[2], CLASS_NAMES[spec.name])
 
 
 def _binary(samples: Trees) -> Trees:
@@ -184,27 +175,18 @@ def _binary(samples: Trees) -> Trees:
     return Trees(trees, (kept.labels > 2).astype("int64"))
 
 
-def _read_newsgroups(root: Path, split_seed: int) -> Splits:
-    """The 19,997 documents: 3,999 are drawn for test, then 900 of the rest for calib."""
-    folder = _under(root, "20newsgroups", "20_newsgroups", "20news-19997")
-    if folder is None:
-        raise _missing("20newsgroups", root)
-    documents, groups = readers.read_newsgroups(folder)
-    _, n_calib, n_test = DATASETS["20newsgroups"].sizes
-    rest, test = split_samples(documents, n_test, split_seed)
-    train, calib = split_samples(rest, n_calib, split_seed)
-    return Splits("20newsgroups", train, calib, test, groups)
-
-
-def _read_newsgroups_bydate(root: Path, split_seed: int) -> Splits:
-    """The later 40 % of the documents are test; calib is drawn from the earlier ones."""
-    folder = _under(root, "20newsgroups", "20news-bydate-train")
-    if folder is None:
-        raise _missing("20newsgroups-bydate", root)
-    documents, groups = readers.read_newsgroups(folder)
-    test, _ = readers.read_newsgroups(folder.parent / "20news-bydate-test")
-    train, calib = split_samples(documents, DATASETS["20newsgroups-bydate"].sizes[1], split_seed)
-    return Splits("20newsgroups-bydate", train, calib, test, groups)
+def _read_newsgroups(spec: DataSet, root: Path, split_seed: int) -> Splits:
+    """All documents, or those of the early folder: test is drawn, or the late folder; calib is drawn from the rest."""
+    early = "20news-bydate-train"
+    names = (early,) if spec.name.endswith("bydate") else ("20_newsgroups", "20news-19997")
+    folder = _find_file(spec, root, *names)
+    rest, groups = readers.read_newsgroups(folder)
+    if folder.name == early:
+        test, _ = readers.read_newsgroups(folder.parent / "20news-bydate-test")
+    else:
+        rest, test = split_samples(rest, spec.sizes[2], split_seed)
+    train, calib = split_samples(rest, spec.sizes[1], split_seed)
+    return Splits(spec.name, train, calib, test, groups)
 
 
 def fashion_subset() -> Splits:
@@ -264,7 +246,7 @@ _ROWS = (
         10,
         (8_500, 2_500, 6_000),
         "included in the package",
-        lambda root, split_seed: fashion_subset(),
+        lambda spec, root, split_seed: fashion_subset(),
         Normalise((0.2860,), (0.3530,)),
     ),
     DataSet(
@@ -274,7 +256,7 @@ _ROWS = (
         10,
         (45_000, 5_000, 10_000),
         f"put the folder cifar-10-batches-py there, {_ARRAYS}",
-        _read_images("cifar10"),
+        _read_images,
         Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     ),
     DataSet(
@@ -284,7 +266,7 @@ _ROWS = (
         100,
         (45_000, 5_000, 10_000),
         f"put the folder cifar-100-python there, {_ARRAYS}",
-        _read_images("cifar100"),
+        _read_images,
         Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     ),
     DataSet(
@@ -294,7 +276,7 @@ _ROWS = (
         10,
         (60_000, 13_257, 26_032),
         f"put train_32x32.mat and test_32x32.mat there, {_ARRAYS}",
-        _read_images("svhn"),
+        _read_images,
         Normalise((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     ),
     DataSet(
@@ -315,7 +297,7 @@ _ROWS = (
         5,
         (8_544, 1_101, 2_210),
         "put train.txt, dev.txt and test.txt (Penn Treebank trees) there or in a folder trees",
-        _read_sst("sst-fine"),
+        _read_sst,
     ),
     DataSet(
         "sst-binary",
@@ -324,7 +306,7 @@ _ROWS = (
         2,
         (6_920, 872, 1_821),
         "put train.txt, dev.txt and test.txt (Penn Treebank trees) there or in a folder trees",
-        _read_sst("sst-binary"),
+        _read_sst,
     ),
     DataSet(
         "20newsgroups",
@@ -342,7 +324,7 @@ _ROWS = (
         20,
         (10_414, 900, 7_532),
         "put the folders 20news-bydate-train and 20news-bydate-test there",
-        _read_newsgroups_bydate,
+        _read_newsgroups,
     ),
 )
 DATASETS: dict[str, DataSet] = {row.name: row for row in _ROWS}

@@ -5,26 +5,24 @@ from __future__ import annotations
 import csv
 import json
 import os
-import shutil
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
+from doublehead.atomic import replacing
 from doublehead.data.catalog import DATASETS, data_root, find, load
 from doublehead.data.readers import read_image_files
 from doublehead.data.splits import ImageFiles, Images, Samples, Splits, Trees, count_duplicates
 from doublehead.optional import require
 
-Progress: TypeAlias = Callable[
-    [str, int, int], None
-]  # (file name, bytes so far, total bytes or 0 if unknown)
+Progress: TypeAlias = Callable[[str, int, int], None]  # file name, bytes so far, total bytes (0: unknown)
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,16 @@ def sources(name: str) -> tuple[Source, ...]:
 def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
     """Download a data set into root/<folder> and return that folder.
 
-    Files that are already there are not downloaded again; a failed download leaves no partial files. LookupError
-    describes the files to provide if the data set cannot be downloaded.
+    Files that are already there are not downloaded again; a failed download leaves no partial files. A
+    ValueError describes the files to provide if the data set cannot be downloaded.
     """
-    spec, folder = find(name), data_root(root) / _folder(name)
+    spec = find(name)
+    folder = data_root(root) / spec.folder
     if name == "fashion":
         return data_root(root)
     files = sources(name)
     if not files:
-        raise LookupError(f"{name} cannot be downloaded without an account: {spec.layout} (in {folder})")
+        raise ValueError(f"{name} cannot be downloaded without an account: {spec.layout} (in {folder})")
     for source in files:
         if source.contains is None:
             download(source, folder, progress)
@@ -127,7 +126,8 @@ def unpack(archive: Path, folder: Path) -> list[str]:
 
     A damaged archive leaves nothing behind, and no member can write outside the folder.
     """
-    with _temporary_folder(folder) as temporary:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial.", dir=folder) as temporary:
         try:
             if zipfile.is_zipfile(archive):
                 with zipfile.ZipFile(archive) as zipped:
@@ -137,14 +137,14 @@ def unpack(archive: Path, folder: Path) -> list[str]:
                     tar.extractall(temporary, filter="data")  # refuses members and links that lead outside
         except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
             raise ValueError(f"{archive} is truncated, damaged or unsafe: {error}") from error
-        names = sorted(entry.name for entry in temporary.iterdir())
+        names = sorted(os.listdir(temporary))
         for name in names:
             if (folder / name).exists():
                 raise FileExistsError(
                     f"{folder / name} already exists; move it away to unpack {archive.name}"
                 )
         for name in names:
-            os.replace(temporary / name, folder / name)
+            os.replace(Path(temporary) / name, folder / name)
     return names
 
 
@@ -190,10 +190,10 @@ def convert(name: str, root: str | os.PathLike[str] | None, dest: str | os.PathL
     splits, dest = load(name, root), Path(dest)
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise FileExistsError(f"{dest} must be empty or not exist")
-    with _temporary_folder(dest.parent) as temporary:
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(dest) as temporary:
+        temporary.mkdir()
         _write(splits, temporary)
-        temporary.chmod(0o755)
-        os.replace(temporary, dest)
     return dest
 
 
@@ -214,10 +214,6 @@ def _write(splits: Splits, folder: Path) -> None:
             writer.writerows(zip(texts.texts, texts.labels.tolist()))
 
 
-def _folder(name: str) -> str:
-    return {"sst-fine": "sst", "sst-binary": "sst", "20newsgroups-bydate": "20newsgroups"}.get(name, name)
-
-
 def _wrong_checksums(name: str, root: Path) -> list[str]:
     """Problems with the files of CIFAR and SVHN, whose checksums torchvision publishes."""
     if name not in ("cifar10", "cifar100", "svhn"):
@@ -235,14 +231,3 @@ def _wrong_checksums(name: str, root: Path) -> list[str]:
         for path, md5 in paths
         if path.exists() and file_hash(path, alg="md5") != md5
     ]
-
-
-@contextmanager
-def _temporary_folder(parent: Path) -> Iterator[Path]:
-    """A hidden folder in `parent`, removed afterwards unless it was moved."""
-    parent.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(prefix=".partial.", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

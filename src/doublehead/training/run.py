@@ -91,7 +91,7 @@ class Run:
         set_random(own[""], self.fabric.device)
 
 
-def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | None) -> Run:
+def set_up(config: Config, fabric: Any, splits: Splits | None, root: str | os.PathLike[str] | None) -> Run:
     """Data, network, optimizer and heads, all from the config's seed."""
     inputs = load_inputs(config, fabric.device, splits, root, fabric.global_rank, fabric.world_size)
     others = _others(config, inputs, root)
@@ -180,7 +180,7 @@ def _compiled(config: Config, net: nn.Module) -> nn.Module:
     return torch.compile(net, mode=mode)  # type: ignore[return-value]
 
 
-def _others(config: Config, inputs: Inputs, root: str | None) -> dict[str, Batches]:
+def _others(config: Config, inputs: Inputs, root: str | os.PathLike[str] | None) -> dict[str, Batches]:
     """The data sets among `shift`, read before training so that a missing one is noticed."""
     made: dict[str, Batches] = {}
     for asked in config.shift:
