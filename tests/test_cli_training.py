@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from doublehead.cli import compare as demo_command
+from doublehead.cli import train as demo_command
 from doublehead.cli.train import (
     _shift_columns,
     change,

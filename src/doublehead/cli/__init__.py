@@ -1,4 +1,4 @@
-"""The command line: `doublehead --help`. One file per command; the signature of a function is its options."""
+"""The command line: `doublehead --help`. One file per family of commands; a function's signature is its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import doublehead
-from doublehead.cli import calibrate, compare, data, evaluate, export, report, shift, train
+from doublehead.cli import calibrate, data, evaluate, export, report, shift, train
 from doublehead.cli.output import UserError
 
 app = typer.Typer(
@@ -70,9 +70,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     report.report,
     shift.shift,
     train.train,
-    compare.compare,
+    train.compare,
     export.export,
-    compare.demo,
+    train.demo,
 )
 DATA_COMMANDS: tuple[Callable[..., None], ...] = (data.list_, data.get, data.check, data.convert)
 for function in COMMANDS:
