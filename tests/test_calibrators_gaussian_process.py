@@ -8,7 +8,6 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators import GaussianProcess, NotConverged, Temperature, smooth
-from doublehead.calibrators.maps import Places
 from doublehead.calibrators.optimise import Minimum
 from doublehead.calibrators.smooth import (
     JITTER,
@@ -81,40 +80,6 @@ def test_posterior_agrees_with_the_dense_formula() -> None:
     torch.testing.assert_close(found_variance, expected_cov.diagonal(), rtol=1e-6, atol=1e-9)
 
 
-def test_posterior_agrees_with_gpytorch() -> None:
-    gpytorch = pytest.importorskip("gpytorch")
-    grid, inducing = (torch.linspace(-6, 0, m, dtype=torch.float64) for m in (13, 4))
-    mean, root = torch.randn(4, dtype=torch.float64), spd_root(4)
-    distribution = gpytorch.variational.CholeskyVariationalDistribution(4)
-    distribution.variational_mean.data, distribution.chol_variational_covar.data = mean, root
-
-    class Latent(gpytorch.models.ApproximateGP):
-        def __init__(self) -> None:
-            strategy = gpytorch.variational.VariationalStrategy(
-                self,
-                inducing[:, None],
-                distribution,
-                learn_inducing_locations=False,
-                jitter_val=JITTER * 0.49,
-            )
-            super().__init__(strategy)
-            self.mean = gpytorch.means.ZeroMean()
-            self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-            self.kernel.outputscale, self.kernel.base_kernel.lengthscale = 0.49, 1.3
-
-        def forward(self, x: torch.Tensor) -> object:
-            return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
-
-    model = Latent().double().eval()
-    model.variational_strategy.variational_params_initialized.fill_(1)
-    with torch.no_grad():
-        peer = model(grid[:, None])
-        found = _posterior(grid, inducing, mean, root, torch.tensor([1.3, 0.7], dtype=torch.float64).log())
-    torch.testing.assert_close(found[0], peer.mean, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(found[1], peer.variance, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(_divergence(mean, root), model.variational_strategy.kl_divergence().detach())
-
-
 def test_expected_log_likelihood_agrees_with_sampling_where_variances_are_small() -> None:
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(3, 4, generator=generator, dtype=torch.float64)
@@ -125,12 +90,6 @@ def test_expected_log_likelihood_agrees_with_sampling_where_variances_are_small(
     sampled = (mean + variance.sqrt() * noise).log_softmax(-1)
     expected = sampled.gather(2, labels.expand(200_000, 3)[..., None]).mean()
     assert float(_expected_log_likelihood(mean, variance, labels)) == pytest.approx(float(expected), abs=1e-4)
-
-
-def test_places_interpolate_on_the_grid() -> None:
-    grid = torch.tensor([-2.0, -1.0, 0.0])
-    places = Places.of(torch.tensor([[-3.0, -2.0], [-1.25, 0.0]]), grid)
-    assert places.values_of(torch.tensor([10.0, 20.0, 40.0])).tolist() == [[10.0, 10.0], [17.5, 40.0]]
 
 
 def test_it_learns_a_bend_that_a_temperature_cannot() -> None:

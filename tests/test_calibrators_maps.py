@@ -20,7 +20,7 @@ from doublehead.calibrators.maps import (
     top_log_odds,
     with_top_odds,
 )
-from doublehead.calibrators.smooth import _natural_basis, _slope_of_running_mean
+from doublehead.calibrators.smooth import _slope_of_running_mean
 from doublehead.predictions import Predictions
 
 
@@ -128,14 +128,6 @@ def test_platt_wants_two_classes() -> None:
         Platt().fit(several())
 
 
-def test_platt_can_turn_scores_around() -> None:
-    p = binary()
-    turned = Predictions(p.logits.flip(1), p.labels)
-    torch.testing.assert_close(
-        Platt().fit(turned).calibrate(turned).probs, Platt().fit(p).calibrate(p).probs, atol=1e-5, rtol=0
-    )
-
-
 def test_beta_agrees_with_logistic_regression_on_its_features() -> None:
     linear = pytest.importorskip("sklearn.linear_model")
     p = binary(n=400)
@@ -145,15 +137,6 @@ def test_beta_agrees_with_logistic_regression_on_its_features() -> None:
     assert (peer.coef_ > 0).all()  # no bound is active
     fitted = Beta().fit(p).weights_[0]
     np.testing.assert_allclose(fitted.numpy(), [*peer.coef_[0], peer.intercept_[0]], rtol=2e-3, atol=2e-3)
-
-
-def test_beta_agrees_with_its_authors() -> None:
-    betacal = pytest.importorskip("betacal")
-    p = binary(n=400)
-    peer = betacal.BetaCalibration(parameters="abm").fit(p.probs[:, 1:].numpy(), p.labels.numpy())
-    np.testing.assert_allclose(
-        Beta().fit(p).calibrate(p).probs[:, 1].numpy(), peer.predict(p.probs[:, 1].numpy()), atol=2e-3
-    )
 
 
 def test_beta_weights_stay_at_zero_or_above() -> None:
@@ -240,16 +223,6 @@ def test_histogram_one_vs_rest_agrees_with_a_loop(scheme: str) -> None:
     np.testing.assert_allclose(out.numpy(), expected / expected.sum(1, keepdims=True), atol=1e-9)
 
 
-def test_histogram_agrees_with_netcal() -> None:
-    netcal = pytest.importorskip("netcal.binning")
-    p = binary(n=500)
-    peer = netcal.HistogramBinning(bins=10).fit(p.probs[:, 1].numpy(), p.labels.numpy())
-    own = HistogramBinning(n_bins=10, kind="one-vs-rest", scheme="width", smoothing=0).fit(p)
-    np.testing.assert_allclose(
-        own.calibrate(p).probs[:, 1].numpy(), peer.transform(p.probs[:, 1].numpy()), atol=1e-6
-    )
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -302,15 +275,6 @@ def _slow_bbq(odds: np.ndarray, hits: np.ndarray) -> np.ndarray:
 # Isotonic
 
 
-def test_isotonic_by_hand() -> None:
-    # Rising confidences with hits 0, 1, 0, 1: the middle two pool to 1/2.
-    p = Predictions.from_binary(np.array([0.6, 0.7, 0.8, 0.9]), [0, 1, 0, 1], are_probs=True)
-    probs = Isotonic(kind="one-vs-rest").fit(p).calibrate(p).probs[:, 1]
-    torch.testing.assert_close(
-        probs, torch.tensor([0.0, 0.5, 0.5, 1.0], dtype=torch.float64), atol=1e-5, rtol=0
-    )
-
-
 def test_isotonic_one_vs_rest_agrees_with_scikit_learn_on_its_samples() -> None:
     isotonic = pytest.importorskip("sklearn.isotonic")
     p = several()
@@ -343,17 +307,6 @@ def test_isotonic_refuses_an_unknown_kind() -> None:
 
 
 # Spline
-
-
-def test_natural_basis_agrees_with_scipy() -> None:
-    interpolate = pytest.importorskip("scipy.interpolate")
-    x, knots = np.linspace(0, 1, 50), np.linspace(0, 1, 5)
-    values, slopes = _natural_basis(torch.as_tensor(x), torch.as_tensor(knots))
-    at_knots, _ = _natural_basis(torch.as_tensor(knots), torch.as_tensor(knots))
-    for column in range(5):  # a natural spline is fixed by its values at the knots
-        peer = interpolate.CubicSpline(knots, at_knots[:, column].numpy(), bc_type="natural")
-        np.testing.assert_allclose(values[:, column].numpy(), peer(x), atol=1e-12)
-        np.testing.assert_allclose(slopes[:, column].numpy(), peer(x, 1), atol=1e-12)
 
 
 def test_slope_of_the_running_mean_agrees_with_scipy() -> None:

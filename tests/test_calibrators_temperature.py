@@ -58,13 +58,6 @@ def resnet110(shared, split: str) -> Predictions:
         return Predictions(arrays[f"{split}_logits"], arrays[f"{split}_labels"])
 
 
-def test_by_hand() -> None:
-    # Gap 4, right 3 times in 4: the best probability is 3/4, so 4 / T = log 3.
-    t = Temperature().fit(Predictions([[4.0, 0.0], [4.0, 0.0], [0.0, 4.0], [0.0, 4.0]], [0, 0, 1, 0]))
-    assert float(t.temperature_) == pytest.approx(4 / math.log(3), rel=1e-6)
-    assert not bool(t.at_bound_)
-
-
 def test_three_classes_by_hand() -> None:
     # The others tie, p / (1 - p) = exp(2 s) / 2 and p = 1/2 is best: s = log(2) / 2.
     p = Predictions([[2.0, 0.0, 0.0]] * 4, [0, 0, 1, 2])
@@ -81,15 +74,6 @@ def test_agrees_with_a_golden_section_search_at_every_scale(scale: float, dtype:
         golden_section(p), rel=2e-7
     )  # the search itself stops where the NLL is flat
     assert mean_nll(p, found) <= mean_nll(p, golden_section(p)) + 1e-12
-
-
-@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
-def test_agrees_with_a_golden_section_search_on_real_logits(shared, scale: float) -> None:
-    p = resnet110(shared, "val")
-    p = Predictions(p.logits * scale, p.labels)
-    found = float(Temperature().fit(p).temperature_)
-    assert 1 / found == pytest.approx(golden_section(p), rel=1e-6)
-    assert found == pytest.approx(2.395 * scale, abs=5e-4 * scale)
 
 
 def test_float32_logits_lose_nothing() -> None:
@@ -123,25 +107,17 @@ def test_unusual_labels(name: str, labels) -> None:
 
 @pytest.mark.parametrize("n", [1, 30])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
-def test_all_correct_has_no_finite_optimum(n: int, scale: float) -> None:
+def test_all_correct_or_all_wrong_has_no_finite_optimum(n: int, scale: float) -> None:
     logits = noisy().logits[:n] * scale
-    p = Predictions(logits, logits.argmax(1))
-    t = Temperature().fit(p)
-    assert bool(t.at_bound_)
-    assert 0 < float(t.temperature_) < scale
-    assert mean_nll(p, 1 / float(t.temperature_)) <= 1e-6
-    assert mean_nll(p, 0.1 / float(t.temperature_)) > 1e-6  # and is not absurdly sharp
-
-
-@pytest.mark.parametrize("n", [1, 30])
-@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
-def test_all_wrong_has_no_finite_optimum(n: int, scale: float) -> None:
-    logits = noisy().logits[:n] * scale
-    p = Predictions(logits, logits.argmin(1))
-    t = Temperature().fit(p)
-    assert bool(t.at_bound_)
-    assert math.isfinite(float(t.temperature_))
-    assert mean_nll(p, 1 / float(t.temperature_)) == pytest.approx(math.log(5), abs=2e-6)
+    right, wrong = (Predictions(logits, labels) for labels in (logits.argmax(1), logits.argmin(1)))
+    sharp, flat = (Temperature().fit(p) for p in (right, wrong))
+    assert bool(sharp.at_bound_)
+    assert bool(flat.at_bound_)
+    assert 0 < float(sharp.temperature_) < scale
+    assert mean_nll(right, 1 / float(sharp.temperature_)) <= 1e-6
+    assert mean_nll(right, 0.1 / float(sharp.temperature_)) > 1e-6  # and is not absurdly sharp
+    assert math.isfinite(float(flat.temperature_))
+    assert mean_nll(wrong, 1 / float(flat.temperature_)) == pytest.approx(math.log(5), abs=2e-6)
 
 
 @pytest.mark.parametrize("n", [20, 50])
@@ -151,12 +127,6 @@ def test_all_correct_but_for_one_that_is_wrong_by_a_hair(n: int) -> None:
     fitted = Temperature().fit(p)
     assert bool(fitted.converged_)
     assert float(fitted.temperature_) == pytest.approx(1 / golden_section(p), rel=1e-5)
-
-
-def test_one_row_with_the_label_in_second_place() -> None:
-    # A larger s parts the label from the classes below it, but also from the one above: the optimum is finite.
-    p = Predictions([[2.0, 1.0, 0.0, -5.0]], [1])
-    assert float(fit_inverse_temperature(p.logits, p.labels)) == pytest.approx(golden_section(p), rel=1e-6)
 
 
 def test_constant_logits_leave_the_temperature_at_one() -> None:
@@ -198,17 +168,6 @@ def test_many_rows_start_from_a_sample_and_reach_the_optimum_of_all() -> None:
     labels[1::9] = p.logits.argsort(1)[1::9, -2]
     q = Predictions(p.logits, labels)
     assert float(fit_inverse_temperature(q.logits, q.labels)) == pytest.approx(golden_section(q), rel=1e-6)
-
-
-def test_agrees_with_scikit_learn() -> None:
-    calibration = pytest.importorskip("sklearn.calibration")
-    peer = getattr(calibration, "_TemperatureScaling", None)
-    if peer is None:
-        pytest.skip("this scikit-learn has no temperature scaling")
-    p = noisy(n=500)
-    wide = p.logits.double()
-    beta = float(peer().fit(wide.numpy(), p.labels.numpy()).beta_)
-    assert float(fit_inverse_temperature(wide, p.labels)) == pytest.approx(beta, rel=1e-6)
 
 
 def test_resnet110_on_cifar10(shared) -> None:

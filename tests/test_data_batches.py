@@ -119,14 +119,6 @@ def test_resume_is_exact(taken):
             assert torch.equal(mine, theirs)
 
 
-def test_a_finished_epoch_is_followed_by_the_next():
-    finished, resumed = (DeviceBatches(IMAGES, LABELS, 16, train=True) for _ in range(2))
-    list(finished)
-    resumed.load_state_dict(finished.state_dict())
-    assert labels_of(resumed) == labels_of(finished)
-    assert resumed.epoch == 1
-
-
 def test_chunks_do_not_show(monkeypatch):
     def take():
         return [

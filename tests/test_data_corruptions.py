@@ -16,7 +16,6 @@ from doublehead.data.corruptions import (
     SEVERITIES,
     corrupt,
     corrupt_images,
-    disk_kernel,
     read_cifar10c,
 )
 
@@ -48,14 +47,6 @@ def test_every_family_keeps_shape_range_and_input(family, severity):
     assert torch.equal(clean, kept)
     assert (out - clean).abs().mean() > 1e-3
     assert torch.equal(out, corrupt(clean, family, severity, generator()))
-
-
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("saturate", "elastic_transform")])
-def test_higher_severity_changes_more(family):
-    clean = pictures()
-    change = [(corrupt(clean, family, s, generator()) - clean).square().mean().item() for s in range(1, 6)]
-    assert change == sorted(change)
-    assert change[0] < change[4]
 
 
 @pytest.mark.parametrize(("severity", "sigma"), list(enumerate([0.04, 0.06, 0.08, 0.09, 0.10], 1)))
@@ -117,12 +108,6 @@ def test_defocus_blur_is_a_disk(severity):
     np.testing.assert_allclose(
         corrupt(clean, "defocus_blur", severity, generator()).numpy(), expected, atol=1e-9
     )
-
-
-def test_disk_of_radius_one_by_hand():
-    kernel = disk_kernel(1, 1e-3)  # no smoothing: the centre and its four neighbours
-    assert kernel[1:4, 1:4].tolist() == [[0, 0.2, 0], [0.2, 0.2, 0.2], [0, 0.2, 0]]
-    assert kernel.sum().item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("degrees", [-45, -20, 0, 33, 45])

@@ -389,19 +389,6 @@ def test_the_asset_is_small_and_has_its_licence():
     assert "Copyright (c) 2017 Zalando SE" in (ASSETS / "LICENSE-fashion-mnist.txt").read_text()
 
 
-def test_no_fashion_image_is_drawn_twice():
-    with np.load(ASSETS / ASSET) as arrays:
-        rows = arrays["rows"]
-    assert len(np.unique(rows[:11_000])) == 11_000  # train and calib, from the training images
-    assert len(np.unique(rows[11_000:])) == 6_000
-
-
-def test_fashion_is_not_sorted_by_class(shipped):
-    assert all(
-        len(np.unique(part.labels[:100])) == 10 for part in (shipped.train, shipped.calib, shipped.test)
-    )
-
-
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
 def test_fashion_images_are_the_originals(shipped):
     with np.load(ASSETS / ASSET) as arrays:

@@ -101,21 +101,11 @@ def test_files_of_answers(k: int, tmp_path: Path) -> None:
     assert dh.evaluate(files[1]).values["nll"] == pytest.approx(want)
     out, page = tmp_path / "fixed.jsonl", tmp_path / "page.html"
     for command in (
-        ["evaluate", str(files[1])],
-        [
-            "calibrate",
-            "--fit",
-            str(files[0]),
-            "--apply",
-            str(files[1]),
-            "-o",
-            str(out),
-            "--method",
-            "temperature",
-        ],
-        ["report", str(files[1]), "-o", str(page)],
+        f"evaluate {files[1]}",
+        f"calibrate --fit {files[0]} --apply {files[1]} -o {out} --method temperature",
+        f"report {files[1]} -o {page}",
     ):
-        run = CliRunner().invoke(app, command)
+        run = CliRunner().invoke(app, command.split())
         assert run.exit_code == 0, run.output
     fixed = [json.loads(line) for line in out.read_text().splitlines()]
     probs = np.array([[record["probs"][option] for option in options] for record in fixed])

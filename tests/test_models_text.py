@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from doublehead.data.trees import IGNORED, Tree, TreeBatch, parse_tree, schedule
+from doublehead.data.trees import IGNORED, Tree, TreeBatch, parse_tree
 from doublehead.models import GlobalPoolingCNN, MiniLM, TextCNN, TreeLSTM
 from tiny_networks import tiny_bert
 
@@ -60,16 +60,6 @@ def test_gp_cnn_equals_loops(words, stride):
     np.testing.assert_allclose(features.detach().numpy(), np.maximum(w @ top + b, 0), rtol=1e-12)
 
 
-def test_textcnn_by_hand():
-    """Words worth 1, 2, 3, one filter that subtracts the next word: 0 1 2 3 0 0 -> -1 -1 -1 3 0, maximum 3."""
-    network = TextCNN(2, vectors=torch.tensor([[0.0], [1.0], [2.0], [3.0]]), filters=(2,), channels=1).eval()
-    network.convolutions[0].weight.data = torch.tensor([[[1.0, -1.0]]])
-    network.convolutions[0].bias.data.zero_()
-    network.classifier.weight.data = torch.tensor([[1.0], [-2.0]])
-    network.classifier.bias.data = torch.tensor([0.5, 0.0])
-    assert network(torch.tensor([[1, 2, 3]])).tolist() == [[3.5, -6.0]]
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -88,24 +78,6 @@ def test_logits_do_not_depend_on_the_batch(kind, options):
             row[: len(words)] = torch.tensor(words, dtype=torch.int64)
         alone = torch.cat([network(torch.tensor([words], dtype=torch.int64)) for words in TEXTS])
         torch.testing.assert_close(network(batch), alone, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", [TextCNN, GlobalPoolingCNN])
-def test_every_word_counts(kind):
-    """Changing any one word can change the logits: none falls off the end of the windows."""
-    network, words = make_cnn(kind), torch.arange(1, 9)[None]
-    network.embedding.weight.requires_grad_(True)
-    # The gradient of a maximum reaches the winning word alone, so look at the winners of many networks.
-    reached = torch.zeros(13, dtype=torch.bool)
-    for seed in range(20):
-        torch.manual_seed(seed)
-        for name, parameter in network.named_parameters():
-            if "embedding" not in name:
-                torch.nn.init.normal_(parameter)
-        network.embedding.weight.grad = None
-        network(words).sum().backward()
-        reached |= network.embedding.weight.grad.abs().sum(1) > 0
-    assert reached[1:9].all()
 
 
 @pytest.mark.parametrize("kind", [TextCNN, GlobalPoolingCNN])
@@ -251,81 +223,11 @@ def test_all_nodes_with_their_labels(cell):
     np.testing.assert_allclose([row for _, row in got], [row for _, row in wanted], rtol=1e-10)
 
 
-@pytest.mark.parametrize("cell", REFERENCES)
-def test_a_tree_does_not_depend_on_its_batch(cell):
-    network, trees = make_tree_lstm(cell), forest(3)
-    together = network(TreeBatch.of(trees))
-    alone = torch.cat([network(TreeBatch.of([tree])) for tree in trees])
-    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
-
-
-def test_binary_cell_by_hand():
-    """One unit, every weight zero but those named, so that each gate is 1/2 and the numbers can be followed."""
-    network = TreeLSTM(2, vectors=torch.tensor([[1.0], [3.0]]), hidden=1, dropout=0.0).double()
-    for parameter in network.cell.parameters():
-        torch.nn.init.zeros_(parameter)
-    network.cell.from_word.weight.data[1] = 1.0  # memory = the word's number
-    network.cell.from_children.bias.data[4] = 100.0  # update = tanh(100) = 1
-    tree = Tree(
-        ("a", "b"), np.array([0, 1, -1]), np.array([-1, -1, 0]), np.array([-1, -1, 1]), np.array([0, 0, 1])
-    )
-    states = network.states(TreeBatch.of([tree]))
-    # leaves: memory 1 and 3, hidden tanh / 2; root: memory = 1/2 * 1 + 1/2 * 1 + 1/2 * 3 = 2.5
-    expected = [[np.tanh(1) / 2, 1], [np.tanh(3) / 2, 3], [np.tanh(2.5) / 2, 2.5]]
-    np.testing.assert_allclose(states.detach().numpy(), expected, rtol=1e-12)
-
-
-def test_left_and_right_differ_in_the_binary_cell_alone():
-    trees = [parse_tree("(1 (1 w0) (2 w1))"), parse_tree("(1 (1 w1) (2 w0))")]
-    batch = TreeBatch.of([tree.index(lambda token: int(token[1:])) for tree in trees])
-    one, other = make_tree_lstm("binary")(batch)
-    assert not torch.allclose(one, other)
-    one, other = make_tree_lstm("child_sum")(batch)
-    assert torch.allclose(one, other)
-
-
-def test_vectors_are_copied_and_trained_if_asked():
-    vectors = torch.randn(N_WORDS, 4)
-    for tune in (True, False):
-        network = TreeLSTM(N_CLASSES, vectors=vectors, hidden=3, tune_vectors=tune)
-        before = vectors.clone()
-        optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=1.0)
-        network(TreeBatch.of(forest(0))).square().sum().backward()
-        optimizer.step()
-        assert torch.equal(vectors, before)
-        assert torch.equal(network.embedding.weight, vectors) is not tune
-    # Frozen vectors are part of the state: a saved network needs no other file.
-    assert "embedding.weight" in network.state_dict()
-
-
 def test_dropout_acts_in_training_only():
     network, batch = make_tree_lstm("binary", dropout=0.5), TreeBatch.of(forest(0))
     assert torch.equal(network(batch), network(batch))
     network.train()
     assert not torch.equal(network(batch), network(batch))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_schedule_uses_each_state_once(seed):
-    """Follow the schedule with node numbers in place of states: each parent must meet its own children."""
-    batch = TreeBatch.of(forest(seed))
-    plan = schedule(batch.left.numpy(), batch.right.numpy(), batch.levels)
-    leaves, gather = plan.leaf_order.tolist(), plan.gather.tolist()
-    assert sorted(leaves) == list(range(batch.levels[1]))
-    waiting: list[int] = []
-    used: list[int] = []
-    for height, step in enumerate(plan.steps, start=1):
-        pool = leaves[: step.leaves] + waiting
-        picked = [pool[i] for i in gather[: 2 * step.parents + step.kept]]
-        leaves, gather = leaves[step.leaves :], gather[2 * step.parents + step.kept :]
-        nodes = list(range(batch.levels[height], batch.levels[height + 1]))
-        assert picked[: step.parents] == batch.left[nodes].tolist()
-        assert picked[step.parents : 2 * step.parents] == batch.right[nodes].tolist()
-        used += picked[: 2 * step.parents]
-        waiting = picked[2 * step.parents :] + nodes
-        assert not set(picked[2 * step.parents :]) & set(batch.roots.tolist())
-    assert not gather
-    assert sorted(used + batch.roots.tolist()) == list(range(len(batch.words)))
 
 
 def test_batch_moves_between_devices():

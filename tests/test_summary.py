@@ -155,28 +155,6 @@ def test_verdict_names_the_direction() -> None:
     assert "underconfident" in mixed
 
 
-def test_one_sample_is_never_judged() -> None:
-    for p in (
-        Predictions([[3.0, 0.0]], [0]),
-        Predictions([[3.0, 0.0]], [1]),
-        Predictions([[99.0, 0.0]], [0]),
-    ):
-        assert Summary.of(p).grade.key == "unknown"
-
-
-def test_classes_that_deviate_are_not_called_calibrated() -> None:
-    """Too confident in one class and not enough in another: the bins see nothing, the classes do."""
-    n = 2000
-    probs = torch.tensor([[0.8, 0.2], [0.2, 0.8]]).repeat_interleave(n, 0)
-    right = torch.arange(n) < torch.tensor([[0.7], [0.9]]) * n  # (2, n)
-    labels = torch.where(right, torch.tensor([[0], [1]]), torch.tensor([[1], [0]])).reshape(-1)
-    found = Summary.of(Predictions.from_probs(probs, labels))
-    assert found.p_value > 0.05
-    assert found.n_classes_off == 2
-    assert found.grade.key == "fair"
-    assert "2 of 2 predicted classes" in found.verdict
-
-
 def test_shown_as_text_html_frame_json_and_picture() -> None:
     p = random_predictions(500)
     found = Summary.of(p)
@@ -211,17 +189,6 @@ def test_compare_is_paired() -> None:
     assert compare(before, flipped).n_changed == int((flipped.predicted != before.predicted).sum())
     with pytest.raises(ValueError, match="same labels in the same order, got 400 and 100 samples"):
         compare(before, before[:100])
-
-
-def test_paired_intervals_cover() -> None:
-    """The interval of two equally good methods holds 0 about 95 times in 100."""
-    hits = 0
-    for seed in range(200):
-        p = random_predictions(200, k=3, sharpness=1.0, seed=seed)
-        generator = torch.Generator().manual_seed(1000 + seed)
-        one, other = (p.logits + 0.3 * torch.randn(200, 3, generator=generator) for _ in range(2))
-        hits += not compare(Predictions(one, p.labels), Predictions(other, p.labels)).is_clear
-    assert 180 <= hits <= 199
 
 
 @pytest.mark.parametrize("make", [np.asarray, torch.as_tensor, list], ids=["numpy", "torch", "list"])

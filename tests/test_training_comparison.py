@@ -105,9 +105,3 @@ def test_each_head_of_a_sweep_has_a_row() -> None:
     rows = methods.method_rows("sweep", results, Path("run"))
     assert [row["method"] for row in rows] == heads
     assert rows[3]["predictions"] == "run/predictions/test-mlp-1.npz"
-
-
-def test_unknown_method(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="method must be one of .* got 'magic'"):
-        compare(small(), ["cross-entropy", "magic"], tmp_path, fashion())
-    assert not any(tmp_path.iterdir())

@@ -189,19 +189,6 @@ def test_goes_on_after_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
     assert_same(tmp_path / "calm", tmp_path / "damaged")
 
 
-def test_no_checkpoint_that_can_be_read(tmp_path: Path) -> None:
-    config = small(epochs=3)
-    stop_after(config, tmp_path / "run", epochs=2)
-    for name in ("checkpoint.pt", "checkpoint-previous.pt"):
-        (tmp_path / "run" / name).write_bytes(b"torn")
-    with (
-        pytest.warns(UserWarning, match="cannot be read"),
-        pytest.raises(RunError, match="no checkpoint in .* can be read: remove the folder to start again"),
-    ):
-        run(config, tmp_path / "run")
-    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == b"torn"
-
-
 def test_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     config = small(epochs=3)
     stop_after(config, tmp_path / "run", epochs=1)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,33 +15,6 @@ import torch
 from doublehead import Predictions
 from doublehead.training.config import Config
 from doublehead.training.run_folder import RunError, RunFolder, commit, environment
-
-
-def in_child(action: Callable[[], None]) -> int:
-    """Run in a process of its own: 0 where it went well, 3 after a RunError."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        action()
-    except RunError:
-        os._exit(3)
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
-
-
-def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-
-    def take() -> None:
-        with folder.locked():
-            pass
-
-    with folder.locked():
-        (folder.path / "something").touch()
-        assert in_child(take) == 3
-    assert in_child(take) == 0
 
 
 def test_the_message_of_a_locked_folder(tmp_path: Path) -> None:
