@@ -26,13 +26,17 @@ command line (`doublehead evaluate | calibrate | report`):
         double.step()   # every tenth call trains the heads once
     model = double.finish()
 
+`heads=PAPER` is the method of the paper alone: one `CalibrationHead`, whose settings are a `HeadSpec`.
+
 Predictions are `Predictions` (logits and labels), arrays, DataFrames or files; logits or probabilities are stated,
-never guessed. `Calibrated.save` and `load` keep a calibrated network, `ShiftGuard` lowers confidence under distribution
-shift. `metrics`, `losses` and `calibrators` hold the parts; `doublehead.integrations` is for Lightning, Transformers,
-scikit-learn and exports.
+never guessed. A `Stream` measures outputs that come batch by batch; `Bins` are the counts behind every binned number.
+`Calibrated.save` and `load` keep a calibrated network, `ShiftGuard` lowers confidence under distribution shift,
+`choose` is the rule by which anything is chosen on held-back samples. `metrics`, `losses` and `calibrators` hold the
+parts; `doublehead.integrations` is for Lightning, Transformers, scikit-learn and exports.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from doublehead import calibrators, losses, metrics
 from doublehead.bins import Bins
@@ -44,6 +48,11 @@ from doublehead.double_head import DoubleHead
 from doublehead.predictions import Predictions
 from doublehead.saving import load
 from doublehead.shift_guard import ShiftGuard
+
+if TYPE_CHECKING:
+    from doublehead.audit import evaluate, report
+    from doublehead.stream import Stream
+    from doublehead.summary import Summary
 
 __version__ = "0.2.0"
 
@@ -70,18 +79,15 @@ __all__ = [
 ]
 
 
+# Names that need more modules than a training loop does, imported on first use.
+_LATER = {"evaluate": "audit", "report": "audit", "Stream": "stream", "Summary": "summary"}
+
+
 def __getattr__(name: str) -> Any:
-    """The names that need more modules than a training loop does, imported on first use."""
-    if name in ("evaluate", "report"):
-        from doublehead import audit
-
-        return getattr(audit, name)
-    if name == "Stream":
-        from doublehead.stream import Stream
-
-        return Stream
-    if name == "Summary":
-        from doublehead.summary import Summary
-
-        return Summary
+    if name in _LATER:
+        return getattr(import_module(f"doublehead.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:  # for help() and completion
+    return sorted({*globals(), *__all__})
