@@ -117,6 +117,8 @@ class CsvReader(TableReader):
     def _other_types(self, names: list[str], types: dict[str, Any], start: bytes) -> dict[str, Any]:
         """The types of the columns that have none yet; Arrow sees them alone: it needs kilobytes for each column."""
         rest = [i for i, name in enumerate(names) if name not in types]
+        if not rest:
+            return {}
         text = io.StringIO()
         lines = start.decode(self._encoding, errors="ignore").splitlines()
         whole = lines[self.header : max(len(lines) - 1, self.header + 1)]
@@ -124,7 +126,7 @@ class CsvReader(TableReader):
         csv.writer(text, delimiter=self.delimiter).writerows(
             [row[i] for i in rest] for row in rows if len(row) == len(names)
         )
-        batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {}) if rest else None
+        batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {})
         return {names[i]: batch.column(names[i]).type for i in rest}
 
     def _header(self, line: str) -> list[str] | None:
