@@ -91,6 +91,13 @@ def test_zeros_are_taken_as_below_the_resolution() -> None:
     assert metrics.nll(p) == pytest.approx(-(math.log(0.001 / 3) + math.log(0.6)) / 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_zeros_stand_for_less_than_the_smallest_entry_of_any_type(dtype):
+    probs = torch.tensor([[1.0, 0.0, -0.0], [0.99, 0.005, 0.005]], dtype=dtype)
+    floor = Predictions.from_probs(probs, [0, 1], tolerance=0.01).zero_floor
+    assert floor == pytest.approx(float(probs[1, 1]) / 3)
+
+
 def test_labels_of_probability_zero_are_told_and_do_not_depend_on_chunks() -> None:
     p = Predictions.from_probs([[0.9, 0.1, 0.0]] * 9 + [[0.999, 0.001, 0.0]], [0] * 8 + [2, 0])
     parts = Tally.of(Predictions.from_probs(p.probs[:4], p.labels[:4])) + Tally.of(

@@ -13,9 +13,9 @@ holds up to 2^31 samples of confidence 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -99,38 +99,50 @@ class Bins:
     @classmethod
     def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of the confidence in the predicted class."""
-        return cls._of_pieces(
-            predictions, lambda piece: _state_of(piece.confidence, piece.correct, n_bins, piece.weights)
-        )
+
+        def state_of(rows: slice) -> Tensor:
+            piece = predictions[rows]
+            return _state_of(piece.confidence, piece.correct, n_bins, piece.weights)
+
+        shape = (len(predictions), predictions.n_classes)
+        return cls.from_state(_sum_of(in_threads(state_of, shape, predictions.device)))
 
     @classmethod
     def classwise(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
-        check_n_bins(n_bins)
-        return cls._of_pieces(predictions, lambda piece: _components(piece, n_bins))
+        size = 4 if predictions.weights is not None or predictions.are_soft else 3
+        shape = (size, predictions.n_classes, check_n_bins(n_bins))
+        made = cls.from_state(torch.zeros(shape, dtype=torch.int64, device=predictions.device))
+        return made.add_classwise_(predictions)
+
+    def add_classwise_(self, predictions: Predictions) -> Bins:
+        """`self + Bins.classwise(predictions)`, in the memory of `self` where both have weights or neither.
+
+        With many classes the bins are much larger than the predictions.
+        """
+        weighted = predictions.weights is not None or predictions.are_soft
+        if weighted != (self.squares is not None) or self.counts.device != predictions.device:
+            return self + Bins.classwise(predictions, self.n_bins).to(self.counts.device)
+        add, turn = _add_weighted_components if weighted else _add_components, Lock()
+        shape = (len(predictions), predictions.n_classes)
+        in_threads(lambda rows: add(self.parts, predictions[rows], turn), shape, predictions.device)
+        return self
 
     @classmethod
     def pooled(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of all N*K probabilities together, each with whether its class is the label."""
-        check_n_bins(n_bins)
-        return cls._of_pieces(predictions, lambda piece: _components(piece, n_bins).sum(1))
-
-    @classmethod
-    def _of_pieces(cls, predictions: Predictions, state_of: Callable[[Predictions], Tensor]) -> Bins:
-        """The sum of the bins of some rows each, which `state_of` gives as states."""
-        shape = (len(predictions), predictions.n_classes)
-        states = in_threads(lambda rows: state_of(predictions[rows]), shape, predictions.device)
-        return cls.from_state(_sum_of(states))
+        return cls(*(part.sum(0) for part in cls.classwise(predictions, n_bins).parts))
 
     def state(self) -> Tensor:
         """(3, ..., n_bins) int64: counts, conf_sums, correct_sums. Sum it over processes with one all-reduce.
 
         (4, ..., n_bins) with weights: squares come last.
         """
-        return torch.stack(self._parts)
+        return torch.stack(self.parts)
 
     @property
-    def _parts(self) -> list[Tensor]:
+    def parts(self) -> list[Tensor]:
+        """Counts, conf_sums, correct_sums and, with weights, squares."""
         parts = [self.counts, self.conf_sums, self.correct_sums]
         return parts if self.squares is None else [*parts, self.squares]
 
@@ -158,15 +170,7 @@ class Bins:
             )
         if (self.squares is None) != (other.squares is None):
             return self.weighted() + other.weighted()
-        return Bins(*(mine + theirs for mine, theirs in zip(self._parts, other._parts)))
-
-    def add_(self, other: Bins) -> Bins:
-        """`self + other` in the memory of `self`, where both are alike."""
-        if self.counts.shape != other.counts.shape or (self.squares is None) != (other.squares is None):
-            return self + other
-        for mine, theirs in zip(self._parts, other._parts):
-            mine.add_(theirs)
-        return self
+        return Bins(*(mine + theirs for mine, theirs in zip(self.parts, other.parts)))
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Bins) and torch.equal(self.state(), other.state())
@@ -233,7 +237,7 @@ class Bins:
     def excess(self) -> Tensor:
         """(..., n_bins) sum of confidences minus sum of correct answers; 0 where a bin is empty."""
         correct = self.correct_sums * int(UNIT) if self.squares is None else self.correct_sums
-        return (self.conf_sums - correct).double() / UNIT  # the difference is exact
+        return (self.conf_sums - correct).double().div_(UNIT)  # the difference is exact
 
     def ece(self) -> Tensor:
         """(...) expected calibration error: the mean |gap|, each bin weighted by its count."""
@@ -304,37 +308,32 @@ def _sum_of(states: list[Tensor]) -> Tensor:
     return torch.stack(states).sum(0) if len(states) > 1 else states[0]
 
 
-def _components(predictions: Predictions, n_bins: int) -> Tensor:
-    """(3, K, n_bins) the state of class-wise bins."""
-    shape = (3, predictions.n_classes, n_bins)
-    chunks = predictions.probs_chunks()
-    if predictions.weights is not None or predictions.are_soft:
-        return _weighted_components(chunks, predictions.weights, shape)
-    state = torch.zeros(shape, dtype=torch.int64, device=predictions.device)
-    wide = torch.empty(0, dtype=torch.float64, device=state.device)
+def _add_components(parts: list[Tensor], predictions: Predictions, turn: Lock) -> None:
+    """Add predictions to class-wise counts, conf_sums and correct_sums (K, n_bins), in place, one thread at a time."""
+    chunks, n_bins = predictions.probs_chunks(), parts[0].shape[1]
+    wide = torch.empty(0, dtype=torch.float64, device=predictions.device)
     edge = float(torch.tensor(1 / n_bins, dtype=predictions.dtype))  # of the first bin
-    # The more classes, the smaller the share of a chunk that is kept for `_add_components`.
-    at_once = 1 if state.is_cuda else max(1, min(64, predictions.n_classes // 16))
+    # The more classes, the smaller the share of a chunk that is kept for `_add_sifted`.
+    at_once = 1 if wide.is_cuda else max(1, min(64, predictions.n_classes // 16))
     while seen := [_sift(*chunk, wide, edge) for chunk in islice(chunks, at_once)]:
-        _add_components(state, seen)
-    return state
+        with turn:
+            _add_sifted(parts, seen)
 
 
-def _weighted_components(
-    chunks: Iterator[tuple[Tensor, Tensor]], weights: Tensor | None, shape: tuple[int, int, int]
-) -> Tensor:
-    """(4, K, n_bins) the state of class-wise bins with weights or soft labels."""
-    _, k, n_bins = shape
-    state, done = torch.zeros(0), 0
-    for probs, labels in chunks:
+def _add_weighted_components(parts: list[Tensor], predictions: Predictions, turn: Lock) -> None:
+    """`_add_components` with weights or soft labels; the sums of squared weights come last."""
+    (k, n_bins), done = parts[0].shape, 0
+    for probs, labels in predictions.probs_chunks():
         target = labels if labels.ndim == 2 else torch.nn.functional.one_hot(labels, k)
-        w = probs.new_ones(len(probs)) if weights is None else weights[done : done + len(probs)]
+        weights = probs.new_ones(len(probs))
+        if predictions.weights is not None:
+            weights = predictions.weights[done : done + len(probs)]
         place = torch.arange(k, device=probs.device) * n_bins + bin_of(probs, n_bins)  # (B, K)
-        entries = entries_of(probs.flatten(), target.flatten().double(), w.repeat_interleave(k))
-        state = state if done else torch.zeros(4, k * n_bins, dtype=torch.int64, device=probs.device)
-        state.index_add_(1, place.flatten(), entries)
+        entries = entries_of(probs.flatten(), target.flatten().double(), weights.repeat_interleave(k))
+        with turn:
+            for part, entry in zip(parts, entries):
+                part.view(-1).index_add_(0, place.flatten(), entry)
         done += len(probs)
-    return state.view(4, k, n_bins)
 
 
 def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Tensor, ...]:
@@ -364,19 +363,18 @@ def _wrapped(whole: int) -> int:
     return (whole + 2**63) % 2**64 - 2**63
 
 
-def _add_components(state: Tensor, seen: list[tuple[Tensor, ...]]) -> None:
-    """Add sifted chunks to class-wise state (3, K, n_bins), in place."""
-    n_bins = state.shape[2]
+def _add_sifted(parts: list[Tensor], seen: list[tuple[Tensor, ...]]) -> None:
+    n_bins = parts[0].shape[1]
     totals = torch.stack([chunk[0] for chunk in seen]).sum(0)
-    labels, at_label, classes, conf = (torch.cat(parts) for parts in list(zip(*seen))[1:])
-    counts, conf_sums, correct_sums = state
-    counts[:, 0] += len(labels)
-    conf_sums[:, 0] += totals
-    correct_sums.view(-1).scatter_add_(0, labels * n_bins + bin_of(at_label, n_bins), torch.ones_like(labels))
-    first = (classes * n_bins).expand(2, -1)
-    entries = torch.stack([torch.ones_like(first[0]), quantise(conf)])  # (2, M)
-    sums = state[:2].view(2, -1)
-    sums.scatter_add_(1, first + bin_of(conf, n_bins), entries).scatter_add_(1, first, -entries)
+    labels, at_label, classes, conf = (torch.cat(columns) for columns in list(zip(*seen))[1:])
+    parts[0][:, 0] += len(labels)
+    parts[1][:, 0] += totals
+    counts, conf_sums, correct_sums = (part.view(-1) for part in parts)
+    correct_sums.scatter_add_(0, labels * n_bins + bin_of(at_label, n_bins), torch.ones_like(labels))
+    first = classes * n_bins
+    place = first + bin_of(conf, n_bins)
+    for sums, entries in ((counts, torch.ones_like(first)), (conf_sums, quantise(conf))):
+        sums.scatter_add_(0, place, entries).scatter_add_(0, first, -entries)
 
 
 def _check_confidence(values: ArrayLike) -> Tensor:

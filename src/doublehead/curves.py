@@ -219,31 +219,48 @@ def class_gaps(p: Predictions, n_bins: int = 15) -> ClassGaps:
     return class_gaps_of(predicted_bins(p), Bins.classwise(p, n_bins))
 
 
-def predicted_bins(p: Predictions) -> Bins:
-    """Bins (K, CLASS_CELLS): those of class k hold the confidences in k of the samples predicted to be of it."""
+def predicted_bins(p: Predictions, onto: Bins | None = None) -> Bins:
+    """Bins (K, CLASS_CELLS): those of class k hold the confidences in k of the samples predicted to be of it.
+
+    They are added to `onto`, in its memory, where it is given.
+    """
     confidence = p.confidence
     cell = p.predicted * CLASS_CELLS + bin_of(confidence, CLASS_CELLS)
-    entries = entries_of(confidence, p.correct, p.weights)
-    state = torch.zeros(len(entries), p.n_classes * CLASS_CELLS, dtype=torch.int64, device=cell.device)
-    return Bins.from_state(state.index_add_(1, cell, entries).view(-1, p.n_classes, CLASS_CELLS))
+    entries = entries_of(confidence, p.correct, p.weights)  # (3, N), or (4, N) with weights
+    if onto is None:
+        # numpy's zeros take up no memory until they are written to: with many classes, few are ever predicted
+        zeros = np.zeros((len(entries), p.n_classes, CLASS_CELLS), dtype=np.int64)
+        onto = Bins.from_state(torch.from_numpy(zeros).to(cell.device))
+    for part, entry in zip(onto.parts, entries.to(onto.counts.device)):
+        part.view(-1).index_add_(0, cell.to(part.device), entry)
+    return onto
 
 
 def class_gaps_of(predicted: Bins, classwise: Bins) -> ClassGaps:
     """`class_gaps` of a stream, from its `predicted_bins` and class-wise bins."""
-    predicted, classwise = predicted.to("cpu"), classwise.to("cpu")
-    low, high, p_value = _perfect_model(*_effective(predicted))
-    n, conf_sums = predicted.mass.numpy().sum(1), predicted.conf_sums.numpy() / UNIT
-    correct_sums = (predicted.accuracy.nan_to_num(0.0) * predicted.mass).numpy()
-    empty = np.full(len(n), np.nan)
+    classwise, counts = classwise.to("cpu"), predicted.mass.sum(1).cpu().numpy()
+    seen = np.flatnonzero(counts)  # with many classes, few are predicted
+    bins = Bins(*(part.cpu()[seen] for part in predicted.parts))
+    known = np.stack(
+        [
+            bins.conf_sums.numpy().sum(1) / UNIT / counts[seen],
+            bins.correct_sums.numpy().sum(1) / bins.counts.numpy().sum(1),
+            *_perfect_model(*_effective(bins)),
+        ]
+    )
+    confidence, accuracy, low, high, p_value = np.full((5, len(counts)), np.nan)
+    for column, values in zip((confidence, accuracy, low, high, p_value), known):
+        column[seen] = values
+    unit = 1 if classwise.squares is None else UNIT
     return ClassGaps(
-        counts=n,
-        n_labels=(classwise.accuracy.nan_to_num(0.0) * classwise.mass).sum(1).round().long().numpy(),
-        confidence=np.divide(conf_sums.sum(1), n, out=empty.copy(), where=n > 0),
-        accuracy=np.divide(correct_sums.sum(1), n, out=empty.copy(), where=n > 0),
+        counts=counts,
+        n_labels=(classwise.correct_sums.sum(1) / unit).round().long().numpy(),
+        confidence=confidence,
+        accuracy=accuracy,
         band_low=low,
         band_high=high,
         p_value=p_value,
-        ece=classwise.ece().cpu().numpy(),
+        ece=classwise.ece().numpy(),
     )
 
 

@@ -99,7 +99,7 @@ class Predictions:
         self._scores = check_scores(logits, "logits")  # (N, K)
         self._are_probs = False
         self._smallest = 1.0
-        self._predicted, sums, _ = look_through(self._scores, want_low=False)  # (N,) int64
+        self._predicted, _, sums, _ = look_through(self._scores, want_low=False)  # (N,) int64
         # A sum is finite when its entries are; overflow aside, which the second look settles.
         with one_thread():
             suspect = not bool(sums.isfinite().all())
@@ -124,8 +124,8 @@ class Predictions:
         logarithm is `zero_floor`.
         """
         scores = check_scores(probs, "probs")
-        predicted, sums, low = look_through(scores, want_low=True)
-        high = check_probs(scores, predicted, sums, low, tolerance)
+        predicted, tops, sums, low = look_through(scores, want_low=True)
+        high = check_probs(scores, tops, sums, low, tolerance)
         made = cls.__new__(cls)
         made._are_probs = True
         made._smallest = low if low > 0 else smallest_positive(scores)

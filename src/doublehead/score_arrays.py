@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -141,9 +141,9 @@ def check_weights(values: ArrayLike | None, scores: Tensor) -> Tensor | None:
 
 
 @one_thread()
-def check_probs(scores: Tensor, predicted: Tensor, sums: Tensor, low: float, tolerance: float) -> float:
-    """The largest entry, or an error when entries or sums are not those of probabilities."""
-    high = float(at_classes(scores, predicted).max())
+def check_probs(scores: Tensor, tops: Tensor, sums: Tensor, low: float, tolerance: float) -> float:
+    """The largest of `tops` (N,), or an error when entries or sums are not those of probabilities."""
+    high = float(tops.max())
     if not math.isfinite(low + high):
         raise_not_finite(scores, "probs")
     if low < 0 or high > 1 + 1e-6:
@@ -192,32 +192,43 @@ def chunks(scores: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield part, chunk.contiguous() if chunk.dtype == dtype else wide.resize_(chunk.shape).copy_(chunk)
 
 
-def look_through(scores: Tensor, want_low: bool) -> tuple[Tensor, Tensor, float]:
-    """(N,) the first of the largest classes, (N,) the sums of the rows and the smallest entry, 0 if not wanted.
+class Look(NamedTuple):
+    """What one pass over scores (N, K) finds."""
 
-    One pass, in which each chunk is read from memory once. On a CPU it is numpy's, whose reductions are fast under
-    every instruction set; torch's take up to ten times as long without AVX2. A nan counts as the largest.
+    classes: Tensor  # (N,) the first of the largest
+    tops: Tensor  # (N,) the largest entries
+    sums: Tensor  # (N,) of the rows
+    low: float  # the smallest entry, 0 if not wanted
+
+
+def look_through(scores: Tensor, want_low: bool) -> Look:
+    """One pass, in which each chunk is read from memory once.
+
+    On a CPU it is numpy's, whose reductions are fast under every instruction set; torch's take up to ten times as long
+    without AVX2. A nan counts as the largest.
     """
     on_cpu = scores.device.type == "cpu"
 
-    def look(rows: slice) -> tuple[Tensor, Tensor, float]:
-        classes, sums, lows = [], [], []
+    def look(rows: slice) -> Look:
+        found, low = [], math.inf
         for _, chunk in chunks(scores[rows]):
             if on_cpu:
                 array = chunk.numpy()
-                classes.append(torch.from_numpy(array.argmax(1)))
-                sums.append(torch.from_numpy(np.einsum("nk->n", array)))
-                lows.append(float(np.minimum.reduce(array, axis=None)) if want_low else 0.0)
+                classes = array.argmax(1)
+                parts = classes, array[np.arange(len(array)), classes], np.einsum("nk->n", array)
+                found.append([torch.from_numpy(part) for part in parts])
+                low = min(low, float(np.minimum.reduce(array, axis=None))) if want_low else 0.0
             else:
-                classes.append(chunk.argmax(1))
-                sums.append(chunk.sum(1))
-                lows.append(float(chunk.amin()) if want_low else 0.0)
-        return torch.cat(classes), torch.cat(sums), min(lows)
+                tops, best = chunk.max(1)
+                found.append([best, tops, chunk.sum(1)])
+                low = min(low, float(chunk.amin())) if want_low else 0.0
+        best, tops, sums = (torch.cat(column) for column in zip(*found))
+        return Look(best, tops, sums, low)
 
     found = in_threads(look, scores.shape, scores.device)
-    classes, sums, lows = zip(*found)
     with one_thread():
-        return torch.cat(classes), torch.cat(sums), min(lows)
+        best, tops, sums = (torch.cat(column) for column in list(zip(*found))[:3])
+    return Look(best, tops, sums, min(part.low for part in found))
 
 
 def _rows_at_once(scores: Tensor) -> int:
@@ -225,9 +236,23 @@ def _rows_at_once(scores: Tensor) -> int:
     return min(max(8, entries // scores.shape[1] // 8 * 8), 1 << 20)
 
 
-def smallest_positive(scores: Tensor) -> float:
-    """The smallest entry above 0 of probabilities, each row of which has one."""
-    return min(float(chunk[chunk > 0].min()) for _, chunk in chunks(scores))
+def smallest_positive(probs: Tensor) -> float:
+    """The smallest entry above 0 of probabilities, each row of which has one.
+
+    The bits of floats >= 0, read as whole numbers, are in the order of the floats; minus 1 those of 0 are the largest.
+    """
+    if probs.device.type != "cpu":
+        return min(float(chunk.where(chunk > 0, torch.inf).amin()) for _, chunk in chunks(probs))
+    bits_type = {8: np.uint64, 4: np.uint32, 2: np.uint16}[probs.element_size()]
+    signed = {8: torch.int64, 4: torch.int32, 2: torch.int16}[probs.element_size()]
+
+    def look(rows: slice) -> int:
+        pieces = (piece.contiguous().view(signed) for piece in probs[rows].split(_rows_at_once(probs)))
+        bits = (piece.numpy().view(bits_type) for piece in pieces)
+        return min(int(np.minimum.reduce(piece - bits_type(1), axis=None)) for piece in bits)
+
+    smallest = min(in_threads(look, probs.shape, probs.device)) + 1
+    return float(torch.tensor(smallest, dtype=signed).view(probs.dtype))
 
 
 def at_classes(scores: Tensor, classes: Tensor) -> Tensor:

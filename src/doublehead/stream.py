@@ -127,14 +127,14 @@ class Tally:
             None if self.answers is None or other.answers is None else self.answers + other.answers,
         )
 
-    def add_(self, other: Tally) -> Tally:
-        """`self + other` in the memory of `self`: with many classes, bins are much larger than what is added."""
-        classwise, predicted = self.classwise, self.predicted
-        if classwise is None or predicted is None or other.classwise is None or other.predicted is None:
-            return self + other
-        rest = replace(self, classwise=None, predicted=None) + replace(other, classwise=None, predicted=None)
+    def add_(self, p: Predictions | Outcomes, groups: Array | None = None) -> Tally:
+        """`self + Tally.of(p, groups=groups)` in the memory of `self`: with many classes, bins are larger than `p`."""
+        part = Tally.of(p, self.n_bins, groups, per_class=False)
+        rest = replace(self, classwise=None, predicted=None) + part
+        if self.classwise is None or self.predicted is None or isinstance(p, Outcomes):
+            return rest
         return replace(
-            rest, classwise=classwise.add_(other.classwise), predicted=predicted.add_(other.predicted)
+            rest, classwise=self.classwise.add_classwise_(p), predicted=predicted_bins(p, self.predicted)
         )
 
     def summary(self, seed: int = 0) -> Summary:
@@ -145,7 +145,7 @@ class Tally:
         found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
         classes = None
         if self.classwise is not None and self.predicted is not None:
-            pooled = Bins.from_state(self.classwise.state().sum(1))
+            pooled = Bins(*(part.sum(0) for part in self.classwise.parts))
             found["ece_classwise"] = without_interval(float(self.classwise.ece().mean()))
             found["ece_all"] = without_interval(float(pooled.ece()) * self.n_classes)
             classes = class_gaps_of(self.predicted, self.classwise)

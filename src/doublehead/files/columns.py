@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache
+from functools import cache
 
 from doublehead.files.sources import TableError
 
@@ -26,7 +26,10 @@ PREDICTED = (
     r"|(pred(icted|iction)?|class|label|top|rank)_?1(_?(class|label|pred|name))?"
 )
 CONFIDENCE = rf"conf(idence)?|(max|top|pred(icted)?)_{PROBABILITY}|msp|((top|rank)_?1_?)?{PROBABILITY}_?1?"
+LAST_NUMBER, FIRST_NUMBER = re.compile(r"(\d+)[)\]]?$"), re.compile(r"(\d+)[_\-. ]")
+BETWEEN_WORDS = re.compile(r"[\s\-.]+")
 CORRECT = r"(is_)?correct|is_right|hit"
+TOP_LABEL = "|".join((CONFIDENCE, PREDICTED, CORRECT))
 
 
 @dataclass(frozen=True)
@@ -140,28 +143,34 @@ def label_columns(
     return (found[0], ()) if len(found) == 1 else (None, found)
 
 
-@lru_cache(1 << 18)
 def plain(name: str) -> str:
     """`true_class` from `True Class`."""
-    return re.sub(r"[\s\-.]+", "_", name.strip().lower())
+    return BETWEEN_WORDS.sub("_", name.strip().lower())
 
 
 def find(columns: Iterable[str], wanted: Sequence[str]) -> str | None:
     """The first column with one of the names wanted, the earlier ones preferred."""
-    names = {plain(name): name for name in reversed(list(columns))}
-    return next((names[name] for name in wanted if name in names), None)
+    found: dict[str, str] = {}
+    for name in columns:
+        if (short := plain(name)) in wanted:
+            found.setdefault(short, name)
+    return next((found[name] for name in wanted if name in found), None)
 
 
 def _top_label(columns: Mapping[str, str], where: str, kind: str | None, label: str | None) -> Layout | None:
     """The layout of a file without scores of all classes: the confidence, and the predicted class or `correct`."""
-    names = {plain(name): name for name in reversed(list(columns)) if columns[name] != "matrix"}
+    names = {name: short for name in columns if re.fullmatch(TOP_LABEL, short := plain(name))}
+    names = {name: short for name, short in names.items() if columns[name] != "matrix"}
     confidence, predicted, correct = (
-        next((name for short, name in reversed(names.items()) if re.fullmatch(pattern, short)), None)
+        next((name for name, short in names.items() if re.fullmatch(pattern, short)), None)
         for pattern in (CONFIDENCE, PREDICTED, CORRECT)
     )
     if confidence is None or columns[confidence] not in ("number", "whole"):
         return None
-    ranked = predicted is not None and "1" in predicted and plain(predicted).replace("1", "0") not in names
+    ranked = predicted is not None and "1" in predicted
+    ranked = (
+        ranked and find(columns, [plain(str(predicted)).replace("1", "0")]) is None
+    )  # else counted from 0
     if not ranked and (plain(confidence) in PROBS or score_family(columns, where, kind) is not None):
         return None  # `prob` may be that of class 1
     if label is not None and predicted is not None:
@@ -228,14 +237,20 @@ def _families(
     columns: Mapping[str, str], kind: str | None
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Columns such as logit_0, logit_1, ... and cat_prob, dog_prob, ..., by their known prefix; two or more each."""
-    numbered: dict[str, list[str]] = {}
+    numbered: dict[str, dict[str, int]] = {}
     named: dict[str, list[str]] = {}
     for name in columns:
         prefix, of_class = split_score(name, kind)
-        if of_class is not None:
-            (numbered if of_class.isdecimal() else named).setdefault(prefix, []).append(name)
-    numbered = {prefix: _by_number(names) for prefix, names in numbered.items() if _consecutive(names)}
-    return numbered, {prefix: names for prefix, names in named.items() if len(names) >= 2}
+        if of_class is not None and of_class.isdecimal():
+            numbered.setdefault(prefix, {})[name] = int(of_class)
+        elif of_class is not None:
+            named.setdefault(prefix, []).append(name)
+    in_order = {
+        prefix: sorted(numbers, key=numbers.__getitem__)
+        for prefix, numbers in numbered.items()
+        if _consecutive(numbers.values())
+    }
+    return in_order, {prefix: names for prefix, names in named.items() if len(names) >= 2}
 
 
 @cache
@@ -263,20 +278,21 @@ def split_score(name: str, kind: str | None) -> tuple[str, str | None]:
     return prefix.lower(), found["number"] or found["bracketed"] or found["after"] or found["before"]
 
 
-@lru_cache(1 << 18)
 def _number(name: str) -> int | None:
     """3 from "logit_3", "Prob(3)" or "3_prob"."""
-    found = re.search(r"(\d+)[)\]]?$", name) or re.match(r"(\d+)[_\-. ]", name)
+    found = LAST_NUMBER.search(name) or FIRST_NUMBER.match(name)
     return int(found[1]) if found else None
 
 
 def _by_number(names: list[str]) -> list[str]:
-    return sorted(names, key=lambda name: (_number(name) is None, _number(name) or 0))
+    numbers = {name: _number(name) for name in names}
+    return sorted(names, key=lambda name: (numbers[name] is None, numbers[name] or 0))
 
 
-def _consecutive(names: Iterable[str]) -> bool:
-    numbers = sorted(number for name in names if (number := _number(name)) is not None)
-    return len(numbers) >= 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+def _consecutive(numbers: Iterable[int | None]) -> bool:
+    """Whether the numbers, in any order, are all from the smallest to the largest; a None is left out."""
+    found = sorted(number for number in numbers if number is not None)
+    return len(found) >= 2 and found == list(range(found[0], found[0] + len(found)))
 
 
 def _classes(scores: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
@@ -285,7 +301,7 @@ def _classes(scores: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
         return (), 0
     numbers = [_number(name) for name in scores]
     same = len({re.sub(r"\d+(?=\D*$)", "", name) for name in scores}) == 1  # but for the number
-    if same and None not in numbers and _consecutive(scores):
+    if same and None not in numbers and _consecutive(numbers):
         return tuple(map(str, numbers)), numbers[0] or 0
     split = [split_score(name, None) for name in scores]
     classes = [of_class for _, of_class in split if of_class is not None]
@@ -297,7 +313,7 @@ def _classes(scores: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
 def _told(scores: tuple[str, ...]) -> str:
     if len(scores) == 1:
         return f"column {scores[0]!r}"
-    if len(scores) <= 4 and not _consecutive(scores):
+    if len(scores) <= 4 and not _consecutive(map(_number, scores)):
         return f"columns {', '.join(map(repr, scores))} ({len(scores)} classes)"
     return f"columns {scores[0]!r} .. {scores[-1]!r} ({len(scores)} classes)"
 

@@ -10,7 +10,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from doublehead.files.arrays import (
@@ -32,7 +32,7 @@ WIDEST_BLOCK = 1 << 26  # where rows are long
 WIDE = (
     1000  # score columns from which on they are parsed as one long column: Arrow takes microseconds for each
 )
-WIDE_BLOCK = 3 << 22  # bytes of such text parsed together
+WIDE_BLOCK = 1 << 22  # bytes of such text parsed together
 BOM = b"\xef\xbb\xbf"
 DECIMAL = re.compile(r"-?\d*[.,]\d+([eE][-+]?\d+)?")
 NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?|[-+]?(nan|inf)", re.IGNORECASE)
@@ -84,9 +84,7 @@ class CsvReader(TableReader):
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
             self._names = self._header(lines[0])
-            schema = self._schema(lines, start)
-        self._describe(schema)
-        self.columns |= {field.name: "text" for field in schema if field.type == self._arrow.bool_()}
+            self._describe(*self._columns_of(lines, start))
 
     def _start(self) -> bytes:
         """The beginning of the text, with its first two lines where they are not too long."""
@@ -96,8 +94,8 @@ class CsvReader(TableReader):
                 start += more
         return start
 
-    def _schema(self, lines: list[str], start: bytes) -> Any:
-        """The types of the columns by the beginning of the text.
+    def _columns_of(self, lines: list[str], start: bytes) -> tuple[list[str], list[Any]]:
+        """The names of the columns, and their types by the beginning of the text.
 
         Arrow finds them, but for those that begin with a decimal number: it is slow at it.
         """
@@ -107,17 +105,20 @@ class CsvReader(TableReader):
         if len(names) == len(first):
             types = {name: number for name, cell in zip(names, first) if DECIMAL.fullmatch(cell.strip())}
         if len(types) >= WIDE and len(set(names)) == len(names):
-            return self._wide_schema(names, types, start)
+            types |= self._other_types(names, types, start)
+            return names, [types[name] for name in names]
         try:
             with self._reader(types, len(start)) as reader:
-                return reader.schema
+                return reader.schema.names, reader.schema.types
         except (ValueError, LookupError):
             with self._reader({}, len(start)) as reader:
-                return reader.schema
+                return reader.schema.names, reader.schema.types
 
-    def _wide_schema(self, names: list[str], types: dict[str, Any], start: bytes) -> Any:
-        """As `_schema`, but Arrow sees the other columns alone: it needs kilobytes for each column."""
+    def _other_types(self, names: list[str], types: dict[str, Any], start: bytes) -> dict[str, Any]:
+        """The types of the columns that have none yet; Arrow sees them alone: it needs kilobytes for each column."""
         rest = [i for i, name in enumerate(names) if name not in types]
+        if not rest:
+            return {}
         text = io.StringIO()
         lines = start.decode(self._encoding, errors="ignore").splitlines()
         whole = lines[self.header : max(len(lines) - 1, self.header + 1)]
@@ -125,10 +126,8 @@ class CsvReader(TableReader):
         csv.writer(text, delimiter=self.delimiter).writerows(
             [row[i] for i in rest] for row in rows if len(row) == len(names)
         )
-        if rest:
-            batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {})
-            types |= {names[i]: batch.column(names[i]).type for i in rest}
-        return self._arrow.schema([(name, types[name]) for name in names])
+        batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {})
+        return {names[i]: batch.column(names[i]).type for i in rest}
 
     def _header(self, line: str) -> list[str] | None:
         """Names for the columns where the file has none, or where its own are padded; else None."""
@@ -149,7 +148,7 @@ class CsvReader(TableReader):
     def _tables(
         self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
     ) -> Iterator[tuple[Any, int]]:
-        types = self._types(scores, keep)
+        types = self._types(self.columns, scores, keep)
         with (
             reading(self.source, self.names, self.header),
             self._reader(types, self._block, wanted) as reader,
@@ -157,13 +156,11 @@ class CsvReader(TableReader):
             for batch in reader:
                 yield batch, self._file.tell()
 
-    def _types(self, scores: Sequence[str], keep: bool) -> dict[str, Any]:
+    def _types(self, names: Iterable[str], scores: Sequence[str] = (), keep: bool = False) -> dict[str, Any]:
         """Scores are parsed as float64; other columns too if they are numbers and need not be written back."""
         number, text, kept = self._arrow.float64(), self._arrow.string(), set(scores)
-        return {
-            name: number if name in kept or (not keep and kind in ("number", "whole")) else text
-            for name, kind in self.columns.items()
-        }
+        numeric = () if keep else ("number", "whole")
+        return {name: number if name in kept or self.columns[name] in numeric else text for name in names}
 
     def batches(
         self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
@@ -188,28 +185,34 @@ class CsvReader(TableReader):
 
     def _wide_batches(self, first: int, width: int, others: Sequence[str]) -> Iterator[RawBatch | None]:
         """Batches of `width` scores from column `first` on; None at a quote, or a row that is not as it should be."""
-        delimiter, skip = self.delimiter.encode(), self.header
-        outside = [*self.names[:first], *self.names[first + width :]]
-        types = {name: kind for name, kind in self._types((), keep=False).items() if name in set(outside)}
+        skip = self.header
         file, stream = self._open()
         with stream:
             for block in _line_blocks(stream, WIDE_BLOCK):
-                lines = [line for line in block.removeprefix(BOM).splitlines() if line][skip:]
+                text = block.removeprefix(BOM).split(b"\n", 1)[1] if skip else block
                 skip = 0
-                cut = [_cut(line, delimiter, first, width, len(outside)) for line in lines]
-                if b'"' in block or None in cut:
-                    yield None
+                if not text.strip():
+                    continue
+                raw = self._wide_batch(text, first, width, others)
+                yield None if raw is None else raw._replace(bytes_done=file.tell())
+                if raw is None:
                     return
-                scores = b"\n".join(row[1] for row in cut if row).replace(delimiter, b"\n")
-                rest = b"\n".join(row[0] for row in cut if row)
-                try:
-                    table = self._parsed(scores, ["score"], {"score": self._arrow.float64()})
-                    batch = self._parsed(rest, outside, types) if outside else None
-                except ValueError:
-                    yield None
-                    return
-                columns = self._others(batch, others, len(cut))
-                yield RawBatch(to_numpy(table.column(0)).reshape(-1, width), columns, None, file.tell())
+
+    def _wide_batch(self, text: bytes, first: int, width: int, others: Sequence[str]) -> RawBatch | None:
+        delimiter, outside = self.delimiter.encode(), [*self.names[:first], *self.names[first + width :]]
+        cut = [_cut(line, delimiter, first, width, len(outside)) for line in text.splitlines() if line]
+        rows = [row for row in cut if row is not None]
+        if b'"' in text or len(rows) < len(cut):
+            return None
+        scores = b"\n".join(row[1] for row in rows).replace(delimiter, b"\n")
+        rest = b"\n".join(row[0] for row in rows)
+        try:
+            table = self._parsed(scores, ["score"], {"score": self._arrow.float64()})
+            batch = self._parsed(rest, outside, self._types(outside)) if outside else None
+        except ValueError:
+            return None
+        columns = self._others(batch, others, len(rows))
+        return RawBatch(to_numpy(table.column(0)).reshape(-1, width), columns, None, 0)
 
     def _open(self) -> tuple[Any, Any]:
         # Arrow's own file: its reading threads never need Python, which may be on its way out after an error.
@@ -256,7 +259,8 @@ class JsonReader(TableReader):
         self._zipped = zipped
         with reading(source):
             block = next(self._blocks(), (b"", 0))[0]
-            self._describe(self._parsed(block, None).schema)
+            self._schema = self._parsed(block, None).schema
+            self._describe(self._schema.names, self._schema.types)
 
     def _tables(
         self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
@@ -267,7 +271,7 @@ class JsonReader(TableReader):
                 field.name,
                 arrow.float64() if field.name in set(scores) and field.type == "int64" else field.type,
             )
-            for field in self.schema
+            for field in self._schema
         ]
         with reading(self.source):
             for block, done in self._blocks():
@@ -303,11 +307,15 @@ def _first_lines(start: bytes, encoding: str) -> list[str]:
 def _line_blocks(stream: Any, size: int) -> Iterator[bytes]:
     """Whole lines of text, about `size` bytes at a time."""
     rest = b""
-    while block := bytes(stream.read(size)):
+    while block := stream.read(size):
         whole, newline, tail = block.rpartition(b"\n")
-        if newline and (rest + whole).strip():
-            yield rest + whole + newline
-        rest = tail if newline else rest + block
+        if newline:
+            lines = rest + whole + newline
+            rest = tail
+            if not lines.isspace():
+                yield lines
+        else:
+            rest += block
     if rest.strip():
         yield rest
 

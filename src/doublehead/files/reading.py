@@ -153,9 +153,10 @@ class PredictionTable:
         for chunk in self.chunks(advance):
             if chunk.predictions is None:
                 raise TableError(f"{self.sources[0]} has no labels to measure by")
-            part = Tally.of(chunk.predictions, n_bins, chunk.groups)
-            found = part if found is None else found.add_(part)
-            del part  # before the next one is made: with many classes it is large
+            if found is None:
+                found = Tally.of(chunk.predictions, n_bins, chunk.groups)
+            else:
+                found = found.add_(chunk.predictions, chunk.groups)
         assert found is not None  # chunks() raises where there are no rows
         return found
 

@@ -22,10 +22,12 @@ class TableReader(Reader):
     arrow: Any
     is_text = False  # then what must be a number is parsed as one
 
-    def _describe(self, schema: Any) -> None:
-        self.names, self.schema = unique(schema.names, self.source), schema
-        kinds = {kind: _arrow_kind(kind) for kind in set(schema.types)}
-        self.columns = {name: kinds[kind] for name, kind in zip(self.names, schema.types)}
+    def _describe(self, names: list[str], types: list[Any]) -> None:
+        self.names = unique(names, self.source)
+        kinds = {kind: _arrow_kind(kind) for kind in set(types)}
+        if self.is_text:
+            kinds = {kind: "text" if str(kind) == "bool" else holds for kind, holds in kinds.items()}
+        self.columns = {name: kinds[kind] for name, kind in zip(names, types)}
         self.columns |= {name: "text" for name, _ in self.source.folders}
 
     def batches(
@@ -34,8 +36,9 @@ class TableReader(Reader):
         """A text column among the scores is an error."""
         for name in scores:
             if self.columns[name] not in ("number", "whole", "matrix") and not self.is_text:
-                kind = self.schema.field(name).type
-                raise TableError(f"{self.source}: column {name!r} must hold numbers, got {_told(kind)}")
+                raise TableError(
+                    f"{self.source}: column {name!r} must hold numbers, got {self.columns[name]}"
+                )
         wanted = [*scores, *(name for name in others if name not in dict(self.source.folders))]
         for batch, done in self._tables(
             self.names if keep else list(dict.fromkeys(wanted)), scores, rows, keep
@@ -68,7 +71,7 @@ class ParquetReader(TableReader):
         with reading(source):
             # without pre_buffer: it would hold every row group read so far
             self.file = require("pyarrow.parquet", extra="tables").ParquetFile(source.path, pre_buffer=False)
-            self._describe(self.file.schema_arrow)
+            self._describe(self.file.schema_arrow.names, self.file.schema_arrow.types)
         self.groups = range(*(source.row_groups or (0, self.file.num_row_groups)))
         if source.row_groups is not None:
             self.n_bytes = self.n_bytes * len(self.groups) // max(1, self.file.num_row_groups)
@@ -97,7 +100,7 @@ class ArrowReader(TableReader):
             arrow = require("pyarrow", extra="tables")
             self._map = arrow.memory_map(os.fspath(source.path))
             self.file = require("pyarrow.ipc", extra="tables").open_file(self._map)
-            self._describe(self.file.schema)
+            self._describe(self.file.schema.names, self.file.schema.types)
 
     def _tables(
         self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
@@ -109,10 +112,6 @@ class ArrowReader(TableReader):
                 whole.validate(full=True)  # Arrow trusts the offsets in a file
                 for start in range(0, whole.num_rows, rows):
                     yield whole.slice(start, rows), self.n_bytes * (i + 1) // n
-
-
-def _told(kind: Any) -> str:
-    return "text" if _arrow_kind(kind) == "text" else str(kind)
 
 
 def _arrow_kind(kind: Any) -> str:
