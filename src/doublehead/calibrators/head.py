@@ -30,7 +30,7 @@ from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.choose import Choice, Scores, choose, stratified_folds
 from doublehead.calibrators.head_stages import OF_FEATURES, OWN, STAGES, Evidence, Params
 from doublehead.calibrators.maps import keep_top
-from doublehead.predictions import Predictions
+from doublehead.predictions import Predictions, Target
 from doublehead.torch_tools import one_thread
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Head(Calibrator):
             raise ValueError(f"keep must be 'predictions' or 'best', got {self.keep!r}")
         if self.folds < 2:
             raise ValueError(f"folds must be at least 2, got {self.folds}")
-        with one_thread(), torch.autocast(predictions.logits.device.type, enabled=False):
+        with one_thread(), torch.autocast("cpu", enabled=False):
             return _Fit(self, predictions, **known).learned()
 
     def forward(
@@ -201,7 +201,10 @@ def _several(opinion: Opinion) -> list[Tensor]:
 
 
 class _Fit:
-    """One fit: every stage on cross-fitted outputs of those before it, then the choice."""
+    """One fit: every stage on cross-fitted outputs of those before it, then the choice.
+
+    It runs on the CPU wherever the predictions are: thousands of small steps wait for each other on a GPU.
+    """
 
     def __init__(
         self,
@@ -215,29 +218,34 @@ class _Fit:
     ) -> None:
         n, k = predictions.logits.shape
         order = torch.randperm(n, generator=torch.Generator().manual_seed(head.seed))
-        order = order[: min(MAX_SAMPLES, max(1, MAX_ENTRIES // k))].to(predictions.logits.device)
-        self.head, self.target = head, predictions.target.rows(order)
+        order = order[: min(MAX_SAMPLES, max(1, MAX_ENTRIES // k))]
+
+        def rows(values: Tensor) -> Tensor:
+            return values[order.to(values.device)].cpu()
+
+        self.head = head
+        self.target = Target(*(None if part is None else rows(part) for part in predictions.target))  # type: ignore[arg-type]
         self.labels = self.target.labels
-        self.logits = predictions.logits[order].float().clamp(min=MIN_LOGIT)
+        self.logits = rows(predictions.logits).float().clamp(min=MIN_LOGIT)
         self.n, self.k = self.logits.shape
         self.folds = stratified_folds(self.labels, min(head.folds, self.n), head.seed)
-        if folds is not None and len(folds[order].unique()) > 1:
-            self.folds = folds[order]
+        if folds is not None and len(rows(folds).unique()) > 1:
+            self.folds = rows(folds)
         self.of_features: Params = dict.fromkeys(OF_FEATURES, self.logits.new_empty(0))
         opinions: list[Tensor] = []
         more: list[Tensor] = []
         if features is not None:
-            features = features[order].float()
+            features = rows(features).float()
             more.append(feature_numbers(features))
             self.of_features["feature_mean_"] = features.new_zeros(features.shape[1])
-            layer = None if self._fills_classes else last_layer
+            layer = None if self._fills_classes or last_layer is None else last_layer.cpu()
             if self.n >= MIN_SAMPLES and (self._fills_classes or layer is not None):
                 found, opinions = stages.fit_opinions(
                     features, self.labels, self.folds, self.k, layer, head.seed
                 )
                 self.of_features |= found
-        opinions += [part[order].float() for part in _several(opinion)]
-        more += [] if numbers is None else [numbers[order].float()]
+        opinions += [rows(part).float() for part in _several(opinion)]
+        more += [] if numbers is None else [rows(numbers).float()]
         self.evidence = Evidence(torch.cat([self.logits[:, :0], *more], 1), tuple(opinions))
         self.outputs = {"none": self.logits}  # by stage, cross-fitted
         self.params: dict[str, Params] = {}
@@ -265,7 +273,7 @@ class _Fit:
         for name in used:
             fitted |= self.params[name]
         keep = self.head.keep == "predictions" or not self._as_accurate(used[-1])
-        flags = torch.tensor([*(name in used for name in STAGES), keep], device=self.logits.device)
+        flags = torch.tensor([*(name in used for name in STAGES), keep])
         return {**fitted, **self.of_features, "stages_": flags}
 
     def _add(self, name: str) -> None:
