@@ -14,6 +14,7 @@ from torch import Tensor
 from doublehead import Predictions
 from doublehead.calibrators import Head, NotFitted, Temperature, choose, choose_calibrator
 from doublehead.calibrators.head_stages import (
+    FEW_POOLED,
     KNOTS,
     RIDGE_CURVE,
     RIDGE_POOL,
@@ -234,6 +235,19 @@ def test_a_calibrated_network_is_left_nearly_alone() -> None:
 # --- few samples
 
 
+def test_held_back_numbers_are_those_of_new_samples() -> None:
+    """The gain over the temperature that a small sample shows is, on average, the gain on other samples."""
+    test, shown, found = overconfident(6000, 6, seed=99), [], []
+    for seed in range(12):
+        head = Head().fit(overconfident(600, 6, seed=seed))
+        assert head.choice is not None
+        stages = next(title for title in head.choice.nlls if "+" in title)
+        shown.append(head.choice.nlls[stages] - head.choice.nlls["temperature"])
+        softened = test.with_logits(test.logits / float(head.temperature_))
+        found.append(float(nll(head.calibrate(test)) - nll(softened)))
+    assert abs(np.mean(shown) - np.mean(found)) < 3 * np.std(shown) / len(shown) ** 0.5
+
+
 def test_few_samples_get_a_temperature_and_do_not_sharpen() -> None:
     with pytest.warns(UserWarning, match="40 calibration samples are little data"):
         few = Head().fit(overconfident(40, 5, factor=1.0))
@@ -312,7 +326,8 @@ def test_pool_solver_finds_the_optimum() -> None:
     parts = [part.log_softmax(1) for part in (p.logits, noise, -p.logits, p.logits.sign())]
     found = fit_pool(parts, p.labels).double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(torch.stack(parts, 2).double() @ found, p.labels)
-    loss = loss + 0.5 * RIDGE_POOL / 400 * (found - torch.tensor([1.0, 0.0, 0.0, 0.0])).square().sum()
+    ridge = RIDGE_POOL * FEW_POOLED / 400
+    loss = loss + 0.5 * ridge / 400 * (found - torch.tensor([1.0, 0.0, 0.0, 0.0])).square().sum()
     (gradient,) = torch.autograd.grad(loss, found)
     used = found > 0
     assert used.tolist()[::2] == [True, False]  # the opposite of a part gets no weight
