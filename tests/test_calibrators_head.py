@@ -21,9 +21,9 @@ from doublehead.calibrators.head_stages import (
     damped_answer,
     fit_class_means,
     fit_curve,
-    fit_log_scale,
     fit_pool,
 )
+from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.metrics import nll
 
 # --- the rule

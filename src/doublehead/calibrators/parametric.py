@@ -89,9 +89,8 @@ class Matrix(Calibrator):
         x = self._inputs(predictions.logits.double()) * scale
         eye = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         pull, pull_bias = self._pulls(len(predictions), eye)
-        center = (
-            x.mean(0) if self.odir is None else torch.zeros_like(x[0])
-        )  # weights turn about it, not about 0
+        # Weights turn about the centre, not about 0.
+        center = x.mean(0) if self.odir is None else torch.zeros_like(x[0])
         top, moved = x - x.amax(1, keepdim=True), x - center
 
         def loss(weight: Tensor, bias: Tensor) -> Tensor:

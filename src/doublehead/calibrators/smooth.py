@@ -51,9 +51,8 @@ class Spline(Calibrator):
         logits, labels = predictions.logits.double(), predictions.labels
         inverse = fit_inverse_temperature(logits, labels) if self.temper else 1.0
         odds, order = top_log_odds(logits * inverse).sort()
-        at, tied = odds.unique_consecutive(
-            return_inverse=True
-        )  # equal confidences have no order: they are averaged
+        # Equal confidences have no order: they are averaged.
+        at, tied = odds.unique_consecutive(return_inverse=True)
         correct, confidence = _mean_by(tied, predictions.correct[order].double())[tied], odds.sigmoid()
         if self.temper:
             slopes = _slope_of_running_mean(correct - confidence, self.n_knots)
@@ -200,9 +199,8 @@ class _BySums:
     def __init__(self, x: Tensor, grid: Tensor, labels: Tensor) -> None:
         self.at_label = x.gather(1, labels[:, None])[:, 0]
         self.label_places, places, probs = Places.of(self.at_label, grid), Places.of(x, grid), x.exp()
-        self.once, self.twice = (
-            places.sums(weights, len(grid)) for weights in (probs, probs.square())
-        )  # (N, G)
+        # (N, G) each
+        self.once, self.twice = (places.sums(weights, len(grid)) for weights in (probs, probs.square()))
 
     def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
         factor = f.exp()

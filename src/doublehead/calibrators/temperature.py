@@ -136,9 +136,7 @@ class EnsembleTemperature(Calibrator):
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         inverse = fit_inverse_temperature(predictions.logits, predictions.labels)
         parts = _log_parts(predictions.logits.double(), inverse)
-        at_label = torch.stack(
-            [part.gather(1, predictions.labels[:, None])[:, 0] for part in parts]
-        )  # (3, N)
+        at_label = torch.stack([predictions.target.of(part) for part in parts])  # (3, N)
         weights, gap = _mixture_weights(at_label)
         facts = (
             f"the NLL may be {gap:.2g} above its minimum after {MAX_MIXTURE_STEPS} steps (wanted {GAP:.0g})"
