@@ -36,7 +36,6 @@ class Calibrator(StaysFloat32):
     learned: ClassVar[tuple[str, ...]] = ()
     binary_only: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False  # and soft labels
-    never_worse: ClassVar[bool] = False  # the NLL of the predictions fitted on cannot rise
     keeps_order: ClassVar[bool] = False  # the predicted class never changes, whatever the parameters
     converged_: Tensor | None
 

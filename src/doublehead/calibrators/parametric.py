@@ -34,7 +34,6 @@ class Vector(Calibrator):
     """
 
     learned = ("weight_", "bias_")
-    never_worse = True  # temperature scaling is among the candidates, at no penalty
 
     weight_: Tensor  # (K,)
     bias_: Tensor  # (K,)
@@ -74,7 +73,6 @@ class Matrix(Calibrator):
     """
 
     learned = ("weight_", "bias_")
-    never_worse = True  # temperature scaling is among the candidates, at no penalty
 
     weight_: Tensor  # (K, K)
     bias_: Tensor  # (K,)

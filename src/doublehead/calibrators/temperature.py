@@ -36,7 +36,6 @@ class Identity(Calibrator):
 
     takes_weights = True
     keeps_order = True  # nothing changes
-    never_worse = True  # nothing changes
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         return {}
@@ -61,7 +60,6 @@ class Temperature(Calibrator):
     learned: ClassVar[tuple[str, ...]] = ("temperature_", "at_bound_")
     takes_weights = True
     keeps_order = True  # dividing by a positive number changes no order
-    never_worse = True  # T = 1 is among the candidates
 
     temperature_: Tensor
     at_bound_: Tensor
@@ -87,7 +85,6 @@ class TemperatureGrid(Temperature):
     """
 
     learned = ("temperature_",)
-    never_worse = False
 
     def __init__(
         self,
@@ -128,7 +125,6 @@ class EnsembleTemperature(Calibrator):
 
     learned = ("temperature_", "weights_")
     keeps_order = True  # every part orders the classes alike
-    never_worse = True  # the untouched probabilities are among the candidates
 
     temperature_: Tensor
     weights_: Tensor  # (3,)

@@ -7,7 +7,6 @@ from doublehead.data.download import check, convert, get
 from doublehead.data.perturb import Broad, GaussianNoise, Perturb, Shifts
 from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, count_duplicates, split_off
 from doublehead.data.text import (
-    Embedding,
     TextBatches,
     TreeBatches,
     Vocabulary,
@@ -23,7 +22,6 @@ __all__ = [
     "Broad",
     "CropFlip",
     "DeviceBatches",
-    "Embedding",
     "FileBatches",
     "GaussianNoise",
     "ImageFiles",

@@ -247,8 +247,7 @@ def word_vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:
     """The words of the data and their vectors, (V, D)."""
     kind, _, size = config.embeddings.partition(":")
     if kind != "random":
-        found = embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
-        return found.vocabulary, found.vectors
+        return embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"embeddings must be glove, a file or random:SIZE, got {config.embeddings!r}")
     assert isinstance(splits.train, (Texts, Trees))
