@@ -110,11 +110,7 @@ def test_word_pieces(tmp_path):
     assert [rows.tolist() for rows in vocabulary.rows_of(trees)] == [[2, 4]]  # spelt as in plain text
 
 
-SENTENCES = [
-    "(3 (2 a) (4 (2 very) (3 good)))",
-    "(1 dull)",
-    "(0 (1 (1 dull) (2 (2 a) (2 film))) (2 .))",
-]
+SENTENCES = ["(3 (2 a) (4 (2 very) (3 good)))", "(1 dull)", "(0 (1 (1 dull) (2 (2 a) (2 film))) (2 .))"]
 
 
 def test_tree_batches():

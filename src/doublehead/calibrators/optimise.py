@@ -138,11 +138,7 @@ def fit_logistic(
 
 
 def fit_log_scale(
-    logits: Tensor,
-    labels: Tensor | Target,
-    design: Tensor,
-    ridge: Tensor,
-    start: Tensor | None = None,
+    logits: Tensor, labels: Tensor | Target, design: Tensor, ridge: Tensor, start: Tensor | None = None
 ) -> Tensor:
     """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL.
 

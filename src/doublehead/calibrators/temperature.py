@@ -137,12 +137,7 @@ class EnsembleTemperature(Calibrator):
         facts = (
             f"the NLL may be {gap:.2g} above its minimum after {MAX_MIXTURE_STEPS} steps (wanted {GAP:.0g})"
         )
-        return {
-            "temperature_": 1 / inverse,
-            "weights_": weights,
-            "converged_": gap <= GAP,
-            "facts": facts,
-        }
+        return {"temperature_": 1 / inverse, "weights_": weights, "converged_": gap <= GAP, "facts": facts}
 
     def _transform(self, logits: Tensor) -> Tensor:
         parts = _log_parts(logits, self.temperature_.to(logits.dtype).reciprocal())
