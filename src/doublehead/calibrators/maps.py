@@ -5,8 +5,6 @@ Maps are functions of the log odds of a class, not of its probability: confidenc
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -55,41 +53,6 @@ def lines(x: Tensor, knots: Tensor, values: Tensor) -> Tensor:
     y0, y1 = values.gather(1, right - 1), values.gather(1, right)
     share = ((columns - x0) / (x1 - x0).clamp(min=torch.finfo(x.dtype).tiny)).clamp(0, 1)
     return _rows(torch.lerp(y0, y1, share), x)
-
-
-class Places(NamedTuple):
-    """Where entries lie on an even grid, for linear interpolation that is cheap to repeat, differentiate and export.
-
-    >>> places = Places.of(torch.tensor([-9.0, -0.5, 0.0]), torch.tensor([-2.0, -1.0, 0.0]))
-    >>> places.values_of(torch.tensor([7.0, 8.0, 10.0]))
-    tensor([ 7.,  9., 10.])
-    """
-
-    left: Tensor
-    share: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, grid: Tensor) -> Places:
-        """Of entries of any shape on a rising grid (G,); what lies outside is put at its ends."""
-        position = (torch.maximum(x, grid[0]) - grid[0]) / (grid[1] - grid[0])
-        left = position.long().clamp(0, len(grid) - 2)  # what is no number has a place too, and stays none
-        return cls(left, (position - left).clamp(max=1.0))
-
-    def values_of(self, table: Tensor) -> Tensor:
-        """The values there of the function that has the values `table` (G,) on the grid."""
-        flat = self.left.flatten()
-        low, high = table.index_select(0, flat), table.index_select(0, flat + 1)
-        return torch.lerp(low.view_as(self.share), high.view_as(self.share), self.share)
-
-    def sums(self, weights: Tensor, size: int) -> Tensor:
-        """(N, G) the weights (N, K) of entries (N, K), each shared by the two points of the grid (G,) next to it.
-
-        >>> Places.of(torch.tensor([[-1.5, 0.0]]), torch.tensor([-2.0, -1.0, 0.0])).sums(torch.tensor([[4.0, 1.0]]), 3)
-        tensor([[2., 2., 1.]])
-        """
-        made = weights.new_zeros(len(weights), size)
-        made.scatter_add_(1, self.left, weights * (1 - self.share))
-        return made.scatter_add_(1, self.left + 1, weights * self.share)
 
 
 def log_normalise(probs: Tensor, floor: float = 0.0) -> Tensor:
