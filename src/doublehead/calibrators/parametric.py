@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, one_hot
 
-from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.maps import log_odds
+from doublehead.calibrators.base import Calibrator, log_odds
 from doublehead.calibrators.optimise import fit_logistic, minimise
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.predictions import Predictions

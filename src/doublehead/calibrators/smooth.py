@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.maps import lines, top_log_odds, with_top_odds
+from doublehead.calibrators.base import Calibrator, lines, top_log_odds, with_top_odds
 from doublehead.calibrators.optimise import minimise
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.predictions import Predictions
