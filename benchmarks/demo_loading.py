@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from doublehead.cli.compare import DEMO as SHOWN
+from doublehead.cli.train import DEMO as SHOWN
 from doublehead.data import fashion_subset
 from doublehead.data.batches import Batches
 from doublehead.training.config import RECIPES

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from doublehead import Predictions, metrics, plots
 from doublehead.calibrators import make
-from doublehead.calibrators.head_stages import fit_log_scale
+from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.guard import Guard, Observed, scaled
 from doublehead.training.run_folder import environment
 

@@ -160,11 +160,12 @@ def test_which_calibrators_keep_the_argmax() -> None:
     }  # fmt: skip
 
 
-@every
-def test_nll_does_not_rise_where_promised(name: str) -> None:
-    calibrator = fitted(name)
-    if not calibrator.never_worse:
-        return
+@pytest.mark.parametrize(
+    "name", ["none", "temperature", "ensemble_temperature", "vector", "matrix", "dirichlet"]
+)
+def test_nll_of_the_fitted_data_does_not_rise(name: str) -> None:
+    """No change, or temperature scaling, is among what these may learn, at no penalty."""
+    calibrator = new(name)
     for p in (suited(name), _hard(suited(name).n_classes)):
         out = calibrator.fresh().fit(p).calibrate(p)
         before, after = (cross_entropy(q.logits.double(), q.labels) for q in (p, out))
@@ -175,11 +176,6 @@ def _hard(k: int) -> Predictions:
     """Few, badly scaled and mostly wrong."""
     logits = 50 * torch.randn(12, k, generator=torch.Generator().manual_seed(3))
     return Predictions(logits, torch.arange(12) % k)
-
-
-def test_which_calibrators_never_make_their_own_data_worse() -> None:
-    safe = {name for name, calibrator in VARIANTS.items() if calibrator.never_worse}
-    assert safe == {"none", "temperature", "ensemble_temperature", "vector", "matrix", "dirichlet"}
 
 
 @every

@@ -22,9 +22,9 @@ from doublehead.calibrators.head_stages import (
     damped_answer,
     fit_class_means,
     fit_curve,
-    fit_log_scale,
     fit_pool,
 )
+from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.metrics import nll
 
 # --- the rule
@@ -148,10 +148,7 @@ def uniform_share(n: int, seed: int) -> Predictions:
     return Predictions(z, probs.multinomial(1, generator=generator)[:, 0])
 
 
-@pytest.mark.parametrize(
-    ("make", "stage"),
-    [(by_size, "head"), (by_class, "map"), (uniform_share, "curve")],
-)
+@pytest.mark.parametrize(("make", "stage"), [(by_size, "head"), (by_class, "map"), (uniform_share, "curve")])
 def test_each_stage_repairs_its_own_kind_of_error(make, stage: str) -> None:  # type: ignore[no-untyped-def]
     fit, test = make(4000, 1), make(4000, 2)
     head = Head().fit(fit)

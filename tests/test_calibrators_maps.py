@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators import BBQ, Beta, HistogramBinning, Isotonic, Platt, Spline, Temperature
-from doublehead.calibrators.maps import (
+from doublehead.calibrators.base import (
     keep_top,
     lines,
     log_normalise,

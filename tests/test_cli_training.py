@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 
 from doublehead.cli import train as demo_command
-from doublehead.cli.train import (
-    _shift_columns,
-    change,
-    is_first_process,
-    recipe,
-    show_rows,
-    training_errors,
-)
+from doublehead.cli.train import _shift_columns, change, is_first_process, recipe, show_rows, training_errors
 from doublehead.data import catalog
 from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
 from doublehead.training.methods import METHODS, NUMBERS

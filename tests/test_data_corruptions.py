@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from doublehead.data import corruptions
-from doublehead.data.corruptions import (
-    FAMILIES,
-    SEVERITIES,
-    corrupt,
-    corrupt_images,
-    read_cifar10c,
-)
+from doublehead.data.corruptions import FAMILIES, SEVERITIES, corrupt, corrupt_images, read_cifar10c
 
 ndimage = pytest.importorskip("scipy.ndimage")
 pillow = pytest.importorskip("PIL.Image")

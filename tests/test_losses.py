@@ -346,23 +346,22 @@ def test_runs_inside_a_cuda_graph(name: str) -> None:
 
 
 def test_bad_input_is_named() -> None:
-    logits, labels = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"logits must have shape \(B, K\) with B >= 1 and K >= 2, got \(4,\)"
+    z, y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+    for loss, logits, labels, message in (
+        (cross_entropy, z[:, 0], y, r"logits must have shape \(B, K\) with B >= 1 and K >= 2, got \(4,\)"),
+        (brier, z[:, :1], y, r"K >= 2, got \(4, 1\)"),
+        (mmce, z[:0], y[:0], r"B >= 1 and K >= 2, got \(0, 3\)"),
+        (focal, z.long(), y, "logits must be floating-point, got int64"),
+        (
+            cross_entropy,
+            z,
+            y[:3],
+            r"shape \(4,\), or soft targets .* \(4, 3\) for .*, got int64 of shape \(3,\)",
+        ),
+        (avuc, z, y.float(), r"integers of shape \(4,\) .*, got float32 of shape \(4,\)"),
     ):
-        cross_entropy(logits[:, 0], labels)
-    with pytest.raises(ValueError, match=r"K >= 2, got \(4, 1\)"):
-        brier(logits[:, :1], labels)
-    with pytest.raises(ValueError, match=r"B >= 1 and K >= 2, got \(0, 3\)"):
-        mmce(logits[:0], labels[:0])
-    with pytest.raises(TypeError, match="logits must be floating-point, got int64"):
-        focal(logits.long(), labels)
-    with pytest.raises(
-        ValueError, match=r"shape \(4,\), or soft targets of shape \(4, 3\) for .*, got int64 of shape \(3,\)"
-    ):
-        cross_entropy(logits, labels[:3])
-    with pytest.raises(ValueError, match=r"integers of shape \(4,\) .*, got float32 of shape \(4,\)"):
-        avuc(logits, labels.float())
+        with pytest.raises((TypeError, ValueError), match=message):
+            loss(logits, labels)
 
 
 @pytest.mark.parametrize("name", NAMES)

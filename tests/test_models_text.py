@@ -112,13 +112,6 @@ def test_arrays_of_numpy_are_taken_and_copied():
     assert network.embedding.weight.min() == 1
 
 
-def test_bad_arguments_of_cnns():
-    with pytest.raises(ValueError, match=r"filters must .* got \[\]"):
-        TextCNN(2, vectors=VECTORS, filters=())
-    with pytest.raises(ValueError, match="stride must .* got 6"):
-        GlobalPoolingCNN(2, vectors=VECTORS, stride=6)
-
-
 N_WORDS, N_CLASSES = 11, 5
 
 
@@ -236,15 +229,20 @@ def test_batch_moves_between_devices():
     assert make_tree_lstm("binary").to("meta")(batch).shape == (len(batch.targets), N_CLASSES)
 
 
-def test_bad_arguments_of_trees():
-    with pytest.raises(ValueError, match=r"cell must be one of \['binary', 'child_sum'\], got 'lstm'"):
-        TreeLSTM(5, vectors=torch.zeros(4, 2), cell="lstm")
-    with pytest.raises(TypeError, match="vectors must .* got list"):
-        TreeLSTM(5, vectors=[[1.0]])
-    with pytest.raises(ValueError, match=r"vectors must .* got int64 \(4, 2\)"):
-        TreeLSTM(5, vectors=torch.zeros(4, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"got float32 \(4,\)"):
-        TreeLSTM(5, vectors=torch.zeros(4))
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (TextCNN, {"filters": ()}, r"filters must .* got \[\]"),
+        (GlobalPoolingCNN, {"stride": 6}, "stride must .* got 6"),
+        (TreeLSTM, {"cell": "lstm"}, r"cell must be one of \['binary', 'child_sum'\], got 'lstm'"),
+        (TreeLSTM, {"vectors": [[1.0]]}, "vectors must .* got list"),
+        (TreeLSTM, {"vectors": VECTORS.long()}, r"vectors must .* got int64 \(13, 6\)"),
+        (TreeLSTM, {"vectors": VECTORS[0]}, r"got float32 \(6,\)"),
+    ],
+)
+def test_bad_arguments_are_named(kind, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        kind(5, **{"vectors": VECTORS, **options})
     with pytest.raises(ValueError, match="nodes must be 'root' or 'all', got 'leaf'"):
         TreeBatch.of(forest(0), nodes="leaf")
 

@@ -131,14 +131,13 @@ def test_a_broken_bound_would_be_noticed(monkeypatch: pytest.MonkeyPatch, side: 
 
 
 def test_theorem1_names_bad_input() -> None:
-    with pytest.raises(
-        ValueError, match=r"logits must have shape \(K,\) or \(N, K\) with K >= 2, got \(1,\)"
+    for logits, beta, message in (
+        ([1.0], 1.0, r"logits must have shape \(K,\) or \(N, K\) with K >= 2, got \(1,\)"),
+        ([1.0, math.nan], 1.0, "logits must be finite"),
+        ([1.0, 2.0], -1.0, "beta must be .* got -1"),
     ):
-        theorem1([1.0], 1.0)
-    with pytest.raises(ValueError, match="logits must be finite"):
-        theorem1([1.0, float("nan")], 1.0)
-    with pytest.raises(ValueError, match="beta must be .* got -1"):
-        theorem1([1.0, 2.0], -1.0)
+        with pytest.raises(ValueError, match=message):
+            theorem1(logits, beta)
 
 
 # Theorem 2 -------------------------------------------------------------------------------------------------------
@@ -225,13 +224,12 @@ def test_cells_merge_confidences_into_their_mean() -> None:
 
 
 def test_theorem2_names_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"confidence must have shape \(N,\) with N >= 1, got \(0,\)"):
-        theorem2([], [])
-    with pytest.raises(ValueError, match=r"correct must have shape \(2,\) like confidence, got \(1,\)"):
-        theorem2([0.5, 0.6], [True])
-    with pytest.raises(ValueError, match="confidence must .* got 0.0 to 0.5"):
-        theorem2([0.5, 0.0], [True, False])
-    with pytest.raises(ValueError, match="correct must be 0 or 1"):
-        theorem2([0.5], [2])
-    with pytest.raises(ValueError, match="n_values must be at least 1, got 0"):
-        theorem2([0.5], [True], n_values=0)
+    for confidence, correct, n_values, message in (
+        ([], [], None, r"confidence must have shape \(N,\) with N >= 1, got \(0,\)"),
+        ([0.5, 0.6], [True], None, r"correct must have shape \(2,\) like confidence, got \(1,\)"),
+        ([0.5, 0.0], [True, False], None, "confidence must .* got 0.0 to 0.5"),
+        ([0.5], [2], None, "correct must be 0 or 1"),
+        ([0.5], [True], 0, "n_values must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            theorem2(confidence, correct, n_values)

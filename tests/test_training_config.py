@@ -85,6 +85,7 @@ def test_unknown_setting_in_a_file_is_refused() -> None:
         ),
         ({"heads": {"../up": HeadSpec()}}, r"heads must be named by letters, .* got \['../up'\]"),
         ({"shift": ("gaussian_noise:9",)}, "shift must be of a severity from 1 to 5, got 'gaussian_noise:9'"),
+        ({"shift": ("contrast:12",)}, "shift must be of a severity from 1 to 5, got 'contrast:12'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )

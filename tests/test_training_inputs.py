@@ -226,7 +226,7 @@ def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
         ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
         (
             {"auto": True, "guards": ("shifts",)},
-            "guards, and so the method guarded, are for images: table:.* holds words",
+            "guards, and so the method guarded, are for images, table:.* holds words",
         ),
         ({"shift": ("gaussian_noise:1",)}, "shift must name a data set for words, got 'gaussian_noise:1'"),
         ({"embeddings": "random:few"}, "embeddings must be glove, a file or random:SIZE, got 'random:few'"),

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibration_head import Standardise, statistics
-from doublehead.calibrators.head_stages import fit_log_scale
-from doublehead.calibrators.optimise import newton
+from doublehead.calibrators.optimise import fit_log_scale, newton
 from doublehead.predictions import Predictions
 from doublehead.torch_tools import StaysFloat32
 

@@ -182,9 +182,8 @@ def avuc(logits: Tensor, labels: Tensor, *, weight: float = 1.0, threshold: floa
     uncertainty = _entropy(log_probs)
     certain = uncertainty.detach() <= (_halfway(uncertainty, correct) if threshold is None else threshold)
     weight_uncertain = uncertainty.tanh()
-    counts = torch.where(correct, confidence, rest) * torch.where(
-        certain, 1 - weight_uncertain, weight_uncertain
-    )  # (B,)
+    counts = torch.where(correct, confidence, rest)  # (B,)
+    counts = counts * torch.where(certain, 1 - weight_uncertain, weight_uncertain)
     good = (counts * (correct == certain)).sum()
     term = ((counts.sum() + AVUC_FLOOR) / (good + AVUC_FLOOR)).log()
     return _nll(log_probs, labels) + weight * term

@@ -10,8 +10,8 @@ from torch.nn.functional import one_hot
 from torch.nn.functional import pad as pad_ends
 
 from doublehead.bins import check_n_bins
-from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.maps import (
+from doublehead.calibrators.base import (
+    Calibrator,
     keep_top,
     lines,
     log_normalise,

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from doublehead.calibration_head import MIN_LOGIT, feature_numbers, statistics
 from doublehead.calibrators import head_stages as stages
-from doublehead.calibrators.base import Calibrator
+from doublehead.calibrators.base import Calibrator, keep_top
 from doublehead.calibrators.choose import Choice, Scores, choose, stratified_folds
 from doublehead.calibrators.head_stages import OF_FEATURES, OWN, STAGES, Evidence, Params
-from doublehead.calibrators.maps import keep_top
 from doublehead.predictions import Predictions, Target
 from doublehead.torch_tools import one_thread
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from doublehead.calibration_head import MAX_LOG_SCALE, scale_logits, statistics
-from doublehead.calibrators.optimise import newton
+from doublehead.calibrators.optimise import CHUNK, fit_log_scale, newton
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.predictions import Target
 from doublehead.torch_tools import seeded
@@ -31,7 +31,6 @@ RIDGE_SOFTEN, RIDGE_SHARPEN, GAIN_SHARPEN = 0.01, 10.0, 2.0
 MAP_FLOOR = -20.0  # log-probability: trees that say "never" must not outweigh all else
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
-CHUNK = 250_000  # entries handled at once, so that they stay in the cache
 MAX_BENT = 1_000_000  # entries that the curve is fitted to
 MAX_POOLED = 4_000_000  # and the pool, of each part
 RANK = 64  # directions of the features in which distances are measured
@@ -143,45 +142,6 @@ def _careful_temperature(z: Tensor, target: Target, start: Tensor | None) -> Ten
         gain = (nlls(z, target) - nlls(z * log_scale.exp(), target)).sum()
         log_scale = log_scale * (gain > GAIN_SHARPEN)
     return (-log_scale).exp()
-
-
-def fit_log_scale(
-    logits: Tensor,
-    labels: Tensor | Target,
-    design: Tensor,
-    ridge: Tensor,
-    start: Tensor | None = None,
-) -> Tensor:
-    """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL.
-
-    `ridge` (P,) is the pull of each weight towards 0, in samples.
-    """
-    target = _target(labels)
-    below = logits - logits.amax(1, keepdim=True)
-    at_label = target.of(below)
-    n, rows = len(logits), max(1, CHUNK // logits.shape[1])
-    design, ridge = design.double(), ridge.double() / n
-
-    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
-        scale = (design @ w).clamp(-4, 4).exp()
-        nlls, firsts, seconds = [], [], []  # and each sample's first and second derivative in its log scale
-        for some, s, label in zip(below.split(rows), scale.to(below.dtype).split(rows), at_label.split(rows)):
-            largest = (some * s[:, None]).exp_()  # each row's largest is 1
-            sums = largest.sum(1)
-            weighted = largest.mul_(some)
-            mean = weighted.sum(1) / sums
-            variance = weighted.mul_(some).sum(1) / sums - mean.square()
-            nlls.append(sums.log() - s * label)
-            firsts.append(s * (mean - label))
-            seconds.append(s.square() * variance)
-        nll, first, second = (target.weighted(torch.cat(parts).double()) for parts in (nlls, firsts, seconds))
-        gradient = design.mT @ first / n + ridge * w
-        # The first derivative belongs to the curvature where it helps: near the optimum it has mean 0.
-        curvature = design.mT @ (design * second.clamp(min=1e-8)[:, None]) / n + ridge.diag()
-        return float(nll.sum()) / n + 0.5 * float((ridge * w.square()).sum()), gradient, curvature
-
-    begin = logits.new_zeros(design.shape[1]) if start is None else start
-    return newton(evaluate, begin.double()).to(logits.dtype)
 
 
 # --- map

@@ -1,4 +1,4 @@
-"""Optimisers in float64: L-BFGS for any loss, Newton for a few weights, and for many small logistic fits at once."""
+"""Optimisers: L-BFGS for any loss; Newton for a few weights, for many small logistic fits at once, for log scales."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from doublehead.predictions import Target
+
 GRADIENT = 1e-6  # the largest gradient entry at which a fit counts as converged
 TOLERANCE = 2e-8  # of a mean NLL: `newton` stops where a step promises no more
+CHUNK = 250_000  # entries handled at once, so that they stay in the cache
 
 
 class Minimum(NamedTuple):
@@ -132,3 +135,38 @@ def fit_logistic(
         size = torch.where(proposed > current, 0.0, size)
         found, current = found - size[:, None] * step, torch.minimum(proposed, current)
     return found / scale, current, converged
+
+
+def fit_log_scale(
+    logits: Tensor, labels: Tensor | Target, design: Tensor, ridge: Tensor, start: Tensor | None = None
+) -> Tensor:
+    """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL.
+
+    `ridge` (P,) is the pull of each weight towards 0, in samples.
+    """
+    target = labels if isinstance(labels, Target) else Target(labels)
+    below = logits - logits.amax(1, keepdim=True)
+    at_label = target.of(below)
+    n, rows = len(logits), max(1, CHUNK // logits.shape[1])
+    design, ridge = design.double(), ridge.double() / n
+
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        scale = (design @ w).clamp(-4, 4).exp()
+        nlls, firsts, seconds = [], [], []  # and each sample's first and second derivative in its log scale
+        for some, s, label in zip(below.split(rows), scale.to(below.dtype).split(rows), at_label.split(rows)):
+            largest = (some * s[:, None]).exp_()  # each row's largest is 1
+            sums = largest.sum(1)
+            weighted = largest.mul_(some)
+            mean = weighted.sum(1) / sums
+            variance = weighted.mul_(some).sum(1) / sums - mean.square()
+            nlls.append(sums.log() - s * label)
+            firsts.append(s * (mean - label))
+            seconds.append(s.square() * variance)
+        nll, first, second = (target.weighted(torch.cat(parts).double()) for parts in (nlls, firsts, seconds))
+        gradient = design.mT @ first / n + ridge * w
+        # The first derivative belongs to the curvature where it helps: near the optimum it has mean 0.
+        curvature = design.mT @ (design * second.clamp(min=1e-8)[:, None]) / n + ridge.diag()
+        return float(nll.sum()) / n + 0.5 * float((ridge * w.square()).sum()), gradient, curvature
+
+    begin = logits.new_zeros(design.shape[1]) if start is None else start
+    return newton(evaluate, begin.double()).to(logits.dtype)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, one_hot
 
-from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.maps import log_odds
+from doublehead.calibrators.base import Calibrator, log_odds
 from doublehead.calibrators.optimise import fit_logistic, minimise
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.predictions import Predictions
@@ -34,7 +33,6 @@ class Vector(Calibrator):
     """
 
     learned = ("weight_", "bias_")
-    never_worse = True  # temperature scaling is among the candidates, at no penalty
 
     weight_: Tensor  # (K,)
     bias_: Tensor  # (K,)
@@ -74,7 +72,6 @@ class Matrix(Calibrator):
     """
 
     learned = ("weight_", "bias_")
-    never_worse = True  # temperature scaling is among the candidates, at no penalty
 
     weight_: Tensor  # (K, K)
     bias_: Tensor  # (K,)
@@ -89,9 +86,8 @@ class Matrix(Calibrator):
         x = self._inputs(predictions.logits.double()) * scale
         eye = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         pull, pull_bias = self._pulls(len(predictions), eye)
-        center = (
-            x.mean(0) if self.odir is None else torch.zeros_like(x[0])
-        )  # weights turn about it, not about 0
+        # Weights turn about the centre, not about 0.
+        center = x.mean(0) if self.odir is None else torch.zeros_like(x[0])
         top, moved = x - x.amax(1, keepdim=True), x - center
 
         def loss(weight: Tensor, bias: Tensor) -> Tensor:

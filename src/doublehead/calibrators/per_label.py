@@ -7,10 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from doublehead.calibrators.base import Calibrator
+from doublehead.calibrators.base import Calibrator, keep_top
 from doublehead.calibrators.choose import Choice, choose
 from doublehead.calibrators.head import Head
-from doublehead.calibrators.maps import keep_top
 from doublehead.calibrators.optimise import fit_logistic
 from doublehead.calibrators.temperature import Identity, Temperature
 from doublehead.predictions import Predictions, Target

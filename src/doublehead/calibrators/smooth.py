@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from doublehead.calibrators.base import Calibrator
-from doublehead.calibrators.maps import Places, lines, top_log_odds, with_top_odds
+from doublehead.calibrators.base import Calibrator, lines, top_log_odds, with_top_odds
 from doublehead.calibrators.optimise import minimise
 from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.predictions import Predictions
@@ -51,9 +50,8 @@ class Spline(Calibrator):
         logits, labels = predictions.logits.double(), predictions.labels
         inverse = fit_inverse_temperature(logits, labels) if self.temper else 1.0
         odds, order = top_log_odds(logits * inverse).sort()
-        at, tied = odds.unique_consecutive(
-            return_inverse=True
-        )  # equal confidences have no order: they are averaged
+        # Equal confidences have no order: they are averaged.
+        at, tied = odds.unique_consecutive(return_inverse=True)
         correct, confidence = _mean_by(tied, predictions.correct[order].double())[tied], odds.sigmoid()
         if self.temper:
             slopes = _slope_of_running_mean(correct - confidence, self.n_knots)
@@ -105,6 +103,41 @@ def _natural_basis(x: Tensor, knots: Tensor) -> tuple[Tensor, Tensor]:
     one, zero = torch.ones_like(x)[:, None], torch.zeros_like(x)[:, None]
     values = torch.cat([one, x[:, None], cubics[:, :-1] - cubics[:, -1:]], 1)
     return values, torch.cat([zero, one, squares[:, :-1] - squares[:, -1:]], 1)
+
+
+class Places(NamedTuple):
+    """Where entries lie on an even grid, for linear interpolation that is cheap to repeat, differentiate and export.
+
+    >>> places = Places.of(torch.tensor([-9.0, -0.5, 0.0]), torch.tensor([-2.0, -1.0, 0.0]))
+    >>> places.values_of(torch.tensor([7.0, 8.0, 10.0]))
+    tensor([ 7.,  9., 10.])
+    """
+
+    left: Tensor
+    share: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, grid: Tensor) -> Places:
+        """Of entries of any shape on a rising grid (G,); what lies outside is put at its ends."""
+        position = (torch.maximum(x, grid[0]) - grid[0]) / (grid[1] - grid[0])
+        left = position.long().clamp(0, len(grid) - 2)  # what is no number has a place too, and stays none
+        return cls(left, (position - left).clamp(max=1.0))
+
+    def values_of(self, table: Tensor) -> Tensor:
+        """The values there of the function that has the values `table` (G,) on the grid."""
+        flat = self.left.flatten()
+        low, high = table.index_select(0, flat), table.index_select(0, flat + 1)
+        return torch.lerp(low.view_as(self.share), high.view_as(self.share), self.share)
+
+    def sums(self, weights: Tensor, size: int) -> Tensor:
+        """(N, G) the weights (N, K) of entries (N, K), each shared by the two points of the grid (G,) next to it.
+
+        >>> Places.of(torch.tensor([[-1.5, 0.0]]), torch.tensor([-2.0, -1.0, 0.0])).sums(torch.tensor([[4.0, 1.0]]), 3)
+        tensor([[2., 2., 1.]])
+        """
+        made = weights.new_zeros(len(weights), size)
+        made.scatter_add_(1, self.left, weights * (1 - self.share))
+        return made.scatter_add_(1, self.left + 1, weights * self.share)
 
 
 class GaussianProcess(Calibrator):
@@ -200,9 +233,8 @@ class _BySums:
     def __init__(self, x: Tensor, grid: Tensor, labels: Tensor) -> None:
         self.at_label = x.gather(1, labels[:, None])[:, 0]
         self.label_places, places, probs = Places.of(self.at_label, grid), Places.of(x, grid), x.exp()
-        self.once, self.twice = (
-            places.sums(weights, len(grid)) for weights in (probs, probs.square())
-        )  # (N, G)
+        # (N, G) each
+        self.once, self.twice = (places.sums(weights, len(grid)) for weights in (probs, probs.square()))
 
     def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
         factor = f.exp()

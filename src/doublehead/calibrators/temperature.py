@@ -36,7 +36,6 @@ class Identity(Calibrator):
 
     takes_weights = True
     keeps_order = True  # nothing changes
-    never_worse = True  # nothing changes
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         return {}
@@ -61,7 +60,6 @@ class Temperature(Calibrator):
     learned: ClassVar[tuple[str, ...]] = ("temperature_", "at_bound_")
     takes_weights = True
     keeps_order = True  # dividing by a positive number changes no order
-    never_worse = True  # T = 1 is among the candidates
 
     temperature_: Tensor
     at_bound_: Tensor
@@ -87,7 +85,6 @@ class TemperatureGrid(Temperature):
     """
 
     learned = ("temperature_",)
-    never_worse = False
 
     def __init__(
         self,
@@ -128,7 +125,6 @@ class EnsembleTemperature(Calibrator):
 
     learned = ("temperature_", "weights_")
     keeps_order = True  # every part orders the classes alike
-    never_worse = True  # the untouched probabilities are among the candidates
 
     temperature_: Tensor
     weights_: Tensor  # (3,)
@@ -136,19 +132,12 @@ class EnsembleTemperature(Calibrator):
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         inverse = fit_inverse_temperature(predictions.logits, predictions.labels)
         parts = _log_parts(predictions.logits.double(), inverse)
-        at_label = torch.stack(
-            [part.gather(1, predictions.labels[:, None])[:, 0] for part in parts]
-        )  # (3, N)
+        at_label = torch.stack([predictions.target.of(part) for part in parts])  # (3, N)
         weights, gap = _mixture_weights(at_label)
         facts = (
             f"the NLL may be {gap:.2g} above its minimum after {MAX_MIXTURE_STEPS} steps (wanted {GAP:.0g})"
         )
-        return {
-            "temperature_": 1 / inverse,
-            "weights_": weights,
-            "converged_": gap <= GAP,
-            "facts": facts,
-        }
+        return {"temperature_": 1 / inverse, "weights_": weights, "converged_": gap <= GAP, "facts": facts}
 
     def _transform(self, logits: Tensor) -> Tensor:
         parts = _log_parts(logits, self.temperature_.to(logits.dtype).reciprocal())

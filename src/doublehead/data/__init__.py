@@ -6,15 +6,7 @@ from doublehead.data.corruptions import FAMILIES, corrupt, corrupt_images, read_
 from doublehead.data.download import check, convert, get
 from doublehead.data.perturb import Broad, GaussianNoise, Perturb, Shifts
 from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, count_duplicates, split_off
-from doublehead.data.text import (
-    Embedding,
-    TextBatches,
-    TreeBatches,
-    Vocabulary,
-    WordPieces,
-    embed,
-    tokenize,
-)
+from doublehead.data.text import TextBatches, TreeBatches, Vocabulary, WordPieces, embed, tokenize
 from doublehead.data.trees import Tree, TreeBatch
 
 __all__ = [
@@ -23,7 +15,6 @@ __all__ = [
     "Broad",
     "CropFlip",
     "DeviceBatches",
-    "Embedding",
     "FileBatches",
     "GaussianNoise",
     "ImageFiles",

@@ -332,9 +332,7 @@ class _Files(Dataset[tuple[Tensor, int]]):
     def _box(self, i: int, width: int, height: int) -> tuple[tuple[float, float, float, float], bool]:
         """The box (left, top, right, bottom) to crop, and whether to flip it."""
         if not self.augment:
-            side = min(width, height) * 224 / 256
-            left, top = (width - side) / 2, (height - side) / 2
-            return (left, top, left + side, top + side), False
+            return _centre(width, height, min(width, height) * 224 / 256), False
         seed, epoch = self.key
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) * 2_000_003 + i)
         for _ in range(10):  # ten tries, then the centre, like torchvision's RandomResizedCrop
@@ -346,9 +344,14 @@ class _Files(Dataset[tuple[Tensor, int]]):
                 left, top = x * (width - w), y * (height - h)
                 flip = bool(torch.rand((), generator=generator) < 0.5)
                 return (left, top, left + w, top + h), flip
-        side = min(width, height)
-        left, top = (width - side) / 2, (height - side) / 2
-        return (left, top, left + side, top + side), bool(torch.rand((), generator=generator) < 0.5)
+        flip = bool(torch.rand((), generator=generator) < 0.5)
+        return _centre(width, height, min(width, height)), flip
+
+
+def _centre(width: int, height: int, side: float) -> tuple[float, float, float, float]:
+    """The box of a square in the middle."""
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
 
 
 def _one_thread(worker: int) -> None:

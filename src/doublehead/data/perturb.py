@@ -149,9 +149,7 @@ class GaussianNoise(Perturb):
     def __init__(
         self, max_sigma: float = 0.15, share: float = 0.5, normalise: Normalise | None = None
     ) -> None:
-        if max_sigma < 0:
-            raise ValueError(f"max_sigma must be >= 0, got {max_sigma}")
-        super().__init__((lambda pixels: noise(pixels, max_sigma),), share, normalise)
+        super().__init__((_noise_up_to(max_sigma),), share, normalise)
 
 
 class Broad(Perturb):
@@ -163,11 +161,9 @@ class Broad(Perturb):
     def __init__(
         self, share: float = 0.5, normalise: Normalise | None = None, max_sigma: float = 0.0
     ) -> None:
-        if max_sigma < 0:
-            raise ValueError(f"max_sigma must be >= 0, got {max_sigma}")
-        noisy: tuple[Perturbation, ...] = (lambda pixels: noise(pixels, max_sigma),) * len(BROAD)
-        pairs = [f for pair in zip(BROAD, noisy) for f in pair]
-        super().__init__(tuple(pairs) if max_sigma else BROAD, share, normalise)
+        noisy = _noise_up_to(max_sigma)
+        pairs = [f for function in BROAD for f in (function, noisy)]
+        super().__init__(pairs if max_sigma else BROAD, share, normalise)
 
 
 class Shifts(Perturb):
@@ -202,6 +198,12 @@ class Shifts(Perturb):
                 f"leave_out must keep a family other than saturate for images with {n_channels} channels"
             )
         return kept
+
+
+def _noise_up_to(max_sigma: float) -> Perturbation:
+    if max_sigma < 0:
+        raise ValueError(f"max_sigma must be >= 0, got {max_sigma}")
+    return partial(noise, max_sigma=max_sigma)
 
 
 def _any_severity(family: str, pixels: Tensor) -> Tensor:

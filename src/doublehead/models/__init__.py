@@ -39,7 +39,6 @@ class Network:
     reads: Literal["images", "words", "trees", "pieces"]
     classifier: str  # the attribute with the last nn.Linear
     input: str | None = None  # default image size; None for text
-    about: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -48,23 +47,19 @@ class Network:
         return tuple(name for name in _parameters(self.make) if name not in given)
 
 
-def _torchvision(arch: str, classifier: str, about: str) -> Network:
-    make = partial(from_torchvision, arch)
-    return Network(make, "images", classifier, "32x32x3", f"{about}, from torchvision")
+def _torchvision(arch: str, classifier: str) -> Network:
+    return Network(partial(from_torchvision, arch), "images", classifier, "32x32x3")
 
 
-RESNETS = ("resnet18", "resnet50", "resnet101", "resnet152")
 MODELS: dict[str, Network] = {
-    **{arch: _torchvision(arch, "fc", "He et al. 2015") for arch in RESNETS},
-    "densenet121": _torchvision("densenet121", "classifier", "Huang et al. 2017"),
-    "wide_resnet28_10": Network(
-        WideResNet, "images", "classifier", "32x32x3", "Zagoruyko and Komodakis 2016"
-    ),
-    "small_cnn": Network(SmallCNN, "images", "classifier", "28x28x1", "the demo's network"),
-    "textcnn": Network(TextCNN, "words", "classifier", about="Kim 2014, CNN-static"),
-    "gp_cnn": Network(GlobalPoolingCNN, "words", "classifier", about="global pooling, Mukhoti et al. 2020"),
-    "tree_lstm": Network(TreeLSTM, "trees", "classifier", about="Tai et al. 2015"),
-    "minilm": Network(MiniLM, "pieces", "classifier", about="pretrained transformer, Wang et al. 2020"),
+    **{arch: _torchvision(arch, "fc") for arch in ("resnet18", "resnet50", "resnet101", "resnet152")},
+    "densenet121": _torchvision("densenet121", "classifier"),
+    "wide_resnet28_10": Network(WideResNet, "images", "classifier", "32x32x3"),
+    "small_cnn": Network(SmallCNN, "images", "classifier", "28x28x1"),
+    "textcnn": Network(TextCNN, "words", "classifier"),
+    "gp_cnn": Network(GlobalPoolingCNN, "words", "classifier"),
+    "tree_lstm": Network(TreeLSTM, "trees", "classifier"),
+    "minilm": Network(MiniLM, "pieces", "classifier"),
 }
 
 

@@ -49,9 +49,7 @@ class Config:
     loss_options: Mapping[str, float] = field(default_factory=dict)
     mixup: float = 0.0  # alpha of mixup; 0 switches it off
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)  # trained beside the network, each an output
-    auto: bool = (
-        False  # train the second opinion too and fit the staged head with it at the end: output "auto"
-    )
+    auto: bool = False  # train a second opinion too and fit the staged head with it at the end: output "auto"
     views: tuple[str, ...] = ()  # other views of an image that "auto" averages over: "flip"
     guards: tuple[str, ...] = ()  # perturbations; for each a ShiftGuard round "auto" is fitted at the end
     epochs: int = 80
@@ -63,9 +61,8 @@ class Config:
     schedule: Literal["cosine", "steps", "constant"] = "cosine"
     warmup: float = 0.1  # share of the run in which the rate rises linearly from 0
     milestones: tuple[float, ...] = (150 / 350, 250 / 350)  # of `schedule="steps"`, as shares of the run
-    augment: Literal["crop-flip", "crop", "none"] = (
-        "crop-flip"  # of the training images; "none" also cuts texts at the end alone
-    )
+    # Of the training images; "none" also cuts texts at the end alone.
+    augment: Literal["crop-flip", "crop", "none"] = "crop-flip"
     every: int = 10  # network steps per calibration step: the paper's k
     every_of: Mapping[str, int] = field(default_factory=dict)  # heads (or "auto") with another k
     calib_batch_size: int = 128
@@ -110,9 +107,8 @@ class Config:
         _check(not unknown, "loss_options", f"among {known} for {self.loss}", dict(self.loss_options))
         self._check_heads()
         for shifted in self.shift:
-            family, colon, severity = shifted.partition(":")
-            fine = family not in FAMILIES or not colon or severity in ("1", "2", "3", "4", "5")
-            _check(fine, "shift", "of a severity from 1 to 5", shifted)
+            levels = {level for _, level in corruptions_of(shifted)}
+            _check(levels <= set("12345"), "shift", "of a severity from 1 to 5", shifted)
 
     def _check_heads(self) -> None:
         reserved = sorted(name for name in self.heads if name.split("@")[0] in RESERVED)
@@ -218,6 +214,18 @@ def _plain(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", text).strip("-")
 
 
+def corruptions_of(shifted: str) -> list[tuple[str, str]]:
+    """The corruptions that an entry of `shift` names, with their severities; none where it names a data set.
+
+    >>> corruptions_of("contrast:2"), corruptions_of("contrast"), corruptions_of("svhn")
+    ([('contrast', '2')], [('contrast', '5')], [])
+    """
+    if shifted == "cifar10c":
+        return [(family, level) for family in FAMILIES for level in "12345"]
+    family, colon, severity = shifted.partition(":")
+    return [(family, severity if colon else "5")] if family in FAMILIES else []
+
+
 def learning_rate(config: Config, progress: float) -> float:
     """The network's learning rate when `progress` of the run (0..1) is over.
 
@@ -234,9 +242,8 @@ def learning_rate(config: Config, progress: float) -> float:
 
 
 IMAGES = Config()
-PAPER_IMAGES = replace(
-    IMAGES, epochs=200, batch_size=128, lr=0.1, warmup=0.0
-)  # cross entropy and the double head
+# Of cross entropy and the double head.
+PAPER_IMAGES = replace(IMAGES, epochs=200, batch_size=128, lr=0.1, warmup=0.0)
 PAPER_STEPS = replace(PAPER_IMAGES, epochs=350, schedule="steps")  # MMCE, Brier and focal loss
 IMAGENET = replace(IMAGES, data="imagenet", epochs=100, lr=0.01, warmup=0.0, predict_train=False)
 TUNED = {"tune_vectors": True, "dropout": 0.5}

@@ -19,7 +19,7 @@ from doublehead import metrics
 from doublehead.calibrate import fit
 from doublehead.calibration_data import unpack
 from doublehead.calibrators.temperature import Temperature
-from doublehead.data import FAMILIES, corrupt
+from doublehead.data import corrupt
 from doublehead.guard import scaled
 from doublehead.network import VIEWS
 from doublehead.optional import require
@@ -28,6 +28,7 @@ from doublehead.saving import describe
 from doublehead.shift_guard import ShiftGuard
 from doublehead.summary import Summary
 from doublehead.torch_tools import device_of, evaluating, n_processes, same_on_all_processes
+from doublehead.training.config import corruptions_of
 from doublehead.training.run import Run, algorithms, on_first_process
 from doublehead.training.run_folder import RunFolder, environment
 
@@ -211,14 +212,10 @@ def shift_numbers(
 
 def _shifted_sets(run: Run) -> Iterator[tuple[str, Iterable[Any]]]:
     for asked in run.config.shift:
-        family, _, severity = asked.partition(":")
-        if asked == "cifar10c":
-            for family in (one for one in FAMILIES if run.inputs.coloured or one != "saturate"):
-                for level in range(1, 6):
-                    yield f"{family}:{level}", corrupted(run, family, level)
-        elif family in FAMILIES:
-            yield f"{family}:{severity or 5}", corrupted(run, family, int(severity or 5))
-        else:
+        for family, severity in corruptions_of(asked):
+            if run.inputs.coloured or family != "saturate":
+                yield f"{family}:{severity}", corrupted(run, family, int(severity))
+        if asked in run.others:
             yield f"ood:{asked}", run.others[asked]
 
 

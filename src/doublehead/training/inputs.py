@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,39 +41,75 @@ from doublehead.training.config import LEFT_OUT, Config
 EVAL_BATCH = 500
 
 
-@dataclass
-class Maker:
+class Form(NamedTuple):
     """How one kind of data becomes batches, and what the network has to know of it."""
 
-    batches: Callable[[Samples, int, bool, int], Batches]  # (samples, batch_size, train, seed)
-    perturbation: Callable[..., Callable[[Any], Any] | None]  # (name, share of a batch): the paper's g
-    model_options: dict[str, Any] = field(default_factory=dict)
+    batches: Callable[
+        ..., Batches
+    ]  # (samples, whether the network learns from them, **options of all batches)
+    model_options: dict[str, Any]
     memory_format: torch.memory_format = torch.preserve_format
-    normalise: Normalise | None = None
+    normalise: Normalise | None = None  # of images
+
+
+class Inputs:
+    """The data of a run as batches for this process."""
+
+    def __init__(
+        self, config: Config, device: torch.device, splits: Splits, rank: int = 0, world_size: int = 1
+    ) -> None:
+        if config.batch_size % world_size:
+            raise ValueError(
+                f"batch_size must be a multiple of the {world_size} processes, got {config.batch_size}"
+            )
+        self.config, self.device, self.splits = config, device, splits
+        self.rank, self.world_size = rank, world_size
+        self.n_classes = splits.n_classes
+        self._batches, self.model_options, self.memory_format, self.normalise = _form(config, splits)
+        for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
+            self.perturbation(name)  # raises where this data cannot be perturbed
+        self.train = self._part(splits.train, config.batch_size, train=True, seed=config.seed)
+        self._test = self._part(splits.test, EVAL_BATCH)  # kept: words take long to look up
+
+    def make_calib(self) -> Batches:
+        """Batches for training heads, shuffled; each group of heads takes its own."""
+        size = min(self.config.calib_batch_size, len(self.splits.calib))
+        return self._part(self.splits.calib, size, train=True, seed=self.config.seed + 1)
+
+    def make_eval(self, samples: Samples) -> Batches:
+        """This process's part of the samples, in order."""
+        return self._test if samples is self.splits.test else self._part(samples, EVAL_BATCH)
+
+    def whole(
+        self, samples: Samples, batch_size: int = EVAL_BATCH, train: bool = False, seed: int = 0
+    ) -> Batches:
+        """All of the samples, in every process."""
+        learns = train and samples is self.splits.train
+        how = {"batch_size": batch_size, "device": self.device, "train": train, "seed": seed}
+        return self._batches(samples, learns, **how)
+
+    def _part(self, samples: Samples, batch_size: int, train: bool = False, seed: int = 0) -> Batches:
+        share = max(1, batch_size // self.world_size) if train else batch_size
+        batches = self.whole(samples, share, train, seed)
+        return batches.shard(self.rank, self.world_size) if self.world_size > 1 else batches
 
     @property
     def coloured(self) -> bool:
         """Whether the inputs are images with three channels."""
         return self.normalise is not None and len(self.normalise.mean) == 3
 
-
-@dataclass(kw_only=True)
-class Inputs(Maker):
-    """The batches of a run."""
-
-    splits: Splits
-    train: Batches
-    make_calib: Callable[[], Batches]  # for training heads, shuffled; each group of heads takes its own
-    make_eval: Callable[[Samples], Batches]  # this process's part, in order
-
-    @property
-    def n_classes(self) -> int:
-        """K, the number of classes."""
-        return self.splits.n_classes
-
-    def whole(self, samples: Samples) -> Batches:
-        """All of the samples in order, in every process."""
-        return self.batches(samples, EVAL_BATCH, False, 0)
+    def perturbation(self, name: str, share: float = 0.5) -> Callable[[Tensor], Tensor] | None:
+        """The paper's g of that name, for a share of each batch."""
+        if not name:
+            return None
+        if self.normalise is None:
+            raise ValueError(f"calib_augment is for images, {self.config.data} holds words: leave it empty")
+        if name == "noise":
+            return GaussianNoise(share=share, normalise=self.normalise)
+        kind, _, left_out = name.partition("-")
+        if kind == "shifts":  # a guard, which sees perturbed batches whole, learns from each as from a shift
+            return Shifts(share, self.normalise, LEFT_OUT.get(left_out, ()), together=share == 1)
+        return Broad(share, self.normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
 
 
 def load_inputs(
@@ -86,38 +121,10 @@ def load_inputs(
     world_size: int = 1,
 ) -> Inputs:
     """Read the data set (unless `splits` is given) and make its batches for this process."""
-    splits = _cut(config, load(config.data, root) if splits is None else splits)
-    make = _maker(config, device, splits)
-    if config.batch_size % world_size:
-        raise ValueError(
-            f"batch_size must be a multiple of the {world_size} processes, got {config.batch_size}"
-        )
-
-    def sharded(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
-        share = max(1, batch_size // world_size) if train else batch_size
-        batches = make.batches(samples, share, train, seed)
-        return batches.shard(rank, world_size) if world_size > 1 else batches
-
-    test = splits.test
-    test_batches = sharded(test, EVAL_BATCH, False, 0)  # kept: words take long to look up
-    calib_batch = min(config.calib_batch_size, len(splits.calib))
-    return Inputs(
-        **vars(make),
-        splits=splits,
-        train=sharded(splits.train, config.batch_size, True, config.seed),
-        make_calib=lambda: sharded(splits.calib, calib_batch, True, config.seed + 1),
-        make_eval=lambda samples: test_batches if samples is test else sharded(samples, EVAL_BATCH, False, 0),
-    )
-
-
-def _cut(config: Config, splits: Splits) -> Splits:
-    """The splits with as many samples as the config asks for."""
-    return replace(
-        splits,
-        train=_some(splits.train, config.n_train),
-        calib=_some(splits.calib, config.n_calib),
-        test=_some(splits.test, config.n_test),
-    )
+    splits = load(config.data, root) if splits is None else splits
+    train, calib = _some(splits.train, config.n_train), _some(splits.calib, config.n_calib)
+    splits = replace(splits, train=train, calib=calib, test=_some(splits.test, config.n_test))
+    return Inputs(config, device, splits, rank, world_size)
 
 
 def _some(samples: Samples, n: int | None) -> Samples:
@@ -127,8 +134,7 @@ def _some(samples: Samples, n: int | None) -> Samples:
     return samples.take(np.sort(stratified_draw(samples.labels, n)))
 
 
-def _maker(config: Config, device: torch.device, splits: Splits) -> Maker:
-    kinds = {Images: _image_maker, ImageFiles: _file_maker, Texts: _word_maker, Trees: _word_maker}
+def _form(config: Config, splits: Splits) -> Form:
     kind = type(splits.train)
     can_be_read = {Texts: ("words", "pieces"), Trees: ("words", "trees", "pieces")}.get(kind, ("images",))
     if config.model in MODELS and MODELS[config.model].reads not in can_be_read:
@@ -136,119 +142,67 @@ def _maker(config: Config, device: torch.device, splits: Splits) -> Maker:
             f"model must read {' or '.join(can_be_read)} for {config.data}, "
             f"got {config.model}, which reads {MODELS[config.model].reads}"
         )
-    made = kinds[kind](config, device, splits)
-    for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
-        made.perturbation(name)  # raises where this data cannot be perturbed
-    return made
+    return {Images: _images, ImageFiles: _image_files}.get(kind, _words)(config, splits)
 
 
-def _image_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
+def _images(config: Config, splits: Splits) -> Form:
     assert isinstance(splits.train, Images)
     normalise = Normalise.of(splits.train.images)
     height, width, n_channels = splits.train.images.shape[1:]
-    crop = CropFlip(padding=4, flip=config.augment == "crop-flip")
+    crop = None if config.augment == "none" else CropFlip(padding=4, flip=config.augment == "crop-flip")
 
-    def batches(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
-        assert isinstance(samples, Images)
-        return DeviceBatches(
-            samples.images,
-            samples.labels,
-            batch_size,
-            device,
-            train=train,
-            # calibration images are not augmented this way
-            augment=crop if samples is splits.train and train and config.augment != "none" else None,
-            normalise=normalise,
-            channels_last=True,
-            seed=seed,
-        )
+    def batches(samples: Images, learns: bool, **how: Any) -> Batches:
+        how |= {"augment": crop if learns else None, "normalise": normalise, "channels_last": True}
+        return DeviceBatches(samples.images, samples.labels, **how)
 
-    options = {"input": f"{height}x{width}x{n_channels}"}
-    return Maker(batches, partial(_perturbation, normalise), options, torch.channels_last, normalise)
+    return Form(batches, {"input": f"{height}x{width}x{n_channels}"}, torch.channels_last, normalise)
 
 
-def _file_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
-    normalise = DATASETS["imagenet"].normalise
-    size = config.image_size
+def _image_files(config: Config, splits: Splits) -> Form:
+    size, normalise = config.image_size, DATASETS["imagenet"].normalise
 
-    def batches(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
-        assert isinstance(samples, ImageFiles)
-        augment = samples is splits.train and train and config.augment != "none"
-        return FileBatches(
-            samples,
-            batch_size,
-            device,
-            train=train,
-            augment=augment,
-            size=size,
-            normalise=normalise,
-            workers=config.workers,
-            seed=seed,
-        )
+    def batches(samples: ImageFiles, learns: bool, **how: Any) -> Batches:
+        how |= {"augment": learns and config.augment != "none", "size": size, "normalise": normalise}
+        return FileBatches(samples, workers=config.workers, **how)
 
-    return Maker(
-        batches,
-        partial(_perturbation, normalise),
-        {"input": f"{size}x{size}x3"},
-        torch.channels_last,
-        normalise,
-    )
+    return Form(batches, {"input": f"{size}x{size}x3"}, torch.channels_last, normalise)
 
 
-def _word_maker(config: Config, device: torch.device, splits: Splits) -> Maker:
+def _words(config: Config, splits: Splits) -> Form:
     """Texts and trees: rows of one vocabulary, whose vectors the network gets unless it has its own."""
-    assert isinstance(splits.train, (Texts, Trees))
+    for given, what in (
+        (config.mixup, "mixup is"),
+        (config.views, "views are"),
+        (config.guards, "guards, and so the method guarded, are"),
+    ):
+        if given:
+            raise ValueError(f"{what} for images, {config.data} holds words")
     reads = MODELS[config.model].reads if config.model in MODELS else "words"
-    if config.mixup:
-        raise ValueError(f"mixup is for images, {config.data} holds words")
-    if config.views:
-        raise ValueError(f"views are for images, {config.data} holds words")
-    if config.guards:
-        raise ValueError(f"guards, and so the method guarded, are for images: {config.data} holds words")
-
-    def no_perturbation(name: str, share: float = 0.5) -> None:
-        if name:
-            raise ValueError(f"calib_augment is for images, {config.data} holds words: leave it empty")
-
-    vocabulary: Vocabulary | WordPieces
+    vocabulary: Any
+    options = {}
     if reads == "pieces":
-        vocabulary = WordPieces(
-            weights_folder(config.model_options.get("weights", "package")) / "tokenizer.json"
-        )
-        options = {}
+        folder = weights_folder(config.model_options.get("weights", "package"))
+        vocabulary = WordPieces(folder / "tokenizer.json")
     else:
-        vocabulary, vectors = word_vectors(config, splits)
-        options = {"vectors": vectors}
+        vocabulary, options["vectors"] = word_vectors(config, splits)
 
-    def batches(samples: Samples, batch_size: int, train: bool, seed: int) -> Batches:
-        assert isinstance(samples, (Texts, Trees))
-        learns = samples is splits.train and train
+    def batches(samples: Any, learns: bool, **how: Any) -> Batches:
         by_phrase = learns and config.phrases
         if reads == "trees":
-            assert isinstance(samples, Trees)
-            assert isinstance(vocabulary, Vocabulary)
-            nodes: Literal["root", "all"] = "all" if by_phrase else "root"
-            return TreeBatches(samples, vocabulary, batch_size, device, train=train, nodes=nodes, seed=seed)
-        return TextBatches(
-            samples.phrases() if by_phrase and isinstance(samples, Trees) else samples,  # as Kim (2014) does
-            vocabulary,
-            batch_size,
-            device,
-            train=train,
-            max_length=config.max_words,
-            crop=learns and config.augment != "none",
-            seed=seed,
-        )
+            return TreeBatches(samples, vocabulary, nodes="all" if by_phrase else "root", **how)
+        if by_phrase and isinstance(samples, Trees):
+            samples = samples.phrases()  # as Kim (2014) does
+        crop = learns and config.augment != "none"
+        return TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **how)
 
-    return Maker(batches, no_perturbation, options)
+    return Form(batches, options)
 
 
 def word_vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:
     """The words of the data and their vectors, (V, D)."""
     kind, _, size = config.embeddings.partition(":")
     if kind != "random":
-        found = embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
-        return found.vocabulary, found.vectors
+        return embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"embeddings must be glove, a file or random:SIZE, got {config.embeddings!r}")
     assert isinstance(splits.train, (Texts, Trees))
@@ -258,17 +212,3 @@ def word_vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:
     vectors = 0.4 * torch.randn(len(vocabulary), int(size), generator=generator)
     vectors[0] = 0
     return vocabulary, vectors
-
-
-def _perturbation(
-    normalise: Normalise | None, name: str, share: float = 0.5
-) -> Callable[[Tensor], Tensor] | None:
-    """The g of that name for images that were normalised like this."""
-    kind, _, left_out = name.partition("-")
-    if not name:
-        return None
-    if name == "noise":
-        return GaussianNoise(share=share, normalise=normalise)
-    if kind == "shifts":  # a guard, which sees perturbed batches whole, learns from each as from a shift
-        return Shifts(share, normalise, LEFT_OUT.get(left_out, ()), together=share == 1)
-    return Broad(share, normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)

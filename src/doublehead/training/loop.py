@@ -48,7 +48,6 @@ def train(
     devices: int = 1,
     nodes: int = 1,
     accelerator: str = "auto",
-    strategy: str = "auto",
     checkpoint_seconds: float = 0.0,
     report: Report | None = None,
     tick: Tick | None = None,
@@ -63,11 +62,10 @@ def train(
         folder.check(config)
         folder.drop_checkpoints()  # of a process that was killed after it wrote results.json
         return folder.results
-    fabric = make_fabric(config, accelerator=accelerator, devices=devices, num_nodes=nodes, strategy=strategy)
+    fabric = make_fabric(config, accelerator=accelerator, devices=devices, num_nodes=nodes)
+    how = (config, folder, splits, root, checkpoint_seconds, report, tick)
     with loaders_left_alone():
-        results: dict[str, Any] = fabric.launch(
-            _train, config, folder, splits, root, checkpoint_seconds, report, tick
-        )
+        results: dict[str, Any] = fabric.launch(_train, *how)
     return results
 
 

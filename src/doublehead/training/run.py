@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import unpack
-from doublehead.data import FAMILIES, Splits, load, load_test
+from doublehead.data import Splits, load, load_test
 from doublehead.data.batches import Batches
 from doublehead.double_head import DoubleHead
 from doublehead.guard import Guard
@@ -27,7 +27,7 @@ from doublehead.network import Reader
 from doublehead.optional import require
 from doublehead.shift_guard import StageTap, layers_to_read
 from doublehead.torch_tools import from_every_process, get_random, n_processes, rank, set_random
-from doublehead.training.config import ADAPTIVE, Config
+from doublehead.training.config import ADAPTIVE, Config, corruptions_of
 from doublehead.training.inputs import Inputs, load_inputs
 from doublehead.training.run_folder import RunError
 
@@ -184,15 +184,12 @@ def _others(config: Config, inputs: Inputs, root: str | os.PathLike[str] | None)
     """The data sets among `shift`, read before training so that a missing one is noticed."""
     made: dict[str, Batches] = {}
     for asked in config.shift:
-        if asked == "cifar10c" or asked.partition(":")[0] in FAMILIES:
-            if inputs.normalise is None:
-                raise ValueError(f"shift must name a data set for words, got {asked!r}, which is for images")
-            if asked.startswith("saturate") and not inputs.coloured:
-                raise ValueError(
-                    f"shift must be one for grey images, got {asked!r}, which is for coloured ones"
-                )
-            continue
-        made[asked] = inputs.make_eval(load(asked).test if ":" in asked else load_test(asked, root))
+        if not corruptions_of(asked):
+            made[asked] = inputs.make_eval(load(asked).test if ":" in asked else load_test(asked, root))
+        elif inputs.normalise is None:
+            raise ValueError(f"shift must name a data set for words, got {asked!r}, which is for images")
+        elif asked.startswith("saturate") and not inputs.coloured:
+            raise ValueError(f"shift must be one for grey images, got {asked!r}, which is for coloured ones")
     return made
 
 
@@ -256,10 +253,8 @@ def algorithms(*, deterministic: bool) -> Iterator[None]:
     try:
         torch.use_deterministic_algorithms(deterministic)
         if deterministic:
-            cudnn.deterministic, cudnn.benchmark = (
-                True,
-                False,
-            )  # a benchmark may choose another kernel each time
+            # a benchmark may choose another kernel each time
+            cudnn.deterministic, cudnn.benchmark = True, False
         if sets_workspace:
             os.environ[CUBLAS_WORKSPACE] = ":4096:8"
         yield
