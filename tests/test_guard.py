@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from doublehead.guard import DRAWS, MOST, SHRINK, Distances, Guard, Observed, scaled
+from doublehead.guard import BOUND, DRAWS, MOST, SHRINK, Distances, Guard, Observed, scaled
 
 WIDTHS = [4, 2]
 
@@ -83,7 +83,8 @@ def slow_factors(guard: Guard, rows: np.ndarray) -> tuple[np.ndarray, list[bool]
         log_scale = np.clip(slow_design(row) @ weights["single"], -4, 0) / (1 + np.exp(-odds))
         last = max(i, guard.window - 1)
         mean = rows[last + 1 - guard.window : last + 1].mean(0)
-        statistic = mean[:2] @ weights["precision"] @ mean[:2]
+        off = np.clip(rows[last + 1 - guard.window : last + 1, :2], -BOUND, BOUND).mean(0) - weights["centre"]
+        statistic = off @ weights["precision"] @ off
         p_value = (1 + (weights["null"] >= statistic).sum()) / (len(weights["null"]) + 1)
         alarms.append(bool(p_value <= guard.rate))
         if alarms[-1]:

@@ -570,7 +570,7 @@ def test_bad_settings(options: dict[str, Any], said: str) -> None:
     assert not len(guard.guard.null)  # as before
     with pytest.raises(ValueError, match="window must be 0 or at least 2"):
         ShiftGuard(small_net(), window=1)
-    with pytest.raises(ValueError, match="rate must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="rate must lie in 0.0001..1"):
         ShiftGuard(small_net(), rate=0.0)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibration_head import Standardise, statistics
+from doublehead.calibrators.choose import mean_and_error
 from doublehead.calibrators.head_stages import fit_log_scale
 from doublehead.calibrators.optimise import newton
 from doublehead.predictions import Predictions
@@ -29,12 +30,14 @@ from doublehead.torch_tools import StaysFloat32
 WINDOW = 64
 RATE = 1e-3  # share of clean windows that raise an alarm
 LARGEST = 1e4  # deviations that enter a window: sums of larger ones would lose all others
+BOUND = 3.0  # deviations to which distances are clipped for the test: a few calibration samples do not show its tails
 LOW, HIGH = -3.0, 6.0  # deviations to which distances and statistics are clipped
 DEPTHS = 4  # parts of the network whose distances have weights of their own
 RIDGE = 0.02  # of the learned weights, as a share of the samples
-PRIORS = (0.01, 0.005, 0.002)  # shares of shifted samples that are tried
-COST = 1e-3  # share of the clean NLL that guarding single samples may cost
+PRIORS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # shares of shifted samples that are tried
+COST = 1e-3  # share of the clean NLL that guarding single samples may cost, by the upper 95 % bound
 DRAWS = 10_000  # windows of calibration data, for p-values
+RESAMPLES, SURE = 100, 0.95  # of the calibration data; the share of them for which the rate holds
 MOST = 4.0  # the largest logarithm of a temperature
 SHRINK = 0.02  # of a covariance of stages towards the identity
 TINY = 1e-6
@@ -43,7 +46,7 @@ TINY = 1e-6
 class Shift(NamedTuple):
     """What the last window of samples says.
 
-    `p_value` is the share of clean windows that look at least as unusual, and `alarm` whether it is below the rate;
+    `p_value` bounds the share of clean windows that look as unusual, and `alarm` says whether it is below the rate;
     `strength` is 1 for a usual window and grows with the distance. `since` is the number of the sample with which the
     present alarm began, `seen` how many samples there were. Before the first full window p_value is 1.
     """
@@ -85,12 +88,13 @@ class Guard(StaysFloat32):
     does.
     """
 
-    learned = ("single", "windowed", "posterior", "precision", "null", "recent")
+    learned = ("single", "windowed", "posterior", "centre", "precision", "null", "recent")
 
     single: Tensor  # (P,) weights of a sample's log scale
     windowed: Tensor  # (P,) of a window's
     posterior: Tensor  # (Q,) of the log odds that a sample is shifted
-    precision: Tensor  # (D, D) inverse covariance of the distances
+    centre: Tensor  # (D,) mean of the clipped distances
+    precision: Tensor  # (D, D) their inverse covariance
     null: Tensor  # (DRAWS,) the test statistic of clean windows, sorted
     recent: Tensor  # (W - 1, D + S) the last samples' numbers
     seen: Tensor
@@ -101,8 +105,8 @@ class Guard(StaysFloat32):
         super().__init__()
         if window < 0 or window == 1:
             raise ValueError(f"window must be 0 or at least 2 samples, got {window}")
-        if not 0 < rate < 1:
-            raise ValueError(f"rate must lie between 0 and 1, got {rate}")
+        if not 1 / DRAWS <= rate < 1:  # no p-value is smaller
+            raise ValueError(f"rate must lie in {1 / DRAWS}..1 and be below 1, got {rate}")
         self.window, self.rate, self._alone = window, rate, False
         self.distances, self.n_far = Distances(widths), len(widths)
         self.standardise = Standardise(self.n_far)
@@ -142,15 +146,17 @@ class Guard(StaysFloat32):
         if not len(self.null):
             return logits.new_ones(logits.shape[0], 1, dtype=torch.float32)
         with torch.autocast(stages.device.type, enabled=False):
-            rows = self._numbers(self.distances(stages), logits)
+            rows = self.numbers(stages, logits)
             log_scale = self._log_scale(rows, self.single, self.posterior)
             if self.window and not self._alone and logits.shape[0]:
                 log_scale = self._with_window(rows, log_scale)
         return log_scale.nan_to_num(-MOST).clamp(-MOST, MOST).exp()[:, None]
 
-    def _numbers(self, far: Tensor, logits: Tensor) -> Tensor:
+    def numbers(self, stages: Tensor, logits: Tensor) -> Tensor:
         """(B, D + S): distances and statistics of the logits, in deviations from the clean calibration data."""
-        standard: Tensor = self.standardise(torch.cat([far, statistics(logits.float())], 1))
+        standard: Tensor = self.standardise(
+            torch.cat([self.distances(stages), statistics(logits.float())], 1)
+        )
         return standard
 
     def _log_scale(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
@@ -162,19 +168,21 @@ class Guard(StaysFloat32):
         """The log scale (B,) with the window's in place of a sample's own where there is an alarm."""
         n, w = rows.shape[0], self.window
         rows = rows.nan_to_num(HIGH).clamp(-LARGEST, LARGEST)
-        # means[i] is that of sample i and the w - 1 before it. The first samples of a stream share the first window.
-        sums = torch.cat([rows.new_zeros(1, rows.shape[1]), self.recent, rows]).double().cumsum(0)
-        means = ((sums[w:] - sums[:-w]) / w).float()
-        order = torch.arange(n, device=rows.device)
-        at = torch.maximum(order, w - 1 - self.seen)
+        # Row i is the mean of sample i and the w - 1 before it. The first samples of a stream share the first window.
+        at = torch.maximum(torch.arange(n, device=rows.device), w - 1 - self.seen)
         full, at = at < n, at.clamp(max=n - 1)
-        means = means[at]
-        statistic = self._statistic(means)
-        draws = len(self.null) + 1
-        p_values = (draws - torch.searchsorted(self.null, statistic)) / draws
+
+        def means_of(values: Tensor) -> Tensor:
+            sums = nn.functional.pad(values, (0, 0, 1, 0)).double().cumsum(0)
+            return ((sums[w:] - sums[:-w]) / w).float()[at]
+
+        past = torch.cat([self.recent, rows])
+        means, far = means_of(past), means_of(self.bounded(past))
+        p_values = self.p_values(far)
         alarm = full & (p_values <= self.rate)
         windowed = (design(means, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
-        self._move_on(rows, alarm, torch.stack([statistic[-1], torch.where(full[-1], p_values[-1], 1.0)]))
+        unbounded = hotelling(means[-1:, : self.n_far], self.precision)[0]
+        self._move_on(rows, alarm, torch.stack([unbounded, torch.where(full[-1], p_values[-1], 1.0)]))
         return torch.where(alarm, windowed, log_scale)
 
     @torch.no_grad()
@@ -188,10 +196,14 @@ class Guard(StaysFloat32):
         self.seen.add_(n)
         self.last.copy_(last)
 
-    def _statistic(self, means: Tensor) -> Tensor:
-        """(B,) Hotelling's statistic of window means (B, D + S): how far the distances are from usual, in all."""
-        far = means[:, : self.n_far]
-        return ((far @ self.precision) * far).sum(1)
+    def bounded(self, rows: Tensor) -> Tensor:
+        """(B, D) the distances among the numbers of samples, as the test reads them."""
+        return rows[:, : self.n_far].clamp(-BOUND, BOUND)
+
+    def p_values(self, means: Tensor) -> Tensor:
+        """(B,) of windows whose bounded distances have these means (B, D)."""
+        statistic, draws = hotelling(means - self.centre, self.precision), len(self.null) + 1
+        return (draws - torch.searchsorted(self.null, statistic)) / draws
 
     @torch.no_grad()
     def fit(
@@ -222,7 +234,7 @@ class Guard(StaysFloat32):
         self._set("recent", rows.new_zeros(max(0, self.window - 1), rows.shape[1]))
         self._fit_test(rows, seed)
         if perturbed is not None:
-            others = self._numbers(self.distances(perturbed.stages), perturbed.logits)
+            others = self.numbers(perturbed.stages, perturbed.logits)
             self._fit_windowed(clean, rows, perturbed, others)
             prior = self._choose_prior(clean, rows, perturbed, others, seed) if prior is None else prior
             single, odds = self._learn_single(rows, perturbed, others)
@@ -234,16 +246,27 @@ class Guard(StaysFloat32):
         setattr(self, name, value.float())
 
     def _fit_test(self, rows: Tensor, seed: int) -> None:
-        """The distribution of the test statistic over windows of calibration data."""
-        far, size = rows[:, : self.n_far], self.window or WINDOW
-        covariance = far.mT @ far / len(far)
-        self._set("precision", torch.linalg.inv(covariance + TINY**0.5 * torch.eye(self.n_far).to(far)))
-        generator, drawn = torch.Generator().manual_seed(seed), []
-        for _ in range(10):
-            some = torch.randint(len(far), (DRAWS // 10, size), generator=generator).to(far.device)
-            drawn.append(self._statistic(far[some].mean(1)))
-        # A window is compared with the mean of these samples, which is itself off by a little.
-        self._set("null", torch.cat(drawn).sort()[0] * (1 + size / len(far)))
+        """The test statistic of clean windows, so large that the rate holds for 95 % of calibration sets.
+
+        The calibration data are one sample of many. Windows drawn from them are compared with the mean and covariance
+        of resamples, as new windows are with those of the calibration data.
+        """
+        far, size = self.bounded(rows), self.window or WINDOW
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return far[torch.randint(len(far), shape, generator=generator).to(far.device)]
+
+        means = torch.cat([draw(DRAWS // 10, size).mean(1) for _ in range(10)])
+        # The covariance of the channels, too, is known from these samples: each channel takes a degree of freedom.
+        free = max(len(far) - max(self.distances.widths), len(far) // 4, 1)
+        drawn = []
+        for _ in range(RESAMPLES):
+            mean, precision = mean_and_precision(draw(free))
+            drawn.append(hotelling(means - mean, precision).sort()[0])
+        self._set("null", torch.stack(drawn).quantile(SURE, 0))
+        for name, value in zip(("centre", "precision"), mean_and_precision(far)):
+            self._set(name, value)
 
     def _fit_windowed(self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor) -> None:
         size = self.window or WINDOW
@@ -255,7 +278,7 @@ class Guard(StaysFloat32):
     def _choose_prior(
         self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor, seed: int
     ) -> float:
-        """The largest share of shifted samples whose assumption costs next to nothing on clean samples held back."""
+        """The largest share of shifted samples whose cost on clean samples held back is surely next to nothing."""
         fold = torch.randint(2, (len(rows),), generator=torch.Generator().manual_seed(seed)).to(rows.device)
         base = _nll(clean.logits.float(), clean.labels)
         costs = {prior: torch.zeros_like(base) for prior in PRIORS}
@@ -267,7 +290,10 @@ class Guard(StaysFloat32):
                 log_scale = self._log_scale(rows[ours], single, _with_prior(odds, prior))
                 logits = scaled(clean.logits[ours].float(), log_scale.exp()[:, None])
                 costs[prior][ours] = _nll(logits, clean.labels[ours]) - base[ours]
-        return next((prior for prior, cost in costs.items() if cost.mean() <= COST * base.mean()), 0.0)
+        for prior, (cost, error) in ((prior, mean_and_error(values)) for prior, values in costs.items()):
+            if cost + 1.96 * error <= COST * float(base.mean()):
+                return prior
+        return 0.0
 
     def _learn_single(self, rows: Tensor, perturbed: Observed, others: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
@@ -339,6 +365,18 @@ def design(rows: Tensor, n_far: int) -> Tensor:
     depths = [part.mean(1) for part in far.tensor_split(min(DEPTHS, far.shape[1]), 1)]
     inputs = torch.cat([*depths, rows[:, [n_far, -2]]], 1).clamp(LOW, HIGH)
     return torch.cat([inputs, rows.new_ones(rows.shape[0], 1)], 1)
+
+
+def mean_and_precision(far: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean (D,) and inverse covariance (D, D) of distances (N, D)."""
+    off = far - far.mean(0)
+    eye = torch.eye(far.shape[1]).to(far)
+    return far.mean(0), torch.linalg.inv(off.mT @ off / len(far) + TINY**0.5 * eye)
+
+
+def hotelling(off: Tensor, precision: Tensor) -> Tensor:
+    """(B,) Hotelling's statistic of means (B, D) less the usual one: how far they are from usual, in all."""
+    return ((off @ precision) * off).sum(1)
 
 
 def _with_prior(odds: Tensor, prior: float) -> Tensor:
