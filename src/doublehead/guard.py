@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from doublehead.calibration_head import Standardise, statistics
+from doublehead.calibration_head import statistics
 from doublehead.calibrators.choose import mean_and_error
 from doublehead.calibrators.head_stages import fit_log_scale
-from doublehead.calibrators.optimise import newton
+from doublehead.calibrators.optimise import fit_logistic
 from doublehead.predictions import Predictions
 from doublehead.torch_tools import StaysFloat32
 
@@ -88,8 +88,12 @@ class Guard(StaysFloat32):
     does.
     """
 
-    learned = ("single", "windowed", "posterior", "centre", "precision", "null", "recent")
+    learned = (
+        "mean", "deviation", "single", "windowed", "posterior", "centre", "precision", "null", "recent"
+    )  # fmt: skip
 
+    mean: Tensor  # (D + S,) of a clean sample's distances and statistics
+    deviation: Tensor  # (D + S,)
     single: Tensor  # (P,) weights of a sample's log scale
     windowed: Tensor  # (P,) of a window's
     posterior: Tensor  # (Q,) of the log odds that a sample is shifted
@@ -109,7 +113,6 @@ class Guard(StaysFloat32):
             raise ValueError(f"rate must lie in {1 / DRAWS}..1 and be below 1, got {rate}")
         self.window, self.rate, self._alone = window, rate, False
         self.distances, self.n_far = Distances(widths), len(widths)
-        self.standardise = Standardise(self.n_far)
         for name in self.learned:
             self.register_buffer(name, torch.zeros(0))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -154,10 +157,8 @@ class Guard(StaysFloat32):
 
     def numbers(self, stages: Tensor, logits: Tensor) -> Tensor:
         """(B, D + S): distances and statistics of the logits, in deviations from the clean calibration data."""
-        standard: Tensor = self.standardise(
-            torch.cat([self.distances(stages), statistics(logits.float())], 1)
-        )
-        return standard
+        values = torch.cat([self.distances(stages), statistics(logits.float())], 1)
+        return (values - self.mean) / self.deviation
 
     def _log_scale(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
         """(B,) of single samples: what a shifted sample deserves, by how likely it is that it is one."""
@@ -220,27 +221,28 @@ class Guard(StaysFloat32):
         """
         if prior is not None and not 0 <= prior < 1:
             raise ValueError(f"prior must lie in 0..1 and be below 1, got {prior}")
-        for observed in (clean, perturbed):
-            if observed is not None:
-                _check(observed)
+        _check(clean)
         values = torch.cat([self.distances.set_usual(clean.stages), statistics(clean.logits.float())], 1)
-        self.standardise = Standardise(values.shape[1]).to(values.device)
-        self.standardise.set_moments(values)
-        rows = self.standardise(values)
-        n_weights = design(rows[:1], self.n_far).shape[1]
-        self._set("single", rows.new_zeros(n_weights))
-        self._set("windowed", rows.new_zeros(n_weights))
-        self._set("posterior", _with_prior(rows.new_zeros(2 * self.n_far + 1), 0.0))
-        self._set("recent", rows.new_zeros(max(0, self.window - 1), rows.shape[1]))
-        self._fit_test(rows, seed)
+        self._set("mean", values.mean(0))
+        self._set("deviation", values.std(0, correction=0).clamp(min=TINY**0.5))
+        clean = clean._replace(stages=(values - self.mean) / self.deviation)
+        n_weights = design(clean.stages[:1], self.n_far).shape[1]
+        self._set("single", values.new_zeros(n_weights))
+        self._set("windowed", values.new_zeros(n_weights))
+        self._set("posterior", _with_prior(values.new_zeros(2 * self.n_far + 1), 0.0))
+        self._set("recent", values.new_zeros(max(0, self.window - 1), values.shape[1]))
+        self._fit_test(clean.stages, seed)
         if perturbed is not None:
-            others = self.numbers(perturbed.stages, perturbed.logits)
-            self._fit_windowed(clean, rows, perturbed, others)
-            prior = self._choose_prior(clean, rows, perturbed, others, seed) if prior is None else prior
-            single, odds = self._learn_single(rows, perturbed, others)
+            _check(perturbed)
+            perturbed = perturbed._replace(stages=self.numbers(perturbed.stages, perturbed.logits))
+            self._set("windowed", self._learn_windowed(clean, perturbed))
+            single, odds = self._learn_single(clean, perturbed)
             self._set("single", single)
+            prior = self._choose_prior(clean, perturbed, seed) if prior is None else prior
             self._set("posterior", _with_prior(odds, prior))
         self.reset()
+
+    # Below, the stages of what was observed are the numbers that were made of them.
 
     def _set(self, name: str, value: Tensor) -> None:
         setattr(self, name, value.float())
@@ -268,45 +270,44 @@ class Guard(StaysFloat32):
         for name, value in zip(("centre", "precision"), mean_and_precision(far)):
             self._set(name, value)
 
-    def _fit_windowed(self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor) -> None:
+    def _learn_windowed(self, clean: Observed, perturbed: Observed) -> Tensor:
+        """Weights of the log scale of a window's samples."""
         size = self.window or WINDOW
-        pairs = ((rows, clean.groups), (others, perturbed.groups))
-        means = torch.cat([_window_means(part, groups, size) for part, groups in pairs])
-        logits, labels = (torch.cat(pair).to(rows.device) for pair in zip(clean[1:3], perturbed[1:3]))
-        self._set("windowed", _fit_scale(logits.float(), labels, design(means, self.n_far)))
+        means = torch.cat([_window_means(part.stages, part.groups, size) for part in (clean, perturbed)])
+        logits, labels = (torch.cat(pair).to(means.device) for pair in zip(clean[1:3], perturbed[1:3]))
+        return _fit_scale(logits, labels, design(means, self.n_far))
 
-    def _choose_prior(
-        self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor, seed: int
-    ) -> float:
+    def _learn_single(self, clean: Observed, perturbed: Observed) -> tuple[Tensor, Tensor]:
+        """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
+        single = _fit_scale(perturbed.logits, perturbed.labels, design(perturbed.stages, self.n_far))
+        squares = [_squares(part.stages[:, : self.n_far]) for part in (clean, perturbed)]
+        return single, _fit_odds(squares[0], squares[1])
+
+    def _choose_prior(self, clean: Observed, perturbed: Observed, seed: int) -> float:
         """The largest share of shifted samples whose cost on clean samples held back is surely next to nothing."""
-        fold = torch.randint(2, (len(rows),), generator=torch.Generator().manual_seed(seed)).to(rows.device)
+        n, device = len(clean.labels), clean.labels.device
+        fold = torch.randint(2, (n,), generator=torch.Generator().manual_seed(seed)).to(device)
         base = _nll(clean.logits.float(), clean.labels)
         costs = {prior: torch.zeros_like(base) for prior in PRIORS}
         for held in (0, 1):
-            ours, theirs = fold[clean.samples] == held, fold[perturbed.samples] != held
-            taught = Observed(*(part[theirs] for part in perturbed))
-            single, odds = self._learn_single(rows[~ours], taught, others[theirs])
-            for prior in PRIORS:
-                log_scale = self._log_scale(rows[ours], single, _with_prior(odds, prior))
-                logits = scaled(clean.logits[ours].float(), log_scale.exp()[:, None])
-                costs[prior][ours] = _nll(logits, clean.labels[ours]) - base[ours]
-        for prior, (cost, error) in ((prior, mean_and_error(values)) for prior, values in costs.items()):
+            rows = fold[clean.samples] == held
+            ours, rest = (Observed(*(part[which] for part in clean)) for which in (rows, ~rows))
+            taught = Observed(*(part[fold[perturbed.samples] != held] for part in perturbed))
+            single, odds = self._learn_single(rest, taught)
+            for prior, values in costs.items():
+                log_scale = self._log_scale(ours.stages, single, _with_prior(odds, prior))
+                logits = scaled(ours.logits, log_scale.exp()[:, None])
+                values[rows] = _nll(logits, ours.labels) - base[rows]
+        for prior, values in costs.items():
+            cost, error = mean_and_error(values)
             if cost + 1.96 * error <= COST * float(base.mean()):
                 return prior
         return 0.0
-
-    def _learn_single(self, rows: Tensor, perturbed: Observed, others: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
-        single = _fit_scale(perturbed.logits.float(), perturbed.labels, design(others, self.n_far))
-        return single, _fit_odds(_squares(rows[:, : self.n_far]), _squares(others[:, : self.n_far]))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         for name in self.learned:  # their sizes come with the fit
             if prefix + name in state_dict:
                 self._set(name, torch.empty_like(state_dict[prefix + name], device=self.seen.device))
-        size = state_dict.get(prefix + "standardise.mean")
-        if size is not None:
-            self.standardise = Standardise(len(size)).to(self.seen.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -403,26 +404,18 @@ def _window_means(rows: Tensor, groups: Tensor, size: int) -> Tensor:
 
 
 def _fit_scale(logits: Tensor, labels: Tensor, inputs: Tensor) -> Tensor:
-    ridge = logits.new_full((inputs.shape[1],), RIDGE * len(inputs))
+    ridge = inputs.new_full((inputs.shape[1],), RIDGE * len(inputs))
     ridge[-1] = TINY * len(inputs)
-    return fit_log_scale(logits, labels, inputs, ridge)
+    return fit_log_scale(logits.float(), labels, inputs, ridge)
 
 
-def _fit_odds(clean: Tensor, shifted: Tensor, ridge: float = 1e-3) -> Tensor:
+def _fit_odds(clean: Tensor, shifted: Tensor) -> Tensor:
     """Weights (Q,) of the log odds that inputs (N, Q) are of the shifted samples, if half of all are."""
-    inputs = torch.cat([clean, shifted]).double()
-    is_shifted = (torch.arange(len(inputs)) >= len(clean)).to(inputs)
-    weight = torch.where(is_shifted > 0, 0.5 / max(1, len(shifted)), 0.5 / len(clean))
-    pull = 2 * ridge * torch.eye(inputs.shape[1]).to(inputs)
-
-    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
-        odds = inputs @ w
-        probs = odds.sigmoid()
-        loss = (weight * (nn.functional.softplus(odds) - is_shifted * odds)).sum() + w @ pull @ w / 2
-        gradient = inputs.mT @ (weight * (probs - is_shifted)) + pull @ w
-        return float(loss), gradient, (inputs * (weight * probs * (1 - probs))[:, None]).mT @ inputs + pull
-
-    return newton(evaluate, inputs.new_zeros(inputs.shape[1])).float()
+    inputs = torch.cat([clean, shifted])[None]
+    is_shifted = (torch.arange(inputs.shape[1], device=inputs.device) >= len(clean))[None]
+    weights = 0.5 * inputs.shape[1] / torch.where(is_shifted, max(1, len(shifted)), len(clean))
+    none = inputs.new_zeros(1, inputs.shape[2])
+    return fit_logistic(inputs, is_shifted, towards=none, ridge=1e-3, weights=weights)[0][0].float()
 
 
 def _check(observed: Observed) -> None:
