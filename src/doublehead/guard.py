@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead.calibration_head import statistics
@@ -174,7 +175,7 @@ class Guard(StaysFloat32):
         full, at = at < n, at.clamp(max=n - 1)
 
         def means_of(values: Tensor) -> Tensor:
-            sums = nn.functional.pad(values, (0, 0, 1, 0)).double().cumsum(0)
+            sums = F.pad(values, (0, 0, 1, 0)).double().cumsum(0)
             return ((sums[w:] - sums[:-w]) / w).float()[at]
 
         past = torch.cat([self.recent, rows])
@@ -208,12 +209,7 @@ class Guard(StaysFloat32):
 
     @torch.no_grad()
     def fit(
-        self,
-        clean: Observed,
-        perturbed: Observed | None = None,
-        *,
-        prior: float | None = None,
-        seed: int = 0,
+        self, clean: Observed, perturbed: Observed | None = None, *, prior: float | None = None, seed: int = 0
     ) -> None:
         """Learn from clean calibration data, and from perturbed copies of it unless only the alarm is wanted.
 
@@ -223,29 +219,27 @@ class Guard(StaysFloat32):
             raise ValueError(f"prior must lie in 0..1 and be below 1, got {prior}")
         _check(clean)
         values = torch.cat([self.distances.set_usual(clean.stages), statistics(clean.logits.float())], 1)
-        self._set("mean", values.mean(0))
-        self._set("deviation", values.std(0, correction=0).clamp(min=TINY**0.5))
+        self._set(mean=values.mean(0), deviation=values.std(0, correction=0).clamp(min=TINY**0.5))
         clean = clean._replace(stages=(values - self.mean) / self.deviation)
-        n_weights = design(clean.stages[:1], self.n_far).shape[1]
-        self._set("single", values.new_zeros(n_weights))
-        self._set("windowed", values.new_zeros(n_weights))
-        self._set("posterior", _with_prior(values.new_zeros(2 * self.n_far + 1), 0.0))
-        self._set("recent", values.new_zeros(max(0, self.window - 1), values.shape[1]))
+        none = values.new_zeros(design(clean.stages[:1], self.n_far).shape[1])
+        never = _with_prior(values.new_zeros(2 * self.n_far + 1), 0.0)
+        recent = values.new_zeros(max(0, self.window - 1), values.shape[1])
+        self._set(single=none, windowed=none.clone(), posterior=never, recent=recent)
         self._fit_test(clean.stages, seed)
         if perturbed is not None:
             _check(perturbed)
             perturbed = perturbed._replace(stages=self.numbers(perturbed.stages, perturbed.logits))
-            self._set("windowed", self._learn_windowed(clean, perturbed))
-            single, odds = self._learn_single(clean, perturbed)
-            self._set("single", single)
             prior = self._choose_prior(clean, perturbed, seed) if prior is None else prior
-            self._set("posterior", _with_prior(odds, prior))
+            single, odds = self._learn_single(clean, perturbed)
+            windowed = self._learn_windowed(clean, perturbed)
+            self._set(single=single, windowed=windowed, posterior=_with_prior(odds, prior))
         self.reset()
 
-    # Below, the stages of what was observed are the numbers that were made of them.
+    def _set(self, **learned: Tensor) -> None:
+        for name, value in learned.items():
+            setattr(self, name, value.float())
 
-    def _set(self, name: str, value: Tensor) -> None:
-        setattr(self, name, value.float())
+    # Below, the stages of what was observed are the numbers that were made of them.
 
     def _fit_test(self, rows: Tensor, seed: int) -> None:
         """The test statistic of clean windows, so large that the rate holds for 95 % of calibration sets.
@@ -266,9 +260,8 @@ class Guard(StaysFloat32):
         for _ in range(RESAMPLES):
             mean, precision = mean_and_precision(draw(free))
             drawn.append(hotelling(means - mean, precision).sort()[0])
-        self._set("null", torch.stack(drawn).quantile(SURE, 0))
-        for name, value in zip(("centre", "precision"), mean_and_precision(far)):
-            self._set(name, value)
+        centre, precision = mean_and_precision(far)
+        self._set(centre=centre, precision=precision, null=torch.stack(drawn).quantile(SURE, 0))
 
     def _learn_windowed(self, clean: Observed, perturbed: Observed) -> Tensor:
         """Weights of the log scale of a window's samples."""
@@ -287,7 +280,7 @@ class Guard(StaysFloat32):
         """The largest share of shifted samples whose cost on clean samples held back is surely next to nothing."""
         n, device = len(clean.labels), clean.labels.device
         fold = torch.randint(2, (n,), generator=torch.Generator().manual_seed(seed)).to(device)
-        base = _nll(clean.logits.float(), clean.labels)
+        base = F.cross_entropy(clean.logits.float(), clean.labels, reduction="none")
         costs = {prior: torch.zeros_like(base) for prior in PRIORS}
         for held in (0, 1):
             rows = fold[clean.samples] == held
@@ -297,7 +290,7 @@ class Guard(StaysFloat32):
             for prior, values in costs.items():
                 log_scale = self._log_scale(ours.stages, single, _with_prior(odds, prior))
                 logits = scaled(ours.logits, log_scale.exp()[:, None])
-                values[rows] = _nll(logits, ours.labels) - base[rows]
+                values[rows] = F.cross_entropy(logits, ours.labels, reduction="none") - base[rows]
         for prior, values in costs.items():
             cost, error = mean_and_error(values)
             if cost + 1.96 * error <= COST * float(base.mean()):
@@ -307,7 +300,7 @@ class Guard(StaysFloat32):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         for name in self.learned:  # their sizes come with the fit
             if prefix + name in state_dict:
-                self._set(name, torch.empty_like(state_dict[prefix + name], device=self.seen.device))
+                self._set(**{name: torch.empty_like(state_dict[prefix + name], device=self.seen.device)})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -422,10 +415,6 @@ def _check(observed: Observed) -> None:
     Predictions(observed.logits, observed.labels)  # refuses what is empty, not finite, or has strange labels
     if not bool(torch.isfinite(observed.stages).all()):
         raise ValueError("the inputs of the model's layers must be finite, got nan or inf")
-
-
-def _nll(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits, labels, reduction="none")
 
 
 def scaled(logits: Tensor, factor: Tensor) -> Tensor:
