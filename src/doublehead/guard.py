@@ -217,7 +217,8 @@ class Guard(StaysFloat32):
         """
         if prior is not None and not 0 <= prior < 1:
             raise ValueError(f"prior must lie in 0..1 and be below 1, got {prior}")
-        _check(clean)
+        for observed in filter(None, (clean, perturbed)):
+            _check(observed)
         values = torch.cat([self.distances.set_usual(clean.stages), statistics(clean.logits.float())], 1)
         self._set(mean=values.mean(0), deviation=values.std(0, correction=0).clamp(min=TINY**0.5))
         clean = clean._replace(stages=(values - self.mean) / self.deviation)
@@ -227,7 +228,6 @@ class Guard(StaysFloat32):
         self._set(single=none, windowed=none.clone(), posterior=never, recent=recent)
         self._fit_test(clean.stages, seed)
         if perturbed is not None:
-            _check(perturbed)
             perturbed = perturbed._replace(stages=self.numbers(perturbed.stages, perturbed.logits))
             prior = self._choose_prior(clean, perturbed, seed) if prior is None else prior
             single, odds = self._learn_single(clean, perturbed)
