@@ -286,7 +286,7 @@ def frontier(table: pd.DataFrame) -> Figure:
         ax.plot(sweep.cost, sweep.share, "-", color=plots.INK, linewidth=0.8, label="guard, larger priors")
         for i, (name, label) in enumerate(SHOWN.items()):
             place = own.reindex([name])  # a network without an ensemble has no such point
-            ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label, markersize=8)
+            ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label.strip("*"), markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
         ticks = [-10, -1, -0.1, 0.1, 1, 10]

@@ -141,6 +141,25 @@ def test_clean_windows_raise_no_more_alarms_than_stated(kind: str, n: int) -> No
     assert np.mean(rates) > 0.01 or n < 4000  # and is used, where there are many samples
 
 
+def test_few_samples_and_many_distances_still_give_an_alarm() -> None:
+    """Clipped distances bound the test statistic: a null that is as large would never give one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def stages(n: int, scale: float = 1.0) -> Tensor:
+        values = scale * torch.randn(n, 18, 32, generator=generator)
+        values *= (
+            0.4 * torch.randn(n, 1, 1, generator=generator)
+        ).exp()  # samples differ, and layers in each
+        return (values * (0.2 * torch.randn(n, 18, 1, generator=generator)).exp()).flatten(1)
+
+    guard, none = Guard([32] * 18, window=16), torch.zeros(40, dtype=torch.int64)
+    guard.fit(Observed(stages(40), torch.zeros(40, 2), none, none, torch.arange(40)))
+    guard(stages(16), torch.zeros(16, 2))
+    assert not guard.shift.alarm
+    guard(stages(16, 20.0), torch.zeros(16, 2))
+    assert guard.shift.alarm
+
+
 def test_an_alarm_says_how_sure_how_strong_and_since_when() -> None:
     guard = learned(prior=0.0)
     assert guard.shift == (False, 1.0, 1.0, None, 0)

@@ -256,11 +256,13 @@ class Guard(StaysFloat32):
         means = torch.cat([draw(DRAWS // 10, size).mean(1) for _ in range(10)])
         # The covariance of the channels, too, is known from these samples: each channel takes a degree of freedom.
         free = max(len(far) - max(self.distances.widths), len(far) // 4, 1)
+        # Few samples for each distance would make the null larger than what clipped distances can reach.
+        ridge = max(TINY**0.5, (self.n_far / free) ** 2)
         drawn = []
         for _ in range(RESAMPLES):
-            mean, precision = mean_and_precision(draw(free))
+            mean, precision = mean_and_precision(draw(free), ridge)
             drawn.append(hotelling(means - mean, precision).sort()[0])
-        centre, precision = mean_and_precision(far)
+        centre, precision = mean_and_precision(far, ridge)
         self._set(centre=centre, precision=precision, null=torch.stack(drawn).quantile(SURE, 0))
 
     def _learn_windowed(self, clean: Observed, perturbed: Observed) -> Tensor:
@@ -361,11 +363,10 @@ def design(rows: Tensor, n_far: int) -> Tensor:
     return torch.cat([inputs, rows.new_ones(rows.shape[0], 1)], 1)
 
 
-def mean_and_precision(far: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_precision(far: Tensor, ridge: float = TINY**0.5) -> tuple[Tensor, Tensor]:
     """The mean (D,) and inverse covariance (D, D) of distances (N, D)."""
-    off = far - far.mean(0)
-    eye = torch.eye(far.shape[1]).to(far)
-    return far.mean(0), torch.linalg.inv(off.mT @ off / len(far) + TINY**0.5 * eye)
+    mean, eye = far.mean(0), torch.eye(far.shape[1]).to(far)
+    return mean, torch.linalg.inv((far - mean).mT @ (far - mean) / len(far) + ridge * eye)
 
 
 def hotelling(off: Tensor, precision: Tensor) -> Tensor:
