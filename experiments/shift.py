@@ -26,12 +26,13 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from results import HERE
-from shift_sets import KINDS, Seen, read
+from shift_sets import KINDS, UNKNOWN, Seen, read
 from tables import fill, markdown
 from torch import Tensor
 
 from doublehead import Predictions, metrics, plots
 from doublehead.calibrators import make
+from doublehead.calibrators.choose import mean_and_error
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.guard import Guard, Observed, scaled
 from doublehead.training.run_folder import environment
@@ -49,6 +50,7 @@ SHOWN = {
     "single": "guard, single inputs",
     "window-64": "guard, windows of 64",
     "window-256": "guard, windows of 256",
+    "perfect": "*perfect temperatures*",
 }
 
 Sets = dict[str, Seen]
@@ -60,6 +62,8 @@ Method = Callable[[str], Tensor]  # the name of a set, a stream of inputs -> log
 
 class Given(torch.nn.Module):
     """In place of a guard's distances: the stages are distances already."""
+
+    widths = (128,)  # channels of the layers that they were measured on, at most
 
     def forward(self, far: Tensor) -> Tensor:
         return far
@@ -107,6 +111,14 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         "perturbed": lambda name: perturbed(sets[name].logits),
         "density": lambda name: scaled(temperature(sets[name].logits), density(sets[name].far)),
     }
+
+    def perfect(
+        name: str,
+    ) -> Tensor:  # fitted to the labels that it is measured on: no temperature does better
+        logits = head(sets[name].logits)
+        return make("temperature").fit(Predictions(logits, sets[name].labels))(logits)
+
+    methods["perfect"] = perfect
     if len(members) > 1:
         pooled = make("temperature").fit(Predictions(mean_of(members, "calib/clean"), clean.labels))
         methods["ensemble"] = lambda name: pooled(mean_of(members, name))
@@ -158,34 +170,35 @@ def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
     for run, sets in list(runs.items())[: len(files)]:
         members = [other for other in runs.values() if same_inputs(sets, other)]
         for kind in (kind for kind, families in KINDS.items() if f"test/{families[0]}/1" in sets):
-            cells = [f"test/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
-            cells = ["test/clean", *cells, *(name for name in sets if name.startswith("unknown/"))]
-            by_head = None
-            for name, method in fit_methods(sets, kind, members).items():
+            known = [f"test/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
+            unknown = [name for name in sets if name.startswith("unknown/")]
+            methods = fit_methods(sets, kind, members)
+            by_head = nlls_of(methods["head"]("test/clean"), sets["test/clean"].labels)
+            for name, method in methods.items():
+                cells = ["test/clean", *known, *(unknown if name != "perfect" else ())]
                 for cell in cells:
-                    logits, labels = method(cell), sets[cell].labels
                     row = {"run": run, "left_out": kind, "method": name, "cell": cell.partition("/")[2]}
-                    if cell.startswith("unknown/"):
-                        rows.append(row | {"confidence": float(logits.softmax(1).amax(1).mean())})
-                        continue
-                    nlls = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-                    if cell == "test/clean":
-                        by_head = nlls if by_head is None else by_head  # the head comes first
-                        cost = nlls - by_head
-                        row |= {
-                            "cost": float(cost.mean()),
-                            "cost_error": float(cost.std()) / math.sqrt(len(cost)),
-                        }
-                    found = Predictions(logits, labels)
-                    row |= {
-                        "ece": metrics.ece(found),
-                        "nll": float(nlls.mean()),
-                        "accuracy": metrics.accuracy(found),
-                    }
-                    rows.append(row)
+                    base = by_head if cell == "test/clean" else None
+                    rows.append(row | numbers(method(cell), sets[cell].labels, base))
             print(run, kind, flush=True)
         rows += alarms(sets, run)
     return pd.DataFrame(rows)
+
+
+def nlls_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """(N,) the NLL of each input."""
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def numbers(logits: Tensor, labels: Tensor, base: Tensor | None = None) -> dict[str, float]:
+    """What is measured on a cell; with the NLLs of the head also the cost against it. Unknown inputs have no class."""
+    if labels[0] == UNKNOWN:
+        return {"confidence": float(logits.softmax(1).amax(1).mean())}
+    nlls, found = nlls_of(logits, labels), Predictions(logits, labels)
+    row = {"ece": metrics.ece(found), "nll": float(nlls.mean()), "accuracy": metrics.accuracy(found)}
+    if base is not None:
+        row["cost"], row["cost_error"] = mean_and_error(nlls - base)
+    return row
 
 
 def same_inputs(one: Sets, other: Sets) -> bool:
@@ -273,7 +286,7 @@ def frontier(table: pd.DataFrame) -> Figure:
         ax.plot(sweep.cost, sweep.share, "-", color=plots.INK, linewidth=0.8, label="guard, larger priors")
         for i, (name, label) in enumerate(SHOWN.items()):
             place = own.reindex([name])  # a network without an ensemble has no such point
-            ax.plot(place.cost, place.share, "o^sDpvP*"[i], label=label, markersize=8)
+            ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label.strip("*"), markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
         ticks = [-10, -1, -0.1, 0.1, 1, 10]

@@ -45,6 +45,7 @@ def dump(file: Path, seed: int) -> Path:
         n, level = 300, int(name[-1]) if name[-1].isdigit() else 0
         logits = 3 * torch.randn(n, 3, generator=generator)
         labels = torch.multinomial((logits * 0.75**level).softmax(1), 1, generator=generator)[:, 0]
+        labels = torch.full_like(labels, shift_sets.UNKNOWN) if name == "unknown/x" else labels
         far = 0.3 * torch.randn(n, 4, generator=generator) + 0.5 * level
         parts.append(((logits * 64).short(), far.half(), labels, torch.arange(n)))
         names.append(name)
@@ -59,7 +60,7 @@ def test_a_guard_beats_temperature_scaling_where_it_should(tmp_path: Path) -> No
     assert set(table.left_out) == {"missing words", "letters", "all"}
     found = shift.summary(table).loc["one-cross"]
     assert found.share["temperature"] == 1
-    assert found.share["window-64"] < 0.8
+    assert found.share["perfect"] < found.share["window-64"] < 0.8
     assert found.cost["head"] == 0
     assert abs(found.cost["window-64"]) < 2
     alarms = table[table.method == "alarm-64"].set_index("cell").alarms

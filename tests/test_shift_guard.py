@@ -127,14 +127,9 @@ def test_stages_are_the_inputs_of_the_layers_side_by_side() -> None:
 def test_layers_are_taken_over_the_depth() -> None:
     deep = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(40)))
     layers = [int(name) for name in StageTap(deep).layers]
-    assert len(layers) == N_LAYERS
-    assert layers == sorted(set(layers))
-    assert layers[0] == 0
-    assert layers[-1] == round(39 * (N_LAYERS - 1) / N_LAYERS)
-    assert len(StageTap(nn.Sequential(nn.BatchNorm1d(3))).layers) == 1
-    assert StageTap(deep[:N_LAYERS]).layers == [
-        str(i) for i in range(N_LAYERS)
-    ]  # all, where there are no more
+    assert layers == [round(39 * i / N_LAYERS) for i in range(N_LAYERS)]
+    for n in (1, N_LAYERS):  # all, where there are no more
+        assert StageTap(deep[:n]).layers == [str(i) for i in range(n)]
     assert len(set(StageTap(deep[: N_LAYERS + 1]).layers)) == N_LAYERS
 
 
@@ -555,38 +550,36 @@ def test_a_guard_round_a_guard() -> None:
     ShiftGuard(guard.model)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"views": 0}, "views must be at least 1, got 0"),
-        ({"prior": 1.0}, r"prior must lie in 0..1 and be below 1, got 1.0"),
-        ({"prior": math.nan}, r"prior must lie in 0..1 and be below 1, got nan"),
-    ],
-)
-def test_bad_settings(options: dict[str, Any], said: str) -> None:
+def test_bad_settings() -> None:
     guard = ShiftGuard(small_net())
-    with pytest.raises(ValueError, match=said):
-        guard.fit(some_batches(1), noisy, **options)
+    for options, said in (
+        ({"views": 0}, "views must be at least 1, got 0"),
+        ({"prior": 1.0}, "prior must lie in 0..1 and be below 1, got 1.0"),
+        ({"prior": math.nan}, "prior must lie in 0..1 and be below 1, got nan"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            guard.fit(some_batches(1), noisy, **options)
     assert not len(guard.guard.null)  # as before
     with pytest.raises(ValueError, match="window must be 0 or at least 2"):
         ShiftGuard(small_net(), window=1)
-    with pytest.raises(ValueError, match="rate must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="rate must lie in 0.0001..1"):
         ShiftGuard(small_net(), rate=0.0)
 
 
 def test_bad_data() -> None:
     guard, ((x, y),) = ShiftGuard(small_net()), some_batches(1)
-    for none in ([], iter([])):
-        with pytest.raises(ValueError, match="calib_batches must hold at least one batch, got none"):
-            guard.fit(none, noisy)
-    with pytest.raises(ValueError, match="labels must lie in 0..3"):
-        guard.fit([(x, y + 4)], noisy)
-    with pytest.raises(ValueError, match="logits must not be empty|at least one|got 0|no rows|empty"):
-        guard.fit([(x[:0], y[:0])], noisy)
-    with pytest.raises(ValueError, match="logits must be finite"):
-        guard.fit([(x * math.nan, y)], noisy)
-    with pytest.raises(TypeError, match=r"a calibration batch must be \(inputs, labels\)"):
-        guard.fit([x], noisy)
+    for batches, said in (
+        ([], "calib_batches must hold at least one batch, got none"),
+        ([(x, y + 4)], "labels must lie in 0..3"),
+        ([(x[:0], y[:0])], "logits must have at least one row"),
+        ([(x * math.nan, y)], "logits must be finite"),
+        ([x], r"a calibration batch must be \(inputs, labels\)"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            guard.fit(batches, noisy)
+    with pytest.raises(ValueError, match="logits must be finite"):  # of perturbed data
+        guard.fit([(x, y)], lambda images: images * math.nan)
+    assert not len(guard.guard.null)
     hidden = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     hidden.forward = lambda x: hidden[1](hidden[0](x).nan_to_num())
     with pytest.raises(ValueError, match="the inputs of the model's layers must be finite"):

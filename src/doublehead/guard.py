@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead.calibration_head import Standardise, statistics
-from doublehead.calibrators.optimise import fit_log_scale, newton
+from doublehead.calibration_head import statistics
+from doublehead.calibrators.choose import mean_and_error
+from doublehead.calibrators.optimise import fit_log_scale, fit_logistic
 from doublehead.predictions import Predictions
 from doublehead.torch_tools import StaysFloat32
 
@@ -28,12 +30,14 @@ from doublehead.torch_tools import StaysFloat32
 WINDOW = 64
 RATE = 1e-3  # share of clean windows that raise an alarm
 LARGEST = 1e4  # deviations that enter a window: sums of larger ones would lose all others
+BOUND = 3.0  # deviations to which distances are clipped for the test: a few calibration samples do not show its tails
 LOW, HIGH = -3.0, 6.0  # deviations to which distances and statistics are clipped
 DEPTHS = 4  # parts of the network whose distances have weights of their own
 RIDGE = 0.02  # of the learned weights, as a share of the samples
-PRIORS = (0.01, 0.005, 0.002)  # shares of shifted samples that are tried
-COST = 1e-3  # share of the clean NLL that guarding single samples may cost
+PRIORS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # shares of shifted samples that are tried
+COST = 1e-3  # share of the clean NLL that guarding single samples may cost, by the upper 95 % bound
 DRAWS = 10_000  # windows of calibration data, for p-values
+RESAMPLES, SURE = 100, 0.95  # of the calibration data; the share of them for which the rate holds
 MOST = 4.0  # the largest logarithm of a temperature
 SHRINK = 0.02  # of a covariance of stages towards the identity
 TINY = 1e-6
@@ -42,7 +46,7 @@ TINY = 1e-6
 class Shift(NamedTuple):
     """What the last window of samples says.
 
-    `p_value` is the share of clean windows that look at least as unusual, and `alarm` whether it is below the rate;
+    `p_value` bounds the share of clean windows that look as unusual, and `alarm` says whether it is below the rate;
     `strength` is 1 for a usual window and grows with the distance. `since` is the number of the sample with which the
     present alarm began, `seen` how many samples there were. Before the first full window p_value is 1.
     """
@@ -84,12 +88,17 @@ class Guard(StaysFloat32):
     does.
     """
 
-    learned = ("single", "windowed", "posterior", "precision", "null", "recent")
+    learned = (
+        "mean", "deviation", "single", "windowed", "posterior", "centre", "precision", "null", "recent"
+    )  # fmt: skip
 
+    mean: Tensor  # (D + S,) of a clean sample's distances and statistics
+    deviation: Tensor  # (D + S,)
     single: Tensor  # (P,) weights of a sample's log scale
     windowed: Tensor  # (P,) of a window's
     posterior: Tensor  # (Q,) of the log odds that a sample is shifted
-    precision: Tensor  # (D, D) inverse covariance of the distances
+    centre: Tensor  # (D,) mean of the clipped distances
+    precision: Tensor  # (D, D) their inverse covariance
     null: Tensor  # (DRAWS,) the test statistic of clean windows, sorted
     recent: Tensor  # (W - 1, D + S) the last samples' numbers
     seen: Tensor
@@ -100,11 +109,10 @@ class Guard(StaysFloat32):
         super().__init__()
         if window < 0 or window == 1:
             raise ValueError(f"window must be 0 or at least 2 samples, got {window}")
-        if not 0 < rate < 1:
-            raise ValueError(f"rate must lie between 0 and 1, got {rate}")
+        if not 1 / DRAWS <= rate < 1:  # no p-value is smaller
+            raise ValueError(f"rate must lie in {1 / DRAWS}..1 and be below 1, got {rate}")
         self.window, self.rate, self._alone = window, rate, False
         self.distances, self.n_far = Distances(widths), len(widths)
-        self.standardise = Standardise(self.n_far)
         for name in self.learned:
             self.register_buffer(name, torch.zeros(0))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -141,16 +149,16 @@ class Guard(StaysFloat32):
         if not len(self.null):
             return logits.new_ones(logits.shape[0], 1, dtype=torch.float32)
         with torch.autocast(stages.device.type, enabled=False):
-            rows = self._numbers(self.distances(stages), logits)
+            rows = self.numbers(stages, logits)
             log_scale = self._log_scale(rows, self.single, self.posterior)
             if self.window and not self._alone and logits.shape[0]:
                 log_scale = self._with_window(rows, log_scale)
         return log_scale.nan_to_num(-MOST).clamp(-MOST, MOST).exp()[:, None]
 
-    def _numbers(self, far: Tensor, logits: Tensor) -> Tensor:
+    def numbers(self, stages: Tensor, logits: Tensor) -> Tensor:
         """(B, D + S): distances and statistics of the logits, in deviations from the clean calibration data."""
-        standard: Tensor = self.standardise(torch.cat([far, statistics(logits.float())], 1))
-        return standard
+        values = torch.cat([self.distances(stages), statistics(logits.float())], 1)
+        return (values - self.mean) / self.deviation
 
     def _log_scale(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
         """(B,) of single samples: what a shifted sample deserves, by how likely it is that it is one."""
@@ -161,19 +169,21 @@ class Guard(StaysFloat32):
         """The log scale (B,) with the window's in place of a sample's own where there is an alarm."""
         n, w = rows.shape[0], self.window
         rows = rows.nan_to_num(HIGH).clamp(-LARGEST, LARGEST)
-        # means[i] is that of sample i and the w - 1 before it. The first samples of a stream share the first window.
-        sums = torch.cat([rows.new_zeros(1, rows.shape[1]), self.recent, rows]).double().cumsum(0)
-        means = ((sums[w:] - sums[:-w]) / w).float()
-        order = torch.arange(n, device=rows.device)
-        at = torch.maximum(order, w - 1 - self.seen)
+        # Row i is the mean of sample i and the w - 1 before it. The first samples of a stream share the first window.
+        at = torch.maximum(torch.arange(n, device=rows.device), w - 1 - self.seen)
         full, at = at < n, at.clamp(max=n - 1)
-        means = means[at]
-        statistic = self._statistic(means)
-        draws = len(self.null) + 1
-        p_values = (draws - torch.searchsorted(self.null, statistic)) / draws
+
+        def means_of(values: Tensor) -> Tensor:
+            sums = F.pad(values, (0, 0, 1, 0)).double().cumsum(0)
+            return ((sums[w:] - sums[:-w]) / w).float()[at]
+
+        past = torch.cat([self.recent, rows])
+        means, far = means_of(past), means_of(self.bounded(past))
+        p_values = self.p_values(far)
         alarm = full & (p_values <= self.rate)
         windowed = (design(means, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
-        self._move_on(rows, alarm, torch.stack([statistic[-1], torch.where(full[-1], p_values[-1], 1.0)]))
+        unbounded = hotelling(means[-1:, : self.n_far], self.precision)[0]
+        self._move_on(rows, alarm, torch.stack([unbounded, torch.where(full[-1], p_values[-1], 1.0)]))
         return torch.where(alarm, windowed, log_scale)
 
     @torch.no_grad()
@@ -187,19 +197,18 @@ class Guard(StaysFloat32):
         self.seen.add_(n)
         self.last.copy_(last)
 
-    def _statistic(self, means: Tensor) -> Tensor:
-        """(B,) Hotelling's statistic of window means (B, D + S): how far the distances are from usual, in all."""
-        far = means[:, : self.n_far]
-        return ((far @ self.precision) * far).sum(1)
+    def bounded(self, rows: Tensor) -> Tensor:
+        """(B, D) the distances among the numbers of samples, as the test reads them."""
+        return rows[:, : self.n_far].clamp(-BOUND, BOUND)
+
+    def p_values(self, means: Tensor) -> Tensor:
+        """(B,) of windows whose bounded distances have these means (B, D)."""
+        statistic, draws = hotelling(means - self.centre, self.precision), len(self.null) + 1
+        return (draws - torch.searchsorted(self.null, statistic)) / draws
 
     @torch.no_grad()
     def fit(
-        self,
-        clean: Observed,
-        perturbed: Observed | None = None,
-        *,
-        prior: float | None = None,
-        seed: int = 0,
+        self, clean: Observed, perturbed: Observed | None = None, *, prior: float | None = None, seed: int = 0
     ) -> None:
         """Learn from clean calibration data, and from perturbed copies of it unless only the alarm is wanted.
 
@@ -207,79 +216,92 @@ class Guard(StaysFloat32):
         """
         if prior is not None and not 0 <= prior < 1:
             raise ValueError(f"prior must lie in 0..1 and be below 1, got {prior}")
-        for observed in (clean, perturbed):
-            if observed is not None:
-                _check(observed)
+        for observed in filter(None, (clean, perturbed)):
+            _check(observed)
         values = torch.cat([self.distances.set_usual(clean.stages), statistics(clean.logits.float())], 1)
-        self.standardise = Standardise(values.shape[1]).to(values.device)
-        self.standardise.set_moments(values)
-        rows = self.standardise(values)
-        n_weights = design(rows[:1], self.n_far).shape[1]
-        self._set("single", rows.new_zeros(n_weights))
-        self._set("windowed", rows.new_zeros(n_weights))
-        self._set("posterior", _with_prior(rows.new_zeros(2 * self.n_far + 1), 0.0))
-        self._set("recent", rows.new_zeros(max(0, self.window - 1), rows.shape[1]))
-        self._fit_test(rows, seed)
+        self._set(mean=values.mean(0), deviation=values.std(0, correction=0).clamp(min=TINY**0.5))
+        clean = clean._replace(stages=(values - self.mean) / self.deviation)
+        none = values.new_zeros(design(clean.stages[:1], self.n_far).shape[1])
+        never = _with_prior(values.new_zeros(2 * self.n_far + 1), 0.0)
+        recent = values.new_zeros(max(0, self.window - 1), values.shape[1])
+        self._set(single=none, windowed=none.clone(), posterior=never, recent=recent)
+        self._fit_test(clean.stages, seed)
         if perturbed is not None:
-            others = self._numbers(self.distances(perturbed.stages), perturbed.logits)
-            self._fit_windowed(clean, rows, perturbed, others)
-            prior = self._choose_prior(clean, rows, perturbed, others, seed) if prior is None else prior
-            single, odds = self._learn_single(rows, perturbed, others)
-            self._set("single", single)
-            self._set("posterior", _with_prior(odds, prior))
+            perturbed = perturbed._replace(stages=self.numbers(perturbed.stages, perturbed.logits))
+            prior = self._choose_prior(clean, perturbed, seed) if prior is None else prior
+            single, odds = self._learn_single(clean, perturbed)
+            windowed = self._learn_windowed(clean, perturbed)
+            self._set(single=single, windowed=windowed, posterior=_with_prior(odds, prior))
         self.reset()
 
-    def _set(self, name: str, value: Tensor) -> None:
-        setattr(self, name, value.float())
+    def _set(self, **learned: Tensor) -> None:
+        for name, value in learned.items():
+            setattr(self, name, value.float())
+
+    # Below, the stages of what was observed are the numbers that were made of them.
 
     def _fit_test(self, rows: Tensor, seed: int) -> None:
-        """The distribution of the test statistic over windows of calibration data."""
-        far, size = rows[:, : self.n_far], self.window or WINDOW
-        covariance = far.mT @ far / len(far)
-        self._set("precision", torch.linalg.inv(covariance + TINY**0.5 * torch.eye(self.n_far).to(far)))
-        generator, drawn = torch.Generator().manual_seed(seed), []
-        for _ in range(10):
-            some = torch.randint(len(far), (DRAWS // 10, size), generator=generator).to(far.device)
-            drawn.append(self._statistic(far[some].mean(1)))
-        # A window is compared with the mean of these samples, which is itself off by a little.
-        self._set("null", torch.cat(drawn).sort()[0] * (1 + size / len(far)))
+        """The test statistic of clean windows, so large that the rate holds for 95 % of calibration sets.
 
-    def _fit_windowed(self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor) -> None:
+        The calibration data are one sample of many. Windows drawn from them are compared with the mean and covariance
+        of resamples, as new windows are with those of the calibration data.
+        """
+        far, size = self.bounded(rows), self.window or WINDOW
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return far[torch.randint(len(far), shape, generator=generator).to(far.device)]
+
+        means = torch.cat([draw(DRAWS // 10, size).mean(1) for _ in range(10)])
+        # The covariance of the channels, too, is known from these samples: each channel takes a degree of freedom.
+        free = max(len(far) - max(self.distances.widths), len(far) // 4, 1)
+        # Few samples for each distance would make the null larger than what clipped distances can reach.
+        ridge = max(TINY**0.5, (self.n_far / free) ** 2)
+        drawn = []
+        for _ in range(RESAMPLES):
+            mean, precision = mean_and_precision(draw(free), ridge)
+            drawn.append(hotelling(means - mean, precision).sort()[0])
+        centre, precision = mean_and_precision(far, ridge)
+        self._set(centre=centre, precision=precision, null=torch.stack(drawn).quantile(SURE, 0))
+
+    def _learn_windowed(self, clean: Observed, perturbed: Observed) -> Tensor:
+        """Weights of the log scale of a window's samples."""
         size = self.window or WINDOW
-        pairs = ((rows, clean.groups), (others, perturbed.groups))
-        means = torch.cat([_window_means(part, groups, size) for part, groups in pairs])
-        logits, labels = (torch.cat(pair).to(rows.device) for pair in zip(clean[1:3], perturbed[1:3]))
-        self._set("windowed", _fit_scale(logits.float(), labels, design(means, self.n_far)))
+        means = torch.cat([_window_means(part.stages, part.groups, size) for part in (clean, perturbed)])
+        logits, labels = (torch.cat(pair).to(means.device) for pair in zip(clean[1:3], perturbed[1:3]))
+        return _fit_scale(logits, labels, design(means, self.n_far))
 
-    def _choose_prior(
-        self, clean: Observed, rows: Tensor, perturbed: Observed, others: Tensor, seed: int
-    ) -> float:
-        """The largest share of shifted samples whose assumption costs next to nothing on clean samples held back."""
-        fold = torch.randint(2, (len(rows),), generator=torch.Generator().manual_seed(seed)).to(rows.device)
-        base = _nll(clean.logits.float(), clean.labels)
+    def _learn_single(self, clean: Observed, perturbed: Observed) -> tuple[Tensor, Tensor]:
+        """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
+        single = _fit_scale(perturbed.logits, perturbed.labels, design(perturbed.stages, self.n_far))
+        squares = [_squares(part.stages[:, : self.n_far]) for part in (clean, perturbed)]
+        return single, _fit_odds(squares[0], squares[1])
+
+    def _choose_prior(self, clean: Observed, perturbed: Observed, seed: int) -> float:
+        """The largest share of shifted samples whose cost on clean samples held back is surely next to nothing."""
+        n, device = len(clean.labels), clean.labels.device
+        fold = torch.randint(2, (n,), generator=torch.Generator().manual_seed(seed)).to(device)
+        base = F.cross_entropy(clean.logits.float(), clean.labels, reduction="none")
         costs = {prior: torch.zeros_like(base) for prior in PRIORS}
         for held in (0, 1):
-            ours, theirs = fold[clean.samples] == held, fold[perturbed.samples] != held
-            taught = Observed(*(part[theirs] for part in perturbed))
-            single, odds = self._learn_single(rows[~ours], taught, others[theirs])
-            for prior in PRIORS:
-                log_scale = self._log_scale(rows[ours], single, _with_prior(odds, prior))
-                logits = scaled(clean.logits[ours].float(), log_scale.exp()[:, None])
-                costs[prior][ours] = _nll(logits, clean.labels[ours]) - base[ours]
-        return next((prior for prior, cost in costs.items() if cost.mean() <= COST * base.mean()), 0.0)
-
-    def _learn_single(self, rows: Tensor, perturbed: Observed, others: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
-        single = _fit_scale(perturbed.logits.float(), perturbed.labels, design(others, self.n_far))
-        return single, _fit_odds(_squares(rows[:, : self.n_far]), _squares(others[:, : self.n_far]))
+            rows = fold[clean.samples] == held
+            ours, rest = (Observed(*(part[which] for part in clean)) for which in (rows, ~rows))
+            taught = Observed(*(part[fold[perturbed.samples] != held] for part in perturbed))
+            single, odds = self._learn_single(rest, taught)
+            for prior, values in costs.items():
+                log_scale = self._log_scale(ours.stages, single, _with_prior(odds, prior))
+                logits = scaled(ours.logits, log_scale.exp()[:, None])
+                values[rows] = F.cross_entropy(logits, ours.labels, reduction="none") - base[rows]
+        for prior, values in costs.items():
+            cost, error = mean_and_error(values)
+            if cost + 1.96 * error <= COST * float(base.mean()):
+                return prior
+        return 0.0
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         for name in self.learned:  # their sizes come with the fit
             if prefix + name in state_dict:
-                self._set(name, torch.empty_like(state_dict[prefix + name], device=self.seen.device))
-        size = state_dict.get(prefix + "standardise.mean")
-        if size is not None:
-            self.standardise = Standardise(len(size)).to(self.seen.device)
+                self._set(**{name: torch.empty_like(state_dict[prefix + name], device=self.seen.device)})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -340,6 +362,17 @@ def design(rows: Tensor, n_far: int) -> Tensor:
     return torch.cat([inputs, rows.new_ones(rows.shape[0], 1)], 1)
 
 
+def mean_and_precision(far: Tensor, ridge: float = TINY**0.5) -> tuple[Tensor, Tensor]:
+    """The mean (D,) and inverse covariance (D, D) of distances (N, D)."""
+    mean, eye = far.mean(0), torch.eye(far.shape[1]).to(far)
+    return mean, torch.linalg.inv((far - mean).mT @ (far - mean) / len(far) + ridge * eye)
+
+
+def hotelling(off: Tensor, precision: Tensor) -> Tensor:
+    """(B,) Hotelling's statistic of means (B, D) less the usual one: how far they are from usual, in all."""
+    return ((off @ precision) * off).sum(1)
+
+
 def _with_prior(odds: Tensor, prior: float) -> Tensor:
     """The log odds where a share `prior` of samples is shifted; 0 for never."""
     bias = math.log(prior / (1 - prior)) if prior else -math.inf
@@ -364,36 +397,24 @@ def _window_means(rows: Tensor, groups: Tensor, size: int) -> Tensor:
 
 
 def _fit_scale(logits: Tensor, labels: Tensor, inputs: Tensor) -> Tensor:
-    ridge = logits.new_full((inputs.shape[1],), RIDGE * len(inputs))
+    ridge = inputs.new_full((inputs.shape[1],), RIDGE * len(inputs))
     ridge[-1] = TINY * len(inputs)
-    return fit_log_scale(logits, labels, inputs, ridge)
+    return fit_log_scale(logits.float(), labels, inputs, ridge)
 
 
-def _fit_odds(clean: Tensor, shifted: Tensor, ridge: float = 1e-3) -> Tensor:
+def _fit_odds(clean: Tensor, shifted: Tensor) -> Tensor:
     """Weights (Q,) of the log odds that inputs (N, Q) are of the shifted samples, if half of all are."""
-    inputs = torch.cat([clean, shifted]).double()
-    is_shifted = (torch.arange(len(inputs)) >= len(clean)).to(inputs)
-    weight = torch.where(is_shifted > 0, 0.5 / max(1, len(shifted)), 0.5 / len(clean))
-    pull = 2 * ridge * torch.eye(inputs.shape[1]).to(inputs)
-
-    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
-        odds = inputs @ w
-        probs = odds.sigmoid()
-        loss = (weight * (nn.functional.softplus(odds) - is_shifted * odds)).sum() + w @ pull @ w / 2
-        gradient = inputs.mT @ (weight * (probs - is_shifted)) + pull @ w
-        return float(loss), gradient, (inputs * (weight * probs * (1 - probs))[:, None]).mT @ inputs + pull
-
-    return newton(evaluate, inputs.new_zeros(inputs.shape[1])).float()
+    inputs = torch.cat([clean, shifted])[None]
+    is_shifted = (torch.arange(inputs.shape[1], device=inputs.device) >= len(clean))[None]
+    weights = 0.5 * inputs.shape[1] / torch.where(is_shifted, max(1, len(shifted)), len(clean))
+    none = inputs.new_zeros(1, inputs.shape[2])
+    return fit_logistic(inputs, is_shifted, towards=none, ridge=1e-3, weights=weights)[0][0].float()
 
 
 def _check(observed: Observed) -> None:
     Predictions(observed.logits, observed.labels)  # refuses what is empty, not finite, or has strange labels
     if not bool(torch.isfinite(observed.stages).all()):
         raise ValueError("the inputs of the model's layers must be finite, got nan or inf")
-
-
-def _nll(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits, labels, reduction="none")
 
 
 def scaled(logits: Tensor, factor: Tensor) -> Tensor:

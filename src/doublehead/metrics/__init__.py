@@ -15,14 +15,19 @@ from doublehead.metrics.calibration import (
 )
 from doublehead.metrics.scores import (
     BrierParts,
+    ShiftScores,
     accuracy,
+    aupr,
+    auroc,
     brier,
     brier_decomposition,
+    fpr95,
     mean_confidence,
     mean_entropy,
     nll,
     overconfidence,
     per_sample,
+    shift_detection,
     zero_labels,
 )
 from doublehead.metrics.selective import (
@@ -34,7 +39,6 @@ from doublehead.metrics.selective import (
     risk_coverage,
     threshold_counts,
 )
-from doublehead.metrics.shift import ShiftScores, aupr, auroc, fpr95, shift_detection
 from doublehead.metrics.uncertainty import (
     CalibrationTest,
     Floor,
