@@ -52,19 +52,24 @@ def paired(nll: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 class Scores(NamedTuple):
-    """Per test sample: NLL, Brier score, 1 - confidence, and whether the prediction is right, (N,) each."""
+    """Per test sample: NLL, Brier score, 1 - confidence, and whether the prediction is right, (N,) each.
+
+    `ece_all` is the ECE of all components, as the paper's Table 4 has it.
+    """
 
     nll: Tensor
     brier: Tensor
     doubt: Tensor
     correct: Tensor
+    ece_all: float
 
     @classmethod
     def of(cls, p: Predictions) -> Scores:
         """The scores of some predictions, in float64."""
         p = Predictions(p.logits.double(), p.labels)
         found = metrics.per_sample(p)
-        return cls(found["nll"], found["brier"], 1 - p.confidence, p.correct)
+        pooled = float(metrics.ece(p, components="all"))
+        return cls(found["nll"], found["brier"], 1 - p.confidence, p.correct, pooled)
 
     def bins(self, n_bins: int = 15) -> Bins:
         """The counts behind a reliability diagram."""
@@ -79,6 +84,7 @@ class Scores(NamedTuple):
         )
         found = {"n": len(self.nll), "accuracy": accuracy, "nll": nll, "brier": brier}
         found |= {"ece": float(self.bins().ece()), "ece_low": floor.low, "ece_high": floor.high}
+        found |= {} if math.isnan(self.ece_all) else {"ece_all": self.ece_all}
         found |= {"phi": 1 - nll / raw, "delta": delta}
         return found | {"delta_low": delta - reach, "delta_high": delta + reach}
 
@@ -144,7 +150,7 @@ class StoredRun:
                 )
                 nll = -torch.log1p(-doubt)
                 nll[~correct] = wrong
-                found[name] = Scores(nll, brier, doubt, correct)
+                found[name] = Scores(nll, brier, doubt, correct, file[f"heads/{name}/ece_all"].item())
         return found
 
     def _split(self, part: str) -> Split:
@@ -165,6 +171,7 @@ def arrays_of(calib: Split, test: Split, heads: Mapping[str, Scores]) -> dict[st
         for (field, levels), value in zip(SCORE_LEVELS.items(), (scores.doubt, scores.brier, wrong)):
             arrays[f"heads/{head}/{field}"] = pack_scores(value, levels)
         arrays[f"heads/{head}/correct"] = scores.correct.numpy()
+        arrays[f"heads/{head}/ece_all"] = np.float32(scores.ece_all)
     return arrays
 
 
@@ -246,7 +253,7 @@ def import_folder(source: Path, folder: Path = HERE) -> Path:
     lines = [json.loads(line) for line in (source / "run/metrics.jsonl").read_text().splitlines()]
     about["environment"].pop("command")
     kept = ("config", "environment", "sizes", "train_seconds", "samples_per_second", "train_accuracy")
-    certificate = {key: about[key] for key in kept} | curves(lines, config)
+    certificate = {key: about[key] for key in kept} | curves(lines, config) | gradients(source)
     return store(config.name, calib, test, heads, certificate, folder)
 
 
@@ -277,6 +284,16 @@ def curves(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]
         "train_loss": [round(line["train_loss"], 5) for line in lines],
         "entropy": {name: last[name]["mean_entropy"] for name in config.heads},
     }
+
+
+def gradients(folder: Path) -> dict[str, Any]:
+    """Gradient norms (epochs, 6) of the two heads of the paper's figure, where they were recorded."""
+    if not (folder / "gradients.npz").exists():
+        return {}
+    with np.load(folder / "gradients.npz") as file:
+        heads, norms = file["heads"].tolist(), file["norms"].round(4)  # norms (epochs, 6, heads)
+    shown = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
+    return {"gradients": {name: norms[:, :, heads.index(name)].tolist() for name in shown}}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The staged head against its rivals on every classifier there is, and on small calibration sets.
 
     python experiments/rivals.py versus [--shared FOLDER]     # writes versus.csv; rows of missing files are kept
+    python experiments/rivals.py auroc --seen FOLDER          # files of shift_sets.py; auroc.csv
     python experiments/rivals.py safety --draws 200 [--shared FOLDER] [--processes 8]   # hours of a core; safety.csv
 
 FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz.
@@ -31,11 +32,12 @@ import pandas as pd
 import torch
 from post_hoc import METHODS
 from results import HERE, Scores, Split, StoredRun, paired, stored_runs
-from tables import Page, markdown, percent
+from shift_sets import read
+from tables import SETS, Page, markdown, percent
 from torch import Tensor
 
 from doublehead import Predictions, metrics
-from doublehead.calibrators import Head, Temperature
+from doublehead.calibrators import Head, Temperature, make
 
 VERSUS, SAFETY = HERE / "versus.csv", HERE / "safety.csv"
 RIVALS = {"temperature": "temperature", "svs": "SVS", "sms": "SMS"}
@@ -225,6 +227,25 @@ def safety(shared: Path | None, draws: int, processes: int) -> None:
     summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
+# --- the paper's Table 2
+
+
+def auroc(seen: Path) -> None:
+    """How well confidence tells clean test images of CIFAR-10 from noisy ones and from house numbers."""
+    rows = []
+    for file in sorted(seen.glob("cifar10-*.npz")):
+        sets = {name: Predictions(part.logits, part.labels.clamp(max=9)) for name, part in read(file).items()}
+        for output in ("none", "temperature", "head"):
+            fitted = make(output).fit(sets["calib/clean"])
+            clean = fitted.calibrate(sets["test/clean"])
+            for name in SETS:
+                found = metrics.shift_detection(clean, fitted.calibrate(sets[name])).auroc
+                rows.append((file.stem, output, name, found))
+    pd.DataFrame(rows, columns=["run", "output", "set", "auroc"]).to_csv(
+        HERE / "auroc.csv", index=False, float_format="%.5g"
+    )
+
+
 # --- pages
 
 PARTS = {
@@ -325,14 +346,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["versus", "safety"])
+    parser.add_argument("what", choices=["versus", "safety", "auroc"])
     parser.add_argument("--shared", type=Path)
+    parser.add_argument("--seen", type=Path)
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "versus":
         versus(options.shared)
+    elif options.what == "auroc":
+        auroc(options.seen)
     else:
         safety(options.shared, options.draws, options.processes)
 

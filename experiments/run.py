@@ -16,9 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from results import HERE, Scores, Split, curves, distances, store
+from results import HERE, Scores, Split, curves, distances, gradients, store
 from torch import Tensor
 
 from doublehead import PAPER, HeadSpec, Predictions
@@ -162,14 +161,7 @@ def certificate_of(folder: RunFolder) -> dict[str, Any]:
     """What is known of a run besides its logits."""
     found = {key: folder.results[key] for key in CERTIFIED}
     found["environment"] = {key: value for key, value in found["environment"].items() if key != "command"}
-    found |= curves(folder.lines(), folder.config)
-    if (folder.path / "gradients.npz").exists():
-        with np.load(folder.path / "gradients.npz") as file:
-            heads = file["heads"].tolist()  # of the paper's figure: norms (epochs, 6, heads)
-            wanted = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
-            norms = file["norms"].round(4)
-            found["gradients"] = {name: norms[:, :, heads.index(name)].tolist() for name in wanted}
-    return found
+    return found | curves(folder.lines(), folder.config) | gradients(folder.path)
 
 
 def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE) -> Path:
