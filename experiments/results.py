@@ -25,7 +25,7 @@ from packing import pack, pack_scores, unpack, unpack_scores, write_npz
 from torch import Tensor
 
 from doublehead import Bins, Predictions, metrics
-from doublehead.calibrators.opinions import class_distances, fit_class_means
+from doublehead.calibrators.opinions import class_distances, fit_opinions
 from doublehead.metrics import fine_bins
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain
@@ -195,14 +195,9 @@ def distances(
     calib: Tensor, labels: Tensor, test: Tensor, n_classes: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """`class_distances` of calibration features (N, F), each to means that it is no part of, and of test features."""
-    made = [torch.empty(len(labels), n_classes) for _ in range(2)]
-    fold = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
-    for held in range(FOLDS):
-        rows = fold == held
-        means = fit_class_means(calib[~rows], labels[~rows], n_classes)
-        for whole, part in zip(made, class_distances(calib[rows], means)):
-            whole[rows] = part
-    return made, class_distances(test, fit_class_means(calib, labels, n_classes))
+    folds = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
+    means, made = fit_opinions(calib, labels, folds, n_classes, None, seed=0)
+    return made, class_distances(test, means)
 
 
 # --- the table

@@ -6,9 +6,9 @@
 
 FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz.
 
-versus: settings of the head were chosen on the part "development". The part "later" are networks that were trained
-after that. The part "blind" is the first look at the classifiers of blind.py, by the code of commit 370ea41; it is
-never written again. What today's code gives for them is the part "after", which is not blind. The head reads logits
+versus: classifiers that are no runs of this project; those are in results.csv. Settings of the head were chosen on the
+part "development". The part "blind" is the first look at the classifiers of blind.py, by the code of commit 370ea41; it
+is never written again. What today's code gives for them is the part "after", which is not blind. The head reads logits
 alone, as its rivals do, except in rows named "features".
 
 safety: each draw fits to n samples of a network's calibration and test data and judges by up to 5,000 others.
@@ -30,8 +30,8 @@ import blind
 import numpy as np
 import pandas as pd
 import torch
-from post_hoc import METHODS
-from results import HERE, Scores, Split, StoredRun, paired, stored_runs
+from post_hoc import METHODS, RIVALS, against
+from results import HERE, Scores, Split, StoredRun
 from shift_sets import read
 from tables import SETS, Page, markdown, percent
 from torch import Tensor
@@ -40,13 +40,20 @@ from doublehead import Predictions, metrics
 from doublehead.calibrators import Head, Temperature, make
 
 VERSUS, SAFETY = HERE / "versus.csv", HERE / "safety.csv"
-RIVALS = {"temperature": "temperature", "svs": "SVS", "sms": "SMS"}
 HALVES = 4  # of ImageNet, two images of each class in each half
 SIZES = (50, 100, 200, 500, 1000, 2500, 5000)
 DRAWN = ("cifar10-resnet50-cross_entropy-e80-s0", "cifar10-resnet50-cross_entropy-e80-s1",
          "cifar100-resnet50-cross_entropy-e80-s0", "cifar100-resnet50-cross_entropy-e80-s1",
          "svhn-resnet50-cross_entropy-e40-s0")  # fmt: skip
-DEVELOPED = (*DRAWN, "cifar100-resnet50-cross_entropy-e80-s2")
+TRAINED = {  # when: before the settings of the stages, and before it was decided to pool them; others are new
+    "development": (*DRAWN, "cifar100-resnet50-cross_entropy-e80-s2"),
+    "later": ("20newsgroups-bydate-gp_cnn-cross_entropy-e20-s0", "20newsgroups-bydate-gp_cnn-cross_entropy-e20-s1",
+              "20newsgroups-bydate-gp_cnn-cross_entropy-e20-s2", "20newsgroups-bydate-minilm-cross_entropy-e5-s0",
+              "cifar10-wide_resnet28_10-cross_entropy-e36-s0",
+              "sst-binary-gp_cnn-cross_entropy-e5-s0", "sst-binary-gp_cnn-cross_entropy-e5-s1",
+              "sst-binary-gp_cnn-cross_entropy-e5-s2", "sst-fine-tree_lstm-cross_entropy-e6-s0",
+              "sst-fine-tree_lstm-cross_entropy-e6-s1", "sst-fine-tree_lstm-cross_entropy-e6-s2"),
+}  # fmt: skip
 ANIMALS, VEHICLES, CAT_DOG = [2, 3, 4, 5, 6, 7], [0, 1, 8, 9], [3, 5]  # of CIFAR-10
 WORSE = 0.002  # a loss that counts
 LEVEL = 5e-5  # differences of the NLL that are level whatever their interval: not visible in four digits
@@ -110,10 +117,6 @@ def imagenet_halves(shared: Path) -> Iterator[Case]:
 
 def cases(shared: Path | None) -> Iterator[Case]:
     """All classifiers that are at hand."""
-    for run in stored_runs():
-        if run.config.loss == "cross_entropy":
-            part = "development" if run.name in DEVELOPED else "later"
-            yield Case(part, run.name, run.calib, run.test)
     if shared is not None:
         yield resnet110(shared)
         yield from imagenet_halves(shared)
@@ -133,14 +136,11 @@ def row_of(case: Case) -> dict[str, Any] | None:
     known = {name: found for name, found in scores.items() if found is not None}
     if len(known) < len(scores):
         return None
-    numbers = known["head"].numbers(known["none"], known["temperature"])
-    row: dict[str, Any] = {"part": case.part, "name": case.name, "classes": case.calib.main.shape[1]}
-    row |= {"calib": len(case.calib.labels), "test": len(case.test.labels), "accuracy": numbers["accuracy"]}
+    numbers = known["head"].numbers(known["none"], known["temperature"]) | against(case, known)
+    row: dict[str, Any] = {"part": case.part, "name": case.name, "calib": len(case.calib.labels)}
     row |= {f"nll_{name}": float(found.nll.mean()) for name, found in known.items()}
-    row |= {"ece": numbers["ece"], "ece_high": numbers["ece_high"]}
-    for name in RIVALS:
-        row[f"to_{name}"], row[f"reach_{name}"] = paired(known["head"].nll, known[name].nll)
-    return row
+    wanted = [f"{what}_{name}" for what in ("to", "reach") for name in RIVALS]
+    return row | {key: numbers[key] for key in ("n", "classes", "accuracy", "ece", "ece_high", *wanted)}
 
 
 def versus(shared: Path | None) -> None:
@@ -253,8 +253,9 @@ PARTS = {
     "ImageNet share 5,000 images, and the last layer's answer to damped features was picked among about 20 variants on "
     "the calibration part of two other halves, so these rows are not independent of that choice.\n",
     "later": "## Later networks\n\nNetworks of this project that were trained after the settings of the stages had "
-    "been fixed. That stages are pooled was decided later, on the calibration data of these and of the networks above, "
-    "except for the third seed of CIFAR-10.\n",
+    "been fixed. That stages are pooled was decided later, on the calibration data of these and of those above.\n",
+    "new": "## New networks\n\nNetworks of this project that were trained after the head was finished. Nothing was "
+    "chosen with them.\n",
     "blind": "## Blind\n\nClassifiers of other kinds, on data that was never used before (`experiments/blind.py`). "
     "Nine were chosen and trained without tuning; all are shown. They were calibrated once, after the head's settings "
     "were fixed.\n",
@@ -265,7 +266,7 @@ PARTS = {
 
 def versus_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
     """The staged head against temperature scaling and the two best rivals, development and blind."""
-    found, names = pd.read_csv(VERSUS), RIVALS.values()
+    found, names = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)]), RIVALS.values()
     head = ["classifier", "classes", "samples", "NLL as it is", *(f"NLL {name}" for name in names)]
     head += ["NLL head", *(f"to {name}" for name in names), "ECE head"]
     parts = [
@@ -281,6 +282,20 @@ def versus_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
     return "\n".join(parts)
 
 
+def of_runs(table: pd.DataFrame, runs: Sequence[StoredRun]) -> pd.DataFrame:
+    """The rows of versus.csv that runs of this project would have."""
+    nlls = table[table.metric == "nll"].pivot(index="run", columns="output", values="value")
+    heads = table[table.output == "head"].pivot(index="run", columns="metric", values="value")
+    rows = []
+    for run in runs:
+        if run.config.loss == "cross_entropy":
+            parts = [part for part, names in TRAINED.items() if run.name in names]
+            row = {"part": [*parts, "new"][0], "name": run.name, "calib": run.certificate["sizes"][1]}
+            row |= {f"nll_{name}": nlls.loc[run.name, name] for name in ("none", *RIVALS, "head")}
+            rows.append(row | dict(heads.loc[run.name]))
+    return pd.DataFrame(rows)
+
+
 def _versus(row: pd.Series) -> list[str]:
     gaps = []
     for name in RIVALS:
@@ -289,7 +304,7 @@ def _versus(row: pd.Series) -> list[str]:
         gaps.append(f"**{text}**" if abs(gap) > max(reach, LEVEL) else text)
     nlls = [f"{row[f'nll_{name}']:.4f}" for name in ("none", *RIVALS, "head")]
     ece = f"{percent(row.ece)} ({percent(row.ece_high)})"
-    return [row["name"], str(row.classes), f"{row.calib:,} / {row.test:,}", *nlls, *gaps, ece]
+    return [row["name"], f"{row.classes:.0f}", f"{row.calib:,.0f} / {row.n:,.0f}", *nlls, *gaps, ece]
 
 
 def wins(found: pd.DataFrame) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -191,27 +192,15 @@ def main() -> None:
     )
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
-    began = time.perf_counter()
-    for config in [
-        recipe(options.data, options.model, seed, name) for seed in options.seeds for name in options.methods
-    ]:
+    began, chosen = time.perf_counter(), product(options.seeds, options.methods)
+    for config in [recipe(options.data, options.model, seed, name) for seed, name in chosen]:
         if time.perf_counter() - began > options.budget:
             print(f"out of time before {config.name}", flush=True)
             break
-        folder = RunFolder(options.output / config.folder_name)
-        train(
-            config,
-            folder,
-            root=options.root,
-            accelerator=options.accelerator,
-            checkpoint_seconds=120,
-            report=report,
-        )
-        file = keep(folder, options.root, options.accelerator)
-        print(
-            f"{config.name}: {folder.results['train_seconds']:.0f} s, {file.stat().st_size / 1e6:.2f} MB",
-            flush=True,
-        )
+        folder, where = RunFolder(options.output / config.folder_name), options.accelerator
+        train(config, folder, root=options.root, accelerator=where, checkpoint_seconds=120, report=report)
+        size = keep(folder, options.root, where).stat().st_size / 1e6
+        print(f"{config.name}: {folder.results['train_seconds']:.0f} s, {size:.2f} MB", flush=True)
 
 
 def report(line: dict[str, Any]) -> None:
