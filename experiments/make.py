@@ -65,9 +65,11 @@ def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
     shown = {row: run for row, run in rows(runs).items() if run.config.loss == "cross_entropy"}
     names = [name for name in SHOWN if name not in ("none", "temperature")]
-    n_lines = -(-len(shown) // 4)
-    figure = Figure(figsize=(12.6, 2.6 * n_lines), layout="constrained")
-    axes = figure.subplots(n_lines, 4, sharey=True, squeeze=False).flat
+    n_lines = -(-len(shown) // 3)
+    figure = Figure(figsize=(11.4, 2.1 * n_lines), layout="constrained")
+    axes = figure.subplots(n_lines, 3, sharey=True, squeeze=False).flat
+    for ax in list(axes)[len(shown) :]:
+        ax.set_axis_off()
     for place, ((row, first), ax) in enumerate(zip(shown.items(), axes)):
         found = means(table, row).reindex(names)
         scale = 100 / means(table, row).loc["temperature"].nll
