@@ -67,8 +67,8 @@ def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     names = [name for name in SHOWN if name not in ("none", "temperature")]
     n_lines = -(-len(shown) // 3)
     figure = Figure(figsize=(11.4, 2.1 * n_lines), layout="constrained")
-    axes = figure.subplots(n_lines, 3, sharey=True, squeeze=False).flat
-    for ax in list(axes)[len(shown) :]:
+    axes = list(figure.subplots(n_lines, 3, sharey=True, squeeze=False).flat)
+    for ax in axes[len(shown) :]:
         ax.set_axis_off()
     for place, ((row, first), ax) in enumerate(zip(shown.items(), axes)):
         found = means(table, row).reindex(names)
