@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,45 @@ def test_class_distances_of_calibration_samples_ignore_their_own_label() -> None
     for before, after in zip(one, other):
         assert torch.equal(before[7], after[7])
         assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "brier"])
+def test_a_run_of_a_job_script_is_stored(loss: str, tmp_path: Path) -> None:
+    heads = {"annealing-double-head": PAPER} if loss == "cross_entropy" else {}
+    config = Config(data="cifar10", loss=loss, heads=heads, epochs=1)
+    arrays, features, source = {}, {}, tmp_path / "job"
+    for split, n, opinion in (("calib", 60, "own-f"), ("test", 40, "mean-f")):
+        names = ("id/main", "flip/main", f"id/{opinion}", *(f"id/{name}" for name in heads))
+        arrays |= {f"{split}/{name}": (64 * torch.randn(n, 3)).short().numpy() for name in names}
+        arrays[f"{split}/labels"] = np.arange(n, dtype=np.uint8) % 3
+        arrays[f"{split}/id/stats"], features[f"{split}/id"] = (
+            torch.randn(n, 9).numpy(),
+            torch.randn(n, 8).numpy(),
+        )
+    (source / "run").mkdir(parents=True)
+    np.savez(source / "arrays.npz", **arrays)
+    np.savez(source / "features.npz", **features)
+    known = dict.fromkeys(("accuracy", "ece", "nll", "mean_entropy"), 0.5)
+    line = {"epoch": 0, "train_loss": 1.0, "test": dict.fromkeys(("main", *heads), known)}
+    (source / "run/metrics.jsonl").write_text(json.dumps(line) + "\n")
+    about = {"config": json.loads(config.to_json()), "environment": {"command": ["x"], "time": "now"}}
+    about |= {
+        "sizes": [9, 60, 40],
+        "train_seconds": 1,
+        "samples_per_second": 2,
+        "train_accuracy": 0.9,
+        "wall": 3,
+    }
+    (source / "about.json").write_text(json.dumps(about))
+    results.import_folder(source, tmp_path)
+    (run,) = stored_runs(tmp_path)
+    assert run.certificate["environment"] == {"time": "now"}
+    assert run.certificate["epochs"]["main"]["ece"] == [0.5]
+    exact = torch.from_numpy(arrays["test/id/main"]) / 64
+    assert torch.equal(run.test.main.argmax(1), exact.argmax(1))
+    torch.testing.assert_close(run.test.main, exact, atol=0.2, rtol=0.05)
+    assert all((part is not None) == (loss == "cross_entropy") for part in run.test[2:])
+    assert set(run.heads) == set(heads)
 
 
 # --- numbers
