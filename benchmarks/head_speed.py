@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,16 +34,15 @@ from doublehead.calibrators import Head, Temperature
 from doublehead.predictions import Predictions
 
 RESULTS = Path(__file__).parent / "results" / "head_speed.json"
-LOGITS = Path(__file__).parents[1] / "experiments" / "logits"
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 Fit = Callable[[Predictions], Predictions]
 
 
 def stored(run: str) -> Predictions:
-    """The calibration logits of a committed run: steps of log(1 + distance to the largest)."""
-    with np.load(LOGITS / f"{run}.npz") as file:
-        steps, top, labels = (file[f"calib/{name}"] for name in ("main", "top", "labels"))
-    logits = -torch.expm1(torch.from_numpy(steps).float() / 32) + torch.from_numpy(top).float()[:, None]
-    return Predictions(logits, labels.astype(np.int64))
+    """The calibration logits of a committed run."""
+    from results import StoredRun
+
+    return StoredRun(run).calib.predictions
 
 
 def drawn(n: int, k: int) -> Predictions:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from results import HERE, LEVELS, Split, quantise, unpack, write_npz
+from packing import pack, unpack, write_npz
+from results import HERE, Split
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -141,11 +142,7 @@ LOADERS: dict[str, tuple[Callable[[Path], Parts], Any]] = {
 def load(name: str) -> tuple[Split, Split]:
     """The calibration and the test part."""
     with np.load(FOLDER / f"{name}.npz") as file:
-        calib, test = (
-            unpack({field: file[f"{part}/{field}"] for field in ("labels", "main")})
-            for part in ("calib", "test")
-        )
-    return calib, test
+        return Split(**unpack(file, "calib")), Split(**unpack(file, "test"))
 
 
 def train(name: str, root: Path) -> None:
@@ -154,17 +151,13 @@ def train(name: str, root: Path) -> None:
     parts = loader(root)
     if model is not None:
         model.fit(*parts.train)
-    arrays = {}
-    for part in ("calib", "test"):
-        x, labels = getattr(parts, part)
+    splits = []
+    for x, labels in (parts.calib, parts.test):
         probs = x if model is None else model.predict_proba(x)
         logits = torch.from_numpy(np.log(np.clip(probs, FLOOR, None)))
-        arrays |= {
-            f"{part}/labels": labels.astype(np.uint8),
-            f"{part}/main": quantise(logits, LEVELS["main"]),
-        }
-    write_npz(FOLDER / f"{name}.npz", arrays)
-    print(name, *arrays["test/main"].shape, len(parts.train[1]), len(arrays["calib/labels"]), flush=True)
+        splits.append(Split(torch.from_numpy(labels), logits))
+    write_npz(FOLDER / f"{name}.npz", pack(*(split._asdict() for split in splits)))
+    print(name, *splits[1].main.shape, len(parts.train[1]), len(splits[0].labels), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import tables
 import theory
 import torch
 from matplotlib.figure import Figure
-from post_hoc import METHODS, PEERS, all_scores, ensemble_rows, ensembles
+from post_hoc import METHODS, PEERS, against, all_scores, ensemble_rows, ensembles
 from results import HERE, TABLE, StoredRun, read_table, rows_of, stored_runs, write_table
 from tables import REFERENCE, Runs, means, row_of, rows, title_of
 
@@ -45,7 +45,12 @@ SHOWN = {
     "head+mirror": "with the mirror view too",
 }
 HEADS = {"main": "network", "double-head": "head, no annealing", "annealing-double-head": "head, beta0 1.2"}
-DIAGRAMS = ("cifar10", "cifar100", "svhn", "20newsgroups-bydate")
+DIAGRAMS = {
+    "cifar10": "resnet50",
+    "cifar100": "resnet50",
+    "svhn": "resnet50",
+    "20newsgroups-bydate": "gp_cnn",
+}
 STEPS = ("first", "5th", "10th", "last 10th", "last 5th", "last")
 TICKS = {"ece": (0.003, 0.01, 0.03, 0.1), "nll": (0.2, 0.5, 1.0, 2.0)}  # of logarithmic axes
 PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "mean entropy (nats)"}
@@ -60,9 +65,11 @@ def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
     shown = {row: run for row, run in rows(runs).items() if run.config.loss == "cross_entropy"}
     names = [name for name in SHOWN if name not in ("none", "temperature")]
-    n_lines = -(-len(shown) // 4)
-    figure = Figure(figsize=(12.6, 2.6 * n_lines), layout="constrained")
-    axes = figure.subplots(n_lines, 4, sharey=True, squeeze=False).flat
+    n_lines = -(-len(shown) // 3)
+    figure = Figure(figsize=(11.4, 2.1 * n_lines), layout="constrained")
+    axes = list(figure.subplots(n_lines, 3, sharey=True, squeeze=False).flat)
+    for ax in axes[len(shown) :]:
+        ax.set_axis_off()
     for place, ((row, first), ax) in enumerate(zip(shown.items(), axes)):
         found = means(table, row).reindex(names)
         scale = 100 / means(table, row).loc["temperature"].nll
@@ -128,10 +135,11 @@ def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
 
 def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
     """Network, temperature scaling, paper's head and staged head, for the first run of four data sets."""
-    own = [
-        run for run in reversed(runs) if run.config.loss == "cross_entropy" and run.config.data in DIAGRAMS
-    ]
-    firsts = {run.config.data: run for run in own}
+    firsts = {
+        run.config.data: run
+        for run in reversed(runs)
+        if run.config.loss == "cross_entropy" and DIAGRAMS.get(run.config.data) == run.config.model
+    }
     chosen = ("none", "temperature", "annealing-double-head", "head+opinion")
     figure = Figure(figsize=(3.4 * len(chosen), 3.7 * len(firsts)), layout="constrained")
     axes = figure.subplots(len(firsts), len(chosen), squeeze=False)
@@ -164,23 +172,30 @@ FIGURES: dict[str, Callable[[pd.DataFrame, Runs], Figure]] = {
 
 
 def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
-    """The long table. Of runs not in `again`, and of packages that are not installed, the committed rows are kept."""
+    """The long table. Rows of runs that are not in `again` are kept."""
     lines: list[tuple[object, ...]] = []
     for run in runs:
         own = before[before.run == run.name]
         if again and run.name not in again:
             lines += own.itertuples(index=False, name=None)
-            continue
-        began = time.perf_counter()
-        scores = dict(all_scores(run))
-        for name, one in scores.items():
-            lines += rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
-        missing = own[own.output.isin(set(PEERS) - set(scores))]
-        lines += missing.itertuples(index=False, name=None)
-        print(f"{run.name}: {len(scores)} outputs in {time.perf_counter() - began:.0f} s", flush=True)
+        else:
+            lines += measure_run(run, own)
     for name, members in ensembles(runs):
         lines += ensemble_rows(name, members)
     return write_table(lines)
+
+
+def measure_run(run: StoredRun, before: pd.DataFrame) -> list[tuple[object, ...]]:
+    """The rows of one run. Of packages that are not installed here those made before are kept."""
+    began = time.perf_counter()
+    scores, lines = dict(all_scores(run)), []
+    for name, one in scores.items():
+        lines += rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
+    lines += rows_of(run.name, "head", against(run, scores))
+    absent = [peer for peer in PEERS if peer not in scores]
+    kept = before.output.isin(absent) | before.metric.str.endswith(tuple(f"_{peer}" for peer in absent))
+    print(f"{run.name}: {len(scores)} outputs in {time.perf_counter() - began:.0f} s", flush=True)
+    return [*lines, *before[kept].itertuples(index=False, name=None)]
 
 
 def draw(table: pd.DataFrame, runs: Runs, output: Path) -> None:

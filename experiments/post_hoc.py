@@ -8,13 +8,13 @@ probability of several seeds, as it is and after a temperature.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, Protocol
 
 import torch
-from results import Scores, Split, StoredRun, rows_of
+from results import Scores, Split, StoredRun, paired, rows_of
 from torch import Tensor
 
 from doublehead import Predictions, calibrators
@@ -27,6 +27,7 @@ CALIBRATORS = (
     "none", "temperature", "temperature_grid", "vector", "matrix", "dirichlet", "spline", "gaussian_process",
 )  # fmt: skip
 PEERS = ("svs", "sms")  # of probmetrics: structured vector and matrix scaling
+RIVALS = {"temperature": "temperature", "svs": "SVS", "sms": "SMS"}
 MIN_MEMBERS = 3  # of an ensemble
 
 
@@ -129,6 +130,15 @@ def all_scores(run: StoredRun, methods: Sequence[str] = tuple(METHODS)) -> Itera
         if found is not None:
             yield name, found
     yield from run.heads.items()
+
+
+def against(run: Parts, scores: Mapping[str, Scores]) -> dict[str, float]:
+    """How the staged head's NLL, by logits alone, differs from that of its rivals: difference and half interval."""
+    found: dict[str, float] = {"classes": run.calib.main.shape[1]}
+    for name in RIVALS:
+        if name in scores:
+            found[f"to_{name}"], found[f"reach_{name}"] = paired(scores["head"].nll, scores[name].nll)
+    return found
 
 
 # --- ensembles

@@ -9,11 +9,9 @@ experiments/results.csv        run, output, metric, value
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import sys
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from packing import pack, pack_scores, unpack, unpack_scores, write_npz
 from torch import Tensor
 
 from doublehead import Bins, Predictions, metrics
-from doublehead.calibrators.head_stages import class_distances, fit_class_means
+from doublehead.calibrators.head_stages import class_distances, fit_opinions
 from doublehead.metrics import fine_bins
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain
@@ -34,11 +33,13 @@ from doublehead.training.evaluation import as_plain
 HERE = Path(__file__).resolve().parent
 LOGITS, TABLE = HERE / "logits", HERE / "results.csv"
 COLUMNS = ["run", "output", "metric", "value"]
-# Levels per unit of log(1 + distance to the row's largest). 32 change the NLL of a network by less than 0.05 %.
-LEVELS = {"main": 32, "flip": 16, "opinion": 16, "sphere": 8, "projected": 8}
 FOLDS = 5
+SCORE_LEVELS = {
+    "doubt": 1024,
+    "brier": 256,
+    "wrong": 512,
+}  # see `pack_scores`; bins of the ECE need the first
 Z = 1.959963984540054  # 97.5 % of a standard normal lie below
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 # --- numbers
@@ -51,19 +52,24 @@ def paired(nll: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 class Scores(NamedTuple):
-    """Per test sample: NLL, Brier score, 1 - confidence, and whether the prediction is right, (N,) each."""
+    """Per test sample: NLL, Brier score, 1 - confidence, and whether the prediction is right, (N,) each.
+
+    `ece_all` is the ECE of all components, as the paper's Table 4 has it.
+    """
 
     nll: Tensor
     brier: Tensor
     doubt: Tensor
     correct: Tensor
+    ece_all: float
 
     @classmethod
     def of(cls, p: Predictions) -> Scores:
         """The scores of some predictions, in float64."""
         p = Predictions(p.logits.double(), p.labels)
         found = metrics.per_sample(p)
-        return cls(found["nll"], found["brier"], 1 - p.confidence, p.correct)
+        pooled = float(metrics.ece(p, components="all"))
+        return cls(found["nll"], found["brier"], 1 - p.confidence, p.correct, pooled)
 
     def bins(self, n_bins: int = 15) -> Bins:
         """The counts behind a reliability diagram."""
@@ -78,6 +84,7 @@ class Scores(NamedTuple):
         )
         found = {"n": len(self.nll), "accuracy": accuracy, "nll": nll, "brier": brier}
         found |= {"ece": float(self.bins().ece()), "ece_low": floor.low, "ece_high": floor.high}
+        found |= {} if math.isnan(self.ece_all) else {"ece_all": self.ece_all}
         found |= {"phi": 1 - nll / raw, "delta": delta}
         return found | {"delta_low": delta - reach, "delta_high": delta + reach}
 
@@ -123,28 +130,32 @@ class StoredRun:
     @cached_property
     def calib(self) -> Split:
         """The calibration split."""
-        return unpack(self._arrays("calib"))
+        return self._split("calib")
 
     @cached_property
     def test(self) -> Split:
         """The test split."""
-        return unpack(self._arrays("test"))
+        return self._split("test")
 
     @cached_property
     def heads(self) -> dict[str, Scores]:
         """The test scores of heads that were trained beside the network."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, value in self._arrays("heads").items():
-            head, _, field = name.partition("/")
-            found.setdefault(head, {})[field] = torch.from_numpy(
-                value if field == "correct" else value.astype(np.float64)
-            )
-        return {head: Scores(**fields) for head, fields in found.items()}
-
-    def _arrays(self, part: str) -> Arrays:
-        """The arrays of "calib", "test" or "heads", by what follows the first slash of their names."""
+        found: dict[str, Scores] = {}
         with np.load(self.folder / "logits" / f"{self.name}.npz") as file:
-            return {n.partition("/")[2]: file[n] for n in file.files if n.startswith(f"{part}/")}
+            for name in [key.split("/")[1] for key in file.files if key.endswith("/correct")]:
+                correct = torch.from_numpy(file[f"heads/{name}/correct"])
+                doubt, brier, wrong = (
+                    unpack_scores(file[f"heads/{name}/{field}"], levels)
+                    for field, levels in SCORE_LEVELS.items()
+                )
+                nll = -torch.log1p(-doubt)
+                nll[~correct] = wrong
+                found[name] = Scores(nll, brier, doubt, correct, file[f"heads/{name}/ece_all"].item())
+        return found
+
+    def _split(self, part: str) -> Split:
+        with np.load(self.folder / "logits" / f"{self.name}.npz") as file:
+            return Split(**unpack(file, part))
 
 
 def stored_runs(folder: Path = HERE) -> list[StoredRun]:
@@ -152,43 +163,16 @@ def stored_runs(folder: Path = HERE) -> list[StoredRun]:
     return [StoredRun(file.stem, folder) for file in sorted((folder / "runs").glob("*.json"))]
 
 
-def quantise(logits: Tensor, levels: int) -> np.ndarray[Any, Any]:
-    """(N, K) uint8: fine steps near the row's largest entry, coarse ones far below. The predicted class stays.
-
-    >>> dequantise(quantise(torch.tensor([[5.0, 4.0, -20.0]]), 32), 32).round(decimals=1).tolist()
-    [[0.0, -1.0, -25.1]]
-    """
-    below = logits.amax(1, keepdim=True) - logits
-    steps = (below.double().log1p() * levels).round().clamp(1, 255)  # 0 is for the largest entry alone
-    return steps.scatter(1, logits.argmax(1, keepdim=True), 0).to(torch.uint8).numpy()
-
-
-def dequantise(steps: np.ndarray[Any, Any], levels: int) -> Tensor:
-    """Logits (N, K) whose largest entry in a row is 0."""
-    return -torch.expm1(torch.from_numpy(steps).float() / levels)
-
-
-def _pack(part: Split) -> Arrays:
-    labels = np.uint8 if part.main.shape[1] <= 256 else np.uint16
-    top = part.main.amax(1).numpy().astype(np.float16)
-    arrays: Arrays = {"labels": part.labels.numpy().astype(labels), "top": top}
-    for field, levels in LEVELS.items():
-        value = getattr(part, field)
-        if value is not None:
-            arrays[field] = quantise(value, levels)
-    if part.numbers is not None:
-        arrays["numbers"] = part.numbers.numpy().astype(np.float16)
+def arrays_of(calib: Split, test: Split, heads: Mapping[str, Scores]) -> dict[str, Any]:
+    """What is stored of a run, besides its certificate."""
+    arrays = pack(calib._asdict(), test._asdict())
+    for head, scores in heads.items():
+        wrong = scores.nll[~scores.correct]  # of the others it is -log(1 - doubt)
+        for (field, levels), value in zip(SCORE_LEVELS.items(), (scores.doubt, scores.brier, wrong)):
+            arrays[f"heads/{head}/{field}"] = pack_scores(value, levels)
+        arrays[f"heads/{head}/correct"] = scores.correct.numpy()
+        arrays[f"heads/{head}/ece_all"] = np.float32(scores.ece_all)
     return arrays
-
-
-def unpack(arrays: Arrays) -> Split:
-    """The split that was stored as these arrays."""
-    parts = {name: dequantise(arrays[name], LEVELS[name]) for name in LEVELS if name in arrays}
-    if "top" in arrays:
-        parts["main"] += torch.from_numpy(arrays["top"].astype(np.float32))[:, None]
-    if "numbers" in arrays:
-        parts["numbers"] = torch.from_numpy(arrays["numbers"].astype(np.float32))
-    return Split(torch.from_numpy(arrays["labels"].astype(np.int64)), **parts)
 
 
 def store(
@@ -200,43 +184,20 @@ def store(
     folder: Path = HERE,
 ) -> Path:
     """Write a run's arrays and certificate; returns the file of arrays."""
-    arrays = {f"calib/{key}": value for key, value in _pack(calib).items()}
-    arrays |= {f"test/{key}": value for key, value in _pack(test).items()}
-    for head, scores in heads.items():
-        for field, value in zip(Scores._fields, scores):
-            arrays[f"heads/{head}/{field}"] = value.numpy().astype(bool if field == "correct" else np.float16)
     about = as_plain(dict(certificate)) | {"config": certificate["config"]}
     text = folder / "runs" / f"{name}.json"
     text.parent.mkdir(parents=True, exist_ok=True)
     text.write_text(json.dumps(about, separators=(",", ":")) + "\n")
-    return write_npz(folder / "logits" / f"{name}.npz", arrays)
-
-
-def write_npz(path: Path, arrays: Arrays) -> Path:
-    """As np.savez, compressed by LZMA, which takes a tenth less than zlib; np.load reads it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
-        for name, value in arrays.items():
-            buffer = io.BytesIO()
-            np.lib.format.write_array(buffer, np.ascontiguousarray(value), allow_pickle=False)
-            info = zipfile.ZipInfo(f"{name}.npy")  # without the time, so that equal arrays give equal files
-            info.compress_type = zipfile.ZIP_LZMA
-            file.writestr(info, buffer.getvalue())
-    return path
+    return write_npz(folder / "logits" / f"{name}.npz", arrays_of(calib, test, heads))
 
 
 def distances(
     calib: Tensor, labels: Tensor, test: Tensor, n_classes: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """`class_distances` of calibration features (N, F), each to means that it is no part of, and of test features."""
-    made = [torch.empty(len(labels), n_classes) for _ in range(2)]
-    fold = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
-    for held in range(FOLDS):
-        rows = fold == held
-        means = fit_class_means(calib[~rows], labels[~rows], n_classes)
-        for whole, part in zip(made, class_distances(calib[rows], means)):
-            whole[rows] = part
-    return made, class_distances(test, fit_class_means(calib, labels, n_classes))
+    folds = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
+    means, made = fit_opinions(calib, labels, folds, n_classes, None, seed=0)
+    return made, class_distances(test, means)
 
 
 # --- the table
@@ -265,7 +226,7 @@ def write_table(rows: Sequence[tuple[Any, ...]], path: Path = TABLE) -> pd.DataF
 def import_folder(source: Path, folder: Path = HERE) -> Path:
     """Store a run from what the job script kept: logits * 64 as int16, features as 256 components.
 
-    Of other losses than cross entropy the network's logits are kept, and features with ten classes only.
+    Of other losses than cross entropy the network's logits are kept alone.
     """
     about = json.loads((source / "about.json").read_text())
     config = Config.from_json(json.dumps(about["config"]))
@@ -275,7 +236,7 @@ def import_folder(source: Path, folder: Path = HERE) -> Path:
             for name, value in file.items()
         }
     calib, test = (_job_split(arrays, split) for split in ("calib", "test"))
-    if config.loss != "cross_entropy" and calib.main.shape[1] > 10:
+    if config.loss != "cross_entropy":
         calib, test = (Split(part.labels, part.main) for part in (calib, test))
     else:
         with np.load(source / "features.npz") as file:
@@ -287,7 +248,7 @@ def import_folder(source: Path, folder: Path = HERE) -> Path:
     lines = [json.loads(line) for line in (source / "run/metrics.jsonl").read_text().splitlines()]
     about["environment"].pop("command")
     kept = ("config", "environment", "sizes", "train_seconds", "samples_per_second", "train_accuracy")
-    certificate = {key: about[key] for key in kept} | curves(lines, config)
+    certificate = {key: about[key] for key in kept} | curves(lines, config) | gradients(source)
     return store(config.name, calib, test, heads, certificate, folder)
 
 
@@ -318,6 +279,16 @@ def curves(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]
         "train_loss": [round(line["train_loss"], 5) for line in lines],
         "entropy": {name: last[name]["mean_entropy"] for name in config.heads},
     }
+
+
+def gradients(folder: Path) -> dict[str, Any]:
+    """Gradient norms (epochs, 6) of the two heads of the paper's figure, where they were recorded."""
+    if not (folder / "gradients.npz").exists():
+        return {}
+    with np.load(folder / "gradients.npz") as file:
+        heads, norms = file["heads"].tolist(), file["norms"].round(4)  # norms (epochs, 6, heads)
+    shown = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
+    return {"gradients": {name: norms[:, :, heads.index(name)].tolist() for name in shown}}
 
 
 if __name__ == "__main__":

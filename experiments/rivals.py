@@ -1,13 +1,14 @@
 """The staged head against its rivals on every classifier there is, and on small calibration sets.
 
     python experiments/rivals.py versus [--shared FOLDER]     # writes versus.csv; rows of missing files are kept
+    python experiments/rivals.py auroc --seen FOLDER          # files of shift_sets.py; auroc.csv
     python experiments/rivals.py safety --draws 200 [--shared FOLDER] [--processes 8]   # hours of a core; safety.csv
 
 FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz.
 
-versus: settings of the head were chosen on the part "development". The part "later" are networks that were trained
-after that. The part "blind" is the first look at the classifiers of blind.py, by the code of commit 370ea41; it is
-never written again. What today's code gives for them is the part "after", which is not blind. The head reads logits
+versus: classifiers that are no runs of this project; those are in results.csv. Settings of the head were chosen on the
+part "development". The part "blind" is the first look at the classifiers of blind.py, by the code of commit 370ea41; it
+is never written again. What today's code gives for them is the part "after", which is not blind. The head reads logits
 alone, as its rivals do, except in rows named "features".
 
 safety: each draw fits to n samples of a network's calibration and test data and judges by up to 5,000 others.
@@ -29,22 +30,23 @@ import blind
 import numpy as np
 import pandas as pd
 import torch
-from post_hoc import METHODS
-from results import HERE, Scores, Split, StoredRun, paired, stored_runs
-from tables import Page, markdown, percent
+from post_hoc import METHODS, RIVALS, against
+from results import HERE, Scores, Split, StoredRun
+from shift_sets import read
+from tables import SETS, Page, markdown, percent
 from torch import Tensor
 
 from doublehead import Predictions, metrics
-from doublehead.calibrators import Head, Temperature
+from doublehead.calibrators import Head, Temperature, make
 
 VERSUS, SAFETY = HERE / "versus.csv", HERE / "safety.csv"
-RIVALS = {"temperature": "temperature", "svs": "SVS", "sms": "SMS"}
 HALVES = 4  # of ImageNet, two images of each class in each half
 SIZES = (50, 100, 200, 500, 1000, 2500, 5000)
 DRAWN = ("cifar10-resnet50-cross_entropy-e80-s0", "cifar10-resnet50-cross_entropy-e80-s1",
          "cifar100-resnet50-cross_entropy-e80-s0", "cifar100-resnet50-cross_entropy-e80-s1",
          "svhn-resnet50-cross_entropy-e40-s0")  # fmt: skip
-DEVELOPED = (*DRAWN, "cifar100-resnet50-cross_entropy-e80-s2")
+# Parts of our runs by the end of their training: until settings of stages were fixed, and until stages were pooled.
+ENDED = {"development": "2026-11-16T07:00", "later": "2026-11-16T13:16", "new": "9"}
 ANIMALS, VEHICLES, CAT_DOG = [2, 3, 4, 5, 6, 7], [0, 1, 8, 9], [3, 5]  # of CIFAR-10
 WORSE = 0.002  # a loss that counts
 LEVEL = 5e-5  # differences of the NLL that are level whatever their interval: not visible in four digits
@@ -108,10 +110,6 @@ def imagenet_halves(shared: Path) -> Iterator[Case]:
 
 def cases(shared: Path | None) -> Iterator[Case]:
     """All classifiers that are at hand."""
-    for run in stored_runs():
-        if run.config.loss == "cross_entropy":
-            part = "development" if run.name in DEVELOPED else "later"
-            yield Case(part, run.name, run.calib, run.test)
     if shared is not None:
         yield resnet110(shared)
         yield from imagenet_halves(shared)
@@ -131,14 +129,11 @@ def row_of(case: Case) -> dict[str, Any] | None:
     known = {name: found for name, found in scores.items() if found is not None}
     if len(known) < len(scores):
         return None
-    numbers = known["head"].numbers(known["none"], known["temperature"])
-    row: dict[str, Any] = {"part": case.part, "name": case.name, "classes": case.calib.main.shape[1]}
-    row |= {"calib": len(case.calib.labels), "test": len(case.test.labels), "accuracy": numbers["accuracy"]}
+    numbers = known["head"].numbers(known["none"], known["temperature"]) | against(case, known)
+    row: dict[str, Any] = {"part": case.part, "name": case.name, "calib": len(case.calib.labels)}
     row |= {f"nll_{name}": float(found.nll.mean()) for name, found in known.items()}
-    row |= {"ece": numbers["ece"], "ece_high": numbers["ece_high"]}
-    for name in RIVALS:
-        row[f"to_{name}"], row[f"reach_{name}"] = paired(known["head"].nll, known[name].nll)
-    return row
+    wanted = [f"{what}_{name}" for what in ("to", "reach") for name in RIVALS]
+    return row | {key: numbers[key] for key in ("n", "classes", "accuracy", "ece", "ece_high", *wanted)}
 
 
 def versus(shared: Path | None) -> None:
@@ -225,6 +220,25 @@ def safety(shared: Path | None, draws: int, processes: int) -> None:
     summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
+# --- the paper's Table 2
+
+
+def auroc(seen: Path) -> None:
+    """How well confidence tells clean test images of CIFAR-10 from noisy ones and from house numbers."""
+    rows = []
+    for file in sorted(seen.glob("cifar10-*.npz")):
+        sets = {name: Predictions(part.logits, part.labels.clamp(max=9)) for name, part in read(file).items()}
+        for output in ("none", "temperature", "head"):
+            fitted = make(output).fit(sets["calib/clean"])
+            clean = fitted.calibrate(sets["test/clean"])
+            for name in SETS:
+                found = metrics.shift_detection(clean, fitted.calibrate(sets[name])).auroc
+                rows.append((file.stem, output, name, found))
+    pd.DataFrame(rows, columns=["run", "output", "set", "auroc"]).to_csv(
+        HERE / "auroc.csv", index=False, float_format="%.5g"
+    )
+
+
 # --- pages
 
 PARTS = {
@@ -234,6 +248,8 @@ PARTS = {
     "later": "## Later networks\n\nNetworks of this project that were trained after the settings of the stages had "
     "been fixed. That stages are pooled was decided later, on the calibration data of these and of the networks above, "
     "except for the third seed of CIFAR-10.\n",
+    "new": "## New networks\n\nNetworks of this project whose training ended after the head was finished. Nothing was "
+    "chosen with them.\n",
     "blind": "## Blind\n\nClassifiers of other kinds, on data that was never used before (`experiments/blind.py`). "
     "Nine were chosen and trained without tuning; all are shown. They were calibrated once, after the head's settings "
     "were fixed.\n",
@@ -244,7 +260,7 @@ PARTS = {
 
 def versus_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
     """The staged head against temperature scaling and the two best rivals, development and blind."""
-    found, names = pd.read_csv(VERSUS), RIVALS.values()
+    found, names = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)]), RIVALS.values()
     head = ["classifier", "classes", "samples", "NLL as it is", *(f"NLL {name}" for name in names)]
     head += ["NLL head", *(f"to {name}" for name in names), "ECE head"]
     parts = [
@@ -260,6 +276,21 @@ def versus_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
     return "\n".join(parts)
 
 
+def of_runs(table: pd.DataFrame, runs: Sequence[StoredRun]) -> pd.DataFrame:
+    """The rows of versus.csv that runs of this project would have."""
+    nlls = table[table.metric == "nll"].pivot(index="run", columns="output", values="value")
+    heads = table[table.output == "head"].pivot(index="run", columns="metric", values="value")
+    rows = []
+    for run in runs:
+        if run.config.loss == "cross_entropy":
+            time = run.certificate["environment"]["time"]
+            part = next(part for part, end in ENDED.items() if time < end)
+            row = {"part": part, "name": run.name, "calib": run.certificate["sizes"][1]}
+            row |= {f"nll_{name}": nlls.loc[run.name, name] for name in ("none", *RIVALS, "head")}
+            rows.append(row | dict(heads.loc[run.name]))
+    return pd.DataFrame(rows)
+
+
 def _versus(row: pd.Series) -> list[str]:
     gaps = []
     for name in RIVALS:
@@ -268,7 +299,7 @@ def _versus(row: pd.Series) -> list[str]:
         gaps.append(f"**{text}**" if abs(gap) > max(reach, LEVEL) else text)
     nlls = [f"{row[f'nll_{name}']:.4f}" for name in ("none", *RIVALS, "head")]
     ece = f"{percent(row.ece)} ({percent(row.ece_high)})"
-    return [row["name"], str(row.classes), f"{row.calib:,} / {row.test:,}", *nlls, *gaps, ece]
+    return [row["name"], f"{row.classes:.0f}", f"{row.calib:,.0f} / {row.n:,.0f}", *nlls, *gaps, ece]
 
 
 def wins(found: pd.DataFrame) -> str:
@@ -325,14 +356,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["versus", "safety"])
+    parser.add_argument("what", choices=["versus", "safety", "auroc"])
     parser.add_argument("--shared", type=Path)
+    parser.add_argument("--seen", type=Path)
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "versus":
         versus(options.shared)
+    elif options.what == "auroc":
+        auroc(options.seen)
     else:
         safety(options.shared, options.draws, options.processes)
 

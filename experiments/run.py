@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from results import HERE, Scores, Split, curves, distances, store
+from results import HERE, Scores, Split, curves, distances, gradients, store
 from torch import Tensor
 
 from doublehead import PAPER, HeadSpec, Predictions
@@ -162,14 +162,7 @@ def certificate_of(folder: RunFolder) -> dict[str, Any]:
     """What is known of a run besides its logits."""
     found = {key: folder.results[key] for key in CERTIFIED}
     found["environment"] = {key: value for key, value in found["environment"].items() if key != "command"}
-    found |= curves(folder.lines(), folder.config)
-    if (folder.path / "gradients.npz").exists():
-        with np.load(folder.path / "gradients.npz") as file:
-            heads = file["heads"].tolist()  # of the paper's figure: norms (epochs, 6, heads)
-            wanted = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
-            norms = file["norms"].round(4)
-            found["gradients"] = {name: norms[:, :, heads.index(name)].tolist() for name in wanted}
-    return found
+    return found | curves(folder.lines(), folder.config) | gradients(folder.path)
 
 
 def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE) -> Path:
@@ -199,27 +192,15 @@ def main() -> None:
     )
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
-    began = time.perf_counter()
-    for config in [
-        recipe(options.data, options.model, seed, name) for seed in options.seeds for name in options.methods
-    ]:
+    began, chosen = time.perf_counter(), product(options.seeds, options.methods)
+    for config in [recipe(options.data, options.model, seed, name) for seed, name in chosen]:
         if time.perf_counter() - began > options.budget:
             print(f"out of time before {config.name}", flush=True)
             break
-        folder = RunFolder(options.output / config.folder_name)
-        train(
-            config,
-            folder,
-            root=options.root,
-            accelerator=options.accelerator,
-            checkpoint_seconds=120,
-            report=report,
-        )
-        file = keep(folder, options.root, options.accelerator)
-        print(
-            f"{config.name}: {folder.results['train_seconds']:.0f} s, {file.stat().st_size / 1e6:.2f} MB",
-            flush=True,
-        )
+        folder, where = RunFolder(options.output / config.folder_name), options.accelerator
+        train(config, folder, root=options.root, accelerator=where, checkpoint_seconds=120, report=report)
+        size = keep(folder, options.root, where).stat().st_size / 1e6
+        print(f"{config.name}: {folder.results['train_seconds']:.0f} s, {size:.2f} MB", flush=True)
 
 
 def report(line: dict[str, Any]) -> None:

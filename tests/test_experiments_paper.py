@@ -1,4 +1,4 @@
-"""The paper's Tables 1 and 3 as experiments have them, against its LaTeX."""
+"""The paper's tables as experiments have them, against its LaTeX."""
 
 from __future__ import annotations
 
@@ -34,15 +34,27 @@ def printed(source: str, label: str) -> dict[tuple[str, str], list[float]]:
     return found
 
 
-def test_every_cell_of_table_1_is_the_papers(shared: Path) -> None:
+@pytest.mark.parametrize(("number", "label", "rows"), [(1, "ece_max", 17), (4, "ece_all", 15)])
+def test_every_cell_of_tables_1_and_4_is_the_papers(shared: Path, number: int, label: str, rows: int) -> None:
     copied = pd.read_csv(ROOT / "experiments/paper.csv")
+    copied = copied[copied.table == number]
     assert set(copied.groupby(["data", "model"]).size()) == {6}
     numbers = {
-        key: [x for x in rows[["before", "after", "temperature"]].to_numpy().flat if x == x]
-        for key, rows in copied.groupby(["data", "model"], sort=False)
+        key: [x for x in some[["before", "after", "temperature"]].to_numpy().flat if x == x]
+        for key, some in copied.groupby(["data", "model"], sort=False)
     }
-    assert len(numbers) == 17
-    assert numbers == printed((shared / "paper.tex").read_text(), "ece_max")
+    assert len(numbers) == rows
+    assert numbers == printed((shared / "paper.tex").read_text(), label)
+
+
+def test_the_cells_of_table_2_are_the_papers(shared: Path) -> None:
+    source = (shared / "paper.tex").read_text()
+    parts = dict(zip(tables.SETS, ("CIFAR-10-C", "CIFAR-10/SVHN")))
+    for (model, shift), wanted in tables.AUROC.items():
+        name = next(printed for printed, ours in MODELS.items() if ours == model)
+        place = source.index(name, source.index(parts[shift], source.index("tab: ece_max")))
+        found = [float(n) for n in re.findall(r"\d+\.\d+", source[place : source.index(r"\\", place)])]
+        assert (*found[:2], found[8]) == wanted
 
 
 def test_every_cell_of_table_3_is_the_papers(shared: Path) -> None:
