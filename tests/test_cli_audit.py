@@ -151,7 +151,7 @@ def test_calibrator_beside_the_output_can_be_loaded_and_used(val: Path, test: Pa
     assert (tmp_path / "again.csv").read_bytes() == out.read_bytes()
     assert not (tmp_path / "again.calibrator.json").exists()
     wrong = run("calibrate", "--use", weights, "--apply", test, "--probs", "-o", tmp_path / "b.csv")
-    assert "was fitted on logits, but probs were stated" in wrong.stderr
+    assert "was fitted on logits, but --probs was given" in wrong.stderr
 
 
 def no_constant(name: str) -> None:

@@ -96,7 +96,9 @@ def stated_kind(sources: Sequence[Source], reader: Reader, kind: Kind | None) ->
         if source.path.suffix == ".npz":
             says = (reader if source is reader.source else open_source(source)).states
         if says is not None and kind is not None and says != kind:
-            raise TableError(f"{source} holds an array called {says!r}, but {kind} were stated with --{kind}")
+            raise TableError(
+                f"{source} holds an array called {says!r}, but --{kind} was given: give --{says}, or neither"
+            )
     if kind is None and reader.states in ("logits", "probs"):
         return "logits" if reader.states == "logits" else "probs"
     return kind
@@ -143,11 +145,12 @@ def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     other = "probs" if kind == "logits" else "logits"
     if layout.top_only or not all(column.lower().startswith(other[:-1]) for column in layout.scores):
         return
-    against = why if why and why != "as they are called" else f"{kind} were stated"
-    raise TableError(
-        f"{name} has columns such as {layout.scores[0]!r}, but {against}: state {other} (--{other}, or "
-        f"{other}:FILE in a report), or name the columns (--scores) if they hold {kind}"
-    )
+    named = f"--{kind} --scores '{layout.scores[0][: len(other)]}*'"
+    if why and why != "as they are called":
+        does = f"but {why}: give {named} if they hold {kind}"
+    else:
+        does = f"but --{kind} was given: give --{other} ({other}:FILE in a report), or {named} if they hold {kind}"
+    raise TableError(f"{name} has columns such as {layout.scores[0]!r}, {does}")
 
 
 def check_unnamed(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source) -> None:

@@ -275,9 +275,9 @@ def read_predictions(
     if kind not in ("logits", "probs", None):
         raise ValueError(f"kind must be 'logits' or 'probs', got {kind!r}")
     if not 0 <= tolerance < 1:
-        raise TableError(f"tolerance must lie in 0..1, got {tolerance}")
+        raise TableError(f"tolerance (--tolerance) must lie in 0..1, got {tolerance}")
     if by == "":
-        raise TableError("by must name a column, got an empty name")
+        raise TableError("by (--by) must name a column, got an empty name")
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
     reader = open_source(sources[0])
     where = dict(where or {})
