@@ -274,7 +274,7 @@ BAD_CALLS = {
     "evaluate test.csv --logits --label truth": "no column 'truth' for the label",
     "evaluate test.csv --logits --where site": "--where must read COLUMN=VALUE, got 'site'",
     "evaluate test.csv --probs --scores logit_*": "row 1: probabilities must lie in 0..1",
-    "evaluate test.csv --probs": "has columns such as 'logit_0', but probs were stated",
+    "evaluate test.csv --probs": "has columns such as 'logit_0', but --probs was given",
     "evaluate empty.csv --logits": "empty.csv is empty (0 bytes)",
     "evaluate cut.csv --logits": "cut.csv, row 600 has 2 values where the header has 8",
     "evaluate cut.npz": "cut.npz must be an .npz file, a zip of arrays: it is truncated",
@@ -493,6 +493,38 @@ def test_other_formats_are_written_back(suffix: str, tmp_path: Path) -> None:
     assert torch.allclose(fixed.load().probs.float(), wanted.float(), atol=1e-5)
 
 
+def test_decimal_commas_are_written_back(tmp_path: Path) -> None:
+    rows = "cat;0,75;0,25\ndog;0,5;0,5\ndog;0,25;0,75\n" * 20
+    file, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    file.write_bytes(b"\xef\xbb\xbf" + f"label;cat;dog\n{rows}".encode())
+    told = run("calibrate", "--fit", file, "--apply", file, "--method", "temperature", "-o", out)
+    assert told.exit_code == 0, told.output
+    header, *lines = out.read_bytes().splitlines()
+    assert header == b"\xef\xbb\xbflabel;cat;dog"
+    assert all(b"." not in line and line.count(b",") == 2 for line in lines)
+    assert len(read_predictions(out).load()) == 60
+
+
+@pytest.mark.parametrize("kind", ["probs", "top_logprobs"])
+def test_objects_of_scores_are_written_back(kind: str, tmp_path: Path) -> None:
+    logits, labels = overconfident(0)
+    scores = logits.softmax(1) if kind == "probs" else logits.log_softmax(1)
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        json.dumps({"label": "abcd"[y], kind: dict(zip("abcd", row)), "other": {"id": i}}) + "\n"
+        for i, (y, row) in enumerate(zip(labels.tolist(), scores.tolist()))
+    ]
+    file.write_text("".join(lines))
+    told = run("calibrate", "--fit", file, "--apply", file, "--method", "temperature", "-o", out)
+    assert told.exit_code == 0, told.output
+    first = json.loads(out.read_text().splitlines()[0])
+    assert set(first["probs"]) == set("abcd")
+    assert first["other"] == {"id": 0}
+    wanted = calibrators.Temperature().fit(Predictions(logits, labels))(logits).softmax(1)
+    found = read_predictions(out).load()  # the calibrated probabilities, whatever else is there
+    assert torch.allclose(found.probs.float(), wanted.float(), atol=1e-4)
+
+
 def test_help_teaches() -> None:
     for command, wanted in (("evaluate", "--by"), ("calibrate", "--method")):
         text = run(command, "--help").stdout
@@ -500,11 +532,22 @@ def test_help_teaches() -> None:
         assert f"doublehead {command}" in text
 
 
+def test_a_calibrator_of_the_other_kind_is_refused(val: Path, tmp_path: Path) -> None:
+    out, probs = tmp_path / "out.csv", tmp_path / "probs.csv"
+    assert run("calibrate", "--fit", val, "--apply", val, "--method", "temperature", "-o", out).exit_code == 0
+    probs.write_text("label,prob_0,prob_1,prob_2,prob_3\n0,0.25,0.25,0.25,0.25\n")
+    fitted = tmp_path / "out.calibrator.safetensors"
+    told = run("calibrate", "--use", fitted, "--apply", probs, "-o", tmp_path / "new.csv")
+    assert told.exit_code == 2
+    assert "was fitted on logits, but" in told.output
+    assert "--logits" not in told.output
+
+
 def test_columns_called_the_other_kind_are_refused_unless_named(tmp_path: Path) -> None:
     file = write_csv(tmp_path / "a.csv", 0, names="prob")
     told = run("evaluate", file, "--logits")
     assert told.exit_code == 2
-    assert "has columns such as 'prob_0', but logits were stated: state probs (--probs" in told.output
+    assert "has columns such as 'prob_0', but --logits was given: give --probs (probs:FILE" in told.output
     assert run("evaluate", file, "--logits", "--scores", "prob_*").exit_code == 0
 
 

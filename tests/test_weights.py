@@ -212,12 +212,18 @@ def written(path: Path, p: Predictions, weights: Tensor) -> Path:
     return path
 
 
-def test_files_take_weights(tmp_path: Path) -> None:
+@pytest.fixture
+def weighted_and_repeated(tmp_path: Path) -> tuple[Path, Path]:
+    """A file of weighted samples, and one in which each is repeated as often as its weight says."""
     pytest.importorskip("pyarrow")
     weighted, repeated = twice(300)
     assert weighted.weights is not None
-    file = written(tmp_path / "a.csv", weighted, weighted.weights)
     long = written(tmp_path / "long.csv", repeated, torch.ones(len(repeated)))
+    return written(tmp_path / "a.csv", weighted, weighted.weights), long
+
+
+def test_files_take_weights(weighted_and_repeated: tuple[Path, Path], tmp_path: Path) -> None:
+    file, long = weighted_and_repeated
     found, wanted = (dh.evaluate(logits=str(path), weights="size").values for path in (file, long))
     for name in SCALARS:
         assert found[name] == pytest.approx(wanted[name], rel=1e-6)
@@ -227,26 +233,12 @@ def test_files_take_weights(tmp_path: Path) -> None:
         dh.evaluate(logits=negative, weights="size")
 
 
-def test_calibrate_measures_with_weights(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    weighted, repeated = twice(300)
-    assert weighted.weights is not None
-    file = written(tmp_path / "a.csv", weighted, weighted.weights)
-    long = written(tmp_path / "long.csv", repeated, torch.ones(len(repeated)))
+def test_calibrate_measures_with_weights(weighted_and_repeated: tuple[Path, Path], tmp_path: Path) -> None:
+    file, long = weighted_and_repeated
     found = []
     for path, options in ((file, ["--weights", "size"]), (long, [])):
-        command = [
-            "calibrate",
-            "--fit",
-            path,
-            "--apply",
-            path,
-            "--logits",
-            "-o",
-            tmp_path / "b.csv",
-            "--force",
-        ]
-        run = CliRunner().invoke(app, [*map(str, command), "--json", "--method", "temperature", *options])
+        command = f"calibrate --fit {path} --apply {path} --logits -o {tmp_path / 'b.csv'} --force".split()
+        run = CliRunner().invoke(app, [*command, "--json", "--method", "temperature", *options])
         assert run.exit_code == 0, run.output
         found.append(json.loads(run.stdout))
     one, other = found
@@ -258,7 +250,7 @@ def test_calibrate_measures_with_weights(tmp_path: Path) -> None:
     before, after = (one[when]["metrics"]["nll"]["value"] for when in ("before", "after"))
     assert difference == pytest.approx(after - before)
     assert one["nll_difference"]["low"] < difference < one["nll_difference"]["high"]
-    run = CliRunner().invoke(app, [*map(str, command), "--weights", "size", "--method", "isotonic"])
+    run = CliRunner().invoke(app, [*command, "--weights", "size", "--method", "isotonic"])
     assert run.exit_code != 0
     assert "sample weights" in run.output
 

@@ -21,7 +21,7 @@ from doublehead.files.columns import (
 )
 from doublehead.files.formats import open_source
 from doublehead.files.sources import Array, Source, TableError
-from doublehead.files.values import to_text
+from doublehead.files.values import ROUNDED, to_text
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
@@ -29,9 +29,6 @@ SAMPLES = (
     "sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid",
 )  # fmt: skip
 CLASSES = ("class", "class_name", "class_id", "candidate", "option", "choice", "category")
-ROUNDED = (
-    0.05  # how far rows of probabilities rounded to two digits may sum from 1, and still be known as such
-)
 ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
 
 
@@ -128,6 +125,8 @@ def certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source
         return "probs", "rows sum to 1"
     if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in layout.scores):
         return "logits", "as they are called"
+    if several:
+        _refuse_few(scores, max(tolerance, ROUNDED), source)
     if several and high <= 1e-6 and _off_one(np.exp(scores, dtype=np.float64)) <= 1e-2:
         return "logits", "log-probabilities"
     if several and low >= 0 and _off_one(scores / 100) <= 1e-2:
@@ -138,6 +137,18 @@ def certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source
     raise TableError(
         f"say whether the scores are logits or probabilities: {shape}, which looks like {name}; give --{name} if so"
     )
+
+
+def _refuse_few(scores: Array, tolerance: float, source: Source) -> None:
+    """Refuse the first row that is not of probabilities where more than nine tenths are: it may be a total."""
+    sums = np.nan_to_num(scores).sum(1, dtype=np.float64)
+    wrong = (np.abs(sums - 1) > tolerance) | (np.nan_to_num(scores).min(1) < 0)
+    if wrong.mean() < 0.1:
+        row = int(wrong.argmax())
+        raise TableError(
+            f"{source}, row {row + 1}: probabilities must lie in 0..1 and sum to 1 as in the other rows, got a sum of "
+            f"{sums[row]:.6g} ({int(wrong.sum())} of the first {len(wrong)} rows); remove it if it is a total"
+        )
 
 
 def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:

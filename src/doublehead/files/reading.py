@@ -31,6 +31,7 @@ from doublehead.files.guesses import (
 )
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
 from doublehead.files.values import (
+    ROUNDED,
     Rows,
     to_correct,
     to_labels,
@@ -221,7 +222,8 @@ class PredictionTable:
             return None
         labels = to_labels(columns[layout.label], layout, scores.shape[1], rows)
         if are_probs:
-            return Predictions.from_probs(scores, labels, weights, tolerance=self.tolerance)
+            tolerance = max(self.tolerance, ROUNDED)  # `to_scores` has looked closer
+            return Predictions.from_probs(scores, labels, weights, tolerance=tolerance)
         return Predictions(scores, labels, weights)
 
     def _nothing(self, seen: int, values: set[str]) -> str:
