@@ -92,7 +92,7 @@ class Predictions:
     """
 
     n_labels: int | None = (
-        None  # of each sample, where every pair of a sample and a label is a row: see `multilabel`
+        None  # of each sample, where a row is a pair of a sample and a label: see `multilabel`
     )
 
     def __init__(self, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> None:

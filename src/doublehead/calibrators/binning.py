@@ -30,7 +30,27 @@ BBQ_FORGET = 1e-6  # binnings with a smaller share of the posterior are left out
 ISOTONIC_FLOOR = 1e-6  # no class is declared impossible: isotonic ends often are exactly 0
 
 
-class HistogramBinning(Calibrator):
+class _Maps(Calibrator):
+    """One map for all that is asked, which keeps the predicted class, or with `kind="one-vs-rest"` one per class."""
+
+    kind: str
+    values_: Tensor  # (1 or K, M) probabilities
+
+    def _n_classes(self) -> int | None:
+        return None if self._has_one_map else self.values_.shape[0]
+
+    @property
+    def _has_one_map(self) -> bool:
+        """Read off the fitted state where there is one, so that the state alone decides what is done."""
+        return self.values_.shape[0] == 1 if self.is_fitted else self.kind != "one-vs-rest"
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """One rising map keeps the order of the classes, up to ties, which go to the class that was on top."""
+        return self._has_one_map
+
+
+class HistogramBinning(_Maps):
     """Replace probabilities by the frequencies of their bins (Zadrozny & Elkan 2001). Use it for a plain, sure repair.
 
     `kind="top"` recalibrates only the confidence and keeps the predicted class; `"one-vs-rest"` every class, normalised
@@ -47,7 +67,6 @@ class HistogramBinning(Calibrator):
     learned = ("edges_", "values_")
 
     edges_: Tensor  # (1 or K, M - 1) in log odds
-    values_: Tensor  # (1 or K, M) probabilities
 
     def __init__(
         self,
@@ -72,23 +91,10 @@ class HistogramBinning(Calibrator):
         return {"edges_": edges, "values_": _frequencies(odds, hits, edges, self.smoothing)}
 
     def _transform(self, logits: Tensor) -> Tensor:
-        if not self._top_only:
+        if not self._has_one_map:
             return log_normalise(steps(log_odds(logits), self.edges_, self.values_))
         probs = steps(top_log_odds(logits)[..., None], self.edges_, self.values_)[..., 0]
         return with_top_odds(logits, probs.logit(torch.finfo(probs.dtype).eps))
-
-    def _n_classes(self) -> int | None:
-        return None if self._top_only else self.values_.shape[0]
-
-    @property
-    def _top_only(self) -> bool:
-        """Read off the fitted state where there is one, so that the state alone decides what is done."""
-        return self.values_.shape[0] == 1 if self.is_fitted else self.kind == "top"
-
-    @property
-    def keeps_argmax(self) -> bool:
-        """The top class stays on top when only its confidence is changed."""
-        return self._top_only
 
 
 class BBQ(Calibrator):
@@ -115,7 +121,7 @@ class BBQ(Calibrator):
         return self.values_.shape[0]
 
 
-class Isotonic(Calibrator):
+class Isotonic(_Maps):
     """The best rising map of probabilities, by scikit-learn. Use it with thousands of samples, where no formula fits.
 
     `kind="shared"` fits one map to all classes together and keeps the predicted class (IRM of Zhang et al. 2020);
@@ -125,7 +131,6 @@ class Isotonic(Calibrator):
     learned = ("knots_", "values_")
 
     knots_: Tensor  # (1 or K, M) in log odds
-    values_: Tensor  # (1 or K, M) probabilities
 
     def __init__(self, kind: Literal["shared", "one-vs-rest"] = "shared") -> None:
         super().__init__()
@@ -143,23 +148,10 @@ class Isotonic(Calibrator):
 
     def _transform(self, logits: Tensor) -> Tensor:
         odds = log_odds(logits)
-        if not self._shared:
+        if not self._has_one_map:
             return log_normalise(lines(odds, self.knots_, self.values_), ISOTONIC_FLOOR)
         mapped = lines(odds[..., None], self.knots_, self.values_)[..., 0]
         return keep_top(log_normalise(mapped, ISOTONIC_FLOOR), logits)
-
-    def _n_classes(self) -> int | None:
-        return None if self._shared else self.values_.shape[0]
-
-    @property
-    def _shared(self) -> bool:
-        """Read off the fitted state where there is one, so that the state alone decides what is done."""
-        return self.values_.shape[0] == 1 if self.is_fitted else self.kind == "shared"
-
-    @property
-    def keeps_argmax(self) -> bool:
-        """One rising map for all classes keeps their order, up to ties, which go to the class that was on top."""
-        return self._shared
 
 
 def _odds_and_hits(predictions: Predictions, kind: str) -> tuple[Tensor, Tensor]:

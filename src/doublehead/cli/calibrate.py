@@ -302,10 +302,7 @@ def _write(
             else:
                 fixed = Predictions.from_probs(probs, known.labels, known.weights)
             for name, p in (("before", known), ("after", fixed)):
-                if name in tallies:
-                    tallies[name] = tallies[name].add_(p, chunk.groups)
-                else:
-                    tallies[name] = Tally.of(p, n_bins, chunk.groups)
+                tallies[name] = Tally.of(p, n_bins, chunk.groups, onto=tallies.get(name))
             pairing.add(Outcomes.of(known), Outcomes.of(fixed))
         return probs
 

@@ -55,9 +55,7 @@ class Chunk(NamedTuple):
 
     scores: torch.Tensor  # (B, K), logits or probs as stated
     predictions: Predictions | Outcomes | None  # None where the file has no labels
-    groups: (
-        Array | None
-    )  # (N,) text, of each prediction: the values of the `by` column, or one of several labels
+    groups: Array | None  # (N,) text: the value of the `by` column, or the label of a prediction of several
     raw: RawBatch
     rows: Array  # (B,) which rows of the raw batch these are (some are left out by a filter)
     source: Source
@@ -78,9 +76,7 @@ class PredictionTable:
     weights: str | None = None  # the column of sample weights
     why: str = ""  # it is of this kind, where that was not stated
     counts: dict[str, int] = field(default_factory=dict, compare=False)  # of the last time all was read
-    opened: dict[str, Reader] = field(
-        default_factory=dict, compare=False
-    )  # to read once what files begin with
+    opened: dict[str, Reader] = field(default_factory=dict, compare=False)  # reads the beginning once
 
     @property
     def name(self) -> str:
@@ -106,9 +102,7 @@ class PredictionTable:
         for source in self.sources:
             reader = self.opened.pop(str(source), None) or open_source(source)
             done, first = 0, reader.first_row
-            with closing(
-                self._raw(reader, keep)
-            ) as batches:  # the file is closed whatever is wrong in a chunk
+            with closing(self._raw(reader, keep)) as batches:  # whatever is wrong in a chunk
                 for raw in batches:
                     n = len(raw.scores)
                     rows = _matching(raw, self.where, n, values)
@@ -154,10 +148,7 @@ class PredictionTable:
         for chunk in self.chunks(advance):
             if chunk.predictions is None:
                 raise TableError(f"{self.sources[0]} has no labels to measure by")
-            if found is None:
-                found = Tally.of(chunk.predictions, n_bins, chunk.groups)
-            else:
-                found = found.add_(chunk.predictions, chunk.groups)
+            found = Tally.of(chunk.predictions, n_bins, chunk.groups, onto=found)
         assert found is not None  # chunks() raises where there are no rows
         return found
 
