@@ -16,7 +16,7 @@ from torch import Tensor
 from doublehead.calibration_head import MAX_LOG_SCALE, scale_logits, statistics
 from doublehead.calibrators.optimise import newton
 from doublehead.calibrators.temperature import fit_inverse_temperature
-from doublehead.predictions import Target
+from doublehead.score_arrays import Target
 
 OWN = ("temperature", "map", "head")  # stages whose outputs are pooled
 STAGES = (*OWN, "pool", "curve")

@@ -29,9 +29,8 @@ from doublehead.optional import require
 
 BLOCK = 1 << 21  # bytes of text parsed together
 WIDEST_BLOCK = 1 << 26  # where rows are long
-WIDE = (
-    1000  # score columns from which on they are parsed as one long column: Arrow takes microseconds for each
-)
+# Score columns from which on they are parsed as one long column: Arrow takes microseconds for each.
+WIDE = 1000
 WIDE_BLOCK = 1 << 22  # bytes of such text parsed together
 BOM = b"\xef\xbb\xbf"
 DECIMAL = re.compile(r"-?\d*[.,]\d+([eE][-+]?\d+)?")

@@ -14,9 +14,7 @@ from doublehead.files.sources import Array, Source, TableError
 
 MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
 MISSING = "(missing)"
-ROUNDED = (
-    0.05  # rows of probabilities rounded to two digits may sum so far from 1, and still be known as such
-)
+ROUNDED = 0.05  # how far from 1 rows of probabilities may sum by rounding to two digits
 WORDS: dict[str | None, float] = {
     None: np.nan,
     "": np.nan,

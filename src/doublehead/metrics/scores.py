@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from doublehead.bins import Bins
-from doublehead.predictions import Predictions, Target
+from doublehead.predictions import Predictions
+from doublehead.score_arrays import Target
 
 
 class BrierParts(NamedTuple):
