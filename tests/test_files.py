@@ -224,40 +224,39 @@ def test_a_kind_is_asked_for_only_where_it_is_not_certain(tmp_path: Path) -> Non
     assert read_predictions(simple_csv(tmp_path / "c.csv")).kind == "logits"  # by the names of the columns
 
 
-LOGITS, SCORES = "label,logit_0,logit_1\n", "label,score_0,score_1\n"
+Z_HEADER, HEADER = "label,logit_0,logit_1\n", "label,score_0,score_1\n"
+TOTAL = HEADER + "0,0.25,0.75\n" * 20 + ",5.00,15.00"  # the last row
 BAD_LOGITS = {  # text -> message
     "id,x\n1,2": "no column that looks like the label: name it with --label, it has 'id', 'x'",
     "label,name\n1,x": "no columns that look like scores: name them with --scores",
     "label,name,confidence\n1,x,0.5": "rename the column of the class that 'confidence' is about",
-    LOGITS + "0,1,2\n1,abc,2": "a.csv, column 'logit_0', row 2 must hold .*got 'abc'",
+    Z_HEADER + "0,1,2\n1,abc,2": "a.csv, column 'logit_0', row 2 must hold .*got 'abc'",
     "label,cat,dog\ncat,1.5,2.5\nmouse,1,2": "row 2 must hold one of the classes cat, dog, got 'mouse'",
-    LOGITS + "0,1,2\n1,,2": "column 'logit_0', row 2 must .* nothing or nan",
-    LOGITS + "0,1,inf": "column 'logit_1', row 1 must hold a finite number, got inf",
-    LOGITS + "0,1,2\n,1,2": "column 'label', row 2 must hold a class .* got nothing",
-    LOGITS + "0.5,1,2": "column 'label', row 1 must hold a class .* got 0.5",
-    LOGITS + "0,1,2\n1,3": "row 2 has 2 values where the header has 3: .* truncated",
-    LOGITS + "1,1,2\n2,1,2": "row 2: labels of 2 .* lie in 0..1, got 2; .*--label-base 1",
+    Z_HEADER + "0,1,2\n1,,2": "column 'logit_0', row 2 must .* nothing or nan",
+    Z_HEADER + "0,1,inf": "column 'logit_1', row 1 must hold a finite number, got inf",
+    Z_HEADER + "0,1,2\n,1,2": "column 'label', row 2 must hold a class .* got nothing",
+    Z_HEADER + "0.5,1,2": "column 'label', row 1 must hold a class .* got 0.5",
+    Z_HEADER + "0,1,2\n1,3": "row 2 has 2 values where the header has 3: .* truncated",
+    Z_HEADER + "1,1,2\n2,1,2": "row 2: labels of 2 .* lie in 0..1, got 2; .*--label-base 1",
     "label,logit_1,logit_2\n0,1,2\n1,1,2": "row 1: labels .* must lie in 1..2, got 0; .*--label-base 0",
-    LOGITS: "a.csv has no rows",
+    Z_HEADER: "a.csv has no rows",
     "label,logit_0,logit_0\n0,1,2": "more than one column called 'logit_0'",
-    SCORES + "0,0.25,0.75\n1,0.5,0.5": "each row sums to 1, so these are probabilities: give --probs",
-    SCORES + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
-    SCORES + "0,1e300,0\n1,2,3": r"row 1: logits must lie within 1e\+30",
-    SCORES + "1e20,1,2": "row 1 must hold a class",
+    HEADER + "0,0.25,0.75\n1,0.5,0.5": "each row sums to 1, so these are probabilities: give --probs",
+    HEADER + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
+    HEADER + "0,1e300,0\n1,2,3": r"row 1: logits must lie within 1e\+30",
+    HEADER + "1e20,1,2": "row 1 must hold a class",
 }
 BAD_PROBS = {
-    SCORES + "0,0.7,0.2": "row 1: probabilities must sum to 1 within 0.001, got 0.9; .*larger --tolerance",
-    SCORES + "0,1.5,-0.5": "row 1: probabilities must lie in 0..1, got -0.5; give --logits",
-    SCORES + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
-    SCORES + "0,-0.693147,-0.693147\n1,-1.386294,-0.287682": "these are log-probabilities: give --logits",
-    SCORES
-    + "0,0.25,0.75\n" * 20
-    + ",5.00,15.00": "row 21: probabilities must lie in 0..1.* if it is a total",
+    HEADER + "0,0.7,0.2": "row 1: probabilities must sum to 1 within 0.001, got 0.9; .*larger --tolerance",
+    HEADER + "0,1.5,-0.5": "row 1: probabilities must lie in 0..1, got -0.5; give --logits",
+    HEADER + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
+    HEADER + "0,-0.693147,-0.693147\n1,-1.386294,-0.287682": "these are log-probabilities: give --logits",
+    TOTAL: "row 21: probabilities must lie in 0..1.* if it is a total",
 }
 BAD_CSV = [
     *(("logits", text, message) for text, message in BAD_LOGITS.items()),
     *(("probs", text, message) for text, message in BAD_PROBS.items()),
-    (None, SCORES + "0,0.25,0.75\n" * 20 + ",5.00,15.00", "row 21: .* got a sum of 20 .* if it is a total"),
+    (None, TOTAL, "row 21: .* got a sum of 20 .* if it is a total"),
 ]
 
 
