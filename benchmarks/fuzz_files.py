@@ -108,7 +108,11 @@ def as_arrow(rng: random.Random, scores: np.ndarray, labels: np.ndarray) -> byte
 
 
 def as_json(rng: random.Random, scores: np.ndarray, labels: np.ndarray) -> bytes:
-    table = as_table(scores, labels, rng.random() < 0.5).to_pylist()
+    if rng.random() < 0.5:
+        table = as_table(scores, labels, rng.random() < 0.5).to_pylist()
+    else:
+        name, names = rng.choice([kind_of(scores), "judge", "top_logprobs"]), LETTERS[: scores.shape[1]]
+        table = [{"label": names[y], name: dict(zip(names, row))} for y, row in zip(labels, scores.tolist())]
     return "".join(json.dumps(row) + "\n" for row in table).encode()
 
 

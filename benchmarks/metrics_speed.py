@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from importlib import import_module
 from importlib.metadata import version
@@ -293,9 +293,8 @@ def run_setting(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Each setting in a process of its own."""
-    found = []
     flags = ["--rows", arguments.rows, "--classes", arguments.classes, "--rounds", arguments.rounds]
     flags += [
         "--peers",
@@ -321,8 +320,7 @@ def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 )
                 shown, _, result = done.stdout.rpartition("\n#")
                 print(shown, flush=True)
-                found.append(json.loads(result))
-    return found
+                yield json.loads(result)
 
 
 def lowest(settings: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -374,33 +372,37 @@ def main() -> None:
     if arguments.inner:
         print(f"\n#{json.dumps(run_setting(arguments))}")
         return
-    measured_at = commit()
-    settings = run_all(arguments)
-    least = lowest(settings)
+    measured_at, settings = commit(), []
+    for setting in run_all(arguments):
+        settings.append(setting)
+        if arguments.save:  # a run that is stopped leaves what it has measured
+            write(arguments, settings, measured_at)
     print("\nlowest ratio of any setting")
-    for work, rows in least.items():
+    for work, rows in lowest(settings).items():
         for name, row in rows.items():
             print(
                 f"  {work:46s}{name:24s} CPU x{row['cpu_ratio']:7.2f} ({row['cpu_setting']})   "
                 f"wall x{row['wall_ratio']:7.2f} ({row['wall_setting']})"
             )
-    if arguments.save:
-        record = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": measured_at,
-            "rows": arguments.rows,
-            "classes": arguments.classes,
-            "rounds": arguments.rounds,
-            "seconds": "cpu: of all threads of the process; wall: passed; each the fastest round",
-            "python": platform.python_version(),
-            "device": f"{cpu_name()}, {os.cpu_count()} cores",
-            "note": "the machine was shared while this ran: compare within a setting, not between them",
-            "versions": settings[0]["versions"],
-            "lowest": least,
-            "settings": [{k: v for k, v in setting.items() if k != "versions"} for setting in settings],
-        }
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write(arguments: argparse.Namespace, settings: list[dict[str, Any]], measured_at: str) -> None:
+    record = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": measured_at,
+        "rows": arguments.rows,
+        "classes": arguments.classes,
+        "rounds": arguments.rounds,
+        "seconds": "cpu: of all threads of the process; wall: passed; each the fastest round",
+        "python": platform.python_version(),
+        "device": f"{cpu_name()}, {os.cpu_count()} cores",
+        "note": "the machine was shared while this ran: compare within a setting, not between them",
+        "versions": settings[0]["versions"],
+        "lowest": lowest(settings),
+        "settings": [{k: v for k, v in setting.items() if k != "versions"} for setting in settings],
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def test_calibrator_beside_the_output_can_be_loaded_and_used(val: Path, test: Pa
     assert (tmp_path / "again.csv").read_bytes() == out.read_bytes()
     assert not (tmp_path / "again.calibrator.json").exists()
     wrong = run("calibrate", "--use", weights, "--apply", test, "--probs", "-o", tmp_path / "b.csv")
-    assert "was fitted on logits, but probs were stated" in wrong.stderr
+    assert "was fitted on logits, but --probs was given" in wrong.stderr
 
 
 def no_constant(name: str) -> None:
@@ -199,26 +199,39 @@ def test_calibrate_every_format(tmp_path: Path) -> None:
     Predictions(new, labels).save(tmp_path / "test.npz")
     np.save(tmp_path / "z.npy", new.numpy())
     np.save(tmp_path / "y.npy", labels.numpy())
-    wide = {f"logit_{k}": new[:, k].numpy() for k in range(K)}
-    parquet.write_table(pa.table({**wide, "label": labels.numpy()}), tmp_path / "wide.parquet")
-    parquet.write_table(
-        pa.table({"logits": new.tolist(), "label": labels.numpy()}), tmp_path / "lists.parquet"
+    wide = pa.table({**{f"logit_{k}": new[:, k].numpy() for k in range(K)}, "label": labels.numpy()})
+    lists = pa.table({"note": ["a, b"] * N, "logits": new.tolist(), "label": labels.numpy()})
+    parquet.write_table(wide, tmp_path / "wide.parquet")
+    parquet.write_table(lists, tmp_path / "lists.parquet")
+    (tmp_path / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lists.to_pylist()))
+    for name in ("lists.arrow", "lists.feather"):
+        with pa.ipc.new_file(str(tmp_path / name), lists.schema) as writer:
+            writer.write_table(lists)
+    names = (
+        "test.npz",
+        "wide.parquet",
+        "lists.parquet",
+        "lists.jsonl",
+        "lists.arrow",
+        "lists.feather",
+        "z.npy",
     )
-    for name in ("test.npz", "wide.parquet", "lists.parquet"):
+    for name in names:
         out = tmp_path / f"fixed_{name}"
-        words = ("--logits", "--method", "temperature", "-o", out)
+        pair = ["--apply", tmp_path / "y.npy"] if name == "z.npy" else []
+        words = (*pair, "--logits", "--method", "temperature", "-o", out)
         result = run("calibrate", "--fit", val, "--apply", tmp_path / name, *words)
         assert result.exit_code == 0, result.output
-        p = read_predictions(out, kind="probs").load()
-        assert torch.allclose(p.probs.float(), wanted, atol=1e-6)
-        assert p.labels.tolist() == labels.tolist()
-    names = parquet.read_schema(tmp_path / "fixed_wide.parquet").names
-    assert names == ["prob_0", "prob_1", "prob_2", "prob_3", "label"]
-    assert str(parquet.read_schema(tmp_path / "fixed_wide.parquet").field("prob_0").type) == "float"
-    pair = ["--apply", tmp_path / "z.npy", "--apply", tmp_path / "y.npy"]
-    words = ("--logits", "--method", "temperature", "-o", tmp_path / "out.npy")
-    assert run("calibrate", "--fit", val, *pair, *words).exit_code == 0
-    assert np.allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-6)
+        if name == "z.npy":
+            assert np.allclose(np.load(out), wanted, atol=1e-6)
+            continue
+        fixed = read_predictions(out, kind="probs", extra=["note"] if "lists" in name else [])
+        assert torch.allclose(fixed.load().probs.float(), wanted, atol=1e-5)
+        assert fixed.load().labels.tolist() == labels.tolist()
+        assert all(set(chunk.raw.columns.get("note", ["a, b"])) == {"a, b"} for chunk in fixed.chunks())
+    schema = parquet.read_schema(tmp_path / "fixed_wide.parquet")
+    assert schema.names == ["prob_0", "prob_1", "prob_2", "prob_3", "label"]
+    assert str(schema.field("prob_0").type) == "float"
 
 
 def test_calibrate_a_folder(val: Path, tmp_path: Path) -> None:
@@ -266,7 +279,7 @@ FIT = "calibrate --fit val.csv --apply test.csv --logits"
 BAD_CALLS = {
     "evaluate test.csv --logits --abstain 2": "--abstain must lie between 0 and 1",
     "evaluate percent.csv": "each row sums to 100, so these are percentages",
-    "evaluate rounded.csv": "a file rounded to few digits needs a larger --tolerance",
+    "evaluate rounded.csv": "a larger --tolerance allows it",
     "calibrate --fit val.csv --apply top.csv --logits -o out.csv": "score",
     "evaluate ask.csv": "rows do not sum to 1, which looks like logits; give --logits if so",
     "evaluate test.csv --logits --probs": "give one of --logits and --probs, not both",
@@ -274,7 +287,7 @@ BAD_CALLS = {
     "evaluate test.csv --logits --label truth": "no column 'truth' for the label",
     "evaluate test.csv --logits --where site": "--where must read COLUMN=VALUE, got 'site'",
     "evaluate test.csv --probs --scores logit_*": "row 1: probabilities must lie in 0..1",
-    "evaluate test.csv --probs": "has columns such as 'logit_0', but probs were stated",
+    "evaluate test.csv --probs": "has columns such as 'logit_0', but --probs was given",
     "evaluate empty.csv --logits": "empty.csv is empty (0 bytes)",
     "evaluate cut.csv --logits": "cut.csv, row 600 has 2 values where the header has 8",
     "evaluate cut.npz": "cut.npz must be an .npz file, a zip of arrays: it is truncated",
@@ -471,26 +484,36 @@ def test_a_stopped_command_leaves_nothing_behind(number: signal.Signals, val: Pa
     assert sorted(tmp_path.iterdir()) == files
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".arrow", ".feather", ".parquet"])
-def test_other_formats_are_written_back(suffix: str, tmp_path: Path) -> None:
-    logits, labels = overconfident(0)
-    columns = {"name": [f"row {i}" for i in range(N)], "label": labels.tolist(), "logits": logits.tolist()}
-    table, file, out = pa.table(columns), tmp_path / f"in{suffix}", tmp_path / f"out{suffix}"
-    if suffix == ".jsonl":
-        file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
-    elif suffix == ".parquet":
-        parquet.write_table(table, file)
-    else:
-        with pa.ipc.new_file(str(file), table.schema) as writer:
-            writer.write_table(table)
+def test_decimal_commas_are_written_back(tmp_path: Path) -> None:
+    rows = "cat;0,75;0,25\ndog;0,5;0,5\ndog;0,25;0,75\n" * 20
+    file, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    file.write_bytes(b"\xef\xbb\xbf" + f"label;cat;dog\n{rows}".encode())
     told = run("calibrate", "--fit", file, "--apply", file, "--method", "temperature", "-o", out)
     assert told.exit_code == 0, told.output
-    fixed = read_predictions(out, extra=["name"])
-    (chunk,) = fixed.chunks()
-    assert chunk.raw.columns["name"].tolist() == columns["name"]
-    fitted = calibrators.Temperature().fit(Predictions(logits, labels))
-    wanted = fitted(logits).softmax(1)
-    assert torch.allclose(fixed.load().probs.float(), wanted.float(), atol=1e-5)
+    header, *lines = out.read_bytes().splitlines()
+    assert header == b"\xef\xbb\xbflabel;cat;dog"
+    assert all(b"." not in line and line.count(b",") == 2 for line in lines)
+    assert len(read_predictions(out).load()) == 60
+
+
+@pytest.mark.parametrize("kind", ["probs", "top_logprobs"])
+def test_objects_of_scores_are_written_back(kind: str, tmp_path: Path) -> None:
+    logits, labels = overconfident(0)
+    scores = logits.softmax(1) if kind == "probs" else logits.log_softmax(1)
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        json.dumps({"label": "abcd"[y], kind: dict(zip("abcd", row)), "other": {"id": i}}) + "\n"
+        for i, (y, row) in enumerate(zip(labels.tolist(), scores.tolist()))
+    ]
+    file.write_text("".join(lines))
+    told = run("calibrate", "--fit", file, "--apply", file, "--method", "temperature", "-o", out)
+    assert told.exit_code == 0, told.output
+    first = json.loads(out.read_text().splitlines()[0])
+    assert set(first["probs"]) == set("abcd")
+    assert first["other"] == {"id": 0}
+    wanted = calibrators.Temperature().fit(Predictions(logits, labels))(logits).softmax(1)
+    found = read_predictions(out).load()  # the calibrated probabilities, whatever else is there
+    assert torch.allclose(found.probs.float(), wanted.float(), atol=1e-4)
 
 
 def test_help_teaches() -> None:
@@ -500,11 +523,20 @@ def test_help_teaches() -> None:
         assert f"doublehead {command}" in text
 
 
-def test_columns_called_the_other_kind_are_refused_unless_named(tmp_path: Path) -> None:
-    file = write_csv(tmp_path / "a.csv", 0, names="prob")
-    told = run("evaluate", file, "--logits")
+def test_a_calibrator_of_the_other_kind_is_refused(val: Path, tmp_path: Path) -> None:
+    out, probs = tmp_path / "out.csv", tmp_path / "probs.csv"
+    assert run("calibrate", "--fit", val, "--apply", val, "--method", "temperature", "-o", out).exit_code == 0
+    probs.write_text("label,prob_0,prob_1,prob_2,prob_3\n0,0.25,0.25,0.25,0.25\n")
+    fitted = tmp_path / "out.calibrator.safetensors"
+    told = run("calibrate", "--use", fitted, "--apply", probs, "-o", tmp_path / "new.csv")
     assert told.exit_code == 2
-    assert "has columns such as 'prob_0', but logits were stated: state probs (--probs" in told.output
+    assert "was fitted on logits, but" in told.output
+    assert "--logits" not in told.output
+
+
+def test_columns_called_the_other_kind_may_be_named(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", 0, names="prob")
+    assert run("evaluate", file, "--logits").exit_code == 2
     assert run("evaluate", file, "--logits", "--scores", "prob_*").exit_code == 0
 
 

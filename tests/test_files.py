@@ -85,7 +85,7 @@ def test_npy_pair_in_either_order(tmp_path: Path) -> None:
 def test_npz_states_its_kind_and_must_not_be_contradicted(tmp_path: Path) -> None:
     file = as_npz(tmp_path / "a.npz")
     assert read_predictions(file).kind == "logits"
-    with pytest.raises(TableError, match="holds an array called 'logits', but probs were stated"):
+    with pytest.raises(TableError, match="holds an array called 'logits', but --probs was given"):
         read_predictions(file, kind="probs")
     saved = Predictions.from_probs([[0.25, 0.75]], [1]).save(tmp_path / "b.npz")
     assert read_predictions(saved).load().are_probs
@@ -224,72 +224,39 @@ def test_a_kind_is_asked_for_only_where_it_is_not_certain(tmp_path: Path) -> Non
     assert read_predictions(simple_csv(tmp_path / "c.csv")).kind == "logits"  # by the names of the columns
 
 
-BAD_CSV = [  # kind, text, message
-    ("logits", "id,x\n1,2", "no column that looks like the label: name it with --label, it has 'id', 'x'"),
-    ("logits", "label,name\n1,x", "no columns that look like scores: name them with --scores"),
-    (
-        "logits",
-        "label,logit_0,logit_1\n0,1,2\n1,abc,2",
-        "a.csv, column 'logit_0', row 2 must hold .*got 'abc'",
-    ),
-    (
-        "logits",
-        "label,cat,dog\ncat,1.5,2.5\nmouse,1,2",
-        "row 2 must hold one of the classes cat, dog, got 'mouse'",
-    ),
-    ("logits", "label,logit_0,logit_1\n0,1,2\n1,,2", "column 'logit_0', row 2 must .* nothing or nan"),
-    (
-        "logits",
-        "label,logit_0,logit_1\n0,1,inf",
-        "column 'logit_1', row 1 must hold a finite number, got inf",
-    ),
-    (
-        "logits",
-        "label,logit_0,logit_1\n0,1,2\n,1,2",
-        "column 'label', row 2 must hold a class .* got nothing",
-    ),
-    ("logits", "label,logit_0,logit_1\n0.5,1,2", "column 'label', row 1 must hold a class .* got 0.5"),
-    (
-        "logits",
-        "label,logit_0,logit_1\n0,1,2\n1,3",
-        "row 2 has 2 values where the header has 3: .* truncated",
-    ),
-    (
-        "logits",
-        "label,logit_0,logit_1\n1,1,2\n2,1,2",
-        "row 2: labels of 2 .* lie in 0..1, got 2; .*--label-base 1",
-    ),
-    (
-        "logits",
-        "label,logit_1,logit_2\n0,1,2\n1,1,2",
-        "row 1: labels .* must lie in 1..2, got 0; .*--label-base 0",
-    ),
-    ("logits", "label,logit_0,logit_1", "a.csv has no rows"),
-    ("logits", "label,logit_0,logit_0\n0,1,2", "more than one column called 'logit_0'"),
-    (
-        "probs",
-        "label,prob_0,prob_1\n0,0.7,0.2",
-        "row 1: probabilities must sum to 1 within 0.001, got 0.9; .*larger --tolerance",
-    ),
-    (
-        "probs",
-        "label,prob_0,prob_1\n0,1.5,-0.5",
-        "row 1: probabilities must lie in 0..1, got -0.5; give --logits",
-    ),
-    (
-        "logits",
-        "label,score_0,score_1\n0,0.25,0.75\n1,0.5,0.5",
-        "each row sums to 1, so these are probabilities: give --probs",
-    ),
-    ("logits", "label,score_0,score_1\n0,25,75\n1,50,50", "each row sums to 100, so these are percentages"),
-    ("probs", "label,score_0,score_1\n0,25,75\n1,50,50", "each row sums to 100, so these are percentages"),
-    (
-        "probs",
-        "label,score_0,score_1\n0,-0.693147,-0.693147\n1,-1.386294,-0.287682",
-        "these are log-probabilities: give --logits",
-    ),
-    ("logits", "label,score_0,score_1\n0,1e300,0\n1,2,3", r"row 1: logits must lie within 1e\+30"),
-    ("logits", "label,score_0,score_1\n1e20,1,2", "row 1 must hold a class"),
+Z_HEADER, HEADER = "label,logit_0,logit_1\n", "label,score_0,score_1\n"
+TOTAL = HEADER + "0,0.25,0.75\n" * 20 + ",5.00,15.00"  # the last row
+BAD_LOGITS = {  # text -> message
+    "id,x\n1,2": "no column that looks like the label: name it with --label, it has 'id', 'x'",
+    "label,name\n1,x": "no columns that look like scores: name them with --scores",
+    "label,name,confidence\n1,x,0.5": "rename the column of the class that 'confidence' is about",
+    Z_HEADER + "0,1,2\n1,abc,2": "a.csv, column 'logit_0', row 2 must hold .*got 'abc'",
+    "label,cat,dog\ncat,1.5,2.5\nmouse,1,2": "row 2 must hold one of the classes cat, dog, got 'mouse'",
+    Z_HEADER + "0,1,2\n1,,2": "column 'logit_0', row 2 must .* nothing or nan",
+    Z_HEADER + "0,1,inf": "column 'logit_1', row 1 must hold a finite number, got inf",
+    Z_HEADER + "0,1,2\n,1,2": "column 'label', row 2 must hold a class .* got nothing",
+    Z_HEADER + "0.5,1,2": "column 'label', row 1 must hold a class .* got 0.5",
+    Z_HEADER + "0,1,2\n1,3": "row 2 has 2 values where the header has 3: .* truncated",
+    Z_HEADER + "1,1,2\n2,1,2": "row 2: labels of 2 .* lie in 0..1, got 2; .*--label-base 1",
+    "label,logit_1,logit_2\n0,1,2\n1,1,2": "row 1: labels .* must lie in 1..2, got 0; .*--label-base 0",
+    Z_HEADER: "a.csv has no rows",
+    "label,logit_0,logit_0\n0,1,2": "more than one column called 'logit_0'",
+    HEADER + "0,0.25,0.75\n1,0.5,0.5": "each row sums to 1, so these are probabilities: give --probs",
+    HEADER + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
+    HEADER + "0,1e300,0\n1,2,3": r"row 1: logits must lie within 1e\+30",
+    HEADER + "1e20,1,2": "row 1 must hold a class",
+}
+BAD_PROBS = {
+    HEADER + "0,0.7,0.2": "row 1: probabilities must sum to 1 within 0.001, got 0.9; .*larger --tolerance",
+    HEADER + "0,1.5,-0.5": "row 1: probabilities must lie in 0..1, got -0.5; give --logits",
+    HEADER + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
+    HEADER + "0,-0.693147,-0.693147\n1,-1.386294,-0.287682": "these are log-probabilities: give --logits",
+    TOTAL: "row 21: probabilities must lie in 0..1.* if it is a total",
+}
+BAD_CSV = [
+    *(("logits", text, message) for text, message in BAD_LOGITS.items()),
+    *(("probs", text, message) for text, message in BAD_PROBS.items()),
+    (None, TOTAL, "row 21: .* got a sum of 20 .* if it is a total"),
 ]
 
 
@@ -432,6 +399,18 @@ def test_rows_are_not_chosen_by_their_label(tmp_path: Path) -> None:
             read_predictions(file, kind="logits", **how)
 
 
+@pytest.mark.parametrize(
+    ("row", "is_rounded"), [("0.33,0.33,0.33", True), ("0.3,0.3,0.3", False), ("0.3333,0.33,0.33", False)]
+)
+def test_rows_that_rounding_moved_from_one(row: str, is_rounded: bool, tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", "label,a,b,c", "0,0.2,0.3,0.5", f"1,{row}")
+    if is_rounded:
+        assert len(read_predictions(file, kind="probs").load()) == 2
+    else:
+        with pytest.raises(TableError, match="row 2: probabilities must sum to 1"):
+            read_predictions(file, kind="probs").load()
+
+
 def test_values_a_rounding_error_outside_are_clipped(tmp_path: Path) -> None:
     file = write_csv(tmp_path / "a.csv", "label,prob_0,prob_1", "0,1.00001,-1e-9")
     table = read_predictions(file, kind="probs")
@@ -451,9 +430,9 @@ def test_labels_that_end_in_a_number_are_names(names: list[str], tmp_path: Path)
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     file = simple_csv(tmp_path / "a.csv")
-    with pytest.raises(TableError, match=r"tolerance must lie in 0..1, got nan"):
+    with pytest.raises(TableError, match=r"--tolerance\) must lie in 0..1, got nan"):
         read_predictions(file, kind="logits", tolerance=math.nan)
-    with pytest.raises(TableError, match="by must name a column"):
+    with pytest.raises(TableError, match="must name a column"):
         read_predictions(file, kind="logits", by="")
     np.savez(tmp_path / "none.npz", logits=np.zeros((4, 0)), labels=np.zeros(4, dtype=int))
     with pytest.raises(TableError, match="at least one score per row"):

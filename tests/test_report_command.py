@@ -79,7 +79,7 @@ def test_columns_that_say_otherwise_are_not_misread(folder: Path) -> None:
     p = made()
     write_csv(folder / "fixed.csv", p, ["prob_0", "prob_1", "prob_2"], p.probs)
     said = run("fixed.csv", "--logits", code=2)
-    assert "fixed.csv has columns such as 'prob_0', but logits were stated" in said
+    assert "fixed.csv has columns such as 'prob_0', but --logits was given" in said
     assert "probs:FILE" in said
     assert not (folder / "report.html").exists()
     run("probs:fixed.csv", "--logits")

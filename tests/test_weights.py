@@ -191,12 +191,18 @@ def written(path: Path, p: Predictions, weights: Tensor) -> Path:
     return path
 
 
-def test_files_take_weights(tmp_path: Path) -> None:
+@pytest.fixture
+def weighted_and_repeated(tmp_path: Path) -> tuple[Path, Path]:
+    """A file of weighted samples, and one in which each is repeated as often as its weight says."""
     pytest.importorskip("pyarrow")
     weighted, repeated = twice(300)
     assert weighted.weights is not None
-    file = written(tmp_path / "a.csv", weighted, weighted.weights)
     long = written(tmp_path / "long.csv", repeated, torch.ones(len(repeated)))
+    return written(tmp_path / "a.csv", weighted, weighted.weights), long
+
+
+def test_files_take_weights(weighted_and_repeated: tuple[Path, Path], tmp_path: Path) -> None:
+    file, long = weighted_and_repeated
     found, wanted = (dh.evaluate(logits=str(path), weights="size").values for path in (file, long))
     for name in SCALARS:
         assert found[name] == pytest.approx(wanted[name], rel=1e-6)
@@ -206,12 +212,8 @@ def test_files_take_weights(tmp_path: Path) -> None:
         dh.evaluate(logits=negative, weights="size")
 
 
-def test_calibrate_measures_with_weights(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    weighted, repeated = twice(300)
-    assert weighted.weights is not None
-    file = written(tmp_path / "a.csv", weighted, weighted.weights)
-    long = written(tmp_path / "long.csv", repeated, torch.ones(len(repeated)))
+def test_calibrate_measures_with_weights(weighted_and_repeated: tuple[Path, Path], tmp_path: Path) -> None:
+    file, long = weighted_and_repeated
     found = []
     for path, options in ((file, ["--weights", "size"]), (long, [])):
         command = f"calibrate --fit {path} --apply {path} --logits -o {tmp_path / 'b.csv'} --force".split()

@@ -34,9 +34,7 @@ class Outcomes:
     correct: Tensor  # (N,) bool
     labels: Tensor | None = None  # (N,) int32
     predicted: Tensor | None = None  # (N,) int32
-    nll: Tensor | None = (
-        None  # (N,) float64, inf where the label has a probability of 0 and there are no weights
-    )
+    nll: Tensor | None = None  # (N,) float64; without weights inf where the label has a probability of 0
     weights: Tensor | None = None  # (N,) float64
 
     @classmethod

@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from doublehead.atomic import replacing
 from doublehead.logprobs import option_logprobs
 from doublehead.score_arrays import (
     ArrayLike,
+    Target,
     as_float_tensor,
     as_tensor,
     at_classes,
@@ -39,43 +40,6 @@ from doublehead.torch_tools import one_thread
 COARSEST = 0.01  # resolution of probabilities that are rounded to two digits
 
 
-class Target(NamedTuple):
-    """What is true of N samples: classes (N,), perhaps probabilities (N, K) and weights (N,) of mean 1."""
-
-    labels: Tensor  # the likeliest class where there are probabilities
-    probs: Tensor | None = None
-    weights: Tensor | None = None
-
-    def rows(self, at: Any) -> Target:
-        """Of some of the samples; weights keep their scale."""
-        return Target(*(None if part is None else part[at] for part in self))  # type: ignore[arg-type]
-
-    def split(self, size: int) -> list[Target]:
-        """So many samples at a time."""
-        return [self.rows(slice(at, at + size)) for at in range(0, len(self.labels), size)]
-
-    def of(self, values: Tensor) -> Tensor:
-        """(N, ...) the value of the label's class, or its expectation, of values (N, K, ...)."""
-        if self.probs is not None:
-            shape = (*self.probs.shape, *[1] * (values.ndim - 2))
-            return (values * self.probs.to(values.dtype).view(shape)).sum(1)
-        return values[torch.arange(len(values), device=values.device), self.labels]
-
-    def error(self, probs: Tensor) -> Tensor:
-        """Probabilities (N, K) minus the truth, times the weights; in place."""
-        if self.probs is not None:
-            probs -= self.probs.to(probs.dtype)
-        else:
-            probs[torch.arange(len(probs), device=probs.device), self.labels] -= 1
-        return self.weighted(probs)
-
-    def weighted(self, values: Tensor) -> Tensor:
-        """Values (N, ...) times the weights, if there are any."""
-        if self.weights is None:
-            return values
-        return values * self.weights.to(values.dtype).view(-1, *[1] * (values.ndim - 1))
-
-
 class Predictions:
     """The logits of a classifier and the true labels, checked once, on entry.
 
@@ -91,9 +55,7 @@ class Predictions:
     [0.881, 0.731]
     """
 
-    n_labels: int | None = (
-        None  # of each sample, where every pair of a sample and a label is a row: see `multilabel`
-    )
+    n_labels: int | None = None  # of each sample, where every label of a sample is a row: see `multilabel`
 
     def __init__(self, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> None:
         self._scores = check_scores(logits, "logits")  # (N, K)
@@ -309,11 +271,9 @@ class Predictions:
     def target(self) -> Target:
         """Labels and weights in the form that calibrators fit to."""
         weights = None if self.weights is None else self.weights / self.weights.mean()
-        return (
-            Target(self._truth.argmax(1), self._truth, weights)
-            if self.are_soft
-            else Target(self._truth, None, weights)
-        )
+        if self.are_soft:
+            return Target(self._truth.argmax(1), self._truth, weights)
+        return Target(self._truth, None, weights)
 
     def with_logits(self, logits: ArrayLike) -> Predictions:
         """Other logits for the same labels and weights."""
@@ -370,11 +330,9 @@ class Predictions:
     def correct(self) -> Tensor:
         """(N,) bool: whether the predicted class is the label. For soft labels its probability, in float64."""
         with one_thread():
-            return (
-                at_classes(self._truth, self._predicted).double()
-                if self.are_soft
-                else self._predicted == self._truth
-            )
+            if self.are_soft:
+                return at_classes(self._truth, self._predicted).double()
+            return self._predicted == self._truth
 
     @property
     def confidence(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arrays of scores (N, K): taking them in, checking them, and going through them in chunks that fit a cache."""
+"""Arrays of scores (N, K) and what is true of them: taking them in, checking them, going through them in chunks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,43 @@ PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 FAST_SOFTMAX = {("AVX512", torch.float32), ("AVX512", torch.float64), ("AVX2", torch.float32)}
 FAR = 40.0  # exp neither overflows nor loses anything while the largest logit lies within -FAR..FAR
 MAX_WEIGHT = 1e9  # of all samples together: bins count weights in units of 2^-32
+
+
+class Target(NamedTuple):
+    """What is true of N samples: classes (N,), perhaps probabilities (N, K) and weights (N,) of mean 1."""
+
+    labels: Tensor  # the likeliest class where there are probabilities
+    probs: Tensor | None = None
+    weights: Tensor | None = None
+
+    def rows(self, at: Any) -> Target:
+        """Of some of the samples; weights keep their scale."""
+        return Target(*(None if part is None else part[at] for part in self))  # type: ignore[arg-type]
+
+    def split(self, size: int) -> list[Target]:
+        """So many samples at a time."""
+        return [self.rows(slice(at, at + size)) for at in range(0, len(self.labels), size)]
+
+    def of(self, values: Tensor) -> Tensor:
+        """(N, ...) the value of the label's class, or its expectation, of values (N, K, ...)."""
+        if self.probs is not None:
+            shape = (*self.probs.shape, *[1] * (values.ndim - 2))
+            return (values * self.probs.to(values.dtype).view(shape)).sum(1)
+        return values[torch.arange(len(values), device=values.device), self.labels]
+
+    def error(self, probs: Tensor) -> Tensor:
+        """Probabilities (N, K) minus the truth, times the weights; in place."""
+        if self.probs is not None:
+            probs -= self.probs.to(probs.dtype)
+        else:
+            probs[torch.arange(len(probs), device=probs.device), self.labels] -= 1
+        return self.weighted(probs)
+
+    def weighted(self, values: Tensor) -> Tensor:
+        """Values (N, ...) times the weights, if there are any."""
+        if self.weights is None:
+            return values
+        return values * self.weights.to(values.dtype).view(-1, *[1] * (values.ndim - 1))
 
 
 # --- taking in

@@ -69,12 +69,15 @@ class Tally:
         groups: Array | None = None,
         *,
         per_class: bool = True,
+        onto: Tally | None = None,
     ) -> Tally:
         """The tally of some predictions and of each group among them; groups have no numbers per class.
 
         Without `per_class` it needs no memory that grows with the number of classes. Of `Outcomes` only what hangs on
-        confidences is known.
+        confidences is known. It is added to `onto`, in its memory: with many classes, bins are larger than `p`.
         """
+        if onto is not None:
+            return onto._add(p, groups)
         by_group = {} if groups is None else dict(_group_tallies(p, n_bins, groups))
         if isinstance(p, Outcomes):
             answers = threshold_counts(*p.top_label()) if p.weights is None else None
@@ -127,8 +130,7 @@ class Tally:
             None if self.answers is None or other.answers is None else self.answers + other.answers,
         )
 
-    def add_(self, p: Predictions | Outcomes, groups: Array | None = None) -> Tally:
-        """`self + Tally.of(p, groups=groups)` in the memory of `self`: with many classes, bins are larger than `p`."""
+    def _add(self, p: Predictions | Outcomes, groups: Array | None) -> Tally:
         part = Tally.of(p, self.n_bins, groups, per_class=False)
         rest = replace(self, classwise=None, predicted=None) + part
         if self.classwise is None or self.predicted is None or isinstance(p, Outcomes):

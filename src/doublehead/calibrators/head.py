@@ -29,7 +29,8 @@ from doublehead.calibrators import head_stages as stages
 from doublehead.calibrators.base import Calibrator, keep_top
 from doublehead.calibrators.choose import Choice, Scores, choose, stratified_folds
 from doublehead.calibrators.head_stages import OF_FEATURES, OWN, STAGES, Evidence, Params
-from doublehead.predictions import Predictions, Target
+from doublehead.predictions import Predictions
+from doublehead.score_arrays import Target
 from doublehead.torch_tools import one_thread
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from doublehead.calibration_head import MAX_LOG_SCALE, scale_logits, statistics
 from doublehead.calibrators.optimise import CHUNK, fit_log_scale, newton
 from doublehead.calibrators.temperature import fit_inverse_temperature
-from doublehead.predictions import Target
+from doublehead.score_arrays import Target
 from doublehead.torch_tools import seeded
 
 OWN = ("temperature", "map", "head")  # stages whose outputs are pooled

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from doublehead.predictions import Target
+from doublehead.score_arrays import Target
 
 GRADIENT = 1e-6  # the largest gradient entry at which a fit counts as converged
 TOLERANCE = 2e-8  # of a mean NLL: `newton` stops where a step promises no more

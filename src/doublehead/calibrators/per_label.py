@@ -12,7 +12,8 @@ from doublehead.calibrators.choose import Choice, choose
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.optimise import fit_logistic
 from doublehead.calibrators.temperature import Identity, Temperature
-from doublehead.predictions import Predictions, Target
+from doublehead.predictions import Predictions
+from doublehead.score_arrays import Target
 
 SHARED = {"head": Head, "temperature": Temperature, "none": Identity}
 RIDGE = 10.0  # samples: each label's map is pulled towards no change as if so many said so

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from doublehead.calibrators.base import Calibrator
 from doublehead.metrics import ece, nll
-from doublehead.predictions import Predictions, Target
-from doublehead.score_arrays import CHUNK_ENTRIES
+from doublehead.predictions import Predictions
+from doublehead.score_arrays import CHUNK_ENTRIES, Target
 
 MAX_PASSES = 200
 COARSE = 1e-3  # once a step in log(s) is this small, the passes go on in float64

@@ -8,7 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from doublehead.calibrators.choose import score_table
 from doublehead.cli import options
 from doublehead.cli.output import UserError, notes, progress, show, show_counts, show_guesses, told_to_user
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
-from doublehead.files.sources import TableError
+from doublehead.files.sources import TableError, find_sources
 from doublehead.files.writing import check_output, write_calibrated
 from doublehead.outcomes import Comparison, Outcomes, Pairing
 from doublehead.predictions import Predictions
@@ -208,9 +208,18 @@ def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionT
     except (ValueError, KeyError) as error:
         raise UserError(f"{use} is not a calibrator written by this command: {error}") from error
     if how["kind"] not in (None, reads):
-        raise UserError(f"{use} was fitted on {reads}, but {how['kind']} were stated")
+        raise UserError(
+            f"{use} was fitted on {reads}, but --{how['kind']} was given: give --{reads}, or neither"
+        )
     several = isinstance(calibrator, calibrators.PerLabel)
-    table = read_predictions(paths, label_needed=False, independent=several, **{**how, "kind": reads})
+    sources, how = find_sources(paths), {**how, "label_needed": False, "independent": several}
+    with suppress(TableError):  # where it is not certain
+        holds = read_predictions(sources, **{**how, "kind": None}).kind
+        if holds != reads:
+            raise UserError(
+                f"{use} was fitted on {reads}, but {sources[0]} holds {holds}: fit a calibrator to {holds} with --fit"
+            )
+    table = read_predictions(sources, **{**how, "kind": reads})
     table.require_scores()
     if table.layout.independent and not several:
         raise UserError(f"{use} was fitted on one label per sample, but {table.name} has several")
@@ -294,8 +303,7 @@ def _write(
             else:
                 fixed = Predictions.from_probs(probs, known.labels, known.weights)
             for name, p in (("before", known), ("after", fixed)):
-                part = Tally.of(p, n_bins, chunk.groups)
-                tallies[name] = tallies[name] + part if name in tallies else part
+                tallies[name] = Tally.of(p, n_bins, chunk.groups, onto=tallies.get(name))
             pairing.add(Outcomes.of(known), Outcomes.of(fixed))
         return probs
 

@@ -43,7 +43,10 @@ LabelBase = Annotated[
     int | None, typer.Option(help="The label of the first class where labels are numbers: 1 for labels 1..K.")
 ]
 Tolerance = Annotated[
-    float, typer.Option(help="How far from 1 the probabilities of a row may sum (rounded files).")
+    float,
+    typer.Option(
+        help="How far from 1 the probabilities of a row may sum; rounding to few digits is allowed for."
+    ),
 ]
 BinCount = Annotated[int, typer.Option("--bins", min=1, help="Bins of equal width for calibration errors.")]
 Weights = Annotated[str | None, typer.Option(help="Column of sample weights: how much each row counts.")]

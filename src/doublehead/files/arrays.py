@@ -201,11 +201,15 @@ def _array_kind(array: Array) -> str:
 
 
 def holds_answers(path: Path) -> bool:
-    """Whether the first line of a file has log-probabilities of tokens; a list of numbers has no tokens."""
+    """Whether the first line of a file has log-probabilities of tokens; a list of numbers has no tokens.
+
+    Not where it has calibrated probabilities beside them, see `write_answers`.
+    """
     with _open(path) as file:
         first = next((line for line in file if line.strip()), "")
     try:
-        return bool(token_logprobs(_answer(json.loads(first))))
+        record = json.loads(first)
+        return not isinstance(record.get("probs"), dict) and bool(token_logprobs(_answer(record)))
     except (AttributeError, TypeError, ValueError):
         return False
 

@@ -12,7 +12,7 @@ from doublehead.files.sources import TableError
 
 LABELS = (
     "label", "labels", "target", "targets", "y_true", "y", "true_label", "truth", "ground_truth", "true_class", "gt",
-    "actual", "gold", "y_test", "true", "category", "class",
+    "actual", "gold", "y_test", "true", "category", "class", "human_label", "human", "expected",
 )  # fmt: skip
 SEVERAL = ("matrix", "labels")  # what a column of lists of labels may hold
 LOGITS = ("logit", "logits")
@@ -22,7 +22,7 @@ PREFIXES = {"logits": (*LOGITS, *SCORES), "probs": (*PROBS, *SCORES), None: (*LO
 # A file with the predicted class and its confidence alone; of the k best classes only the first is read.
 PROBABILITY = r"(prob(ability)?|conf(idence)?)"
 PREDICTED = (
-    r"(predicted|prediction|pred|y_pred)(_class|_label)?"
+    r"(predicted|prediction|pred|y_pred|verdict|decision)(_class|_label)?"
     r"|(pred(icted|iction)?|class|label|top|rank)_?1(_?(class|label|pred|name))?"
 )
 CONFIDENCE = rf"conf(idence)?|(max|top|pred(icted)?)_{PROBABILITY}|msp|((top|rank)_?1_?)?{PROBABILITY}_?1?"
@@ -228,8 +228,12 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
         return (single[0],)
     if len(decimal) >= 2:
         return tuple(decimal)
+    confidence = next((name for name in columns if re.fullmatch(CONFIDENCE, plain(name))), None)
+    hint = (
+        f"; rename the column of the class that {confidence!r} is about to 'predicted'" if confidence else ""
+    )
     raise TableError(
-        f"{where} has no columns that look like scores: name them with --scores, it has {listed(columns)}"
+        f"{where} has no columns that look like scores: name them with --scores, it has {listed(columns)}{hint}"
     )
 
 
@@ -307,6 +311,8 @@ def _classes(scores: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
     classes = [of_class for _, of_class in split if of_class is not None]
     if len(classes) == len(scores) and len({prefix for prefix, _ in split}) == 1:
         return tuple(classes), 0
+    if len({name.rpartition(".")[0] for name in scores}) == 1:  # entries of a nested object
+        return tuple(name.rpartition(".")[2] for name in scores), 0
     return scores, 0
 
 

@@ -29,9 +29,8 @@ from doublehead.optional import require
 
 BLOCK = 1 << 21  # bytes of text parsed together
 WIDEST_BLOCK = 1 << 26  # where rows are long
-WIDE = (
-    1000  # score columns from which on they are parsed as one long column: Arrow takes microseconds for each
-)
+# Score columns from which on they are parsed as one long column: Arrow takes microseconds for each.
+WIDE = 1000
 WIDE_BLOCK = 1 << 22  # bytes of such text parsed together
 BOM = b"\xef\xbb\xbf"
 DECIMAL = re.compile(r"-?\d*[.,]\d+([eE][-+]?\d+)?")
@@ -74,13 +73,14 @@ class CsvReader(TableReader):
         with reading(source):
             start = self._start()
             self._encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf8"
+            self.has_bom = start.startswith(BOM) or self._encoding == "utf-16"
             lines = _first_lines(start, self._encoding)
             self.delimiter = max("\t;|,", key=lines[0].count)
             second = lines[min(1, len(lines) - 1)].split(self.delimiter)
             commas = self.delimiter != "," and any(
                 re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", x) for x in second
             )
-            self._decimal_point = "," if commas else "."
+            self.decimal_point = "," if commas else "."
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
             self._names = self._header(lines[0])
@@ -225,7 +225,7 @@ class CsvReader(TableReader):
             self._arrow.BufferReader(text),
             self._csv.ReadOptions(use_threads=False, block_size=BLOCK, column_names=names),
             self._csv.ParseOptions(delimiter=self.delimiter, ignore_empty_lines=False),
-            self._csv.ConvertOptions(column_types=types, decimal_point=self._decimal_point),
+            self._csv.ConvertOptions(column_types=types, decimal_point=self.decimal_point),
         )
         (batch,) = table.combine_chunks().to_batches()
         return batch
@@ -245,13 +245,16 @@ class CsvReader(TableReader):
             ),
             parse_options=self._csv.ParseOptions(delimiter=self.delimiter),
             convert_options=self._csv.ConvertOptions(
-                column_types=types, include_columns=columns, decimal_point=self._decimal_point
+                column_types=types, include_columns=columns, decimal_point=self.decimal_point
             ),
         )
 
 
 class JsonReader(TableReader):
-    """JSON Lines, an object per row, also gzipped; a list of numbers is a matrix column."""
+    """JSON Lines, an object per row, also gzipped; a list of numbers is a matrix column.
+
+    The entries of an object in a row, such as {"probs": {"cat": 0.9, "dog": 0.1}}, are columns `probs.cat`, ...
+    """
 
     def __init__(self, source: Source, zipped: bool) -> None:
         super().__init__(source)
@@ -259,8 +262,10 @@ class JsonReader(TableReader):
         self._zipped = zipped
         with reading(source):
             block = next(self._blocks(), (b"", 0))[0]
-            self._schema = self._parsed(block, None).schema
-            self._describe(self._schema.names, self._schema.types)
+            first = self._parsed(block, None)
+            self._schema, flat = first.schema, first.flatten().schema
+            self._describe(flat.names, flat.types)
+        self.nested = set(self._schema.names) - set(flat.names)
 
     def _tables(
         self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
@@ -275,7 +280,7 @@ class JsonReader(TableReader):
         ]
         with reading(self.source):
             for block, done in self._blocks():
-                table = self._parsed(block, arrow.schema(fields)).select(wanted).combine_chunks()
+                table = self._parsed(block, arrow.schema(fields)).flatten().select(wanted).combine_chunks()
                 for batch in table.to_batches(max_chunksize=rows):
                     yield batch, done
 

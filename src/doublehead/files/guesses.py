@@ -21,7 +21,7 @@ from doublehead.files.columns import (
 )
 from doublehead.files.formats import open_source
 from doublehead.files.sources import Array, Source, TableError
-from doublehead.files.values import to_text
+from doublehead.files.values import ROUNDED, to_text
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
@@ -29,9 +29,6 @@ SAMPLES = (
     "sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid",
 )  # fmt: skip
 CLASSES = ("class", "class_name", "class_id", "candidate", "option", "choice", "category")
-ROUNDED = (
-    0.05  # how far rows of probabilities rounded to two digits may sum from 1, and still be known as such
-)
 ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
 
 
@@ -96,7 +93,9 @@ def stated_kind(sources: Sequence[Source], reader: Reader, kind: Kind | None) ->
         if source.path.suffix == ".npz":
             says = (reader if source is reader.source else open_source(source)).states
         if says is not None and kind is not None and says != kind:
-            raise TableError(f"{source} holds an array called {says!r}, but {kind} were stated with --{kind}")
+            raise TableError(
+                f"{source} holds an array called {says!r}, but --{kind} was given: give --{says}, or neither"
+            )
     if kind is None and reader.states in ("logits", "probs"):
         return "logits" if reader.states == "logits" else "probs"
     return kind
@@ -126,6 +125,8 @@ def certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source
         return "probs", "rows sum to 1"
     if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in layout.scores):
         return "logits", "as they are called"
+    if several:
+        _refuse_few(scores, max(tolerance, ROUNDED), source)
     if several and high <= 1e-6 and _off_one(np.exp(scores, dtype=np.float64)) <= 1e-2:
         return "logits", "log-probabilities"
     if several and low >= 0 and _off_one(scores / 100) <= 1e-2:
@@ -138,16 +139,29 @@ def certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source
     )
 
 
+def _refuse_few(scores: Array, tolerance: float, source: Source) -> None:
+    """Refuse the first row that is not of probabilities where more than nine tenths are: it may be a total."""
+    sums = np.nan_to_num(scores).sum(1, dtype=np.float64)
+    wrong = (np.abs(sums - 1) > tolerance) | (np.nan_to_num(scores).min(1) < 0)
+    if wrong.mean() < 0.1:
+        row = int(wrong.argmax())
+        raise TableError(
+            f"{source}, row {row + 1}: probabilities must lie in 0..1 and sum to 1 as in the other rows, got a sum of "
+            f"{sums[row]:.6g} ({int(wrong.sum())} of the first {len(wrong)} rows); remove it if it is a total"
+        )
+
+
 def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     """Refuse guessed columns that are called the other kind than was stated: prob_0, ... stated as logits."""
     other = "probs" if kind == "logits" else "logits"
     if layout.top_only or not all(column.lower().startswith(other[:-1]) for column in layout.scores):
         return
-    against = why if why and why != "as they are called" else f"{kind} were stated"
-    raise TableError(
-        f"{name} has columns such as {layout.scores[0]!r}, but {against}: state {other} (--{other}, or "
-        f"{other}:FILE in a report), or name the columns (--scores) if they hold {kind}"
-    )
+    named = f"--{kind} --scores '{layout.scores[0][: len(other)]}*'"
+    if why and why != "as they are called":
+        does = f"but {why}: give {named} if they hold {kind}"
+    else:
+        does = f"but --{kind} was given: give --{other} ({other}:FILE in a report), or {named} if they hold {kind}"
+    raise TableError(f"{name} has columns such as {layout.scores[0]!r}, {does}")
 
 
 def check_unnamed(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source) -> None:

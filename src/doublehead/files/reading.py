@@ -31,6 +31,7 @@ from doublehead.files.guesses import (
 )
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
 from doublehead.files.values import (
+    ROUNDED,
     Rows,
     to_correct,
     to_labels,
@@ -54,9 +55,7 @@ class Chunk(NamedTuple):
 
     scores: torch.Tensor  # (B, K), logits or probs as stated
     predictions: Predictions | Outcomes | None  # None where the file has no labels
-    groups: (
-        Array | None
-    )  # (N,) text, of each prediction: the values of the `by` column, or one of several labels
+    groups: Array | None  # (N,) text: the value of the `by` column, or the label of a prediction of several
     raw: RawBatch
     rows: Array  # (B,) which rows of the raw batch these are (some are left out by a filter)
     source: Source
@@ -77,9 +76,7 @@ class PredictionTable:
     weights: str | None = None  # the column of sample weights
     why: str = ""  # it is of this kind, where that was not stated
     counts: dict[str, int] = field(default_factory=dict, compare=False)  # of the last time all was read
-    opened: dict[str, Reader] = field(
-        default_factory=dict, compare=False
-    )  # to read once what files begin with
+    opened: dict[str, Reader] = field(default_factory=dict, compare=False)  # reads the beginning once
 
     @property
     def name(self) -> str:
@@ -105,9 +102,7 @@ class PredictionTable:
         for source in self.sources:
             reader = self.opened.pop(str(source), None) or open_source(source)
             done, first = 0, reader.first_row
-            with closing(
-                self._raw(reader, keep)
-            ) as batches:  # the file is closed whatever is wrong in a chunk
+            with closing(self._raw(reader, keep)) as batches:  # whatever is wrong in a chunk
                 for raw in batches:
                     n = len(raw.scores)
                     rows = _matching(raw, self.where, n, values)
@@ -153,10 +148,7 @@ class PredictionTable:
         for chunk in self.chunks(advance):
             if chunk.predictions is None:
                 raise TableError(f"{self.sources[0]} has no labels to measure by")
-            if found is None:
-                found = Tally.of(chunk.predictions, n_bins, chunk.groups)
-            else:
-                found = found.add_(chunk.predictions, chunk.groups)
+            found = Tally.of(chunk.predictions, n_bins, chunk.groups, onto=found)
         assert found is not None  # chunks() raises where there are no rows
         return found
 
@@ -221,7 +213,8 @@ class PredictionTable:
             return None
         labels = to_labels(columns[layout.label], layout, scores.shape[1], rows)
         if are_probs:
-            return Predictions.from_probs(scores, labels, weights, tolerance=self.tolerance)
+            tolerance = max(self.tolerance, ROUNDED)  # `to_scores` has looked closer
+            return Predictions.from_probs(scores, labels, weights, tolerance=tolerance)
         return Predictions(scores, labels, weights)
 
     def _nothing(self, seen: int, values: set[str]) -> str:
@@ -275,9 +268,9 @@ def read_predictions(
     if kind not in ("logits", "probs", None):
         raise ValueError(f"kind must be 'logits' or 'probs', got {kind!r}")
     if not 0 <= tolerance < 1:
-        raise TableError(f"tolerance must lie in 0..1, got {tolerance}")
+        raise TableError(f"tolerance (--tolerance) must lie in 0..1, got {tolerance}")
     if by == "":
-        raise TableError("by must name a column, got an empty name")
+        raise TableError("by (--by) must name a column, got an empty name")
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
     reader = open_source(sources[0])
     where = dict(where or {})

@@ -14,6 +14,7 @@ from doublehead.files.sources import Array, Source, TableError
 
 MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
 MISSING = "(missing)"
+ROUNDED = 0.05  # how far from 1 rows of probabilities may sum by rounding to two digits
 WORDS: dict[str | None, float] = {
     None: np.nan,
     "": np.nan,
@@ -227,15 +228,27 @@ def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> 
             outside,
             None,
             lambda i: f": probabilities must lie in 0..1, got {low[i] if low[i] < 0 else high[i]:.6g}",
-            "; give --logits if these are logits",
+            "; remove it if it is a total" if outside.mean() < 0.1 else "; give --logits if these are logits",
         )
     if not layout.independent:
         rows.refuse(
-            np.abs(sums - 1) > tolerance,
+            np.abs(sums - 1) > np.maximum(tolerance + 1e-9, _rounding(table, np.abs(sums - 1) > tolerance)),
             None,
             lambda i: f": probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}",
-            "; a file rounded to few digits needs a larger --tolerance",
+            "; a larger --tolerance allows it",
         )
+
+
+def _rounding(table: Array, rows: Array) -> Array:
+    """(B,) how far from 1 rounding to 1 to 4 digits may have moved the sums of some `rows` (B,), at most ROUNDED."""
+    moved = np.zeros(len(table))
+    places = np.flatnonzero(rows)
+    for digits in (1, 2, 3, 4):
+        scaled = table[places].astype(np.float64) * 10**digits
+        rounded = np.abs(scaled - scaled.round()).max(1, initial=0.0) < 1e-3  # float32 is off by less
+        moved[places[rounded]] = min(ROUNDED, 0.5 * table.shape[1] / 10**digits + 1e-6)
+        places = places[~rounded]
+    return moved
 
 
 def _numbers(column: Array, name: str, rows: Rows, wanted: str = "a class (a whole number)") -> Array:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from doublehead.files.arrays import NpzReader, holds_answers, write_answers
-from doublehead.files.formats import open_source
+from doublehead.files.formats import BOM, CsvReader, JsonReader, open_source
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
 from doublehead.optional import require
@@ -108,28 +108,45 @@ def _write_source(
     elif suffix == ".xlsx":
         raise TableError(f"{source} cannot be written back as .xlsx: save it as CSV first")
     else:
-        _write_text(one, target, pairs, suffix in JSON_LINES)
+        _write_text(one, target, pairs)
 
 
-def _write_text(
-    table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]], is_json: bool
-) -> None:
-    arrow = require("pyarrow", extra="tables")
-    delimiter, header = getattr(open_source(table.sources[0]), "delimiter", ","), not is_json
+def _write_text(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    """CSV and JSON Lines."""
+    arrow, reader = require("pyarrow", extra="tables"), open_source(table.sources[0])
+    first = True
     with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
         for chunk, probs in pairs:
             batch = _replaced(table, chunk, probs)
-            if header:
-                first = io.StringIO()
-                csv.writer(first, delimiter=delimiter, lineterminator="\n").writerow(batch.schema.names)
-                file.write(first.getvalue().encode())
-                header = False
-            if is_json:
-                lines = "".join(json.dumps(row, default=str) + "\n" for row in batch.to_pylist()).encode()
-            file.write(lines if is_json else _csv_lines(batch, delimiter))
+            if isinstance(reader, CsvReader):
+                if first:
+                    file.write(_csv_header(batch.schema.names, reader))
+                file.write(_csv_lines(batch, reader.delimiter, reader.decimal_point))
+            elif isinstance(reader, JsonReader):
+                rows = (_nested(row, reader.nested) for row in batch.to_pylist())
+                file.write("".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+            first = False
 
 
-def _csv_lines(batch: Any, delimiter: str) -> bytes:
+def _nested(row: dict[str, Any], parents: set[str]) -> dict[str, Any]:
+    """{"probs": {"cat": 0.9}} from {"probs.cat": 0.9}, for the objects that the file had."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        parent, _, entry = name.partition(".")
+        if entry and parent in parents:
+            found.setdefault(parent, {})[entry] = value
+        else:
+            found[name] = value
+    return found
+
+
+def _csv_header(names: list[str], reader: CsvReader) -> bytes:
+    line = io.StringIO()
+    csv.writer(line, delimiter=reader.delimiter, lineterminator="\n").writerow(names)
+    return (BOM if reader.has_bom else b"") + line.getvalue().encode()
+
+
+def _csv_lines(batch: Any, delimiter: str, decimal_point: str) -> bytes:
     """Lines of CSV; values are quoted where they must be, and nowhere else."""
     arrow, compute = require("pyarrow", extra="tables"), require("pyarrow.compute", extra="tables")
     cells = []
@@ -138,7 +155,10 @@ def _csv_lines(batch: Any, delimiter: str) -> bytes:
         if kind == "double":  # scores, which may be many: as one column of texts that are joined row by row
             numbers = np.ascontiguousarray(batch.select(columns).to_tensor(null_to_nan=True).to_numpy())
             ends = np.arange(0, numbers.size + 1, len(columns), dtype=np.int32)
-            texts = arrow.ListArray.from_arrays(ends, arrow.array(numbers.ravel()).cast("string"))
+            text = arrow.array(numbers.ravel()).cast("string")
+            if decimal_point != ".":
+                text = compute.replace_substring(text, ".", decimal_point)
+            texts = arrow.ListArray.from_arrays(ends, text)
             cells.append(compute.binary_join(texts, delimiter))
             continue
         for column in batch.select(columns).columns:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from doublehead.bins import Bins
-from doublehead.predictions import Predictions, Target
-from doublehead.score_arrays import ArrayLike, as_float_tensor
+from doublehead.predictions import Predictions
+from doublehead.score_arrays import ArrayLike, Target, as_float_tensor
 
 
 class BrierParts(NamedTuple):

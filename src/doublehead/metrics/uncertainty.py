@@ -11,9 +11,8 @@ from doublehead.predictions import Predictions
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-CELLS = (
-    960  # confidences within 1/960 of each other share one binomial draw: variance off by under 1e-7 a sample
-)
+# Confidences within 1/960 of each other share one binomial draw: variance off by under 1e-7 a sample.
+CELLS = 960
 
 
 class Floor(NamedTuple):

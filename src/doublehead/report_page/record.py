@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 from doublehead import metrics
 from doublehead.curves import (
@@ -48,16 +49,7 @@ SHOWN = (
 ERROR_LIMITS = (0.05, 0.02, 0.01, 0.001)  # for which a guaranteed threshold is searched
 
 # The thresholds of the slider: fine where most confidences lie.
-THRESHOLDS = np.unique(
-    np.concatenate(
-        [
-            np.arange(90) / 100,
-            0.9 + np.arange(90) / 1000,
-            0.99 + np.arange(18) / 2000,
-            [0.999, 0.9995, 0.9999],
-        ]
-    ).round(4)
-)
+THRESHOLDS = np.unique(np.r_[0:0.9:0.01, 0.9:0.99:0.001, 0.99:0.999:0.0005, 0.999, 0.9995, 0.9999].round(4))
 
 
 class ErrorRow(NamedTuple):
@@ -147,9 +139,8 @@ def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
     outcomes, times = [], []
     errors: list[ErrorRow] = []
     for part in parts:
-        more = Tally.of(part.predictions, n_bins, part.groups)
-        tally = more if tally is None else tally + more
         p = part.predictions
+        tally = Tally.of(p, n_bins, part.groups, onto=tally)
         outcomes.append(p if isinstance(p, Outcomes) else Outcomes.of(p))
         errors = heapq.nlargest(MAX_ERRORS, [*errors, *_errors(outcomes[-1], part)])
         if part.times is not None:
@@ -164,12 +155,15 @@ def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
 def _errors(found: Outcomes, part: _Part) -> list[ErrorRow]:
     wrong = (~found.correct).nonzero()[:, 0]
     worst = wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]]
-    named = found.labels is not None and found.predicted is not None
+
+    def class_of(classes: Tensor | None, i: int) -> str:
+        return "" if classes is None else str(int(classes[i]))
+
     return [
         ErrorRow(
             float(found.confidence[i]),
-            str(int(found.labels[i])) if named and found.labels is not None else "",
-            str(int(found.predicted[i])) if named and found.predicted is not None else "",
+            class_of(found.labels, i),
+            class_of(found.predicted, i),
             int(part.rows[i]),
             part.source,
             "" if part.shown is None else str(part.shown[i]),
@@ -282,9 +276,7 @@ def measure(name: str, p: Predictions | Record, n_bins: int, seed: int) -> Metho
 
 def at_thresholds(p: Outcomes, thresholds: Array) -> tuple[Array, Array]:
     """How many samples (or what weight) have at least each confidence, and how many of these are wrong."""
-    reached = np.searchsorted(
-        thresholds, p.confidence.double().numpy(), side="right"
-    )  # (N,) so many thresholds
+    reached = np.searchsorted(thresholds, p.confidence.double().numpy(), side="right")  # (N,) so many
 
     def at_least(rows: Array) -> Array:
         weights = None if p.weights is None else p.weights.numpy()[rows]
