@@ -448,7 +448,9 @@ def test_pixels_are_calibrated_and_keep_their_form(tmp_path: Path) -> None:
     assert torch.equal(before.predicted, after.predicted)
     assert dh.metrics.nll(after) < 0.95 * dh.metrics.nll(before)
     model.save(tmp_path)
-    assert torch.equal(dh.load(tmp_path, Pixels())(x[:3]), model(x[:3]))
+    again = dh.load(tmp_path, Pixels())
+    assert torch.equal(again(x[:3]), model(x[:3]))
+    assert len(again.report((x[700:800], y[700:800]))) == 3  # it still knows which pixels do not count
 
 
 def test_heads_learn_beside_pixels() -> None:
@@ -461,6 +463,42 @@ def test_heads_learn_beside_pixels() -> None:
     assert torch.isfinite(losses).all()
     model = double.finish(positions=2000)
     assert model(x[:2]).shape == (2, 11, 8, 8)
+
+
+@pytest.mark.parametrize("channel", [True, False])
+def test_masks_of_one_logit(tmp_path: Path, channel: bool) -> None:
+    x, y = inked_digits()
+    y = (y < 10).float()  # ink, pale pixels without
+    y = y[:, None] if channel else y
+    net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 1, 1))
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    double = dh.DoubleHead(net, (x[100:500], y[100:500]), every=3, follow=optimizer)
+    assert (double.reader.task, double.reader.n_features) == ("pixels", 16)
+    for _ in range(15):
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(net(x[:100]), y[:100].view(-1, 1, 8, 8)).backward()
+        optimizer.step()
+        double.step()
+    assert double.skipped == 0
+    model = double.finish(positions=4000)
+    with torch.no_grad():
+        out, before = model(x[500:]), net(x[500:])
+    assert out.shape == (1297, 1, 8, 8)
+    nlls = [F.binary_cross_entropy_with_logits(values, y[500:].view(-1, 1, 8, 8)) for values in (out, before)]
+    assert nlls[0] < nlls[1]
+    p = dh.Predictions.positions(out, y[500:])
+    assert dh.metrics.nll(p) == pytest.approx(float(nlls[0]), abs=1e-5)
+    model.save(tmp_path)
+    again = dh.load(tmp_path, copy.deepcopy(net))
+    assert torch.equal(again(x[:3]), model(x[:3]))
+    with pytest.raises(ValueError, match="the network's outputs lie between 0 and 1"):
+        dh.calibrate(nn.Sequential(net, nn.Sigmoid()), (x[:200], y[:200]))
+    with torch.no_grad():
+        net[-1].weight.zero_().add_(1e-6)
+        net[-1].bias.fill_(0.5)
+    assert (
+        dh.DoubleHead(net, (x[:200], y[:200])).reader.outputs == "logits"
+    )  # a layer's, whatever their range
 
 
 def test_pixels_in_lightning(tmp_path: Path) -> None:

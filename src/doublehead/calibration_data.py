@@ -50,7 +50,12 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
         inputs, labels, weights, folds = batch
     elif isinstance(batch, Mapping):
         named = dict(batch)
-        labels, weights = named.pop("labels", None), named.pop("weights", None)
+        if "labels" not in named:
+            raise TypeError(
+                f"a calibration batch that is a dict must have 'labels', got {sorted(map(str, named))}; "
+                "give to_pair=, a function from your batch to (inputs, labels)"
+            )
+        labels, weights = named.pop("labels"), named.pop("weights", None)
         inputs = named
     elif isinstance(batch, (tuple, list)) and (len(batch) == 2 or (len(batch) == 3 and to_pair is not None)):
         inputs, labels, *more = batch
