@@ -147,6 +147,33 @@ def test_each_head_of_a_bank_trains_as_it_would_alone() -> None:
         torch.testing.assert_close(together.take(number)(main, features), answers[number])
 
 
+@pytest.mark.parametrize("spec", [*SPECS, HeadSpec(hidden=0, dropout=0.4), HeadSpec(dropout=0.5)], ids=str)
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_step_is_that_of_autograd_and_sgd(spec: HeadSpec, soft: bool) -> None:
+    torch.manual_seed(0)
+    main, features, labels = 3 * torch.randn(32, 4), torch.randn(32, 10), torch.randint(4, (32,))
+    known = torch.rand(32, 4).softmax(1) if soft else labels
+    bank = HeadBank(10, 4, (spec, replace(spec, seed=5)))
+    with torch.no_grad():
+        for parameter in bank.parameters():  # a temperature head starts at zeros
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    training = HeadTraining(bank, clip=math.inf)
+    bank.follow(main, features, torch.tensor(True))
+    twin = copy.deepcopy(bank)
+    optimizer = torch.optim.SGD(twin.parameters(), spec.lr, 0.9, weight_decay=5e-5, nesterov=True)  # type: ignore[arg-type]
+    for seed in range(3):
+        torch.manual_seed(seed)  # of the dropout
+        training.step(main, features, known, torch.zeros(32).long(), 0.25)
+        twin.follow(main, features, torch.tensor(True))
+        torch.manual_seed(seed)
+        scaled = anneal(float(spec.beta0), 0.25) * twin(main, features)  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        sum(torch.nn.functional.cross_entropy(one, known) for one in scaled).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for mine, theirs in zip(bank.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_a_broken_head_does_not_stop_the_others() -> None:
     bank = HeadBank(10, 4, (PAPER, HeadSpec(seed=1)))
     with torch.no_grad():

@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 
 from doublehead import HeadSpec, Predictions, load, metrics
 from doublehead.cli import app
-from doublehead.cli.export import _taught_by, card
+from doublehead.cli.export import RunModel, _pick, _taught_by, card, open_run
 from doublehead.data import load as load_data
 from doublehead.data.text import tokens_of
 from doublehead.integrations.export import load_program
-from doublehead.integrations.run_model import RunModel, _pick, open_run
 from doublehead.models import build
 from doublehead.training.config import LEFT_OUT, PERTURBATIONS, Config
 from doublehead.training.loop import train

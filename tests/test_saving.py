@@ -170,11 +170,10 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
-    for options in ({"views": [lambda x: x]}, {"logits_of": lambda output: output}):
-        model = calibrate(network(), data(), **options)
-        with pytest.raises(TypeError, match="views or logits_of of your own"):
-            model.save(tmp_path)
-    model.reader.logits_of = None
+    model = calibrate(network(), data(), views=[lambda x: x])
+    with pytest.raises(TypeError, match="views of your own"):
+        model.save(tmp_path)
+    model.reader.views = ()
     model.head = Temperature()
     with pytest.raises(NotFitted, match="this Temperature is not fitted: there is nothing to save"):
         model.save(tmp_path)
@@ -182,6 +181,27 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="head must be a CalibrationHead or a Calibrator, got Identity"):
         model.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+class Pair(nn.Module):
+    """A network that returns its logits second, and takes them for a function to find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.net(x)
+        return x, out
+
+
+def test_logits_of_is_given_again(tmp_path: Path) -> None:
+    model = calibrate(Pair(), data(), logits_of=lambda output: output[1])
+    model.save(tmp_path)
+    with pytest.raises(TypeError, match="logits_of must be the function with which the saved model was made"):
+        load(tmp_path, Pair())
+    again = load(tmp_path, Pair(), logits_of=lambda output: output[1])
+    assert torch.equal(log_probs(again), log_probs(model))
 
 
 def test_a_guard_round_a_network_alone(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from doublehead.calibration_data import unpack
 from doublehead.network import Reader
 from doublehead.optional import require
 from doublehead.tasks import recognise, recognise_task
+from tiny_networks import assert_same
 
 datasets = pytest.importorskip("sklearn.datasets")
 F = torch.nn.functional
@@ -134,35 +135,53 @@ def test_one_logit_in_exports_and_scikit_learn(tmp_path: Path) -> None:
     ).mean() > 0.85
 
 
-def test_one_logit_in_lightning(tmp_path: Path) -> None:
+def fit_with_lightning(
+    net: nn.Module, loss: Any, parts: list[tuple[Tensor, Tensor]], folder: Path, **options: Any
+) -> tuple[Any, Any, Any]:
+    """The trainer, the module and the callback, if `options` for one are given, after five epochs.
+
+    `parts` are training, calibration and validation data.
+    """
     lightning = require("lightning", extra="lightning")
     from doublehead.integrations.lightning import DoubleHeadCallback
 
     class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.net = OneLogit(squeeze=True)
+            self.net, self.tested = net, []
 
         def training_step(self, batch: Any, _: int) -> Tensor:
-            return F.binary_cross_entropy_with_logits(self.net(batch[0]), batch[1])
+            out: Tensor = loss(self.net(batch[0]), batch[1])
+            return out
 
         def validation_step(self, batch: Any, _: int) -> None:
             self.net(batch[0])
 
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.tested.append(self.net(batch[0]))
+
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), 0.01)
 
-    x, y = tumours()
     loaders = [
-        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[rows], y[rows].float()), 64)
-        for rows in (slice(150), slice(150, 350), slice(350, None))
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x.clone(), y.clone()), 64)
+        for x, y in parts
     ]
-    callback = DoubleHeadCallback(loaders[1], every=2, figure=False)
+    callback = DoubleHeadCallback(loaders[1], figure=False, **options) if options else None
     trainer = lightning.Trainer(
-        max_epochs=5, callbacks=[callback], logger=False, enable_checkpointing=False, default_root_dir=tmp_path,
-        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        max_epochs=5, callbacks=[callback] if callback else [], logger=False, enable_checkpointing=False,
+        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
     )  # fmt: skip
-    trainer.fit(Module(), loaders[0], loaders[2])
+    module = Module()
+    trainer.fit(module, loaders[0], loaders[2])
+    return trainer, module, callback
+
+
+def test_one_logit_in_lightning(tmp_path: Path) -> None:
+    x, y = tumours()
+    parts = [(x[rows], y[rows].float()) for rows in (slice(150), slice(150, 350), slice(350, None))]
+    loss = F.binary_cross_entropy_with_logits
+    trainer, _, callback = fit_with_lightning(OneLogit(squeeze=True), loss, parts, tmp_path, every=2)
     assert trainer.callback_metrics["val_accuracy_calib"] > 0.8
     assert callback.model(x).shape == (569,)
 
@@ -404,7 +423,9 @@ def test_pixels_are_calibrated_and_keep_their_form(tmp_path: Path) -> None:
     assert torch.equal(before.predicted, after.predicted)
     assert dh.metrics.nll(after) < 0.95 * dh.metrics.nll(before)
     model.save(tmp_path)
-    assert torch.equal(dh.load(tmp_path, Pixels())(x[:3]), model(x[:3]))
+    again = dh.load(tmp_path, Pixels())
+    assert torch.equal(again(x[:3]), model(x[:3]))
+    assert len(again.report((x[700:800], y[700:800]))) == 3  # it still knows which pixels do not count
 
 
 def test_heads_learn_beside_pixels() -> None:
@@ -419,12 +440,71 @@ def test_heads_learn_beside_pixels() -> None:
     assert model(x[:2]).shape == (2, 11, 8, 8)
 
 
+@pytest.mark.parametrize("channel", [True, False])
+def test_masks_of_one_logit(tmp_path: Path, channel: bool) -> None:
+    x, y = inked_digits()
+    y = (y < 10).float()  # ink, pale pixels without
+    y = y[:, None] if channel else y
+    net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 1, 1))
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    double = dh.DoubleHead(net, (x[100:500], y[100:500]), every=3, follow=optimizer)
+    assert (double.reader.task, double.reader.n_features) == ("pixels", 16)
+    for _ in range(15):
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(net(x[:100]), y[:100].view(-1, 1, 8, 8)).backward()
+        optimizer.step()
+        double.step()
+    assert double.skipped == 0
+    model = double.finish(positions=4000)
+    with torch.no_grad():
+        out, before = model(x[500:]), net(x[500:])
+    assert out.shape == (1297, 1, 8, 8)
+    nlls = [F.binary_cross_entropy_with_logits(values, y[500:].view(-1, 1, 8, 8)) for values in (out, before)]
+    assert nlls[0] < nlls[1]
+    p = dh.Predictions.positions(out, y[500:])
+    assert dh.metrics.nll(p) == pytest.approx(float(nlls[0]), abs=1e-5)
+    model.save(tmp_path)
+    again = dh.load(tmp_path, copy.deepcopy(net))
+    assert torch.equal(again(x[:3]), model(x[:3]))
+    with pytest.raises(ValueError, match="the network's outputs lie between 0 and 1"):
+        dh.calibrate(nn.Sequential(net, nn.Sigmoid()), (x[:200], y[:200]))
+    with torch.no_grad():
+        net[-1].weight.zero_().add_(1e-6)
+        net[-1].bias.fill_(0.5)
+    assert (
+        dh.DoubleHead(net, (x[:200], y[:200])).reader.outputs == "logits"
+    )  # a layer's, whatever their range
+
+
+def test_pixels_in_lightning(tmp_path: Path) -> None:
+    x, y = inked_digits()
+    parts = [(x[rows], y[rows]) for rows in (slice(200), slice(200, 600), slice(600, 900))]
+    loss = partial(F.cross_entropy, ignore_index=255)
+    trainer, module, callback = fit_with_lightning(Pixels(), loss, parts, tmp_path, every=2, ignore_index=255)
+    _, plain, _ = fit_with_lightning(Pixels(), loss, parts, tmp_path)
+    assert_same(module.net.state_dict(), plain.net.state_dict())
+    images, labels = parts[2]
+    (numbers,) = trainer.validate(module, trainer.val_dataloaders, verbose=False)
+    with torch.no_grad():
+        outs = {"main": module.net(images), "calib": callback.model(images)}
+    for name, out in outs.items():  # pixels that do not count are left out
+        p = dh.Predictions.positions(out, labels, ignore_index=255)
+        assert numbers[f"val_nll_{name}"] == pytest.approx(dh.metrics.nll(p), abs=1e-4)
+        assert numbers[f"val_accuracy_{name}"] == pytest.approx(dh.metrics.accuracy(p))
+    assert numbers["val_nll_calib"] <= numbers["val_nll_main"] + 0.01
+    trainer.test(module, trainer.val_dataloaders, verbose=False)
+    torch.testing.assert_close(torch.cat(module.tested), outs["calib"], rtol=1e-4, atol=1e-5)
+
+
 def test_large_images_are_calibrated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, y = trained_pixels()
     model = dh.calibrate(net, (x[100:700], y[100:700]), ignore_index=255, positions=2000)
-    whole = model(x[:20])
+    double = dh.DoubleHead(net, (x[100:200], y[100:200]), ignore_index=255)
+    rows = torch.randn(1280, 11), torch.randn(1280, 16)
+    whole, answer = model(x[:20]), double.answer(*rows)
     monkeypatch.setattr("doublehead.calibrated.ROWS_AT_ONCE", 500)
     torch.testing.assert_close(model(x[:20]), whole)
+    torch.testing.assert_close(double.answer(*rows), answer)
 
 
 @pytest.mark.parametrize("limit", [10_000_000, 3000])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,9 +58,9 @@ class Calibrated(nn.Module):
 
     def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Calibrated log-probabilities for logits and features of the network at hand."""
-        if not torch.compiler.is_compiling() and main.shape[0] > ROWS_AT_ONCE:
-            parts = [part.split(ROWS_AT_ONCE) for part in (main, features, numbers) if part is not None]
-            return torch.cat([self.calibrated(*some) for some in zip(*parts)])
+        return in_parts(self._calibrated, main, features, numbers)
+
+    def _calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
         options: dict[str, Any] = {}
         with torch.autocast(main.device.type, enabled=False):
             if self.opinion is not None:
@@ -110,6 +110,14 @@ class Calibrated(nn.Module):
         from doublehead.integrations.export import export_model
 
         return export_model(self, path, example, to, **options)  # type: ignore[arg-type]
+
+
+def in_parts(answer: Callable[..., Tensor], *rows: Tensor | None) -> Tensor:
+    """`answer` for some rows, of which a large image has more than are good to take at once."""
+    parts = [part for part in rows if part is not None]
+    if torch.compiler.is_compiling() or parts[0].shape[0] <= ROWS_AT_ONCE:
+        return answer(*parts)
+    return torch.cat([answer(*some) for some in zip(*(part.split(ROWS_AT_ONCE) for part in parts))])
 
 
 def read(

@@ -29,12 +29,13 @@ ToPair = Callable[[Any], Any]
 
 
 class Batch(NamedTuple):
-    """Positional inputs, named inputs, labels (B, ...) and perhaps weights (B,) of some samples, on one device."""
+    """Positional inputs, named inputs, labels (B, ...), and perhaps weights and folds (B,), on one device."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     labels: Tensor
     weights: Tensor | None = None
+    folds: Tensor | None = None
 
 
 def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> Batch:
@@ -44,12 +45,17 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
     """
     batch = batch if to_pair is None else to_pair(batch)
     inputs: Any
-    weights = None
-    if isinstance(batch, _Weighted):
-        inputs, labels, weights = batch
+    weights = folds = None
+    if isinstance(batch, _Known):
+        inputs, labels, weights, folds = batch
     elif isinstance(batch, Mapping):
         named = dict(batch)
-        labels, weights = named.pop("labels", None), named.pop("weights", None)
+        if "labels" not in named:
+            raise TypeError(
+                f"a calibration batch that is a dict must have 'labels', got {sorted(map(str, named))}; "
+                "give to_pair=, a function from your batch to (inputs, labels)"
+            )
+        labels, weights = named.pop("labels"), named.pop("weights", None)
         inputs = named
     elif isinstance(batch, (tuple, list)) and (len(batch) == 2 or (len(batch) == 3 and to_pair is not None)):
         inputs, labels, *more = batch
@@ -68,19 +74,20 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
         weights = _check_weights(torch.as_tensor(weights), labels).to(
             device, torch.float32, non_blocking=True
         )
-    inputs = _to(inputs, device)
+    inputs, folds = _to(inputs, device), _to(folds, device)
     if isinstance(inputs, Mapping):
         return Batch((), dict(inputs), labels, weights)
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return Batch(args, {}, labels, weights)
+    return Batch(args, {}, labels, weights, folds)
 
 
-class _Weighted(NamedTuple):
-    """A batch made here from three arrays."""
+class _Known(NamedTuple):
+    """A batch of tensors in memory of which weights or folds are known."""
 
     inputs: Tensor
     labels: Tensor
-    weights: Tensor
+    weights: Tensor | None = None
+    folds: Tensor | None = None
 
 
 def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
@@ -152,7 +159,14 @@ class Rows:
         weighted: bool = False,
     ) -> None:
         self.tensors, self.batch_size, self.shuffle = tensors, batch_size, shuffle
-        self.drop_last, self.form = drop_last, (_Weighted._make if weighted else list)
+        self.drop_last, self.weighted = drop_last, weighted
+        self.folds: Tensor | None = None
+
+    def note_folds(self) -> None:
+        """Compute the folds of all samples once: for a small network that takes long in every batch."""
+        inputs, labels = self.tensors[:2]
+        parts = zip(inputs.split(self.batch_size), labels.split(self.batch_size))
+        self.folds = torch.cat([fold_of(Batch((x,), {}, y)) for x, y in parts])
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.tensors[0]), self.batch_size)
@@ -161,8 +175,14 @@ class Rows:
     def __iter__(self) -> Iterator[Any]:
         n = len(self.tensors[0])
         order = torch.randperm(n) if self.shuffle else torch.arange(n)
+        order = order.to(self.tensors[0].device)
         for rows in order.split(self.batch_size)[: len(self)]:
-            yield self.form(part[rows] for part in self.tensors)
+            parts = [part.index_select(0, rows.to(part.device)) for part in self.tensors]
+            if not self.weighted and self.folds is None:
+                yield parts
+                continue
+            known = _Known(*parts)
+            yield known if self.folds is None else known._replace(folds=self.folds.index_select(0, rows))
 
 
 def _takes_rows(data: Any) -> bool:
@@ -251,6 +271,8 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
     `attention_mask` masks. Inputs without tensors may offer `sample_keys()`, whole numbers (B,); without these all
     samples are in fold 0.
     """
+    if batch.folds is not None:
+        return batch.folds
     found = _hashes(batch)
     if found is None:
         return torch.zeros(len(batch.labels), dtype=torch.int64, device=batch.labels.device)

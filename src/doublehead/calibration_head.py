@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead.torch_tools import StaysFloat32, average_over_processes, seeded
+from doublehead.torch_tools import StaysFloat32, average_over_processes, seeded, without_autocast
 
 Reads = Literal["features", "logits", "statistics"]
 N_TOP = 10  # largest log-probabilities among the statistics
@@ -72,6 +71,15 @@ class HeadSpec:
 PAPER = HeadSpec()  # the method of the paper
 
 
+class Pass(NamedTuple):
+    """What heads made of a batch: inputs (B, size), hidden (H, B, hidden), out (H, B, n_out), logits (H, B, K)."""
+
+    inputs: Tensor
+    hidden: Tensor
+    out: Tensor
+    logits: Tensor
+
+
 class CalibrationHead(StaysFloat32):
     """A calibration head, or a stack of H heads that differ in their weights alone.
 
@@ -118,8 +126,9 @@ class CalibrationHead(StaysFloat32):
 
     def forward(self, main: Tensor, features: Tensor | None = None) -> Tensor:
         """Calibrated logits in float32, whatever comes in."""
-        with torch.autocast(main.device.type, enabled=False):
-            return self.calibrate(main, self.standardise(self.inputs(main, features)))
+        with without_autocast(main.device.type):
+            logits = self.run(main, features).logits
+        return logits[0] if len(self.specs) == 1 else logits
 
     def inputs(self, main: Tensor, features: Tensor | None) -> Tensor:
         """What the head reads, side by side, (B, size)."""
@@ -133,21 +142,37 @@ class CalibrationHead(StaysFloat32):
                 parts.append(part.float())
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
-    def calibrate(self, main: Tensor, inputs: Tensor) -> Tensor:
-        """Main logits (B, K) and standardised inputs (B, size) -> calibrated logits."""
+    def run(self, main: Tensor, features: Tensor | None) -> Pass:
+        """The logits, and what their gradients need."""
         spec, n_heads = self.specs[0], len(self.specs)
-        if self.hidden:  # all heads read the same, so their first layers are one product
-            inputs = F.linear(inputs, self.first_weight.flatten(0, 1), self.first_bias.flatten()).relu_()
-            inputs = inputs.unflatten(-1, (n_heads, -1)).movedim(-2, 0)  # (H, B, hidden)
+        inputs = self.standardise(self.inputs(main, features))  # (B, size)
+        hidden = inputs.expand(n_heads, -1, -1)
+        if self.hidden:
+            hidden = torch.baddbmm(self.first_bias[:, None], hidden, self.first_weight.mT).relu_()
         if self.training and spec.dropout:
             # One mask for all heads: on a CPU drawing it costs more than using it.
-            mask = torch.rand(inputs.shape[-2:], device=inputs.device, dtype=inputs.dtype).ge_(spec.dropout)
-            inputs = inputs * mask.div_(1 - spec.dropout)
-        inputs = inputs.expand(n_heads, -1, -1)  # of a linear head (B, size)
-        out = torch.baddbmm(self.last_bias[:, None], inputs, self.last_weight.mT)  # (H, B, n_out)
+            mask = torch.rand(hidden.shape[1:], device=hidden.device, dtype=hidden.dtype).ge_(spec.dropout)
+            hidden = hidden * mask.div_(1 - spec.dropout)  # (H, B, hidden)
+        out = torch.baddbmm(self.last_bias[:, None], hidden, self.last_weight.mT)  # (H, B, n_out)
+        return Pass(inputs, hidden, out, scale_logits(main, out) if spec.kind == "temperature" else out)
+
+    def gradients(self, passed: Pass, slopes: Tensor, out: Sequence[Tensor]) -> None:
+        """Write the gradients of all parameters into `out`; `slopes` are those of the loss by the logits, (H, K, B).
+
+        Autograd gives the same, but for a small network its bookkeeping takes longer than the gradients.
+        """
+        spec = self.specs[0]
         if spec.kind == "temperature":
-            out = scale_logits(main, out)
-        return out[0] if n_heads == 1 else out
+            inside = passed.out.abs() <= MAX_LOG_SCALE
+            slopes = (slopes.mT * passed.logits).sum(-1, keepdim=True).mul_(inside).mT  # (H, 1, B)
+        *first, weight, bias = out
+        torch.bmm(slopes, passed.hidden, out=weight)
+        torch.sum(slopes, 2, out=bias)
+        if first:
+            scale = 1 / (1 - spec.dropout) if self.training else 1.0
+            back = torch.bmm(slopes.mT, self.last_weight * scale).mul_(passed.hidden.sign())  # (H, B, hidden)
+            torch.bmm(back.mT, passed.inputs.expand(len(back), -1, -1), out=first[0])
+            torch.sum(back, 1, out=first[1])
 
     def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
         """Update the moments of the inputs with a calibration batch if it is `fine`, a bool tensor ()."""

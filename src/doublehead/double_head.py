@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from doublehead.calibrated import Calibrated, read
+from doublehead.calibrated import Calibrated, in_parts, read
 from doublehead.calibration_data import (
     BATCH_SIZE,
     N_FOLDS,
@@ -129,6 +129,8 @@ class DoubleHead:
         self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
         self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
+        if isinstance(batches, Rows) and self._has_folds and to_pair is None:
+            batches.note_folds()
         self.calls = self._failed = self._failed_in_a_row = 0
         self.active = True  # False once training the heads was given up
 
@@ -212,9 +214,13 @@ class DoubleHead:
 
     def answer(self, main: Tensor, features: Tensor) -> Tensor:
         """(B, K) what the heads say as they are now: the only one's logits, or the mean of all log-probabilities."""
-        with evaluating(self.bank):
+
+        def answer(main: Tensor, features: Tensor) -> Tensor:
             answers: Tensor = self.bank(main, features)
-        return answers[0] if len(answers) == 1 else answers.log_softmax(-1).mean(0)
+            return answers[0] if len(answers) == 1 else answers.log_softmax(-1).mean(0)
+
+        with evaluating(self.bank):
+            return in_parts(answer, main, features)
 
     def finish(self, **options: Any) -> Calibrated:
         """Network and calibration as one module, in evaluation mode; the network itself is left as it is.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from doublehead.calibration_head import HeadBank
-from doublehead.torch_tools import AsyncFlags, average_over_processes, same_on_all_processes
+from doublehead.torch_tools import AsyncFlags, average_over_processes, same_on_all_processes, without_autocast
 
 MOMENTUM = 0.9
 WORSE_THAN_GUESSING = 10  # times: the averages of its BatchNorm are not there yet; such batches teach nothing
@@ -29,7 +29,7 @@ class HeadTraining:
     shape of the schedule of `follow`, the network's optimizer. The gradient of each head is clipped to a 2-norm of
     `clip`: its usual size is below 1, but in the first steps a deep network in evaluation mode gives features of
     any size. `clip=math.inf` is the paper's method to the letter. A head whose loss or gradient is not finite is
-    left out of a step.
+    left out of a step. The gradients are written by hand, in `CalibrationHead.gradients`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class HeadTraining:
         weight_decay: float = 5e-5,
         clip: float = 1.0,
     ) -> None:
-        self.bank, self.weight_decay, self.clip = bank, weight_decay, clip
+        self.bank, self.clip = bank, clip
         self.schedule = ScheduleShape(follow)
         device = bank.order.device
         beta0, lr = ([getattr(spec, name) for spec in bank.specs] for name in ("beta0", "lr"))
@@ -48,12 +48,25 @@ class HeadTraining:
         self.lr = torch.tensor(lr, device=device, dtype=torch.float32)  # (H,) peak rates
         blind = [-1 if spec.fold is None else spec.fold for spec in bank.specs]
         self.blind = torch.tensor(blind, device=device)[:, None]  # (H, 1) the fold that each head never sees
-        self._stacks = [list(stack.parameters()) for stack in bank.stacks]
-        self._sizes = [[p[0].numel() for p in parameters] for parameters in self._stacks]
+        self._stacks: list[Any] = list(bank.stacks)
         self._rows = [_rows(numbers) for numbers in bank.members]  # the heads of each stack
-        shapes = [(len(some), sum(sizes)) for some, sizes in zip(bank.members, self._sizes)]
-        self.velocity = [torch.zeros(shape, device=device) for shape in shapes]
-        self._gradients = [torch.zeros(shape, device=device) for shape in shapes]  # kept: new memory is slow
+        self._parameters = [list(stack.parameters()) for stack in self._stacks]
+        sizes = [[p[0].numel() for p in parameters] for parameters in self._parameters]
+        self.velocity = [
+            torch.zeros(len(heads), sum(n), device=device) for heads, n in zip(bank.members, sizes)
+        ]
+        self._gradients = [
+            torch.zeros_like(velocity) for velocity in self.velocity
+        ]  # kept: new memory is slow
+        self._parts = [  # of the gradients, in the shapes of the parameters
+            [part.view(p.shape) for part, p in zip(flat.split(n, 1), parameters)]
+            for flat, n, parameters in zip(self._gradients, sizes, self._parameters)
+        ]
+        self._classes = torch.arange(self._stacks[0].n_classes, device=device)[:, None]  # (K, 1)
+        # Rate, momentum and weight decay of each head, (3, H), where it does not move, and what is added where it does.
+        zeros = torch.zeros_like(self.lr)
+        self._idle = torch.stack([zeros, zeros + 1, zeros])
+        self._moving = torch.stack([self.lr, zeros + MOMENTUM - 1, zeros + weight_decay])
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.beta: Tensor | None = None  # (H,) of the last step
         self.skipped = self.skipped_in_a_row = 0  # steps in which no head had a finite loss
@@ -73,39 +86,43 @@ class HeadTraining:
 
         Labels are classes (B,) or rows of probabilities (B, K); `counts` are sample weights (B,).
         """
-        n_classes = main.shape[-1]
-        if labels.ndim == 1:
-            valid = labels == labels.clamp(0, n_classes - 1)
-            labels = torch.where(valid, labels, IGNORED)
-        else:
-            valid = (labels >= 0).all(1)  # no nan
-            labels = labels.float().where(valid[:, None], 0.0)
+        with torch.inference_mode(), without_autocast(main.device.type):  # no_grad is a little slower
+            losses = self._step(main.float(), features, labels, folds, anneal(self.beta0, progress), counts)
+        return losses.clone()  # as an ordinary tensor
+
+    def _step(
+        self,
+        main: Tensor,
+        features: Tensor,
+        labels: Tensor,
+        folds: Tensor,
+        beta: Tensor,
+        counts: Tensor | None,
+    ) -> Tensor:
+        targets, valid = _targets(labels, self._classes)  # (K, B), (B,)
         sees = ((folds != self.blind) & valid).float()  # (H, B)
         sees = sees if counts is None else sees * (counts / counts.mean()).float()
-        n_seen = average_over_processes(
-            sees.sum(1, keepdim=True)
-        )  # so that several processes do what one would
-        weights = sees / n_seen.clamp(min=1.0)  # (H, B)
-        own = average_over_processes(F.cross_entropy(main.float(), labels, ignore_index=IGNORED))
-        sane = own < WORSE_THAN_GUESSING * math.log(n_classes)
+        n_seen = average_over_processes(sees.sum(1, keepdim=True))  # several processes do what one would
+        weights = sees.div_(n_seen.clamp_(min=1.0))  # (H, B)
+        known = labels.where(valid, IGNORED) if labels.ndim == 1 else targets.T
+        own = average_over_processes(F.cross_entropy(main, known, ignore_index=IGNORED))
+        sane = own < WORSE_THAN_GUESSING * math.log(main.shape[-1])
         self.bank.follow(main, features, sane)
-        beta = anneal(self.beta0, progress)  # (H,)
-        with torch.enable_grad():
-            scaled = (beta[:, None, None] * self.bank(main, features)).flatten(0, 1)  # (H * B, K)
-            wanted = torch.cat([labels] * len(beta))
-            nlls = F.cross_entropy(scaled, wanted, reduction="none", ignore_index=IGNORED)
-            parameters = [p for stack in self._stacks for p in stack]
-            found = iter(torch.autograd.grad(nlls, parameters, weights.flatten()))
-        losses = average_over_processes((nlls.detach().view_as(weights) * weights).sum(1))  # (H,)
-        for stack, flat in zip(self._stacks, self._gradients):
-            torch.cat([next(found).flatten(1) for _ in stack], 1, out=flat)
+        losses = []
+        for stack, rows, flat, parts in zip(self._stacks, self._rows, self._gradients, self._parts):
+            passed = stack.run(main, features)
+            nlls, slopes = _cross_entropy(passed.logits * beta[rows, None, None], targets)
+            losses.append((nlls * weights[rows]).sum(1))
+            slopes.mul_((weights[rows] * beta[rows, None])[:, None])
+            stack.gradients(passed, slopes, parts)
             average_over_processes(flat)
-        norms = self.bank.in_order([torch.linalg.vector_norm(one, dim=1) for one in self._gradients])
-        fine = torch.isfinite(losses + norms)  # neither is negative
-        self._move(fine & sane, (self.clip / norms).clamp(max=1.0))
+        loss = average_over_processes(self.bank.in_order(losses))  # (H,)
+        norms = self.bank.in_order([torch.linalg.vector_norm(flat, dim=1) for flat in self._gradients])
+        fine = loss + norms < math.inf  # neither is negative
+        self._move((fine & sane).float(), norms)
         self.grad_norms, self.beta = norms, beta
         self._flags.send(fine.any())
-        return losses
+        return loss
 
     def count_skipped(self, wait: bool = False) -> None:
         """Bring `skipped` and `skipped_in_a_row` up to date with the steps whose result has arrived."""
@@ -113,23 +130,21 @@ class HeadTraining:
             self.skipped += not fine
             self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
 
-    @torch.no_grad()
-    def _move(self, fine: Tensor, shrink: Tensor) -> None:
-        """Nesterov SGD for the heads that are fine, (H,), with gradients times `shrink`, (H,)."""
-        moves = fine.float()  # 0 for a head that is not fine: no gradient, momentum 1 and rate 0
-        rate, momentum, broken = moves * self.lr * self.schedule.now(), 1 - (1 - MOMENTUM) * moves, ~fine
-        for parameters, sizes, rows, gradient, velocity in zip(
-            self._stacks, self._sizes, self._rows, self._gradients, self.velocity
+    def _move(self, moves: Tensor, norms: Tensor) -> None:
+        """Nesterov SGD for the heads that move, (H,) ones and zeros, whose gradients have these norms, (H,)."""
+        shrink = (self.clip / norms).clamp_(max=1.0).mul_(moves)  # (H,), no number where a norm is none
+        rates, share = torch.addcmul(self._idle, self._moving, moves), self.schedule.now()  # (3, H)
+        for parameters, rows, gradient, parts, velocity in zip(
+            self._parameters, self._rows, self._gradients, self._parts, self.velocity
         ):
-            own = moves[rows, None]
-            gradient.mul_(shrink[rows, None]).masked_fill_(broken[rows, None], 0.0)
-            parts = gradient.split(sizes, 1)
+            rate, momentum, decay = rates[:, rows, None]
+            gradient.mul_(shrink[rows, None]).nan_to_num_(0.0, 0.0, 0.0)
             for parameter, part in zip(parameters, parts):
-                part.addcmul_(parameter.flatten(1), own, value=self.weight_decay)
-            velocity.mul_(momentum[rows, None]).add_(gradient)
-            gradient.add_(velocity, alpha=MOMENTUM).mul_(rate[rows, None])
+                part.addcmul_(parameter, decay.view(-1, *[1] * (part.ndim - 1)))
+            torch.addcmul(gradient, velocity, momentum, out=velocity)
+            gradient.add_(velocity, alpha=MOMENTUM).mul_(rate)
             for parameter, part in zip(parameters, parts):
-                parameter.sub_(part.view_as(parameter))
+                parameter.sub_(part, alpha=share)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on: weights, moments, velocities, schedule, counts."""
@@ -195,7 +210,22 @@ def anneal(beta0: B0, progress: float) -> B0:
     """
     if not 0.0 <= progress <= 1.0:
         raise ValueError(f"progress must lie in 0..1, the share of the epoch that is over, got {progress}")
-    return 1 + (beta0 - 1) * (1 - progress)
+    return beta0 * (1 - progress) + progress
+
+
+def _targets(labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels (B,) or (B, K) as probabilities (K, B), 0 where a label is no class, and which are classes, (B,)."""
+    if labels.ndim == 1:
+        one_hot = labels == classes
+        return one_hot.float(), one_hot.any(0)
+    valid = (labels >= 0).all(1)  # no nan
+    return labels.float().T.where(valid, 0.0), valid
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """NLLs (H, B) of logits (H, B, K) for targets (K, B), and their slopes by the logits, (H, K, B)."""
+    log_probs = logits.mT.log_softmax(1)  # not over the last dimension: that is slow on a CPU for few classes
+    return -(log_probs * targets).sum(1), log_probs.exp_().sub_(targets)
 
 
 def _rows(numbers: list[int]) -> slice | list[int]:

@@ -122,10 +122,10 @@ class Reader:
         """The reader of a network that is run once on `first`, a batch of inputs.
 
         What is not stated is found: `layer`, which gives the logits, is the last one run that has as many outputs;
-        `outputs` whose rows sum to 1 are probabilities, rows whose logsumexp is 0 log-probabilities; `task` follows
-        from the shapes of output and labels: "classes"; "binary", one logit, read as two classes; "labels", several
-        such logits; "tokens" and "pixels", where labels of `ignore_index` do not count. `logits_of` takes the logits
-        out of an output that is no tensor and has no `logits`.
+        `outputs` that are not this layer's are probabilities if rows sum to 1, log-probabilities if their logsumexp is
+        0, and logits else; `task` follows from the shapes of output and labels: "classes"; "binary", one logit, read
+        as two classes; "labels", several such logits; "tokens" and "pixels", where labels of `ignore_index` do not
+        count. `logits_of` takes the logits out of an output that is no tensor and has no `logits`.
         """
         inner = unwrapped(network)
         modules = dict(inner.named_modules())
@@ -143,11 +143,16 @@ class Reader:
         axis = {"tokens": -1, "binary": None}.get(task, 1)
         layer = layer or _last_layer(inner, modules, run, 1 if axis is None else values.shape[axis])
         n_labels = values.shape[1] if task == "labels" else None
-        found = outputs or recognise(values, task)
-        made = cls(network, layer, found, task, scores.shape[-1], 0, n_labels, ignore_index, logits_of, views)
+        form = (outputs or "logits", task, scores.shape[-1], 0, n_labels, ignore_index, logits_of, views)
+        made = cls(network, layer, *form)
         with torch.no_grad(), evaluating(inner):
+            output, caught = made.tap.run(inner, first.args, first.kwargs)
             at = made.pick(targets, 1)  # of large images not every position
-            made.n_features = made.run(first.args, first.kwargs, network=inner, at=at).features.shape[1]
+            made.n_features = made.answer(output, caught, at).features.shape[1]
+        values = find_logits(output, logits_of)
+        is_linear = caught is not None and torch.equal(caught[1].flatten(), values.flatten())
+        if outputs is None and not is_linear:  # what a linear layer gives are logits
+            made.outputs = recognise(values, task)
         return made
 
     def run(

@@ -22,9 +22,11 @@ from doublehead.calibrators.base import Calibrator, NotFitted
 from doublehead.network import VIEWS, Reader
 from doublehead.optional import require
 from doublehead.shift_guard import ShiftGuard
+from doublehead.tasks import LogitsOf
 from doublehead.torch_tools import device_of
 
 WEIGHTS, HEADER = "model.safetensors", "doublehead"
+FORM = ("layer", "outputs", "task", "n_classes", "n_features", "n_labels", "ignore_index")  # of a Reader
 
 
 def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
@@ -45,10 +47,11 @@ def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
     return path / WEIGHTS
 
 
-def load(path: str | Path, network: nn.Module) -> Any:
+def load(path: str | Path, network: nn.Module, *, logits_of: LogitsOf | None = None) -> Any:
     """What `save` wrote to the folder `path`, put into `network`, a network of the same architecture.
 
-    It is a `Calibrated`, or the `ShiftGuard` that was saved. The weights go to the network's device.
+    It is a `Calibrated`, or the `ShiftGuard` that was saved. The weights go to the network's device. A model that
+    was made with `logits_of` needs it again, since a file holds no functions.
 
     >>> import tempfile, doublehead
     >>> def make_network():
@@ -65,7 +68,7 @@ def load(path: str | Path, network: nn.Module) -> Any:
     if not file.is_file():
         raise FileNotFoundError(f"path must be a folder with {WEIGHTS}, as model.save writes it, got {path}")
     facts, tensors = read_file(file, device_of(network))
-    model = rebuild(network, facts)
+    model = rebuild(network, facts, logits_of)
     model.load_state_dict(tensors)
     return model.eval()
 
@@ -97,32 +100,33 @@ def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:
     reader = model.reader
     names = {view: name for name, view in VIEWS.items()}
     unknown = [view for view in reader.views if view not in names]
-    if unknown or reader.logits_of is not None:
+    if unknown:
         raise TypeError(
-            "a model with views or logits_of of your own cannot be described in a file; keep model.head.state_dict()"
+            "a model with views of your own cannot be described in a file; keep model.head.state_dict()"
         )
     return {
-        "layer": reader.layer,
-        "outputs": reader.outputs,
-        "task": reader.task,
-        "n_classes": reader.n_classes,
-        "n_features": reader.n_features,
+        **{name: getattr(reader, name) for name in FORM},
         "views": [names[view] for view in reader.views],
+        "logits_of": reader.logits_of is not None,
         "head": _describe_head(model.head),
         "opinion": None if model.opinion is None else _describe_head(model.opinion),
     }
 
 
-def rebuild(network: nn.Module, facts: Mapping[str, Any]) -> Any:
+def rebuild(network: nn.Module, facts: Mapping[str, Any], logits_of: LogitsOf | None = None) -> Any:
     """`network` with a calibration as `describe` wrote it down, its weights not loaded yet."""
-    model = _rebuild_calibrated(network, facts) if "head" in facts else network
+    model = _rebuild_calibrated(network, facts, logits_of) if "head" in facts else network
     return ShiftGuard(model, **facts["guard"]) if "guard" in facts else model
 
 
-def _rebuild_calibrated(network: nn.Module, facts: Mapping[str, Any]) -> Calibrated:
+def _rebuild_calibrated(
+    network: nn.Module, facts: Mapping[str, Any], logits_of: LogitsOf | None
+) -> Calibrated:
+    if facts["logits_of"] and logits_of is None:
+        raise TypeError("logits_of must be the function with which the saved model was made, got None")
     sizes = {name: facts[name] for name in ("n_classes", "n_features")}
-    form = {name: facts[name] for name in ("layer", "outputs", "task", "views")}
-    reader = Reader(network, **form, **sizes)
+    form = {name: facts[name] for name in FORM}
+    reader = Reader(network, **form, views=facts["views"], logits_of=logits_of)
     head, opinion = (
         None if facts[name] is None else _rebuild_head(facts[name], **sizes).to(device_of(network))
         for name in ("head", "opinion")

@@ -115,7 +115,7 @@ class ShiftGuard(nn.Module):
         n = 0
         with evaluating(self):
             for number, batch in enumerate(batches):
-                args, kwargs, labels, _ = unpack(batch, device_of(self))
+                args, kwargs, labels, *_ = unpack(batch, device_of(self))
                 samples = torch.arange(n, n + len(labels), device=labels.device)
                 n += len(labels)
                 # Clean batches are random samples of one distribution: all of them are one group.

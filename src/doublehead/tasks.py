@@ -7,6 +7,7 @@
 | "labels"  | (B, L)           | 0 and 1, (B, L): a sample may have several | logits (B, L)                 |
 | "tokens"  | (B, T, K)        | (B, T)                                    | log-probabilities (B, T, K)   |
 | "pixels"  | (B, K, H, W)     | (B, H, W)                                 | log-probabilities (B, K, H, W) |
+|           | (B, 1, H, W)     | 0 and 1, (B, H, W) or (B, 1, H, W)        | logits (B, 1, H, W)           |
 
 Everything after this sees rows, whatever the task.
 """
@@ -30,7 +31,7 @@ IGNORE_INDEX = -100  # the label of positions that do not count, as in torch's c
 SUPPORTED = (
     "supported are classes: logits (B, K) with labels (B,) or rows of probabilities (B, K), one logit (B,) or (B, 1) "
     "with labels 0 and 1, independent labels (B, L) with as many 0 and 1, tokens (B, T, K) with labels (B, T), and "
-    "pixels (B, K, H, W) with labels (B, H, W); ordinal and regression models are not"
+    "pixels (B, K, H, W) or one logit (B, 1, H, W) with labels (B, H, W); ordinal and regression models are not"
 )
 
 
@@ -41,7 +42,7 @@ def recognise(values: Tensor, task: Task = "classes") -> Outputs:
     ('probs', 'logits')
     """
     rows = values.detach().double()
-    if task in ("binary", "labels"):
+    if _is_one_logit(values, task):
         if bool(((rows >= 0) & (rows <= 1)).all()) and bool((rows != rows.flatten()[0]).any()):
             raise ValueError(
                 "the network's outputs lie between 0 and 1: say with outputs='logits' or outputs='probs' what they are"
@@ -75,7 +76,8 @@ def recognise_task(values: Tensor, labels: Tensor) -> Task:
             return "classes" if bool(((labels.sum(1) - 1).abs() < TOLERANCE).all()) else "labels"
     if values.ndim == 3 and values.shape[:2] == labels.shape:
         return "tokens"
-    if values.ndim > 2 and (values.shape[0], *values.shape[2:]) == labels.shape:
+    one = values.ndim > 3 and values.shape[1] == 1 and values.shape == labels.shape
+    if one or (values.ndim > 2 and (values.shape[0], *values.shape[2:]) == labels.shape):
         return "pixels"
     raise ValueError(
         f"the network's outputs have shape {tuple(values.shape)} and the labels {tuple(labels.shape)}: {SUPPORTED}"
@@ -90,19 +92,25 @@ def class_scores(values: Tensor, task: Task, outputs: Outputs = "logits") -> Ten
     >>> class_scores(torch.tensor([[0.5]]), "binary", "probs")
     tensor([[0., 0.]])
     """
-    if task in ("binary", "labels"):
+    if _is_one_logit(values, task):
         column = values.reshape(values.shape[0]) if task == "binary" else values
+        column = column.squeeze(1) if task == "pixels" else column
         column = torch.logit(column.float(), eps=1e-7) if outputs == "probs" else column
         return torch.stack([torch.zeros_like(column), column], -1)
     values = values.movedim(1, -1) if task == "pixels" else values
     return values.float().clamp(min=torch.finfo(torch.float32).tiny).log() if outputs == "probs" else values
 
 
+def _is_one_logit(values: Tensor, task: Task) -> bool:
+    """Whether each output is a logit of its own, of yes against no."""
+    return task in ("binary", "labels") or (task == "pixels" and values.shape[1] == 1)
+
+
 def in_form(log_probs: Tensor, shape: Sequence[int], task: Task) -> Tensor:
     """Log-probabilities (N, K) in the form of outputs of a shape; one logit, or one per label, is their log-odds."""
     if task == "classes":
         return log_probs
-    if task in ("binary", "labels"):
+    if task in ("binary", "labels") or (task == "pixels" and shape[1] == 1):
         return (log_probs[:, 1] - log_probs[:, 0]).reshape(shape)
     if task == "tokens":
         return log_probs.reshape(shape)
@@ -121,6 +129,10 @@ def targets_of(
     """
     if task in ("binary", "labels"):
         return _binary_targets(labels.flatten(), check)
+    if task == "pixels" and labels.is_floating_point() and n_classes == 2:  # masks for one logit
+        if check and bool((labels != labels.round()).any()):
+            raise ValueError("labels of pixels must be whole numbers, got fractions")
+        labels = labels.round().long()
     if labels.is_floating_point():
         return _soft_targets(labels, n_classes) if check else labels
     if task in ("tokens", "pixels"):

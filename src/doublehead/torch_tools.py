@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,12 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
                 model, "reshard"
             ):  # a forward without a backward leaves the weights of FSDP2's root gathered
                 model.reshard()  # type: ignore[operator]
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """No autocast inside the block; where there is none, nothing is done, which is quicker."""
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 class StaysFloat32(nn.Module):

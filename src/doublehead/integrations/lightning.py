@@ -182,7 +182,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         seen, self._seen = self._seen, None
         if self._watch is None or dataloader_idx != 0:
             return
-        args, kwargs, labels, _ = unpack(batch, pl_module.device, self.to_pair)
+        args, kwargs, labels, *_ = unpack(batch, pl_module.device, self.to_pair)
         assert self._attachment is not None
         targets = self._attachment.reader.targets(labels)
         if seen is None or len(seen.main) != len(targets):

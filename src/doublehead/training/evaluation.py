@@ -120,7 +120,7 @@ def predict(run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: b
 
 def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
     """The labels (B,) and the logits (B, K) of each output for one batch."""
-    args, kwargs, labels, _ = unpack(batch, device_of(run.net))
+    args, kwargs, labels, *_ = unpack(batch, device_of(run.net))
     with run.stages.recording() if run.stages and heads else nullcontext():
         _, features, main, _ = run.reader.run(args, kwargs)
     yield "labels", labels
