@@ -67,8 +67,8 @@ def unpack(arrays: Mapping[str, Array], part: str) -> dict[str, Tensor]:
 def pack_scores(scores: Tensor, levels: int) -> Array:
     """Scores (N,) >= 0 in `levels` steps per unit of log(1 + 100 score).
 
-    >>> unpack_scores(pack_scores(torch.tensor([0.0, 0.5, 20.0]), 256), 256).round(decimals=2).tolist()
-    [0.0, 0.5, 20.01]
+    >>> pack_scores(torch.tensor([0.0, 0.5, 20.0]), 256).tolist()
+    [0, 1007, 1946]
     """
     return (scores.double() / FINEST).log1p().mul(levels).round().numpy().astype(np.uint16)
 
@@ -83,8 +83,8 @@ def quantise(logits: Tensor, levels: int) -> Array:
 
     An entry that lies d below the largest is off by at most (1 + d) / (2 * levels - 1), or by 1 / levels next to it.
 
-    >>> dequantise(quantise(torch.tensor([[5.0, 4.0, -20.0]]), 32), 32).round(decimals=1).tolist()
-    [[0.0, -1.0, -25.1]]
+    >>> quantise(torch.tensor([[5.0, 4.0, -20.0]]), 32).tolist()
+    [[0, 22, 104]]
     """
     below = logits.amax(1, keepdim=True) - logits
     steps = (below.double().log1p() * levels).round().clamp(1, 255)  # 0 is for the largest entry alone

@@ -214,8 +214,8 @@ def read_table(path: Path = TABLE) -> pd.DataFrame:
 
 
 def write_table(rows: Sequence[tuple[Any, ...]], path: Path = TABLE) -> pd.DataFrame:
-    """Write and return the table, sorted by run; rows of one run keep their order."""
-    table = pd.DataFrame(rows, columns=COLUMNS).sort_values("run", kind="stable", ignore_index=True)
+    """Write and return the table, sorted."""
+    table = pd.DataFrame(rows, columns=COLUMNS).sort_values(COLUMNS[:3], ignore_index=True)
     table.to_csv(path, index=False, float_format="%.6g")
     return table
 
