@@ -246,8 +246,8 @@ PARTS = {
     "ImageNet share 5,000 images, and the last layer's answer to damped features was picked among about 20 variants on "
     "the calibration part of two other halves, so these rows are not independent of that choice.\n",
     "later": "## Later networks\n\nNetworks of this project that were trained after the settings of the stages had "
-    "been fixed. That stages are pooled was decided later, on the calibration data of these and of the networks above, "
-    "except for the third seed of CIFAR-10.\n",
+    "been fixed. That stages are pooled and how small samples are judged was decided later, on the calibration data of "
+    "these and of the networks above, except for the third seed of CIFAR-10.\n",
     "new": "## New networks\n\nNetworks of this project whose training ended after the head was finished. Nothing was "
     "chosen with them.\n",
     "blind": "## Blind\n\nClassifiers of other kinds, on data that was never used before (`experiments/blind.py`). "

@@ -24,7 +24,7 @@ OWN = ("temperature", "map", "head")  # stages whose outputs are pooled
 STAGES = (*OWN, "pool", "curve")
 
 RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 30.0, 10.0, 30.0
-FEW_POOLED = 4000  # samples below which the pull of the pool grows
+FEW_POOLED = 2000  # samples below which the pull of the pool grows
 # Few samples hold few errors, so a fit to them tends to sharpen: a temperature below 1 is pulled towards 1 and must
 # gain this much log-likelihood in all. One above 1 is hardly pulled at all.
 RIDGE_SOFTEN, RIDGE_SHARPEN, GAIN_SHARPEN = 0.01, 10.0, 2.0
