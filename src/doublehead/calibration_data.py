@@ -48,20 +48,16 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
     weights = folds = None
     if isinstance(batch, _Known):
         inputs, labels, weights, folds = batch
-    elif isinstance(batch, Mapping):
-        named = dict(batch)
-        if "labels" not in named:
-            raise TypeError(
-                f"a calibration batch that is a dict must have 'labels', got {sorted(map(str, named))}; "
-                "give to_pair=, a function from your batch to (inputs, labels)"
-            )
-        labels, weights = named.pop("labels"), named.pop("weights", None)
-        inputs = named
+    elif isinstance(batch, Mapping) and "labels" in batch:
+        inputs = dict(batch)
+        labels, weights = inputs.pop("labels"), inputs.pop("weights", None)
     elif isinstance(batch, (tuple, list)) and (len(batch) == 2 or (len(batch) == 3 and to_pair is not None)):
         inputs, labels, *more = batch
         weights = more[0] if more else None
     else:
-        got = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        of = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        of = f" with {sorted(map(str, batch))}" if isinstance(batch, Mapping) else of
+        got = type(batch).__name__ + of
         raise TypeError(
             f"a calibration batch must be (inputs, labels) or a dict with 'labels', got {got}; "
             "give to_pair=, a function from your batch to such a pair"
