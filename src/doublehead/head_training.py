@@ -53,7 +53,8 @@ class HeadTraining:
         self._parameters = [list(stack.parameters()) for stack in self._stacks]
         sizes = [[p[0].numel() for p in parameters] for parameters in self._parameters]
         self.velocity = [
-            torch.zeros(len(heads), sum(n), device=device) for heads, n in zip(bank.members, sizes)
+            torch.zeros(len(heads), sum(n), device=device, dtype=torch.float32)
+            for heads, n in zip(bank.members, sizes)
         ]
         self._gradients = [
             torch.zeros_like(velocity) for velocity in self.velocity
