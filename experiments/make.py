@@ -7,7 +7,6 @@ python experiments/make.py --run NAME  # measure this run again, keep the others
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ import theory
 import torch
 from matplotlib.figure import Figure
 from post_hoc import METHODS, PEERS, against, all_scores, ensemble_rows, ensembles
-from results import HERE, TABLE, StoredRun, read_table, rows_of, stored_runs, write_table
+from results import HERE, TABLE, StoredRun, arguments, read_table, rows_of, stored_runs, write_table
 from tables import REFERENCE, Runs, means, row_of, rows, title_of
 
 from doublehead import plots
@@ -206,9 +205,7 @@ def draw(table: pd.DataFrame, runs: Runs, output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--run", action="append", default=[], metavar="NAME")
     options = parser.parse_args()

@@ -18,7 +18,6 @@ classes are cats and dogs, and animals and vehicles.
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,7 +30,7 @@ import numpy as np
 import pandas as pd
 import torch
 from post_hoc import METHODS, RIVALS, against
-from results import HERE, Scores, Split, StoredRun
+from results import HERE, Scores, Split, StoredRun, arguments
 from shift_sets import read
 from tables import SETS, Page, markdown, percent
 from torch import Tensor
@@ -353,9 +352,7 @@ FILLED: dict[str, tuple[str, Page]] = {"blind": ("docs/results/index.md", blind_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("what", choices=["versus", "safety", "auroc"])
     parser.add_argument("--shared", type=Path)
     parser.add_argument("--seen", type=Path)

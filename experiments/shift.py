@@ -2,15 +2,20 @@
 
     python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # logits and distances: seen/RUN.npz
     python experiments/shift.py measure seen/*.npz                          # shift.csv, the table and the figures
+    python experiments/shift.py draw                                        # table and frontier from shift.csv
+    python experiments/shift.py simulate                                    # shift_alarms.csv and its table
 
 `measure` fits every method to calibration data and measures it on test data. The kind of shift that it is measured on
 is never part of its fit. Each cell is a family at a severity on 1,000 inputs; streams are cells one by one. Runs on
 the same inputs form an ensemble.
+
+`simulate` counts false alarms with few calibration samples. Each of many calibration sets has a guard of its own, which
+sees windows of new samples of the same kind, and of weakly shifted ones. An alarm that knows all clean data shows what
+shift can be seen at all.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +30,7 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from results import HERE
+from results import HERE, arguments
 from shift_sets import KINDS, UNKNOWN, Seen, read
 from tables import fill, markdown
 from torch import Tensor
@@ -34,11 +39,12 @@ from doublehead import Predictions, metrics, plots
 from doublehead.calibrators import make
 from doublehead.calibrators.choose import mean_and_error
 from doublehead.calibrators.optimise import fit_log_scale
-from doublehead.guard import Guard, Observed, scaled
+from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision, scaled
 from doublehead.training.run_folder import environment
 
-TABLE = HERE / "shift.csv"
-IMAGES = HERE.parent / "docs" / "images"
+TABLE, ALARMS = HERE / "shift.csv", HERE / "shift_alarms.csv"
+DOCUMENT = HERE.parent / "docs" / "shift.md"
+IMAGES = DOCUMENT.parent / "images"
 BATCH = 100
 PRIORS = (0.01, 0.05, 0.2, 0.5)  # of the frontier
 SHOWN = {
@@ -52,6 +58,11 @@ SHOWN = {
     "window-256": "guard, windows of 256",
     "perfect": "*perfect temperatures*",
 }
+# Of the simulation: calibration samples, channels of each part of the stages, and shifts by kind of stages.
+SAMPLES = (200, 872, 5000)
+CHANNELS = {"normal": [128] * 18, "heavy tails": [128] * 18, "sparse": [100, 100]}
+SHIFTS = {"normal": 0.015, "heavy tails": 0.3, "sparse": 0.05}
+NEW, WINDOWS = 10_000, 20_000  # samples, and windows drawn from them
 
 Sets = dict[str, Seen]
 Method = Callable[[str], Tensor]  # the name of a set, a stream of inputs -> logits (N, K)
@@ -112,11 +123,14 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         "density": lambda name: scaled(temperature(sets[name].logits), density(sets[name].far)),
     }
 
-    def perfect(
-        name: str,
-    ) -> Tensor:  # fitted to the labels that it is measured on: no temperature does better
+    def perfect(name: str) -> Tensor:
+        """Fitted to the labels that it is measured on: no temperature does better."""
         logits = head(sets[name].logits)
         return make("temperature").fit(Predictions(logits, sets[name].labels))(logits)
+
+    def guarded(window: int, prior: float | None = None) -> Method:
+        guard = guard_of(ours, by_head, window, prior)
+        return lambda name: stream_through(guard, sets[name].far, head(sets[name].logits))
 
     methods["perfect"] = perfect
     if len(members) > 1:
@@ -124,12 +138,8 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         methods["ensemble"] = lambda name: pooled(mean_of(members, name))
     by_head = [one._replace(logits=head(one.logits)) for one in taught]
     ours = clean._replace(logits=head(clean.logits))
-    settings = [("single", 0, None), ("window-64", 64, None), ("window-256", 256, None)]
-    for title, window, prior in [*settings, *((f"single-{prior:g}", 0, prior) for prior in PRIORS)]:
-        guard = guard_of(ours, by_head, window, prior)
-        methods[title] = lambda name, guard=guard: stream_through(  # type: ignore[misc]
-            guard, sets[name].far, head(sets[name].logits)
-        )
+    methods |= {"single": guarded(0), "window-64": guarded(64), "window-256": guarded(256)}
+    methods |= {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
     return methods
 
 
@@ -175,8 +185,7 @@ def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
             methods = fit_methods(sets, kind, members)
             by_head = nlls_of(methods["head"]("test/clean"), sets["test/clean"].labels)
             for name, method in methods.items():
-                cells = ["test/clean", *known, *(unknown if name != "perfect" else ())]
-                for cell in cells:
+                for cell in ["test/clean", *known, *(unknown if name != "perfect" else ())]:
                     row = {"run": run, "left_out": kind, "method": name, "cell": cell.partition("/")[2]}
                     base = by_head if cell == "test/clean" else None
                     rows.append(row | numbers(method(cell), sets[cell].labels, base))
@@ -224,13 +233,8 @@ def alarms(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
                 guard.reset()
                 guard(one.far[rows], one.logits[rows])
                 raised += guard.shift.alarm
-            where = {
-                "run": run,
-                "left_out": "all",
-                "method": f"alarm-{window}",
-                "cell": name.partition("/")[2],
-            }
-            yield {**where, "alarms": raised / n, "windows": n}
+            row = {"run": run, "left_out": "all", "method": f"alarm-{window}", "cell": name.partition("/")[2]}
+            yield {**row, "alarms": raised / n, "windows": n}
 
 
 # --- figures
@@ -318,11 +322,9 @@ def stream(sets: Sets, kind: str = "blurs", family: str = "gaussian_blur") -> Fi
     place = np.arange(63, len(whole.labels))
     correct = (whole.logits.argmax(1) == whole.labels).float()
     ax.plot(place, smooth(correct), color=plots.INK, label="accuracy")
-    for name, label in (
-        ("temperature", "confidence, temperature scaling"),
-        ("window-64", "confidence, guard"),
-    ):
-        ax.plot(place, smooth(methods[name]("stream").softmax(1).amax(1)), label=label)
+    for name, label in (("temperature", "temperature scaling"), ("window-64", "guard")):
+        confidence = methods[name]("stream").softmax(1).amax(1)
+        ax.plot(place, smooth(confidence), label=f"confidence, {label}")
     guard = guard_of(sets["calib/clean"])
     alarm = []
     for some, z in zip(whole.far.split(1), whole.logits.split(1)):
@@ -337,30 +339,92 @@ def stream(sets: Sets, kind: str = "blurs", family: str = "gaussian_blur") -> Fi
     return figure
 
 
+# --- false alarms in a simulation
+
+
+def simulated_stages(kind: str, n: int, generator: torch.Generator, shift: float = 0.0) -> Tensor:
+    """(n, S) of one kind; a shift of 0.1 makes them vary by a tenth more."""
+    widths = CHANNELS[kind]
+    values = torch.randn(n, len(widths), widths[0], generator=generator)
+    if kind == "heavy tails":
+        values *= (0.4 * torch.randn(n, 1, 1, generator=generator)).exp()
+        values *= (0.2 * torch.randn(n, len(widths), 1, generator=generator)).exp()
+    values *= 1 + shift
+    if kind == "sparse":  # some channels are 0 in all but a few samples
+        values = (values - torch.linspace(0, 3.2, widths[0])).clamp(min=0)
+    return values.flatten(1)
+
+
+@torch.no_grad()
+def simulate(kind: str, samples: int, sets: int) -> Iterator[dict[str, Any]]:
+    """A row for each calibration set: shares of clean and of shifted windows with an alarm."""
+    generator = torch.Generator().manual_seed(samples)
+    new = [simulated_stages(kind, NEW, generator, by) for by in (0.0, SHIFTS[kind])]
+    for number in range(sets):
+        guard, none = Guard(CHANNELS[kind]), torch.zeros(samples, dtype=torch.int64)
+        calib, logits = simulated_stages(kind, samples, generator), torch.zeros(samples, 2)
+        guard.fit(Observed(calib, logits, none, none, torch.arange(samples)), seed=number)
+        means = []
+        for values in new:
+            far = guard.bounded(guard.numbers(values, torch.zeros(NEW, 2)))
+            rows = torch.randint(NEW, (WINDOWS, WINDOW), generator=generator)
+            means.append(torch.cat([far[some].mean(1) for some in rows.split(1000)]))
+        # The mean and covariance of the means of clean windows are known here, so this test is exact.
+        centre, precision = mean_and_precision(means[0])
+        clean, shifted = (hotelling(values - centre, precision) for values in means)
+        raised = [*(guard.p_values(values) <= RATE for values in means), shifted > clean.quantile(1 - RATE)]
+        shares = zip(("false", "seen", "known"), (float(share.float().mean()) for share in raised))
+        yield {"stages": kind, "samples": samples, "set": number, **dict(shares)}
+    print(kind, samples, flush=True)
+
+
+def simulation_page(table: pd.DataFrame) -> str:
+    """The table of false alarms in docs/shift.md, in percent."""
+    lines = []
+    for (kind, samples), own in table.groupby(["stages", "samples"], sort=False):
+        false = [f"{100 * share:.2f}" for share in (own.false.mean(), own.false.quantile(0.95))]
+        seen = [f"{100 * share:.0f}" for share in (own.seen.mean(), own.known.mean())]
+        lines.append([kind, f"{samples:,}", *false, *seen])
+    titles = ["stages", "samples", "false alarms", "in 95 % of sets at most", "alarms", "of a perfect test"]
+    return markdown(titles, lines)
+
+
+# --- everything
+
+
+def write_measured(files: Sequence[Path], members: Sequence[Path]) -> None:
+    """shift.csv, its certificate, and the figure of a stream."""
+    about: dict[str, Any] = {
+        "runs": [path.stem for path in files],
+        "members": [path.stem for path in members],
+    }
+    about["environment"] = environment(torch.device("cpu"))
+    about["environment"].pop("command")
+    measure(files, members).round(6).to_csv(TABLE, index=False)
+    TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    plots.save(stream(read(files[0])), IMAGES / "shift.png", dpi=90)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["measure", "draw"])
+    parser = arguments(__doc__)
+    parser.add_argument("what", choices=["measure", "draw", "simulate"])
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--members", nargs="*", type=Path, default=[], help="further members of ensembles")
+    parser.add_argument("--sets", type=int, default=40, help="simulated calibration sets of each size")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.what == "measure":
-        about: dict[str, Any] = {
-            "runs": [path.stem for path in options.paths],
-            "members": [path.stem for path in options.members],
-            "environment": environment(torch.device("cpu")),
-        }
-        about["environment"].pop("command")
-        measure(options.paths, options.members).round(6).to_csv(TABLE, index=False)
-        TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
-        plots.save(stream(read(options.paths[0])), IMAGES / "shift.png", dpi=90)
-    table = pd.read_csv(TABLE)
-    print(summary(table).round(4).to_string())
-    plots.save(frontier(table), IMAGES / "frontier.png", dpi=90)
-    document = IMAGES.parent / "shift.md"
-    document.write_text(fill(document.read_text(), "shift", page(table)))
+    if options.what == "simulate":
+        rows = [row for kind in CHANNELS for n in SAMPLES for row in simulate(kind, n, options.sets)]
+        pd.DataFrame(rows).round(6).to_csv(ALARMS, index=False)
+        name, text = "shift-alarms", simulation_page(pd.read_csv(ALARMS))
+    else:
+        if options.what == "measure":
+            write_measured(options.paths, options.members)
+        table = pd.read_csv(TABLE)
+        print(summary(table).round(4).to_string())
+        plots.save(frontier(table), IMAGES / "frontier.png", dpi=90)
+        name, text = "shift", page(table)
+    DOCUMENT.write_text(fill(DOCUMENT.read_text(), name, text))
 
 
 if __name__ == "__main__":
