@@ -17,7 +17,6 @@ shift can be seen at all.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,9 +212,7 @@ def numbers(logits: Tensor, labels: Tensor, base: Tensor | None = None) -> dict[
 def same_inputs(one: Sets, other: Sets) -> bool:
     """Whether two runs saw the same inputs of the same classes."""
     return one.keys() == other.keys() and all(
-        torch.equal(a.labels, b.labels)
-        and torch.equal(a.samples, b.samples)
-        and a.logits.shape == b.logits.shape
+        a.logits.shape == b.logits.shape and all(map(torch.equal, a[2:], b[2:]))
         for a, b in zip(one.values(), other.values())
     )
 
@@ -247,43 +244,34 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     kinds = measured[measured.cell != "clean"].groupby(["run", "method", "left_out"], sort=False).ece.mean()
     ece = kinds.groupby(["run", "method"], sort=False).mean()
     found = pd.DataFrame({"ece": ece, "clean_ece": clean.ece.mean(), "clean_nll": clean.nll.mean()})
-
-    def of(column: pd.Series, method: str) -> Any:
-        return column.xs(method, level="method").reindex(found.index.get_level_values("run")).to_numpy()
-
-    head = of(found.clean_nll, "head")
-    found["share"] = found.ece / of(found.ece, "temperature")
+    head = found.clean_nll.xs("head", level="method")
+    found["share"] = found.ece / found.ece.xs("temperature", level="method")
     found["cost"] = 100 * clean.cost.mean() / head
     found["cost_high"] = 100 * (clean.cost.mean() + 1.96 * clean.cost_error.mean()) / head
     return found
 
 
-def title(run: str) -> str:
-    """The network of a run."""
-    return run.partition("-cross")[0]
-
-
 def page(table: pd.DataFrame) -> str:
     """The table of docs/shift.md: a row for each method, a column for each network."""
     found, lines = summary(table), []
-    runs = list(dict.fromkeys(found.index.get_level_values("run")))
+    runs = found.index.unique("run")
+    cells = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1)
     for name, label in SHOWN.items():
-        rows = [found.loc[(run, name)] if (run, name) in found.index else None for run in runs]
-        cells = ["" if row is None else f"{row.share:.2f} ({row.cost_high:+.2f})" for row in rows]
-        lines.append([label, *cells])
+        lines.append([label, *(cells.get((run, name), "") for run in runs)])
     ece = [f"{100 * found.ece[run, 'temperature']:.1f} %" for run in runs]
     clean = table[(table.method == "alarm-64") & (table.cell == "clean")].set_index("run").alarms
     lines.append(["*ECE of temperature scaling*", *ece])
     lines.append(["*clean windows of 64 with an alarm*", *(f"{100 * clean[run]:.1f} %" for run in runs)])
-    return markdown(["method", *map(title, runs)], lines)
+    return markdown(["method", *(run.partition("-cross")[0] for run in runs)], lines)
 
 
 def frontier(table: pd.DataFrame) -> Figure:
     """Clean cost against shifted ECE, for each network; costs beyond 0.1 % are on a logarithmic axis."""
     found = summary(table)
-    runs = list(dict.fromkeys(found.index.get_level_values("run")))
-    figure = Figure(figsize=(11, 3.4 * math.ceil(len(runs) / 3)), layout="constrained")
-    axes = list(figure.subplots(math.ceil(len(runs) / 3), 3, sharex=True, sharey=True, squeeze=False).flat)
+    runs = found.index.unique("run")
+    n_lines = -(-len(runs) // 3)
+    figure = Figure(figsize=(11, 3.4 * n_lines), layout="constrained")
+    axes = list(figure.subplots(n_lines, 3, sharex=True, sharey=True, squeeze=False).flat)
     for ax, run in zip(axes, runs):
         own = found.loc[run]
         sweep = own.loc[[f"single-{prior:g}" for prior in PRIORS]]
@@ -294,15 +282,15 @@ def frontier(table: pd.DataFrame) -> Figure:
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
         ticks = [-10, -1, -0.1, 0.1, 1, 10]
-        ax.set(title=title(run), ylim=(0, 1.15), xlim=(-40, 40), xticks=ticks, xticklabels=ticks)
+        ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
+        ax.set(xticks=ticks, xticklabels=ticks)
         ax.tick_params(labelbottom=True)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes[len(runs) :]:
         ax.axis("off")
     figure.supxlabel("change of the clean NLL against the staged head, percent", fontsize=9)
     figure.supylabel("mean ECE under shift, share of temperature scaling's", fontsize=9)
-    handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, fontsize=8, loc="outside right upper")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
     return figure
 
 
@@ -315,18 +303,12 @@ def stream(sets: Sets, kind: str = "blurs", family: str = "gaussian_blur") -> Fi
     methods = fit_methods({**sets, "stream": whole}, kind)
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
     ax = figure.subplots()
-
-    def smooth(values: Tensor, size: int = 64) -> np.ndarray:
-        return np.convolve(values.double().numpy(), np.ones(size) / size, "valid")
-
-    place = np.arange(63, len(whole.labels))
-    correct = (whole.logits.argmax(1) == whole.labels).float()
-    ax.plot(place, smooth(correct), color=plots.INK, label="accuracy")
+    correct = (whole.logits.argmax(1) == whole.labels).double()
+    ax.plot(pd.Series(correct).rolling(64).mean(), color=plots.INK, label="accuracy")
     for name, label in (("temperature", "temperature scaling"), ("window-64", "guard")):
-        confidence = methods[name]("stream").softmax(1).amax(1)
-        ax.plot(place, smooth(confidence), label=f"confidence, {label}")
-    guard = guard_of(sets["calib/clean"])
-    alarm = []
+        confidence = methods[name]("stream").softmax(1).amax(1).double()
+        ax.plot(pd.Series(confidence).rolling(64).mean(), label=f"confidence, {label}")
+    guard, alarm = guard_of(sets["calib/clean"]), []
     for some, z in zip(whole.far.split(1), whole.logits.split(1)):
         guard(some, z)
         alarm.append(guard.shift.alarm)
