@@ -230,13 +230,9 @@ def pack(calib: Split, test: Split) -> Arrays:
 
 
 def read_split(file: Path, part: str) -> Split:
-    """The part "calib" or "test" of a file of arrays."""
-    with np.load(file) as arrays:
-        return unpack(arrays, part)
-
-
-def unpack(arrays: Mapping[str, Array], part: str) -> Split:
-    """What `pack` was given for a part."""
+    """What `pack` was given for the part "calib" or "test"."""
+    with np.load(file) as stored:
+        arrays = {name: stored[name] for name in stored if name.startswith((f"{part}/", "weights/"))}
     found = {"labels": torch.from_numpy(arrays[f"{part}/labels"].astype(np.int64))}
     known = np.zeros((len(found["labels"]), 0))
     for field in [field for field in LEVELS if f"{part}/{field}" in arrays]:

@@ -139,7 +139,7 @@ def splits_of(run: Run) -> tuple[Split, Split]:
         parts = [part._replace(opinion=opinion) for part, opinion in zip(parts, opinions)]
     if (
         isinstance(run.inputs.splits.train, Images) and run.config.data != "svhn"
-    ):  # no digit has a mirror image
+    ):  # digits have no mirror view
         mirrored = [_readings(run, split, mirror=True).logits for split in ("calib", "test")]
         parts = [part._replace(flip=logits) for part, logits in zip(parts, mirrored)]
     return parts[0], parts[1]
@@ -224,9 +224,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["cross-entropy"], help="training losses")
     parser.add_argument("--root", help="the folder of data sets")
     parser.add_argument("--output", type=Path, default=Path("runs"))
-    parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="start no run after so many seconds"
-    )
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; no run starts later")
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
     began, chosen = time.perf_counter(), product(options.seeds, options.methods)

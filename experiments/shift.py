@@ -29,6 +29,7 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from post_hoc import density_aware
 from results import HERE, arguments
 from shift_sets import KINDS, UNKNOWN, Seen, read
 from tables import fill, markdown
@@ -37,7 +38,6 @@ from torch import Tensor
 from doublehead import Predictions, metrics, plots
 from doublehead.calibrators import make
 from doublehead.calibrators.choose import mean_and_error
-from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision, scaled
 from doublehead.training.run_folder import environment
 
@@ -45,7 +45,7 @@ TABLE, ALARMS = HERE / "shift.csv", HERE / "shift_alarms.csv"
 DOCUMENT = HERE.parent / "docs" / "shift.md"
 IMAGES = DOCUMENT.parent / "images"
 BATCH = 100
-PRIORS = (0.01, 0.05, 0.2, 0.5)  # of the frontier
+PRIORS, TICKS = (0.01, 0.05, 0.2, 0.5), (-10, -1, -0.1, 0.1, 1, 10)  # of the frontier
 SHOWN = {
     "temperature": "temperature scaling",
     "head": "staged head",
@@ -92,16 +92,9 @@ def guard_of(
         return Observed(far, z, labels, groups, samples)
 
     guard = Guard([1] * clean.far.shape[1], window)
-    guard.distances = Given()  # type: ignore[assignment]
+    guard.distances = Given()
     guard.fit(together([clean]), together(perturbed) if perturbed else None, prior=prior)
     return guard
-
-
-def stream_through(guard: Guard, far: Tensor, logits: Tensor) -> Tensor:
-    """The logits of a stream of inputs, which come in batches."""
-    guard.reset()
-    parts = zip(far.split(BATCH), logits.split(BATCH))
-    return torch.cat([scaled(z, guard(some, z)) for some, z in parts])
 
 
 def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str, Method]:
@@ -114,13 +107,9 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
     temperature, head = (make(name).fit(calib) for name in ("temperature", "head"))
     pool = [torch.cat(parts) for parts in zip(*(one[:3] for one in [*taught, *[clean] * 6]))]
     perturbed = make("temperature").fit(Predictions(pool[0], pool[2]))
-    density = density_aware(temperature(clean.logits), clean)
-    methods: dict[str, Method] = {
-        "head": lambda name: head(sets[name].logits),
-        "temperature": lambda name: temperature(sets[name].logits),
-        "perturbed": lambda name: perturbed(sets[name].logits),
-        "density": lambda name: scaled(temperature(sets[name].logits), density(sets[name].far)),
-    }
+    density = density_aware(temperature(clean.logits), clean.labels, clean.far)
+    by_head = [one._replace(logits=head(one.logits)) for one in taught]
+    ours = clean._replace(logits=head(clean.logits))
 
     def perfect(name: str) -> Tensor:
         """Fitted to the labels that it is measured on: no temperature does better."""
@@ -129,14 +118,24 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
 
     def guarded(window: int, prior: float | None = None) -> Method:
         guard = guard_of(ours, by_head, window, prior)
-        return lambda name: stream_through(guard, sets[name].far, head(sets[name].logits))
 
-    methods["perfect"] = perfect
+        def through(name: str) -> Tensor:
+            guard.reset()
+            parts = zip(sets[name].far.split(BATCH), head(sets[name].logits).split(BATCH))
+            return torch.cat([scaled(z, guard(far, z)) for far, z in parts])
+
+        return through
+
+    methods: dict[str, Method] = {
+        "head": lambda name: head(sets[name].logits),
+        "temperature": lambda name: temperature(sets[name].logits),
+        "perturbed": lambda name: perturbed(sets[name].logits),
+        "density": lambda name: scaled(temperature(sets[name].logits), density(sets[name].far)),
+        "perfect": perfect,
+    }
     if len(members) > 1:
         pooled = make("temperature").fit(Predictions(mean_of(members, "calib/clean"), clean.labels))
         methods["ensemble"] = lambda name: pooled(mean_of(members, name))
-    by_head = [one._replace(logits=head(one.logits)) for one in taught]
-    ours = clean._replace(logits=head(clean.logits))
     methods |= {"single": guarded(0), "window-64": guarded(64), "window-256": guarded(256)}
     methods |= {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
     return methods
@@ -145,27 +144,6 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
 def mean_of(members: Sequence[Sets], name: str) -> Tensor:
     """Log of the mean probabilities of several networks."""
     return torch.stack([one[name].logits.log_softmax(1) for one in members]).logsumexp(0)
-
-
-def density_aware(logits: Tensor, clean: Seen) -> Callable[[Tensor], Tensor]:
-    """Distances (N, D) -> a factor (N, 1) that was fitted to clean data and never grows with a distance.
-
-    Distances whose weights would are left out, one after the other.
-    """
-    mean, deviation = clean.far.mean(0), clean.far.std(0).clamp(min=1e-3)
-
-    def inputs(far: Tensor) -> Tensor:
-        return torch.cat([((far - mean) / deviation).clamp(-3, 6), torch.ones(len(far), 1)], 1)
-
-    design = inputs(clean.far)
-    kept = torch.ones(design.shape[1], dtype=torch.bool)
-    while True:
-        weights = torch.zeros(design.shape[1])
-        ridge = torch.full((int(kept.sum()),), 30.0)
-        weights[kept] = fit_log_scale(logits, clean.labels, design[:, kept], ridge)
-        if (weights[:-1] <= 0).all():
-            return lambda far: (inputs(far) @ weights).exp()[:, None]
-        kept[weights[:-1].argmax()] = False
 
 
 # --- measure
@@ -253,11 +231,10 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 def page(table: pd.DataFrame) -> str:
     """The table of docs/shift.md: a row for each method, a column for each network."""
-    found, lines = summary(table), []
+    found = summary(table)
     runs = found.index.unique("run")
     cells = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1)
-    for name, label in SHOWN.items():
-        lines.append([label, *(cells.get((run, name), "") for run in runs)])
+    lines = [[label, *(cells.get((run, name), "") for run in runs)] for name, label in SHOWN.items()]
     ece = [f"{100 * found.ece[run, 'temperature']:.1f} %" for run in runs]
     clean = table[(table.method == "alarm-64") & (table.cell == "clean")].set_index("run").alarms
     lines.append(["*ECE of temperature scaling*", *ece])
@@ -281,9 +258,8 @@ def frontier(table: pd.DataFrame) -> Figure:
             ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label.strip("*"), markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
-        ticks = [-10, -1, -0.1, 0.1, 1, 10]
         ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
-        ax.set(xticks=ticks, xticklabels=ticks)
+        ax.set(xticks=TICKS, xticklabels=TICKS)
         ax.tick_params(labelbottom=True)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes[len(runs) :]:
@@ -295,12 +271,12 @@ def frontier(table: pd.DataFrame) -> Figure:
 
 
 @torch.no_grad()
-def stream(sets: Sets, kind: str = "blurs", family: str = "gaussian_blur") -> Figure:
+def stream(sets: Sets) -> Figure:
     """Confidence, accuracy and alarm over a stream that drifts from clean to corrupted images and back."""
-    cells = ["test/clean", *(f"test/{family}/{level}" for level in range(1, 6)), "test/clean"]
+    cells = ["test/clean", *(f"test/gaussian_blur/{level}" for level in range(1, 6)), "test/clean"]
     parts = [Seen(*(p[600 * (i > 5) :][:400] for p in sets[cell])) for i, cell in enumerate(cells)]
     whole = Seen(*(torch.cat(columns) for columns in zip(*parts)))
-    methods = fit_methods({**sets, "stream": whole}, kind)
+    methods = fit_methods({**sets, "stream": whole}, "blurs")
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
     ax = figure.subplots()
     correct = (whole.logits.argmax(1) == whole.labels).double()
@@ -343,9 +319,9 @@ def simulate(kind: str, samples: int, sets: int) -> Iterator[dict[str, Any]]:
     generator = torch.Generator().manual_seed(samples)
     new = [simulated_stages(kind, NEW, generator, by) for by in (0.0, SHIFTS[kind])]
     for number in range(sets):
-        guard, none = Guard(CHANNELS[kind]), torch.zeros(samples, dtype=torch.int64)
-        calib, logits = simulated_stages(kind, samples, generator), torch.zeros(samples, 2)
-        guard.fit(Observed(calib, logits, none, none, torch.arange(samples)), seed=number)
+        guard, none, places = Guard(CHANNELS[kind]), torch.zeros(samples).long(), torch.arange(samples)
+        calib = simulated_stages(kind, samples, generator)
+        guard.fit(Observed(calib, torch.zeros(samples, 2), none, none, places), seed=number)
         means = []
         for values in new:
             far = guard.bounded(guard.numbers(values, torch.zeros(NEW, 2)))
