@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("what", choices=["measure", "draw", "simulate"])
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--members", nargs="*", type=Path, default=[], help="further members of ensembles")
-    parser.add_argument("--sets", type=int, default=40, help="simulated calibration sets of each size")
+    parser.add_argument("--sets", type=int, default=60, help="simulated calibration sets of each size")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "simulate":

@@ -139,9 +139,8 @@ def theorem2_numbers(p: Predictions, generator: torch.Generator) -> dict[str, An
         keys = p.confidence if cells is None else (p.confidence.double() * cells).ceil()
         sides = as_floats(theorem2(p.confidence, p.correct, n_values=cells))
         real.append({"n_values": cells, "distinct": len(keys.unique())} | sides)
-    shown = {"ece2_squared": binary.ece2.square()} | {
-        name: getattr(binary, name) for name in ("squared_shannon", "squared_literal")
-    }
+    shown = {"ece2_squared": binary.ece2.square(), "squared_shannon": binary.squared_shannon}
+    shown["squared_literal"] = binary.squared_literal
     return {
         "confidences_from_a_half": count_theorem2(binary),
         "confidences_from_zero": count_theorem2(wide),
