@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from packing import pack, unpack, write_npz
-from results import HERE, Split
+from results import HERE, Split, pack, read_split, write_npz
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -141,8 +140,8 @@ LOADERS: dict[str, tuple[Callable[[Path], Parts], Any]] = {
 
 def load(name: str) -> tuple[Split, Split]:
     """The calibration and the test part."""
-    with np.load(FOLDER / f"{name}.npz") as file:
-        return Split(**unpack(file, "calib")), Split(**unpack(file, "test"))
+    file = FOLDER / f"{name}.npz"
+    return read_split(file, "calib"), read_split(file, "test")
 
 
 def train(name: str, root: Path) -> None:
@@ -156,7 +155,7 @@ def train(name: str, root: Path) -> None:
         probs = x if model is None else model.predict_proba(x)
         logits = torch.from_numpy(np.log(np.clip(probs, FLOOR, None)))
         splits.append(Split(torch.from_numpy(labels), logits))
-    write_npz(FOLDER / f"{name}.npz", pack(*(split._asdict() for split in splits)))
+    write_npz(FOLDER / f"{name}.npz", pack(*splits))
     print(name, *splits[1].main.shape, len(parts.train[1]), len(splits[0].labels), flush=True)
 
 

@@ -7,10 +7,8 @@ python experiments/make.py --run NAME  # measure this run again, keep the others
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import matplotlib
 
@@ -24,8 +22,8 @@ import theory
 import torch
 from matplotlib.figure import Figure
 from post_hoc import METHODS, PEERS, against, all_scores, ensemble_rows, ensembles
-from results import HERE, TABLE, StoredRun, read_table, rows_of, stored_runs, write_table
-from tables import REFERENCE, Runs, means, row_of, rows, title_of
+from results import HERE, TABLE, StoredRun, arguments, read_table, rows_of, stored_runs, write_table
+from tables import REFERENCE, Runs, means, row_of, title_of
 
 from doublehead import plots
 from doublehead.curves import reliability
@@ -45,25 +43,15 @@ SHOWN = {
     "head+mirror": "with the mirror view too",
 }
 HEADS = {"main": "network", "double-head": "head, no annealing", "annealing-double-head": "head, beta0 1.2"}
-DIAGRAMS = {
-    "cifar10": "resnet50",
-    "cifar100": "resnet50",
-    "svhn": "resnet50",
-    "20newsgroups-bydate": "gp_cnn",
-}
+DIAGRAMS = ("20newsgroups-bydate-gp_cnn", "cifar10-resnet50", "cifar100-resnet50", "svhn-resnet50")
 STEPS = ("first", "5th", "10th", "last 10th", "last 5th", "last")
 TICKS = {"ece": (0.003, 0.01, 0.03, 0.1), "nll": (0.2, 0.5, 1.0, 2.0)}  # of logarithmic axes
 PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "mean entropy (nats)"}
 
 
-def reference(runs: Runs) -> StoredRun:
-    """The run of the paper's figures."""
-    return next(run for run in runs if run.name == REFERENCE)
-
-
 def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
-    shown = {row: run for row, run in rows(runs).items() if run.config.loss == "cross_entropy"}
+    shown = tables.networks(runs)
     names = [name for name in SHOWN if name not in ("none", "temperature")]
     n_lines = -(-len(shown) // 3)
     figure = Figure(figsize=(11.4, 2.1 * n_lines), layout="constrained")
@@ -87,41 +75,36 @@ def gains(table: pd.DataFrame, runs: Runs) -> Figure:
 
 def epochs(table: pd.DataFrame, runs: Runs) -> Figure:
     """Network and paper's heads over the epochs of the reference run."""
-    found = reference(runs).certificate["epochs"]
+    found = StoredRun(REFERENCE).certificate["epochs"]
     figure = Figure(figsize=(9.6, 6.6), layout="constrained")
     for ax, (key, label) in zip(figure.subplots(2, 2).flat, PANELS.items()):
-        lines = [
-            {"epoch": epoch, **{title: found[name][key][i] for name, title in HEADS.items()}}
-            for i, epoch in enumerate(found["epoch"])
-        ]
+        columns = {"epoch": found["epoch"], **{title: found[name][key] for name, title in HEADS.items()}}
+        lines = pd.DataFrame(columns).to_dict("records")
         plots.draw_epochs(lines, list(HEADS.values()), ax, ylabel=label, percent=key in ("ece", "accuracy"))
         if key in TICKS:
+            ticks = [f"{100 * tick:g} %" if key == "ece" else f"{tick:g}" for tick in TICKS[key]]
             ax.set_yscale("log")
-            ax.set_yticks(
-                TICKS[key], [f"{100 * tick:g} %" if key == "ece" else f"{tick:g}" for tick in TICKS[key]]
-            )
+            ax.set_yticks(TICKS[key], ticks)
             ax.minorticks_off()
     return figure
 
 
 def beta_sweep(table: pd.DataFrame, runs: Runs) -> Figure:
     """ECE and entropy of the paper's head against beta0, all on one network."""
-    run = reference(runs)
+    run = StoredRun(REFERENCE)
     names = [f"mlp-{beta0:g}" for beta0 in BETAS]
     found = means(table[table.run == run.name], row_of(run.name)).loc[names]
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     plots.draw_sweep(BETAS, {"paper's head": found.ece.tolist()}, left, ylabel="ECE")
-    entropy = [run.certificate["entropy"][name] for name in names]
-    plots.draw_sweep(
-        BETAS, {"paper's head": entropy}, right, ylabel="mean entropy (nats)", percent=False, ring=False
-    )
+    entropy = {"paper's head": [run.certificate["entropy"][name] for name in names]}
+    plots.draw_sweep(BETAS, entropy, right, ylabel=PANELS["mean_entropy"], percent=False, ring=False)
     return figure
 
 
 def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
     """Gradient norms of two heads at six calibration steps of an epoch, over the last 70 % of the epochs."""
-    found = reference(runs).certificate["gradients"]
+    found = StoredRun(REFERENCE).certificate["gradients"]
     norms = {name: np.array(value) for name, value in found.items()}  # (epochs, 6)
     figure = Figure(figsize=(9.6, 5.6), layout="constrained")
     for step, ax in enumerate(figure.subplots(2, 3).flat):
@@ -135,15 +118,12 @@ def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
 
 def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
     """Network, temperature scaling, paper's head and staged head, for the first run of four data sets."""
-    firsts = {
-        run.config.data: run
-        for run in reversed(runs)
-        if run.config.loss == "cross_entropy" and DIAGRAMS.get(run.config.data) == run.config.model
-    }
+    by_name = {run.name.partition("-cross_entropy")[0]: run for run in tables.networks(runs).values()}
+    firsts = [by_name[name] for name in DIAGRAMS]
     chosen = ("none", "temperature", "annealing-double-head", "head+opinion")
     figure = Figure(figsize=(3.4 * len(chosen), 3.7 * len(firsts)), layout="constrained")
     axes = figure.subplots(len(firsts), len(chosen), squeeze=False)
-    for line, (_, run) in zip(axes, sorted(firsts.items())):
+    for line, run in zip(axes, firsts):
         for ax, name in zip(line, chosen):
             scores = METHODS[name](run) if name in METHODS else run.heads.get(name)
             if scores is not None:
@@ -198,17 +178,8 @@ def measure_run(run: StoredRun, before: pd.DataFrame) -> list[tuple[object, ...]
     return [*lines, *before[kept].itertuples(index=False, name=None)]
 
 
-def draw(table: pd.DataFrame, runs: Runs, output: Path) -> None:
-    """Draw all figures into `output`/figures, and the two of docs/theory.md."""
-    for name, function in FIGURES.items():
-        plots.save(function(table, runs), output / "figures" / f"{name}.png", dpi=90)
-    theory.draw(output)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--run", action="append", default=[], metavar="NAME")
     options = parser.parse_args()
@@ -222,7 +193,9 @@ def main() -> None:
     for name, (file, made) in (tables.FILLED | rivals.FILLED).items():
         text = (HERE.parent / file).read_text()
         (HERE.parent / file).write_text(tables.fill(text, name, made(table, runs)))
-    draw(table, runs, OUTPUT)
+    for name, function in FIGURES.items():
+        plots.save(function(table, runs), OUTPUT / "figures" / f"{name}.png", dpi=90)
+    theory.draw(OUTPUT)
     print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(pages)}")
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from results import Scores, Split, StoredRun, paired, rows_of
+from tables import row_of
 from torch import Tensor
 
 from doublehead import Predictions, calibrators
 from doublehead.calibrators import Head, Temperature, make
 from doublehead.calibrators.head_stages import STAGES
+from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.optional import require
-from doublehead.training.config import Config
 
 CALIBRATORS = (
     "none", "temperature", "temperature_grid", "vector", "matrix", "dirichlet", "spline", "gaussian_process",
@@ -31,15 +31,8 @@ RIVALS = {"temperature": "temperature", "svs": "SVS", "sms": "SMS"}
 MIN_MEMBERS = 3  # of an ensemble
 
 
-class Parts(Protocol):
-    """A classifier's calibration and test data: a stored run, or any other."""
-
-    @property
-    def calib(self) -> Split: ...
-    @property
-    def test(self) -> Split: ...
-
-
+# A classifier: its `calib` and `test` are each a `Split`. A stored run, or any other.
+Parts = Any
 Method = Callable[[Parts], Scores | None]
 
 
@@ -103,6 +96,27 @@ def both_views(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.stack([spread.clamp(min=1e-6).log(), agree], -1)
 
 
+def density_aware(logits: Tensor, labels: Tensor, far: Tensor) -> Callable[[Tensor], Tensor]:
+    """Distances (N, D) -> a factor (N, 1) that was fitted to clean data and never grows with a distance.
+
+    Distances whose weights would are left out, one after the other.
+    """
+    mean, deviation = far.mean(0), far.std(0).clamp(min=1e-3)
+
+    def inputs(far: Tensor) -> Tensor:
+        return torch.cat([((far - mean) / deviation).clamp(-3, 6), torch.ones(len(far), 1)], 1)
+
+    design = inputs(far)
+    kept = torch.ones(design.shape[1], dtype=torch.bool)
+    while True:
+        weights = torch.zeros(design.shape[1])
+        ridge = torch.full((int(kept.sum()),), 30.0)
+        weights[kept] = fit_log_scale(logits, labels, design[:, kept], ridge)
+        if (weights[:-1] <= 0).all():
+            return lambda far: (inputs(far) @ weights).exp()[:, None]
+        kept[weights[:-1].argmax()] = False
+
+
 FEATURES = ("numbers", "sphere", "projected")
 METHODS: dict[str, Method] = {
     **{name: partial(calibrated, name) for name in CALIBRATORS},
@@ -148,13 +162,10 @@ def ensembles(runs: Sequence[StoredRun]) -> Iterator[tuple[str, list[StoredRun]]
     """Runs that differ in their seed alone, three or more, with a name for them."""
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
-        bare = replace(run.config, seed=0, heads={}, auto=False, guards=(), every_of={}, augment_of={})
-        bare = replace(bare, evaluate_every=1, record_gradients=False, shift=(), predict_train=True)
-        groups.setdefault(bare.to_json(), []).append(run)
-    for text, members in groups.items():
+        groups.setdefault(row_of(run.name), []).append(run)
+    for row, members in groups.items():
         if len(members) >= MIN_MEMBERS:
-            name = Config.from_json(text).name.removesuffix("-s0")
-            yield f"{name}-ensemble{len(members)}", members
+            yield f"{row}-ensemble{len(members)}", members
 
 
 def mean_of(members: Sequence[Predictions]) -> Predictions:

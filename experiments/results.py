@@ -4,14 +4,20 @@ experiments/logits/<run>.npz   quantised calibration and test logits, and what e
 experiments/runs/<run>.json    certificate: config, commit, versions, device, times, epochs, shift
 experiments/results.csv        run, output, metric, value
 
-    python experiments/results.py FOLDER ...   # store runs from the arrays that a job script kept (`import_folder`)
+Logits are kept in 8-bit steps (`quantise`), which lose precision within a tested bound. What is stored of the steps is
+what a linear guess leaves of them, modulo 256. That is exact on any machine, since guesses are sums of integers below
+2**53. A guess for one class reads the network's steps and those of the classes before it; its weights are stored. A
+run of 100 classes takes 2.1 MB so, and 3.9 without guesses.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import math
-import sys
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from packing import pack, pack_scores, unpack, unpack_scores, write_npz
 from torch import Tensor
 
 from doublehead import Bins, Predictions, metrics
-from doublehead.calibrators.head_stages import class_distances, fit_opinions
 from doublehead.metrics import fine_bins
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain
@@ -33,13 +37,27 @@ from doublehead.training.evaluation import as_plain
 HERE = Path(__file__).resolve().parent
 LOGITS, TABLE = HERE / "logits", HERE / "results.csv"
 COLUMNS = ["run", "output", "metric", "value"]
-FOLDS = 5
+# Levels per unit of log(1 + distance to the row's largest). The network's NLL changes by less than 0.05 %.
+LEVELS = {"main": 32, "flip": 12, "opinion": 12, "sphere": 8, "projected": 8}
+PER_DEVIATION = 16  # levels of other numbers
 SCORE_LEVELS = {
     "doubt": 1024,
     "brier": 256,
     "wrong": 512,
 }  # see `pack_scores`; bins of the ECE need the first
+FINEST = 0.01  # of scores
+UNIT = 4096  # of the integer weights
+CONSTANT = 64  # steps: read by every guess
+RIDGE = 100.0  # of the weights, in squared steps
 Z = 1.959963984540054  # 97.5 % of a standard normal lie below
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a script, whose docstring is its help."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 # --- numbers
@@ -89,7 +107,7 @@ class Scores(NamedTuple):
         return found | {"delta_low": delta - reach, "delta_high": delta + reach}
 
 
-# --- files
+# --- runs
 
 
 class Split(NamedTuple):
@@ -127,52 +145,32 @@ class StoredRun:
         """The settings of the run."""
         return Config.from_json(json.dumps(self.certificate["config"]))
 
+    @property
+    def file(self) -> Path:
+        """What `store` wrote."""
+        return self.folder / "logits" / f"{self.name}.npz"
+
     @cached_property
     def calib(self) -> Split:
         """The calibration split."""
-        return self._split("calib")
+        return read_split(self.file, "calib")
 
     @cached_property
     def test(self) -> Split:
         """The test split."""
-        return self._split("test")
+        return read_split(self.file, "test")
 
     @cached_property
     def heads(self) -> dict[str, Scores]:
         """The test scores of heads that were trained beside the network."""
-        found: dict[str, Scores] = {}
-        with np.load(self.folder / "logits" / f"{self.name}.npz") as file:
-            for name in [key.split("/")[1] for key in file.files if key.endswith("/correct")]:
-                correct = torch.from_numpy(file[f"heads/{name}/correct"])
-                doubt, brier, wrong = (
-                    unpack_scores(file[f"heads/{name}/{field}"], levels)
-                    for field, levels in SCORE_LEVELS.items()
-                )
-                nll = -torch.log1p(-doubt)
-                nll[~correct] = wrong
-                found[name] = Scores(nll, brier, doubt, correct, file[f"heads/{name}/ece_all"].item())
-        return found
-
-    def _split(self, part: str) -> Split:
-        with np.load(self.folder / "logits" / f"{self.name}.npz") as file:
-            return Split(**unpack(file, part))
+        with np.load(self.file) as arrays:
+            names = [key.split("/")[1] for key in arrays if key.endswith("/correct")]
+            return {name: unpack_scores(arrays, f"heads/{name}") for name in names}
 
 
 def stored_runs(folder: Path = HERE) -> list[StoredRun]:
     """All committed runs, sorted by name."""
     return [StoredRun(file.stem, folder) for file in sorted((folder / "runs").glob("*.json"))]
-
-
-def arrays_of(calib: Split, test: Split, heads: Mapping[str, Scores]) -> dict[str, Any]:
-    """What is stored of a run, besides its certificate."""
-    arrays = pack(calib._asdict(), test._asdict())
-    for head, scores in heads.items():
-        wrong = scores.nll[~scores.correct]  # of the others it is -log(1 - doubt)
-        for (field, levels), value in zip(SCORE_LEVELS.items(), (scores.doubt, scores.brier, wrong)):
-            arrays[f"heads/{head}/{field}"] = pack_scores(value, levels)
-        arrays[f"heads/{head}/correct"] = scores.correct.numpy()
-        arrays[f"heads/{head}/ece_all"] = np.float32(scores.ece_all)
-    return arrays
 
 
 def store(
@@ -188,16 +186,151 @@ def store(
     text = folder / "runs" / f"{name}.json"
     text.parent.mkdir(parents=True, exist_ok=True)
     text.write_text(json.dumps(about, separators=(",", ":")) + "\n")
-    return write_npz(folder / "logits" / f"{name}.npz", arrays_of(calib, test, heads))
+    arrays = pack(calib, test)
+    for head, scores in heads.items():
+        arrays |= pack_scores(scores, f"heads/{head}")
+    return write_npz(folder / "logits" / f"{name}.npz", arrays)
 
 
-def distances(
-    calib: Tensor, labels: Tensor, test: Tensor, n_classes: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """`class_distances` of calibration features (N, F), each to means that it is no part of, and of test features."""
-    folds = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
-    means, made = fit_opinions(calib, labels, folds, n_classes, None, seed=0)
-    return made, class_distances(test, means)
+def write_npz(path: Path, arrays: Mapping[str, Array]) -> Path:
+    """As np.savez, compressed by LZMA; np.load reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
+        for name, value in arrays.items():
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, np.ascontiguousarray(value), allow_pickle=False)
+            info = zipfile.ZipInfo(f"{name}.npy")  # without the time, so that equal arrays give equal files
+            info.compress_type = zipfile.ZIP_LZMA
+            file.writestr(info, buffer.getvalue())
+    return path
+
+
+# --- arrays in few bytes
+
+
+def pack(calib: Split, test: Split) -> Arrays:
+    """What is stored of two splits."""
+    both, arrays = {"calib": calib, "test": test}, {}
+    known = [np.zeros((len(part.labels), 0)) for part in both.values()]
+    for field in [field for field in LEVELS if getattr(calib, field) is not None]:
+        steps = [quantise(getattr(part, field), LEVELS[field]) for part in both.values()]
+        left, arrays[f"weights/{field}"] = encode(steps, known)
+        arrays |= {f"{name}/{field}": one for name, one in zip(both, left)}
+        known = steps if field == "main" else known
+    for name, part in both.items():
+        arrays[f"{name}/labels"] = part.labels.numpy().astype(np.uint8)
+        arrays[f"{name}/top"] = part.main.amax(1).numpy().astype(np.float16)
+    if calib.numbers is not None:
+        mean, step = calib.numbers.mean(0), calib.numbers.std(0).clamp(min=1e-6) / PER_DEVIATION
+        arrays["weights/numbers"] = torch.stack([mean, step]).numpy()
+        for name, part in both.items():
+            scaled = ((part.numbers - mean) / step).round().clamp(-127, 127)
+            arrays[f"{name}/numbers"] = scaled.to(torch.int8).numpy().T
+    return arrays
+
+
+def read_split(file: Path, part: str) -> Split:
+    """What `pack` was given for the part "calib" or "test"."""
+    with np.load(file) as stored:
+        arrays = {name: stored[name] for name in stored if name.startswith((f"{part}/", "weights/"))}
+    found = {"labels": torch.from_numpy(arrays[f"{part}/labels"].astype(np.int64))}
+    known = np.zeros((len(found["labels"]), 0))
+    for field in [field for field in LEVELS if f"{part}/{field}" in arrays]:
+        steps = decode(arrays[f"{part}/{field}"], arrays[f"weights/{field}"], known)
+        found[field] = dequantise(steps, LEVELS[field])
+        known = steps if field == "main" else known
+    found["main"] += torch.from_numpy(arrays[f"{part}/top"].astype(np.float32))[:, None]
+    if f"{part}/numbers" in arrays:
+        mean, step = torch.from_numpy(arrays["weights/numbers"])
+        found["numbers"] = torch.from_numpy(arrays[f"{part}/numbers"].T.astype(np.float32)) * step + mean
+    return Split(**found)
+
+
+def pack_scores(scores: Scores, name: str) -> Arrays:
+    """Scores as steps of log(1 + 100 score). Of correct predictions the NLL is -log(1 - doubt)."""
+    kept = {"doubt": scores.doubt, "brier": scores.brier, "wrong": scores.nll[~scores.correct]}
+    arrays: Arrays = {
+        f"{name}/{field}": (kept[field].double() / FINEST)
+        .log1p()
+        .mul(levels)
+        .round()
+        .numpy()
+        .astype(np.uint16)
+        for field, levels in SCORE_LEVELS.items()
+    }
+    return arrays | {f"{name}/correct": scores.correct.numpy(), f"{name}/ece_all": np.float32(scores.ece_all)}
+
+
+def unpack_scores(arrays: Mapping[str, Array], name: str) -> Scores:
+    """What `pack_scores` was given, in float64."""
+    doubt, brier, wrong = (
+        torch.expm1(torch.from_numpy(arrays[f"{name}/{field}"].astype(np.float64)) / levels) * FINEST
+        for field, levels in SCORE_LEVELS.items()
+    )
+    nll, correct = -torch.log1p(-doubt), torch.from_numpy(arrays[f"{name}/correct"])
+    nll[~correct] = wrong
+    return Scores(nll, brier, doubt, correct, arrays[f"{name}/ece_all"].item())
+
+
+def quantise(logits: Tensor, levels: int) -> Array:
+    """(N, K) uint8: fine steps near the row's largest entry, coarse ones far below. The predicted class stays.
+
+    An entry that lies d below the largest is off by at most (1 + d) / (2 * levels - 1), or by 1 / levels next to it.
+
+    >>> quantise(torch.tensor([[5.0, 4.0, -20.0]]), 32).tolist()
+    [[0, 22, 104]]
+    """
+    below = logits.amax(1, keepdim=True) - logits
+    steps = (below.double().log1p() * levels).round().clamp(1, 255)  # 0 is for the largest entry alone
+    return steps.scatter(1, logits.argmax(1, keepdim=True), 0).to(torch.uint8).numpy()
+
+
+def dequantise(steps: Array, levels: int) -> Tensor:
+    """Logits (N, K) whose largest entry in a row is 0."""
+    return -torch.expm1(torch.from_numpy(steps).float() / levels)
+
+
+def encode(parts: Sequence[Array], known: Sequence[Array]) -> tuple[list[Array], Array]:
+    """What guesses leave of the steps (N, K) of each part, (K, N) uint8, and the weights of the guesses.
+
+    `known` are steps (N, P) of the same samples that the reader has already. Weights are 0 where guesses save nothing.
+    """
+    rows = [_rows(part, other) for part, other in zip(parts, known)]
+    fitted = _fit(rows, parts[0].shape[1])
+    coded = [
+        ([((part.T - _guess(w, r)) % 256).astype(np.uint8) for part, r in zip(parts, rows)], w)
+        for w in (np.zeros_like(fitted), fitted)
+    ]
+    return min(coded, key=lambda one: sum(len(zlib.compress(left)) for left in one[0]))
+
+
+def decode(left: Array, weights: Array, known: Array) -> Array:
+    """The steps (N, K) of a part."""
+    rows = _rows(left.T, known)
+    for k, part in enumerate(left, known.shape[1]):
+        rows[k] = (part + _guess(weights[:, k - known.shape[1]], rows)) % 256
+    return np.ascontiguousarray(rows[known.shape[1] : -1].T.astype(np.uint8))
+
+
+def _rows(steps: Array, known: Array) -> Array:
+    """(P + K + 1, N): what guesses read. Weights of classes that come later are 0."""
+    return np.vstack([known.T, steps.T, np.full(len(steps), CONSTANT)]).astype(np.float64)
+
+
+def _guess(weights: Array, rows: Array) -> Array:
+    return np.floor(weights.T.astype(np.float64) @ rows / UNIT + 0.5)
+
+
+def _fit(parts: Sequence[Array], k: int) -> Array:
+    """Least-squares weights (P + K + 1, K) int16."""
+    gram = sum(part @ part.T for part in parts)
+    last = len(gram) - 1  # the constant
+    weights = np.zeros((last + 1, k), np.int16)
+    for column, target in enumerate(range(last - k, last)):
+        read = [*range(target), last]
+        found = np.linalg.solve(gram[np.ix_(read, read)] + RIDGE * np.eye(len(read)), gram[read, target])
+        weights[read, column] = np.clip(np.round(UNIT * found), -32768, 32767)
+    return weights
 
 
 # --- the table
@@ -208,91 +341,13 @@ def rows_of(run: str, output: str, numbers: Mapping[str, float]) -> list[tuple[A
     return [(run, output, metric, float(f"{value:.6g}")) for metric, value in numbers.items()]
 
 
-def read_table(path: Path = TABLE) -> pd.DataFrame:
+def read_table() -> pd.DataFrame:
     """The committed table; empty where there is none yet."""
-    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=COLUMNS)
+    return pd.read_csv(TABLE) if TABLE.exists() else pd.DataFrame(columns=COLUMNS)
 
 
-def write_table(rows: Sequence[tuple[Any, ...]], path: Path = TABLE) -> pd.DataFrame:
+def write_table(rows: Sequence[tuple[Any, ...]]) -> pd.DataFrame:
     """Write and return the table, sorted."""
     table = pd.DataFrame(rows, columns=COLUMNS).sort_values(COLUMNS[:3], ignore_index=True)
-    table.to_csv(path, index=False, float_format="%.6g")
+    table.to_csv(TABLE, index=False, float_format="%.6g")
     return table
-
-
-# --- runs of a job script: folders with arrays.npz, features.npz, about.json and run/metrics.jsonl
-
-
-def import_folder(source: Path, folder: Path = HERE) -> Path:
-    """Store a run from what the job script kept: logits * 64 as int16, features as 256 components.
-
-    Of other losses than cross entropy the network's logits are kept alone.
-    """
-    about = json.loads((source / "about.json").read_text())
-    config = Config.from_json(json.dumps(about["config"]))
-    with np.load(source / "arrays.npz") as file:
-        arrays = {
-            name: torch.from_numpy(value.astype(np.float32) / (64 if value.dtype == np.int16 else 1))
-            for name, value in file.items()
-        }
-    calib, test = (_job_split(arrays, split) for split in ("calib", "test"))
-    if config.loss != "cross_entropy":
-        calib, test = (Split(part.labels, part.main) for part in (calib, test))
-    else:
-        with np.load(source / "features.npz") as file:
-            features = [torch.from_numpy(file[f"{s}/id"].astype(np.float32)) for s in ("calib", "test")]
-        both = distances(features[0], calib.labels, features[1], calib.main.shape[1])
-        calib, test = (part._replace(sphere=d[0], projected=d[1]) for part, d in zip((calib, test), both))
-    kept_heads = [name for name in config.heads if "@" not in name]  # no table shows perturbed ones
-    heads = {name: Scores.of(Predictions(arrays[f"test/id/{name}"], test.labels)) for name in kept_heads}
-    lines = [json.loads(line) for line in (source / "run/metrics.jsonl").read_text().splitlines()]
-    about["environment"].pop("command")
-    kept = ("config", "environment", "sizes", "train_seconds", "samples_per_second", "train_accuracy")
-    certificate = {key: about[key] for key in kept} | curves(lines, config) | gradients(source)
-    return store(config.name, calib, test, heads, certificate, folder)
-
-
-def _job_split(arrays: Mapping[str, Tensor], split: str) -> Split:
-    opinion = {"calib": "own-f", "test": "mean-f"}[split]  # five heads of 256 hidden units with dropout
-    stats = arrays.get(f"{split}/id/stats")
-    return Split(
-        arrays[f"{split}/labels"].long(),
-        arrays[f"{split}/id/main"],
-        arrays.get(f"{split}/flip/main"),
-        arrays.get(f"{split}/id/{opinion}"),
-        numbers=None if stats is None else stats[:, :5],
-    )
-
-
-def curves(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]:
-    """What figures need of metrics.jsonl: numbers over the epochs, and the last entropy of every head."""
-    shown = ("main", *(name for name in ("double-head", "annealing-double-head") if name in config.heads))
-    tested = [line for line in lines if "test" in line]
-    keys = ("accuracy", "ece", "nll", "mean_entropy")
-    epochs = {
-        output: {key: [round(line["test"][output][key], 5) for line in tested] for key in keys}
-        for output in shown
-    }
-    last = tested[-1]["test"]
-    return {
-        "epochs": {"epoch": [line["epoch"] + 1 for line in tested], **epochs},
-        "train_loss": [round(line["train_loss"], 5) for line in lines],
-        "entropy": {name: last[name]["mean_entropy"] for name in config.heads},
-    }
-
-
-def gradients(folder: Path) -> dict[str, Any]:
-    """Gradient norms (epochs, 6) of the two heads of the paper's figure, where they were recorded."""
-    if not (folder / "gradients.npz").exists():
-        return {}
-    with np.load(folder / "gradients.npz") as file:
-        heads, norms = file["heads"].tolist(), file["norms"].round(4)  # norms (epochs, 6, heads)
-    shown = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
-    return {"gradients": {name: norms[:, :, heads.index(name)].tolist() for name in shown}}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for argument in sys.argv[1:]:
-        made = import_folder(Path(argument))
-        print(f"{made.name} {made.stat().st_size / 1e6:.2f} MB", flush=True)

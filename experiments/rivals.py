@@ -18,9 +18,8 @@ classes are cats and dogs, and animals and vehicles.
 
 from __future__ import annotations
 
-import argparse
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,9 +30,9 @@ import numpy as np
 import pandas as pd
 import torch
 from post_hoc import METHODS, RIVALS, against
-from results import HERE, Scores, Split, StoredRun
+from results import HERE, Scores, Split, StoredRun, arguments
 from shift_sets import read
-from tables import SETS, Page, markdown, percent
+from tables import SETS, Page, Runs, markdown, percent
 from torch import Tensor
 
 from doublehead import Predictions, metrics
@@ -68,21 +67,24 @@ class Case(NamedTuple):
     layer: Tensor | None = None
 
 
+def tensors(path: Path) -> dict[str, Tensor]:
+    with np.load(path) as file:
+        return {name: torch.from_numpy(value) for name, value in file.items()}
+
+
 def resnet110(shared: Path) -> Case:
     """A published ResNet-110 on CIFAR-10."""
-    with np.load(shared / "logits" / "resnet110_c10.npz") as file:
-        parts = [
-            Split(torch.from_numpy(file[f"{s}_labels"]).long(), torch.from_numpy(file[f"{s}_logits"]).float())
-            for s in ("val", "test")
-        ]
-    return Case("development", "cifar10-resnet110", parts[0], parts[1])
+    arrays = tensors(shared / "logits" / "resnet110_c10.npz")
+    calib, test = (
+        Split(arrays[f"{s}_labels"].long(), arrays[f"{s}_logits"].float()) for s in ("val", "test")
+    )
+    return Case("development", "cifar10-resnet110", calib, test)
 
 
 def imagenet(shared: Path) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, features and labels of a ResNet-50 on five images of each class."""
-    with np.load(shared / "imagenet" / "resnet50_val5k.npz") as file:
-        logits, features = (torch.from_numpy(file[name]).float() for name in ("logits", "features"))
-        return logits, features, torch.from_numpy(file["labels"]).long()
+    arrays = tensors(shared / "imagenet" / "resnet50_val5k.npz")
+    return arrays["logits"].float(), arrays["features"].float(), arrays["labels"].long()
 
 
 def imagenet_halves(shared: Path) -> Iterator[Case]:
@@ -96,13 +98,10 @@ def imagenet_halves(shared: Path) -> Iterator[Case]:
         order = torch.rand(1000, 5, generator=torch.Generator().manual_seed(seed)).argsort(1)
         chosen = by_class.gather(1, order)
         calib, test = chosen[:, :2].reshape(-1), chosen[:, 2:4].reshape(-1)
-        name, halves = (
-            f"imagenet-resnet50, half {seed}",
-            [Split(labels[at], logits[at]) for at in (calib, test)],
-        )
-        yield Case("development", name, halves[0], halves[1])
+        halves = Split(labels[calib], logits[calib]), Split(labels[test], logits[test])
+        yield Case("development", f"imagenet-resnet50, half {seed}", *halves)
         both = (features[calib], features[test])
-        yield Case("development", f"{name}, features", halves[0], halves[1], both, layer)
+        yield Case("development", f"imagenet-resnet50, half {seed}, features", *halves, both, layer)
 
 
 # --- versus
@@ -153,12 +152,9 @@ def versus(shared: Path | None) -> None:
 
 def networks(shared: Path | None) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, logits (N, K) and labels (N,)."""
-    known: list[Any] = [StoredRun(name) for name in DRAWN] + ([] if shared is None else [resnet110(shared)])
-    for one in known:
-        logits, labels = (
-            torch.cat([one.calib.main, one.test.main]),
-            torch.cat([one.calib.labels, one.test.labels]),
-        )
+    for one in [*map(StoredRun, DRAWN), *([] if shared is None else [resnet110(shared)])]:
+        logits = torch.cat([one.calib.main, one.test.main])
+        labels = torch.cat([one.calib.labels, one.test.labels])
         yield one.name, logits, labels
         if one.name in (DRAWN[0], "cifar10-resnet110"):
             yield from two_classes(one.name, logits, labels)
@@ -198,13 +194,13 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     """By number of classes and samples: the share of draws with a loss above 0.002, and the largest loss."""
     best = table[["raw", "temperature"]].min(axis=1)
     found = table.assign(worst=table["head"] - best, temperature_worst=table["temperature"] - best)
-    for name in ("", "temperature_"):
-        found[f"{name}worse"] = found[f"{name}worst"] > WORSE
     found["opened"] = found.stages != "temperature"
     groups = found.groupby(["classes", "n"])
     made = pd.DataFrame({"draws": groups.size()})
-    for name in ("worse", "worst", "temperature_worse", "temperature_worst", "opened"):
-        made[name] = groups[name].max() if name.endswith("worst") else groups[name].mean()
+    for name in ("worst", "temperature_worst"):
+        made[name.replace("worst", "worse")] = groups[name].agg(lambda losses: (losses > WORSE).mean())
+        made[name] = groups[name].max()
+    made["opened"] = groups.opened.mean()
     made["gain"] = 1 - groups["head"].mean() / groups["temperature"].mean()
     return made.reset_index()
 
@@ -234,9 +230,8 @@ def auroc(seen: Path) -> None:
             for name in SETS:
                 found = metrics.shift_detection(clean, fitted.calibrate(sets[name])).auroc
                 rows.append((file.stem, output, name, found))
-    pd.DataFrame(rows, columns=["run", "output", "set", "auroc"]).to_csv(
-        HERE / "auroc.csv", index=False, float_format="%.5g"
-    )
+    table = pd.DataFrame(rows, columns=["run", "output", "set", "auroc"])
+    table.to_csv(HERE / "auroc.csv", index=False, float_format="%.5g")
 
 
 # --- pages
@@ -258,7 +253,7 @@ PARTS = {
 }
 
 
-def versus_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
+def versus_page(table: pd.DataFrame, runs: Runs) -> str:
     """The staged head against temperature scaling and the two best rivals, development and blind."""
     found, names = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)]), RIVALS.values()
     head = ["classifier", "classes", "samples", "NLL as it is", *(f"NLL {name}" for name in names)]
@@ -276,18 +271,17 @@ def versus_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
     return "\n".join(parts)
 
 
-def of_runs(table: pd.DataFrame, runs: Sequence[StoredRun]) -> pd.DataFrame:
+def of_runs(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
     """The rows of versus.csv that runs of this project would have."""
     nlls = table[table.metric == "nll"].pivot(index="run", columns="output", values="value")
     heads = table[table.output == "head"].pivot(index="run", columns="metric", values="value")
     rows = []
-    for run in runs:
-        if run.config.loss == "cross_entropy":
-            time = run.certificate["environment"]["time"]
-            part = next(part for part, end in ENDED.items() if time < end)
-            row = {"part": part, "name": run.name, "calib": run.certificate["sizes"][1]}
-            row |= {f"nll_{name}": nlls.loc[run.name, name] for name in ("none", *RIVALS, "head")}
-            rows.append(row | dict(heads.loc[run.name]))
+    for run in [run for run in runs if run.config.loss == "cross_entropy"]:
+        time = run.certificate["environment"]["time"]
+        part = next(part for part, end in ENDED.items() if time < end)
+        row = {"part": part, "name": run.name, "calib": run.certificate["sizes"][1]}
+        row |= {f"nll_{name}": nlls.loc[run.name, name] for name in ("none", *RIVALS, "head")}
+        rows.append(row | dict(heads.loc[run.name]))
     return pd.DataFrame(rows)
 
 
@@ -314,21 +308,19 @@ def wins(found: pd.DataFrame) -> str:
     return markdown(head, lines)
 
 
-def safety_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
+def safety_page(table: pd.DataFrame, runs: Runs) -> str:
     """How often the head is worse than the better of doing nothing and temperature scaling."""
-    columns: dict[str, tuple[str, Callable[[float], str]]] = {
-        "classes": ("classes", "{:,.0f}".format),
-        "n": ("samples", "{:,.0f}".format),
-        "draws": ("draws", "{:,.0f}".format),
-        "worse": ("head worse", lambda value: percent(value, 1)),
-        "worst": ("largest loss", lambda value: f"{max(value, 0):.4f}"),
-        "temperature_worse": ("temperature worse", lambda value: percent(value, 1)),
-        "temperature_worst": ("its largest loss", lambda value: f"{max(value, 0):.4f}"),
-        "opened": ("stages opened", lambda value: percent(value, 1)),
-        "gain": ("NLL saved", lambda value: f"{100 * value:+.1f}"),
-    }
-    found = pd.read_csv(SAFETY)
-    lines = [[show(row[key]) for key, (_, show) in columns.items()] for _, row in found.iterrows()]
+    titles = ["classes", "samples", "draws", "head worse", "largest loss", "temperature worse",
+              "its largest loss", "stages opened", "NLL saved"]  # fmt: skip
+    lines = [
+        [
+            *(f"{row[key]:,.0f}" for key in ("classes", "n", "draws")),
+            *(percent(row.worse, 1), f"{max(row.worst, 0):.4f}"),
+            *(percent(row.temperature_worse, 1), f"{max(row.temperature_worst, 0):.4f}"),
+            *(percent(row.opened, 1), f"{100 * row.gain:+.1f}"),
+        ]
+        for _, row in pd.read_csv(SAFETY).iterrows()
+    ]
     return "\n".join(
         [
             "# Small calibration sets\n",
@@ -337,12 +329,12 @@ def safety_page(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
             "Draws mix calibration and test data. That stages open from 30 wrong predictions on was chosen on earlier "
             "draws from the same networks. Shares are in percent of draws, the NLL saved in percent of temperature "
             "scaling's.\n",
-            markdown([title for title, _ in columns.values()], lines),
+            markdown(titles, lines),
         ]
     )
 
 
-def blind_table(table: pd.DataFrame, runs: Sequence[StoredRun]) -> str:
+def blind_table(table: pd.DataFrame, runs: Runs) -> str:
     """Wins and losses of the first look."""
     found = pd.read_csv(VERSUS)
     return wins(found[found.part == "blind"])
@@ -353,9 +345,7 @@ FILLED: dict[str, tuple[str, Page]] = {"blind": ("docs/results/index.md", blind_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("what", choices=["versus", "safety", "auroc"])
     parser.add_argument("--shared", type=Path)
     parser.add_argument("--seen", type=Path)

@@ -10,19 +10,21 @@ experiments/logits and experiments/runs; `make results` makes numbers, tables an
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from results import HERE, Scores, Split, curves, distances, gradients, store
+from results import HERE, Scores, Split, arguments, store
 from torch import Tensor
 
 from doublehead import PAPER, HeadSpec, Predictions
 from doublehead.calibration_head import feature_numbers
+from doublehead.calibrators.head_stages import class_distances, fit_opinions
 from doublehead.data import Images
 from doublehead.network import Readings, flip
 from doublehead.optional import require
@@ -54,6 +56,7 @@ MINILM: dict[str, Any] = {
 }  # fmt: skip
 MINILM_NEWS: dict[str, Any] = {**MINILM, "lr": 1.5e-4, "epochs": 5, "max_words": 256}
 SLOW = replace(PAPER, lr=0.03)  # steadier in sweeps and under perturbation
+FOLDS = 5  # of distances to class means
 GUARDS = ("shifts", "shifts-noises", "shifts-blurs", "shifts-colours", "shifts-digital")
 
 
@@ -136,7 +139,7 @@ def splits_of(run: Run) -> tuple[Split, Split]:
         parts = [part._replace(opinion=opinion) for part, opinion in zip(parts, opinions)]
     if (
         isinstance(run.inputs.splits.train, Images) and run.config.data != "svhn"
-    ):  # no digit has a mirror image
+    ):  # digits have no mirror view
         mirrored = [_readings(run, split, mirror=True).logits for split in ("calib", "test")]
         parts = [part._replace(flip=logits) for part, logits in zip(parts, mirrored)]
     return parts[0], parts[1]
@@ -158,11 +161,47 @@ def _readings(run: Run, split: str, mirror: bool = False) -> Readings:
     return Readings(*(None if part is None else part.cpu() for part in found))  # type: ignore[arg-type]
 
 
+def distances(
+    calib: Tensor, labels: Tensor, test: Tensor, n_classes: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`class_distances` of calibration features (N, F), each to means that it is no part of, and of test features."""
+    folds = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
+    means, made = fit_opinions(calib, labels, folds, n_classes, None, seed=0)
+    return made, class_distances(test, means)
+
+
 def certificate_of(folder: RunFolder) -> dict[str, Any]:
     """What is known of a run besides its logits."""
     found = {key: folder.results[key] for key in CERTIFIED}
     found["environment"] = {key: value for key, value in found["environment"].items() if key != "command"}
     return found | curves(folder.lines(), folder.config) | gradients(folder.path)
+
+
+def curves(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]:
+    """What figures need of metrics.jsonl: numbers over the epochs, and the last entropy of every head."""
+    shown = ("main", *(name for name in ("double-head", "annealing-double-head") if name in config.heads))
+    tested = [line for line in lines if "test" in line]
+    keys = ("accuracy", "ece", "nll", "mean_entropy")
+    epochs = {
+        output: {key: [round(line["test"][output][key], 5) for line in tested] for key in keys}
+        for output in shown
+    }
+    last = tested[-1]["test"]
+    return {
+        "epochs": {"epoch": [line["epoch"] + 1 for line in tested], **epochs},
+        "train_loss": [round(line["train_loss"], 5) for line in lines],
+        "entropy": {name: last[name]["mean_entropy"] for name in config.heads},
+    }
+
+
+def gradients(folder: Path) -> dict[str, Any]:
+    """Gradient norms (epochs, 6) of the two heads of the paper's figure, where they were recorded."""
+    if not (folder / "gradients.npz").exists():
+        return {}
+    with np.load(folder / "gradients.npz") as file:
+        heads, norms = file["heads"].tolist(), file["norms"].round(4)  # norms (epochs, 6, heads)
+    shown = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
+    return {"gradients": {name: norms[:, :, heads.index(name)].tolist() for name in shown}}
 
 
 def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE) -> Path:
@@ -178,18 +217,14 @@ def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("data")
     parser.add_argument("model", nargs="?", help="the recipe's unless given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", default=["cross-entropy"], help="training losses")
     parser.add_argument("--root", help="the folder of data sets")
     parser.add_argument("--output", type=Path, default=Path("runs"))
-    parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="start no run after so many seconds"
-    )
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; no run starts later")
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
     began, chosen = time.perf_counter(), product(options.seeds, options.methods)

@@ -7,22 +7,20 @@ Images need a GPU: 150,000 of them. Texts take a few minutes on a CPU. `shift.py
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from results import arguments
+from run import reopened
 from torch import Tensor
 
 from doublehead import ShiftGuard
 from doublehead.data import FAMILIES, Images, Texts, corrupt, load
 from doublehead.data.text import tokens_of
-from doublehead.optional import require
-from doublehead.saving import under
 from doublehead.training.config import LEFT_OUT
-from doublehead.training.loop import make_fabric, set_up
 from doublehead.training.run import Run
 from doublehead.training.run_folder import RunFolder
 
@@ -38,9 +36,8 @@ KINDS = {
 SHARES = (0.1, 0.2, 0.3, 0.45, 0.6)  # of words that are changed, by severity
 
 Words = list[str]
-Set = tuple[
-    str, Iterable[Tensor], Any, Any
-]  # name, batches, labels (N,), sample numbers (N,) in the order of the batches
+# Name, batches, labels (N,), sample numbers (N,) in the order of the batches.
+Set = tuple[str, Iterable[Tensor], Any, Any]
 
 
 class Seen(NamedTuple):
@@ -55,9 +52,7 @@ class Seen(NamedTuple):
 @torch.no_grad()
 def observe(folder: RunFolder, root: str, output: Path, accelerator: str = "auto") -> Path:
     """Run the network of a finished run over all sets of inputs."""
-    run = set_up(folder.config, make_fabric(folder.config, accelerator=accelerator, devices=1), None, root)
-    weights = require("safetensors.torch", extra="train").load_file(folder.path / "model.safetensors")
-    run.net.load_state_dict(under(weights, "model."))
+    run = reopened(folder, root, accelerator)
     guard = ShiftGuard(run.net.eval())
     parts: dict[str, list[Any]] = {"logits": [], "far": [], "labels": [], "rows": []}
     names = []
@@ -201,9 +196,7 @@ def _other_texts(data: str, root: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--root")
     parser.add_argument("--output", type=Path, default=Path("seen"))

@@ -64,14 +64,8 @@ STAGES = {
 EPOCHS = {"cifar10": 80, "cifar100": 80, "svhn": 40}  # of ResNet-50; other networks have fewer
 REFERENCE = "cifar10-resnet50-cross_entropy-e80-s0"  # of Table 3
 # The paper's Table 3: calibration period, ECE and overhead, percent.
-PERIODS = {
-    10: (0.97, 8.86),
-    20: (0.98, 3.80),
-    30: (1.01, 2.53),
-    40: (0.97, 1.28),
-    50: (1.28, 1.28),
-    70: (1.29, 1.28),
-}
+PERIODS = {10: (0.97, 8.86), 20: (0.98, 3.80), 30: (1.01, 2.53),
+           40: (0.97, 1.28), 50: (1.28, 1.28), 70: (1.29, 1.28)}  # fmt: skip
 # The paper's Table 2: AUROC of cross entropy before and after a temperature, and of the annealed head, percent.
 AUROC = {
     ("wide_resnet28_10", "test/gaussian_noise/5"): (74.73, 75.87, 92.60),
@@ -82,6 +76,8 @@ AUROC = {
 SETS = {"test/gaussian_noise/5": "Gaussian noise, severity 5", "unknown/svhn": "SVHN"}
 BAND = "In brackets: 5th to 95th percentile of the ECE of a perfectly calibrated model. Bold: not above that band."
 Runs = Sequence[StoredRun]
+Page = Callable[[pd.DataFrame, Runs], str]
+Cell = Callable[[pd.Series], str]
 
 
 # --- rows and cells
@@ -104,13 +100,17 @@ def rows(runs: Runs) -> dict[str, StoredRun]:
     return found
 
 
+def networks(runs: Runs) -> dict[str, StoredRun]:
+    """The first run of every row of cross entropy."""
+    return {row: run for row, run in rows(runs).items() if run.config.loss == "cross_entropy"}
+
+
 def title_of(run: StoredRun, epochs: bool = True) -> str:
     """Data set, network and epochs as people write them. Epochs of short runs are shown always."""
     config = run.config
     title = f"{DATA.get(config.data, config.data)}, {NETWORKS.get(config.model, config.model)}"
-    return (
-        f"{title}, {config.epochs} epochs" if epochs or config.epochs < EPOCHS.get(config.data, 0) else title
-    )
+    short = config.epochs < EPOCHS.get(config.data, 0)
+    return f"{title}, {config.epochs} epochs" if epochs or short else title
 
 
 def means(table: pd.DataFrame, row: str, *, ensemble: bool = False) -> pd.DataFrame:
@@ -147,9 +147,7 @@ def methods_page(table: pd.DataFrame, runs: Runs) -> str:
     parts = ["# Calibration methods on the same networks\n"]
     delta = "difference in NLL to temperature scaling"
     head = ["method", "accuracy", "NLL", delta, "Brier", "ECE", "PHI", "runs"]
-    for row, first in rows(runs).items():
-        if first.config.loss != "cross_entropy":
-            continue
+    for row, first in networks(runs).items():
         found, together = means(table, row), means(table, row, ensemble=True)
         lines = [_method(title, found.loc[name]) for name, title in METHODS.items() if name in found.index]
         for name, what in (("none", ""), ("temperature", ", then a temperature")):
@@ -199,12 +197,10 @@ OVERVIEW = {
 def overview_table(table: pd.DataFrame, runs: Runs) -> str:
     """NLL and ECE of a few methods on every cross-entropy network."""
     lines = []
-    for row, first in rows(runs).items():
-        if first.config.loss == "cross_entropy":
-            found = means(table, row)
-            own = found.loc["none"]
-            cells = [_few(found, name) for name in OVERVIEW]
-            lines.append([title_of(first, epochs=False), f"{own.runs:.0f}", percent(own.accuracy), *cells])
+    for row, first in networks(runs).items():
+        found = means(table, row)
+        own, cells = found.loc["none"], [_few(found, name) for name in OVERVIEW]
+        lines.append([title_of(first, epochs=False), f"{own.runs:.0f}", percent(own.accuracy), *cells])
     return markdown(["network", "seeds", "accuracy", *OVERVIEW.values()], lines)
 
 
@@ -237,31 +233,28 @@ def _few(found: pd.DataFrame, output: str) -> str:
 
 def paper_page(table: pd.DataFrame, runs: Runs) -> str:
     """The paper's tables with its numbers beside ours."""
-    return "\n".join(
-        [
-            "# The paper's tables beside ours\n",
-            "After the slash the paper's number. It fits temperatures on a grid of 0.1.\n",
-            "## Table 1: ECE of the predicted class, percent\n",
-            _eces(table, runs, 1, ece_cell),
-            f"{BAND}\n",
-            "## Table 2: AUROC of telling clean test images of CIFAR-10 from shifted ones, percent\n",
-            _aurocs(),
-            "By the confidence. The paper's head was not run on shifted images here; networks of MMCE, Brier and focal "
-            "loss neither.\n",
-            "## Table 3: calibration period k, CIFAR-10, ResNet-50\n",
-            _periods(means(table[table.run == REFERENCE], row_of(REFERENCE))),
-            "## Table 4: ECE of all components, percent\n",
-            _eces(table, runs, 4, lambda row: percent(row.ece_all)),
-            "All N K probabilities in one set of bins, the error divided by N, as the paper has it.\n",
-            "## Where the paper disagrees with itself\n",
-            "Table 3 gives 0.97 for k = 10 where Table 1 gives 0.50, and the same overhead for k = 40, 50 and 70. "
-            "Caption, text and rows of Table 2 name different networks. For SVHN, Wide ResNet 28-10 and Brier loss, a "
-            "temperature raises the ECE in Table 1.\n",
-        ]
-    )
+    periods = _periods(means(table[table.run == REFERENCE], row_of(REFERENCE)))
+    parts = [
+        "# The paper's tables beside ours\n",
+        "After the slash the paper's number. It fits temperatures on a grid of 0.1.\n",
+        "## Table 1: ECE of the predicted class, percent\n",
+        f"{_eces(table, runs, 1, ece_cell)}\n{BAND}\n",
+        "## Table 2: AUROC of telling clean test images of CIFAR-10 from shifted ones, percent\n",
+        f"{_aurocs()}\nBy the confidence. The paper's head was not run on shifted images here; networks of MMCE, "
+        "Brier and focal loss neither.\n",
+        f"## Table 3: calibration period k, CIFAR-10, ResNet-50\n\n{periods}",
+        "## Table 4: ECE of all components, percent\n",
+        _eces(table, runs, 4, lambda row: percent(row.ece_all)),
+        "All N K probabilities in one set of bins, the error divided by N, as the paper has it.\n",
+        "## Where the paper disagrees with itself\n",
+        "Table 3 gives 0.97 for k = 10 where Table 1 gives 0.50, and the same overhead for k = 40, 50 and 70. "
+        "Caption, text and rows of Table 2 name different networks. For SVHN, Wide ResNet 28-10 and Brier loss, a "
+        "temperature raises the ECE in Table 1.\n",
+    ]
+    return "\n".join(parts)
 
 
-def _eces(table: pd.DataFrame, runs: Runs, number: int, cell: Callable[[pd.Series], str]) -> str:
+def _eces(table: pd.DataFrame, runs: Runs, number: int, cell: Cell) -> str:
     """Table 1 or 4: the rows that were run here."""
     printed = pd.read_csv(HERE / "paper.csv").set_index(["table", "data", "model", "method"]).loc[number]
     lines = []
@@ -283,25 +276,17 @@ def _eces(table: pd.DataFrame, runs: Runs, number: int, cell: Callable[[pd.Serie
 def _aurocs() -> str:
     found = pd.read_csv(HERE / "auroc.csv").pivot(index=["run", "set"], columns="output", values="auroc")
     lines = []
-    for (run, shift), row in found.iterrows():
-        theirs = AUROC.get((StoredRun(run).config.model, shift), ("",) * 3)
-        cells = [
-            f"{percent(row[name])}{value and f' / {value:.2f}'}" for name, value in zip(METHODS, theirs[:2])
-        ]
-        title = title_of(StoredRun(run), epochs=False)
-        lines.append(
-            [title, SETS[shift], *cells, percent(row["head"]), f"- / {theirs[2]:.2f}" if theirs[2] else "-"]
-        )
+    for (name, shift), row in found.iterrows():
+        run = StoredRun(name)
+        theirs = [f" / {value:.2f}" for value in AUROC.get((run.config.model, shift), ())] or [""] * 3
+        ours = [percent(row[output]) for output in ("none", "temperature", "head")]
+        cells = [ours[0] + theirs[0], ours[1] + theirs[1], ours[2], f"-{theirs[2]}"]
+        lines.append([title_of(run, epochs=False), SETS[shift], *cells])
     head = ["as trained", "temperature (NLL)", "staged head, logits", "paper's head, beta0 1.2"]
     return markdown(["row", "shift", *head], lines)
 
 
-def _beside(
-    found: pd.DataFrame,
-    output: str,
-    printed: float | None,
-    cell: Callable[[pd.Series], str] = ece_cell,
-) -> str:
+def _beside(found: pd.DataFrame, output: str, printed: float | None, cell: Cell = ece_cell) -> str:
     ours = cell(found.loc[output]) if output in found.index else "-"
     return ours if printed is None else f"{ours} / {printed:.2f}"
 
@@ -321,9 +306,13 @@ def runs_page(table: pd.DataFrame, runs: Runs) -> str:
     lines = []
     for run in runs:
         about, place = run.certificate, run.certificate["environment"]
-        shares = [percent(about["train_accuracy"]), percent(accuracy[run.name])]
-        place = [place["device"], place["torch"], place["commit"], place["time"][:10]]
-        lines.append([f"`{run.name}`", *shares, f"{about['train_seconds']:.0f}", *place])
+        cells = [
+            percent(about["train_accuracy"]),
+            percent(accuracy[run.name]),
+            f"{about['train_seconds']:.0f}",
+        ]
+        cells += [place["device"], place["torch"], place["commit"], place["time"][:10]]
+        lines.append([f"`{run.name}`", *cells])
     head = ["run", "train accuracy", "test accuracy", "seconds", "device", "torch", "commit", "date"]
     note = "Several runs shared one device, so seconds say little about speed.\n"
     return f"# Runs\n\n{markdown(head, lines)}\n{note}"
@@ -340,15 +329,11 @@ def stages_page(table: pd.DataFrame, runs: Runs) -> str:
     wide["change"] = wide.nll / wide.nll.xs("temperature", level="output") - 1
     wide["row"] = wide.index.get_level_values("run").map(row_of)
     by_row = wide.loc[[run.name for run in shown]].groupby(["row", "output"])[["change", "ece"]].mean()
-    lines = []
-    for row, first in rows(shown).items():
-        cells = [by_row.loc[row, name] if (row, name) in by_row.index else None for name in STAGES]
-        lines.append(
-            [
-                title_of(first, epochs=False),
-                *("-" if c is None else f"{100 * c.change:+.2f} / {percent(c.ece)}" for c in cells),
-            ]
-        )
+    cells = by_row.apply(lambda one: f"{100 * one.change:+.2f} / {percent(one.ece)}", axis=1)
+    lines = [
+        [title_of(first, epochs=False), *(cells.get((row, name), "-") for name in STAGES)]
+        for row, first in rows(shown).items()
+    ]
     kept = []
     for run in shown:
         own, free = wide.loc[run.name, "head+opinion"], wide.loc[run.name, "head+opinion, best"]
@@ -371,7 +356,6 @@ def stages_page(table: pd.DataFrame, runs: Runs) -> str:
 
 # --- writing
 
-Page = Callable[[pd.DataFrame, Runs], str]
 FILLED: dict[str, tuple[str, Page]] = {  # tables in pages that are written by hand
     "readme": ("README.md", readme_table),
     "overview": ("docs/results/index.md", overview_table),

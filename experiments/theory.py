@@ -9,21 +9,24 @@ on CIFAR-10 whose logits are public.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from results import HERE, arguments
 from torch import Tensor
 
 from doublehead.predictions import Predictions
 from doublehead.theory import COUNTEREXAMPLE, Theorem2, theorem1, theorem2, theorem2_of
 from doublehead.training.run_folder import environment
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+RESULTS = HERE.parent / "docs" / "results"
 SEED = 0
 BETAS = (0.1, 0.3, 0.6, 0.9, 1.0, 1.2, 1.5, 2.0, 4.0)
 NORM_BETAS = (0.6, 1.2, 1.5)  # 0.6 and 1.5 are those of the paper's gradient histograms, 1.2 its best beta_0
@@ -88,31 +91,25 @@ def gradient_norms(logits: Tensor) -> dict[str, Any]:
     """The norm of d CE(beta z) / dz relative to beta = 1, binned by how far the confidence is from 1."""
     label = logits.argmax(-1, keepdim=True)
 
-    def log_norm(beta: float) -> Tensor:
-        log_probs = (beta * logits).log_softmax(-1)
-        miss = (beta * logits).scatter(-1, label, -torch.inf).logsumexp(-1, keepdim=True)
-        miss = miss - (beta * logits).logsumexp(-1, keepdim=True)  # log(1 - p_label)
-        return math.log(beta) + 0.5 * (2 * log_probs.scatter(-1, label, miss)).logsumexp(-1)
+    def log_miss(z: Tensor) -> Tensor:  # log(1 - p_label), (N, 1)
+        return z.scatter(-1, label, -torch.inf).logsumexp(-1, keepdim=True) - z.logsumexp(-1, keepdim=True)
 
-    miss = (logits.scatter(-1, label, -torch.inf).logsumexp(-1) - logits.logsumexp(-1)) / math.log(10)
+    def log_norm(beta: float) -> Tensor:
+        z = beta * logits
+        return math.log(beta) + 0.5 * (2 * z.log_softmax(-1).scatter(-1, label, log_miss(z))).logsumexp(-1)
+
     edges = torch.linspace(-8, -0.2, 27).double()
-    place = torch.bucketize(miss, edges)
-    out: dict[str, Any] = {
-        "log10_miss": [],
-        **{str(b): {"low": [], "mid": [], "high": []} for b in NORM_BETAS},
-    }
-    for cell in range(1, len(edges)):
-        rows = place == cell
-        if int(rows.sum()) < 20:
-            continue
-        out["log10_miss"].append(round(float((edges[cell - 1] + edges[cell]) / 2), 3))
-        for beta in NORM_BETAS:
-            ratio = (log_norm(beta) - log_norm(1.0))[rows] / math.log(10)
-            for name, q in (("low", 0.05), ("mid", 0.5), ("high", 0.95)):
-                out[str(beta)][name].append(round(float(ratio.quantile(q)), 4))
+    place = torch.bucketize(log_miss(logits)[:, 0] / math.log(10), edges)
+    cells = [cell for cell in range(1, len(edges)) if (place == cell).sum() >= 20]
+    middles = [round(float((edges[cell - 1] + edges[cell]) / 2), 3) for cell in cells]
+    out: dict[str, Any] = {"log10_miss": middles}
     for beta in NORM_BETAS:
-        shrinks = log_norm(beta) < log_norm(1.0)
-        out[str(beta)]["share_shrunk"] = round(float(shrinks.double().mean()), 4)
+        ratio = (log_norm(beta) - log_norm(1.0)) / math.log(10)
+        out[str(beta)] = {
+            name: rounded([float(ratio[place == cell].quantile(q)) for cell in cells])
+            for name, q in (("low", 0.05), ("mid", 0.5), ("high", 0.95))
+        }
+        out[str(beta)]["share_shrunk"] = round(float((ratio < 0).double().mean()), 4)
     return out
 
 
@@ -142,14 +139,12 @@ def theorem2_numbers(p: Predictions, generator: torch.Generator) -> dict[str, An
         keys = p.confidence if cells is None else (p.confidence.double() * cells).ceil()
         sides = as_floats(theorem2(p.confidence, p.correct, n_values=cells))
         real.append({"n_values": cells, "distinct": len(keys.unique())} | sides)
+    shown = {"ece2_squared": binary.ece2.square(), "squared_shannon": binary.squared_shannon}
+    shown["squared_literal"] = binary.squared_literal
     return {
         "confidences_from_a_half": count_theorem2(binary),
         "confidences_from_zero": count_theorem2(wide),
-        "shown": {
-            "ece2_squared": rounded(binary.ece2.square()[:1500].tolist()),
-            "squared_shannon": rounded(binary.squared_shannon[:1500].tolist()),
-            "squared_literal": rounded(binary.squared_literal[:1500].tolist()),
-        },
+        "shown": {name: rounded(values[:1500].tolist()) for name, values in shown.items()},
         "counterexample": {"confidence": COUNTEREXAMPLE[0], "correct": COUNTEREXAMPLE[1]}
         | as_floats(theorem2(*COUNTEREXAMPLE)),
         "real": real,
@@ -189,69 +184,57 @@ def compute(path: Path) -> dict[str, Any]:
 
 def draw(output: Path) -> None:
     """Draw both pictures from the committed numbers."""
-    import matplotlib.pyplot as plt
-
     numbers = json.loads((RESULTS / "theory.json").read_text())
-    with plt.rc_context(STYLE):
-        for name, size, widths in (("theorem1", (10.5, 3.3), (1, 1, 1)), ("theorem2", (9.5, 3.9), (1.15, 1))):
-            figure, axes = plt.subplots(
-                1, len(widths), figsize=size, layout="constrained", width_ratios=widths
-            )
-            (draw_theorem1 if name == "theorem1" else draw_theorem2)(axes, numbers[name])
-            for ax, letter in zip(axes, "abc"):
-                ax.set_title(letter, loc="left", fontweight="bold")
-            figure.savefig(output / f"{name}.png", dpi=170)
-            plt.close(figure)
+    first, second = numbers["theorem1"], numbers["theorem2"]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 3.3), layout="constrained")
+        left, middle, right = figure.subplots(1, 3)
+        draw_bounds(left, first["curves"], "label", "$i = y$ (the label)", "$c_0$ to $c_1$")
+        draw_bounds(middle, first["curves"], "runner_up", "$i \\neq y$ (the runner-up)", "$c_2$ to $c_3$")
+        draw_norms(right, first["gradient_norms"])
+        save(figure, output / "theorem1.png")
+        figure = Figure(figsize=(9.5, 3.9), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+        draw_scatter(left, second)
+        draw_against_entropy(right, second)
+        save(figure, output / "theorem2.png")
 
 
-def draw_theorem1(axes: Any, numbers: dict[str, Any]) -> None:
-    curves = numbers["curves"]
-    names = (
-        ("label", "$i = y$ (the label)", "c_0", "c_1"),
-        ("runner_up", "$i \\neq y$ (the runner-up)", "c_2", "c_3"),
-    )
-    for ax, (key, title, low, high) in zip(axes, names):
-        for image, colour in zip(curves["images"], (ORANGE, BLUE)):
-            draw_bounds(ax, curves["betas"], image[key], colour, image["confidence"])
-        ax.axvline(1, ymin=0.24, color=INK, lw=0.6, ls=":")
-        ax.set(xlabel="scaling factor $\\beta$", ylabel="$\\log_{10}$ of the gradient factor $\\gamma$")
-        ax.set(xlim=(0.1, 4), title=title)
-        ax.legend(loc="lower left", title=f"confidence (shaded: ${low}$ to ${high}$)", title_fontsize=8)
-    draw_norms(axes[2], numbers["gradient_norms"])
+def save(figure: Figure, path: Path) -> None:
+    for ax, letter in zip(figure.axes, "abc"):
+        ax.set_title(letter, loc="left", fontweight="bold")
+    figure.savefig(path, dpi=170)
 
 
-def draw_theorem2(axes: Any, numbers: dict[str, Any]) -> None:
-    draw_scatter(axes[0], numbers)
-    draw_against_entropy(axes[1], numbers)
+def draw_bounds(ax: Axes, curves: dict[str, Any], name: str, title: str, bounds: str) -> None:
+    betas = curves["betas"]
+    for image, colour in zip(curves["images"], (ORANGE, BLUE)):
+        curve, confidence = image[name], image["confidence"]
+        ax.fill_between(betas, curve["lower"], curve["upper"], color=colour, alpha=0.18, lw=0)
+        for side in ("lower", "upper"):
+            ax.plot(betas, curve[side], color=colour, lw=0.7, alpha=0.8)
+        shown = f"{confidence:.2f}" if confidence < 0.99 else f"1 - {1 - confidence:.1e}".replace("e-0", "e-")
+        ax.plot(betas, curve["gamma"], color=colour, lw=1.8, label=shown)
+    ax.axvline(1, ymin=0.24, color=INK, lw=0.6, ls=":")
+    ax.set(xlabel="scaling factor $\\beta$", ylabel="$\\log_{10}$ of the gradient factor $\\gamma$")
+    ax.set(xlim=(0.1, 4), title=title)
+    ax.legend(loc="lower left", title=f"confidence (shaded: {bounds})", title_fontsize=8)
 
 
-def draw_bounds(
-    ax: Any, betas: list[float], curve: dict[str, list[float]], colour: str, confidence: float
-) -> None:
-    ax.fill_between(betas, curve["lower"], curve["upper"], color=colour, alpha=0.18, lw=0)
-    for side in ("lower", "upper"):
-        ax.plot(betas, curve[side], color=colour, lw=0.7, alpha=0.8)
-    shown = f"{confidence:.2f}" if confidence < 0.99 else f"1 - {1 - confidence:.1e}".replace("e-0", "e-")
-    ax.plot(betas, curve["gamma"], color=colour, lw=1.8, label=shown)
-
-
-def draw_norms(ax: Any, norms: dict[str, Any]) -> None:
+def draw_norms(ax: Axes, norms: dict[str, Any]) -> None:
     colours = {"0.6": "#8a5fbf", "1.2": "#6fbf8f", "1.5": "#2e7d4f"}
     for beta, colour in colours.items():
-        row = norms[beta]
         x = [10**v for v in norms["log10_miss"]]
-        low, mid, high = ([10**v for v in row[k]] for k in ("low", "mid", "high"))
+        low, mid, high = ([10**v for v in norms[beta][k]] for k in ("low", "mid", "high"))
         ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
         ax.plot(x, mid, color=colour, lw=1.8, label=f"$\\beta = {beta}$")
     ax.axhline(1, color=INK, lw=0.6, ls=":")
-    ax.set(
-        xscale="log", yscale="log", xlabel="1 - confidence", ylabel="gradient norm relative to $\\beta = 1$"
-    )
-    ax.set_title("sure  $\\longrightarrow$  unsure")
+    ax.set(xscale="log", yscale="log", title="sure  $\\longrightarrow$  unsure")
+    ax.set(xlabel="1 - confidence", ylabel="gradient norm relative to $\\beta = 1$")
     ax.legend(loc="lower right")
 
 
-def draw_scatter(ax: Any, numbers: dict[str, Any]) -> None:
+def draw_scatter(ax: Axes, numbers: dict[str, Any]) -> None:
     shown, random, example = numbers["shown"], numbers["confidences_from_a_half"], numbers["counterexample"]
     left, y = np.array(shown["squared_shannon"]), np.array(shown["ece2_squared"])
     broken = y > left
@@ -259,38 +242,32 @@ def draw_scatter(ax: Any, numbers: dict[str, Any]) -> None:
     ax.axvspan(-10, 0, color=RED, alpha=0.06, lw=0)
     ax.plot([0, 1], [0, 1], color=INK, lw=1)
     dots = {"s": 7, "lw": 0, "alpha": 0.6}
-    ax.scatter(left[broken], y[broken], color=RED, label=f"Shannon entropy, violated ({share:.0%})", **dots)
-    ax.scatter(
-        left[~broken], y[~broken], color=BLUE, label=f"Shannon entropy, holds ({1 - share:.0%})", **dots
-    )
+    kinds = ((broken, RED, "violated", share), (~broken, BLUE, "holds", 1 - share))
+    for rows, colour, what, part in kinds:
+        label = f"Shannon entropy, {what} ({part:.0%})"
+        ax.scatter(left[rows], y[rows], color=colour, label=label, **dots)
     ax.scatter(shown["squared_literal"], y, color=GREY, label="as printed: never below 2", **dots)
     point = (example["squared_shannon"], example["ece2"] ** 2)
     ax.scatter(*point, marker="*", s=150, color=INK, zorder=5)
     ax.text(point[0] - 0.25, point[1], "three wrong\nanswers", ha="right", va="center", fontsize=8)
     ax.text(1.1, 1.0, "equality", va="top", fontsize=8)
     ax.text(-2.75, 1.22, "root of a\nnegative number", color=RED, va="top", fontsize=8)
-    ax.set(
-        xlim=(-2.9, 9.5), ylim=(0, 1.25), xlabel="claimed bound, squared: $C - 2H$", ylabel="ECE$_2$ squared"
-    )
+    ax.set(xlim=(-2.9, 9.5), ylim=(0, 1.25))
+    ax.set(xlabel="claimed bound, squared: $C - 2H$", ylabel="ECE$_2$ squared")
     legend = ax.legend(loc="upper right", markerscale=2)
     for handle in legend.legend_handles:
         handle.set_alpha(1)
 
 
-def draw_against_entropy(ax: Any, numbers: dict[str, Any]) -> None:
+def draw_against_entropy(ax: Axes, numbers: dict[str, Any]) -> None:
     v = np.geomspace(1, 4500, 200)
     ax.axhspan(0, 1, color=BLUE, alpha=0.12, lw=0)
     ax.text(3900, 1.3, "ECE$_2$ squared lies in 0..1", ha="right", va="bottom", fontsize=8, color=BLUE)
     ax.plot(v, 3 - 1 / v + 2 * np.log(v), color=GREY, lw=1.8, label="as printed, $V$ equal shares")
     ax.plot(v, 3 - 1 / v - 2 * np.log(v), color=RED, lw=1.8, label="Shannon, $V$ equal shares")
-    real = numbers["real"]
-    ax.plot(
-        [r["distinct"] for r in real],
-        [r["squared_shannon"] for r in real],
-        "o-", color=INK, lw=0.8, ms=4, label="Shannon, ResNet-110 on CIFAR-10",
-    )  # fmt: skip
-    example = numbers["counterexample"]
-    ax.scatter(3, example["squared_shannon"], marker="*", s=150, color=INK, zorder=5)
+    x, y = ([row[key] for row in numbers["real"]] for key in ("distinct", "squared_shannon"))
+    ax.plot(x, y, "o-", color=INK, lw=0.8, ms=4, label="Shannon, ResNet-110 on CIFAR-10")
+    ax.scatter(3, numbers["counterexample"]["squared_shannon"], marker="*", s=150, color=INK, zorder=5)
     ax.axhline(0, color=INK, lw=0.6, ls=":")
     ax.set(xscale="log", xlim=(1, 4500), ylim=(-14, 15))
     ax.set(xlabel="distinct confidences $V$", ylabel="claimed bound, squared: $C - 2H$")
@@ -298,12 +275,8 @@ def draw_against_entropy(ax: Any, numbers: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--compute", type=Path, metavar="FILE.npz", help="make theory.json anew before drawing"
-    )
+    parser = arguments(__doc__)
+    parser.add_argument("--compute", type=Path, metavar="FILE.npz", help="make theory.json anew")
     options = parser.parse_args()
     if options.compute:
         (RESULTS / "theory.json").write_text(json.dumps(compute(options.compute), indent=1) + "\n")

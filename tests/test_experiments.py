@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,7 @@ import results  # noqa: E402
 import rivals  # noqa: E402
 import run as run_script  # noqa: E402
 import tables  # noqa: E402
-from packing import LEVELS, PER_DEVIATION, decode, dequantise, encode, quantise  # noqa: E402
-from results import Scores, Split, read_table, stored_runs  # noqa: E402
+from results import LEVELS, Scores, Split, read_table, stored_runs  # noqa: E402
 
 from doublehead import PAPER, Predictions, metrics  # noqa: E402
 from doublehead.network import Answer, _merged  # noqa: E402
@@ -42,7 +40,7 @@ FILLED = tables.FILLED | rivals.FILLED
 def test_quantised_logits_keep_the_prediction_and_small_distances(levels: int) -> None:
     logits = 3 * torch.randn(500, 10)
     logits[0, :2] = logits[0].max() + 1  # a tie at the top: the first class is predicted
-    back = dequantise(quantise(logits, levels), levels)
+    back = results.dequantise(results.quantise(logits, levels), levels)
     assert torch.equal(back.argmax(1), logits.argmax(1))
     below = logits.amax(1, keepdim=True) - logits
     bound = ((1 + below) / (2 * levels - 1)).clamp(min=1.1 / levels)
@@ -55,10 +53,11 @@ def test_guessed_steps_are_decoded_exactly(sizes: tuple[int, int]) -> None:
     draw = torch.Generator().manual_seed(0)
     main = [torch.randint(256, (n, 12), generator=draw, dtype=torch.uint8).numpy() for n in sizes]
     other = [np.clip(part.astype(int)[:, ::-1] + 3, 0, 255).astype(np.uint8) for part in main]
-    for known, parts in ((None, main), (None, other), (main, other), (other, main)):
-        left, weights = encode(parts, known)
+    none = [part[:, :0] for part in main]
+    for known, parts in ((none, main), (none, other), (main, other), (other, main)):
+        left, weights = results.encode(parts, known)
         for i, part in enumerate(parts):
-            assert np.array_equal(decode(left[i], weights, None if known is None else known[i]), part)
+            assert np.array_equal(results.decode(left[i], weights, known[i]), part)
     small = left[0].astype(np.int8)  # what is left of related steps is near 0
     assert np.abs(small).mean() < 5
 
@@ -77,10 +76,10 @@ def test_what_is_stored_comes_back(tmp_path: Path) -> None:
         assert torch.equal(stored.labels, given.labels)
         for name, levels in LEVELS.items():
             value, wanted = (getattr(part, name) for part in (stored, given))
-            steps = quantise(wanted, levels)
+            steps = results.quantise(wanted, levels)
             top = wanted.amax(1, keepdim=True).half() if name == "main" else 0
-            assert torch.equal(value, dequantise(steps, levels) + top)
-        reach = calib.numbers.std(0) * 0.501 / PER_DEVIATION
+            assert torch.equal(value, results.dequantise(steps, levels) + top)
+        reach = calib.numbers.std(0) * 0.501 / results.PER_DEVIATION
         assert ((stored.numbers - given.numbers).abs() <= reach).all()
     for stored, given in zip(run.heads["a@b-1.2"], scores):
         torch.testing.assert_close(stored, given, atol=1e-4, rtol=2e-3)
@@ -96,49 +95,10 @@ def test_class_distances_of_calibration_samples_ignore_their_own_label() -> None
     features = torch.nn.functional.one_hot(labels, 8).float() * 4 + torch.randn(300, 8)
     changed = labels.clone()
     changed[7] = (labels[7] + 1) % 3
-    one, other = (results.distances(features, y, features[:5], 3)[0] for y in (labels, changed))
+    one, other = (run_script.distances(features, y, features[:5], 3)[0] for y in (labels, changed))
     for before, after in zip(one, other):
         assert torch.equal(before[7], after[7])
         assert not torch.equal(before, after)
-
-
-@pytest.mark.parametrize("loss", ["cross_entropy", "brier"])
-def test_a_run_of_a_job_script_is_stored(loss: str, tmp_path: Path) -> None:
-    heads = {"annealing-double-head": PAPER} if loss == "cross_entropy" else {}
-    config = Config(data="cifar10", loss=loss, heads=heads, epochs=1)
-    arrays, features, source = {}, {}, tmp_path / "job"
-    for split, n, opinion in (("calib", 60, "own-f"), ("test", 40, "mean-f")):
-        names = ("id/main", "flip/main", f"id/{opinion}", *(f"id/{name}" for name in heads))
-        arrays |= {f"{split}/{name}": (64 * torch.randn(n, 3)).short().numpy() for name in names}
-        arrays[f"{split}/labels"] = np.arange(n, dtype=np.uint8) % 3
-        arrays[f"{split}/id/stats"], features[f"{split}/id"] = (
-            torch.randn(n, 9).numpy(),
-            torch.randn(n, 8).numpy(),
-        )
-    (source / "run").mkdir(parents=True)
-    np.savez(source / "arrays.npz", **arrays)
-    np.savez(source / "features.npz", **features)
-    known = dict.fromkeys(("accuracy", "ece", "nll", "mean_entropy"), 0.5)
-    line = {"epoch": 0, "train_loss": 1.0, "test": dict.fromkeys(("main", *heads), known)}
-    (source / "run/metrics.jsonl").write_text(json.dumps(line) + "\n")
-    about = {"config": json.loads(config.to_json()), "environment": {"command": ["x"], "time": "now"}}
-    about |= {
-        "sizes": [9, 60, 40],
-        "train_seconds": 1,
-        "samples_per_second": 2,
-        "train_accuracy": 0.9,
-        "wall": 3,
-    }
-    (source / "about.json").write_text(json.dumps(about))
-    results.import_folder(source, tmp_path)
-    (run,) = stored_runs(tmp_path)
-    assert run.certificate["environment"] == {"time": "now"}
-    assert run.certificate["epochs"]["main"]["ece"] == [0.5]
-    exact = torch.from_numpy(arrays["test/id/main"]) / 64
-    assert torch.equal(run.test.main.argmax(1), exact.argmax(1))
-    torch.testing.assert_close(run.test.main, exact, atol=0.2, rtol=0.05)
-    assert all((part is not None) == (loss == "cross_entropy") for part in run.test[2:])
-    assert set(run.heads) == set(heads)
 
 
 # --- numbers

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("pandas")
+pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
-import shift
-import shift_sets
+import shift  # noqa: E402
+import shift_sets  # noqa: E402
 
 WORDS = ["the", "film", "is", "not", "as", "good", "as", "the", "book", "that", "it", "was", "made", "from"]
 
@@ -67,6 +69,23 @@ def test_a_guard_beats_temperature_scaling_where_it_should(tmp_path: Path) -> No
     assert alarms["clean"] < 0.1
     assert alarms["cut/5"] == 1
     assert "guard, windows of 64" in shift.page(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "table"),
+    [("shift", shift.page, shift.TABLE), ("shift-alarms", shift.simulation_page, shift.ALARMS)],
+)
+def test_the_document_shows_the_committed_numbers(name: str, page: Callable[[Any], str], table: Path) -> None:
+    text = shift.DOCUMENT.read_text()
+    assert f"<!-- results: {name} -->" in text
+    assert shift.fill(text, name, page(pd.read_csv(table))) == text
+
+
+def test_simulated_guards_see_shifted_windows_and_few_clean_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shift, "WINDOWS", 500)
+    (row,) = shift.simulate("sparse", 872, 1)
+    assert row["false"] < 0.1
+    assert row["false"] < row["seen"]
 
 
 def test_runs_on_the_same_inputs_form_an_ensemble(tmp_path: Path) -> None:
