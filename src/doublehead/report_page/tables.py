@@ -126,7 +126,7 @@ def _percent(value: float) -> float | None:
 
 
 def group_rows(summary: Summary | None, sort: bool = True) -> list[dict[str, Any]]:
-    """A row per group or stretch of time with its ECE, interval and floor; the worst groups first."""
+    """A row per group or period with its ECE, interval and floor; the worst groups first."""
     gaps = None if summary is None else summary.group_gaps
     if summary is None or gaps is None:
         return []
