@@ -93,7 +93,7 @@ class ShiftGuard(nn.Module):
         """Learn from calibration data and `views` perturbed copies of each batch; the model stays as it is.
 
         Samples must come in random order, not sorted by class: neighbours form the windows to learn from.
-        `perturb` should change all of a batch in one way, as real shifts do: `Shifts(share=1.0, together=True)`. `prior`
+        `perturb` should change a batch in one way, as real shifts do: `Shifts(share=1.0, together=True)`. `prior`
         is the share of shifted samples to expect outside of an alarm; a larger one guards single samples more and
         costs more on clean data. Without it the largest one is taken that costs at most 0.1 % of the NLL of clean
         samples held back, by the upper 95 % bound.

@@ -80,8 +80,8 @@ def train(
     """Train one method into a run folder. The same command again resumes a run that was stopped.
 
     By default five heads are trained beside the network as a second opinion, and a staged head that uses them is fitted
-    at the end. Settings come from a recipe for the data set (cifar10-paper has the paper's); --set changes them. The run
-    folder holds the config, a line of metrics per epoch, predictions of every split and the weights.
+    at the end. Settings come from a recipe for the data set (cifar10-paper has the paper's); --set changes them. The
+    run folder holds the config, a line of metrics per epoch, predictions of every split and the weights.
     """
     with training_errors():
         asked = method_called(method)

@@ -219,7 +219,7 @@ def _compare(model: _Answering, other: Callable[..., Any], inputs: tuple[Tensor,
 def _trials(model: _Answering, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], float]]:
     """Batches to compare on, and how far probabilities may differ: the example, and other batch sizes.
 
-    A guard acts only on unusual inputs, so it is also tried on a low-contrast example and on noise. There networks round
+    A guard acts only on unusual inputs, so it is also tried on a low-contrast example and noise. There networks round
     worse (a MobileNet by 2e-5); a small network without its guard is off by 0.2.
     """
     for rows in (slice(None), [0, 1, 0], slice(1)):
