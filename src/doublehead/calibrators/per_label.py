@@ -1,4 +1,4 @@
-"""Several labels per sample: a calibration shared by all labels, and where it pays a map of each label's own."""
+"""Several labels per sample: a calibration shared by all labels, and a map for each label where that is better."""
 
 from __future__ import annotations
 
