@@ -1,4 +1,4 @@
-"""Distribution shift: a stream of images turns pale, the guard raises an alarm and lowers the confidence."""
+"""Distribution shift: the images of a stream lose contrast, the guard raises an alarm and lowers the confidence."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""timm and torchvision: any classifier by name; its last layer is found by itself."""
+"""timm and torchvision: any classifier by name; its last layer is found automatically."""
 
 import timm
 import torch

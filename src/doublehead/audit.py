@@ -242,7 +242,7 @@ def as_predictions(
     classes: Sequence[str] | None = None,
     weights: Any = None,
 ) -> Predictions:
-    """`Predictions` as they are, or from an array (N, K) or (N,) of scores, labels and perhaps weights."""
+    """`Predictions` as they are, or from an array (N, K) or (N,) of scores, labels and optional weights."""
     if isinstance(data, Predictions):
         return data
     if labels is None:

@@ -80,7 +80,7 @@ class Bins:
     def of(
         cls, confidence: ArrayLike, correct: ArrayLike, n_bins: int = 15, weights: Tensor | None = None
     ) -> Bins:
-        """Bin confidences (N,) in 0..1 and whether each was correct (N,), perhaps with weights (N,)."""
+        """Bin confidences (N,) in 0..1 and whether each was correct (N,), optionally with weights (N,)."""
         confidence = _check_confidence(confidence)
         correct = _check_correct(correct).to(confidence.device)
         if correct.shape != confidence.shape:

@@ -113,7 +113,7 @@ class Calibrated(nn.Module):
 
 
 def in_parts(answer: Callable[..., Tensor], *rows: Tensor | None) -> Tensor:
-    """`answer` for some rows, of which a large image has more than are good to take at once."""
+    """`answer` for some rows; a large image has too many for one pass."""
     parts = [part for part in rows if part is not None]
     if torch.compiler.is_compiling() or parts[0].shape[0] <= ROWS_AT_ONCE:
         return answer(*parts)

@@ -29,7 +29,7 @@ ToPair = Callable[[Any], Any]
 
 
 class Batch(NamedTuple):
-    """Positional inputs, named inputs, labels (B, ...), and perhaps weights and folds (B,), on one device."""
+    """Positional inputs, named inputs, labels (B, ...), optional weights and folds (B,), on one device."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -143,7 +143,7 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
 
 
 class Rows:
-    """Batches of tensors in memory: many rows at once, not row after row as a DataLoader takes them."""
+    """Batches of tensors in memory: sliced, not collated row by row as a DataLoader does."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ def _takes_rows(data: Any) -> bool:
 
 
 def _is_pair_of_arrays(data: Any) -> bool:
-    """Whether data are arrays (inputs, labels), perhaps with weights as a third."""
+    """Whether data are arrays (inputs, labels), optionally with weights as a third."""
     is_arrays = isinstance(data, (tuple, list)) and all(
         isinstance(part, (Tensor, np.ndarray)) for part in data
     )

@@ -125,7 +125,7 @@ class CalibrationHead(StaysFloat32):
     last_bias: Tensor  # (H, n_out)
 
     def forward(self, main: Tensor, features: Tensor | None = None) -> Tensor:
-        """Calibrated logits in float32, whatever comes in."""
+        """Calibrated logits in float32, for inputs of any type."""
         with without_autocast(main.device.type):
             logits = self.run(main, features).logits
         return logits[0] if len(self.specs) == 1 else logits

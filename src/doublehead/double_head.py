@@ -62,7 +62,7 @@ class DoubleHead:
     beta runs from beta0 to 1; without it, and without `step(progress=...)`, beta runs once in each pass over the
     calibration data. `to_pair` turns a batch of another form into (inputs, labels), `logits_of` takes the logits
     out of an unusual output, `layer` names the network's last layer, `task` says what it does (see
-    `doublehead.tasks`); all are found by themselves in the usual cases, and all is checked at once with the first
+    `doublehead.tasks`); all are found automatically in the usual cases, and all are checked at once with the first
     calibration batch. Networks with one logit, tokens and pixels are taken too; positions whose label is
     `ignore_index` do not count. Sample weights come third in a batch: (inputs, labels, weights).
 

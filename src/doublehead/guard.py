@@ -84,8 +84,8 @@ class Observed(NamedTuple):
 class Guard(StaysFloat32):
     """Stages (B, S) and logits (B, K) -> the factor (B, 1) by which to scale the logits, with a memory of the window.
 
-    Before `fit` the factor is 1. `window=0` judges each sample by itself. It computes in float32 whatever the model
-    does.
+    Before `fit` the factor is 1. `window=0` judges each sample by itself. It computes in float32 in models of any
+    type.
     """
 
     learned = (

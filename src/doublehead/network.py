@@ -36,7 +36,7 @@ POSITIONS = 20_000  # of tokens or pixels that are drawn to calibrate on
 
 
 class Readings(NamedTuple):
-    """What a network says of N samples: features (N, F), logits (N, K), numbers (N, S) of its views, and the data's.
+    """A network's outputs for N samples: features (N, F), logits (N, K), numbers (N, S) of its views, and the labels.
 
     Labels are classes (N,) or rows of probabilities (N, K). A position of a sequence or image counts as a sample.
     """

@@ -1,6 +1,6 @@
-"""Outcomes: what is kept of each prediction once its scores are gone, and methods compared sample by sample by them.
+"""Outcomes: what is kept of each prediction without its scores, and paired comparisons of methods.
 
-They take a few bytes a sample, whatever the number of classes.
+They take a few bytes per sample, for any number of classes.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ def _counts_strip(ax: Axes, curve: Reliability) -> None:
 
 
 def _styles() -> Any:
-    """An endless supply of looks that differ in colour, dash and marker at once."""
+    """An endless sequence of styles that differ in colour, dash and marker."""
     looks = zip(cycle(COLOURS), cycle(DASHES), cycle(MARKERS))
     return ({"color": c, "linestyle": d, "marker": m, "markersize": 4, "linewidth": 1.6} for c, d, m in looks)
 

@@ -28,7 +28,7 @@ MAX_WEIGHT = 1e9  # of all samples together: bins count weights in units of 2^-3
 
 
 class Target(NamedTuple):
-    """What is true of N samples: classes (N,), perhaps probabilities (N, K) and weights (N,) of mean 1."""
+    """The truth about N samples: classes (N,), optional probabilities (N, K) and weights (N,) of mean 1."""
 
     labels: Tensor  # the likeliest class where there are probabilities
     probs: Tensor | None = None
@@ -300,7 +300,7 @@ def at_classes(scores: Tensor, classes: Tensor) -> Tensor:
 def softmax_of(scores: Tensor, predicted: Tensor, out: Tensor) -> Tensor:
     """`out`, filled with the probabilities of logits (B, K) whose largest classes are given (B,).
 
-    The bits of a row depend on this row alone, in whatever batch it stands.
+    The bits of a row depend on this row alone, not on its batch.
     """
     if _softmax_is_fast(scores):
         return torch.softmax(scores, 1, out=out)

@@ -1,6 +1,6 @@
 """Confidence under distribution shift: a guard around any trained classifier, and an alarm.
 
-The layers of a network change when its inputs are noisy, blurred or pale, long before the logits say so. A
+The layers of a network change when its inputs are noisy, blurred or low in contrast, more than the logits show. A
 `ShiftGuard` reads the mean and deviation of channels at a few normalisation layers and measures, layer by layer, how
 far they lie from the calibration data's. Where they are far, it lowers the confidence and says so. Predictions never
 change. `doublehead.guard` holds what it learns.
@@ -93,7 +93,7 @@ class ShiftGuard(nn.Module):
         """Learn from calibration data and `views` perturbed copies of each batch; the model stays as it is.
 
         Samples must come in random order, not sorted by class: neighbours form the windows to learn from.
-        `perturb` should treat a whole batch alike, as a real shift does: `Shifts(share=1.0, together=True)`. `prior`
+        `perturb` should change a batch in one way, as real shifts do: `Shifts(share=1.0, together=True)`. `prior`
         is the share of shifted samples to expect outside of an alarm; a larger one guards single samples more and
         costs more on clean data. Without it the largest one is taken that costs at most 0.1 % of the NLL of clean
         samples held back, by the upper 95 % bound.

@@ -135,7 +135,7 @@ class Summary:
         return [] if gaps is None else [name for name, off in zip(self.groups, gaps.off) if off]
 
     def abstain(self, max_error: float, confidence: float = 0.95) -> ThresholdChoice:
-        """The confidence from which on answers have an error of at most `max_error`, see `choose_threshold`."""
+        """The confidence above which answers have an error of at most `max_error`, see `choose_threshold`."""
         if self.answers is None:
             raise ValueError("a summary made without thresholds cannot choose one")
         return choose_threshold(self.answers, max_error, confidence)

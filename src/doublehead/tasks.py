@@ -9,7 +9,7 @@
 | "pixels"  | (B, K, H, W)     | (B, H, W)                                 | log-probabilities (B, K, H, W) |
 |           | (B, 1, H, W)     | 0 and 1, (B, H, W) or (B, 1, H, W)        | logits (B, 1, H, W)           |
 
-Everything after this sees rows, whatever the task.
+Everything after this works on rows, for every task.
 """
 
 from __future__ import annotations

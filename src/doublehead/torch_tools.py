@@ -1,4 +1,4 @@
-"""Small tools on top of torch: modes, devices, random numbers of one's own, flags from a GPU, several processes."""
+"""Small tools on top of torch: modes, devices, separate random generators, flags from a GPU, several processes."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class _OddsMap(Calibrator):
 
 
 class HistogramBinning(_OddsMap):
-    """Replace probabilities by the frequencies of their bins (Zadrozny & Elkan 2001). Use it for a plain, sure repair.
+    """Replace probabilities by the frequencies of their bins (Zadrozny & Elkan 2001). Use it as a simple repair.
 
     `kind="top"` recalibrates only the confidence and keeps the predicted class; `"one-vs-rest"` every class, normalised
     to sum to 1. `scheme="mass"` gives each bin as many samples, `"width"` cuts 0..1 evenly; bins are right-closed.
@@ -98,7 +98,7 @@ class HistogramBinning(_OddsMap):
 
 
 class BBQ(_OddsMap):
-    """Histograms of many bin counts, averaged by their evidence (Naeini et al. 2015). Use it to choose no n_bins.
+    """Histograms of many bin counts, averaged by their evidence (Naeini et al. 2015). Use it to avoid choosing n_bins.
 
     One map for every class, normalised to sum to 1. The average of step functions is one step function, and is kept
     as such.
@@ -117,7 +117,7 @@ class BBQ(_OddsMap):
 
 
 class Isotonic(_OddsMap):
-    """The best rising map of probabilities, by scikit-learn. Use it with thousands of samples, where no formula fits.
+    """A non-decreasing map of probabilities, by scikit-learn. Use it with thousands of samples, where no formula fits.
 
     `kind="shared"` fits one map to all classes together and keeps the predicted class (IRM of Zhang et al. 2020);
     `"one-vs-rest"` fits one map per class, normalised to sum to 1. Between samples the map is linear in the log odds.

@@ -41,7 +41,7 @@ MARGIN = (
 )  # the stages are used unless they are worse than the temperature by more than this standard error
 MIN_SAMPLES = 300  # below, only a temperature is fitted
 MAX_REFITTED = 2000  # samples up to which the stages are judged by whole fits without a fold
-MIN_WRONG = 30  # so it is with fewer wrong predictions than this: they cannot teach when to doubt
+MIN_WRONG = 30  # likewise with fewer wrong predictions, which are too few to learn from
 WARN_SAMPLES = 100  # below, a warning says that this is little data
 MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
 MAX_ENTRIES = 25_000_000  # of logits that are fitted to
@@ -175,7 +175,7 @@ class Head(Calibrator):
             raise ValueError("opinion must be given exactly where this head was fitted with one")
         joined = torch.cat([logits[..., :0], *more], -1)
         if joined.shape[-1] != n_numbers:
-            raise ValueError(f"numbers must be as many as fitted with, {n_numbers}, got {joined.shape[-1]}")
+            raise ValueError(f"numbers must have {n_numbers} columns as in fit, got {joined.shape[-1]}")
         return Evidence(joined, tuple(opinions))
 
     @property

@@ -1,7 +1,7 @@
 """The stages of the head: what each reads, what it does, and how it is fitted. `head` puts them in order.
 
 Every fit takes logits or log-probabilities (N, K) and a `Target`, and may start from the parameters of a fit to more
-samples. A ridge is in samples: a weight is pulled towards no change as if so many samples said so.
+samples. A ridge is in samples: a weight is pulled towards no change with the weight of that many samples.
 """
 
 from __future__ import annotations

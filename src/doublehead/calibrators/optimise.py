@@ -101,7 +101,7 @@ def fit_logistic(
 
     Each minimises its mean cross entropy, with sample weights (C, N), plus ridge / 2 * |coefficients - towards|^2. A
     number for `ridge` is in units in which each feature has mean square 1, so a separable problem has a finite answer
-    and the scale of the features is of no account; a tensor (C, D) is in the units of the features. Returns
+    and the scale of the features does not matter; a tensor (C, D) is in the units of the features. Returns
     coefficients, losses (C,) and converged (C,).
     """
     features, targets = features.double(), targets.double()

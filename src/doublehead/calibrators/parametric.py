@@ -1,6 +1,6 @@
 """Calibrators with a formula: vector, matrix and Dirichlet scaling of logits, Platt and beta scaling of odds.
 
-The first three are fitted in temperature-scaled logits, so the scale of the logits is of no account, and are pulled
+The first three are fitted in temperature-scaled logits, so the scale of the logits does not matter, and are pulled
 towards temperature scaling. The pull is that of a Gaussian prior: it fades as samples come in, and rises with the
 classes.
 """
@@ -169,7 +169,7 @@ class Platt(Calibrator):
 
 
 class Beta(Calibrator):
-    """A bend and a shift of each probability (Kull et al. 2017). Use it where Platt's line is too stiff.
+    """A curved map of each probability (Kull et al. 2017). Use it where Platt's straight line fits badly.
 
     log odds = a log p - b log(1 - p) + c with a, b >= 0, a tiny pull towards a = b = 1, c = 0 keeping them finite.
     Two classes share one map of class 1; more classes get one each, normalised to sum to 1.

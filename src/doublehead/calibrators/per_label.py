@@ -1,4 +1,4 @@
-"""Several labels per sample: a calibration shared by all labels, and where it pays a map of each label's own."""
+"""Several labels per sample: a calibration shared by all labels, and a map for each label where that is better."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from doublehead.predictions import Predictions
 from doublehead.score_arrays import Target
 
 SHARED = {"head": Head, "temperature": Temperature, "none": Identity}
-RIDGE = 10.0  # samples: each label's map is pulled towards no change as if so many said so
+RIDGE = 10.0  # samples: each label's map is pulled towards no change with the weight of this many
 MARGIN = 2.0  # standard errors by which maps of their own must be better than sharing
 FOLDS = 5
 
@@ -52,7 +52,7 @@ class PerLabel(Calibrator):
     ) -> None:
         super().__init__()
         if share not in SHARED:
-            raise ValueError(f"{share!r} cannot be shared by several labels, only {sorted(SHARED)} can")
+            raise ValueError(f"share must be one of {sorted(SHARED)} for several labels, got {share!r}")
         self.share, self.own, self.keep, self.seed = share, own, keep, seed
         self.shared: Calibrator = SHARED[share](**({"keep": keep, "seed": seed} if share == "head" else {}))
 

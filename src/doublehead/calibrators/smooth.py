@@ -141,7 +141,7 @@ class Places(NamedTuple):
 
 
 class GaussianProcess(Calibrator):
-    """A smooth free-form map of log probabilities, shared by all classes. Use it where one temperature is too stiff.
+    """A smooth map of log probabilities, shared by all classes. Use it where one temperature is not flexible enough.
 
     The latent function is g(x) = x + f(x) at x the tempered log probability, f a Gaussian process with a squared
     exponential kernel, and the class probabilities are the softmax of g. The posterior of f at `n_inducing` points is

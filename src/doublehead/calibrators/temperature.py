@@ -27,7 +27,7 @@ MAX_MIXTURE_STEPS = 200
 
 
 class Identity(Calibrator):
-    """Change nothing. The row every other calibrator must beat.
+    """Change nothing. The baseline for every other calibrator.
 
     >>> p = Predictions([[2.0, 0.0]], [0])
     >>> Identity().fit(p)(p.logits).tolist()
@@ -45,10 +45,10 @@ class Identity(Calibrator):
 
 
 class Temperature(Calibrator):
-    """Divide the logits by one number, the minimiser of the NLL. The first to try; hard to beat with few data.
+    """Divide the logits by one number, the minimiser of the NLL. Try it first; it is hard to beat with little data.
 
     `temperature_` is positive. Where no finite optimum exists (every label has the largest logit, so T -> 0, or the
-    logits say less than nothing of the labels, so T -> infinity) it is a temperature at which the mean NLL is within
+    logits are worse than none, so T -> infinity) it is a temperature at which the mean NLL is within
     1e-6 of its limit, and `at_bound_` is True.
 
     >>> p = Predictions([[4.0, 0.0]] * 4, [0, 0, 0, 1])

@@ -20,7 +20,7 @@ Root = Annotated[
 
 
 def list_() -> None:
-    """List the data sets: sizes of train, calib and test, and where their files must lie."""
+    """List the data sets: sizes of train, calib and test, and where their files must be."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("name", "kind", "classes", "train", "calib", "test", "files"):
         table.add_column(title, justify="right" if title in ("classes", "train", "calib", "test") else "left")
@@ -33,7 +33,7 @@ def list_() -> None:
 
 
 def get(name: Name, root: Root = None) -> None:
-    """Download a data set with checksums, or say what to put where."""
+    """Download a data set and verify its checksums, or print where to put its files."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with told_to_user(), Progress(*columns, console=notes(), transient=True) as bar:
         task = bar.add_task(name, total=None)
@@ -46,7 +46,7 @@ def get(name: Name, root: Root = None) -> None:
 
 
 def check(name: Name, root: Root = None) -> None:
-    """Read a data set, count its splits, look for samples in two splits."""
+    """Read a data set, count its splits, and look for samples that are in two splits."""
     with told_to_user():
         found = data.check(name, root)
     for note in found.notes:

@@ -42,7 +42,7 @@ def evaluate(
     where: options.Where = None,
     abstain: Annotated[
         float | None,
-        typer.Option(help="Find the confidence from which on answers have at most this error (0.01 is 1 %)."),
+        typer.Option(help="Find the confidence above which answers have at most this error (0.01 is 1 %)."),
     ] = None,
     weights: options.Weights = None,
     bins: options.BinCount = 15,

@@ -52,8 +52,8 @@ def export(
 ) -> None:
     """Write network, head and shift guard as one model: outputs probs, label and confidence, any batch size.
 
-    The folder also gets a model card, README.md in Hugging Face's format. The exported model is run beside the original
-    before it is kept.
+    The folder also gets a model card, README.md in Hugging Face's format. The exported model is checked against the
+    original.
     """
     if to not in FILES:
         raise UserError(f"--to must be one of {', '.join(FILES)}, got {to!r}")
@@ -84,7 +84,7 @@ def export(
 
 @dataclass(frozen=True)
 class RunModel:
-    """A trained network with one calibration, perhaps with a guard round both, and what its card says."""
+    """A trained network with one calibration, an optional guard around both, and what its card says."""
 
     model: Calibrated | ShiftGuard
     head: str  # the output of the run that it gives

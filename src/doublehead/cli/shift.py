@@ -21,11 +21,11 @@ FORMATS = ".npy, .npz, .csv or .parquet"
 
 def shift(
     clean: Annotated[Path, typer.Argument(help=f"Features of calibration data, a row each: {FORMATS}.")],
-    stream: Annotated[Path, typer.Argument(help="Features of new data, in the order of their arrival.")],
+    stream: Annotated[Path, typer.Argument(help="Features of new data, in order of arrival.")],
     window: Annotated[int, typer.Option(min=2, help="Rows that are tested together.")] = WINDOW,
     rate: Annotated[float, typer.Option(help="Share of clean windows that raise an alarm.")] = RATE,
 ) -> None:
-    """Test new features against those of the calibration data; exit code 1 with an alarm in the last window.
+    """Test new features against those of the calibration data; exit with code 1 if the last window raises an alarm.
 
     Features are any numbers that describe an input: what goes into a network's last layer, an embedding, or the
     columns of a table.

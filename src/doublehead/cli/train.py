@@ -1,4 +1,4 @@
-"""`doublehead train`: one method; `compare`: several in one table; `demo`: three on real images."""
+"""`doublehead train`: one method; `compare`: several in one table; `demo`: a table on real images."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Settings = Annotated[
 Output = Annotated[Path, typer.Option("--output", "-o", help="Run folders go here.")]
 Devices = Annotated[int, typer.Option(help="Devices to train with on this machine, a process each.")]
 Nodes = Annotated[int, typer.Option(help="Machines to train with: start the command on each by torchrun.")]
-Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best there is.")]
+Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best available.")]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", metavar="", help="Also write TensorBoard files.")]
 
@@ -79,9 +79,9 @@ def train(
 ) -> None:
     """Train one method into a run folder. The same command again resumes a run that was stopped.
 
-    By default five heads are trained beside the network as a second opinion, and a staged head with it is fitted at the
-    end. Settings come from a recipe for the data set (cifar10-paper has the paper's); --set changes them. The run
-    folder holds the config, a line of metrics per epoch, predictions of every split and the weights.
+    By default five heads are trained beside the network as a second opinion, and a staged head that uses them is fitted
+    at the end. Settings come from a recipe for the data set (cifar10-paper has the paper's); --set changes them. The
+    run folder holds the config, a line of metrics per epoch, predictions of every split and the weights.
     """
     with training_errors():
         asked = method_called(method)
@@ -106,7 +106,7 @@ def train(
 def compare(
     data: Data = "cifar10",
     model: Model = None,
-    methods: Annotated[str, typer.Option(help=f"Names with commas between: {', '.join(METHODS)}.")] = (
+    methods: Annotated[str, typer.Option(help=f"Comma-separated names: {', '.join(METHODS)}.")] = (
         "cross-entropy,mmce,brier,focal,double-head,annealing-double-head,auto"
     ),
     root: Root = None,

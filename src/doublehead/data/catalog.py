@@ -1,6 +1,6 @@
 """The table of data sets: what each is, its splits, the files it needs and how they are read.
 
-A subset of Fashion-MNIST is included: real images for the demo in 5.8 MB, without a download. Fashion-MNIST (c) 2017
+A subset of Fashion-MNIST is included: real images for the demo in 5.9 MB, without a download. Fashion-MNIST (c) 2017
 Zalando SE, MIT licence; its text is next to the asset. Compression is lossless: one bit per pixel tells whether it is
 0, and each other pixel is stored as its difference from a prediction by its left and upper neighbours. Both streams
 are LZMA-compressed. The asset also names the rows of the original files (`rows`).

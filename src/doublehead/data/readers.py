@@ -47,7 +47,7 @@ class ArraysOnly(pickle.Unpickler):
     rebuild_array = np.zeros(0).__reduce__()[0]  # its module differs between numpy versions
 
     def find_class(self, module: str, name: str) -> Any:
-        """The parts of a numpy array; all else is refused."""
+        """The parts of a numpy array; anything else is an error."""
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return ArraysOnly.rebuild_array
         if module == "numpy" and name in ("ndarray", "dtype"):

@@ -1,4 +1,4 @@
-"""Raw columns from files of predictions, batch by batch, in whatever format they are.
+"""Raw columns from files of predictions in any format, batch by batch.
 
 Every format has the same interface: `columns` (name -> what it holds) and `batches` of numpy arrays. A file that
 cannot be read raises a `TableError` that says what is wrong and where.

@@ -80,7 +80,7 @@ def export_model(
     batch size stays free in what is written; so does the length of whole-number inputs (B, T), which are words.
     `to="onnx"` and `"torch-export"` write a program with the outputs probs, label and confidence; `"safetensors"`
     writes what `model.save` does, weights which `doublehead.load` puts into a network you build. A guard's window is
-    state, which a program has none of: there the guard judges each sample by itself. `prepare` is a step
+    state, which a program does not have: there the guard judges each sample by itself. `prepare` is a step
     before the network, `card` the text of README.md, and `facts` are added to config.json.
     """
     if to not in FILES:
@@ -114,7 +114,7 @@ def export_model(
 
 
 def load_program(path: str | Path) -> nn.Module:
-    """What `to="torch-export"` wrote, ready to call. A file that would execute a pickle or native code is refused."""
+    """What `to="torch-export"` wrote, ready to call. A file with a pickle or native code to execute is an error."""
     path = Path(path) / FILES["torch-export"] if Path(path).is_dir() else Path(path)
     with zipfile.ZipFile(path) as archive:
         _refuse_code(archive, path)
@@ -219,8 +219,8 @@ def _compare(model: _Answering, other: Callable[..., Any], inputs: tuple[Tensor,
 def _trials(model: _Answering, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], float]]:
     """Batches to compare on, and how far probabilities may differ: the example, and other batch sizes.
 
-    A guard acts only on what is unusual, so for it also the example turned pale, and noise. There networks round worse
-    (a MobileNet by 2e-5); a small network without its guard is off by 0.2.
+    A guard acts only on unusual inputs, so it is also tried on a low-contrast example and noise. There networks round
+    worse (a MobileNet by 2e-5); a small network without its guard is off by 0.2.
     """
     for rows in (slice(None), [0, 1, 0], slice(1)):
         yield tuple(value[rows] for value in inputs), TOLERANCE

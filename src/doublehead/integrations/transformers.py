@@ -78,7 +78,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         self._seen: tuple[Heads, Tensor] | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        """Refuse a model that cannot carry a calibration; listen to one that carries one already."""
+        """Raise an error for a model that cannot hold a calibration; hook one that already holds one."""
         _check_classifier(model)
         attachment = attached_to(model)
         if attachment is not None:

@@ -1,4 +1,4 @@
-"""Decisions: answer when the confidence is high enough, hand over the rest."""
+"""Decisions: answer when the confidence is high enough, abstain otherwise."""
 
 from __future__ import annotations
 

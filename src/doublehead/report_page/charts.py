@@ -321,7 +321,7 @@ def shift_chart(methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted
 
 
 def time_chart(method: Method) -> str:
-    """Accuracy and mean confidence of each stretch of time, with the band of a perfectly calibrated model."""
+    """Accuracy and mean confidence of each period, with the band of a perfectly calibrated model."""
     assert method.periods is not None
     gaps, names = method.periods.group_gaps, list(method.periods.groups)
     assert gaps is not None

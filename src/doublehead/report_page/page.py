@@ -250,7 +250,7 @@ def _live_data(
 
 
 def _embed(value: Any) -> str:
-    """JSON that cannot end its script element, whatever names it holds."""
+    """JSON that cannot end its script element, for any names in it."""
     made = json.dumps(
         value, allow_nan=False, separators=(",", ":")
     )  # ASCII: no line separators of JavaScript

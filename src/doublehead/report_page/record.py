@@ -113,7 +113,7 @@ class Record:
         return summary if self.outcomes.weights is not None else add_sample_metrics(summary, self.outcomes)
 
     def periods(self, seed: int = 0) -> Summary | None:
-        """The same summary with stretches of time as its groups, at most MAX_PERIODS; None without times."""
+        """The same summary with periods as its groups, at most MAX_PERIODS; None without times."""
         if self.times is None:
             return None
         names, which = _periods(self.times)
@@ -193,7 +193,7 @@ def as_times(column: Array, name: str, source: str) -> Array:
 
 
 def _periods(times: Array) -> tuple[list[str], Array]:
-    """Names of at most MAX_PERIODS stretches of time and the one of each sample; months or years where they suffice."""
+    """Names of at most MAX_PERIODS periods and the one of each sample; months or years where they suffice."""
     if times.dtype.kind == "M":
         for unit in ("D", "M", "Y"):
             rounded = times.astype(f"datetime64[{unit}]")
@@ -226,7 +226,7 @@ class Method:
     name: str
     summary: Summary
     record: Record
-    periods: Summary | None  # its groups are stretches of time
+    periods: Summary | None  # its groups are periods
     curve: Reliability
     histogram: Histogram
     risk: RiskCoverage

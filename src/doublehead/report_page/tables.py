@@ -126,7 +126,7 @@ def _percent(value: float) -> float | None:
 
 
 def group_rows(summary: Summary | None, sort: bool = True) -> list[dict[str, Any]]:
-    """A row per group or stretch of time with its ECE, interval and floor; the worst groups first."""
+    """A row per group or period with its ECE, interval and floor; the worst groups first."""
     gaps = None if summary is None else summary.group_gaps
     if summary is None or gaps is None:
         return []
@@ -141,7 +141,7 @@ def group_rows(summary: Summary | None, sort: bool = True) -> list[dict[str, Any
 
 
 def drift(periods: Summary | None) -> str:
-    """Whether the gap differs between stretches of time by more than chance: a chi-squared test of equal gaps."""
+    """Whether the gap differs between periods by more than chance: a chi-squared test of equal gaps."""
     gaps = None if periods is None else periods.group_gaps
     if periods is None or gaps is None or len(gaps.counts) < 2:
         return ""
@@ -201,7 +201,7 @@ def confused_rows(method: Method, names: Sequence[str] | None) -> list[dict[str,
 
 
 def gap_rows(gaps: ClassGaps, names: Sequence[str], order: Array) -> list[dict[str, Any]]:
-    """What is claimed and how often it is right: the rows of classes, groups and stretches of time."""
+    """What is claimed and how often it is right: the rows of classes, groups and periods."""
     widest = float(np.nan_to_num(np.abs(gaps.gap[order])).max(initial=0.0))
     return [
         {

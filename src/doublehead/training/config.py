@@ -79,7 +79,7 @@ class Config:
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     compile: bool = False
     deterministic: bool = False  # torch's deterministic algorithms: the same bits again on the same GPU
-    n_train: int | None = None  # use only so many samples of a split, for quick trials
+    n_train: int | None = None  # use only this many samples of a split, for quick trials
     n_calib: int | None = None
     n_test: int | None = None
     evaluate_every: int = 1  # epochs between two lines of test metrics

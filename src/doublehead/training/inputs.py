@@ -42,7 +42,7 @@ EVAL_BATCH = 500
 
 
 class Form(NamedTuple):
-    """How one kind of data becomes batches, and what the network has to know of it."""
+    """How one kind of data becomes batches, and what the network needs to know about it."""
 
     batches: Callable[
         ..., Batches

@@ -41,7 +41,7 @@ class RunError(RuntimeError):
 
 
 class RunFolder:
-    """The files of one run. A folder that holds a run with another config is refused.
+    """The files of one run. A folder of a run with another config raises an error.
 
     >>> RunFolder("runs/none").finished
     False
