@@ -344,7 +344,7 @@ def stages_page(table: pd.DataFrame, runs: Runs) -> str:
             "# The stages of the staged head\n",
             "## What each stage is worth\n",
             "Change of the test NLL against temperature scaling, percent / ECE, percent; means over seeds. Each column "
-            "allows one more stage, and the head uses it where it pays on held-back calibration data.\n",
+            "allows one more stage, and the head uses it unless it loses on held-back calibration data.\n",
             markdown(["network", *STAGES.values()], lines),
             '## `keep="predictions"` and `keep="best"`\n',
             "The staged head with features and second opinion: the default, which keeps every prediction, / "
