@@ -45,6 +45,7 @@ Trained = tuple[nn.Module, DoubleHead | None]
 
 def under_accelerate(with_heads: bool, precision: str, accumulate: int) -> Trained:
     accelerate = require("accelerate", extra="transformers")
+    accelerate.state.AcceleratorState._reset_state(True)  # another test of this process may have set it
     accelerator = accelerate.Accelerator(
         mixed_precision=precision, gradient_accumulation_steps=accumulate, cpu=True
     )
