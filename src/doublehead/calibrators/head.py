@@ -36,12 +36,10 @@ from doublehead.torch_tools import one_thread
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MARGIN = (
-    -1.0
-)  # the stages are used unless they are worse than the temperature by more than this standard error
+MARGIN = -1.0  # the stages are used unless they are worse than the temperature by a standard error
 MIN_SAMPLES = 300  # below, only a temperature is fitted
-MAX_REFITTED = 2000  # samples up to which the stages are judged by whole fits without a fold
 MIN_WRONG = 30  # likewise with fewer wrong predictions, which are too few to learn from
+MAX_REFITTED = 2000  # samples up to which the stages are judged by whole fits without a fold
 WARN_SAMPLES = 100  # below, a warning says that this is little data
 MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
 MAX_ENTRIES = 25_000_000  # of logits that are fitted to
@@ -232,19 +230,16 @@ class _Fit:
         self.labels = self.target.labels
         self.logits = rows(predictions.logits).float().clamp(min=MIN_LOGIT)
         self.n, self.k = self.logits.shape
-        self.size = (
-            self.n if head.judged else self.n * head.folds // (head.folds - 1)
-        )  # with the fold left out
+        # A fit that judges another one lacks a fold, but must open the same stages.
+        self.size = self.n if head.judged else self.n * head.folds // (head.folds - 1)
         self.folds = stratified_folds(self.labels, min(head.folds, self.n), head.seed)
         if folds is not None and len(rows(folds).unique()) > 1:
             self.folds = rows(folds)
         self.of_features: Params = dict.fromkeys(OF_FEATURES, self.logits.new_empty(0))
-        features = None if features is None else rows(features).float()
-        numbers = None if numbers is None else rows(numbers).float()
+        self.features = features = None if features is None else rows(features).float()
+        self.numbers = None if numbers is None else rows(numbers).float()
+        self.given, self.last_layer = [rows(part).float() for part in _several(opinion)], last_layer
         opinions: list[Tensor] = []
-        given = [rows(part).float() for part in _several(opinion)]
-        self.known = {"features": features, "opinion": given or None, "numbers": numbers}
-        self.last_layer = last_layer
         more: list[Tensor] = []
         if features is not None:
             more.append(feature_numbers(features))
@@ -255,8 +250,8 @@ class _Fit:
                     features, self.labels, self.folds, self.k, layer, head.seed
                 )
                 self.of_features |= found
-        opinions += given
-        more += [] if numbers is None else [numbers]
+        opinions += self.given
+        more += [] if self.numbers is None else [self.numbers]
         self.evidence = Evidence(torch.cat([self.logits[:, :0], *more], 1), tuple(opinions))
         self.outputs = {"none": self.logits}  # by stage, cross-fitted
         self.params: dict[str, Params] = {}
@@ -338,12 +333,10 @@ class _Fit:
         return temperature, last
 
     def _known(self, rows: Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in self.known.items():
-            found[name] = [part[rows] for part in value] if isinstance(value, list) else value
-            if isinstance(value, Tensor):
-                found[name] = value[rows]
-        return found
+        """Features, opinions and numbers of some samples."""
+        opinions = [part[rows] for part in self.given]
+        features, numbers = (None if part is None else part[rows] for part in (self.features, self.numbers))
+        return {"features": features, "opinion": opinions, "numbers": numbers}
 
     def _predictions(self, logits: Tensor) -> Predictions:
         truth = self.labels if self.target.probs is None else self.target.probs
