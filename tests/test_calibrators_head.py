@@ -245,6 +245,23 @@ def test_held_back_numbers_are_those_of_new_samples() -> None:
     assert abs(np.mean(shown) - np.mean(found)) < 3 * np.std(shown) / len(shown) ** 0.5
 
 
+@pytest.mark.parametrize("n", [1000, 2500])  # judged by refits, and by cross-fitted outputs
+def test_stages_that_lose_on_held_back_samples_are_dropped(n: int) -> None:
+    """Each fold has a favourite class, so what the other folds teach about classes is wrong for it.
+
+    The pool would give the map a weight of 0, so it is left out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits, folds = 2 * torch.randn(n, 5, generator=generator), torch.arange(n) % 5
+    labels = (logits + 2 * torch.eye(5)[folds]).softmax(1).multinomial(1, generator=generator)[:, 0]
+    head = Head()
+    head.allowed = ("temperature", "map")
+    head.fit(Predictions(logits, labels), folds=folds)
+    assert head.choice is not None
+    assert head.choice.chosen == "temperature"
+    assert "map" not in head.in_words()
+
+
 def test_few_samples_get_a_temperature_and_do_not_sharpen() -> None:
     with pytest.warns(UserWarning, match="40 calibration samples are little data"):
         few = Head().fit(overconfident(40, 5, factor=1.0))
