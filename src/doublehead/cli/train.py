@@ -26,11 +26,11 @@ from doublehead.curves import reliability
 from doublehead.data import fashion_subset
 from doublehead.plots import draw_reliability, save
 from doublehead.predictions import Predictions
-from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
+from doublehead.training.config import IMAGENET, METHODS, RECIPES, TEXT, Config, Method
+from doublehead.training.config import method as method_called
+from doublehead.training.loop import compare as compare_methods
+from doublehead.training.loop import method_rows
 from doublehead.training.loop import train as train_run
-from doublehead.training.methods import METHODS, Method, method_rows
-from doublehead.training.methods import compare as compare_methods
-from doublehead.training.methods import method as method_called
 from doublehead.training.run_folder import RunError, RunFolder
 
 Data = Annotated[
@@ -293,7 +293,7 @@ def watched(
 def compare_with_progress(
     config: Config, names: list[str], output: Path, **options: Any
 ) -> list[dict[str, Any]]:
-    """`training.methods.compare` with a progress bar over all its runs."""
+    """`training.loop.compare` with a progress bar over all its runs."""
     with progress_bar() as bar:
         task = bar.add_task("starting", total=None)
         done = 0

@@ -27,7 +27,13 @@ from doublehead.predictions import Predictions
 from doublehead.saving import describe
 from doublehead.shift_guard import ShiftGuard
 from doublehead.summary import Summary
-from doublehead.torch_tools import device_of, evaluating, n_processes, same_on_all_processes
+from doublehead.torch_tools import (
+    device_of,
+    evaluating,
+    from_every_process,
+    n_processes,
+    same_on_all_processes,
+)
 from doublehead.training.config import corruptions_of
 from doublehead.training.run import Run, algorithms, on_first_process
 from doublehead.training.run_folder import RunFolder, environment
@@ -154,13 +160,7 @@ def _from_all_processes(rows: Tensor) -> Tensor:
     """All processes' rows in the order of the data: in evaluation each process has one contiguous part."""
     if n_processes() == 1:
         return rows
-    sizes = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(n_processes())]
-    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
-    longest = int(max(sizes))
-    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return torch.cat([part[: int(size)] for part, size in zip(gathered, sizes)])
+    return torch.cat(from_every_process(rows.cpu())).to(rows.device)
 
 
 # --- numbers
