@@ -21,8 +21,7 @@ from doublehead.calibrators.base import Calibrator, NotConverged, NotFitted
 from doublehead.calibrators.binning import BBQ, HistogramBinning, Isotonic
 from doublehead.calibrators.choose import Choice, choose, mean_and_error, stratified_folds
 from doublehead.calibrators.head import Head
-from doublehead.calibrators.parametric import Beta, Dirichlet, Matrix, Platt, Vector
-from doublehead.calibrators.per_label import PerLabel
+from doublehead.calibrators.parametric import Beta, Dirichlet, Matrix, PerLabel, Platt, Vector
 from doublehead.calibrators.smooth import GaussianProcess, Spline
 from doublehead.calibrators.temperature import (
     EnsembleTemperature,
