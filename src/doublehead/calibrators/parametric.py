@@ -246,10 +246,8 @@ def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         fit, loss, done = fit_logistic(features * mask, targets, towards=towards)
         better = (fit * mask >= 0)[:, :2].all(1) & (loss < best)
         best = torch.where(better, loss, best)
-        weights, converged = (
-            torch.where(better[:, None], fit * mask, weights),
-            torch.where(better, done, converged),
-        )
+        weights = torch.where(better[:, None], fit * mask, weights)
+        converged = torch.where(better, done, converged)
     return weights, converged
 
 
