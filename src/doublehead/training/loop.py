@@ -150,7 +150,11 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
         if tick:
             tick(run.epoch, step + 1, n_steps)
     train_loss = float(average_over_processes(total)) / n_steps  # waits for the device
-    _count_time(run, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    run.seconds += seconds
+    if run.warm:
+        run.steady = (run.steady[0] + 1, run.steady[1] + seconds)
+    run.warm = True
     if not math.isfinite(train_loss):
         raise RunError(
             f"the training loss is {train_loss} in epoch {run.epoch}: lower lr (now {config.lr:g})"
@@ -184,13 +188,6 @@ def _chosen_steps(run: Run, norms: dict[str, list[Tensor]]) -> Tensor:
         chosen = [made[i] if -len(made) <= i < len(made) else missing for i in GRADIENT_STEPS]
         parts.append(torch.stack(chosen))
     return torch.cat(parts, 1)
-
-
-def _count_time(run: Run, seconds: float) -> None:
-    run.seconds += seconds
-    if run.warm:
-        run.steady = (run.steady[0] + 1, run.steady[1] + seconds)
-    run.warm = True
 
 
 def _line(run: Run, train_loss: float, stepped: set[str]) -> dict[str, Any]:
@@ -262,29 +259,21 @@ def method_rows(name: str, results: Mapping[str, Any], folder: Path) -> list[dic
     """One method's rows from its run's results: as trained and, unless it is a head, after temperature scaling."""
     asked = method(name)
     outputs = [asked.output] if asked.output != "main" or not asked.heads else list(asked.heads)
+
+    def row(output: str, title: str, when: str, suffix: str) -> dict[str, Any]:
+        numbers = results["outputs"][output][when]
+        made: dict[str, Any] = {"method": title, **{key: numbers[key] for key in NUMBERS}}
+        for shifted, by_output in results["shift"].items():
+            found = by_output[output + suffix]
+            made |= {f"{key} {shifted}": found[key] for key in ("auroc", "ece") if key in found}
+        return {**made, "predictions": str(folder / "predictions" / f"test-{output}.npz")}
+
     rows = []
     for output in outputs:
-        numbers = results["outputs"][output]
         title = asked.title if output == asked.output else output
-        rows.append(_row(title, output, "", numbers["before"], results, folder))
+        rows.append(row(output, title, "before", ""))
         if output == "main":
-            rows.append(_row(f"{title} + temperature", output, "+T", numbers["after"], results, folder))
-            rows[-1]["temperature"] = numbers["temperature"]
+            temperature = results["outputs"]["main"]["temperature"]
+            tempered = row(output, f"{title} + temperature", "after", "+T")
+            rows.append({**tempered, "temperature": temperature})
     return rows
-
-
-def _row(
-    title: str,
-    output: str,
-    suffix: str,
-    numbers: Mapping[str, float],
-    results: Mapping[str, Any],
-    folder: Path,
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"method": title, **{key: numbers[key] for key in NUMBERS}}
-    for shifted, by_output in results["shift"].items():
-        row[f"auroc {shifted}"] = by_output[output + suffix]["auroc"]
-        if "ece" in by_output[output + suffix]:
-            row[f"ece {shifted}"] = by_output[output + suffix]["ece"]
-    row["predictions"] = str(folder / "predictions" / f"test-{output}.npz")
-    return row
