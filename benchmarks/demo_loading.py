@@ -21,9 +21,8 @@ import torch
 from doublehead.cli.train import DEMO as SHOWN
 from doublehead.data import fashion_subset
 from doublehead.data.batches import Batches
-from doublehead.training.config import RECIPES
+from doublehead.training.config import RECIPES, runs_for
 from doublehead.training.loop import make_fabric, run_epoch, set_up
-from doublehead.training.methods import runs_for
 from doublehead.training.run_folder import environment
 
 waited = 0.0  # seconds spent in making batches

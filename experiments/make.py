@@ -28,7 +28,7 @@ from tables import REFERENCE, Runs, means, row_of, title_of
 from doublehead import plots
 from doublehead.curves import reliability
 from doublehead.metrics import fine_bins
-from doublehead.training.methods import BETAS
+from doublehead.training.config import BETAS
 
 OUTPUT = HERE.parent / "docs" / "results"
 

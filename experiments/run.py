@@ -30,9 +30,8 @@ from doublehead.network import Readings, flip
 from doublehead.optional import require
 from doublehead.saving import under
 from doublehead.torch_tools import evaluating
-from doublehead.training.config import RECIPES, TUNED, Config
+from doublehead.training.config import BETAS, METHODS, RECIPES, TUNED, Config
 from doublehead.training.loop import make_fabric, set_up, train
-from doublehead.training.methods import BETAS, METHODS
 from doublehead.training.run import Run
 from doublehead.training.run_folder import RunFolder
 

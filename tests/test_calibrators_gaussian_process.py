@@ -11,8 +11,8 @@ from doublehead.calibrators import GaussianProcess, NotConverged, Temperature, s
 from doublehead.calibrators.optimise import Minimum
 from doublehead.calibrators.smooth import (
     JITTER,
-    _ByEntries,
-    _BySums,
+    _by_entries,
+    _by_sums,
     _divergence,
     _expected_log_likelihood,
     _posterior,
@@ -30,7 +30,7 @@ def test_sums_over_classes_give_the_likelihood_of_all_entries() -> None:
     f, variance = (part.requires_grad_() for part in ((grid / 5).sin() * 0.5, 0.1 + 0.05 * (grid / 3).cos()))
     found = [
         (value, *torch.autograd.grad(value, (f, variance)))
-        for value in (one(x, grid, labels)(f, variance) for one in (_ByEntries, _BySums))
+        for value in (one(x, grid, labels)(f, variance) for one in (_by_entries, _by_sums))
     ]
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-4)
     for by_entries, by_sums in zip(found[0][1:], found[1][1:]):

@@ -24,9 +24,8 @@ from doublehead.data import load as load_data
 from doublehead.data.text import tokens_of
 from doublehead.integrations.export import load_program
 from doublehead.models import build
-from doublehead.training.config import LEFT_OUT, PERTURBATIONS, Config
+from doublehead.training.config import LEFT_OUT, PERTURBATIONS, Config, method
 from doublehead.training.loop import train
-from doublehead.training.methods import method
 from doublehead.training.run_folder import RunError, RunFolder
 
 onnxruntime = pytest.importorskip("onnxruntime")

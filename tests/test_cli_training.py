@@ -13,8 +13,8 @@ import pytest
 from doublehead.cli import train as demo_command
 from doublehead.cli.train import _shift_columns, change, is_first_process, recipe, show_rows, training_errors
 from doublehead.data import catalog
-from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
-from doublehead.training.methods import METHODS, NUMBERS
+from doublehead.training.config import IMAGENET, METHODS, RECIPES, TEXT, Config
+from doublehead.training.loop import NUMBERS
 from training_helpers import fashion
 
 testing = pytest.importorskip("typer.testing")

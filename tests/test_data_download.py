@@ -10,14 +10,14 @@ import re
 import tarfile
 import threading
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from doublehead.data import DATASETS, check, convert, get, list_datasets, load
-from doublehead.data import download as module
-from doublehead.data.download import Source, download, unpack
+from doublehead.data.catalog import Source, download, unpack
 
 
 @pytest.fixture
@@ -152,7 +152,8 @@ def test_get_an_archive(web, tmp_path, monkeypatch):
     trees = {f"trees/{part}.txt": b"(3 (2 a) (3 b))\n" for part in ("train", "dev", "test")}
     zip_of(trees, folder / "sst.zip")
     source = Source(f"{address}/sst.zip", "sst.zip", md5((folder / "sst.zip").read_bytes()), "trees")
-    monkeypatch.setattr(module, "sources", lambda name: (source,))
+    for name in ("sst-fine", "sst-binary"):
+        monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], downloads=(source,)))
     assert get("sst-fine", tmp_path / "data") == tmp_path / "data" / "sst"
     assert everything_in(tmp_path / "data" / "sst") == ["dev.txt", "test.txt", "train.txt", "trees"]
     (folder / "sst.zip").unlink()
@@ -164,7 +165,7 @@ def test_an_archive_must_contain_what_its_source_says(web, tmp_path, monkeypatch
     folder, address = web
     zip_of({"other.txt": b"x"}, folder / "sst.zip")
     source = Source(f"{address}/sst.zip", "sst.zip", None, "trees")
-    monkeypatch.setattr(module, "sources", lambda name: (source,))
+    monkeypatch.setitem(DATASETS, "sst-fine", replace(DATASETS["sst-fine"], downloads=(source,)))
     with pytest.raises(ValueError, match=r"sst.zip must contain trees"):
         get("sst-fine", tmp_path / "data")
 
@@ -179,10 +180,10 @@ def test_get_describes_the_files_of_a_set_that_cannot_be_downloaded(tmp_path):
 
 def test_every_set_but_two_has_sources():
     for name in DATASETS:
-        found = module.sources(name)
+        found = DATASETS[name].downloads
         assert bool(found) == (name not in ("fashion", "imagenet"))
         assert all(source.url.startswith("http") for source in found)
-    assert module.sources("cifar10")[0].checksum == "md5:c58f30108f718f92721af3b95e74349a"
+    assert DATASETS["cifar10"].downloads[0].checksum == "md5:c58f30108f718f92721af3b95e74349a"
 
 
 def test_the_table_of_the_documentation_equals_the_code():
@@ -256,7 +257,7 @@ def test_a_failed_conversion_leaves_no_files(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(module.np, "save", fail)
+    monkeypatch.setattr(np, "save", fail)
     with pytest.raises(OSError, match="no space left"):
         convert("fashion", None, tmp_path / "dest")
     assert everything_in(tmp_path) == []

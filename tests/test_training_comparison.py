@@ -10,8 +10,8 @@ import pytest
 
 from doublehead import Predictions, metrics
 from doublehead.calibrators import Temperature
-from doublehead.training import loop, methods
-from doublehead.training.methods import NUMBERS, compare
+from doublehead.training import loop
+from doublehead.training.loop import NUMBERS, compare
 from training_helpers import fashion, small
 
 pytest.importorskip("safetensors")
@@ -91,10 +91,10 @@ def test_other_methods_into_the_same_folder(made: tuple[Path, list[dict[str, Any
 def test_a_run_with_more_guards_contains_one_with_fewer() -> None:
     plain, one = small(), small(auto=True, guards=("shifts",))
     several = small(auto=True, guards=("noise", "shifts"))
-    assert methods._contains(several, one)
-    assert methods._contains(several, plain)
-    assert not methods._contains(one, several)
-    assert not methods._contains(small(auto=True), one)
+    assert loop._contains(several, one)
+    assert loop._contains(several, plain)
+    assert not loop._contains(one, several)
+    assert not loop._contains(small(auto=True), one)
 
 
 def test_each_head_of_a_sweep_has_a_row() -> None:
@@ -102,6 +102,6 @@ def test_each_head_of_a_sweep_has_a_row() -> None:
     heads = [*(f"mlp-{b}" for b in ("0.1", "0.6", "0.8", "1", "1.1", "1.2", "1.35", "1.5", "2", "3"))]
     heads += [name.replace("mlp", "temperature") for name in heads]
     results = {"outputs": {name: {"before": numbers} for name in heads}, "shift": {}}
-    rows = methods.method_rows("sweep", results, Path("run"))
+    rows = loop.method_rows("sweep", results, Path("run"))
     assert [row["method"] for row in rows] == heads
     assert rows[3]["predictions"] == "run/predictions/test-mlp-1.npz"

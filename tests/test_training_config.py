@@ -11,8 +11,16 @@ import pytest
 
 from doublehead import HeadSpec
 from doublehead.data import FAMILIES
-from doublehead.training.config import LEFT_OUT, RECIPES, Config, learning_rate
-from doublehead.training.methods import BETAS, METHODS, method, runs_for
+from doublehead.training.config import (
+    BETAS,
+    LEFT_OUT,
+    METHODS,
+    RECIPES,
+    Config,
+    learning_rate,
+    method,
+    runs_for,
+)
 
 
 @pytest.mark.parametrize("config", [*RECIPES.values(), *(m.apply(Config()) for m in METHODS.values())])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from doublehead.training.methods import METHODS
+from doublehead.training.config import METHODS
 from doublehead.training.run_folder import RunFolder
 from training_helpers import contents
 

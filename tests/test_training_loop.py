@@ -20,9 +20,8 @@ from doublehead.data import Images, corrupt
 from doublehead.guard import scaled
 from doublehead.saving import rebuild
 from doublehead.training import loop
-from doublehead.training.config import Config
+from doublehead.training.config import METHODS, Config
 from doublehead.training.evaluation import as_plain
-from doublehead.training.methods import METHODS
 from doublehead.training.run import algorithms
 from doublehead.training.run_folder import RunError, RunFolder
 from training_helpers import assert_same, fashion, run, small

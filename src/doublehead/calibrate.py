@@ -13,7 +13,7 @@ from doublehead.calibration_data import ToPair, as_batches, check_disjoint, unpa
 from doublehead.calibrators import make
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
-from doublehead.calibrators.per_label import PerLabel
+from doublehead.calibrators.parametric import PerLabel
 from doublehead.double_head import DoubleHead
 from doublehead.network import POSITIONS, Reader, Readings, View
 from doublehead.predictions import Predictions

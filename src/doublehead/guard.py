@@ -60,12 +60,11 @@ class Shift(NamedTuple):
     @property
     def sentence(self) -> str:
         """The result in words, with samples counted from 1."""
-        said = (
-            f"p-value {self.p_value:.2g}, {self.strength:.1f} times as far from the calibration data as usual"
-        )
-        if self.since is None:
-            return f"No alarm at sample {self.seen:,}: {said}."
-        return f"Alarm since sample {self.since + 1:,} of {self.seen:,}: {said}."
+        when = f"No alarm at sample {self.seen:,}"
+        if self.since is not None:
+            when = f"Alarm since sample {self.since + 1:,} of {self.seen:,}"
+        far = f"{self.strength:.1f} times as far from the calibration data as usual"
+        return f"{when}: p-value {self.p_value:.2g}, {far}."
 
 
 class Observed(NamedTuple):
@@ -84,8 +83,7 @@ class Observed(NamedTuple):
 class Guard(StaysFloat32):
     """Stages (B, S) and logits (B, K) -> the factor (B, 1) by which to scale the logits, with a memory of the window.
 
-    Before `fit` the factor is 1. `window=0` judges each sample by itself. It computes in float32 in models of any
-    type.
+    Before `fit` the factor is 1. `window=0` judges each sample by itself. It computes in float32 in any model.
     """
 
     learned = (
@@ -183,19 +181,16 @@ class Guard(StaysFloat32):
         alarm = full & (p_values <= self.rate)
         windowed = (design(means, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
         unbounded = hotelling(means[-1:, : self.n_far], self.precision)[0]
-        self._move_on(rows, alarm, torch.stack([unbounded, torch.where(full[-1], p_values[-1], 1.0)]))
+        with torch.no_grad():  # the window moves on
+            quiet = torch.where(
+                alarm, -1, torch.arange(n, device=rows.device)
+            ).amax()  # the last without an alarm
+            began = torch.where((quiet < 0) & (self.since >= 0), self.since, self.seen + quiet + 1)
+            self.since.copy_(torch.where(quiet == n - 1, -1, began))
+            self.recent.copy_(past[n:])
+            self.seen.add_(n)
+            self.last.copy_(torch.stack([unbounded, torch.where(full[-1], p_values[-1], 1.0)]))
         return torch.where(alarm, windowed, log_scale)
-
-    @torch.no_grad()
-    def _move_on(self, rows: Tensor, alarm: Tensor, last: Tensor) -> None:
-        n = rows.shape[0]
-        order = torch.arange(n, device=rows.device)
-        quiet = torch.where(alarm, -1, order).amax()  # the last one without an alarm
-        began = torch.where((quiet < 0) & (self.since >= 0), self.since, self.seen + quiet + 1)
-        self.since.copy_(torch.where(quiet == n - 1, -1, began))
-        self.recent.copy_(torch.cat([self.recent, rows])[n:])
-        self.seen.add_(n)
-        self.last.copy_(last)
 
     def bounded(self, rows: Tensor) -> Tensor:
         """(B, D) the distances among the numbers of samples, as the test reads them."""
@@ -217,7 +212,9 @@ class Guard(StaysFloat32):
         if prior is not None and not 0 <= prior < 1:
             raise ValueError(f"prior must lie in 0..1 and be below 1, got {prior}")
         for observed in filter(None, (clean, perturbed)):
-            _check(observed)
+            Predictions(observed.logits, observed.labels)  # refuses what is empty, not finite, or mislabelled
+            if not bool(torch.isfinite(observed.stages).all()):
+                raise ValueError("the inputs of the model's layers must be finite, got nan or inf")
         values = torch.cat([self.distances.set_usual(clean.stages), statistics(clean.logits.float())], 1)
         self._set(mean=values.mean(0), deviation=values.std(0, correction=0).clamp(min=TINY**0.5))
         clean = clean._replace(stages=(values - self.mean) / self.deviation)
@@ -230,7 +227,10 @@ class Guard(StaysFloat32):
             perturbed = perturbed._replace(stages=self.numbers(perturbed.stages, perturbed.logits))
             prior = self._choose_prior(clean, perturbed, seed) if prior is None else prior
             single, odds = self._learn_single(clean, perturbed)
-            windowed = self._learn_windowed(clean, perturbed)
+            size, both = self.window or WINDOW, (clean, perturbed)
+            means = torch.cat([_window_means(part.stages, part.groups, size) for part in both])
+            logits, labels = (torch.cat(pair).to(means.device) for pair in zip(clean[1:3], perturbed[1:3]))
+            windowed = _fit_scale(logits, labels, design(means, self.n_far))
             self._set(single=single, windowed=windowed, posterior=_with_prior(odds, prior))
         self.reset()
 
@@ -257,31 +257,25 @@ class Guard(StaysFloat32):
         free = max(len(far) - max(self.distances.widths), len(far) // 4, 1)
         # Few samples for each distance would make the null larger than what clipped distances can reach.
         ridge = max(TINY**0.5, (self.n_far / free) ** 2)
-        drawn = []
-        for _ in range(RESAMPLES):
-            mean, precision = mean_and_precision(draw(free), ridge)
-            drawn.append(hotelling(means - mean, precision).sort()[0])
+        resamples = (mean_and_precision(draw(free), ridge) for _ in range(RESAMPLES))
+        drawn = [hotelling(means - mean, precision).sort()[0] for mean, precision in resamples]
         centre, precision = mean_and_precision(far, ridge)
         self._set(centre=centre, precision=precision, null=torch.stack(drawn).quantile(SURE, 0))
-
-    def _learn_windowed(self, clean: Observed, perturbed: Observed) -> Tensor:
-        """Weights of the log scale of a window's samples."""
-        size = self.window or WINDOW
-        means = torch.cat([_window_means(part.stages, part.groups, size) for part in (clean, perturbed)])
-        logits, labels = (torch.cat(pair).to(means.device) for pair in zip(clean[1:3], perturbed[1:3]))
-        return _fit_scale(logits, labels, design(means, self.n_far))
 
     def _learn_single(self, clean: Observed, perturbed: Observed) -> tuple[Tensor, Tensor]:
         """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
         single = _fit_scale(perturbed.logits, perturbed.labels, design(perturbed.stages, self.n_far))
-        squares = [_squares(part.stages[:, : self.n_far]) for part in (clean, perturbed)]
-        return single, _fit_odds(squares[0], squares[1])
+        inputs = _squares(torch.cat([clean.stages, perturbed.stages])[:, : self.n_far])[None]
+        is_shifted = (torch.arange(inputs.shape[1], device=inputs.device) >= len(clean.stages))[None]
+        n_of = torch.where(is_shifted, max(1, len(perturbed.stages)), len(clean.stages))
+        none, weights = inputs.new_zeros(1, inputs.shape[2]), 0.5 * inputs.shape[1] / n_of
+        odds = fit_logistic(inputs, is_shifted, towards=none, ridge=1e-3, weights=weights)[0][0]
+        return single, odds.float()
 
     def _choose_prior(self, clean: Observed, perturbed: Observed, seed: int) -> float:
         """The largest share of shifted samples whose cost on clean samples held back is surely next to nothing."""
-        n, device = len(clean.labels), clean.labels.device
-        fold = torch.randint(2, (n,), generator=torch.Generator().manual_seed(seed)).to(device)
         base = F.cross_entropy(clean.logits.float(), clean.labels, reduction="none")
+        fold = torch.randint(2, base.shape, generator=torch.Generator().manual_seed(seed)).to(base.device)
         costs = {prior: torch.zeros_like(base) for prior in PRIORS}
         for held in (0, 1):
             rows = fold[clean.samples] == held
@@ -324,8 +318,7 @@ class Distances(nn.Module):
     def forward(self, stages: Tensor) -> Tensor:
         """The distances of each row."""
         parts = (stages.float() - self.mean).split(self.widths, 1)
-        roots = [self.get_buffer(f"root{number}") for number in range(len(parts))]
-        squares = [(part @ root).square().mean(1) for part, root in zip(parts, roots)]
+        squares = [(part @ self.get_buffer(f"root{i}")).square().mean(1) for i, part in enumerate(parts)]
         return torch.stack(squares, 1).clamp(min=TINY).log()
 
     @torch.no_grad()
@@ -391,30 +384,13 @@ def _window_means(rows: Tensor, groups: Tensor, size: int) -> Tensor:
     first = torch.searchsorted(groups, groups)  # where the row's group begins
     window = groups * (len(groups) + 1) + (place - first) // size
     which = window.unique(return_inverse=True)[1]
-    counts = torch.bincount(which).to(rows)[:, None]
-    sums = rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, which, rows)
-    return (sums / counts)[which]
+    sums = rows.new_zeros(len(rows), rows.shape[1]).index_add_(0, which, rows)
+    return (sums[which].T / torch.bincount(which)[which]).T
 
 
 def _fit_scale(logits: Tensor, labels: Tensor, inputs: Tensor) -> Tensor:
-    ridge = inputs.new_full((inputs.shape[1],), RIDGE * len(inputs))
-    ridge[-1] = TINY * len(inputs)
+    ridge = inputs.new_tensor([*[RIDGE] * (inputs.shape[1] - 1), TINY]) * len(inputs)
     return fit_log_scale(logits.float(), labels, inputs, ridge)
-
-
-def _fit_odds(clean: Tensor, shifted: Tensor) -> Tensor:
-    """Weights (Q,) of the log odds that inputs (N, Q) are of the shifted samples, if half of all are."""
-    inputs = torch.cat([clean, shifted])[None]
-    is_shifted = (torch.arange(inputs.shape[1], device=inputs.device) >= len(clean))[None]
-    weights = 0.5 * inputs.shape[1] / torch.where(is_shifted, max(1, len(shifted)), len(clean))
-    none = inputs.new_zeros(1, inputs.shape[2])
-    return fit_logistic(inputs, is_shifted, towards=none, ridge=1e-3, weights=weights)[0][0].float()
-
-
-def _check(observed: Observed) -> None:
-    Predictions(observed.logits, observed.labels)  # refuses what is empty, not finite, or has strange labels
-    if not bool(torch.isfinite(observed.stages).all()):
-        raise ValueError("the inputs of the model's layers must be finite, got nan or inf")
 
 
 def scaled(logits: Tensor, factor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ false with the entropy it names, and trivial as printed. docs/theory.md has the 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,9 @@ def theorem1(logits: ArrayLike, beta: float) -> Theorem1:
     z = z - z.amax(-1, keepdim=True)  # gamma and the bounds are invariant to a shift of all logits
     at_label = torch.zeros_like(z, dtype=torch.bool).scatter(-1, label[..., None], True)
     log_gamma = torch.where(
-        at_label, _log_miss(beta * z, at_label) - _log_miss(z, at_label), _log_probs(beta * z) - _log_probs(z)
+        at_label,
+        _log_miss(beta * z, at_label) - _log_miss(z, at_label),
+        (beta * z).log_softmax(-1) - z.log_softmax(-1),
     )
     log_lower, log_upper = _theorem1_bounds(z, beta, at_label)
     slack = 16 * torch.finfo(z.dtype).eps * (1 + (1 + beta) * z.abs().amax(-1, keepdim=True))
@@ -73,22 +76,14 @@ def _theorem1_bounds(z: Tensor, beta: float, at_label: Tensor) -> tuple[Tensor, 
     """Log of c0 and c1 at the label, of c2 and c3 elsewhere."""
     n = z.shape[-1]
     ordered = z.sort(-1).values
-    smallest, second, largest = (
-        ordered[..., :1],
-        ordered[..., -2:-1],
-        ordered[..., -1:],
-    )  # z_(1), z_(n-1), z_(n)
-    log_n = torch.tensor(float(n), dtype=z.dtype).log()
+    smallest, second, largest = (ordered[..., [place]] for place in (0, -2, -1))  # z_(1), z_(n-1), z_(n)
+    log_n = math.log(n)
     c0 = -log_n + (1 - beta) * (z - smallest) - (second - smallest)
     c1 = log_n + (1 - beta) * (z - second) + (second - smallest)
     common = (1 - beta) * (largest - z)
     c2 = common + ((1 + (n - 1) * (smallest - largest).exp()) / n).log()
     c3 = common + ((n - 1) * (second - largest).exp()).log1p()
     return torch.where(at_label, c0, c2), torch.where(at_label, c1, c3)
-
-
-def _log_probs(z: Tensor) -> Tensor:
-    return z - z.logsumexp(-1, keepdim=True)
 
 
 def _log_miss(z: Tensor, at_label: Tensor) -> Tensor:
@@ -140,7 +135,11 @@ def theorem2(confidence: ArrayLike, correct: ArrayLike, n_values: int | None = N
     (0.99, 0.7, 2.21)
     """
     p, right = _check_outcomes(confidence, correct)
-    keys = p if n_values is None else _cells(p, n_values)
+    if n_values is not None and n_values < 1:
+        raise ValueError(f"n_values must be at least 1, got {n_values}")
+    keys = (
+        p if n_values is None else (p * n_values).ceil().clamp(min=1)
+    )  # cells are right-closed, 0 in the first
     values, place, count = keys.unique(return_inverse=True, return_counts=True)
     mean = torch.zeros_like(values, dtype=p.dtype).scatter_add(0, place, p) / count
     accuracy = torch.zeros_like(mean).scatter_add(0, place, right) / count
@@ -172,13 +171,6 @@ def theorem2_of(values: Tensor, mass: Tensor, accuracy: Tensor) -> Theorem2:
         squared_literal=constant + 2 * shannon,
         brier=brier,
     )
-
-
-def _cells(p: Tensor, n_values: int) -> Tensor:
-    """The cell of each confidence: right-closed, 0 in the first."""
-    if n_values < 1:
-        raise ValueError(f"n_values must be at least 1, got {n_values}")
-    return (p * n_values).ceil().clamp(min=1)
 
 
 def _check_logits(logits: ArrayLike) -> Tensor:

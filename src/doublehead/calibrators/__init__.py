@@ -21,8 +21,7 @@ from doublehead.calibrators.base import Calibrator, NotConverged, NotFitted
 from doublehead.calibrators.binning import BBQ, HistogramBinning, Isotonic
 from doublehead.calibrators.choose import Choice, choose, mean_and_error, stratified_folds
 from doublehead.calibrators.head import Head
-from doublehead.calibrators.parametric import Beta, Dirichlet, Matrix, Platt, Vector
-from doublehead.calibrators.per_label import PerLabel
+from doublehead.calibrators.parametric import Beta, Dirichlet, Matrix, PerLabel, Platt, Vector
 from doublehead.calibrators.smooth import GaussianProcess, Spline
 from doublehead.calibrators.temperature import (
     EnsembleTemperature,
@@ -212,18 +211,25 @@ def save(calibrator: Calibrator, path: str | os.PathLike[str]) -> Path:
         "sha256": hashlib.sha256(tensors).hexdigest(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, tensors)
-    _write(path.with_suffix(".json"), (json.dumps(about, indent=2) + "\n").encode())
+    description = (json.dumps(about, indent=2) + "\n").encode()
+    for file, content in ((path, tensors), (path.with_suffix(".json"), description)):
+        with replacing(file) as temporary:
+            temporary.write_bytes(content)
     return path
 
 
 def load(path: str | os.PathLike[str]) -> Calibrator:
     """The calibrator that `save` wrote to `path`, fitted."""
     path = _check_path(path)
-    about = _read_about(path.with_suffix(".json"))
-    tensors = path.read_bytes()
+    description, tensors = path.with_suffix(".json"), path.read_bytes()
+    try:
+        about = json.loads(description.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{description} is not JSON: {error}") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"{description} must describe a saved calibrator (format {FORMAT!r})")
     if hashlib.sha256(tensors).hexdigest() != about.get("sha256"):
-        raise ValueError(f"{path} and {path.with_suffix('.json').name} do not belong together: save it again")
+        raise ValueError(f"{path} and {description.name} do not belong together: save it again")
     calibrator = make(about["method"], **about["params"])
     calibrator.load_state_dict(require("safetensors.torch", extra="export").load(tensors))
     return calibrator
@@ -234,18 +240,3 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors, got {path.name!r}")
     return path
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    try:
-        about = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"{path} must describe a saved calibrator (format {FORMAT!r})")
-    return about
-
-
-def _write(path: Path, content: bytes) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)

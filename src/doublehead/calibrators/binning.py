@@ -31,23 +31,27 @@ ISOTONIC_FLOOR = 1e-6  # no class is declared impossible: isotonic ends often ar
 
 
 class _OddsMap(Calibrator):
-    """A map of log odds, learned as a row of `values_` that all classes share, or as a row for each class."""
+    """A step function of log odds, learned as a row of `values_` that all classes share, or as a row for each class."""
 
+    learned = ("edges_", "values_")
+
+    edges_: Tensor  # (1 or K, M - 1) in log odds
     values_: Tensor  # (1 or K, M) probabilities
     kind: str = "one-vs-rest"  # any other name shares one map, which keeps the predicted class
 
-    def _n_classes(self) -> int | None:
-        return None if self._shared else self.values_.shape[0]
+    def _transform(self, logits: Tensor) -> Tensor:
+        if not self.keeps_argmax:
+            return log_normalise(steps(log_odds(logits), self.edges_, self.values_))
+        probs = steps(top_log_odds(logits)[..., None], self.edges_, self.values_)[..., 0]
+        return with_top_odds(logits, probs.logit(torch.finfo(probs.dtype).eps))
 
-    @property
-    def _shared(self) -> bool:
-        """Read off the fitted state where there is one, so that the state alone decides what is done."""
-        return self.values_.shape[0] == 1 if self.is_fitted else self.kind != "one-vs-rest"
+    def _n_classes(self) -> int | None:
+        return None if self.keeps_argmax else self.values_.shape[0]
 
     @property
     def keeps_argmax(self) -> bool:
-        """The predicted class stays on top where all classes share one map."""
-        return self._shared
+        """The predicted class stays on top where all classes share one map; a fitted state alone decides."""
+        return self.values_.shape[0] == 1 if self.is_fitted else self.kind != "one-vs-rest"
 
 
 class HistogramBinning(_OddsMap):
@@ -63,10 +67,6 @@ class HistogramBinning(_OddsMap):
     >>> h.calibrate(p).probs[[0, 4], 1].round(decimals=6).tolist()
     [0.5, 0.25]
     """
-
-    learned = ("edges_", "values_")
-
-    edges_: Tensor  # (1 or K, M - 1) in log odds
 
     def __init__(
         self,
@@ -87,14 +87,11 @@ class HistogramBinning(_OddsMap):
         if not self.smoothing >= 0:
             raise ValueError(f"smoothing must be at least 0, got {self.smoothing}")
         odds, hits = _odds_and_hits(predictions, self.kind)
-        edges = _equal_mass(odds, self.n_bins) if self.scheme == "mass" else _equal_width(odds, self.n_bins)
+        if self.scheme == "mass":
+            edges = _equal_mass(odds, self.n_bins)
+        else:
+            edges = (torch.arange(1, self.n_bins).to(odds) / self.n_bins).logit().repeat(len(odds), 1)
         return {"edges_": edges, "values_": _frequencies(odds, hits, edges, self.smoothing)}
-
-    def _transform(self, logits: Tensor) -> Tensor:
-        if not self._shared:
-            return log_normalise(steps(log_odds(logits), self.edges_, self.values_))
-        probs = steps(top_log_odds(logits)[..., None], self.edges_, self.values_)[..., 0]
-        return with_top_odds(logits, probs.logit(torch.finfo(probs.dtype).eps))
 
 
 class BBQ(_OddsMap):
@@ -104,16 +101,8 @@ class BBQ(_OddsMap):
     as such.
     """
 
-    learned = ("edges_", "values_")
-
-    edges_: Tensor  # (K, M - 1) in log odds
-
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        odds, hits = _odds_and_hits(predictions, "one-vs-rest")
-        return dict(zip(self.learned, _average_binnings(odds, hits)))
-
-    def _transform(self, logits: Tensor) -> Tensor:
-        return log_normalise(steps(log_odds(logits), self.edges_, self.values_))
+        return dict(zip(self.learned, _average_binnings(*_odds_and_hits(predictions, self.kind))))
 
 
 class Isotonic(_OddsMap):
@@ -134,8 +123,7 @@ class Isotonic(_OddsMap):
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         if self.kind not in ("shared", "one-vs-rest"):
             raise ValueError(f"kind must be 'shared' or 'one-vs-rest', got {self.kind!r}")
-        odds = log_odds(predictions.logits.double()).T  # (K, N)
-        hits = one_hot(predictions.labels, predictions.n_classes).T
+        odds, hits = _odds_and_hits(predictions, "one-vs-rest")
         if self.kind == "shared":
             odds, hits = odds.reshape(1, -1), hits.reshape(1, -1)
         maps = [_fit_rising(*column) for column in zip(odds, hits)]
@@ -143,7 +131,7 @@ class Isotonic(_OddsMap):
 
     def _transform(self, logits: Tensor) -> Tensor:
         odds = log_odds(logits)
-        if not self._shared:
+        if not self.keeps_argmax:
             return log_normalise(lines(odds, self.knots_, self.values_), ISOTONIC_FLOOR)
         mapped = lines(odds[..., None], self.knots_, self.values_)[..., 0]
         return keep_top(log_normalise(mapped, ISOTONIC_FLOOR), logits)
@@ -155,11 +143,6 @@ def _odds_and_hits(predictions: Predictions, kind: str) -> tuple[Tensor, Tensor]
     if kind == "top":
         return top_log_odds(logits)[None], predictions.correct.double()[None]
     return log_odds(logits).T.contiguous(), one_hot(predictions.labels, predictions.n_classes).T.double()
-
-
-def _equal_width(odds: Tensor, n_bins: int) -> Tensor:
-    edges = torch.arange(1, n_bins, dtype=odds.dtype, device=odds.device) / n_bins
-    return edges.logit().repeat(len(odds), 1)
 
 
 def _equal_mass(odds: Tensor, n_bins: int) -> Tensor:
@@ -180,8 +163,7 @@ def _frequencies(odds: Tensor, hits: Tensor, edges: Tensor, smoothing: float) ->
     zeros = odds.new_zeros(len(odds), edges.shape[1] + 1)
     counts = zeros.scatter_add(1, which, torch.ones_like(odds))
     hit_sums, conf_sums = zeros.scatter_add(1, which, hits), zeros.scatter_add(1, which, odds.sigmoid())
-    bounds = pad_ends(edges.sigmoid(), (1, 0), value=0.0)
-    bounds = pad_ends(bounds, (0, 1), value=1.0)
+    bounds = pad_ends(pad_ends(edges.sigmoid(), (1, 0)), (0, 1), value=1.0)
     prior = torch.where(counts > 0, conf_sums / counts.clamp(min=1), (bounds[:, 1:] + bounds[:, :-1]) / 2)
     filled = (hit_sums + smoothing * prior) / (counts + smoothing).clamp(min=torch.finfo(odds.dtype).tiny)
     return torch.where(counts + smoothing > 0, filled, prior)
@@ -197,10 +179,7 @@ def _average_binnings(odds: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
     fits = [_score_binning(odds, below, n_bins) for n_bins in tried]
     weights = torch.stack([score for score, _, _ in fits]).softmax(0)  # (tried, C)
     weights = torch.where(weights > BBQ_FORGET, weights, 0.0)
-    values, places = (
-        torch.zeros_like(odds),
-        torch.arange(n, device=odds.device).expand(len(odds), n).contiguous(),
-    )
+    values, places = torch.zeros_like(odds), torch.arange(n, device=odds.device).repeat(len(odds), 1)
     for weight, (_, cuts, probs) in zip(weights / weights.sum(0), fits):
         if bool(weight.any()):
             values += weight[:, None] * probs.gather(1, torch.searchsorted(cuts, places, right=True))
@@ -235,7 +214,7 @@ def _compress(odds: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def _fit_rising(odds: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
     """Knots and values (M,) of the isotonic fit to odds and hits (N,), at least two of each."""
     regression = require("sklearn.isotonic", extra="calibrators").IsotonicRegression(y_min=0.0, y_max=1.0)
-    regression.fit(odds.cpu().numpy(), hits.double().cpu().numpy())
+    regression.fit(odds.cpu().numpy(), hits.cpu().numpy())
     knots = torch.as_tensor(regression.X_thresholds_, dtype=torch.float64)
     values = torch.as_tensor(regression.y_thresholds_, dtype=torch.float64)
     return (knots, values) if len(knots) > 1 else (knots.repeat(2), values.repeat(2))

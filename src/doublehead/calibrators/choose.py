@@ -96,7 +96,8 @@ def choose(
     >>> choose(nlls, baseline=["none"]).chosen
     'temperature'
     """
-    able = {name: values.double() for name, values in nlls.items() if values is not None and _finite(values)}
+    fitted = {name: values.double() for name, values in nlls.items() if values is not None}
+    able = {name: values for name, values in fitted.items() if bool(torch.isfinite(values).all())}
     known = [name for name in baseline if name in able]
     if not able or (baseline and not known):
         reasons = "; ".join(f"{name}: {note}" for name, note in (notes or {}).items())
@@ -116,10 +117,6 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
     """The mean and its standard error, which one value cannot tell."""
     n = len(values)
     return float(values.mean()), float(values.std()) / math.sqrt(n) if n > 1 else math.inf
-
-
-def _finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values).all())
 
 
 def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:

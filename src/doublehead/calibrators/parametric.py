@@ -1,4 +1,5 @@
-"""Calibrators with a formula: vector, matrix and Dirichlet scaling of logits, Platt and beta scaling of odds.
+"""Calibrators with a formula: vector, matrix and Dirichlet scaling of logits, Platt and beta scaling of odds, and for
+samples with several labels a scale and a shift of each label's odds.
 
 The first three are fitted in temperature-scaled logits, so the scale of the logits does not matter, and are pulled
 towards temperature scaling. The pull is that of a Gaussian prior: it fades as samples come in, and rises with the
@@ -7,18 +8,25 @@ classes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, one_hot
 
-from doublehead.calibrators.base import Calibrator, log_odds
+from doublehead.calibrators.base import Calibrator, keep_top, log_odds
+from doublehead.calibrators.choose import Choice, choose
+from doublehead.calibrators.head import Head
 from doublehead.calibrators.optimise import fit_logistic, minimise
-from doublehead.calibrators.temperature import fit_inverse_temperature
+from doublehead.calibrators.temperature import Identity, Temperature, fit_inverse_temperature
 from doublehead.predictions import Predictions
+from doublehead.score_arrays import Target
 
 CLASSES_AT_ONCE = 64  # one-vs-rest fits in one computation
+SHARED = {"head": Head, "temperature": Temperature, "none": Identity}
+RIDGE = 10.0  # samples: each label's map is pulled towards no change with the weight of this many
+MARGIN = 2.0  # standard errors by which maps of their own must be better than sharing
+FOLDS = 5
 
 
 class Vector(Calibrator):
@@ -151,7 +159,7 @@ class Platt(Calibrator):
         self.smooth = smooth
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        odds = (predictions.logits[:, 1] - predictions.logits[:, 0]).double()
+        odds = _binary_odds(predictions.logits).double()
         targets = predictions.labels.double()
         if self.smooth:
             ones = targets.sum()
@@ -163,9 +171,17 @@ class Platt(Calibrator):
         return {"slope_": weights[0, 0], "shift_": weights[0, 1], "converged_": converged.all()}
 
     def _transform(self, logits: Tensor) -> Tensor:
-        odds = logits[..., 1] - logits[..., 0]
-        moved = odds * self.slope_.to(odds.dtype) + self.shift_.to(odds.dtype)
-        return torch.stack([torch.zeros_like(moved), moved], -1)
+        return _pair(_binary_odds(logits) * self.slope_.to(logits.dtype) + self.shift_.to(logits.dtype))
+
+
+def _binary_odds(logits: Tensor) -> Tensor:
+    """(..., 2) -> (...): the log odds of class 1."""
+    return logits[..., 1] - logits[..., 0]
+
+
+def _pair(odds: Tensor) -> Tensor:
+    """Back again."""
+    return torch.stack([torch.zeros_like(odds), odds], -1)
 
 
 class Beta(Calibrator):
@@ -202,8 +218,7 @@ class Beta(Calibrator):
     def _transform(self, logits: Tensor) -> Tensor:
         weights = self.weights_.to(logits.dtype)
         if len(weights) == 1:
-            moved = _features(logits[..., 1] - logits[..., 0]) @ weights[0]
-            return torch.stack([torch.zeros_like(moved), moved], -1)
+            return _pair(_features(_binary_odds(logits)) @ weights[0])
         moved = (_features(log_odds(logits)) * weights).sum(-1)
         return logsigmoid(moved).log_softmax(-1)
 
@@ -231,8 +246,118 @@ def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         fit, loss, done = fit_logistic(features * mask, targets, towards=towards)
         better = (fit * mask >= 0)[:, :2].all(1) & (loss < best)
         best = torch.where(better, loss, best)
-        weights, converged = (
-            torch.where(better[:, None], fit * mask, weights),
-            torch.where(better, done, converged),
-        )
+        weights = torch.where(better[:, None], fit * mask, weights)
+        converged = torch.where(better, done, converged)
     return weights, converged
+
+
+class PerLabel(Calibrator):
+    """One calibrator for the yes or no of all labels, then for each label a scale and a shift of its log-odds.
+
+    `share` is fitted to all pairs of a sample and a label together ("head", "temperature" or "none"). The maps of the
+    labels are pulled towards no change, so a label with few samples shares what the others learned; with "temperature"
+    they have no shift, and are temperatures of their own. `own="auto"` uses them where that is better on held-back
+    samples; `choice` says by how much. With predictions of one label, or of classes, it is the shared calibrator alone.
+
+    >>> z = torch.randn(500, 3)
+    >>> p = Predictions.multilabel(4 * z, (torch.rand(500, 3) < z.sigmoid()).long())
+    >>> PerLabel("temperature").fit(p).calibrate(p).n_labels
+    3
+    """
+
+    learned = ("scale_", "shift_")
+    takes_weights = True
+
+    scale_: Tensor  # (L,)
+    shift_: Tensor  # (L,)
+
+    choice: Choice | None = None
+
+    def __init__(
+        self,
+        share: Literal["head", "temperature", "none"] = "head",
+        own: bool | Literal["auto"] = "auto",
+        keep: Literal["predictions", "best"] = "predictions",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if share not in SHARED:
+            raise ValueError(f"share must be one of {sorted(SHARED)} for several labels, got {share!r}")
+        self.share, self.own, self.keep, self.seed = share, own, keep, seed
+        self.shared: Calibrator = SHARED[share](**({"keep": keep, "seed": seed} if share == "head" else {}))
+
+    def _learn(self, predictions: Predictions) -> dict[str, Any]:
+        self.shared.fit(predictions)
+        n_labels = predictions.n_labels or 1
+        like = predictions.logits.new_ones(n_labels).double()
+        maps = like, torch.zeros_like(like)
+        if predictions.n_labels and self.own:
+            odds = _binary_odds(self.shared(predictions.logits)).double().reshape(-1, n_labels)
+            truth, weights = _truth(predictions.target, n_labels)
+            maps = _fit_maps(odds, truth, weights, self.share != "temperature")
+            if self.own == "auto" and not self._pays(predictions, odds, truth, weights):
+                maps = like, torch.zeros_like(like)
+        return {"scale_": maps[0], "shift_": maps[1]}
+
+    def _pays(self, p: Predictions, odds: Tensor, truth: Tensor, weights: Tensor) -> bool:
+        """Whether maps of their own lower the NLL of samples held back from them."""
+        n = len(odds)
+        if n < 2 * FOLDS:
+            return False
+        fold = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed)).to(odds.device) % FOLDS
+        mapped = torch.empty_like(odds)
+        for i in range(FOLDS):
+            held = fold == i
+            scale, shift = _fit_maps(odds[~held], truth[~held], weights[~held], self.share != "temperature")
+            mapped[held] = odds[held] * scale + shift
+        if self.keep == "predictions":
+            mapped = _binary_odds(keep_top(_pair(mapped), p.logits.reshape(n, -1, 2)))
+        nlls = {
+            name: (torch.nn.functional.softplus(z) - truth * z).mul(weights).mean(1)  # (N,) of each sample
+            for name, z in (("shared", odds), ("own", mapped))
+        }
+        self.choice = choose(nlls, ["shared"], MARGIN)
+        return self.choice.chosen == "own"
+
+    def _transform(self, logits: Tensor) -> Tensor:
+        shared: Tensor = self.shared(logits)
+        if len(self.scale_) == 1:
+            return shared
+        rows = shared.reshape(-1, len(self.scale_), 2)
+        odds = _binary_odds(rows) * self.scale_.to(rows.dtype) + self.shift_.to(rows.dtype)
+        mapped = _pair(odds).reshape(logits.shape)
+        return keep_top(mapped, logits) if self.keep == "predictions" else mapped
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """Whether no yes becomes a no."""
+        return self.keep == "predictions"
+
+    def _n_classes(self) -> int | None:
+        return self.shared._n_classes() if len(self.scale_) == 1 else 2
+
+    def in_words(self) -> str:
+        """The shared calibration, and the range of the labels' own scales."""
+        if not self.is_fitted:
+            return ""
+        low, high = float(self.scale_.min()), float(self.scale_.max())
+        own = f", scales of the labels {low:.3g} to {high:.3g}" if low != high else ""
+        return f"shared {self.shared.in_words() or self.share}{own}"
+
+
+def _truth(target: Target, n_labels: int) -> tuple[Tensor, Tensor]:
+    """(N, L) each: the probability of a yes and the weight."""
+    yes = target.labels.double() if target.probs is None else target.probs[:, 1].double()
+    weights = torch.ones_like(yes) if target.weights is None else target.weights.double()
+    return yes.reshape(-1, n_labels), weights.reshape(-1, n_labels)
+
+
+def _fit_maps(odds: Tensor, truth: Tensor, weights: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
+    """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z."""
+    z = odds.double().T  # (L, N)
+    features = torch.stack([z, torch.ones_like(z)][: 1 + shifts], -1)
+    towards = z.new_tensor([[1.0, 0.0][: 1 + shifts]]).expand(len(z), -1)
+    known = weights.T * z.sigmoid() * (1 - z.sigmoid())
+    ridge = (RIDGE * (known[..., None] * features.square()).mean(1) + 1e-6) / z.shape[1]
+    w, _, _ = fit_logistic(features, truth.T, towards=towards, ridge=ridge, weights=weights.T)
+    return w[:, 0], w[:, 1] if shifts else torch.zeros_like(w[:, 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from doublehead.predictions import Predictions
 TABLE = 1001  # points at which the map is kept, evenly spaced in rank
 LOWEST = -25.0  # log probabilities below have no say: exp(-25) = 1e-11
 JITTER = 1e-6
+Likelihood = Callable[[Tensor, Tensor], Tensor]
 MANY = 32  # classes above which sums over them, made once, are cheaper than all entries each time
 
 
@@ -170,7 +172,7 @@ class GaussianProcess(Calibrator):
         low = x.min().clamp(LOWEST, -1.0).item()
         grid = torch.linspace(low, 0, self.n_table, dtype=x.dtype, device=x.device)
         inducing = torch.linspace(low, 0, self.n_inducing, dtype=x.dtype, device=x.device)
-        likelihood = (_BySums if x.shape[1] > MANY else _ByEntries)(x, grid, predictions.labels)
+        likelihood = (_by_sums if x.shape[1] > MANY else _by_entries)(x, grid, predictions.labels)
 
         def loss(mean: Tensor, root: Tensor, kernel: Tensor) -> Tensor:
             f, variance = _posterior(grid, inducing, mean, root, kernel)
@@ -211,38 +213,32 @@ def _posterior(
     return across.T @ mean, (height.square() - explained).clamp(min=0) + left
 
 
-class _ByEntries:
+def _by_entries(x: Tensor, grid: Tensor, labels: Tensor) -> Likelihood:
     """The expected log likelihood of f, given by its mean and variance on the grid, from every log probability."""
-
-    def __init__(self, x: Tensor, grid: Tensor, labels: Tensor) -> None:
-        self.x, self.places, self.labels = x, Places.of(x, grid), labels
-
-    def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
-        return _expected_log_likelihood(
-            self.x + self.places.values_of(f), self.places.values_of(variance), self.labels
-        )
+    places = Places.of(x, grid)
+    return lambda f, variance: _expected_log_likelihood(
+        x + places.values_of(f), places.values_of(variance), labels
+    )
 
 
-class _BySums:
+def _by_sums(x: Tensor, grid: Tensor, labels: Tensor) -> Likelihood:
     """The same to 1e-3, at a cost that does not grow with the classes.
 
     exp(x) and exp(2 x) are summed by place on the grid, once. A sum of exp(x + f(x)) over classes is then a sum of
     exp(f) over the grid, with these as weights.
     """
+    at_label, places, probs = x.gather(1, labels[:, None])[:, 0], Places.of(x, grid), x.exp()
+    label_places = Places.of(at_label, grid)
+    once, twice = (places.sums(weights, len(grid)) for weights in (probs, probs.square()))  # (N, G) each
 
-    def __init__(self, x: Tensor, grid: Tensor, labels: Tensor) -> None:
-        self.at_label = x.gather(1, labels[:, None])[:, 0]
-        self.label_places, places, probs = Places.of(self.at_label, grid), Places.of(x, grid), x.exp()
-        # (N, G) each
-        self.once, self.twice = (places.sums(weights, len(grid)) for weights in (probs, probs.square()))
-
-    def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
+    def expected(f: Tensor, variance: Tensor) -> Tensor:
         factor = f.exp()
-        total = self.once @ factor  # (N,) of the probabilities before they are normalised
-        at_label = (self.at_label + self.label_places.values_of(f) - total.log()).mean()
-        spread = (self.once @ (factor * variance)) / total
-        spread = spread - (self.twice @ (factor.square() * variance)) / total.square()
-        return at_label - spread.mean() / 2
+        total = once @ factor  # (N,) of the probabilities before they are normalised
+        spread = (once @ (factor * variance)) / total
+        spread = spread - (twice @ (factor.square() * variance)) / total.square()
+        return (at_label + label_places.values_of(f) - total.log()).mean() - spread.mean() / 2
+
+    return expected
 
 
 def _expected_log_likelihood(mean: Tensor, variance: Tensor, labels: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ from doublehead.curves import reliability
 from doublehead.data import fashion_subset
 from doublehead.plots import draw_reliability, save
 from doublehead.predictions import Predictions
-from doublehead.training.config import IMAGENET, RECIPES, TEXT, Config
+from doublehead.training.config import IMAGENET, METHODS, RECIPES, TEXT, Config, Method
+from doublehead.training.config import method as method_called
+from doublehead.training.loop import compare as compare_methods
+from doublehead.training.loop import method_rows
 from doublehead.training.loop import train as train_run
-from doublehead.training.methods import METHODS, Method, method_rows
-from doublehead.training.methods import compare as compare_methods
-from doublehead.training.methods import method as method_called
 from doublehead.training.run_folder import RunError, RunFolder
 
 Data = Annotated[
@@ -87,17 +87,10 @@ def train(
         asked = method_called(method)
         config = change(asked.apply(recipe(data, model)), settings, asked)
         folder = RunFolder(output / config.folder_name)
-        with watched(config, folder.path if tensorboard else None) as (report, tick):
-            made = train_run(
-                config,
-                folder,
-                root=root,
-                devices=devices,
-                nodes=nodes,
-                accelerator=accelerator,
-                report=report,
-                tick=tick,
-            )
+        where: dict[str, Any] = {"devices": devices, "nodes": nodes, "accelerator": accelerator}
+        with watched(config.name, folder.path if tensorboard else None) as (started, tick, report):
+            started(config, [method], 0, 1)
+            made = train_run(config, folder, root=root, report=report, tick=tick, **where)
         if is_first_process():
             show_rows(method_rows(method, made, folder.path), as_json)
             notes().print(f"run folder: {escape(str(folder.path))}", style="dim")
@@ -127,8 +120,9 @@ def compare(
         names = [name.strip() for name in methods.split(",") if name.strip()]
         if not names:
             raise UserError(f"--methods must name at least one of {', '.join(METHODS)}, got {methods!r}")
-        where = {"root": root, "devices": devices, "nodes": nodes, "accelerator": accelerator}
-        rows = compare_with_progress(config, names, output, **where)
+        where: dict[str, Any] = {"devices": devices, "nodes": nodes, "accelerator": accelerator}
+        with watched("starting") as (started, tick, _):
+            rows = compare_methods(config, names, output, root=root, started=started, tick=tick, **where)
         if is_first_process():
             show_rows(rows, as_json)
             notes().print(f"run folders: {escape(str(output))}", style="dim")
@@ -155,7 +149,9 @@ def demo(
         config = replace(
             RECIPES["fashion"], epochs=epochs, seed=seed, evaluate_every=epochs, shift=("gaussian_noise:5",)
         )
-        rows = compare_with_progress(config, list(DEMO), output, splits=fashion_subset(), accelerator="cpu")
+        with watched("starting") as (started, tick, _):
+            where: dict[str, Any] = {"accelerator": "cpu", "started": started, "tick": tick}
+            rows = compare_methods(config, DEMO, output, fashion_subset(), **where)
     rows = [{**row, "method": title} for row, title in zip(rows, ROWS, strict=True)]
     pictures = draw(rows, output)
     show_rows(rows, as_json)
@@ -264,50 +260,32 @@ def is_first_process() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in ranks)
 
 
-def progress_bar() -> Progress:
-    """Epochs done and the time that is left, on standard error."""
+@contextmanager
+def watched(name: str, tensorboard: Path | None = None) -> Iterator[tuple[Callable[..., None], ...]]:
+    """What `train` and `compare` call: a bar with the time left, a line per epoch, and TensorBoard where asked."""
+    writer = _tensorboard(tensorboard) if tensorboard and is_first_process() else None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = not (notes().is_terminal and is_first_process())
-    return Progress(*columns, console=notes(), transient=True, disable=hidden)
+    with Progress(*columns, console=notes(), transient=True, disable=hidden) as bar:
+        task, done, epochs = bar.add_task(escape(name), total=None), 0, 0
 
-
-@contextmanager
-def watched(
-    config: Config, tensorboard: Path | None
-) -> Iterator[tuple[Callable[[dict[str, Any]], None], Callable[[int, int, int], None]]]:
-    """A bar with the time left, a line per epoch, and TensorBoard where asked."""
-    writer = _tensorboard(tensorboard) if tensorboard and is_first_process() else None
-    with progress_bar() as bar:
-        task = bar.add_task(escape(config.name), total=config.epochs)
-
-        def report(row: dict[str, Any]) -> None:
-            bar.console.print(_epoch_line(row, config.epochs))
-            if writer:
-                _to_tensorboard(writer, row)
-
-        yield report, lambda epoch, step, n_steps: bar.update(task, completed=epoch + step / n_steps)
-    if writer:
-        writer.close()
-
-
-def compare_with_progress(
-    config: Config, names: list[str], output: Path, **options: Any
-) -> list[dict[str, Any]]:
-    """`training.methods.compare` with a progress bar over all its runs."""
-    with progress_bar() as bar:
-        task = bar.add_task("starting", total=None)
-        done = 0
-
-        def started(asked: Config, group: list[str], number: int, n_runs: int) -> None:
-            nonlocal done
-            done = number * asked.epochs
-            what = f"{number + 1}/{n_runs} {', '.join(group)[:60]}"
-            bar.update(task, description=what, total=n_runs * asked.epochs, completed=done)
+        def started(config: Config, group: list[str], number: int, n_runs: int) -> None:
+            nonlocal done, epochs
+            done, epochs = number * config.epochs, config.epochs
+            what = f"{number + 1}/{n_runs} {', '.join(group)[:60]}" if n_runs > 1 else name
+            bar.update(task, description=escape(what), total=n_runs * epochs, completed=done)
 
         def tick(epoch: int, step: int, n_steps: int) -> None:
             bar.update(task, completed=done + epoch + step / n_steps)
 
-        return compare_methods(config, names, output, started=started, tick=tick, **options)
+        def report(row: dict[str, Any]) -> None:
+            bar.console.print(_epoch_line(row, epochs))
+            if writer:
+                _to_tensorboard(writer, row)
+
+        yield started, tick, report
+    if writer:
+        writer.close()
 
 
 def _epoch_line(row: dict[str, Any], epochs: int) -> str:

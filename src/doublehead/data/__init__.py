@@ -1,9 +1,17 @@
 """Data sets as train, calib and test splits; batches on a device; text; corruptions and perturbations."""
 
 from doublehead.data.batches import CropFlip, DeviceBatches, FileBatches, Normalise
-from doublehead.data.catalog import DATASETS, fashion_subset, list_datasets, load, load_test
+from doublehead.data.catalog import (
+    DATASETS,
+    check,
+    convert,
+    fashion_subset,
+    get,
+    list_datasets,
+    load,
+    load_test,
+)
 from doublehead.data.corruptions import FAMILIES, corrupt, corrupt_images, read_cifar10c
-from doublehead.data.download import check, convert, get
 from doublehead.data.perturb import Broad, GaussianNoise, Perturb, Shifts
 from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, count_duplicates, split_off
 from doublehead.data.text import TextBatches, TreeBatches, Vocabulary, WordPieces, embed, tokenize

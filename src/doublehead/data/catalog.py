@@ -1,58 +1,58 @@
-"""The table of data sets: what each is, its splits, the files it needs and how they are read.
+"""The table of data sets, `assets/datasets.json`: what each is, its splits, its files. Reading, downloading.
 
-A subset of Fashion-MNIST is included: real images for the demo in 5.9 MB, without a download. Fashion-MNIST (c) 2017
-Zalando SE, MIT licence; its text is next to the asset. Compression is lossless: one bit per pixel tells whether it is
-0, and each other pixel is stored as its difference from a prediction by its left and upper neighbours. Both streams
-are LZMA-compressed. The asset also names the rows of the original files (`rows`).
+A subset of Fashion-MNIST is included: real images for the demo in 6.4 MB, without a download. Fashion-MNIST (c) 2017
+Zalando SE, MIT licence; its text is next to the asset, which also names the rows of the original files (`rows`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import lzma
+import csv
+import json
 import os
+import tarfile
+import tempfile
+import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from doublehead.atomic import replacing
 from doublehead.data import readers
 from doublehead.data.batches import Normalise
-from doublehead.data.splits import SPLIT_SEED, Images, Samples, Splits, Trees, split_samples
-
-Array = npt.NDArray[Any]
-ASSET = "fashion_mnist_subset.npz"
-CIFAR100 = tuple(
-    """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
-    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
-    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
-    man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
-    pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
-    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
-    tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm""".split()  # noqa: SIM905 (a hundred quoted strings read worse)
+from doublehead.data.splits import (
+    SPLIT_SEED,
+    ImageFiles,
+    Images,
+    Samples,
+    Splits,
+    Trees,
+    count_duplicates,
+    split_samples,
 )
-# In the order of the labels.
-CLASS_NAMES: dict[str, tuple[str, ...]] = {
-    "fashion": (
-        *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
-        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
-    ),
-    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-    "cifar100": CIFAR100,
-    "svhn": tuple("0123456789"),
-    "sst-fine": ("very negative", "negative", "neutral", "positive", "very positive"),
-    "sst-binary": ("negative", "positive"),
-}
+from doublehead.optional import require
+
+Progress: TypeAlias = Callable[[str, int, int], None]  # file name, bytes so far, total bytes (0: unknown)
+ASSETS = Path(__file__).parent / "assets"
+ASSET = "fashion_mnist_subset.npz"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file to download into the folder of a data set; an archive is unpacked there and then deleted."""
+
+    url: str
+    file: str
+    checksum: str | None = None  # "md5:..." or "sha256:..."; None if none is published
+    contains: str | None = None  # what the archive must contain
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """One row of the table. `read(row, root, split_seed)` gives the splits; `layout` describes the files under root."""
+    """One row of the table. `layout` describes the files under root."""
 
     name: str
     about: str
@@ -60,14 +60,26 @@ class DataSet:
     n_classes: int
     sizes: tuple[int, int, int]  # train, calib, test
     layout: str
-    read: Callable[[DataSet, Path, int], Splits]
-    normalise: Normalise | None = None  # published channel means and standard deviations of the train images
+    folder: str  # under root, for downloads; two data sets may share one
+    class_names: tuple[str, ...]  # in the order of the labels; empty where the files have them
+    normalise: Normalise | None  # published channel means and standard deviations of the train images
+    downloads: tuple[Source, ...]  # empty if it needs an account or is included; addresses are torchvision's
+    checksums: dict[str, str]  # of files that torchvision publishes them for
 
-    @property
-    def folder(self) -> str:
-        """The folder under root that downloads go to; two data sets may share one."""
-        shared = {"sst-fine": "sst", "sst-binary": "sst", "20newsgroups-bydate": "20newsgroups"}
-        return shared.get(self.name, self.name)
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> DataSet:
+        """From an entry of `assets/datasets.json`."""
+        mean, std = (tuple(row.pop(name, ())) for name in ("mean", "std"))
+        usual: dict[str, Any] = {"folder": row["name"], "checksums": {}}
+        usual["normalise"] = Normalise(mean, std) if mean else None
+        usual["downloads"] = tuple(Source(**source) for source in row.pop("downloads", ()))
+        usual["class_names"] = tuple(row.pop("class_names", ()))
+        return cls(**{**usual, **row, "sizes": tuple(row["sizes"])})
+
+
+DATASETS = {
+    row["name"]: DataSet.of(row) for row in json.loads((ASSETS / "datasets.json").read_text(encoding="utf-8"))
+}
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None, *, split_seed: int = SPLIT_SEED) -> Splits:
@@ -82,8 +94,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None, *, split_seed: i
     """
     if ":" in name:
         return readers.load_own(name, split_seed=split_seed)
-    spec = find(name)
-    return spec.read(spec, data_root(root), split_seed)
+    return _read(find(name), data_root(root), split_seed)
 
 
 def load_test(name: str, root: str | os.PathLike[str] | None = None) -> Samples:
@@ -91,7 +102,7 @@ def load_test(name: str, root: str | os.PathLike[str] | None = None) -> Samples:
     spec, folder = find(name), data_root(root)
     if name in ("cifar10", "cifar100", "svhn"):
         return _image_split(spec, folder, "test")
-    return spec.read(spec, folder, SPLIT_SEED).test
+    return _read(spec, folder, SPLIT_SEED).test
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -115,6 +126,13 @@ def find(name: str) -> DataSet:
             f"data set must be one of {', '.join(DATASETS)}, or arrays:PATH, folder:PATH, table:PATH, got {name!r}"
         )
     return DATASETS[name]
+
+
+def _read(spec: DataSet, root: Path, split_seed: int) -> Splits:
+    if spec.name == "fashion":
+        return fashion_subset()
+    read = {"images": _read_images, "files": _read_imagenet, "trees": _read_sst, "texts": _read_newsgroups}
+    return read[spec.kind](spec, root, split_seed)
 
 
 def _find_file(spec: DataSet, root: Path, *paths: str) -> Path:
@@ -147,7 +165,7 @@ def _image_split(spec: DataSet, root: Path, split: str) -> Images:
 
 def _read_images(spec: DataSet, root: Path, split_seed: int) -> Splits:
     train, calib = split_samples(_image_split(spec, root, "train"), spec.sizes[1], split_seed)
-    return Splits(spec.name, train, calib, _image_split(spec, root, "test"), CLASS_NAMES[spec.name])
+    return Splits(spec.name, train, calib, _image_split(spec, root, "test"), spec.class_names)
 
 
 def _read_imagenet(spec: DataSet, root: Path, split_seed: int) -> Splits:
@@ -165,7 +183,7 @@ def _read_sst(spec: DataSet, root: Path, split_seed: int) -> Splits:
     parts = [readers.read_sst(found.parent / f"{part}.txt") for part in ("train", "dev", "test")]
     if spec.name == "sst-binary":
         parts = [_binary(part) for part in parts]
-    return Splits(spec.name, parts[0], parts[1], parts[2], CLASS_NAMES[spec.name])
+    return Splits(spec.name, parts[0], parts[1], parts[2], spec.class_names)
 
 
 def _binary(samples: Trees) -> Trees:
@@ -199,132 +217,171 @@ def fashion_subset() -> Splits:
     >>> len(splits.train), len(splits.calib), len(splits.test), splits.train.images.shape[1:]
     (8500, 2500, 6000, (28, 28, 1))
     """
-    sizes = DATASETS["fashion"].sizes
-    asset = resources.files("doublehead.data") / "assets" / ASSET
-    with np.load(io.BytesIO(asset.read_bytes()), allow_pickle=False) as arrays:
-        images = decode_images(arrays["mask"].tobytes(), arrays["residuals"].tobytes(), sum(sizes))
-        labels = arrays["labels"].astype(np.int64)
-        digest = arrays["sha256"].tobytes()
-    if hashlib.sha256(images.tobytes() + labels.tobytes()).digest() != digest:
-        raise ValueError(f"{ASSET} in the package is damaged (wrong checksum): reinstall doublehead")
-    ends = np.cumsum(sizes)[:-1]
-    parts = zip(np.split(images[..., None], ends), np.split(labels, ends))
-    train, calib, test = (Images(i, y) for i, y in parts)
-    return Splits("fashion", train, calib, test, CLASS_NAMES["fashion"])
+    spec = DATASETS["fashion"]
+    with readers.naming(ASSETS / ASSET), np.load(ASSETS / ASSET, allow_pickle=False) as arrays:
+        images, labels = arrays["images"], arrays["labels"].astype(np.int64)
+    ends = np.cumsum(spec.sizes)[:-1]
+    train, calib, test = (Images(*part) for part in zip(np.split(images, ends), np.split(labels, ends)))
+    return Splits("fashion", train, calib, test, spec.class_names)
 
 
-def decode_images(mask: bytes, residuals: bytes, n: int, side: int = 28) -> Array:
-    """(n, side, side) uint8 images from the two compressed streams, pixel by pixel for all images at once."""
-    bits = np.frombuffer(lzma.decompress(mask), np.uint8)
-    is_set: Array = np.unpackbits(bits, count=n * side * side).reshape(n, side, side).astype(bool)
-    difference: Array = np.zeros(is_set.shape, np.uint8)
-    difference[is_set] = np.frombuffer(lzma.decompress(residuals), np.uint8)
-    # (side, side, n), so that each step reads contiguous memory
-    is_set, difference = (np.ascontiguousarray(a.transpose(1, 2, 0)) for a in (is_set, difference))
-    padded = np.zeros((side + 1, side + 1, n), np.int16)
-    for row in range(side):
-        for column in range(side):
-            left, up, corner = padded[row + 1, column], padded[row, column + 1], padded[row, column]
-            value = (_predict(left, up, corner) + difference[row, column]) & 255
-            padded[row + 1, column + 1] = value * is_set[row, column]
-    return np.ascontiguousarray(padded[1:, 1:].transpose(2, 0, 1)).astype(np.uint8)
+# --- download, check and convert: `doublehead data get | check | convert`
 
 
-def _predict(left: Array, up: Array, corner: Array) -> Array:
-    """The median of left, up and left + up - corner: the edge detector of JPEG-LS."""
-    low, high = np.minimum(left, up), np.maximum(left, up)
-    clipped: Array = np.clip(left + up - corner, low, high)
-    return clipped
+def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
+    """Download a data set into root/<folder> and return that folder.
+
+    Files that are already there are not downloaded again; a failed download leaves no partial files. A
+    ValueError describes the files to provide if the data set cannot be downloaded.
+    """
+    spec = find(name)
+    folder = data_root(root) / spec.folder
+    if name == "fashion":
+        return data_root(root)
+    if not spec.downloads:
+        raise ValueError(f"{name} cannot be downloaded without an account: {spec.layout} (in {folder})")
+    for source in spec.downloads:
+        if source.contains is None:
+            download(source, folder, progress)
+        elif not (folder / source.contains).exists():
+            archive = download(source, folder, progress)
+            unpack(archive, folder)
+            archive.unlink()
+            if not (folder / source.contains).exists():
+                raise ValueError(f"{source.url} must contain {source.contains}, but does not")
+    return folder
 
 
-_ARRAYS = "or {train,test}_{images,labels}.npy"
-_ROWS = (
-    DataSet(
-        "fashion",
-        "a subset of Fashion-MNIST, included in the package",
-        "images",
-        10,
-        (8_500, 2_500, 6_000),
-        "included in the package",
-        lambda spec, root, split_seed: fashion_subset(),
-        Normalise((0.2860,), (0.3530,)),
-    ),
-    DataSet(
-        "cifar10",
-        "32 x 32 photographs, ten classes",
-        "images",
-        10,
-        (45_000, 5_000, 10_000),
-        f"put the folder cifar-10-batches-py there, {_ARRAYS}",
-        _read_images,
-        Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ),
-    DataSet(
-        "cifar100",
-        "32 x 32 photographs, a hundred classes",
-        "images",
-        100,
-        (45_000, 5_000, 10_000),
-        f"put the folder cifar-100-python there, {_ARRAYS}",
-        _read_images,
-        Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    ),
-    DataSet(
-        "svhn",
-        "32 x 32 house numbers",
-        "images",
-        10,
-        (60_000, 13_257, 26_032),
-        f"put train_32x32.mat and test_32x32.mat there, {_ARRAYS}",
-        _read_images,
-        Normalise((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
-    ),
-    DataSet(
-        "imagenet",
-        "ImageNet 2012; the validation images are split in half into calib and test",
-        "files",
-        1000,
-        (1_281_167, 25_000, 25_000),
-        "put the folders train and val there, each with one folder of images per class (image-net.org requires an "
-        "account; the validation images must be sorted into class folders)",
-        _read_imagenet,
-        Normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ),
-    DataSet(
-        "sst-fine",
-        "Stanford Sentiment Treebank, five grades",
-        "trees",
-        5,
-        (8_544, 1_101, 2_210),
-        "put train.txt, dev.txt and test.txt (Penn Treebank trees) there or in a folder trees",
-        _read_sst,
-    ),
-    DataSet(
-        "sst-binary",
-        "Stanford Sentiment Treebank, negative or positive, neutral sentences dropped",
-        "trees",
-        2,
-        (6_920, 872, 1_821),
-        "put train.txt, dev.txt and test.txt (Penn Treebank trees) there or in a folder trees",
-        _read_sst,
-    ),
-    DataSet(
-        "20newsgroups",
-        "the 19,997 documents of the original collection, split as in the paper",
-        "texts",
-        20,
-        (15_098, 900, 3_999),
-        "put the folder 20_newsgroups (from 20news-19997.tar.gz) there",
-        _read_newsgroups,
-    ),
-    DataSet(
-        "20newsgroups-bydate",
-        "the 18,846 documents sorted by date, with their own test set",
-        "texts",
-        20,
-        (10_414, 900, 7_532),
-        "put the folders 20news-bydate-train and 20news-bydate-test there",
-        _read_newsgroups,
-    ),
-)
-DATASETS: dict[str, DataSet] = {row.name: row for row in _ROWS}
+def download(source: Source, folder: Path, progress: Progress | None = None) -> Path:
+    """Download one file with pooch; it appears only when it is complete and its checksum is right."""
+    pooch = require("pooch", extra="data")
+    pooch.get_logger().setLevel("WARNING")
+    bar = _Bar(source.file, progress) if progress else False
+    try:
+        file = pooch.retrieve(
+            source.url,
+            source.checksum,
+            source.file,
+            folder,
+            downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 20, timeout=60),
+        )
+    except OSError as error:  # includes the errors of requests
+        raise ConnectionError(f"{source.url} could not be downloaded: {error}") from error
+    with suppress(PermissionError):  # the file is someone else's, from an earlier download
+        Path(file).chmod(0o644)  # pooch keeps the mode of its temporary file, 0600
+    return Path(file)
+
+
+class _Bar:
+    """Passes pooch's progress on to a `Progress` function."""
+
+    def __init__(self, file: str, progress: Progress) -> None:
+        self.file, self.progress, self.total, self.done = file, progress, 0, 0
+
+    def update(self, n: int) -> None:
+        self.done += n  # pooch counts whole chunks, so the last one may exceed the total
+        self.progress(self.file, min(self.done, self.total or self.done), self.total)
+
+    def reset(self) -> None:
+        """Do nothing: pooch adds the total once more after the last chunk."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def unpack(archive: Path, folder: Path) -> list[str]:
+    """Unpack a .tar.* or .zip into `folder`; returns the names of the new entries.
+
+    A damaged archive leaves nothing behind, and no member can write outside the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial.", dir=folder) as temporary:
+        try:
+            if zipfile.is_zipfile(archive):
+                with zipfile.ZipFile(archive) as zipped:
+                    zipped.extractall(temporary)  # keeps members inside, makes no links, checks each CRC
+            else:
+                with tarfile.open(archive) as tar:
+                    tar.extractall(temporary, filter="data")  # refuses members and links that lead outside
+        except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+            raise ValueError(f"{archive} is truncated, damaged or unsafe: {error}") from error
+        names = sorted(os.listdir(temporary))
+        for name in names:
+            if (folder / name).exists():
+                raise FileExistsError(
+                    f"{folder / name} already exists; move it away to unpack {archive.name}"
+                )
+        for name in names:
+            os.replace(Path(temporary) / name, folder / name)
+    return names
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of `check`: sizes of the splits, problems that make the data unusable, and notes."""
+
+    name: str
+    sizes: tuple[int, int, int] | None
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the data can be used."""
+        return not self.problems
+
+
+def check(name: str, root: str | os.PathLike[str] | None = None) -> Report:
+    """Load a data set, compare sizes and checksums, and count duplicates across its splits."""
+    spec = DATASETS.get(name)
+    problems = [
+        f"{path} must have the checksum {known}: download it again"
+        for file, known in (spec.checksums.items() if spec else ())
+        for path in (data_root(root) / name / file, data_root(root) / file)
+        if path.exists() and require("pooch", extra="data").file_hash(path, alg="md5") != known[4:]
+    ]
+    try:
+        splits = load(name, root)
+    except (OSError, ValueError) as error:
+        return Report(name, None, (*problems, str(error)), ())
+    if spec and splits.sizes != spec.sizes:
+        problems.append(f"{name} must have train/calib/test of {spec.sizes}, got {splits.sizes}")
+    # Comparing a million image files would take hours.
+    duplicates = {} if isinstance(splits.train, ImageFiles) else count_duplicates(splits)
+    notes = [
+        f"{n} of the {b} samples are also in {a}, byte for byte" for (a, b), n in duplicates.items() if n
+    ]
+    return Report(name, splits.sizes, tuple(problems), tuple(notes))
+
+
+def convert(name: str, root: str | os.PathLike[str] | None, dest: str | os.PathLike[str]) -> Path:
+    """Write the splits as plain files that `arrays:DEST` or `table:DEST` reads; a failure leaves no partial folder.
+
+    Images become `{train,calib,test}_{images,labels}.npy`, texts and trees `{train,calib,test}.csv` with the columns
+    text and label; `classes.json` has the class names. Image files must all have the same size.
+    """
+    splits, dest = load(name, root), Path(dest)
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise FileExistsError(f"{dest} must be empty or not exist")
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(dest) as temporary:
+        temporary.mkdir()
+        _write(splits, temporary)
+    return dest
+
+
+def _write(splits: Splits, folder: Path) -> None:
+    names = json.dumps(list(splits.class_names), ensure_ascii=False)
+    (folder / "classes.json").write_text(names, encoding="utf-8")
+    for split in ("train", "calib", "test"):
+        samples: Samples = getattr(splits, split)
+        if isinstance(samples, (Images, ImageFiles)):
+            images = samples if isinstance(samples, Images) else readers.read_image_files(samples)
+            np.save(folder / f"{split}_images.npy", images.images)
+            np.save(folder / f"{split}_labels.npy", images.labels)
+            continue
+        texts = samples.as_texts() if isinstance(samples, Trees) else samples
+        with (folder / f"{split}.csv").open("w", encoding="utf-8", newline="") as handle:
+            writer = csv.writer(handle)
+            writer.writerow(["text", "label"])
+            writer.writerows(zip(texts.texts, texts.labels.tolist()))

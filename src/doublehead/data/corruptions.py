@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from doublehead.data.readers import naming
 from doublehead.data.splits import Images
 from doublehead.optional import require
 
@@ -39,8 +40,7 @@ def corrupt(images: Tensor, family: str, severity: int, generator: torch.Generat
     """
     if family not in SEVERITIES:
         raise ValueError(f"family must be one of {', '.join(SEVERITIES)}, got {family!r}")
-    if severity not in (1, 2, 3, 4, 5):
-        raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
+    _check_severity(severity)
     if images.ndim != 4 or not images.is_floating_point():
         raise ValueError(f"images must be floating (N, C, H, W), got {images.dtype} {tuple(images.shape)}")
     function, constants = SEVERITIES[family]
@@ -64,20 +64,16 @@ def corrupt_images(
 
 def read_cifar10c(root: str | os.PathLike[str], family: str, severity: int) -> Images:
     """The 10,000 images of one severity from the official files `root/<family>.npy` and `root/labels.npy`."""
-    if severity not in (1, 2, 3, 4, 5):
-        raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
-    folder = Path(root)
+    _check_severity(severity)
     arrays = []
     for name, shape in ((f"{family}.npy", (50_000, 32, 32, 3)), ("labels.npy", (50_000,))):
-        file = folder / name
+        file = Path(root) / name
         if not file.is_file():
             raise FileNotFoundError(
                 f"{file} is missing: unpack CIFAR-10-C.tar (zenodo.org/records/2535967) there"
             )
-        try:
+        with naming(file):
             array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            raise ValueError(f"{file} is truncated or not a .npy file: {error}") from error
         if array.shape != shape:
             raise ValueError(f"{file} must hold an array of shape {shape}, got {array.shape}")
         arrays.append(array)
@@ -85,12 +81,9 @@ def read_cifar10c(root: str | os.PathLike[str], family: str, severity: int) -> I
     return Images(np.array(arrays[0][rows], np.uint8), np.array(arrays[1][rows], np.int64))
 
 
-def _gaussian_noise(x: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-    return x + sigma * _randn(x, generator)
-
-
-def _shot_noise(x: Tensor, photons: float, generator: torch.Generator) -> Tensor:
-    return torch.poisson(x * photons, generator) / photons
+def _check_severity(severity: int) -> None:
+    if severity not in (1, 2, 3, 4, 5):
+        raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
 
 
 def _impulse_noise(x: Tensor, amount: float, generator: torch.Generator) -> Tensor:
@@ -99,13 +92,9 @@ def _impulse_noise(x: Tensor, amount: float, generator: torch.Generator) -> Tens
     return torch.where(draw < amount, (draw < amount / 2).to(x.dtype), x)
 
 
-def _speckle_noise(x: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-    return x + x * sigma * _randn(x, generator)
-
-
 def _gaussian_blur(x: Tensor, sigma: float, _: torch.Generator) -> Tensor:
     rows, columns = (blur_matrix(size, sigma, truncate=4, border="nearest").to(x) for size in x.shape[2:])
-    return separable(x, rows, columns)
+    return rows @ x @ columns.T
 
 
 def _defocus_blur(x: Tensor, constants: tuple[float, float], _: torch.Generator) -> Tensor:
@@ -203,7 +192,7 @@ def _elastic_transform(
         return moved
     noise = 2 * _rand((2, n, height, width), x, generator) - 1
     rows, columns = (blur_matrix(s, sigma, truncate=3, border="reflect").to(x) for s in (height, width))
-    across, down = separable(noise, rows, columns) * strength
+    across, down = (rows @ noise @ columns.T) * strength
     row = torch.arange(height, device=x.device, dtype=x.dtype)[:, None] + down
     column = torch.arange(width, device=x.device, dtype=x.dtype) + across
     return sample_at(moved, row, column, border="reflect")
@@ -232,11 +221,6 @@ def _randn(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _rand(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
-
-
-def separable(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Apply `rows` (H', H) along the height and `columns` (W', W) along the width of (..., H, W)."""
-    return rows @ images @ columns.T
 
 
 def blur_matrix(size: int, sigma: float, truncate: float, border: Literal["nearest", "reflect"]) -> Tensor:
@@ -300,10 +284,10 @@ def sample_at(images: Tensor, row: Tensor, column: Tensor, border: Literal["mirr
 
 # The published CIFAR constants, severity 1 to 5.
 SEVERITIES: dict[str, tuple[Corruption, tuple[Any, ...]]] = {
-    "gaussian_noise": (_gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10)),
-    "shot_noise": (_shot_noise, (500, 250, 100, 75, 50)),
+    "gaussian_noise": (lambda x, sigma, g: x + sigma * _randn(x, g), (0.04, 0.06, 0.08, 0.09, 0.10)),
+    "shot_noise": (lambda x, photons, g: torch.poisson(x * photons, g) / photons, (500, 250, 100, 75, 50)),
     "impulse_noise": (_impulse_noise, (0.01, 0.02, 0.03, 0.05, 0.07)),
-    "speckle_noise": (_speckle_noise, (0.06, 0.1, 0.12, 0.16, 0.2)),
+    "speckle_noise": (lambda x, sigma, g: x + x * sigma * _randn(x, g), (0.06, 0.1, 0.12, 0.16, 0.2)),
     "gaussian_blur": (_gaussian_blur, (0.4, 0.6, 0.7, 0.8, 1.0)),
     # radius, standard deviation of the smoothing
     "defocus_blur": (_defocus_blur, ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1))),

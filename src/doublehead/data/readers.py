@@ -169,24 +169,32 @@ def read_newsgroups(folder: Path) -> tuple[Texts, tuple[str, ...]]:
     return Texts(tuple(texts), np.array(labels, np.int64)), groups
 
 
-def read_table(file: Path) -> tuple[list[str], list[Any], list[str] | None]:
-    """The columns text, label and, if present, split of a .csv or .parquet file."""
-    with naming(file):
-        if file.suffix == ".parquet":
-            columns = require("pyarrow.parquet", extra="data").read_table(file).to_pydict()
+def read_table(path: Path) -> dict[str, list[Any]]:
+    """The columns of a .csv or .parquet file, or of all such files in a folder, each named after its split."""
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".csv", ".parquet"))
+        if not files:
+            raise FileNotFoundError(
+                f"{path} must contain .csv or .parquet files named after their splits, got none"
+            )
+        tables = [(file.stem, read_table(file)) for file in files]
+        joined = {name: [row for _, table in tables for row in table[name]] for name in ("text", "label")}
+        return {**joined, "split": [split for split, table in tables for _ in table["text"]]}
+    with naming(path):
+        if path.suffix == ".parquet":
+            columns: dict[str, list[Any]] = (
+                require("pyarrow.parquet", extra="data").read_table(path).to_pydict()
+            )
         else:
-            frame = require("pandas", extra="data").read_csv(file, keep_default_na=False)
-            columns = {name: frame[name].tolist() for name in frame.columns}
+            columns = require("pandas", extra="data").read_csv(path, keep_default_na=False).to_dict("list")
     if not {"text", "label"} <= set(columns):
-        raise ValueError(f"{file} must have the columns 'text' and 'label', got {sorted(map(str, columns))}")
-    texts, labels = columns["text"], columns["label"]
-    for row, (text, label) in enumerate(zip(texts, labels), 1):
+        raise ValueError(f"{path} must have the columns 'text' and 'label', got {sorted(map(str, columns))}")
+    for row, (text, label) in enumerate(zip(columns["text"], columns["label"]), 1):
         if text is None or label is None or label == "":
             raise ValueError(
-                f"{file} must have a text and a label in each row, got text {text!r} and label {label!r} in row {row}"
+                f"{path} must have a text and a label in each row, got text {text!r} and label {label!r} in row {row}"
             )
-    split = [str(name) for name in columns["split"]] if "split" in columns else None
-    return [str(text) for text in texts], labels, split
+    return columns
 
 
 def read_class_names(folder: Path) -> tuple[str, ...] | None:
@@ -267,7 +275,8 @@ def _folder(folder: Path, split_seed: int) -> Splits:
 
 
 def _table(path: Path, split_seed: int) -> Splits:
-    texts, labels, splits = _rows(path)
+    columns = read_table(path)
+    texts, labels = tuple(map(str, columns["text"])), columns["label"]
     names = read_class_names(path) if path.is_dir() else None
     values: list[Any] = (
         list(range(len(names))) if names else sorted(set(labels), key=lambda v: (str(type(v)), v))
@@ -278,33 +287,13 @@ def _table(path: Path, split_seed: int) -> Splits:
         raise ValueError(
             f"labels in {path} must lie in 0..{len(values) - 1} as in classes.json, got {unknown!r}"
         )
-    samples = Texts(tuple(texts), np.array([number[label] for label in labels], np.int64))
+    samples = Texts(texts, np.array([number[label] for label in labels], np.int64))
     names = names or tuple(str(value) for value in values)
-    if splits is None:
+    if "split" not in columns:
         return complete(f"table:{path}", {"train": samples}, names, split_seed)
-    of_row = np.array([SPLIT_NAMES.get(split, split) for split in splits])
+    of_row = np.array([SPLIT_NAMES.get(str(split), str(split)) for split in columns["split"]])
     unknown_splits = sorted(set(of_row.tolist()) - {"train", "calib", "test"})
     if unknown_splits:
         raise ValueError(f"splits in {path} must be train, calib or test, got {unknown_splits[:5]}")
     parts = {str(split): samples.take(np.flatnonzero(of_row == split)) for split in np.unique(of_row)}
     return complete(f"table:{path}", parts, names, split_seed)
-
-
-def _rows(path: Path) -> tuple[list[str], list[Any], list[str] | None]:
-    """The rows of one table, or of all tables in a folder, each named after its split."""
-    if path.is_file():
-        return read_table(path)
-    files = sorted(file for file in path.iterdir() if file.suffix in (".csv", ".parquet"))
-    if not files:
-        raise FileNotFoundError(
-            f"{path} must contain .csv or .parquet files named after their splits, got none"
-        )
-    texts: list[str] = []
-    labels: list[Any] = []
-    splits: list[str] = []
-    for file in files:
-        more_texts, more_labels, _ = read_table(file)
-        texts += more_texts
-        labels += more_labels
-        splits += [file.stem] * len(more_texts)
-    return texts, labels, splits

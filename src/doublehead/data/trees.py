@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -117,9 +117,9 @@ class TreeBatch:
 
     With M nodes in all:
     `words`, `left`, `right`, `labels` (M,): as in `Tree`, children numbered within the forest.
-    `roots` (B,): root of each tree. `tree` (M,): number of the tree a node belongs to.
+    `roots` (B,): root of each tree.
     `levels`: a list; the nodes of height h are `levels[h] : levels[h + 1]`. They depend on lower nodes only, so a
-    TreeLSTM needs one matrix product per height, in the order of `schedule`.
+    TreeLSTM needs one matrix product per height.
     `targets` (T,): the nodes to classify, roots or all labelled nodes. Logits come in this order.
 
     >>> batch = TreeBatch.of([parse_tree("(3 (2 a) (3 b))"), parse_tree("(1 c)")])
@@ -132,10 +132,8 @@ class TreeBatch:
     right: Tensor
     labels: Tensor
     roots: Tensor
-    tree: Tensor
     levels: list[int]
     targets: Tensor
-    schedule: Schedule
 
     @classmethod
     def of(cls, trees: Sequence[Tree], nodes: Literal["root", "all"] = "root") -> TreeBatch:
@@ -163,10 +161,8 @@ class TreeBatch:
             right=torch.from_numpy(right),
             labels=torch.from_numpy(labels),
             roots=torch.from_numpy(roots),
-            tree=torch.from_numpy(np.repeat(np.arange(len(trees)), sizes)[order]),
             levels=levels,
             targets=torch.from_numpy(roots if nodes == "root" else np.flatnonzero(labels != IGNORED)),
-            schedule=schedule(left, right, levels),
         )
 
     @property
@@ -176,9 +172,8 @@ class TreeBatch:
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """The same batch on a device."""
-        names = ("words", "left", "right", "labels", "roots", "tree", "targets")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return TreeBatch(**moved, levels=self.levels, schedule=self.schedule.to(device))
+        names = ("words", "left", "right", "labels", "roots", "targets")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     def sample_keys(self) -> Tensor:
         """(B,) a whole number for each tree, computed from its words and structure: equal trees have equal keys."""
@@ -210,59 +205,3 @@ def _heights(left: Array, right: Array) -> Array:
         if not changed.any():
             break
     return height
-
-
-class Step(NamedTuple):
-    """Numbers of states at one height."""
-
-    leaves: int  # leaves whose parent has this height: added to the pool
-    parents: int  # nodes of this height, each computed from two states in the pool
-    kept: int  # states in the pool that a higher parent uses
-
-
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """The order in which a TreeLSTM uses the states of a forest: one step per height, from 1 upwards.
-
-    Gathering children from the states of all nodes would cost the whole forest at every height. But each state has
-    one parent, so a small pool of unused states is enough. At each step the pool is the next `leaves` leaf states
-    in `leaf_order`, followed by the states kept from the last step. The next 2 * parents + kept entries of `gather`
-    select from it the left children, the right children and the states to keep; new states are appended to those.
-    """
-
-    leaf_order: Tensor  # (n_leaves,) sorted by the height of their parent; leaves that are roots come last
-    gather: Tensor  # (sum of 2 * parents + kept,)
-    steps: tuple[Step, ...]
-
-    def to(self, device: torch.device | str) -> Schedule:
-        """The same schedule on a device."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("leaf_order", "gather")}
-        return replace(self, **moved)
-
-
-def schedule(left: Array, right: Array, levels: list[int]) -> Schedule:
-    """The schedule of a forest whose nodes of height h are `levels[h] : levels[h + 1]`.
-
-    >>> plan = schedule(np.array([-1, -1, -1, 0, 3]), np.array([-1, -1, -1, 1, 2]), [0, 3, 4, 5])  # ((0 1) 2)
-    >>> plan.leaf_order.tolist(), plan.steps[1], plan.gather.tolist()
-    ([0, 1, 2], Step(leaves=1, parents=1, kept=0), [0, 1, 1, 0])
-    """
-    top, n_leaves = len(levels) - 2, levels[1]
-    heights = np.repeat(np.arange(top + 1), np.diff(levels))
-    used_at = np.full(len(left), top + 1)  # height of a node's parent; above `top` for roots
-    used_at[left[n_leaves:]] = used_at[right[n_leaves:]] = heights[n_leaves:]
-    leaf_order = np.argsort(used_at[:n_leaves], kind="stable")
-    ends = np.searchsorted(used_at[leaf_order], np.arange(top + 1), side="right")
-
-    slot = np.empty(len(left), np.int64)  # position of a state in the pool
-    waiting = np.empty(0, np.int64)
-    steps, gathers = [], [waiting]
-    for height in range(1, top + 1):
-        pool = np.concatenate([leaf_order[ends[height - 1] : ends[height]], waiting])
-        slot[pool] = np.arange(len(pool))
-        kept = waiting[(used_at[waiting] > height) & (used_at[waiting] <= top)]
-        parents = np.arange(levels[height], levels[height + 1])
-        gathers.append(slot[np.concatenate([left[parents], right[parents], kept])])
-        steps.append(Step(int(ends[height] - ends[height - 1]), len(parents), len(kept)))
-        waiting = np.concatenate([kept, parents])
-    return Schedule(torch.from_numpy(leaf_order), torch.from_numpy(np.concatenate(gathers)), tuple(steps))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,19 +190,14 @@ class TreeLSTM(TextNetwork):
 
     def states(self, batch: TreeBatch) -> Tensor:
         """(M, 2 * hidden): hidden state and memory of all nodes, in the order of the forest."""
-        plan = batch.schedule
-        words = hide_words(batch.words[: len(plan.leaf_order)], self.word_dropout * self.training)
+        words = hide_words(batch.words[: batch.levels[1]], self.word_dropout * self.training)
         leaves = self.cell.leaf(self.embedding(words))
-        ends = tuple(accumulate(step.leaves for step in plan.steps))
-        pieces = leaves.index_select(0, plan.leaf_order).tensor_split(ends)
-        gathers = plan.gather.split([2 * step.parents + step.kept for step in plan.steps])
-        done, unused = [leaves], leaves[:0]
-        for step, piece, gather in zip(plan.steps, pieces, gathers):
-            pool = torch.cat([piece, unused]).index_select(0, gather)
-            left, right, kept = pool.split([step.parents, step.parents, step.kept])
-            done.append(self.cell(left, right))
-            unused = torch.cat([kept, done[-1]])
-        return torch.cat(done)
+        states = leaves.new_empty(len(batch.words), leaves.shape[1])
+        states[: len(leaves)] = leaves
+        for start, stop in zip(batch.levels[1:-1], batch.levels[2:]):
+            children = torch.cat([batch.left[start:stop], batch.right[start:stop]])
+            states[start:stop] = self.cell(*states.index_select(0, children).chunk(2))
+        return states
 
 
 class BinaryCell(nn.Module):

@@ -1,18 +1,19 @@
-"""What a run is: one frozen dataclass, its learning rate, and recipes as differences."""
+"""What a run is: one frozen dataclass, its learning rate; recipes and methods as differences."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import inspect
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from doublehead.calibration_head import HeadSpec
+from doublehead.calibration_head import PAPER, HeadSpec
 from doublehead.data.corruptions import FAMILIES
 from doublehead.losses import LOSSES, AdaFocal
 from doublehead.network import VIEWS
@@ -284,3 +285,102 @@ RECIPES: dict[str, Config] = {
         PAPER_IMAGES, data="fashion", model="small_cnn", epochs=15, augment="none", every=4, warmup=0.1
     ),
 }
+
+
+# --- methods: a loss for the network, heads trained beside it, or both
+
+SAMPLE = HeadSpec(kind="temperature", reads="features", lr=0.01, beta0=1.2)
+BETAS = (0.1, 0.6, 0.8, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0)  # of a sweep over beta0
+
+
+@dataclass(frozen=True)
+class Method:
+    """What to train, and the output that is the method's: "main", a head's name, "auto" or "guarded"."""
+
+    title: str
+    loss: str = "cross_entropy"
+    loss_options: Mapping[str, float] = field(default_factory=dict)
+    mixup: float = 0.0
+    heads: Mapping[str, HeadSpec] = field(default_factory=dict)
+    auto: bool = False
+    guards: tuple[str, ...] = ()
+    output: str = "main"
+
+    def apply(self, config: Config) -> Config:
+        """The config with this method in it; heads and guards that are there already stay."""
+        return replace(
+            config,
+            loss=self.loss,
+            loss_options=dict(self.loss_options),
+            mixup=self.mixup,
+            heads={**config.heads, **self.heads},
+            auto=config.auto or self.auto,
+            guards=tuple(dict.fromkeys((*config.guards, *self.guards))),
+        )
+
+
+def _head(title: str, name: str, spec: HeadSpec) -> Method:
+    return Method(title, heads={name: spec}, output=name)
+
+
+METHODS: dict[str, Method] = {
+    "cross-entropy": Method("Cross entropy"),
+    "label-smoothing": Method("Label smoothing", "label_smoothing"),
+    "brier": Method("Brier", "brier"),
+    "focal": Method("Focal", "focal"),
+    "flsd-53": Method("FLSD-53", "flsd53"),
+    "adafocal": Method("AdaFocal", "adafocal"),
+    "mmce": Method("MMCE", "mmce"),
+    "mmce-published": Method("MMCE as published", "mmce_published"),
+    "entropy-penalty": Method("Entropy penalty", "entropy_penalty"),
+    "soft-ece": Method("Soft-binned ECE", "soft_ece"),
+    "avuc": Method("AvUC", "avuc"),
+    "mse": Method("Squared error on logits", "mse_logits"),
+    "mixup": Method("Mixup", mixup=0.2),
+    "double-head": _head("Double head", "double-head", replace(PAPER, beta0=1.0)),
+    "annealing-double-head": _head("Annealing double head", "annealing-double-head", PAPER),
+    "sample-temperature": _head("Sample temperature head", "sample-temperature", SAMPLE),
+    "auto": Method("Staged head, second opinion", auto=True, output="auto"),
+    "guarded": Method("Staged head, shift guard", auto=True, guards=("shifts",), output="guarded"),
+    "sweep": Method(
+        "Sweep over beta0",
+        heads={
+            f"{name}-{beta0:g}": replace(spec, beta0=beta0)
+            for name, spec in (("mlp", PAPER), ("temperature", SAMPLE))
+            for beta0 in BETAS
+        },
+    ),
+}
+
+
+def method(name: str) -> Method:
+    """The method called `name`, or an error that lists all of them.
+
+    >>> method("brier").loss
+    'brier'
+    """
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, 3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}{hint}")
+    return METHODS[name]
+
+
+def runs_for(config: Config, names: Sequence[str]) -> list[tuple[Config, list[str]]]:
+    """The fewest training runs that have the outputs of all these methods: methods with one loss share a run.
+
+    >>> [names for _, names in runs_for(Config(), ["cross-entropy", "brier", "double-head"])]
+    [['cross-entropy', 'double-head'], ['brier']]
+    """
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name in names:
+        asked = method(name)
+        key = (asked.loss, tuple(sorted(asked.loss_options.items())), asked.mixup)
+        groups.setdefault(key, []).append(name)
+    runs = []
+    for group in groups.values():
+        made = config
+        for name in group:
+            made = method(name).apply(made)
+        runs.append((made, group))
+    return runs

@@ -27,7 +27,13 @@ from doublehead.predictions import Predictions
 from doublehead.saving import describe
 from doublehead.shift_guard import ShiftGuard
 from doublehead.summary import Summary
-from doublehead.torch_tools import device_of, evaluating, n_processes, same_on_all_processes
+from doublehead.torch_tools import (
+    device_of,
+    evaluating,
+    from_every_process,
+    n_processes,
+    same_on_all_processes,
+)
 from doublehead.training.config import corruptions_of
 from doublehead.training.run import Run, algorithms, on_first_process
 from doublehead.training.run_folder import RunFolder, environment
@@ -50,14 +56,21 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
     if run.config.predict_train:
         predictions["train"] = predict(run, run.inputs.make_eval(splits.train), heads=False)
     outputs = final_numbers(predictions["test"], predictions["calib"])
-    train = predictions.get("train")
+    temperatures = {name: one["temperature"] for name, one in outputs.items()}
+    train, (epochs, seconds) = predictions.get("train"), run.steady
+    samples = epochs * len(run.inputs.train) * run.config.batch_size
     found = {
-        **_about(run),
+        "environment": environment(run.fabric.device),
+        "processes": run.fabric.world_size,
+        "sizes": splits.sizes,
+        "train_seconds": run.seconds,
+        "samples_per_second": samples / seconds if epochs else None,  # after the first epoch, which warms up
+        # How `auto` is put together again, and why its stages were chosen.
+        "auto": None if run.auto is None else describe(run.auto),
+        "choice": None if run.auto is None else run.auto.head.choice,
         "outputs": outputs,
         "train_accuracy": None if train is None else float(metrics.accuracy(train["main"])),
-        "shift": shift_numbers(
-            run, predictions["test"], {name: one["temperature"] for name, one in outputs.items()}
-        ),
+        "shift": shift_numbers(run, predictions["test"], temperatures),
     }
     results: dict[str, Any] = {"config": json.loads(run.config.to_json()), **as_plain(found)}
     on_first_process(run.fabric, lambda: _write(run, folder, predictions, results))
@@ -112,7 +125,10 @@ def predict(run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: b
         for batch in batches:
             for name, values in _outputs(run, batch, heads):
                 parts.setdefault(name, []).append(values)
-    whole = {name: _from_all_processes(torch.cat(some)) for name, some in parts.items()}
+    whole = {name: torch.cat(some) for name, some in parts.items()}
+    if n_processes() > 1:  # each has one contiguous part
+        device = run.fabric.device
+        whole = {name: torch.cat(from_every_process(rows.cpu())).to(device) for name, rows in whole.items()}
     labels = whole.pop("labels")
     labels = labels if labelled else torch.zeros_like(labels)
     return {name: Predictions(logits.float(), labels) for name, logits in whole.items()}
@@ -148,19 +164,6 @@ def share_buffers(run: Run) -> None:
     if n_processes() > 1:
         for buffer in run.net.buffers():
             dist.broadcast(buffer, 0)
-
-
-def _from_all_processes(rows: Tensor) -> Tensor:
-    """All processes' rows in the order of the data: in evaluation each process has one contiguous part."""
-    if n_processes() == 1:
-        return rows
-    sizes = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(n_processes())]
-    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
-    longest = int(max(sizes))
-    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return torch.cat([part[: int(size)] for part, size in zip(gathered, sizes)])
 
 
 # --- numbers
@@ -232,21 +235,6 @@ def corrupted(run: Run, family: str, severity: int) -> Iterator[tuple[Tensor, Te
 # --- files
 
 
-def _about(run: Run) -> dict[str, Any]:
-    epochs, seconds = run.steady
-    samples = epochs * len(run.inputs.train) * run.config.batch_size
-    return {
-        "environment": environment(run.fabric.device),
-        "processes": run.fabric.world_size,
-        "sizes": run.inputs.splits.sizes,
-        "train_seconds": run.seconds,
-        "samples_per_second": samples / seconds if epochs else None,  # after the first epoch, which warms up
-        # How `auto` is put together again, and why its stages were chosen.
-        "auto": None if run.auto is None else describe(run.auto),
-        "choice": None if run.auto is None else run.auto.head.choice,
-    }
-
-
 def _write(run: Run, folder: RunFolder, predictions: Mapping[str, Outputs], results: dict[str, Any]) -> None:
     for split, outputs in predictions.items():
         for name, p in outputs.items():
@@ -256,12 +244,6 @@ def _write(run: Run, folder: RunFolder, predictions: Mapping[str, Outputs], resu
         heads = [name for names in run.config.head_groups().values() for name in names]
         arrays = {"norms": norms, "heads": np.array(heads)}
         folder.write("gradients.npz", lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
-    _write_weights(run, folder)
-    folder.write_json("results.json", results)
-    folder.drop_checkpoints()
-
-
-def _write_weights(run: Run, folder: RunFolder) -> None:
     modules: dict[str, Any] = {"model": run.net}
     modules |= {group: run.companions[group].bank for group in run.config.head_groups()}
     if run.auto is not None:
@@ -275,6 +257,8 @@ def _write_weights(run: Run, folder: RunFolder) -> None:
     }
     packed = require("safetensors.torch", extra="train").save(tensors)
     folder.write("model.safetensors", lambda file: file.write(packed))
+    folder.write_json("results.json", results)
+    folder.drop_checkpoints()
 
 
 def as_plain(value: Any) -> Any:

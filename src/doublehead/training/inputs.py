@@ -11,27 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.data import (
-    DATASETS,
-    Broad,
-    CropFlip,
-    DeviceBatches,
-    FileBatches,
-    GaussianNoise,
-    ImageFiles,
-    Images,
-    Normalise,
-    Shifts,
-    Splits,
-    TextBatches,
-    Texts,
-    TreeBatches,
-    Trees,
-    Vocabulary,
-    WordPieces,
-    embed,
-    load,
-)
+from doublehead import data
 from doublehead.data.batches import Batches
 from doublehead.data.splits import Samples, stratified_draw
 from doublehead.models import MODELS
@@ -49,14 +29,14 @@ class Form(NamedTuple):
     ]  # (samples, whether the network learns from them, **options of all batches)
     model_options: dict[str, Any]
     memory_format: torch.memory_format = torch.preserve_format
-    normalise: Normalise | None = None  # of images
+    normalise: data.Normalise | None = None  # of images
 
 
 class Inputs:
     """The data of a run as batches for this process."""
 
     def __init__(
-        self, config: Config, device: torch.device, splits: Splits, rank: int = 0, world_size: int = 1
+        self, config: Config, device: torch.device, splits: data.Splits, rank: int = 0, world_size: int = 1
     ) -> None:
         if config.batch_size % world_size:
             raise ValueError(
@@ -105,23 +85,23 @@ class Inputs:
         if self.normalise is None:
             raise ValueError(f"calib_augment is for images, {self.config.data} holds words: leave it empty")
         if name == "noise":
-            return GaussianNoise(share=share, normalise=self.normalise)
+            return data.GaussianNoise(share=share, normalise=self.normalise)
         kind, _, left_out = name.partition("-")
         if kind == "shifts":  # a guard, which sees perturbed batches whole, learns from each as from a shift
-            return Shifts(share, self.normalise, LEFT_OUT.get(left_out, ()), together=share == 1)
-        return Broad(share, self.normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
+            return data.Shifts(share, self.normalise, LEFT_OUT.get(left_out, ()), together=share == 1)
+        return data.Broad(share, self.normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
 
 
 def load_inputs(
     config: Config,
     device: torch.device,
-    splits: Splits | None,
+    splits: data.Splits | None,
     root: str | os.PathLike[str] | None,
     rank: int = 0,
     world_size: int = 1,
 ) -> Inputs:
     """Read the data set (unless `splits` is given) and make its batches for this process."""
-    splits = load(config.data, root) if splits is None else splits
+    splits = data.load(config.data, root) if splits is None else splits
     train, calib = _some(splits.train, config.n_train), _some(splits.calib, config.n_calib)
     splits = replace(splits, train=train, calib=calib, test=_some(splits.test, config.n_test))
     return Inputs(config, device, splits, rank, world_size)
@@ -134,41 +114,43 @@ def _some(samples: Samples, n: int | None) -> Samples:
     return samples.take(np.sort(stratified_draw(samples.labels, n)))
 
 
-def _form(config: Config, splits: Splits) -> Form:
+def _form(config: Config, splits: data.Splits) -> Form:
     kind = type(splits.train)
-    can_be_read = {Texts: ("words", "pieces"), Trees: ("words", "trees", "pieces")}.get(kind, ("images",))
+    can_be_read = {data.Texts: ("words", "pieces"), data.Trees: ("words", "trees", "pieces")}.get(
+        kind, ("images",)
+    )
     if config.model in MODELS and MODELS[config.model].reads not in can_be_read:
         raise ValueError(
             f"model must read {' or '.join(can_be_read)} for {config.data}, "
             f"got {config.model}, which reads {MODELS[config.model].reads}"
         )
-    return {Images: _images, ImageFiles: _image_files}.get(kind, _words)(config, splits)
+    return {data.Images: _images, data.ImageFiles: _image_files}.get(kind, _words)(config, splits)
 
 
-def _images(config: Config, splits: Splits) -> Form:
-    assert isinstance(splits.train, Images)
-    normalise = Normalise.of(splits.train.images)
+def _images(config: Config, splits: data.Splits) -> Form:
+    assert isinstance(splits.train, data.Images)
+    normalise = data.Normalise.of(splits.train.images)
     height, width, n_channels = splits.train.images.shape[1:]
-    crop = None if config.augment == "none" else CropFlip(padding=4, flip=config.augment == "crop-flip")
+    crop = None if config.augment == "none" else data.CropFlip(padding=4, flip=config.augment == "crop-flip")
 
-    def batches(samples: Images, learns: bool, **how: Any) -> Batches:
+    def batches(samples: data.Images, learns: bool, **how: Any) -> Batches:
         how |= {"augment": crop if learns else None, "normalise": normalise, "channels_last": True}
-        return DeviceBatches(samples.images, samples.labels, **how)
+        return data.DeviceBatches(samples.images, samples.labels, **how)
 
     return Form(batches, {"input": f"{height}x{width}x{n_channels}"}, torch.channels_last, normalise)
 
 
-def _image_files(config: Config, splits: Splits) -> Form:
-    size, normalise = config.image_size, DATASETS["imagenet"].normalise
+def _image_files(config: Config, splits: data.Splits) -> Form:
+    size, normalise = config.image_size, data.DATASETS["imagenet"].normalise
 
-    def batches(samples: ImageFiles, learns: bool, **how: Any) -> Batches:
+    def batches(samples: data.ImageFiles, learns: bool, **how: Any) -> Batches:
         how |= {"augment": learns and config.augment != "none", "size": size, "normalise": normalise}
-        return FileBatches(samples, workers=config.workers, **how)
+        return data.FileBatches(samples, workers=config.workers, **how)
 
     return Form(batches, {"input": f"{size}x{size}x3"}, torch.channels_last, normalise)
 
 
-def _words(config: Config, splits: Splits) -> Form:
+def _words(config: Config, splits: data.Splits) -> Form:
     """Texts and trees: rows of one vocabulary, whose vectors the network gets unless it has its own."""
     for given, what in (
         (config.mixup, "mixup is"),
@@ -182,31 +164,31 @@ def _words(config: Config, splits: Splits) -> Form:
     options = {}
     if reads == "pieces":
         folder = weights_folder(config.model_options.get("weights", "package"))
-        vocabulary = WordPieces(folder / "tokenizer.json")
+        vocabulary = data.WordPieces(folder / "tokenizer.json")
     else:
         vocabulary, options["vectors"] = word_vectors(config, splits)
 
     def batches(samples: Any, learns: bool, **how: Any) -> Batches:
         by_phrase = learns and config.phrases
         if reads == "trees":
-            return TreeBatches(samples, vocabulary, nodes="all" if by_phrase else "root", **how)
-        if by_phrase and isinstance(samples, Trees):
+            return data.TreeBatches(samples, vocabulary, nodes="all" if by_phrase else "root", **how)
+        if by_phrase and isinstance(samples, data.Trees):
             samples = samples.phrases()  # as Kim (2014) does
         crop = learns and config.augment != "none"
-        return TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **how)
+        return data.TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **how)
 
     return Form(batches, options)
 
 
-def word_vectors(config: Config, splits: Splits) -> tuple[Vocabulary, Tensor]:
+def word_vectors(config: Config, splits: data.Splits) -> tuple[data.Vocabulary, Tensor]:
     """The words of the data and their vectors, (V, D)."""
     kind, _, size = config.embeddings.partition(":")
     if kind != "random":
-        return embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
+        return data.embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"embeddings must be glove, a file or random:SIZE, got {config.embeddings!r}")
-    assert isinstance(splits.train, (Texts, Trees))
-    vocabulary = Vocabulary.of(splits.train)
+    assert isinstance(splits.train, (data.Texts, data.Trees))
+    vocabulary = data.Vocabulary.of(splits.train)
     generator = torch.Generator().manual_seed(config.seed)
     # 0.4 is about the deviation of GloVe's entries; row 0 is padding
     vectors = 0.4 * torch.randn(len(vocabulary), int(size), generator=generator)

@@ -1,13 +1,16 @@
-"""The training loop. It names no method: a method is a loss and heads that are trained beside the network."""
+"""The training loop, and a table of several methods: losses, and heads that are trained beside the network."""
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +19,12 @@ from torch import Tensor
 from doublehead.data.splits import Splits
 from doublehead.tasks import find_logits
 from doublehead.torch_tools import average_over_processes
-from doublehead.training.config import Config, learning_rate
+from doublehead.training.config import Config, learning_rate, method, runs_for
 from doublehead.training.evaluation import as_plain, epoch_numbers, finish, predict
 from doublehead.training.run import (
     Run,
     algorithms,
     leave_processes_at_exit,
-    loaders_left_alone,
     make_fabric,
     objective,
     on_first_process,
@@ -30,10 +32,22 @@ from doublehead.training.run import (
 )
 from doublehead.training.run_folder import RunError, RunFolder, environment
 
-__all__ = ["Run", "make_fabric", "run_epoch", "set_up", "train"]
+__all__ = ["Run", "compare", "make_fabric", "method_rows", "run_epoch", "set_up", "train"]
 
 # Calibration steps of an epoch whose gradient norms are kept, as in the paper's figure.
 GRADIENT_STEPS = (0, 4, 9, -10, -5, -1)
+# Numbers of a test set in a row of `compare`.
+NUMBERS = (
+    "accuracy",
+    "ece",
+    "ece_floor",
+    "ece_floor_low",
+    "ece_floor_high",
+    "ece_all",
+    "nll",
+    "brier",
+    "mean_entropy",
+)
 
 Report = Callable[[dict[str, Any]], None]
 Tick = Callable[[int, int, int], None]
@@ -63,23 +77,7 @@ def train(
         folder.drop_checkpoints()  # of a process that was killed after it wrote results.json
         return folder.results
     fabric = make_fabric(config, accelerator=accelerator, devices=devices, num_nodes=nodes)
-    how = (config, folder, splits, root, checkpoint_seconds, report, tick)
-    with loaders_left_alone():
-        results: dict[str, Any] = fabric.launch(_train, *how)
-    return results
-
-
-def _train(
-    fabric: Any,
-    config: Config,
-    folder: RunFolder,
-    splits: Splits | None,
-    root: str | os.PathLike[str] | None,
-    checkpoint_seconds: float,
-    report: Report | None,
-    tick: Tick | None,
-) -> dict[str, Any]:
-    """The part of `train` that every process runs."""
+    fabric.launch()  # every process goes on from here
     if fabric.world_size > 1:
         leave_processes_at_exit()
     with ExitStack() as stack:
@@ -152,7 +150,11 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
         if tick:
             tick(run.epoch, step + 1, n_steps)
     train_loss = float(average_over_processes(total)) / n_steps  # waits for the device
-    _count_time(run, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    run.seconds += seconds
+    if run.warm:
+        run.steady = (run.steady[0] + 1, run.steady[1] + seconds)
+    run.warm = True
     if not math.isfinite(train_loss):
         raise RunError(
             f"the training loss is {train_loss} in epoch {run.epoch}: lower lr (now {config.lr:g})"
@@ -188,13 +190,6 @@ def _chosen_steps(run: Run, norms: dict[str, list[Tensor]]) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _count_time(run: Run, seconds: float) -> None:
-    run.seconds += seconds
-    if run.warm:
-        run.steady = (run.steady[0] + 1, run.steady[1] + seconds)
-    run.warm = True
-
-
 def _line(run: Run, train_loss: float, stepped: set[str]) -> dict[str, Any]:
     """The metrics of the epoch that has just ended."""
     row: dict[str, Any] = {"epoch": run.epoch - 1, "train_loss": train_loss}
@@ -209,3 +204,76 @@ def _line(run: Run, train_loss: float, stepped: set[str]) -> dict[str, Any]:
         row["test"] = epoch_numbers(predict(run, run.inputs.make_eval(run.inputs.splits.test)))
     row["seconds"] = round(run.seconds, 3)
     return row
+
+
+# --- several methods
+
+
+def compare(
+    config: Config,
+    methods: Sequence[str],
+    folder: str | Path,
+    splits: Splits | None = None,
+    *,
+    started: Callable[[Config, list[str], int, int], None] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Train all `methods` under `folder` and return the rows of their table.
+
+    Methods with one loss share one training run: cross entropy and all heads come from the same network. A finished
+    run that has all heads asked for, and perhaps more, is not trained again. `started` gets each run's config,
+    methods, number and the number of runs; further `options` go to `train`.
+    """
+    runs = runs_for(config, methods)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for number, (asked, names) in enumerate(runs):
+        if started:
+            started(asked, names, number, len(runs))
+        run = find_finished(asked, Path(folder)) or RunFolder(Path(folder) / asked.folder_name)
+        results = train(run.config if run.finished else asked, run, splits, **options)
+        for name in names:
+            rows[name] = method_rows(name, results, run.path)
+    return [row for name in dict.fromkeys(methods) for row in rows[name]]
+
+
+def find_finished(asked: Config, folder: Path) -> RunFolder | None:
+    """A finished run in `folder` with the settings of `asked` and all of its heads and guards, perhaps more."""
+    for path in sorted(folder.glob(f"{glob.escape(asked.name)}-*")):
+        run = RunFolder(path)
+        try:
+            config = run.config if run.finished else None
+        except (ValueError, TypeError, OSError):  # written by another version, or no run at all
+            continue
+        if config is not None and _contains(config, asked):
+            return run
+    return None
+
+
+def _contains(config: Config, asked: Config) -> bool:
+    same = replace(config, heads=asked.heads, auto=asked.auto, guards=asked.guards) == asked
+    more = asked.heads.items() <= config.heads.items() and set(asked.guards) <= set(config.guards)
+    return same and more and config.auto >= asked.auto
+
+
+def method_rows(name: str, results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """One method's rows from its run's results: as trained and, unless it is a head, after temperature scaling."""
+    asked = method(name)
+    outputs = [asked.output] if asked.output != "main" or not asked.heads else list(asked.heads)
+
+    def row(output: str, title: str, when: str, suffix: str) -> dict[str, Any]:
+        numbers = results["outputs"][output][when]
+        made: dict[str, Any] = {"method": title, **{key: numbers[key] for key in NUMBERS}}
+        for shifted, by_output in results["shift"].items():
+            found = by_output[output + suffix]
+            made |= {f"{key} {shifted}": found[key] for key in ("auroc", "ece") if key in found}
+        return {**made, "predictions": str(folder / "predictions" / f"test-{output}.npz")}
+
+    rows = []
+    for output in outputs:
+        title = asked.title if output == asked.output else output
+        rows.append(row(output, title, "before", ""))
+        if output == "main":
+            temperature = results["outputs"]["main"]["temperature"]
+            tempered = row(output, f"{title} + temperature", "after", "+T")
+            rows.append({**tempered, "temperature": temperature})
+    return rows

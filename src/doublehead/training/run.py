@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
 
 from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import unpack
@@ -207,30 +206,6 @@ def make_fabric(config: Config, **options: Any) -> Any:
     except Exception as error:  # Lightning has many; each says which option is not available
         asked = ", ".join(f"{name} {value}" for name, value in options.items())
         raise RunError(f"cannot train with {asked}: {error}") from error
-
-
-@contextmanager
-def loaders_left_alone() -> Iterator[None]:
-    """Undo what Fabric does to torch's loaders while it runs a function: after an error it leaves them changed.
-
-    Lightning could then no longer make its own of a loader, in the same process.
-    """
-    try:
-        yield
-    except BaseException:
-        for cls in (*_family(DataLoader), *_family(BatchSampler)):
-            for name in ("__init__", "__setattr__", "__delattr__"):
-                if f"__old{name}" in vars(cls):  # where Fabric keeps the original
-                    setattr(cls, name, vars(cls)[f"__old{name}"])
-                    delattr(cls, f"__old{name}")
-        raise
-
-
-def _family(cls: type) -> Iterator[type]:
-    yield cls
-    children: list[type] = cls.__subclasses__()
-    for child in children:
-        yield from _family(child)
 
 
 @contextmanager
