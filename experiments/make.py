@@ -22,7 +22,7 @@ import theory
 import torch
 from matplotlib.figure import Figure
 from post_hoc import METHODS, PEERS, against, all_scores, ensemble_rows, ensembles
-from results import HERE, TABLE, StoredRun, arguments, read_table, rows_of, stored_runs, write_table
+from results import HERE, StoredRun, arguments, read_table, rows_of, stored_runs, write_table
 from tables import REFERENCE, Runs, means, row_of, title_of
 
 from doublehead import plots
@@ -51,7 +51,7 @@ PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "m
 
 def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
-    shown = tables.networks(runs)
+    shown, every = tables.networks(runs), means(table)
     names = [name for name in SHOWN if name not in ("none", "temperature")]
     n_lines = -(-len(shown) // 3)
     figure = Figure(figsize=(11.4, 2.1 * n_lines), layout="constrained")
@@ -59,13 +59,13 @@ def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     for ax in axes[len(shown) :]:
         ax.set_axis_off()
     for place, ((row, first), ax) in enumerate(zip(shown.items(), axes)):
-        found = means(table, row).reindex(names)
-        scale = 100 / means(table, row).loc["temperature"].nll
+        found = every.loc[row].reindex(names)
+        scale = 100 / every.nll[row, "temperature"]
         errors = scale * (found.delta_high - found.delta_low) / 2
         ax.errorbar(scale * found.delta, range(len(names)), xerr=errors, fmt="o", color=plots.INK, capsize=3)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_yticks(range(len(names)), [SHOWN[name] for name in names])
-        ax.set_title(title_of(first, epochs=False), fontsize=10)
+        ax.set_title(title_of(first), fontsize=10)
         ax.spines[["top", "right"]].set_visible(False)
         if not place:
             ax.invert_yaxis()
@@ -93,7 +93,7 @@ def beta_sweep(table: pd.DataFrame, runs: Runs) -> Figure:
     """ECE and entropy of the paper's head against beta0, all on one network."""
     run = StoredRun(REFERENCE)
     names = [f"mlp-{beta0:g}" for beta0 in BETAS]
-    found = means(table[table.run == run.name], row_of(run.name)).loc[names]
+    found = means(table[table.run == run.name]).loc[row_of(run.name)].loc[names]
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     plots.draw_sweep(BETAS, {"paper's head": found.ece.tolist()}, left, ylabel="ECE")
@@ -129,7 +129,7 @@ def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
             if scores is not None:
                 curve = reliability(scores.bins(fine_bins(15)), 15)
                 title = "staged head, second opinion" if name == "head+opinion" else SHOWN[name]
-                plots.draw_reliability(curve, ax, title=f"{title_of(run, epochs=False)}\n{title}")
+                plots.draw_reliability(curve, ax, title=f"{title_of(run)}\n{title}")
     legend = axes[0, 0].get_legend()
     labels = [text.get_text() for text in legend.get_texts()]
     figure.legend(legend.legend_handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -187,16 +187,10 @@ def main() -> None:
     runs, table = stored_runs(), read_table()
     if not options.keep:
         table = measure(runs, table, options.run)
-    pages = tables.PAGES | rivals.PAGES
-    for name, page in pages.items():
-        (OUTPUT / f"{name}.md").write_text(tables.MADE + page(table, runs))
-    for name, (file, made) in (tables.FILLED | rivals.FILLED).items():
-        text = (HERE.parent / file).read_text()
-        (HERE.parent / file).write_text(tables.fill(text, name, made(table, runs)))
+    tables.publish(tables.TABLES | rivals.TABLES, table, runs)
     for name, function in FIGURES.items():
         plots.save(function(table, runs), OUTPUT / "figures" / f"{name}.png", dpi=90)
     theory.draw(OUTPUT)
-    print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(pages)}")
 
 
 if __name__ == "__main__":
