@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 import numpy as np
 import pandas as pd
 import rivals
+import shift
 import tables
 import theory
 import torch
@@ -191,6 +192,7 @@ def main() -> None:
     for name, function in FIGURES.items():
         plots.save(function(table, runs), OUTPUT / "figures" / f"{name}.png", dpi=90)
     theory.draw(OUTPUT)
+    shift.draw()
 
 
 if __name__ == "__main__":
