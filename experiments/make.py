@@ -8,7 +8,7 @@ python experiments/make.py --run NAME  # measure this run again, keep the others
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import matplotlib
 
@@ -19,15 +19,13 @@ import pandas as pd
 import rivals
 import shift
 import tables
-import theory
 import torch
 from matplotlib.figure import Figure
-from post_hoc import METHODS, PEERS, against, all_scores, ensemble_rows, ensembles
-from results import HERE, StoredRun, arguments, read_table, rows_of, stored_runs, write_table
+from post_hoc import METHODS, PEERS, ensemble_rows, ensembles, run_rows
+from results import COLUMNS, HERE, StoredRun, arguments, read_table, stored_runs, write_table
 from tables import REFERENCE, Runs, means, row_of, title_of
 
-from doublehead import plots
-from doublehead.curves import reliability
+from doublehead import curves, plots
 from doublehead.metrics import fine_bins
 from doublehead.training.methods import BETAS
 
@@ -90,7 +88,7 @@ def epochs(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-def beta_sweep(table: pd.DataFrame, runs: Runs) -> Figure:
+def beta(table: pd.DataFrame, runs: Runs) -> Figure:
     """ECE and entropy of the paper's head against beta0, all on one network."""
     run = StoredRun(REFERENCE)
     names = [f"mlp-{beta0:g}" for beta0 in BETAS]
@@ -103,7 +101,7 @@ def beta_sweep(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
+def gradients(table: pd.DataFrame, runs: Runs) -> Figure:
     """Gradient norms of two heads at six calibration steps of an epoch, over the last 70 % of the epochs."""
     found = StoredRun(REFERENCE).certificate["gradients"]
     norms = {name: np.array(value) for name, value in found.items()}  # (epochs, 6)
@@ -117,7 +115,7 @@ def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
+def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
     """Network, temperature scaling, paper's head and staged head, for the first run of four data sets."""
     by_name = {run.name.partition("-cross_entropy")[0]: run for run in tables.networks(runs).values()}
     firsts = [by_name[name] for name in DIAGRAMS]
@@ -128,7 +126,7 @@ def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
         for ax, name in zip(line, chosen):
             scores = METHODS[name](run) if name in METHODS else run.heads.get(name)
             if scores is not None:
-                curve = reliability(scores.bins(fine_bins(15)), 15)
+                curve = curves.reliability(scores.bins(fine_bins(15)), 15)
                 title = "staged head, second opinion" if name == "head+opinion" else SHOWN[name]
                 plots.draw_reliability(curve, ax, title=f"{title_of(run)}\n{title}")
     legend = axes[0, 0].get_legend()
@@ -140,43 +138,23 @@ def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-FIGURES: dict[str, Callable[[pd.DataFrame, Runs], Figure]] = {
-    "gains": gains,
-    "epochs": epochs,
-    "beta": beta_sweep,
-    "gradients": gradient_norms,
-    "reliability": reliability_diagrams,
-}
-
-
 # --- everything
 
 
 def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
-    """The long table. Rows of runs that are not in `again` are kept."""
+    """The long table. Kept are rows of runs not in `again`, and those of packages that are not installed here."""
     lines: list[tuple[object, ...]] = []
-    for run in runs:
-        own = before[before.run == run.name]
-        if again and run.name not in again:
-            lines += own.itertuples(index=False, name=None)
-        else:
-            lines += measure_run(run, own)
+    measured = [run for run in runs if not again or run.name in again]
+    for run in measured:
+        began = time.perf_counter()
+        lines += run_rows(run)
+        print(f"{run.name}: {time.perf_counter() - began:.0f} s", flush=True)
     for name, members in ensembles(runs):
         lines += ensemble_rows(name, members)
-    return write_table(lines)
-
-
-def measure_run(run: StoredRun, before: pd.DataFrame) -> list[tuple[object, ...]]:
-    """The rows of one run. Of packages that are not installed here those made before are kept."""
-    began = time.perf_counter()
-    scores, lines = dict(all_scores(run)), []
-    for name, one in scores.items():
-        lines += rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
-    lines += rows_of(run.name, "head", against(run, scores))
-    absent = [peer for peer in PEERS if peer not in scores]
-    kept = before.output.isin(absent) | before.metric.str.endswith(tuple(f"_{peer}" for peer in absent))
-    print(f"{run.name}: {len(scores)} outputs in {time.perf_counter() - began:.0f} s", flush=True)
-    return [*lines, *before[kept].itertuples(index=False, name=None)]
+    own = before[before.run.isin([run.name for run in runs])]
+    of_peers = own.output.isin(PEERS) | own.metric.str.endswith(PEERS)
+    kept = own[of_peers | ~own.run.isin([run.name for run in measured])]
+    return write_table(pd.concat([pd.DataFrame(lines, columns=COLUMNS), kept]).drop_duplicates(COLUMNS[:3]))
 
 
 def main() -> None:
@@ -189,9 +167,8 @@ def main() -> None:
     if not options.keep:
         table = measure(runs, table, options.run)
     tables.publish(tables.TABLES | rivals.TABLES, table, runs)
-    for name, function in FIGURES.items():
-        plots.save(function(table, runs), OUTPUT / "figures" / f"{name}.png", dpi=90)
-    theory.draw(OUTPUT)
+    for figure in (gains, epochs, beta, gradients, reliability):
+        plots.save(figure(table, runs), OUTPUT / "figures" / f"{figure.__name__}.png", dpi=90)
     shift.draw()
 
 

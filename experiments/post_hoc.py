@@ -153,6 +153,14 @@ def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
     return found
 
 
+def run_rows(run: StoredRun) -> Iterator[tuple[object, ...]]:
+    """Lines of the long table."""
+    scores = dict(all_scores(run))
+    for name, one in scores.items():
+        yield from rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
+    yield from rows_of(run.name, "head", against(run, scores))
+
+
 # --- ensembles
 
 

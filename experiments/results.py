@@ -141,7 +141,7 @@ class StoredRun:
 
     @cached_property
     def certificate(self) -> dict[str, Any]:
-        """Config, environment and all that is not computed from logits."""
+        """All that is not computed from logits."""
         return json.loads(self.text.read_text())
 
     @cached_property
@@ -323,8 +323,8 @@ def read_table() -> pd.DataFrame:
     return pd.read_csv(TABLE) if TABLE.exists() else pd.DataFrame(columns=COLUMNS)
 
 
-def write_table(rows: Sequence[tuple[Any, ...]]) -> pd.DataFrame:
+def write_table(table: pd.DataFrame) -> pd.DataFrame:
     """Write and return the table, sorted."""
-    table = pd.DataFrame(rows, columns=COLUMNS).sort_values(COLUMNS[:3], ignore_index=True)
+    table = table.sort_values(COLUMNS[:3], ignore_index=True)
     table.to_csv(TABLE, index=False, float_format="%.6g")
     return table

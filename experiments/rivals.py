@@ -1,7 +1,7 @@
 """The staged head against its rivals on every classifier there is, and on small calibration sets.
 
     python experiments/rivals.py versus [--shared FOLDER]     # writes versus.csv; rows of missing files are kept
-    python experiments/rivals.py safety --draws 50 [--shared FOLDER] [--processes 8]    # an hour of a core; safety.csv
+    python experiments/rivals.py safety --draws 50 [--shared FOLDER]    # an hour of a core; safety.csv
 
 FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,24 +67,21 @@ class Case(NamedTuple):
     head: Callable[[], Tensor] | None = None
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(value) for name, value in file.items()}
-
-
 def resnet110(shared: Path) -> Case:
     """A published ResNet-110 on CIFAR-10."""
-    arrays = tensors(shared / "logits" / "resnet110_c10.npz")
-    calib, test = (
-        Split(arrays[f"{s}_labels"].long(), arrays[f"{s}_logits"].float()) for s in ("val", "test")
-    )
+    with np.load(shared / "logits" / "resnet110_c10.npz") as file:
+        arrays = [
+            torch.from_numpy(file[f"{s}_{what}"]) for s in ("val", "test") for what in ("labels", "logits")
+        ]
+    calib, test = Split(arrays[0].long(), arrays[1].float()), Split(arrays[2].long(), arrays[3].float())
     return Case("development", "cifar10-resnet110", calib, test)
 
 
 def imagenet(shared: Path) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, features and labels of a ResNet-50 on five images of each class."""
-    arrays = tensors(shared / "imagenet" / "resnet50_val5k.npz")
-    return arrays["logits"].float(), arrays["features"].float(), arrays["labels"].long()
+    with np.load(shared / "imagenet" / "resnet50_val5k.npz") as file:
+        logits, features, labels = (torch.from_numpy(file[key]) for key in ("logits", "features", "labels"))
+    return logits.float(), features.float(), labels.long()
 
 
 def imagenet_halves(shared: Path) -> Iterator[Case]:
@@ -198,10 +194,8 @@ def two_classes(name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[str
     yield f"{name}, vehicle or animal", groups, torch.isin(labels, torch.tensor(ANIMALS)).long()
 
 
-def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> list[tuple[object, ...]]:
-    """The rows of one draw of every size."""
-    torch.set_num_threads(1)
-    rows = []
+def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[object, ...]]:
+    """A row of one draw of every size."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     for n in SIZES:
         if n > len(labels) / 2 or (n == 2500 and len(labels) >= 10_000):
@@ -213,8 +207,7 @@ def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> list[tuple[obj
         scaled = Temperature().fit(calib).calibrate(test)
         nlls = [float(metrics.nll(p)) for p in (test, scaled, head.calibrate(test))]
         stages = "" if head.choice is None else head.choice.chosen
-        rows.append((name, logits.shape[1], n, seed, *nlls, stages))
-    return rows
+        yield (name, logits.shape[1], n, seed, *nlls, stages)
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -232,14 +225,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return made.reset_index()
 
 
-def safety(shared: Path | None, draws: int, processes: int) -> None:
+def safety(shared: Path | None, draws: int) -> None:
     """Draw small calibration sets from every network and write the summary."""
-    rows: list[tuple[object, ...]] = []
-    with ProcessPoolExecutor(processes) as pool:
-        for name, logits, labels in networks(shared):
-            for made in pool.map(partial(draw, name=name, logits=logits, labels=labels), range(draws)):
-                rows += made
-            print(name, flush=True)
+    rows = [row for network in networks(shared) for seed in range(draws) for row in draw(seed, *network)]
     summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
@@ -292,12 +280,6 @@ def wins(found: pd.DataFrame) -> str:
     return markdown(lines)
 
 
-def blind_table(table: pd.DataFrame, runs: Runs) -> str:
-    """Wins and losses of the first look."""
-    found = pd.read_csv(VERSUS)
-    return wins(found[found.part == "blind"])
-
-
 def safety_table(table: pd.DataFrame, runs: Runs) -> str:
     """How often the head is worse than the better of doing nothing and temperature scaling."""
     lines = []
@@ -312,7 +294,7 @@ def safety_table(table: pd.DataFrame, runs: Runs) -> str:
 
 
 TABLES: Tables = {
-    "blind": ("docs/results/index.md", blind_table),
+    "blind": ("docs/results/index.md", lambda *_: wins(pd.read_csv(VERSUS).query("part == 'blind'"))),
     "safety": ("docs/results/safety.md", safety_table),
     **{
         f"versus-{part}": ("docs/results/versus.md", partial(versus_table, part))
@@ -326,13 +308,12 @@ def main() -> None:
     parser.add_argument("what", choices=["versus", "safety"])
     parser.add_argument("--shared", type=Path)
     parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "versus":
         versus(options.shared)
     else:
-        safety(options.shared, options.draws, options.processes)
+        safety(options.shared, options.draws)
 
 
 if __name__ == "__main__":
