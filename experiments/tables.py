@@ -130,10 +130,10 @@ def means(table: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def markdown(lines: Sequence[Mapping[str, str]]) -> str:
+def markdown(lines: pd.DataFrame | Sequence[Mapping[str, str]]) -> str:
     """A Markdown table of lines whose keys are the titles of the columns."""
-    titles = list(lines[0])
-    cells = [titles, ["---"] * len(titles), *(line.values() for line in lines)]
+    frame = pd.DataFrame(lines)
+    cells = [list(frame), ["---"] * len(frame.columns), *frame.to_numpy().tolist()]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
@@ -142,19 +142,31 @@ def percent(value: float, digits: int = 2) -> str:
     return f"{100 * value:.{digits}f}"
 
 
-def ece_cell(row: pd.Series, bold: bool = True) -> str:
+def ece_cell(row: pd.Series) -> str:
     """1.23 (0.40 to 0.80), bold where not above the band; percent."""
     ece = percent(row.ece)
-    strong = f"**{ece}**" if bold and row.ece <= row.ece_high else ece
+    strong = f"**{ece}**" if row.ece <= row.ece_high else ece
     return f"{strong} ({percent(row.ece_low)} to {percent(row.ece_high)})"
 
 
-def short_cell(found: pd.DataFrame, output: str) -> str:
-    """NLL / ECE, the ECE bold where not above the band of a perfect model."""
-    if output not in found.index:
-        return "-"
-    row = found.loc[output]
-    return f"{row.nll:.4f} / {ece_cell(row).partition(' ')[0]}"
+def cells(found: pd.DataFrame) -> pd.DataFrame:
+    """`means` as they are printed; "short" is NLL / ECE."""
+
+    def line(row: pd.Series) -> dict[str, str]:
+        spread = f" ± {row.delta_sd:.4f}" if row.runs > 1 and pd.notna(row.delta_sd) else ""
+        delta = f"{row.delta:+.4f}{spread} [{row.delta_low:+.4f}, {row.delta_high:+.4f}]" if row.delta else ""
+        return {
+            "accuracy": percent(row.accuracy),
+            "NLL": f"{row.nll:.4f}",
+            "difference in NLL to temperature scaling": f"**{delta}**" if row.delta_high < -5e-5 else delta,
+            "Brier": f"{row.brier:.4f}",
+            "ECE": ece_cell(row),
+            "PHI": percent(row.phi, 1),
+            "runs": f"{row.runs:.0f}",
+            "short": f"{row.nll:.4f} / {ece_cell(row).partition(' ')[0]}",
+        }
+
+    return found.apply(line, axis=1, result_type="expand")
 
 
 # --- methods
@@ -162,71 +174,52 @@ def short_cell(found: pd.DataFrame, output: str) -> str:
 
 def methods_table(table: pd.DataFrame, runs: Runs) -> str:
     """All post-hoc methods on the cross-entropy network of each row, under a heading each."""
-    parts, every = [], means(table)
+    parts, every = [], cells(means(table)).drop(columns="short")
     for row, first in networks(runs).items():
-        found = every.loc[row]
-        lines = [_method(title, found.loc[name]) for name, title in METHODS.items() if name in found.index]
-        size = f"{found.runs['none']:.0f}"
-        for name, what in (("none", ""), ("temperature", ", then a temperature")):
-            if (f"{row}-ensemble{size}", name) in every.index:
-                lines.append(_method(f"ensemble of {size}{what}", every.loc[f"{row}-ensemble{size}", name]))
+        shown = every.loc[row].reindex(METHODS).dropna().rename(METHODS)
+        size = shown["runs"].iloc[0]
+        if f"{row}-ensemble{size}" in every.index:
+            names = {"none": f"ensemble of {size}", "temperature": f"ensemble of {size}, then a temperature"}
+            shown = pd.concat([shown, every.loc[f"{row}-ensemble{size}"].rename(names)])
         sizes = "{:,} train, {:,} calibrate, {:,} test".format(*first.certificate["sizes"])
-        parts.append(f"## {title_of(first, epochs=True)}\n\n{sizes}.\n\n{markdown(lines)}")
+        lines = markdown(shown.rename_axis("method").reset_index())
+        parts.append(f"## {title_of(first, epochs=True)}\n\n{sizes}.\n\n{lines}")
     return "\n".join(parts)
-
-
-def _method(title: str, row: pd.Series) -> dict[str, str]:
-    spread = f" ± {row.delta_sd:.4f}" if row.runs > 1 and pd.notna(row.delta_sd) else ""
-    delta = f"{row.delta:+.4f}{spread} [{row.delta_low:+.4f}, {row.delta_high:+.4f}]" if row.delta else ""
-    return {
-        "method": title,
-        "accuracy": percent(row.accuracy),
-        "NLL": f"{row.nll:.4f}",
-        "difference in NLL to temperature scaling": f"**{delta}**" if row.delta_high < -5e-5 else delta,
-        "Brier": f"{row.brier:.4f}",
-        "ECE": ece_cell(row),
-        "PHI": percent(row.phi, 1),
-        "runs": f"{row.runs:.0f}",
-    }
 
 
 def readme_table(table: pd.DataFrame, runs: Runs) -> str:
     """The README's table: two networks, four methods."""
-    lines, found = [], means(table)
+    lines, found = [], cells(means(table))
     for data in ("cifar10", "cifar100"):
         for method in ("temperature", "sms", "annealing-double-head", "head+opinion"):
-            row = found.loc[f"{data}-resnet50-cross_entropy-e80", method]
-            names = {"network": f"{DATA[data]}, ResNet-50", "method": METHODS[method]}
-            numbers = {"accuracy": percent(row.accuracy), "NLL": f"{row.nll:.4f}"}
-            lines.append(names | numbers | {"ECE": ece_cell(row, bold=False)})
+            own = found.loc[f"{data}-resnet50-cross_entropy-e80", method]
+            line = {"network": f"{DATA[data]}, ResNet-50", "method": METHODS[method]}
+            lines.append(line | {key: own[key].replace("*", "") for key in ("accuracy", "NLL", "ECE")})
     return markdown(lines)
 
 
 def overview_table(table: pd.DataFrame, runs: Runs) -> str:
     """NLL and ECE of a few methods on every cross-entropy network."""
-    lines, every = [], means(table)
+    lines, found = [], cells(means(table))
     for row, first in networks(runs).items():
-        found = every.loc[row]
-        own = found.loc["none"]
-        line = {"network": title_of(first), "seeds": f"{own.runs:.0f}", "accuracy": percent(own.accuracy)}
-        lines.append(line | {title: short_cell(found, name) for name, title in OVERVIEW.items()})
+        own = found.loc[row, "none"]
+        line = {"network": title_of(first), "seeds": own["runs"], "accuracy": own["accuracy"]}
+        lines.append(line | {title: found.short.get((row, name), "-") for name, title in OVERVIEW.items()})
     return markdown(lines)
 
 
 def losses_table(table: pd.DataFrame, runs: Runs) -> str:
     """The training losses on the same network, before and after calibration."""
-    lines, every = [], means(table)
-    by_row = [(row, run.config) for row, run in rows(runs).items()]
-    several = {config.data for _, config in by_row if config.loss != "cross_entropy"}
-    for row, config in sorted(by_row, key=lambda one: (one[1].data, one[1].loss)):
-        if config.data in several and config.model == "resnet50":
-            found = every.loc[row]
-            own = found.loc["none"]
+    lines, found = [], cells(means(table))
+    by_row = {row: run.config for row, run in rows(runs).items() if run.config.model == "resnet50"}
+    several = {config.data for config in by_row.values() if config.loss != "cross_entropy"}
+    for row, config in sorted(by_row.items(), key=lambda one: (one[1].data, one[1].loss)):
+        if config.data in several:
+            own = found.loc[row, "none"]
             loss = {"flsd53": "FLSD-53", "mmce": "MMCE"}.get(config.loss, config.loss.replace("_", " "))
-            line = {"data": DATA[config.data], "loss": loss, "accuracy": percent(own.accuracy)}
-            shown = ("none", "temperature", "head")
-            line |= {OVERVIEW[name]: short_cell(found, name) for name in shown}
-            lines.append(line | {"seeds": f"{own.runs:.0f}"})
+            line = {"data": DATA[config.data], "loss": loss, "accuracy": own["accuracy"]}
+            line |= {OVERVIEW[name]: found.short[row, name] for name in ("none", "temperature", "head")}
+            lines.append(line | {"seeds": own["runs"]})
     return markdown(lines)
 
 
@@ -268,10 +261,16 @@ def aurocs_table(table: pd.DataFrame, runs: Runs) -> str:
     for (name, shift), row in found.iterrows():
         run = StoredRun(name)
         theirs = [f" / {value:.2f}" for value in AUROC.get((run.config.model, shift), ())] or [""] * 3
-        line = {"row": title_of(run), "shift": SETS[shift], "as trained": percent(row["none"]) + theirs[0]}
-        line |= {"temperature (NLL)": percent(row["temperature"]) + theirs[1]}
-        line |= {"staged head, logits": percent(row["head"]), "paper's head, beta0 1.2": f"-{theirs[2]}"}
-        lines.append(line)
+        lines.append(
+            {
+                "row": title_of(run),
+                "shift": SETS[shift],
+                "as trained": percent(row["none"]) + theirs[0],
+                "temperature (NLL)": percent(row["temperature"]) + theirs[1],
+                "staged head, logits": percent(row["head"]),
+                "paper's head, beta0 1.2": f"-{theirs[2]}",
+            }
+        )
     return markdown(lines)
 
 
@@ -303,39 +302,35 @@ def runs_table(table: pd.DataFrame, runs: Runs) -> str:
 # --- the staged head
 
 
+def with_stages(table: pd.DataFrame, runs: Runs) -> tuple[Runs, pd.DataFrame]:
+    """The runs that every stage but the mirror view was measured on, and their numbers, (run, output) x metric."""
+    outputs = table.groupby("run").output.agg(set)
+    shown = [run for run in runs if set(STAGES) - {"head+mirror"} <= outputs[run.name]]
+    own = table[table.run.isin([run.name for run in shown])]
+    return shown, own.pivot_table("value", ["run", "output"], "metric")
+
+
 def stages_table(table: pd.DataFrame, runs: Runs) -> str:
     """What each stage of the staged head is worth."""
-    wide = table.pivot_table("value", ["run", "output"], "metric")
+    shown, wide = with_stages(table, runs)
     wide["change"] = wide.nll / wide.nll.xs("temperature", level="output") - 1
-    shown = with_stages(table, runs)
-    own = wide.loc[[run.name for run in shown], ["change", "ece"]].rename(index=row_of, level="run")
-    by_row = own.groupby(level=["run", "output"]).mean()
-    cells = by_row.apply(lambda one: f"{100 * one.change:+.2f} / {percent(one.ece)}", axis=1)
+    by_row = wide[["change", "ece"]].rename(row_of, level="run").groupby(level=["run", "output"]).mean()
+    found = by_row.apply(lambda one: f"{100 * one.change:+.2f} / {percent(one.ece)}", axis=1)
     return markdown(
         [
-            {"network": title_of(first)} | {title: cells.get((row, s), "-") for s, title in STAGES.items()}
+            {"network": title_of(first)} | {title: found.get((row, s), "-") for s, title in STAGES.items()}
             for row, first in rows(shown).items()
         ]
     )
 
 
-def with_stages(table: pd.DataFrame, runs: Runs) -> Runs:
-    """The runs that every stage but the mirror view was measured on."""
-    outputs = table.groupby("run").output.agg(set)
-    return [run for run in runs if set(STAGES) - {"head+mirror"} <= outputs[run.name]]
-
-
 def kept_table(table: pd.DataFrame, runs: Runs) -> str:
     """What keeping the predictions costs."""
-    wide, lines = table.pivot_table("value", ["run", "output"], "metric"), []
-    for run in with_stages(table, runs):
-        own, free = wide.loc[run.name, "head+opinion"], wide.loc[run.name, "head+opinion, best"]
-        line = {"run": f"`{run.name}`", "NLL": f"{own.nll:.4f} / {free.nll:.4f}"}
-        shares = {"ECE": "ece", "accuracy": "accuracy"}
-        lines.append(
-            line | {name: f"{percent(own[key])} / {percent(free[key])}" for name, key in shares.items()}
-        )
-    return markdown(lines)
+    wide = with_stages(table, runs)[1]
+    both = [wide.xs(name, level="output") for name in ("head+opinion", "head+opinion, best")]
+    own, free = (pd.DataFrame({"NLL": one.nll.map("{:.4f}".format), "ECE": one.ece.map(percent),
+                               "accuracy": one.accuracy.map(percent)}) for one in both)  # fmt: skip
+    return markdown((own + " / " + free).rename(lambda run: f"`{run}`").reset_index())
 
 
 # --- pages
