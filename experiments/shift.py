@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ CHANNELS = {"normal": [128] * 18, "heavy tails": [128] * 18, "sparse": [100, 100
 SHIFTS = {"normal": 0.015, "heavy tails": 0.3, "sparse": 0.05}
 NEW, WINDOWS = 10_000, 20_000  # samples, and windows drawn from them
 
+nlls_of = partial(torch.nn.functional.cross_entropy, reduction="none")  # logits (N, K), labels (N,) -> (N,)
 Sets = dict[str, Seen]
 Method = Callable[[str], Tensor]  # the name of a set, a stream of inputs -> logits (N, K)
 
@@ -116,6 +118,9 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
 
         return through
 
+    def ensemble(name: str) -> Tensor:
+        return mean_of([one[name].logits for one in members]).float()
+
     methods: dict[str, Method] = {
         "head": lambda name: by_head[name].logits,
         "temperature": lambda name: temperature(sets[name].logits),
@@ -125,8 +130,8 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         "perfect": lambda name: fitted(by_head[name].logits, by_head[name].labels)(by_head[name].logits),
     }
     if len(members) > 1:
-        pooled = fitted(together(members, "calib/clean"), clean.labels)
-        methods["ensemble"] = lambda name: pooled(together(members, name))
+        pooled = fitted(ensemble("calib/clean"), clean.labels)
+        methods["ensemble"] = lambda name: pooled(ensemble(name))
     methods |= {"single": guarded(0), "window-64": guarded(64), "window-256": guarded(256)}
     return methods | {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
 
@@ -143,11 +148,6 @@ def some(seen: Seen) -> Seen:
 
 def fitted(logits: Tensor, labels: Tensor, name: str = "temperature") -> Calibrator:
     return make(name).fit(Predictions(logits, labels))
-
-
-def together(members: Sequence[Sets], name: str) -> Tensor:
-    """Mean log-probabilities of several networks on one set."""
-    return mean_of([one[name].logits for one in members]).float()
 
 
 # --- measure
@@ -175,11 +175,6 @@ def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
             print(run, kind, flush=True)
         rows += alarms(sets, run)
     return pd.DataFrame(rows)
-
-
-def nlls_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """(N,) the NLL of each input."""
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
 
 
 def confidence(logits: Tensor) -> Tensor:
@@ -280,7 +275,6 @@ def frontier(table: pd.DataFrame) -> Figure:
     return figure
 
 
-@torch.no_grad()
 def stream(sets: Sets) -> Figure:
     """Confidence, accuracy and alarm over a stream that drifts from clean to corrupted images and back."""
     cells = ["test/clean", *(f"test/gaussian_blur/{level}" for level in range(1, 6)), "test/clean"]
@@ -295,8 +289,8 @@ def stream(sets: Sets) -> Figure:
         sure = confidence(methods[name]("stream")).double()
         ax.plot(pd.Series(sure).rolling(64).mean(), label=f"confidence, {label}")
     guard, alarm = guard_of(sets["calib/clean"]), []
-    for some, z in zip(whole.far.split(1), whole.logits.split(1)):
-        guard(some, z)
+    for far, z in zip(whole.far.split(1), whole.logits.split(1)):
+        guard(far, z)
         alarm.append(guard.shift.alarm)
     ax.fill_between(np.arange(len(alarm)), 0, 1, where=np.array(alarm), alpha=0.15, label="alarm")
     for edge in range(400, len(alarm), 400):
@@ -371,6 +365,7 @@ def draw() -> None:
     plots.save(frontier(pd.read_csv(TABLE)), IMAGES / "frontier.png", dpi=90)
 
 
+@torch.no_grad()
 def write_measured(files: Sequence[Path], members: Sequence[Path]) -> None:
     """shift.csv and its certificate, auroc.csv, and the figure of a stream."""
     about = {"runs": [path.stem for path in files], "members": [path.stem for path in members]}

@@ -1,8 +1,8 @@
 """Tables of Markdown, made from results.csv and its siblings. Pages are written by hand and mark the places of tables.
 
-`paper.csv` is the paper's Table 1: ECE of the predicted class before and after temperature scaling, and the
-temperature. Annealing Double-Head: An Architecture for Online Calibration of Deep Neural Networks, by Guo, Draper and
-De Iorio. Nothing in it was measured here.
+`paper.csv` has the numbers of the paper. Tables 1 and 4: ECE before and after temperature scaling, and the temperature.
+Table 2: AUROC. Table 3: ECE and overhead. Annealing Double-Head: An Architecture for Online Calibration of Deep Neural
+Networks, by Guo, Draper and De Iorio. Nothing in it was measured here.
 """
 
 from __future__ import annotations
@@ -65,16 +65,6 @@ STAGES = {
 }
 EPOCHS = {"cifar10": 80, "cifar100": 80, "svhn": 40}  # of ResNet-50; other networks have fewer
 REFERENCE = "cifar10-resnet50-cross_entropy-e80-s0"  # of Table 3
-# The paper's Table 3: calibration period, ECE and overhead, percent.
-PERIODS = {10: (0.97, 8.86), 20: (0.98, 3.80), 30: (1.01, 2.53),
-           40: (0.97, 1.28), 50: (1.28, 1.28), 70: (1.29, 1.28)}  # fmt: skip
-# The paper's Table 2: AUROC of cross entropy before and after a temperature, and of the annealed head, percent.
-AUROC = {
-    ("wide_resnet28_10", "test/gaussian_noise/5"): (74.73, 75.87, 92.60),
-    ("wide_resnet28_10", "unknown/svhn"): (87.00, 85.48, 93.75),
-    ("resnet101", "test/gaussian_noise/5"): (73.83, 73.99, 82.76),
-    ("resnet101", "unknown/svhn"): (86.04, 85.43, 93.25),
-}
 SETS = {"test/gaussian_noise/5": "Gaussian noise, severity 5", "unknown/svhn": "SVHN"}
 OVERVIEW = {
     "none": "as trained",
@@ -226,10 +216,14 @@ def losses_table(table: pd.DataFrame, runs: Runs) -> str:
 # --- the paper
 
 
+def paper(number: int) -> pd.DataFrame:
+    """(data, model, method) x number: a table of the paper, in percent."""
+    return pd.read_csv(HERE / "paper.csv").set_index(["table", "data", "model", "method"]).loc[number]
+
+
 def eces_table(number: int, cell: Cell, table: pd.DataFrame, runs: Runs) -> str:
     """The paper's Table 1 or 4: the rows that were run here, ours before theirs."""
-    printed = pd.read_csv(HERE / "paper.csv").set_index(["table", "data", "model", "method"]).loc[number]
-    lines, every = [], means(table)
+    printed, lines, every = paper(number), [], means(table)
     for row, first in rows(runs).items():
         where, loss = (first.config.data, first.config.model), first.config.loss.replace("_", "-")
         if (*where, loss) not in printed.index or first.config.mixup:
@@ -256,31 +250,29 @@ def _beside(found: pd.DataFrame, output: str, printed: float, cell: Cell = ece_c
 
 def aurocs_table(table: pd.DataFrame, runs: Runs) -> str:
     """The paper's Table 2."""
-    found = pd.read_csv(HERE / "auroc.csv").pivot(index=["run", "set"], columns="output", values="auroc")
-    lines = []
-    for (name, shift), row in found.iterrows():
+    ours = pd.read_csv(HERE / "auroc.csv").set_index(["run", "set", "output"]).auroc.map(percent)
+    printed, lines = paper(2).before.map(" / {:.2f}".format), []
+    columns = {"none": "as trained", "temperature": "temperature (NLL)", "head": "staged head, logits",
+               "annealing-double-head": "paper's head, beta0 1.2"}  # fmt: skip
+    for name, shift in ours.index.droplevel("output").unique().sort_values():
         run = StoredRun(name)
-        theirs = [f" / {value:.2f}" for value in AUROC.get((run.config.model, shift), ())] or [""] * 3
-        lines.append(
-            {
-                "row": title_of(run),
-                "shift": SETS[shift],
-                "as trained": percent(row["none"]) + theirs[0],
-                "temperature (NLL)": percent(row["temperature"]) + theirs[1],
-                "staged head, logits": percent(row["head"]),
-                "paper's head, beta0 1.2": f"-{theirs[2]}",
-            }
-        )
+        line = {"row": title_of(run), "shift": SETS[shift]}
+        for output, title in columns.items():
+            theirs = printed.get((shift, run.config.model, output), "")
+            line[title] = ours.get((name, shift, output), "-") + theirs
+        lines.append(line)
     return markdown(lines)
 
 
 def periods_table(table: pd.DataFrame, runs: Runs) -> str:
     """The paper's Table 3."""
     found, lines = means(table[table.run == REFERENCE]).loc[row_of(REFERENCE)], []
-    for k, (ece, overhead) in PERIODS.items():
-        name = "annealing-double-head" + (f"-k{k}" if k != 10 else "")
-        line = {"k": str(k), "ECE, percent / the paper's": _beside(found, name, ece)}
-        line |= {"NLL": f"{found.nll[name]:.4f}", "the paper's overhead, percent": f"{overhead:.2f}"}
+    for (_, _, name), printed in paper(3).iterrows():
+        line = {
+            "k": name.partition("-k")[2] or "10",
+            "ECE, percent / the paper's": _beside(found, name, printed.before),
+        }
+        line |= {"NLL": f"{found.nll[name]:.4f}", "the paper's overhead, percent": f"{printed.after:.2f}"}
         lines.append(line)
     return markdown(lines)
 
