@@ -10,16 +10,16 @@ committed, since the labels belong to the data sets.
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
-from results import HERE, Split, pack, read_split, write_npz
+from results import HERE, Split, Splits, pack, read_split, write_npz
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -30,94 +30,80 @@ from doublehead.data.readers import ArraysOnly
 
 FOLDER = HERE / "blind"
 FLOOR = 1e-7  # of probabilities, where a forest says 0
-Rows = Any  # what a scikit-learn model reads
+Part = tuple[Any, Any]  # inputs and labels
+Parts = list[Part]  # training, calibration and test
 
 
-class Parts(NamedTuple):
-    """Inputs and labels of the training, calibration and test part."""
-
-    train: tuple[Rows, np.ndarray[Any, Any]]
-    calib: tuple[Rows, np.ndarray[Any, Any]]
-    test: tuple[Rows, np.ndarray[Any, Any]]
-
-
-def cut(x: Rows, y: Any, *sizes: int) -> list[tuple[Rows, np.ndarray[Any, Any]]]:
+def cut(x: Any, y: Any, *sizes: int) -> Parts:
     """Random parts of these sizes, and the rest."""
-    y = np.unique(np.asarray(y), return_inverse=True)[1]
-    parts = np.split(np.random.default_rng(0).permutation(len(y)), np.cumsum(sizes))
-    return [(x[at], y[at]) for at in parts]
+    x, y = np.asarray(x), np.unique(y, return_inverse=True)[1]
+    return [(x[at], y[at]) for at in np.split(np.random.default_rng(0).permutation(len(y)), np.cumsum(sizes))]
 
 
-def words(train: Any, *others: Any) -> list[Any]:
-    """Counts of words and pairs of words."""
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), max_features=20_000, sublinear_tf=True).fit(train)
-    return [vectorizer.transform(texts).astype(np.float32) for texts in (train, *others)]
+def words(parts: Parts) -> Parts:
+    """Counts of words and pairs of words in place of texts."""
+    vectorizer = TfidfVectorizer(ngram_range=(1, 2), max_features=20_000, sublinear_tf=True).fit(parts[0][0])
+    return [(vectorizer.transform(texts).astype(np.float32), labels) for texts, labels in parts]
 
 
 def clinc(root: Path) -> Parts:
     found = json.loads((root / "clinc150.json").read_text())
-    parts = [found[name] for name in ("train", "val", "test")]
     classes = sorted({label for _, label in found["train"]})
-    inputs = words(*([text for text, _ in part] for part in parts))
-    return Parts(*((x, np.array([classes.index(label) for _, label in p])) for x, p in zip(inputs, parts)))
+    parts = [zip(*found[name]) for name in ("train", "val", "test")]
+    return words([(texts, np.array([classes.index(label) for label in labels])) for texts, labels in parts])
 
 
 def emoji(root: Path) -> Parts:
     """The test tweets are of another time than the training tweets, so they calibrate too."""
-    texts, labels = (
-        [(root / "emoji" / f"{part}_{what}.txt").read_text().splitlines() for part in ("train", "test")]
-        for what in ("text", "labels")
+    train, test = (
+        (
+            (root / f"emoji/{part}_text.txt").read_text().splitlines(),
+            np.loadtxt(root / f"emoji/{part}_labels.txt", int),
+        )
+        for part in ("train", "test")
     )
-    train, test = words(*texts)
-    calib, rest = cut(test, [int(label) for label in labels[1]], 5000)
-    return Parts(
-        (train, np.array([int(label) for label in labels[0]])), calib, (rest[0][:20_000], rest[1][:20_000])
-    )
+    calib, rest = cut(*test, 5000)
+    return words([train, calib, (rest[0][:20_000], rest[1][:20_000])])
 
 
 def ag_news(root: Path) -> Parts:
-    with (root / "ag_news.csv").open(newline="") as file:
-        rows = list(csv.reader(file))
-    parts = cut(np.array([f"{row[1]} {row[2]}" for row in rows]), [row[0] for row in rows], 3000, 2000)
-    return Parts(*((x, part[1]) for x, part in zip(words(*(part[0] for part in parts)), parts)))
+    table = pd.read_csv(root / "ag_news.csv", header=None, keep_default_na=False)
+    return words(cut(table[1] + " " + table[2], table[0], 3000, 2000))
 
 
 def adult(root: Path) -> Parts:
-    tables = []
-    for name in ("adult-train.csv", "adult-test.csv"):
-        lines = [line for line in (root / name).read_text().splitlines() if line.count(",") == 14]
-        tables.append(
-            np.array([[cell.strip(" .") for cell in line.split(",")] for line in lines], dtype=object)
-        )
-    numbers = [0, 2, 4, 10, 11, 12]
-    rest = [column for column in range(14) if column not in numbers]
-    made = make_column_transformer(
-        (StandardScaler(), numbers), (OneHotEncoder(handle_unknown="ignore", sparse_output=False), rest)
+    train, test = (
+        pd.read_csv(root / f"adult-{part}.csv", header=None, comment="|", skipinitialspace=True)
+        for part in ("train", "test")
     )
-    inputs = [made.fit_transform(tables[0][:, :14]), made.transform(tables[1][:, :14])]
-    labels = [(table[:, 14] == ">50K").astype(int) for table in tables]
-    return Parts((inputs[0], labels[0]), *cut(inputs[1], labels[1], 5000))
+    numbers = [0, 2, 4, 10, 11, 12]
+    others = [column for column in range(14) if column not in numbers]
+    encode = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    made = make_column_transformer((StandardScaler(), numbers), (encode, others)).fit(train)
+    inputs, labels = zip(
+        *((made.transform(table), table[14].str.startswith(">50K")) for table in (train, test))
+    )
+    return [(inputs[0], labels[0].to_numpy(int)), *cut(inputs[1], labels[1], 5000)]
 
 
 def letter(root: Path) -> Parts:
     lines = (root / "letter.arff").read_text().splitlines()
     rows = [line.split(",") for line in lines if line.count(",") == 16 and line[0].isdigit()]
-    inputs = np.array([[float(cell) for cell in row[:16]] for row in rows])
-    return Parts(*cut((inputs - inputs.mean(0)) / inputs.std(0), [row[16] for row in rows], 10_000, 5000))
+    inputs = np.array([row[:16] for row in rows], dtype=float)
+    return cut((inputs - inputs.mean(0)) / inputs.std(0), [row[16] for row in rows], 10_000, 5000)
 
 
 def wine(root: Path) -> Parts:
     table = np.loadtxt(root / "winequality-white.csv", delimiter=",")
     table = table[(table[:, -1] >= 4) & (table[:, -1] <= 8)]  # few have other grades
-    return Parts(*cut(table[:, :-1], table[:, -1], 2000, 1000))
+    return cut(table[:, :-1], table[:, -1], 2000, 1000)
 
 
 def vgg(root: Path) -> Parts:
     """Published test probabilities of a VGG-16 on CIFAR-10 (Kumar et al. 2019)."""
     with (root / "cifar10_vgg.dat").open("rb") as file:
         probs, labels = ArraysOnly(file).load()
-    calib, test = cut(probs, np.asarray(labels).reshape(-1), 5000)
-    return Parts((None, np.zeros(0)), calib, test)
+    return [(None, ()), *cut(probs, np.ravel(labels), 5000)]
 
 
 def network(epochs: int) -> MLPClassifier:
@@ -138,7 +124,7 @@ LOADERS: dict[str, tuple[Callable[[Path], Parts], Any]] = {
 }
 
 
-def load(name: str) -> tuple[Split, Split]:
+def load(name: str) -> Splits:
     """The calibration and the test part."""
     file = FOLDER / f"{name}.npz"
     return read_split(file, "calib"), read_split(file, "test")
@@ -147,16 +133,15 @@ def load(name: str) -> tuple[Split, Split]:
 def train(name: str, root: Path) -> None:
     """Train a classifier and store its logits."""
     loader, model = LOADERS[name]
-    parts = loader(root)
+    train, *others = loader(root)
     if model is not None:
-        model.fit(*parts.train)
+        model.fit(*train)
     splits = []
-    for x, labels in (parts.calib, parts.test):
+    for x, labels in others:
         probs = x if model is None else model.predict_proba(x)
-        logits = torch.from_numpy(np.log(np.clip(probs, FLOOR, None)))
-        splits.append(Split(torch.from_numpy(labels), logits))
+        splits.append(Split(torch.from_numpy(labels), torch.from_numpy(np.log(np.clip(probs, FLOOR, None)))))
     write_npz(FOLDER / f"{name}.npz", pack(*splits))
-    print(name, *splits[1].main.shape, len(parts.train[1]), len(splits[0].labels), flush=True)
+    print(name, *splits[1].main.shape, len(train[1]), len(splits[0].labels), flush=True)
 
 
 if __name__ == "__main__":

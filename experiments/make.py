@@ -8,7 +8,7 @@ python experiments/make.py --run NAME  # measure this run again, keep the others
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import matplotlib
 
@@ -17,16 +17,15 @@ matplotlib.use("Agg")
 import numpy as np
 import pandas as pd
 import rivals
+import shift
 import tables
-import theory
 import torch
 from matplotlib.figure import Figure
-from post_hoc import METHODS, PEERS, against, all_scores, ensemble_rows, ensembles
-from results import HERE, TABLE, StoredRun, arguments, read_table, rows_of, stored_runs, write_table
+from post_hoc import METHODS, PEERS, ensemble_rows, ensembles, run_rows
+from results import COLUMNS, HERE, StoredRun, arguments, read_table, stored_runs, write_table
 from tables import REFERENCE, Runs, means, row_of, title_of
 
-from doublehead import plots
-from doublehead.curves import reliability
+from doublehead import curves, plots
 from doublehead.metrics import fine_bins
 from doublehead.training.config import BETAS
 
@@ -51,7 +50,7 @@ PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "m
 
 def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
-    shown = tables.networks(runs)
+    shown, every = tables.networks(runs), means(table)
     names = [name for name in SHOWN if name not in ("none", "temperature")]
     n_lines = -(-len(shown) // 3)
     figure = Figure(figsize=(11.4, 2.1 * n_lines), layout="constrained")
@@ -59,13 +58,13 @@ def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     for ax in axes[len(shown) :]:
         ax.set_axis_off()
     for place, ((row, first), ax) in enumerate(zip(shown.items(), axes)):
-        found = means(table, row).reindex(names)
-        scale = 100 / means(table, row).loc["temperature"].nll
+        found = every.loc[row].reindex(names)
+        scale = 100 / every.nll[row, "temperature"]
         errors = scale * (found.delta_high - found.delta_low) / 2
         ax.errorbar(scale * found.delta, range(len(names)), xerr=errors, fmt="o", color=plots.INK, capsize=3)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_yticks(range(len(names)), [SHOWN[name] for name in names])
-        ax.set_title(title_of(first, epochs=False), fontsize=10)
+        ax.set_title(title_of(first), fontsize=10)
         ax.spines[["top", "right"]].set_visible(False)
         if not place:
             ax.invert_yaxis()
@@ -89,11 +88,11 @@ def epochs(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-def beta_sweep(table: pd.DataFrame, runs: Runs) -> Figure:
+def beta(table: pd.DataFrame, runs: Runs) -> Figure:
     """ECE and entropy of the paper's head against beta0, all on one network."""
     run = StoredRun(REFERENCE)
     names = [f"mlp-{beta0:g}" for beta0 in BETAS]
-    found = means(table[table.run == run.name], row_of(run.name)).loc[names]
+    found = means(table[table.run == run.name]).loc[row_of(run.name)].loc[names]
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     plots.draw_sweep(BETAS, {"paper's head": found.ece.tolist()}, left, ylabel="ECE")
@@ -102,7 +101,7 @@ def beta_sweep(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
+def gradients(table: pd.DataFrame, runs: Runs) -> Figure:
     """Gradient norms of two heads at six calibration steps of an epoch, over the last 70 % of the epochs."""
     found = StoredRun(REFERENCE).certificate["gradients"]
     norms = {name: np.array(value) for name, value in found.items()}  # (epochs, 6)
@@ -116,7 +115,7 @@ def gradient_norms(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
+def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
     """Network, temperature scaling, paper's head and staged head, for the first run of four data sets."""
     by_name = {run.name.partition("-cross_entropy")[0]: run for run in tables.networks(runs).values()}
     firsts = [by_name[name] for name in DIAGRAMS]
@@ -127,9 +126,9 @@ def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
         for ax, name in zip(line, chosen):
             scores = METHODS[name](run) if name in METHODS else run.heads.get(name)
             if scores is not None:
-                curve = reliability(scores.bins(fine_bins(15)), 15)
+                curve = curves.reliability(scores.bins(fine_bins(15)), 15)
                 title = "staged head, second opinion" if name == "head+opinion" else SHOWN[name]
-                plots.draw_reliability(curve, ax, title=f"{title_of(run, epochs=False)}\n{title}")
+                plots.draw_reliability(curve, ax, title=f"{title_of(run)}\n{title}")
     legend = axes[0, 0].get_legend()
     labels = [text.get_text() for text in legend.get_texts()]
     figure.legend(legend.legend_handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -139,43 +138,23 @@ def reliability_diagrams(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-FIGURES: dict[str, Callable[[pd.DataFrame, Runs], Figure]] = {
-    "gains": gains,
-    "epochs": epochs,
-    "beta": beta_sweep,
-    "gradients": gradient_norms,
-    "reliability": reliability_diagrams,
-}
-
-
 # --- everything
 
 
 def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
-    """The long table. Rows of runs that are not in `again` are kept."""
+    """The long table. Kept are rows of runs not in `again`, and those of packages that are not installed here."""
     lines: list[tuple[object, ...]] = []
-    for run in runs:
-        own = before[before.run == run.name]
-        if again and run.name not in again:
-            lines += own.itertuples(index=False, name=None)
-        else:
-            lines += measure_run(run, own)
+    measured = [run for run in runs if not again or run.name in again]
+    for run in measured:
+        began = time.perf_counter()
+        lines += run_rows(run)
+        print(f"{run.name}: {time.perf_counter() - began:.0f} s", flush=True)
     for name, members in ensembles(runs):
         lines += ensemble_rows(name, members)
-    return write_table(lines)
-
-
-def measure_run(run: StoredRun, before: pd.DataFrame) -> list[tuple[object, ...]]:
-    """The rows of one run. Of packages that are not installed here those made before are kept."""
-    began = time.perf_counter()
-    scores, lines = dict(all_scores(run)), []
-    for name, one in scores.items():
-        lines += rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
-    lines += rows_of(run.name, "head", against(run, scores))
-    absent = [peer for peer in PEERS if peer not in scores]
-    kept = before.output.isin(absent) | before.metric.str.endswith(tuple(f"_{peer}" for peer in absent))
-    print(f"{run.name}: {len(scores)} outputs in {time.perf_counter() - began:.0f} s", flush=True)
-    return [*lines, *before[kept].itertuples(index=False, name=None)]
+    own = before[before.run.isin([run.name for run in runs])]
+    of_peers = own.output.isin(PEERS) | own.metric.str.endswith(PEERS)
+    kept = own[of_peers | ~own.run.isin([run.name for run in measured])]
+    return write_table(pd.concat([pd.DataFrame(lines, columns=COLUMNS), kept]).drop_duplicates(COLUMNS[:3]))
 
 
 def main() -> None:
@@ -187,16 +166,10 @@ def main() -> None:
     runs, table = stored_runs(), read_table()
     if not options.keep:
         table = measure(runs, table, options.run)
-    pages = tables.PAGES | rivals.PAGES
-    for name, page in pages.items():
-        (OUTPUT / f"{name}.md").write_text(tables.MADE + page(table, runs))
-    for name, (file, made) in (tables.FILLED | rivals.FILLED).items():
-        text = (HERE.parent / file).read_text()
-        (HERE.parent / file).write_text(tables.fill(text, name, made(table, runs)))
-    for name, function in FIGURES.items():
-        plots.save(function(table, runs), OUTPUT / "figures" / f"{name}.png", dpi=90)
-    theory.draw(OUTPUT)
-    print(f"{TABLE.name}: {len(table)} rows; tables {', '.join(pages)}")
+    tables.publish(tables.TABLES | rivals.TABLES, table, runs)
+    for figure in (gains, epochs, beta, gradients, reliability):
+        plots.save(figure(table, runs), OUTPUT / "figures" / f"{figure.__name__}.png", dpi=90)
+    shift.draw()
 
 
 if __name__ == "__main__":

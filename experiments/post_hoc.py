@@ -7,9 +7,11 @@ probability of several seeds, as it is and after a temperature.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -18,7 +20,7 @@ from tables import row_of
 from torch import Tensor
 
 from doublehead import Predictions, calibrators
-from doublehead.calibrators import Head, Temperature, make
+from doublehead.calibrators import Head, make
 from doublehead.calibrators.head_stages import STAGES
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.optional import require
@@ -31,18 +33,16 @@ RIVALS = {"temperature": "temperature", "svs": "SVS", "sms": "SMS"}
 MIN_MEMBERS = 3  # of an ensemble
 
 
-# A classifier: its `calib` and `test` are each a `Split`. A stored run, or any other.
-Parts = Any
-Method = Callable[[Parts], Scores | None]
+Classifier = Any  # has the splits `calib` and `test`: a stored run, or any other
 
 
-def calibrated(name: str, run: Parts) -> Scores:
+def calibrated(name: str, run: Classifier) -> Scores:
     """One of the package's calibrators."""
     fitted = make(name).fit(run.calib.predictions)
     return Scores.of(fitted.calibrate(run.test.predictions))
 
 
-def peer(name: str, run: Parts) -> Scores | None:
+def peer(name: str, run: Classifier) -> Scores | None:
     """One of probmetrics' calibrators; None where the package is not installed."""
     try:
         found = require("probmetrics.calibrators", extra="dev")
@@ -56,35 +56,31 @@ def peer(name: str, run: Parts) -> Scores | None:
 
 
 def staged_head(
-    run: Parts,
-    *reads: str,
+    run: Classifier,
+    reads: Collection[str] = (),
     stages: Sequence[str] = STAGES,
     keep: Literal["predictions", "best"] = "predictions",
 ) -> Scores | None:
-    """The staged head with what it may read and the stages it may use; None where something was not stored."""
-    calib, test = evidence(run.calib, reads), evidence(run.test, reads)
-    if calib is None or test is None:
+    """The staged head that reads these fields of a `Split`; None where one was not stored."""
+    if any(getattr(run.test, field) is None for field in reads):
         return None
     head = Head(keep)
     head.allowed = stages
-    head.fit(Predictions(calib[0], run.calib.labels), opinion=calib[1] or None, numbers=calib[2])
+    logits, evidence = evidence_of(run.calib, reads)
+    head.fit(Predictions(logits, run.calib.labels), **evidence)
+    logits, evidence = evidence_of(run.test, reads)
     with torch.no_grad():
-        out = head(test[0], opinion=test[1] or None, numbers=test[2])
-    return Scores.of(Predictions(out, run.test.labels))
+        return Scores.of(Predictions(head(logits, **evidence), run.test.labels))
 
 
-def evidence(split: Split, reads: Sequence[str]) -> tuple[Tensor, Sequence[Tensor], Tensor | None] | None:
-    """Logits, opinions and numbers of a split; None where something is missing. `reads` are fields of `Split`."""
-    found = {name: getattr(split, name) for name in reads}
-    if any(part is None for part in found.values()):
-        return None
-    opinions = [found[name] for name in ("sphere", "projected", "opinion") if name in found]
-    numbers = [found["numbers"]] if "numbers" in found else []
-    logits = split.main
-    if "flip" in found:
-        logits, disagreement = both_views(split.main, found["flip"])
+def evidence_of(split: Split, reads: Collection[str]) -> tuple[Tensor, dict[str, Any]]:
+    """Logits of a split, and the opinions and numbers that the head is given with them."""
+    opinions = [getattr(split, field) for field in ("sphere", "projected", "opinion") if field in reads]
+    logits, numbers = split.main, [split.numbers] if "numbers" in reads else []
+    if "flip" in reads:
+        logits, disagreement = both_views(split.main, split.flip)
         numbers.append(disagreement)
-    return logits, opinions, torch.cat(numbers, 1) if numbers else None
+    return logits, {"opinion": opinions or None, "numbers": torch.cat(numbers, 1) if numbers else None}
 
 
 def both_views(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,20 +114,22 @@ def density_aware(logits: Tensor, labels: Tensor, far: Tensor) -> Callable[[Tens
 
 
 FEATURES = ("numbers", "sphere", "projected")
-METHODS: dict[str, Method] = {
+OPINION = (*FEATURES, "opinion")
+FEW = ("map", "head", "pool")  # all stages but the curve
+METHODS: dict[str, Callable[[Classifier], Scores | None]] = {
     **{name: partial(calibrated, name) for name in CALIBRATORS},
     **{name: partial(peer, name) for name in PEERS},
     "head": staged_head,
-    "head+features": lambda run: staged_head(run, *FEATURES),
-    "head+opinion": lambda run: staged_head(run, *FEATURES, "opinion"),
-    "head+mirror": lambda run: staged_head(run, *FEATURES, "opinion", "flip"),
-    "head+opinion, best": lambda run: staged_head(run, *FEATURES, "opinion", keep="best"),
+    "head+features": partial(staged_head, reads=FEATURES),
+    "head+opinion": partial(staged_head, reads=OPINION),
+    "head+mirror": partial(staged_head, reads=(*OPINION, "flip")),
+    "head+opinion, best": partial(staged_head, reads=OPINION, keep="best"),
     # One stage after the other; "head" has the curve too, and "head+opinion" is the last of them with the curve.
     "stage: map": partial(staged_head, stages=("map", "pool")),
-    "stage: head": partial(staged_head, stages=("map", "head", "pool")),
-    "stage: numbers": lambda run: staged_head(run, "numbers", stages=("map", "head", "pool")),
-    "stage: distances": lambda run: staged_head(run, *FEATURES, stages=("map", "head", "pool")),
-    "stage: opinion": lambda run: staged_head(run, *FEATURES, "opinion", stages=("map", "head", "pool")),
+    "stage: head": partial(staged_head, stages=FEW),
+    "stage: numbers": partial(staged_head, reads=("numbers",), stages=FEW),
+    "stage: distances": partial(staged_head, reads=FEATURES, stages=FEW),
+    "stage: opinion": partial(staged_head, reads=OPINION, stages=FEW),
 }
 
 
@@ -146,7 +144,7 @@ def all_scores(run: StoredRun, methods: Sequence[str] = tuple(METHODS)) -> Itera
     yield from run.heads.items()
 
 
-def against(run: Parts, scores: Mapping[str, Scores]) -> dict[str, float]:
+def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
     """How the staged head's NLL, by logits alone, differs from that of its rivals: difference and half interval."""
     found: dict[str, float] = {"classes": run.calib.main.shape[1]}
     for name in RIVALS:
@@ -155,42 +153,47 @@ def against(run: Parts, scores: Mapping[str, Scores]) -> dict[str, float]:
     return found
 
 
+def run_rows(run: StoredRun) -> Iterator[tuple[object, ...]]:
+    """Lines of the long table."""
+    scores = dict(all_scores(run))
+    for name, one in scores.items():
+        yield from rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
+    yield from rows_of(run.name, "head", against(run, scores))
+
+
 # --- ensembles
 
 
 def ensembles(runs: Sequence[StoredRun]) -> Iterator[tuple[str, list[StoredRun]]]:
     """Runs that differ in their seed alone, three or more, with a name for them."""
-    groups: dict[str, list[StoredRun]] = {}
-    for run in runs:
-        groups.setdefault(row_of(run.name), []).append(run)
-    for row, members in groups.items():
+    for row, found in groupby(runs, lambda run: row_of(run.name)):
+        members = list(found)
         if len(members) >= MIN_MEMBERS:
             yield f"{row}-ensemble{len(members)}", members
 
 
-def mean_of(members: Sequence[Predictions]) -> Predictions:
-    """Predictions whose probabilities are the mean of the members'.
+def mean_of(members: Sequence[Tensor]) -> Tensor:
+    """Log of the mean probabilities (N, K) of several networks, whose logits are given.
 
-    >>> one, two = Predictions([[0.0, 0.0]], [0]), Predictions.from_probs([[0.9, 0.1]], [0])
-    >>> [round(p, 3) for p in mean_of([one, two]).probs[0].tolist()]
-    [0.7, 0.3]
+    >>> mean_of([torch.tensor([[0.0, 0.0]]), torch.tensor([[0.9, 0.1]]).log()]).exp()
+    tensor([[0.7000, 0.3000]], dtype=torch.float64)
     """
-    for member in members[1:]:
-        if not torch.equal(member.labels, members[0].labels):
-            raise ValueError("members must have predicted the same samples in the same order")
-    probs = torch.stack([member.probs.double() for member in members]).mean(0)
-    return Predictions.from_probs(probs, members[0].labels)
+    log_probs = torch.stack([logits.double().log_softmax(1) for logits in members])
+    return log_probs.logsumexp(0) - math.log(len(members))
 
 
 def ensemble_rows(name: str, members: Sequence[StoredRun]) -> Iterator[tuple[object, ...]]:
     """Lines of the long table; phi and delta compare with the average member, raw and after temperature scaling."""
-
-    def average(scores: Sequence[Scores]) -> Scores:
-        return scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0))
-
-    none = average([Scores.of(run.test.predictions) for run in members])
-    temperature = average([calibrated("temperature", run) for run in members])
-    calib, test = (mean_of([getattr(r, split).predictions for r in members]) for split in ("calib", "test"))
-    after = Temperature().fit(calib).calibrate(test)
-    for output, p in (("none", test), ("temperature", after)):
-        yield from rows_of(name, output, Scores.of(p).numbers(none, temperature))
+    splits = {split: [getattr(run, split) for run in members] for split in ("calib", "test")}
+    if any(not torch.equal(one.labels, own[0].labels) for own in splits.values() for one in own):
+        raise ValueError(f"members of {name} must have predicted the same samples in the same order")
+    average = []
+    for method in ("none", "temperature"):
+        scores = [calibrated(method, run) for run in members]
+        average.append(scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0)))
+    mean = {
+        split: Predictions(mean_of([one.main for one in own]), own[0].labels) for split, own in splits.items()
+    }
+    for method in ("none", "temperature"):
+        found = make(method).fit(mean["calib"]).calibrate(mean["test"])
+        yield from rows_of(name, method, Scores.of(found).numbers(*average))

@@ -13,11 +13,9 @@ run of 100 classes takes 2.1 MB so, and 3.9 without guesses.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,11 +38,7 @@ COLUMNS = ["run", "output", "metric", "value"]
 # Levels per unit of log(1 + distance to the row's largest). The network's NLL changes by less than 0.05 %.
 LEVELS = {"main": 32, "flip": 12, "opinion": 12, "sphere": 8, "projected": 8}
 PER_DEVIATION = 16  # levels of other numbers
-SCORE_LEVELS = {
-    "doubt": 1024,
-    "brier": 256,
-    "wrong": 512,
-}  # see `pack_scores`; bins of the ECE need the first
+SCORE_LEVELS = {"doubt": 1024, "brier": 256, "wrong": 512}  # see `pack_scores`; the ECE needs the first
 FINEST = 0.01  # of scores
 UNIT = 4096  # of the integer weights
 CONSTANT = 64  # steps: read by every guess
@@ -127,6 +121,9 @@ class Split(NamedTuple):
         return Predictions(self.main, self.labels)
 
 
+Splits = tuple[Split, Split]  # calibration and test
+
+
 @dataclass(frozen=True)
 class StoredRun:
     """A committed run."""
@@ -134,30 +131,29 @@ class StoredRun:
     name: str
     folder: Path = HERE
 
+    @property
+    def file(self) -> Path:
+        return self.folder / "logits" / f"{self.name}.npz"
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "runs" / f"{self.name}.json"
+
     @cached_property
     def certificate(self) -> dict[str, Any]:
-        """Config, environment and all that is not computed from logits."""
-        found: dict[str, Any] = json.loads((self.folder / "runs" / f"{self.name}.json").read_text())
-        return found
+        """All that is not computed from logits."""
+        return json.loads(self.text.read_text())
 
     @cached_property
     def config(self) -> Config:
-        """The settings of the run."""
         return Config.from_json(json.dumps(self.certificate["config"]))
-
-    @property
-    def file(self) -> Path:
-        """What `store` wrote."""
-        return self.folder / "logits" / f"{self.name}.npz"
 
     @cached_property
     def calib(self) -> Split:
-        """The calibration split."""
         return read_split(self.file, "calib")
 
     @cached_property
     def test(self) -> Split:
-        """The test split."""
         return read_split(self.file, "test")
 
     @cached_property
@@ -173,36 +169,24 @@ def stored_runs(folder: Path = HERE) -> list[StoredRun]:
     return [StoredRun(file.stem, folder) for file in sorted((folder / "runs").glob("*.json"))]
 
 
-def store(
-    name: str,
-    calib: Split,
-    test: Split,
-    heads: Mapping[str, Scores],
-    certificate: Mapping[str, Any],
-    folder: Path = HERE,
-) -> Path:
-    """Write a run's arrays and certificate; returns the file of arrays."""
-    about = as_plain(dict(certificate)) | {"config": certificate["config"]}
-    text = folder / "runs" / f"{name}.json"
-    text.parent.mkdir(parents=True, exist_ok=True)
-    text.write_text(json.dumps(about, separators=(",", ":")) + "\n")
-    arrays = pack(calib, test)
+def store(run: StoredRun, splits: Splits, heads: Mapping[str, Scores], certificate: dict[str, Any]) -> None:
+    """Write a run's arrays and certificate."""
+    about = as_plain(certificate) | {"config": certificate["config"]}
+    run.text.parent.mkdir(parents=True, exist_ok=True)
+    run.text.write_text(json.dumps(about, separators=(",", ":")) + "\n")
+    arrays = pack(*splits)
     for head, scores in heads.items():
         arrays |= pack_scores(scores, f"heads/{head}")
-    return write_npz(folder / "logits" / f"{name}.npz", arrays)
+    write_npz(run.file, arrays)
 
 
-def write_npz(path: Path, arrays: Mapping[str, Array]) -> Path:
-    """As np.savez, compressed by LZMA; np.load reads it."""
+def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
+    """As np.savez, compressed by LZMA; np.load reads it. Equal arrays give equal files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
         for name, value in arrays.items():
-            buffer = io.BytesIO()
-            np.lib.format.write_array(buffer, np.ascontiguousarray(value), allow_pickle=False)
-            info = zipfile.ZipInfo(f"{name}.npy")  # without the time, so that equal arrays give equal files
-            info.compress_type = zipfile.ZIP_LZMA
-            file.writestr(info, buffer.getvalue())
-    return path
+            with file.open(f"{name}.npy", "w") as entry:
+                np.lib.format.write_array(entry, np.ascontiguousarray(value), allow_pickle=False)
 
 
 # --- arrays in few bytes
@@ -249,16 +233,11 @@ def read_split(file: Path, part: str) -> Split:
 def pack_scores(scores: Scores, name: str) -> Arrays:
     """Scores as steps of log(1 + 100 score). Of correct predictions the NLL is -log(1 - doubt)."""
     kept = {"doubt": scores.doubt, "brier": scores.brier, "wrong": scores.nll[~scores.correct]}
-    arrays: Arrays = {
-        f"{name}/{field}": (kept[field].double() / FINEST)
-        .log1p()
-        .mul(levels)
-        .round()
-        .numpy()
-        .astype(np.uint16)
-        for field, levels in SCORE_LEVELS.items()
-    }
-    return arrays | {f"{name}/correct": scores.correct.numpy(), f"{name}/ece_all": np.float32(scores.ece_all)}
+    arrays = {f"{name}/correct": scores.correct.numpy(), f"{name}/ece_all": np.float32(scores.ece_all)}
+    for field, levels in SCORE_LEVELS.items():
+        steps = levels * (kept[field].double() / FINEST).log1p()
+        arrays[f"{name}/{field}"] = steps.round().numpy().astype(np.uint16)
+    return arrays
 
 
 def unpack_scores(arrays: Mapping[str, Array], name: str) -> Scores:
@@ -293,15 +272,13 @@ def dequantise(steps: Array, levels: int) -> Tensor:
 def encode(parts: Sequence[Array], known: Sequence[Array]) -> tuple[list[Array], Array]:
     """What guesses leave of the steps (N, K) of each part, (K, N) uint8, and the weights of the guesses.
 
-    `known` are steps (N, P) of the same samples that the reader has already. Weights are 0 where guesses save nothing.
+    `known` are steps (N, P) of the same samples that the reader has already.
     """
     rows = [_rows(part, other) for part, other in zip(parts, known)]
-    fitted = _fit(rows, parts[0].shape[1])
-    coded = [
-        ([((part.T - _guess(w, r)) % 256).astype(np.uint8) for part, r in zip(parts, rows)], w)
-        for w in (np.zeros_like(fitted), fitted)
-    ]
-    return min(coded, key=lambda one: sum(len(zlib.compress(left)) for left in one[0]))
+    weights = _fit(rows, parts[0].shape[1])
+    return [
+        ((part.T - _guess(weights, own)) % 256).astype(np.uint8) for part, own in zip(parts, rows)
+    ], weights
 
 
 def decode(left: Array, weights: Array, known: Array) -> Array:
@@ -346,8 +323,8 @@ def read_table() -> pd.DataFrame:
     return pd.read_csv(TABLE) if TABLE.exists() else pd.DataFrame(columns=COLUMNS)
 
 
-def write_table(rows: Sequence[tuple[Any, ...]]) -> pd.DataFrame:
+def write_table(table: pd.DataFrame) -> pd.DataFrame:
     """Write and return the table, sorted."""
-    table = pd.DataFrame(rows, columns=COLUMNS).sort_values(COLUMNS[:3], ignore_index=True)
+    table = table.sort_values(COLUMNS[:3], ignore_index=True)
     table.to_csv(TABLE, index=False, float_format="%.6g")
     return table

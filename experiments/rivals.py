@@ -1,8 +1,7 @@
 """The staged head against its rivals on every classifier there is, and on small calibration sets.
 
     python experiments/rivals.py versus [--shared FOLDER]     # writes versus.csv; rows of missing files are kept
-    python experiments/rivals.py auroc --seen FOLDER          # files of shift_sets.py; auroc.csv
-    python experiments/rivals.py safety --draws 50 [--shared FOLDER] [--processes 8]    # an hour of a core; safety.csv
+    python experiments/rivals.py safety --draws 50 [--shared FOLDER]    # an hour of a core; safety.csv
 
 FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz.
 
@@ -19,8 +18,7 @@ classes are cats and dogs, and animals and vehicles.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,13 +29,12 @@ import pandas as pd
 import torch
 from post_hoc import METHODS, RIVALS, against
 from results import HERE, Scores, Split, StoredRun, arguments
-from shift_sets import read
-from tables import SETS, Page, Runs, markdown, percent
+from tables import Runs, Tables, markdown, percent
 from torch import Tensor
 
 from doublehead import PAPER, Predictions, metrics
 from doublehead.calibration_head import HeadBank
-from doublehead.calibrators import Head, Temperature, make
+from doublehead.calibrators import Head, Temperature
 from doublehead.head_training import HeadTraining
 from doublehead.torch_tools import evaluating
 
@@ -61,35 +58,30 @@ DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages
 
 
 class Case(NamedTuple):
-    """One classifier; `features` are (calibration, test) features and `layer` its last layer."""
+    """One classifier; `head` gives the test logits of another head than the staged one on logits."""
 
     part: str
     name: str
     calib: Split
     test: Split
-    features: tuple[Tensor, Tensor] | None = None
-    layer: Tensor | None = None
-    head: str = "staged"  # or "paper"
-
-
-def tensors(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(value) for name, value in file.items()}
+    head: Callable[[], Tensor] | None = None
 
 
 def resnet110(shared: Path) -> Case:
     """A published ResNet-110 on CIFAR-10."""
-    arrays = tensors(shared / "logits" / "resnet110_c10.npz")
-    calib, test = (
-        Split(arrays[f"{s}_labels"].long(), arrays[f"{s}_logits"].float()) for s in ("val", "test")
-    )
+    with np.load(shared / "logits" / "resnet110_c10.npz") as file:
+        arrays = [
+            torch.from_numpy(file[f"{s}_{what}"]) for s in ("val", "test") for what in ("labels", "logits")
+        ]
+    calib, test = Split(arrays[0].long(), arrays[1].float()), Split(arrays[2].long(), arrays[3].float())
     return Case("development", "cifar10-resnet110", calib, test)
 
 
 def imagenet(shared: Path) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, features and labels of a ResNet-50 on five images of each class."""
-    arrays = tensors(shared / "imagenet" / "resnet50_val5k.npz")
-    return arrays["logits"].float(), arrays["features"].float(), arrays["labels"].long()
+    with np.load(shared / "imagenet" / "resnet50_val5k.npz") as file:
+        logits, features, labels = (torch.from_numpy(file[key]) for key in ("logits", "features", "labels"))
+    return logits.float(), features.float(), labels.long()
 
 
 def imagenet_halves(shared: Path) -> Iterator[Case]:
@@ -104,13 +96,38 @@ def imagenet_halves(shared: Path) -> Iterator[Case]:
         chosen = by_class.gather(1, order)
         calib, test = chosen[:, :2].reshape(-1), chosen[:, 2:4].reshape(-1)
         halves = Split(labels[calib], logits[calib]), Split(labels[test], logits[test])
-        yield Case("development", f"imagenet-resnet50, half {seed}", *halves)
-        both = (features[calib], features[test])
-        yield Case("development", f"imagenet-resnet50, half {seed}, features", *halves, both, layer)
+        heads = {"": None, ", features": partial(features_head, layer)}
         if seed == 0:  # it is far behind
-            yield Case(
-                "development", f"imagenet-resnet50, half {seed}, paper's head", *halves, both, None, "paper"
-            )
+            heads[", paper's head"] = paper_head
+        for what, head in heads.items():
+            own = None if head is None else partial(head, *halves, features[calib], features[test])
+            yield Case("development", f"imagenet-resnet50, half {seed}{what}", *halves, own)
+
+
+def features_head(
+    layer: Tensor, calib: Split, test: Split, features: Tensor, test_features: Tensor
+) -> Tensor:
+    """Test logits (N, K) of the staged head that reads features and the last layer."""
+    head = Head().fit(calib.predictions, features=features, last_layer=layer)
+    with torch.no_grad():
+        return head(test.main, test_features)
+
+
+def paper_head(calib: Split, test: Split, features: Tensor, test_features: Tensor) -> Tensor:
+    """Test logits (N, K) of the paper's head, trained on the finished network with a cosine schedule."""
+    torch.manual_seed(0)
+    bank, rate = HeadBank(features.shape[1], test.main.shape[1], [PAPER]), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([rate], lr=1.0)  # holds the schedule
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    training, none = HeadTraining(bank, follow=optimizer), torch.zeros_like(calib.labels)
+    for _ in range(EPOCHS):
+        batches = torch.randperm(len(none)).split(128)
+        for i, at in enumerate(batches):
+            training.step(calib.main[at], features[at], calib.labels[at], none[at], i / len(batches))
+        optimizer.step()
+        schedule.step()
+    with evaluating(bank), torch.no_grad():
+        return bank(test.main, test_features)[0]
 
 
 # --- versus
@@ -129,13 +146,8 @@ def cases(shared: Path | None) -> Iterator[Case]:
 def row_of(case: Case) -> dict[str, Any] | None:
     """The numbers of one classifier; None where a rival is not installed."""
     scores = {name: METHODS[name](case) for name in ("none", *RIVALS, "head")}
-    if case.features is not None and case.head == "paper":
-        scores["head"] = Scores.of(Predictions(paper_head(case, *case.features), case.test.labels))
-    elif case.features is not None:
-        head = Head().fit(case.calib.predictions, features=case.features[0], last_layer=case.layer)
-        with torch.no_grad():
-            out = head(case.test.main, case.features[1])
-        scores["head"] = Scores.of(Predictions(out, case.test.labels))
+    if case.head is not None:
+        scores["head"] = Scores.of(Predictions(case.head(), case.test.labels))
     known = {name: found for name, found in scores.items() if found is not None}
     if len(known) < len(scores):
         return None
@@ -144,25 +156,6 @@ def row_of(case: Case) -> dict[str, Any] | None:
     row |= {f"nll_{name}": float(found.nll.mean()) for name, found in known.items()}
     wanted = [f"{what}_{name}" for what in ("to", "reach") for name in RIVALS]
     return row | {key: numbers[key] for key in ("n", "classes", "accuracy", "ece", "ece_high", *wanted)}
-
-
-def paper_head(case: Case, calib: Tensor, test: Tensor) -> Tensor:
-    """Logits (N, K) of the paper's head, trained on the features of the finished network with a cosine schedule."""
-    torch.manual_seed(0)
-    logits, labels = case.calib.main, case.calib.labels
-    bank, rate = HeadBank(calib.shape[1], logits.shape[1], [PAPER]), torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([rate], lr=1.0)  # holds the schedule
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
-    training, none = HeadTraining(bank, follow=optimizer), torch.zeros_like(labels)
-    for _ in range(EPOCHS):
-        batches = torch.randperm(len(labels)).split(128)
-        for i, rows in enumerate(batches):
-            training.step(logits[rows], calib[rows], labels[rows], none[rows], i / len(batches))
-        optimizer.step()
-        schedule.step()
-    with evaluating(bank), torch.no_grad():
-        found: Tensor = bank(case.test.main, test)[0]
-    return found
 
 
 def versus(shared: Path | None) -> None:
@@ -201,10 +194,8 @@ def two_classes(name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[str
     yield f"{name}, vehicle or animal", groups, torch.isin(labels, torch.tensor(ANIMALS)).long()
 
 
-def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> list[tuple[object, ...]]:
-    """The rows of one draw of every size."""
-    torch.set_num_threads(1)
-    rows = []
+def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[object, ...]]:
+    """A row of one draw of every size."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     for n in SIZES:
         if n > len(labels) / 2 or (n == 2500 and len(labels) >= 10_000):
@@ -216,8 +207,7 @@ def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> list[tuple[obj
         scaled = Temperature().fit(calib).calibrate(test)
         nlls = [float(metrics.nll(p)) for p in (test, scaled, head.calibrate(test))]
         stages = "" if head.choice is None else head.choice.chosen
-        rows.append((name, logits.shape[1], n, seed, *nlls, stages))
-    return rows
+        yield (name, logits.shape[1], n, seed, *nlls, stages)
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -235,72 +225,21 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return made.reset_index()
 
 
-def safety(shared: Path | None, draws: int, processes: int) -> None:
+def safety(shared: Path | None, draws: int) -> None:
     """Draw small calibration sets from every network and write the summary."""
-    rows: list[tuple[object, ...]] = []
-    with ProcessPoolExecutor(processes) as pool:
-        for name, logits, labels in networks(shared):
-            for made in pool.map(partial(draw, name=name, logits=logits, labels=labels), range(draws)):
-                rows += made
-            print(name, flush=True)
+    rows = [row for network in networks(shared) for seed in range(draws) for row in draw(seed, *network)]
     summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
-# --- the paper's Table 2
+# --- tables
 
 
-def auroc(seen: Path) -> None:
-    """How well confidence tells clean test images of CIFAR-10 from noisy ones and from house numbers."""
-    rows = []
-    for file in sorted(seen.glob("cifar10-*.npz")):
-        sets = {name: Predictions(part.logits, part.labels.clamp(max=9)) for name, part in read(file).items()}
-        for output in ("none", "temperature", "head"):
-            fitted = make(output).fit(sets["calib/clean"])
-            clean = fitted.calibrate(sets["test/clean"])
-            for name in SETS:
-                found = metrics.shift_detection(clean, fitted.calibrate(sets[name])).auroc
-                rows.append((file.stem, output, name, found))
-    table = pd.DataFrame(rows, columns=["run", "output", "set", "auroc"])
-    table.to_csv(HERE / "auroc.csv", index=False, float_format="%.5g")
-
-
-# --- pages
-
-PARTS = {
-    "development": "## Development\n\nSettings were chosen on calibration data of these classifiers. The halves of "
-    "ImageNet share 5,000 images, and the last layer's answer to damped features was picked among about 20 variants on "
-    "the calibration part of two other halves, so these rows are not independent of that choice.\n",
-    "later": "## Later networks\n\nNetworks of this project that were trained after the settings of the stages had "
-    "been fixed. That stages are pooled and how small samples are judged was decided later, on the calibration data of "
-    "these and of the networks above, except for the third seed of CIFAR-10.\n",
-    "new": "## New networks\n\nNetworks of this project whose training ended after the head was finished. Nothing was "
-    "chosen with them.\n",
-    "blind": "## Blind\n\nClassifiers of other kinds, on data that was never used before (`experiments/blind.py`). "
-    "Nine were chosen and trained without tuning; all are shown. They were calibrated once, after the head's settings "
-    "were fixed.\n",
-    "after": "## The same classifiers afterwards\n\nBy today's code. The first look led to one change: the class map "
-    "clips its input, which forests need. Since then the head pools its stages. These numbers are not blind.\n",
-}
-
-
-def versus_page(table: pd.DataFrame, runs: Runs) -> str:
-    """The staged head against temperature scaling and the two best rivals, development and blind."""
-    found, names = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)]), RIVALS.values()
-    head = ["classifier", "classes", "samples", "NLL as it is", *(f"NLL {name}" for name in names)]
-    head += ["NLL head", *(f"to {name}" for name in names), "ECE head"]
-    parts = [
-        "# The staged head and its rivals\n",
-        "SVS and SMS are structured vector and matrix scaling of probmetrics. Differences of the NLL are head minus "
-        "rival, paired, with 95 % intervals; bold where the interval excludes 0. The head reads logits alone, as its "
-        "rivals do, except in lines marked features, and keeps every prediction, which its rivals do not. One line "
-        "shows the paper's head instead; it does not count as a win or a loss. ECE with the upper end of a perfect "
-        "model's range, percent.\n",
-    ]
-    for part, about in PARTS.items():
-        own = found[found.part == part]
-        staged = own[~own.name.str.endswith("paper's head")]
-        parts += [about, markdown(head, [_versus(row) for _, row in own.iterrows()]), wins(staged)]
-    return "\n".join(parts)
+def versus_table(part: str, table: pd.DataFrame, runs: Runs) -> str:
+    """The staged head against temperature scaling and the two best rivals, each classifier and their count."""
+    found = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)])
+    own = found[found.part == part]
+    staged = own[~own.name.str.endswith("paper's head")]
+    return f"{markdown([_versus(row) for _, row in own.iterrows()])}\n{wins(staged)}"
 
 
 def of_runs(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
@@ -317,15 +256,16 @@ def of_runs(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _versus(row: pd.Series) -> list[str]:
-    gaps = []
-    for name in RIVALS:
+def _versus(row: pd.Series) -> dict[str, str]:
+    line = {"classifier": row["name"], "classes": f"{row.classes:.0f}"}
+    line["samples"] = f"{row.calib:,.0f} / {row.n:,.0f}"
+    outputs = {"none": "as it is", **RIVALS, "head": "head"}
+    line |= {f"NLL {title}": f"{row[f'nll_{name}']:.4f}" for name, title in outputs.items()}
+    for name, title in RIVALS.items():
         gap, reach = row[f"to_{name}"], row[f"reach_{name}"]
         text = f"{gap:+.4f} ± {reach:.4f}"
-        gaps.append(f"**{text}**" if abs(gap) > max(reach, LEVEL) else text)
-    nlls = [f"{row[f'nll_{name}']:.4f}" for name in ("none", *RIVALS, "head")]
-    ece = f"{percent(row.ece)} ({percent(row.ece_high)})"
-    return [row["name"], f"{row.classes:.0f}", f"{row.calib:,.0f} / {row.n:,.0f}", *nlls, *gaps, ece]
+        line[f"to {title}"] = f"**{text}**" if abs(gap) > max(reach, LEVEL) else text
+    return line | {"ECE head": f"{percent(row.ece)} ({percent(row.ece_high)})"}
 
 
 def wins(found: pd.DataFrame) -> str:
@@ -333,64 +273,47 @@ def wins(found: pd.DataFrame) -> str:
     found, lines = found[~found.name.str.contains("half [1-9]|features")], []
     for name, title in RIVALS.items():
         gap, reach = found[f"to_{name}"], found[f"reach_{name}"].clip(lower=LEVEL)
-        counts = [(gap < -reach).sum(), (gap.abs() <= reach).sum(), (gap > reach).sum()]
         change = (found.nll_head / found[f"nll_{name}"] - 1).mean()
-        lines.append([title, *map(str, counts), f"{100 * change:+.2f}"])
-    head = ["head against", "clearly lower", "level", "clearly higher", "mean change of NLL, percent"]
-    return markdown(head, lines)
+        line = {"head against": title, "clearly lower": str((gap < -reach).sum())}
+        line |= {"level": str((gap.abs() <= reach).sum()), "clearly higher": str((gap > reach).sum())}
+        lines.append(line | {"mean change of NLL, percent": f"{100 * change:+.2f}"})
+    return markdown(lines)
 
 
-def safety_page(table: pd.DataFrame, runs: Runs) -> str:
+def safety_table(table: pd.DataFrame, runs: Runs) -> str:
     """How often the head is worse than the better of doing nothing and temperature scaling."""
-    titles = ["classes", "samples", "draws", "head worse", "largest loss", "temperature worse",
-              "its largest loss", "stages opened", "NLL saved"]  # fmt: skip
-    lines = [
-        [
-            *(f"{row[key]:,.0f}" for key in ("classes", "n", "draws")),
-            *(percent(row.worse, 1), f"{max(row.worst, 0):.4f}"),
-            *(percent(row.temperature_worse, 1), f"{max(row.temperature_worst, 0):.4f}"),
-            *(percent(row.opened, 1), f"{100 * row.gain:+.1f}"),
-        ]
-        for _, row in pd.read_csv(SAFETY).iterrows()
-    ]
-    return "\n".join(
-        [
-            "# Small calibration sets\n",
-            "Draws of calibration sets from real logits (`experiments/rivals.py`). Worse: the NLL on other samples is "
-            "more than 0.002 above the better of the raw network and temperature scaling, which is known only later. "
-            "Draws mix calibration and test data. That stages open from 30 wrong predictions on was chosen on earlier "
-            "draws from the same networks. Shares are in percent of draws, the NLL saved in percent of temperature "
-            "scaling's.\n",
-            markdown(titles, lines),
-        ]
-    )
+    lines = []
+    for _, row in pd.read_csv(SAFETY).iterrows():
+        sizes = {"classes": row.classes, "samples": row.n, "draws": row.draws}
+        line = {title: f"{size:,.0f}" for title, size in sizes.items()}
+        line |= {"head worse": percent(row.worse, 1), "largest loss": f"{max(row.worst, 0):.4f}"}
+        line |= {"temperature worse": percent(row.temperature_worse, 1)}
+        line |= {"its largest loss": f"{max(row.temperature_worst, 0):.4f}"}
+        lines.append(line | {"stages opened": percent(row.opened, 1), "NLL saved": f"{100 * row.gain:+.1f}"})
+    return markdown(lines)
 
 
-def blind_table(table: pd.DataFrame, runs: Runs) -> str:
-    """Wins and losses of the first look."""
-    found = pd.read_csv(VERSUS)
-    return wins(found[found.part == "blind"])
-
-
-PAGES: dict[str, Page] = {"versus": versus_page, "safety": safety_page}
-FILLED: dict[str, tuple[str, Page]] = {"blind": ("docs/results/index.md", blind_table)}
+TABLES: Tables = {
+    "blind": ("docs/results/index.md", lambda *_: wins(pd.read_csv(VERSUS).query("part == 'blind'"))),
+    "safety": ("docs/results/safety.md", safety_table),
+    **{
+        f"versus-{part}": ("docs/results/versus.md", partial(versus_table, part))
+        for part in (*ENDED, "blind", "after")
+    },
+}
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("what", choices=["versus", "safety", "auroc"])
+    parser.add_argument("what", choices=["versus", "safety"])
     parser.add_argument("--shared", type=Path)
-    parser.add_argument("--seen", type=Path)
     parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "versus":
         versus(options.shared)
-    elif options.what == "auroc":
-        auroc(options.seen)
     else:
-        safety(options.shared, options.draws, options.processes)
+        safety(options.shared, options.draws)
 
 
 if __name__ == "__main__":

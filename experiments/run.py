@@ -11,7 +11,7 @@ experiments/logits and experiments/runs; `make results` makes numbers, tables an
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from results import HERE, Scores, Split, arguments, store
+from results import HERE, Scores, Split, StoredRun, arguments, store
 from torch import Tensor
 
 from doublehead import PAPER, HeadSpec, Predictions
@@ -29,17 +29,16 @@ from doublehead.data import Images
 from doublehead.network import Readings, flip
 from doublehead.optional import require
 from doublehead.saving import under
-from doublehead.torch_tools import evaluating
 from doublehead.training.config import BETAS, METHODS, RECIPES, TUNED, Config
 from doublehead.training.loop import make_fabric, set_up, train
 from doublehead.training.run import Run
 from doublehead.training.run_folder import RunFolder
 
-CERTIFIED = ("config", "environment", "sizes", "train_seconds", "samples_per_second", "train_accuracy", "choice",
-             "shift")  # fmt: skip
+CERTIFIED = ("config", "environment", "sizes", "train_seconds", "train_accuracy")
+CURVES = ("accuracy", "ece", "nll", "mean_entropy")  # over the epochs
+GRADIENTS = ("mlp-0.6", "mlp-1.5")  # heads of the paper's figure
 # --- recipes: each run is a small difference from a recipe of the package
 IMAGES = ("cifar10", "cifar100", "svhn")
-LOSSES = ("mmce", "brier", "focal", "flsd-53", "label-smoothing", "mixup")  # besides cross entropy
 EPOCHS = {"svhn": 40}  # of images otherwise 80
 PERIODS = (20, 30, 40, 50, 70)  # of Table 3; k = 10 is the default
 REFERENCE = ("cifar10", "resnet50", 0)  # data, network and seed of the paper's figures
@@ -54,9 +53,8 @@ MINILM: dict[str, Any] = {
     "epochs": 2, "phrases": False, "precision": "bf16-mixed",
 }  # fmt: skip
 MINILM_NEWS: dict[str, Any] = {**MINILM, "lr": 1.5e-4, "epochs": 5, "max_words": 256}
-SLOW = replace(PAPER, lr=0.03)  # steadier in sweeps and under perturbation
+SLOW = replace(PAPER, lr=0.03)  # steadier in a sweep
 FOLDS = 5  # of distances to class means
-GUARDS = ("shifts", "shifts-noises", "shifts-blurs", "shifts-colours", "shifts-digital")
 
 
 def recipe(data: str, model: str | None = None, seed: int = 0, method: str = "cross-entropy") -> Config:
@@ -70,39 +68,25 @@ def recipe(data: str, model: str | None = None, seed: int = 0, method: str = "cr
     if data in IMAGES:
         base = replace(base, precision="bf16-mixed", compile=True)
     if method != "cross-entropy":
-        return replace(METHODS[method].apply(base), evaluate_every=base.epochs, shift=few_shifts(data))
+        return replace(METHODS[method].apply(base), evaluate_every=base.epochs)
     return with_heads(base)
 
 
 def with_heads(base: Config) -> Config:
     """The cross-entropy run of a row and everything that is trained beside it."""
     full = (base.data, base.model, base.seed) == REFERENCE
-    heads, guarded = dict(HEADS), base.data in ("cifar10", "cifar100")
+    heads = dict(HEADS)
     if full:
         heads |= {f"mlp-{beta0:g}": replace(SLOW, beta0=beta0) for beta0 in BETAS}
         heads |= {f"annealing-double-head-k{k}": PAPER for k in PERIODS}
-    if guarded and base.seed == 0:
-        heads |= {f"mlp@{name}": SLOW for name in ("noise", "noise+broad")}
     return replace(
         base,
         heads=heads,
-        augment_of={name: name.split("@")[1] for name in heads if "@" in name},
-        every_of={name: int(name.rpartition("-k")[2]) for name in heads if "-k" in name},
+        every_of={f"annealing-double-head-k{k}": k for k in PERIODS if full},
         auto=True,
-        guards=GUARDS if guarded else (),
         record_gradients=full,
         evaluate_every=1 if full else base.epochs,
-        shift=("cifar10c", *few_shifts(base.data)[1:]) if guarded else few_shifts(base.data),
     )
-
-
-def few_shifts(data: str) -> tuple[str, ...]:
-    """The shifted sets of the paper's Table 2, and unknown classes."""
-    return {
-        "cifar10": ("gaussian_noise:5", "svhn", "cifar100"),
-        "cifar100": ("gaussian_noise:5", "svhn"),
-        "svhn": ("gaussian_noise:5",),
-    }.get(data, ())
 
 
 # --- what is kept of a finished run
@@ -121,34 +105,26 @@ def reopened(folder: RunFolder, root: str | None, accelerator: str = "auto") -> 
     return run
 
 
+@torch.no_grad()
 def splits_of(run: Run) -> tuple[Split, Split]:
     """Everything to store of the calibration and the test split."""
-    calib, test = (_readings(run, split) for split in ("calib", "test"))
-    parts = [Split(found.labels, found.logits) for found in (calib, test)]
-    if calib.features.shape[1]:
-        spaces = distances(calib.features, calib.labels, test.features, run.reader.n_classes)
-        parts = [
-            part._replace(sphere=space[0], projected=space[1], numbers=feature_numbers(found.features))
-            for part, space, found in zip(parts, spaces, (calib, test))
-        ]
+    found = [_readings(run, split) for split in ("calib", "test")]
+    parts = [Split(one.labels, one.logits) for one in found]
+    if found[0].features.shape[1]:
+        spaces = distances(found[0].features, found[0].labels, found[1].features, run.reader.n_classes)
+        for i, space in enumerate(spaces):
+            numbers = feature_numbers(found[i].features)
+            parts[i] = parts[i]._replace(sphere=space[0], projected=space[1], numbers=numbers)
     if "auto" in run.companions:
         double = run.companions["auto"]
-        bank = double.bank.cpu()
-        opinions = (double.opinion(calib), _answer(bank, test))
+        double.bank.cpu()
+        opinions = double.opinion(found[0]), double.answer(found[1].logits, found[1].features)
         parts = [part._replace(opinion=opinion) for part, opinion in zip(parts, opinions)]
-    if (
-        isinstance(run.inputs.splits.train, Images) and run.config.data != "svhn"
-    ):  # digits have no mirror view
+    images = isinstance(run.inputs.splits.train, Images)
+    if images and run.config.data != "svhn":  # digits have no mirror view
         mirrored = [_readings(run, split, mirror=True).logits for split in ("calib", "test")]
         parts = [part._replace(flip=logits) for part, logits in zip(parts, mirrored)]
     return parts[0], parts[1]
-
-
-@torch.no_grad()
-def _answer(bank: torch.nn.Module, found: Readings) -> Tensor:
-    with evaluating(bank):
-        answers: Tensor = bank(found.logits, found.features)
-    return answers.log_softmax(-1).mean(0)
 
 
 def _readings(run: Run, split: str, mirror: bool = False) -> Readings:
@@ -173,46 +149,37 @@ def certificate_of(folder: RunFolder) -> dict[str, Any]:
     """What is known of a run besides its logits."""
     found = {key: folder.results[key] for key in CERTIFIED}
     found["environment"] = {key: value for key, value in found["environment"].items() if key != "command"}
-    return found | curves(folder.lines(), folder.config) | gradients(folder.path)
+    return found | curves(folder.lines(), folder.config.heads) | gradients(folder.path)
 
 
-def curves(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]:
+def curves(lines: Sequence[Mapping[str, Any]], heads: Collection[str]) -> dict[str, Any]:
     """What figures need of metrics.jsonl: numbers over the epochs, and the last entropy of every head."""
-    shown = ("main", *(name for name in ("double-head", "annealing-double-head") if name in config.heads))
     tested = [line for line in lines if "test" in line]
-    keys = ("accuracy", "ece", "nll", "mean_entropy")
     epochs = {
-        output: {key: [round(line["test"][output][key], 5) for line in tested] for key in keys}
-        for output in shown
+        output: {key: [round(line["test"][output][key], 5) for line in tested] for key in CURVES}
+        for output in ("main", *HEADS)
+        if output in tested[-1]["test"]
     }
-    last = tested[-1]["test"]
-    return {
-        "epochs": {"epoch": [line["epoch"] + 1 for line in tested], **epochs},
-        "train_loss": [round(line["train_loss"], 5) for line in lines],
-        "entropy": {name: last[name]["mean_entropy"] for name in config.heads},
-    }
+    entropy = {name: tested[-1]["test"][name]["mean_entropy"] for name in heads}
+    return {"epochs": {"epoch": [line["epoch"] + 1 for line in tested], **epochs}, "entropy": entropy}
 
 
 def gradients(folder: Path) -> dict[str, Any]:
-    """Gradient norms (epochs, 6) of the two heads of the paper's figure, where they were recorded."""
+    """Gradient norms (epochs, 6) of two heads, where they were recorded."""
     if not (folder / "gradients.npz").exists():
         return {}
     with np.load(folder / "gradients.npz") as file:
-        heads, norms = file["heads"].tolist(), file["norms"].round(4)  # norms (epochs, 6, heads)
-    shown = [name for name in ("mlp-0.6", "mlp-1.5") if name in heads]
-    return {"gradients": {name: norms[:, :, heads.index(name)].tolist() for name in shown}}
+        norms = dict(zip(file["heads"].tolist(), file["norms"].round(4).transpose(2, 0, 1).tolist()))
+    return {"gradients": {name: norms[name] for name in GRADIENTS if name in norms}}
 
 
-def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE) -> Path:
+def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE) -> StoredRun:
     """Store a finished run."""
-    config = folder.config
-    calib, test = splits_of(reopened(folder, root, accelerator))
-    heads = {
-        name: Scores.of(Predictions.load(folder.path / f"predictions/test-{name}.npz"))
-        for name in config.heads
-        if "@" not in name  # no table shows perturbed ones
-    }
-    return store(config.name, calib, test, heads, certificate_of(folder), to)
+    saved = {name: folder.path / f"predictions/test-{name}.npz" for name in folder.config.heads}
+    heads = {name: Scores.of(Predictions.load(file)) for name, file in saved.items()}
+    run = StoredRun(folder.config.name, to)
+    store(run, splits_of(reopened(folder, root, accelerator)), heads, certificate_of(folder))
+    return run
 
 
 def main() -> None:
@@ -233,7 +200,7 @@ def main() -> None:
             break
         folder, where = RunFolder(options.output / config.folder_name), options.accelerator
         train(config, folder, root=options.root, accelerator=where, checkpoint_seconds=120, report=report)
-        size = keep(folder, options.root, where).stat().st_size / 1e6
+        size = keep(folder, options.root, where).file.stat().st_size / 1e6
         print(f"{config.name}: {folder.results['train_seconds']:.0f} s, {size:.2f} MB", flush=True)
 
 

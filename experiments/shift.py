@@ -1,13 +1,13 @@
 """What the shift guard does to trained networks, with whole kinds of shift left out of its fit.
 
     python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # logits and distances: seen/RUN.npz
-    python experiments/shift.py measure seen/*.npz                          # shift.csv, the table and the figures
-    python experiments/shift.py draw                                        # table and frontier from shift.csv
-    python experiments/shift.py simulate                                    # shift_alarms.csv and its table
+    python experiments/shift.py measure seen/*.npz                          # shift.csv, auroc.csv and the figures
+    python experiments/shift.py simulate                                    # shift_alarms.csv
+    python experiments/shift.py draw                                        # tables and frontier from what is measured
 
 `measure` fits every method to calibration data and measures it on test data. The kind of shift that it is measured on
 is never part of its fit. Each cell is a family at a severity on 1,000 inputs; streams are cells one by one. Runs on
-the same inputs form an ensemble.
+the same inputs form an ensemble. AUROCs are those of the paper's Table 2.
 
 `simulate` counts false alarms with few calibration samples. Each of many calibration sets has a guard of its own, which
 sees windows of new samples of the same kind, and of weakly shifted ones. An alarm that knows all clean data shows what
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,20 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from post_hoc import density_aware
+from post_hoc import density_aware, mean_of
 from results import HERE, arguments
-from shift_sets import KINDS, UNKNOWN, Seen, read
-from tables import fill, markdown
+from shift_sets import KINDS, Seen, read
+from tables import SETS, Tables, markdown, publish
 from torch import Tensor
 
 from doublehead import Predictions, metrics, plots
-from doublehead.calibrators import make
+from doublehead.calibrators import Calibrator, make
 from doublehead.calibrators.choose import mean_and_error
 from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision, scaled
 from doublehead.training.run_folder import environment
 
 TABLE, ALARMS = HERE / "shift.csv", HERE / "shift_alarms.csv"
-DOCUMENT = HERE.parent / "docs" / "shift.md"
-IMAGES = DOCUMENT.parent / "images"
+IMAGES = HERE.parent / "docs" / "images"
 BATCH = 100
 PRIORS, TICKS = (0.01, 0.05, 0.2, 0.5), (-10, -1, -0.1, 0.1, 1, 10)  # of the frontier
 SHOWN = {
@@ -63,6 +63,7 @@ CHANNELS = {"normal": [128] * 18, "heavy tails": [128] * 18, "sparse": [100, 100
 SHIFTS = {"normal": 0.015, "heavy tails": 0.3, "sparse": 0.05}
 NEW, WINDOWS = 10_000, 20_000  # samples, and windows drawn from them
 
+nlls_of = partial(torch.nn.functional.cross_entropy, reduction="none")  # logits (N, K), labels (N,) -> (N,)
 Sets = dict[str, Seen]
 Method = Callable[[str], Tensor]  # the name of a set, a stream of inputs -> logits (N, K)
 
@@ -82,68 +83,71 @@ class Given(torch.nn.Module):
 
 
 def guard_of(
-    clean: Seen, perturbed: Sequence[Seen] = (), window: int = 64, prior: float | None = None
+    clean: Seen, perturbed: Sequence[Seen] = (), window: int = WINDOW, prior: float | None = None
 ) -> Guard:
     """A guard that learned from these sets, each of the perturbed ones a group."""
 
-    def together(sets: Sequence[Seen]) -> Observed:
+    def observed(sets: Sequence[Seen]) -> Observed:
         groups = torch.cat([torch.full_like(one.labels, i) for i, one in enumerate(sets)])
         z, far, labels, samples = (torch.cat(parts) for parts in zip(*sets))
         return Observed(far, z, labels, groups, samples)
 
     guard = Guard([1] * clean.far.shape[1], window)
     guard.distances = Given()
-    guard.fit(together([clean]), together(perturbed) if perturbed else None, prior=prior)
+    guard.fit(observed([clean]), observed(perturbed) if perturbed else None, prior=prior)
     return guard
 
 
 def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str, Method]:
     """Every method, fitted without one kind of shift; an ensemble of `members` where there are two or more."""
     clean = sets["calib/clean"]
-    families = [family for other in KINDS if other != kind for family in KINDS[other]]
-    names = [f"calib/{family}/{level}" for family in families for level in range(1, 6)]
-    taught = [Seen(*(part[:500] for part in sets[name])) for name in names if name in sets]
-    calib = Predictions(clean.logits, clean.labels)
-    temperature, head = (make(name).fit(calib) for name in ("temperature", "head"))
-    pool = [torch.cat(parts) for parts in zip(*(one[:3] for one in [*taught, *[clean] * 6]))]
-    perturbed = make("temperature").fit(Predictions(pool[0], pool[2]))
+    head, temperature = (fitted(clean.logits, clean.labels, name) for name in ("head", "temperature"))
+    by_head = {name: one._replace(logits=head(one.logits)) for name, one in sets.items()}
     density = density_aware(temperature(clean.logits), clean.labels, clean.far)
-    by_head = [one._replace(logits=head(one.logits)) for one in taught]
-    ours = clean._replace(logits=head(clean.logits))
-
-    def perfect(name: str) -> Tensor:
-        """Fitted to the labels that it is measured on: no temperature does better."""
-        logits = head(sets[name].logits)
-        return make("temperature").fit(Predictions(logits, sets[name].labels))(logits)
+    others = [cell for other in KINDS if other != kind for cell in cells_of("calib", other) if cell in sets]
+    pool = [torch.cat(parts) for parts in zip(*(some(sets[cell]) for cell in others), *[clean] * 6)]
+    perturbed = fitted(pool[0], pool[2])
 
     def guarded(window: int, prior: float | None = None) -> Method:
-        guard = guard_of(ours, by_head, window, prior)
+        guard = guard_of(by_head["calib/clean"], [some(by_head[cell]) for cell in others], window, prior)
 
         def through(name: str) -> Tensor:
             guard.reset()
-            parts = zip(sets[name].far.split(BATCH), head(sets[name].logits).split(BATCH))
+            parts = zip(by_head[name].far.split(BATCH), by_head[name].logits.split(BATCH))
             return torch.cat([scaled(z, guard(far, z)) for far, z in parts])
 
         return through
 
+    def ensemble(name: str) -> Tensor:
+        return mean_of([one[name].logits for one in members]).float()
+
     methods: dict[str, Method] = {
-        "head": lambda name: head(sets[name].logits),
+        "head": lambda name: by_head[name].logits,
         "temperature": lambda name: temperature(sets[name].logits),
         "perturbed": lambda name: perturbed(sets[name].logits),
         "density": lambda name: scaled(temperature(sets[name].logits), density(sets[name].far)),
-        "perfect": perfect,
+        # Fitted to the labels that it is measured on: no temperature does better.
+        "perfect": lambda name: fitted(by_head[name].logits, by_head[name].labels)(by_head[name].logits),
     }
     if len(members) > 1:
-        pooled = make("temperature").fit(Predictions(mean_of(members, "calib/clean"), clean.labels))
-        methods["ensemble"] = lambda name: pooled(mean_of(members, name))
+        pooled = fitted(ensemble("calib/clean"), clean.labels)
+        methods["ensemble"] = lambda name: pooled(ensemble(name))
     methods |= {"single": guarded(0), "window-64": guarded(64), "window-256": guarded(256)}
-    methods |= {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
-    return methods
+    return methods | {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
 
 
-def mean_of(members: Sequence[Sets], name: str) -> Tensor:
-    """Log of the mean probabilities of several networks."""
-    return torch.stack([one[name].logits.log_softmax(1) for one in members]).logsumexp(0)
+def cells_of(split: str, kind: str) -> list[str]:
+    """The names of the sets with one kind of shift."""
+    return [f"{split}/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
+
+
+def some(seen: Seen) -> Seen:
+    """The inputs of a set that methods learn from."""
+    return Seen(*(part[:500] for part in seen))
+
+
+def fitted(logits: Tensor, labels: Tensor, name: str = "temperature") -> Calibrator:
+    return make(name).fit(Predictions(logits, labels))
 
 
 # --- measure
@@ -156,35 +160,36 @@ def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for run, sets in list(runs.items())[: len(files)]:
         members = [other for other in runs.values() if same_inputs(sets, other)]
-        for kind in (kind for kind, families in KINDS.items() if f"test/{families[0]}/1" in sets):
-            known = [f"test/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
-            unknown = [name for name in sets if name.startswith("unknown/")]
+        for kind in (kind for kind in KINDS if cells_of("test", kind)[0] in sets):
             methods = fit_methods(sets, kind, members)
             by_head = nlls_of(methods["head"]("test/clean"), sets["test/clean"].labels)
             for name, method in methods.items():
-                for cell in ["test/clean", *known, *(unknown if name != "perfect" else ())]:
+                for cell in ("test/clean", *cells_of("test", kind)):
+                    found = Predictions(method(cell), sets[cell].labels)
+                    nlls = nlls_of(found.logits, found.labels)
                     row = {"run": run, "left_out": kind, "method": name, "cell": cell.partition("/")[2]}
-                    base = by_head if cell == "test/clean" else None
-                    rows.append(row | numbers(method(cell), sets[cell].labels, base))
+                    row |= {"ece": metrics.ece(found), "nll": float(nlls.mean())}
+                    if cell == "test/clean":
+                        row["cost"], row["cost_error"] = mean_and_error(nlls - by_head)
+                    rows.append(row)
             print(run, kind, flush=True)
         rows += alarms(sets, run)
     return pd.DataFrame(rows)
 
 
-def nlls_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """(N,) the NLL of each input."""
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+def confidence(logits: Tensor) -> Tensor:
+    """(N,) the probability of each prediction."""
+    return logits.softmax(1).amax(1)
 
 
-def numbers(logits: Tensor, labels: Tensor, base: Tensor | None = None) -> dict[str, float]:
-    """What is measured on a cell; with the NLLs of the head also the cost against it. Unknown inputs have no class."""
-    if labels[0] == UNKNOWN:
-        return {"confidence": float(logits.softmax(1).amax(1).mean())}
-    nlls, found = nlls_of(logits, labels), Predictions(logits, labels)
-    row = {"ece": metrics.ece(found), "nll": float(nlls.mean()), "accuracy": metrics.accuracy(found)}
-    if base is not None:
-        row["cost"], row["cost_error"] = mean_and_error(nlls - base)
-    return row
+def aurocs(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
+    """How well confidence tells clean test images from noisy ones and from house numbers."""
+    for output in ("none", "temperature", "head"):
+        method = fitted(sets["calib/clean"].logits, sets["calib/clean"].labels, output)
+        clean = confidence(method(sets["test/clean"].logits))
+        for name in SETS:
+            found = metrics.auroc(clean, confidence(method(sets[name].logits)))
+            yield {"run": run, "output": output, "set": name, "auroc": found}
 
 
 def same_inputs(one: Sets, other: Sets) -> bool:
@@ -197,19 +202,18 @@ def same_inputs(one: Sets, other: Sets) -> bool:
 
 def alarms(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
     """The share of random windows with an alarm, of clean ones and of each cell; nothing perturbed was seen."""
-    for window in (64, 256):
-        guard, generator = guard_of(sets["calib/clean"], window=window), torch.Generator().manual_seed(0)
-        for name, one in sets.items():
-            if name.startswith("calib/"):
-                continue
-            n, raised = 1000 if name == "test/clean" else 20, 0
-            for _ in range(n):
-                rows = torch.randperm(len(one.labels), generator=generator)[:window]
-                guard.reset()
-                guard(one.far[rows], one.logits[rows])
-                raised += guard.shift.alarm
-            row = {"run": run, "left_out": "all", "method": f"alarm-{window}", "cell": name.partition("/")[2]}
-            yield {**row, "alarms": raised / n, "windows": n}
+    guard, generator = guard_of(sets["calib/clean"]), torch.Generator().manual_seed(0)
+    for name, one in sets.items():
+        if name.startswith("calib/"):
+            continue
+        n, raised = 1000 if name == "test/clean" else 20, 0
+        for _ in range(n):
+            rows = torch.randperm(len(one.labels), generator=generator)[:WINDOW]
+            guard.reset()
+            guard(one.far[rows], one.logits[rows])
+            raised += guard.shift.alarm
+        row = {"run": run, "left_out": "all", "method": "alarm-64", "cell": name.partition("/")[2]}
+        yield row | {"alarms": raised / n}
 
 
 # --- figures
@@ -221,25 +225,26 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     clean = measured[measured.cell == "clean"].groupby(["run", "method"], sort=False)
     kinds = measured[measured.cell != "clean"].groupby(["run", "method", "left_out"], sort=False).ece.mean()
     ece = kinds.groupby(["run", "method"], sort=False).mean()
-    found = pd.DataFrame({"ece": ece, "clean_ece": clean.ece.mean(), "clean_nll": clean.nll.mean()})
-    head = found.clean_nll.xs("head", level="method")
-    found["share"] = found.ece / found.ece.xs("temperature", level="method")
-    found["cost"] = 100 * clean.cost.mean() / head
-    found["cost_high"] = 100 * (clean.cost.mean() + 1.96 * clean.cost_error.mean()) / head
-    return found
+    head = clean.nll.mean().xs("head", level="method")
+    high = clean.cost.mean() + 1.96 * clean.cost_error.mean()
+    columns = {"ece": ece, "share": ece / ece.xs("temperature", level="method")}
+    return pd.DataFrame(columns | {"cost": 100 * clean.cost.mean() / head, "cost_high": 100 * high / head})
 
 
-def page(table: pd.DataFrame) -> str:
-    """The table of docs/shift.md: a row for each method, a column for each network."""
+def shift_table() -> str:
+    """A row for each method, a column for each network."""
+    table = pd.read_csv(TABLE)
     found = summary(table)
-    runs = found.index.unique("run")
-    cells = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1)
-    lines = [[label, *(cells.get((run, name), "") for run in runs)] for name, label in SHOWN.items()]
-    ece = [f"{100 * found.ece[run, 'temperature']:.1f} %" for run in runs]
     clean = table[(table.method == "alarm-64") & (table.cell == "clean")].set_index("run").alarms
-    lines.append(["*ECE of temperature scaling*", *ece])
-    lines.append(["*clean windows of 64 with an alarm*", *(f"{100 * clean[run]:.1f} %" for run in runs)])
-    return markdown(["method", *(run.partition("-cross")[0] for run in runs)], lines)
+    shown = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1)
+    columns = {
+        "method": [*SHOWN.values(), "*ECE of temperature scaling*", "*clean windows of 64 with an alarm*"]
+    }
+    for run in found.index.unique("run"):
+        cells = [shown.get((run, name), "") for name in SHOWN]
+        shares = [f"{100 * share:.1f} %" for share in (found.ece[run, "temperature"], clean[run])]
+        columns[run.partition("-cross")[0]] = cells + shares
+    return markdown(pd.DataFrame(columns).to_dict("records"))
 
 
 def frontier(table: pd.DataFrame) -> Figure:
@@ -270,7 +275,6 @@ def frontier(table: pd.DataFrame) -> Figure:
     return figure
 
 
-@torch.no_grad()
 def stream(sets: Sets) -> Figure:
     """Confidence, accuracy and alarm over a stream that drifts from clean to corrupted images and back."""
     cells = ["test/clean", *(f"test/gaussian_blur/{level}" for level in range(1, 6)), "test/clean"]
@@ -282,11 +286,11 @@ def stream(sets: Sets) -> Figure:
     correct = (whole.logits.argmax(1) == whole.labels).double()
     ax.plot(pd.Series(correct).rolling(64).mean(), color=plots.INK, label="accuracy")
     for name, label in (("temperature", "temperature scaling"), ("window-64", "guard")):
-        confidence = methods[name]("stream").softmax(1).amax(1).double()
-        ax.plot(pd.Series(confidence).rolling(64).mean(), label=f"confidence, {label}")
+        sure = confidence(methods[name]("stream")).double()
+        ax.plot(pd.Series(sure).rolling(64).mean(), label=f"confidence, {label}")
     guard, alarm = guard_of(sets["calib/clean"]), []
-    for some, z in zip(whole.far.split(1), whole.logits.split(1)):
-        guard(some, z)
+    for far, z in zip(whole.far.split(1), whole.logits.split(1)):
+        guard(far, z)
         alarm.append(guard.shift.alarm)
     ax.fill_between(np.arange(len(alarm)), 0, 1, where=np.array(alarm), alpha=0.15, label="alarm")
     for edge in range(400, len(alarm), 400):
@@ -336,30 +340,42 @@ def simulate(kind: str, samples: int, sets: int) -> Iterator[dict[str, Any]]:
     print(kind, samples, flush=True)
 
 
-def simulation_page(table: pd.DataFrame) -> str:
-    """The table of false alarms in docs/shift.md, in percent."""
+def alarms_table() -> str:
+    """False alarms of simulated guards, in percent."""
     lines = []
-    for (kind, samples), own in table.groupby(["stages", "samples"], sort=False):
-        false = [f"{100 * share:.2f}" for share in (own.false.mean(), own.false.quantile(0.95))]
-        seen = [f"{100 * share:.0f}" for share in (own.seen.mean(), own.known.mean())]
-        lines.append([kind, f"{samples:,}", *false, *seen])
-    titles = ["stages", "samples", "false alarms", "in 95 % of sets at most", "alarms", "of a perfect test"]
-    return markdown(titles, lines)
+    for (kind, samples), own in pd.read_csv(ALARMS).groupby(["stages", "samples"], sort=False):
+        line = {"stages": kind, "samples": f"{samples:,}", "false alarms": f"{100 * own.false.mean():.2f}"}
+        line |= {"in 95 % of sets at most": f"{100 * own.false.quantile(0.95):.2f}"}
+        line |= {
+            "alarms": f"{100 * own.seen.mean():.0f}",
+            "of a perfect test": f"{100 * own.known.mean():.0f}",
+        }
+        lines.append(line)
+    return markdown(lines)
 
 
 # --- everything
 
+TABLES: Tables = {"shift": ("docs/shift.md", shift_table), "shift-alarms": ("docs/shift.md", alarms_table)}
 
+
+def draw() -> None:
+    """The tables of docs/shift.md and the frontier."""
+    publish(TABLES)
+    plots.save(frontier(pd.read_csv(TABLE)), IMAGES / "frontier.png", dpi=90)
+
+
+@torch.no_grad()
 def write_measured(files: Sequence[Path], members: Sequence[Path]) -> None:
-    """shift.csv, its certificate, and the figure of a stream."""
-    about: dict[str, Any] = {
-        "runs": [path.stem for path in files],
-        "members": [path.stem for path in members],
-    }
-    about["environment"] = environment(torch.device("cpu"))
-    about["environment"].pop("command")
+    """shift.csv and its certificate, auroc.csv, and the figure of a stream."""
+    about = {"runs": [path.stem for path in files], "members": [path.stem for path in members]}
+    place = environment(torch.device("cpu"))
+    place.pop("command")
     measure(files, members).round(6).to_csv(TABLE, index=False)
-    TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    TABLE.with_suffix(".json").write_text(json.dumps(about | {"environment": place}, indent=1) + "\n")
+    images = [path for path in files if path.stem.startswith("cifar10-")]
+    rows = [row for path in images for row in aurocs(read(path), path.stem)]
+    pd.DataFrame(rows).to_csv(HERE / "auroc.csv", index=False, float_format="%.5g")
     plots.save(stream(read(files[0])), IMAGES / "shift.png", dpi=90)
 
 
@@ -371,18 +387,12 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=60, help="simulated calibration sets of each size")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.what == "simulate":
+    if options.what == "measure":
+        write_measured(options.paths, options.members)
+    elif options.what == "simulate":
         rows = [row for kind in CHANNELS for n in SAMPLES for row in simulate(kind, n, options.sets)]
         pd.DataFrame(rows).round(6).to_csv(ALARMS, index=False)
-        name, text = "shift-alarms", simulation_page(pd.read_csv(ALARMS))
-    else:
-        if options.what == "measure":
-            write_measured(options.paths, options.members)
-        table = pd.read_csv(TABLE)
-        print(summary(table).round(4).to_string())
-        plots.save(frontier(table), IMAGES / "frontier.png", dpi=90)
-        name, text = "shift", page(table)
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), name, text))
+    draw()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,14 +38,18 @@ def test_the_results_file_agrees_with_the_functions(published: dict[str, Any]) -
     assert {"seed", "commit", "torch", "device", "time"} <= set(published["certificate"])
 
 
-def test_the_pictures_are_drawn_from_the_results_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_and_pictures_are_made_from_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib").use("Agg")
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(ROOT / "experiments")
     script = importlib.import_module("theory")
-    script.draw(tmp_path)
-    assert min(path.stat().st_size for path in tmp_path.iterdir()) > 20_000
-    t = script.random_distributions(500, 0.5, torch.Generator().manual_seed(0))
-    assert 0.5 < (~t.holds_shannon).double().mean() < 0.9
+    monkeypatch.setattr(script, "N_VECTORS", 20)
+    logits = 4 * torch.randn(2000, 10)
+    labels = torch.multinomial(logits.softmax(1), 1)
+    np.savez(tmp_path / "some.npz", test_logits=logits.numpy(), test_labels=labels.numpy())
+    script.write(tmp_path / "some.npz", tmp_path)
+    assert min((tmp_path / f"theorem{number}.png").stat().st_size for number in (1, 2)) > 20_000
+    found = json.loads((tmp_path / "theory.json").read_text())
+    assert found["theorem1"]["random"]["violated"] == found["theorem1"]["real"]["violated"] == 0
+    violated = found["theorem2"]["confidences_from_a_half"]["violated_shannon"]
+    assert 0.5 < violated / script.N_RANDOM < 0.9
