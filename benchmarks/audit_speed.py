@@ -19,7 +19,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -48,12 +47,26 @@ print(accuracy_score(labels, said), log_loss(labels, probs), ((probs - one_hot) 
       ece(top, said == labels), np.mean([ece(probs[:, k], labels == k) for k in range(probs.shape[1])]))
 """
 
+# A process of its own: the peak of a process is never below what the one that started it held.
+STARTER = """
+import json, os, subprocess, sys, time
+start = time.monotonic()
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+assert status == 0, sys.argv[1:]
+print(json.dumps([usage.ru_utime + usage.ru_stime, time.monotonic() - start, usage.ru_maxrss]))
+"""
+
 
 def write_files(folder: Path, rows: int, classes: int) -> dict[str, Path]:
-    """Probabilities rounded to six digits, labels drawn from them."""
-    files = {"csv": folder / "test.csv", "parquet": folder / "test.parquet"}
-    rng = np.random.default_rng(0)
-    text = binary = None
+    """Probabilities rounded to six digits, labels drawn from them; the last file has groups and times besides."""
+    files = {
+        "csv": folder / "test.csv",
+        "parquet": folder / "test.parquet",
+        "grouped": folder / "grouped.parquet",
+    }
+    rng, days = np.random.default_rng(0), np.datetime64("2025-01-01") + np.arange(300)
+    text = binary = grouped = None
     for start in range(0, rows, 100_000):
         n = min(100_000, rows - start)
         logits = 2 * rng.normal(size=(n, classes))
@@ -62,12 +75,17 @@ def write_files(folder: Path, rows: int, classes: int) -> dict[str, Path]:
         table = pa.table({"label": labels, **{f"prob_{k}": probs[:, k].round(6) for k in range(classes)}})
         text = text or csv.CSVWriter(files["csv"], table.schema)
         binary = binary or parquet.ParquetWriter(files["parquet"], table.schema)
+        more = table.append_column("site", pa.array(np.array(list("ABCDE"))[np.arange(n) % 5]))
+        more = more.append_column(
+            "day", pa.array(days[np.arange(start, start + n) * 300 // rows].astype(str))
+        )
+        grouped = grouped or parquet.ParquetWriter(files["grouped"], more.schema)
         text.write(table)
         binary.write(table)
-    assert text is not None
-    assert binary is not None
-    text.close()
-    binary.close()
+        grouped.write(more)
+    for writer in (text, binary, grouped):
+        assert writer is not None
+        writer.close()
     return files
 
 
@@ -79,16 +97,10 @@ def measured(command: list[str]) -> dict[str, Any]:
         "ARROW_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    start = time.monotonic()
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, command
-    cpu = usage.ru_utime + usage.ru_stime
-    return {
-        "cpu_s": round(cpu, 2),
-        "wall_s": round(time.monotonic() - start, 2),
-        "peak_mb": round(usage.ru_maxrss / 1024),
-    }
+    started = [sys.executable, "-c", STARTER, *command]
+    found = subprocess.run(started, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
+    cpu, wall, peak = json.loads(found)
+    return {"cpu_s": round(cpu, 2), "wall_s": round(wall, 2), "peak_mb": round(peak / 1024)}
 
 
 def main() -> None:
@@ -107,11 +119,14 @@ def main() -> None:
         ours = [sys.executable, "-m", "doublehead"]
         start = measured([*ours, "--version"])
         for kind, path in files.items():
+            report = [*ours, "report", str(path), "-o", f"{path}.html", "--force"]
             commands = {
                 "evaluate": [*ours, "evaluate", str(path)],
-                "report": [*ours, "report", str(path), "-o", f"{path}.html", "--force"],
+                "report": report,
                 "pandas + scikit-learn": [sys.executable, "-c", PEER, str(path)],
             }
+            if kind == "grouped":
+                commands = {"report": [*report, "--by", "site", "--time", "day"]}
             rounds = [
                 {what: measured(command) for what, command in commands.items()} for _ in range(options.rounds)
             ]

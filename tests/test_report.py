@@ -25,9 +25,10 @@ from doublehead import report
 from doublehead.outcomes import Outcomes, compare_all
 from doublehead.report_page import charts
 from doublehead.report_page import page as page_module
+from doublehead.report_page import record as record_module
 from doublehead.report_page.charts import shortened
 from doublehead.report_page.page import build_page, page_verdict
-from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, measure
+from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, compare_methods, measure
 from doublehead.report_page.tables import class_rows, classes_off, guaranteed_table, metrics_table
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
@@ -235,6 +236,50 @@ def test_verdict_ranks_by_paired_differences_and_never_within_chance(named: dict
     said = verdict_of(("a", made(200)), ("b", made(150)))
     assert "different samples" in said
     assert "lowest" not in said
+
+
+def test_many_samples_are_drawn_from_the_same_for_every_method(
+    named: dict[str, Predictions], methods: list[Method], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "MAX_SAMPLES", 400)
+    drawn = [measure(name, p, 15, 0) for name, p in named.items()]
+    sums = ("accuracy", "ece", "nll", "brier", "ece_classwise", "p_value")
+    for one, whole in zip(drawn, methods):
+        assert len(one.record.outcomes) == 400
+        assert "400 samples drawn" in " ".join(one.record.notes)
+        assert not whole.record.notes
+        assert {key: one.summary.values[key] for key in sums} == {
+            key: whole.summary.values[key] for key in sums
+        }
+        np.testing.assert_array_equal(one.record.wrong, whole.record.wrong)
+        assert one.record.errors == whole.record.errors
+        assert one.summary.values["aurc"] == pytest.approx(whole.summary.values["aurc"], abs=0.1)
+    found, exact = compare_methods(drawn)[0][1], compare_methods(methods)[0][1]
+    assert found is not None
+    assert exact is not None
+    assert found.n == 400
+    assert found.nll.estimate == pytest.approx(exact.nll.estimate)
+    width, exact_width = (pair.nll.high - pair.nll.low for pair in (found, exact))
+    assert width == pytest.approx(exact_width, rel=0.5)
+    assert "(a random sample)" in page_verdict(drawn, compare_methods(drawn))
+
+
+@pytest.mark.parametrize("size", [1, 77, 1500])
+def test_drawn_samples_do_not_hang_on_the_chunks(
+    named: dict[str, Predictions], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "MAX_SAMPLES", 100)
+    all_of_them, times = Outcomes.of(named["sharp"]), np.arange(1500.0)
+    parts = [slice(first, first + size) for first in range(0, 1500, size)]
+    drawn = record_module.Drawn()
+    for rows in parts:
+        drawn.add(all_of_them[rows], times[rows])
+    outcomes, places = drawn.joined()
+    assert places is not None
+    lowest = np.random.default_rng(0).random(1500).argsort()[:100]
+    np.testing.assert_array_equal(places, np.sort(lowest))
+    assert outcomes.nll is not None
+    assert outcomes.nll.equal(Outcomes.of(named["sharp"][np.sort(lowest)]).nll)
 
 
 def test_star_marks_the_best_of_a_row_and_no_one_where_all_are_equal(methods: list[Method]) -> None:

@@ -27,7 +27,7 @@ from doublehead.files.sources import ARROW, CSV, JSON_LINES, Source, TableError,
 from doublehead.files.tables import ArrowReader, ParquetReader, TableReader, to_numpy
 from doublehead.optional import require
 
-BLOCK = 1 << 21  # bytes of text parsed together
+BLOCK = 1 << 20  # bytes of text parsed together
 WIDEST_BLOCK = 1 << 26  # where rows are long
 # Score columns from which on they are parsed as one long column: Arrow takes microseconds for each.
 WIDE = 1000

@@ -46,6 +46,7 @@ from doublehead.predictions import Predictions
 from doublehead.stream import Tally, row_groups
 
 CHUNK_ENTRIES = 1 << 21  # scores looked at together: 16 MiB of float64
+MAX_ROWS = 1 << 15  # looked at together: text columns take more memory than scores
 MAX_PIECES = 2000  # tasks on a cluster, to keep the load on its scheduler small
 CONNECT_SECONDS = 20
 
@@ -174,7 +175,7 @@ class PredictionTable:
         width = max(len(self.layout.scores), 2)
         if reader.columns[self.layout.scores[0]] == "matrix":
             width = 1000  # not known before reading; enough for small chunks of wide rows
-        rows = min(max(1, CHUNK_ENTRIES // width), 1 << 18)
+        rows = min(max(1, CHUNK_ENTRIES // width), MAX_ROWS)
         return reader.batches(self.layout.scores, list(dict.fromkeys(others)), rows, keep)
 
     def _chunk(self, raw: RawBatch, rows: Array, first: int, source: Source) -> Chunk:

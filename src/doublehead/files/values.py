@@ -156,7 +156,11 @@ def to_text(column: Array) -> Array:
     >>> to_text(np.array([1.0, np.nan])).tolist()
     ['1', '(missing)']
     """
-    return np.array([_tell(value) for value in column.tolist()], dtype=object)
+    values = column.tolist()
+    if {*map(type, values)} <= {str, type(None)}:
+        texts = {value: _tell(value) for value in set(values)}  # seldom many
+        return np.array([texts[value] for value in values], dtype=object)
+    return np.array([_tell(value) for value in values], dtype=object)
 
 
 def _tell(value: object) -> str:

@@ -13,10 +13,18 @@ import doublehead
 from doublehead.bins import check_n_bins
 from doublehead.guard import Shift as Window
 from doublehead.optional import require
-from doublehead.outcomes import Comparison, compare_all
+from doublehead.outcomes import Comparison
 from doublehead.predictions import Predictions
 from doublehead.report_page import charts, tables
-from doublehead.report_page.record import THRESHOLDS, Method, Record, Shifted, measure, measure_shift
+from doublehead.report_page.record import (
+    THRESHOLDS,
+    Method,
+    Record,
+    Shifted,
+    compare_methods,
+    measure,
+    measure_shift,
+)
 from doublehead.report_page.tables import clean
 
 Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Record | Mapping[str, float]]]"
@@ -61,7 +69,7 @@ def build_page(
     named = _check(named_predictions, classes, shift)
     check_n_bins(n_bins)
     methods = [measure(name, p, n_bins, seed) for name, p in named.items()]
-    pairs = compare_all([m.record.outcomes for m in methods])
+    pairs = compare_methods(methods)
     shifts = _measure_shifts(methods, shift or {}, n_bins, seed)
     names = [clean(name) for name in classes] if classes is not None else None
     verdict = page_verdict(methods, pairs)
@@ -134,7 +142,10 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
         below = f"{-found.nll.estimate:.4f} below “{methods[0].name}” (95 % interval {low} to {high})"
         sentence = f"{names} has the lowest NLL, {below}."
     if found is not None and best > 0:
-        sentence += f" {found.n_changed:,} of {found.n:,} predicted classes differ from “{methods[0].name}”."
+        drawn = " (a random sample)" if found.n < first.summary.n else ""
+        sentence += (
+            f" {found.n_changed:,} of {found.n:,} predicted classes{drawn} differ from “{methods[0].name}”."
+        )
     return f"{sentence} “{first.name}”: {first.summary.verdict}"
 
 
@@ -193,7 +204,7 @@ def _method(i: int, method: Method, names: Sequence[str] | None, max_classes: in
         "claimed": charts.number(histogram.mean_confidence),
         "right": charts.number(histogram.accuracy),
         "last_bin": charts.number(histogram.shares[-1], 1),
-        "notes": [_unbroken(note) for note in method.summary.notes],
+        "notes": [_unbroken(note) for note in (*method.summary.notes, *method.record.notes)],
         "classes": tables.class_rows(method, names, shown),
         "groups": tables.group_rows(method.summary),
         "groups_off": len(method.summary.groups_off),
@@ -238,9 +249,9 @@ def _live_data(
         "methods": [
             {
                 "name": m.name,
-                "n": float(m.accepted[0]),  # at a threshold of 0: all
-                "accepted": m.accepted.tolist(),
-                "wrong": m.wrong.tolist(),
+                "n": float(m.record.accepted[0]),  # at a threshold of 0: all
+                "accepted": m.record.accepted.tolist(),
+                "wrong": m.record.wrong.tolist(),
                 "values": {row["key"]: tables.value_of(m, row["key"]) for row in rows},
                 "classes": tables.class_data(m),
             }

@@ -1,4 +1,7 @@
-"""What a report keeps of the predictions of one method, gathered in one pass without their scores, and measures."""
+"""What a report keeps of the predictions of one method, gathered in one pass and in bounded memory, and measures.
+
+Sums are those of all samples. What needs samples one by one is taken from at most MAX_SAMPLES, drawn at random.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,15 @@ from doublehead.curves import (
 from doublehead.files.reading import PredictionTable
 from doublehead.files.sources import TableError
 from doublehead.files.values import to_text
-from doublehead.metrics import RiskCoverage, ThresholdChoice
-from doublehead.outcomes import Outcomes
+from doublehead.metrics import Interval, RiskCoverage, ThresholdChoice
+from doublehead.outcomes import Comparison, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally, row_groups
 from doublehead.summary import Summary, add_sample_metrics
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
+MAX_SAMPLES = 200_000  # kept of each method
 MAX_ERRORS = 25  # the most confident ones are listed
 MAX_PERIODS = 24
 SHOWN = (
@@ -65,12 +69,14 @@ class ErrorRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One method: its sums, what is kept of each sample, its most confident errors, the time of each sample."""
+    """One method: its sums, samples drawn from all, its most confident errors."""
 
     tally: Tally
-    outcomes: Outcomes
+    outcomes: Outcomes  # of the drawn samples; those of all where they are few enough
+    accepted: Array  # (T,) samples of at least each of THRESHOLDS, or their weight
+    wrong: Array  # (T,) and how many of these are wrong
     errors: tuple[ErrorRow, ...] = ()
-    times: Array | None = None  # (N,) numbers or dates
+    times: Array | None = None  # numbers or dates of the drawn samples
 
     @classmethod
     def of(
@@ -112,8 +118,18 @@ class Record:
         summary = self.tally.summary(seed)
         return summary if self.outcomes.weights is not None else add_sample_metrics(summary, self.outcomes)
 
-    def periods(self, seed: int = 0) -> Summary | None:
-        """The same summary with periods as its groups, at most MAX_PERIODS; None without times."""
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the page must know about its numbers, in sentences."""
+        if len(self.outcomes) == self.tally.n:
+            return []
+        return [
+            f"Equal-mass ECE, AURC, error by coverage, confused classes, changed predictions and periods are those of "
+            f"{len(self.outcomes):,} samples drawn at random, all other numbers those of all {self.tally.n:,}."
+        ]
+
+    def periods(self, summary: Summary, seed: int = 0) -> Summary | None:
+        """The summary with periods as its groups, at most MAX_PERIODS; None without times."""
         if self.times is None:
             return None
         names, which = _periods(self.times)
@@ -122,7 +138,7 @@ class Record:
             for i, name in enumerate(names)
         }
         found = {name: group.summary(seed) for name, group in groups.items()}
-        return replace(self.tally.summary(seed), groups=found)
+        return replace(summary, groups=found)
 
 
 class _Part(NamedTuple):
@@ -136,20 +152,55 @@ class _Part(NamedTuple):
 
 def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
     tally: Tally | None = None
-    outcomes, times = [], []
+    drawn, counts = Drawn(), np.zeros((2, len(THRESHOLDS)), dtype=np.int64)
     errors: list[ErrorRow] = []
     for part in parts:
         p = part.predictions
         tally = Tally.of(p, n_bins, part.groups, onto=tally)
-        outcomes.append(p if isinstance(p, Outcomes) else Outcomes.of(p))
-        errors = heapq.nlargest(MAX_ERRORS, [*errors, *_errors(outcomes[-1], part)])
-        if part.times is not None:
-            times.append(part.times)
+        found = p if isinstance(p, Outcomes) else Outcomes.of(p)
+        drawn.add(found, part.times)
+        counts = counts + np.stack(at_thresholds(found, THRESHOLDS))
+        errors = heapq.nlargest(MAX_ERRORS, [*errors, *_errors(found, part)])
     assert tally is not None
-    whole = Outcomes.joined(outcomes)
-    if whole.nll is not None and tally.n_zero_labels:
-        whole.nll.nan_to_num_(posinf=-math.log(tally.zero_floor))
-    return Record(tally, whole, tuple(errors), np.concatenate(times) if times else None)
+    outcomes, times = drawn.joined()
+    if outcomes.nll is not None and tally.n_zero_labels:
+        outcomes.nll.nan_to_num_(posinf=-math.log(tally.zero_floor))
+    accepted, wrong = counts
+    return Record(tally, outcomes, accepted, wrong, tuple(errors), times)
+
+
+class Drawn:
+    """At most MAX_SAMPLES of the samples added, in their order.
+
+    Which ones hangs on their number alone, not on the parts they come in: of methods on the same data they are the
+    same, so that these can be compared.
+    """
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+        self._highest = 1.0  # the samples with the lowest random numbers are kept
+        self._parts: list[tuple[Array, Outcomes, Array | None]] = []
+
+    def add(self, found: Outcomes, times: Array | None) -> None:
+        """Draw from some more samples."""
+        numbers = self._rng.random(len(found))
+        self._keep(numbers, found, times)
+        if sum(len(part) for _, part, _ in self._parts) > 1.25 * MAX_SAMPLES:
+            self.joined()
+
+    def _keep(self, numbers: Array, found: Outcomes, times: Array | None) -> None:
+        rows = np.flatnonzero(numbers < self._highest)
+        self._parts.append((numbers[rows], found[rows], None if times is None else times[rows]))
+
+    def joined(self) -> tuple[Outcomes, Array | None]:
+        """The samples drawn so far, and their times."""
+        parts, self._parts = self._parts, []
+        numbers = np.concatenate([part[0] for part in parts])
+        times = None if parts[0][2] is None else np.concatenate([part[2] for part in parts])
+        if len(numbers) > MAX_SAMPLES:
+            self._highest = np.partition(numbers, MAX_SAMPLES)[MAX_SAMPLES]
+        self._keep(numbers, Outcomes.joined([part[1] for part in parts]), times)
+        return self._parts[0][1:]
 
 
 def _errors(found: Outcomes, part: _Part) -> list[ErrorRow]:
@@ -180,12 +231,16 @@ def as_times(column: Array, name: str, source: str) -> Array:
     elif column.dtype.kind == "M":
         times, missing = column.astype("datetime64[s]"), np.isnat(column)
     else:
+        texts = [str(value).strip() for value in column.tolist()]
+        different = list(set(texts))  # seldom many: parsing is slow
         try:
-            times = np.array([str(value).strip() for value in column.tolist()], dtype="datetime64[s]")
+            dates = np.array(different, dtype="datetime64[s]")
         except ValueError as error:
             raise TableError(
                 f"{source}: the times in {name!r} must be numbers or dates such as 2024-12-31, got {error}"
             ) from error
+        known = dict(zip(different, range(len(different))))
+        times = dates[[known[text] for text in texts]]
         missing = np.isnat(times)
     if missing.any():
         raise TableError(f"{source}: the time in {name!r} is missing in {int(missing.sum())} rows")
@@ -230,8 +285,6 @@ class Method:
     curve: Reliability
     histogram: Histogram
     risk: RiskCoverage
-    accepted: Array  # (T,) samples of at least each threshold, or their weight
-    wrong: Array  # (T,) and how many of these are wrong
     guaranteed: tuple[ThresholdChoice, ...]  # one per ERROR_LIMITS; none with sample weights
 
     @property
@@ -254,20 +307,17 @@ class Shifted:
 def measure(name: str, p: Predictions | Record, n_bins: int, seed: int) -> Method:
     """Everything about one set of predictions; a second or so for 10,000 samples."""
     record = Record.of(p, n_bins) if isinstance(p, Predictions) else p
-    summary, outcomes = record.summary(seed), record.outcomes
+    summary = record.summary(seed)
     assert summary.bins is not None
-    accepted, wrong = at_thresholds(outcomes, THRESHOLDS)
-    confidences: Any = outcomes  # all that the curve reads
+    confidences: Any = record.outcomes  # all that the curve reads
     return Method(
         name=name,
         summary=summary,
         record=record,
-        periods=record.periods(seed),
+        periods=record.periods(summary, seed),
         curve=reliability(summary.bins, n_bins, seed),
         histogram=confidence_histogram(summary.bins, n_bins),
         risk=risk_coverage_curve(confidences),
-        accepted=accepted,
-        wrong=wrong,
         guaranteed=tuple(
             summary.abstain(max_error) for max_error in ERROR_LIMITS if summary.answers is not None
         ),
@@ -286,6 +336,27 @@ def at_thresholds(p: Outcomes, thresholds: Array) -> tuple[Array, Array]:
     return at_least(np.arange(len(p))), at_least(np.flatnonzero(~p.correct))
 
 
+def compare_methods(methods: Sequence[Method]) -> list[list[Comparison | None]]:
+    """Every method (row) with every other (column), see `outcomes.compare_all`."""
+    pairs = compare_all([m.record.outcomes for m in methods])
+    return [
+        [None if pair is None else _of_all(pair, one, other) for pair, other in zip(row, methods)]
+        for row, one in zip(pairs, methods)
+    ]
+
+
+def _of_all(pair: Comparison, one: Method, other: Method) -> Comparison | None:
+    """The comparison of all samples: the mean difference is known, how it scatters is that of the drawn samples."""
+    n = one.record.tally.n
+    if n != other.record.tally.n:
+        return None
+    if n == pair.n:
+        return pair
+    mean = other.summary.values["nll"] - one.summary.values["nll"]
+    reach = (pair.nll.high - pair.nll.low) / 2 * math.sqrt(pair.n / n)
+    return pair._replace(nll=Interval(mean, mean - reach, mean + reach))
+
+
 def measure_shift(
     own: Outcomes, shifted: Predictions | Record | Mapping[str, float], n_bins: int, seed: int
 ) -> Shifted:
@@ -293,12 +364,12 @@ def measure_shift(
     if isinstance(shifted, Mapping):
         known = {key: float(shifted.get(key, np.nan)) for key in Shifted.__dataclass_fields__}
         return Shifted(**known)
-    found = shifted.outcomes if isinstance(shifted, Record) else Outcomes.of(shifted)
-    values = Tally.of(found, n_bins).summary(seed).values
+    record = shifted if isinstance(shifted, Record) else Record.of(shifted, n_bins)
+    values = record.tally.summary(seed).values
     return Shifted(
         accuracy=values["accuracy"],
         ece=values["ece"],
         floor_high=values["ece_floor_high"],
         mean_confidence=values["mean_confidence"],
-        auroc=metrics.auroc(own.confidence, found.confidence),
+        auroc=metrics.auroc(own.confidence, record.outcomes.confidence),
     )
