@@ -174,6 +174,31 @@ def test_a_step_is_that_of_autograd_and_sgd(spec: HeadSpec, soft: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("spec", [PAPER, HeadSpec(reads=("features", "logits")), HeadSpec(hidden=0)], ids=str)
+def test_a_step_on_several_labels_is_that_of_autograd_and_sgd(spec: HeadSpec) -> None:
+    torch.manual_seed(0)
+    odds, features, labels = 2 * torch.randn(32, 3), torch.randn(32, 10), torch.randint(2, (32, 3))
+    main = torch.stack([torch.zeros_like(odds), odds], -1).flatten(0, 1)  # (96, 2)
+    bank = HeadBank(10, 2, (spec,), n_labels=3)
+    training = HeadTraining(bank, clip=math.inf)
+    bank.follow(main, features, torch.tensor(True))
+    twin = copy.deepcopy(bank)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1, 0.9, weight_decay=5e-5, nesterov=True)
+    for _ in range(3):
+        losses = training.step(main, features, labels.flatten(), torch.zeros(96).long(), 1.0)
+        twin.follow(main, features, torch.tensor(True))
+        pairs = twin(main, features)[0]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            (pairs[:, 1] - pairs[:, 0]).view(32, 3), labels.float()
+        )
+        torch.testing.assert_close(losses[0], loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for mine, theirs in zip(bank.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_a_broken_head_does_not_stop_the_others() -> None:
     bank = HeadBank(10, 4, (PAPER, HeadSpec(seed=1)))
     with torch.no_grad():

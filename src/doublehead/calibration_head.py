@@ -84,6 +84,9 @@ class CalibrationHead(StaysFloat32):
     """A calibration head, or a stack of H heads that differ in their weights alone.
 
     Called with main logits (B, K) and features (B, F) it gives calibrated logits, (B, K), or (H, B, K) for a stack.
+    Where samples have `n_labels` independent labels, rows are pairs of a sample and a label with the logits of no and
+    yes: main logits and answers are (B L, 2), features (B, F). A head of kind "mlp" then answers all labels of a sample
+    at once, one of kind "temperature" each pair by itself.
 
     >>> head = CalibrationHead(64, 10, HeadSpec(kind="temperature"))
     >>> main = torch.randn(5, 10)
@@ -91,14 +94,21 @@ class CalibrationHead(StaysFloat32):
     True
     """
 
-    def __init__(self, n_features: int, n_classes: int, *specs: HeadSpec) -> None:
+    def __init__(
+        self, n_features: int, n_classes: int, *specs: HeadSpec, n_labels: int | None = None
+    ) -> None:
         super().__init__()
         specs = specs or (PAPER,)
         spec = specs[0]
         if any(one.shape != spec.shape for one in specs):
             raise ValueError("the heads of one CalibrationHead must have the same shape; HeadBank takes any")
-        sizes = {"features": n_features, "logits": n_classes, "statistics": min(N_TOP, n_classes) + 3}
+        self.n_labels = n_labels if spec.kind == "mlp" else None
+        n_logits = self.n_labels or n_classes
+        sizes = {"features": n_features, "logits": n_logits, "statistics": min(N_TOP, n_classes) + 3}
         self.reads: tuple[str, ...] = spec.reads  # type: ignore[assignment]
+        other = "statistics" if spec.kind == "mlp" else "features"  # of pairs, or of samples
+        if n_labels and other in self.reads:
+            raise ValueError(f"reads must not hold {other!r} for kind {spec.kind!r} and several labels")
         if "features" in self.reads and n_features == 0:
             raise ValueError(
                 "this head reads features, and the network has none: name the last layer with layer='...'"
@@ -110,7 +120,7 @@ class CalibrationHead(StaysFloat32):
         self.hidden = usual if spec.hidden is None else spec.hidden
         # Features come in a moderate range; logits and their statistics do not.
         self.standardise = Standardise(self.size) if self.reads != ("features",) else nn.Identity()
-        n_out = n_classes if spec.kind == "mlp" else 1
+        n_out = n_logits if spec.kind == "mlp" else 1
         layers = [_initial(self.size, self.hidden, n_out, one.seed) for one in specs]
         names = ("first_weight", "first_bias", "last_weight", "last_bias")
         for name, parts in zip(names if self.hidden else names[2:], zip(*layers)):
@@ -136,10 +146,12 @@ class CalibrationHead(StaysFloat32):
         for name in self.reads:
             if name == "statistics":
                 parts.append(statistics(main))
+            elif name == "logits":
+                odds = main if self.n_labels is None else (main[:, 1] - main[:, 0]).view(-1, self.n_labels)
+                parts.append(odds.float())
             else:
-                part = main if name == "logits" else features
-                assert part is not None
-                parts.append(part.float())
+                assert features is not None
+                parts.append(features.float())
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def run(self, main: Tensor, features: Tensor | None) -> Pass:
@@ -154,7 +166,11 @@ class CalibrationHead(StaysFloat32):
             mask = torch.rand(hidden.shape[1:], device=hidden.device, dtype=hidden.dtype).ge_(spec.dropout)
             hidden = hidden * mask.div_(1 - spec.dropout)  # (H, B, hidden)
         out = torch.baddbmm(self.last_bias[:, None], hidden, self.last_weight.mT)  # (H, B, n_out)
-        return Pass(inputs, hidden, out, scale_logits(main, out) if spec.kind == "temperature" else out)
+        if spec.kind == "temperature":
+            return Pass(inputs, hidden, out, scale_logits(main, out))
+        if self.n_labels is not None:  # (H, B, L) -> (H, B L, 2)
+            return Pass(inputs, hidden, out, torch.stack([torch.zeros_like(out), out], -1).flatten(1, 2))
+        return Pass(inputs, hidden, out, out)
 
     def gradients(self, passed: Pass, slopes: Tensor, out: Sequence[Tensor]) -> None:
         """Write the gradients of all parameters into `out`; `slopes` are those of the loss by the logits, (H, K, B).
@@ -165,6 +181,8 @@ class CalibrationHead(StaysFloat32):
         if spec.kind == "temperature":
             inside = passed.out.abs() <= MAX_LOG_SCALE
             slopes = (slopes.mT * passed.logits).sum(-1, keepdim=True).mul_(inside).mT  # (H, 1, B)
+        elif self.n_labels is not None:
+            slopes = slopes[:, 1].unflatten(1, (-1, self.n_labels)).mT  # (H, L, B)
         *first, weight, bias = out
         torch.bmm(slopes, passed.hidden, out=weight)
         torch.sum(slopes, 2, out=bias)
@@ -192,7 +210,9 @@ class HeadBank(StaysFloat32):
     torch.Size([3, 5, 3])
     """
 
-    def __init__(self, n_features: int, n_classes: int, specs: Sequence[HeadSpec]) -> None:
+    def __init__(
+        self, n_features: int, n_classes: int, specs: Sequence[HeadSpec], n_labels: int | None = None
+    ) -> None:
         super().__init__()
         if not specs:
             raise ValueError("specs must hold at least one HeadSpec, got none")
@@ -202,7 +222,8 @@ class HeadBank(StaysFloat32):
             groups.setdefault(spec.shape, []).append(number)
         self.members = list(groups.values())
         stacks = [
-            CalibrationHead(n_features, n_classes, *(self.specs[i] for i in some)) for some in self.members
+            CalibrationHead(n_features, n_classes, *(self.specs[i] for i in some), n_labels=n_labels)
+            for some in self.members
         ]
         self.stacks = nn.ModuleList(stacks)
         order = torch.tensor([number for numbers in self.members for number in numbers]).argsort()
@@ -232,7 +253,8 @@ class HeadBank(StaysFloat32):
             if set(numbers) <= set(some)
         )
         assert isinstance(stack, CalibrationHead)
-        made = CalibrationHead(stack.n_features, stack.n_classes, *(self.specs[number] for number in numbers))
+        specs = [self.specs[number] for number in numbers]
+        made = CalibrationHead(stack.n_features, stack.n_classes, *specs, n_labels=stack.n_labels)
         made.standardise.load_state_dict(stack.standardise.state_dict())
         made.to(stack.last_bias.device)
         for name, value in made.named_parameters():

@@ -63,8 +63,8 @@ class DoubleHead:
     calibration data. `to_pair` turns a batch of another form into (inputs, labels), `logits_of` takes the logits
     out of an unusual output, `layer` names the network's last layer, `task` says what it does (see
     `doublehead.tasks`); all are found automatically in the usual cases, and all are checked at once with the first
-    calibration batch. Networks with one logit, tokens and pixels are taken too; positions whose label is
-    `ignore_index` do not count. Sample weights come third in a batch: (inputs, labels, weights).
+    calibration batch. Networks with one logit, several labels, tokens and pixels are taken too; positions
+    whose label is `ignore_index` do not count. Sample weights come third in a batch: (inputs, labels, weights).
 
     A calibration batch that cannot be used is skipped and counted in `skipped`, and never stops your training; if
     that happens 20 times in a row, the heads' training ends with a warning.
@@ -116,16 +116,12 @@ class DoubleHead:
             first = unpack(_first(batches), device, to_pair)
             form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}
             self.reader = Reader.of(network, first, ignore_index=ignore_index, **form)  # type: ignore[arg-type]
-        if self.reader.task == "labels":
-            raise ValueError(
-                "DoubleHead trains heads for one class per sample, and this network has several labels: calibrate it "
-                "after training with calibrate(network, calib_data)"
-            )
         self._is_opinion = heads is None
         if heads is None:
             heads = second_opinion(self.reader.n_features)
         specs = (heads,) if isinstance(heads, HeadSpec) else tuple(heads)
-        self.bank = HeadBank(self.reader.n_features, self.reader.n_classes, specs).to(device)
+        sizes = self.reader.n_features, self.reader.n_classes
+        self.bank = HeadBank(*sizes, specs, self.reader.n_labels).to(device)
         self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
         self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
