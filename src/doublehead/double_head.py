@@ -108,7 +108,8 @@ class DoubleHead:
         self.network, self.calib_data, self.augment = network, calib_data, augment
         self.to_pair, self.every, self.steps, self.seed = to_pair, every, steps, seed
         self.batch_size = batch_size
-        device = device_of(network)
+        self._device = device = device_of(network)
+        self._is_compiled = network is not uncompiled(network)
         batches = as_batches(calib_data, batch_size, shuffle=True)
         only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
         self._randomness = Randomness(seed + rank(), device, only_torch)
@@ -162,7 +163,7 @@ class DoubleHead:
         return losses
 
     def _train_heads(self, progress: float | None) -> Tensor:
-        batch = unpack(self._batches.next(), device_of(self.network), self.to_pair)
+        batch = unpack(self._batches.next(), self._device, self.to_pair)
         labels = self.reader.targets(batch.labels, check=False)
         at = self.reader.pick(labels, POSITIONS_PER_STEP)
         labels, folds, *weights = per_row(batch, labels, at, self._has_folds)
@@ -171,7 +172,7 @@ class DoubleHead:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)
         with torch.no_grad(), evaluating(self.network):
-            if self.network is not uncompiled(self.network):
+            if self._is_compiled:
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
             answer = self.reader.run(args, kwargs, at=at)
         progress = self._progress(progress)
