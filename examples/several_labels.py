@@ -17,16 +17,19 @@ y = ((LIT[torch.from_numpy(digits)[order]][:, None] >> torch.arange(7)) & 1).flo
 
 network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 7))
 optimizer = torch.optim.Adam(network.parameters(), 0.01)
+double = dh.DoubleHead(network, (x[200:900], y[200:900]), follow=optimizer)
 noisy = torch.where(torch.rand(200, 7) < 0.1, 1 - y[:200], y[:200])  # some training labels are wrong
 for _ in range(300):
     optimizer.zero_grad()
     F.binary_cross_entropy_with_logits(network(x[:200]), noisy).backward()
     optimizer.step()
+    double.step()
+after = dh.calibrate(network, (x[200:900], y[200:900]))  # without heads trained beside, for comparison
+model = double.finish(keep="best")  # a yes may become a no where that is as accurate on held-back data
 
-model = dh.calibrate(network, (x[200:900], y[200:900]))
 print(model.head.in_words())
 with torch.no_grad():
-    for name, logits in (("network alone", network(x[900:])), ("calibrated", model(x[900:]))):  # (N, 7) both
-        p = dh.Predictions.multilabel(logits, y[900:])
+    for name, one in (("network alone", network), ("calibrate", after), ("DoubleHead", model)):
+        p = dh.Predictions.multilabel(one(x[900:]), y[900:])  # logits (N, 7) of all three
         print(f"{name:14s} NLL {dh.metrics.nll(p):.3f}  ECE {dh.metrics.ece(p):.3f}")
 print(dh.evaluate(p))  # all labels pooled, and each with its floor

@@ -158,17 +158,42 @@ def test_a_step_is_that_of_autograd_and_sgd(spec: HeadSpec, soft: bool) -> None:
         for parameter in bank.parameters():  # a temperature head starts at zeros
             parameter.add_(0.3 * torch.randn_like(parameter))
     training = HeadTraining(bank, clip=math.inf)
-    bank.follow(main, features, torch.tensor(True))
+    bank.stacks[0].follow(main, features, YES)  # type: ignore[operator]
     twin = copy.deepcopy(bank)
     optimizer = torch.optim.SGD(twin.parameters(), spec.lr, 0.9, weight_decay=5e-5, nesterov=True)  # type: ignore[arg-type]
     for seed in range(3):
         torch.manual_seed(seed)  # of the dropout
         training.step(main, features, known, torch.zeros(32).long(), 0.25)
-        twin.follow(main, features, torch.tensor(True))
+        twin.stacks[0].follow(main, features, YES)  # type: ignore[operator]
         torch.manual_seed(seed)
         scaled = anneal(float(spec.beta0), 0.25) * twin(main, features)  # type: ignore[arg-type]
         optimizer.zero_grad()
         sum(torch.nn.functional.cross_entropy(one, known) for one in scaled).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for mine, theirs in zip(bank.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [PAPER, HeadSpec(reads=("features", "logits")), HeadSpec(hidden=0)], ids=str)
+def test_a_step_on_several_labels_is_that_of_autograd_and_sgd(spec: HeadSpec) -> None:
+    torch.manual_seed(0)
+    odds, features, labels = 2 * torch.randn(32, 3), torch.randn(32, 10), torch.randint(2, (32, 3))
+    main = torch.stack([torch.zeros_like(odds), odds], -1).flatten(0, 1)  # (96, 2)
+    bank = HeadBank(10, 2, (spec,), n_labels=3)
+    training = HeadTraining(bank, clip=math.inf)
+    bank.stacks[0].follow(main, features, YES)  # type: ignore[operator]
+    twin = copy.deepcopy(bank)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1, 0.9, weight_decay=5e-5, nesterov=True)
+    for _ in range(3):
+        losses = training.step(main, features, labels.flatten(), torch.zeros(96).long(), 1.0)
+        twin.stacks[0].follow(main, features, YES)  # type: ignore[operator]
+        pairs = twin(main, features)[0]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            (pairs[:, 1] - pairs[:, 0]).view(32, 3), labels.float()
+        )
+        torch.testing.assert_close(losses[0], loss)
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
     for mine, theirs in zip(bank.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -168,7 +168,7 @@ def test_beta_and_lr_follow_the_epoch_and_the_schedule(
             assert self.double is not None
             training = self.double.training
             assert training.beta is not None
-            seen.append((float(training.beta), float(training.lr * training.schedule.now())))
+            seen.append((float(training.beta), self.double.bank.specs[0].lr * training.schedule.now()))
 
     callback = Spy(loader(images["calib"]), every=1, heads=HeadSpec(beta0=1.4, lr=0.2))
     fit(images, tmp_path, callback, schedule=True)

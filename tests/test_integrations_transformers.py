@@ -457,6 +457,53 @@ def test_an_adapter_carries_its_calibration(
     torch.testing.assert_close(logits(load_calibrated(tmp_path / "merged"), inputs), logits(merged, inputs))
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_several_labels(
+    sentences: dict[str, list[tuple[str, int]]], tokenizer: Any, tmp_path: Path, adapter: bool
+) -> None:
+    """Is a sentence positive, is it long, has it a comma? Three labels of a model with BCEWithLogitsLoss."""
+    data = {
+        name: [
+            {
+                **tokenizer(text, truncation=True, max_length=32),
+                "labels": [float(label), float(len(text.split()) > 18), float("," in text)],
+            }
+            for text, label in part
+        ]
+        for name, part in sentences.items()
+    }
+
+    def model() -> Any:
+        torch.manual_seed(3)
+        config = tiny_bert().config
+        config.problem_type, config.num_labels = "multi_label_classification", 3
+        made = hf.BertForSequenceClassification(config)
+        made.save_pretrained(tmp_path / "base")
+        made = hf.BertForSequenceClassification.from_pretrained(tmp_path / "base")
+        if not adapter:
+            return made
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(4)
+        return peft.get_peft_model(made, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+
+    alone = train(model(), data, tmp_path / "alone", tokenizer)
+    callback = DoubleHeadTrainerCallback(data["calib"], every=1)
+    beside = train(model(), data, tmp_path / "beside", tokenizer, callback)
+    if not adapter:
+        assert_same(own_state(beside.model), alone.model.state_dict())
+    batch = dict(hf.DataCollatorWithPadding(tokenizer)(data["test"]))
+    labels = batch.pop("labels")
+    want = logits(beside.model, batch)
+    torch.testing.assert_close(want, logits(callback.model, batch))
+    numbers = beside.evaluate()
+    loss = float(F.binary_cross_entropy_with_logits(want, labels))
+    assert numbers["eval_nll_calib"] == pytest.approx(loss, abs=1e-5)
+    assert numbers["eval_loss"] == pytest.approx(numbers["eval_nll_main"], abs=1e-5)
+    beside.save_model(tmp_path / "saved")
+    again = load_calibrated(tmp_path / "saved")
+    torch.testing.assert_close(logits(again, batch), want, rtol=1e-3, atol=1e-4)
+
+
 def test_bad_use_is_named(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     same = texts["train"]
     with pytest.raises(ValueError, match="calibration data must not be training data: at least 160 of 160"):

@@ -268,8 +268,96 @@ def test_several_labels_are_calibrated_and_keep_their_shape(method: str, tmp_pat
     assert torch.equal(
         dh.load(tmp_path, nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 7)))(x), model(x)
     )
-    with pytest.raises(ValueError, match="several labels: calibrate it after training"):
-        dh.DoubleHead(net, (x, y))
+
+
+def segment_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 7))
+
+
+def test_heads_learn_several_labels_beside_the_network(tmp_path: Path) -> None:
+    x, y = segments()
+    noisy = torch.where(
+        torch.rand(200, 7, generator=torch.Generator().manual_seed(1)) < 0.1, 1 - y[:200], y[:200]
+    )
+    bare, net = segment_network(), segment_network()
+    double = dh.DoubleHead(net, (x[200:900], y[200:900]), every=5)
+    train(bare, x[:200], noisy, steps=300)
+    train(net, x[:200], noisy, double, steps=300)
+    assert_same(net.state_dict(), bare.state_dict())
+    assert double.skipped == 0
+    finished, after = double.finish(), dh.calibrate(net, (x[200:900], y[200:900]))
+    assert finished.opinion is not None
+    with torch.no_grad():
+        own, calibrated, beside = (m(x[900:]) for m in (net, after, finished))
+    assert torch.equal(beside > 0, own > 0)
+    loss = F.binary_cross_entropy_with_logits
+    # The heads saw labels without mistakes, so their opinion says more than the network's logits can.
+    assert loss(beside, y[900:]) < 0.9 * loss(calibrated, y[900:]) < 0.9 * loss(own, y[900:])
+    finished.save(tmp_path)
+    assert torch.equal(dh.load(tmp_path, segment_network())(x), finished(x))
+    found = finished.report((x[900:], y[900:]))
+    assert found["calibrated"].values["nll"] == pytest.approx(float(loss(beside, y[900:])), abs=1e-5)
+
+
+def test_heads_of_several_labels_resume_exactly() -> None:
+    x, y = segments(300)
+
+    def fresh() -> dh.DoubleHead:
+        return dh.DoubleHead(segment_network(), (x, y), every=1, batch_size=64)
+
+    double, again = fresh(), fresh()
+    for _ in range(7):
+        double.step()
+    again.load_state_dict(copy.deepcopy(double.state_dict()))
+    for one in (double, again):
+        for _ in range(5):
+            one.step()
+    assert_same(double.bank.state_dict(), again.bank.state_dict())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [dh.PAPER, dh.HeadSpec(reads=("features", "logits")), dh.HeadSpec(kind="temperature")],
+    ids=["paper", "features and logits", "temperature"],
+)
+def test_one_head_of_several_labels_is_used_as_trained(spec: dh.HeadSpec, tmp_path: Path) -> None:
+    x, y = segments()
+    net = segment_network()
+    train(net, x[:200], y[:200], steps=100)
+    double = dh.DoubleHead(net, (x[200:900], y[200:900]), heads=spec, every=1)
+    losses = [double.step(1.0) for _ in range(100)]
+    model = double.finish()
+    assert losses[0] is not None
+    assert losses[-1] is not None
+    assert float(losses[-1]) < float(losses[0])
+    assert model(x).shape == (1797, 7)
+    model.save(tmp_path)
+    assert torch.equal(dh.load(tmp_path, segment_network())(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "spec", [dh.HeadSpec(reads="statistics"), dh.HeadSpec(kind="temperature", reads="features")]
+)
+def test_heads_that_cannot_read_several_labels_are_refused(spec: dh.HeadSpec) -> None:
+    with pytest.raises(ValueError, match="reads must not hold"):
+        dh.DoubleHead(segment_network(), segments(100), heads=spec)
+
+
+def test_several_labels_in_lightning(tmp_path: Path) -> None:
+    x, y = segments()
+    parts = [(x[rows], y[rows]) for rows in (slice(300), slice(300, 1000), slice(1000, None))]
+    loss = F.binary_cross_entropy_with_logits
+    trainer, module, callback = fit_with_lightning(segment_network(), loss, parts, tmp_path, every=2)
+    _, plain, _ = fit_with_lightning(segment_network(), loss, parts, tmp_path)
+    assert_same(module.net.state_dict(), plain.net.state_dict())
+    (numbers,) = trainer.validate(module, trainer.val_dataloaders, verbose=False)
+    with torch.no_grad():
+        outs = {"main": module.net(x[1000:]), "calib": callback.model(x[1000:])}
+    for name, out in outs.items():  # of all pairs of a sample and a label
+        assert numbers[f"val_nll_{name}"] == pytest.approx(float(loss(out, y[1000:])), abs=1e-4)
+    trainer.test(module, trainer.val_dataloaders, verbose=False)
+    torch.testing.assert_close(torch.cat(module.tested), outs["calib"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_summary_of_several_labels_has_each_of_them() -> None:

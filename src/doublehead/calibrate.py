@@ -122,27 +122,33 @@ def fit(
     """
     predictions = Predictions(readings.logits, readings.labels, readings.weights)
     predictions.n_labels = reader.n_labels
-    if method != "head" or reader.n_labels:
-        options = {"keep": keep} if reader.n_labels else {}
-        head = _unfitted(reader.n_labels, method, seed, **options).fit(predictions)
-        if not alone:
-            same_on_all_processes(head)
-        return Calibrated(network, head, reader).eval()
-    opinion = None if beside is None or not beside.active else beside.opinion(readings)
-    features = readings.features if readings.features.shape[1] else None
-    numbers = readings.numbers if readings.numbers.shape[1] else None
-    # Positions of one image or sentence are alike, so they are held back together.
-    folds = readings.folds if reader.task in ("tokens", "pixels") else None
-    known = {"features": features, "opinion": opinion, "numbers": numbers}
-    staged = Head(keep, seed=seed).fit(predictions, **known, last_layer=reader.last_layer(), folds=folds)
+    known: dict[str, Any] = {}
+    if method == "head" and beside is not None and beside.active:
+        known["opinion"] = beside.opinion(readings)
+    if method == "head" and not reader.n_labels:
+        known["features"] = readings.features if readings.features.shape[1] else None
+        known["numbers"] = readings.numbers if readings.numbers.shape[1] else None
+        known["last_layer"] = reader.last_layer()
+        # Positions of one image or sentence are alike, so they are held back together.
+        known["folds"] = readings.folds if reader.task in ("tokens", "pixels") else None
+    options = {"keep": keep} if method == "head" or reader.n_labels else {}
+    head = _unfitted(reader.n_labels, method, seed, **options).fit(predictions, **known)
     if not alone:
-        same_on_all_processes(staged)
-        staged.choice = from_every_process(staged.choice)[0]
-        staged.refresh()
+        _same_on_all_processes(head)
     heads = None
-    if beside is not None and opinion is not None:
+    if beside is not None and "opinion" in known:
         heads = beside.bank.take(*range(len(beside.bank.specs))).eval()
-    return Calibrated(network, staged, reader, heads).eval()
+    return Calibrated(network, head, reader, heads).eval()
+
+
+def _same_on_all_processes(head: Calibrator) -> None:
+    """Give every process the first one's calibration, and what it says of its choices."""
+    same_on_all_processes(head)
+    for part in head.modules():
+        if isinstance(part, (Head, PerLabel)):
+            part.choice = from_every_process(part.choice)[0]
+        if isinstance(part, Head):
+            part.refresh()
 
 
 def _unfitted(n_labels: int | None, method: str, seed: int, **options: Any) -> Calibrator:

@@ -84,8 +84,7 @@ class Calibrated(nn.Module):
         with evaluating(self):
             readings = read(self.reader, data, to_pair)
             parts = (readings.logits, readings.features, readings.numbers)
-            rows = zip(*(part.split(BATCH_SIZE) for part in parts))
-            calib = torch.cat([self.calibrated(*some) for some in rows])
+            calib = in_parts(self._calibrated, *parts, at_once=BATCH_SIZE)
         outputs, temperature = {"network": readings.logits}, getattr(self.head, "temperature_", None)
         if temperature is not None:
             outputs["temperature"] = readings.logits / temperature
@@ -112,12 +111,14 @@ class Calibrated(nn.Module):
         return export_model(self, path, example, to, **options)  # type: ignore[arg-type]
 
 
-def in_parts(answer: Callable[..., Tensor], *rows: Tensor | None) -> Tensor:
-    """`answer` for some rows; a large image has too many for one pass."""
-    parts = [part for part in rows if part is not None]
-    if torch.compiler.is_compiling() or parts[0].shape[0] <= ROWS_AT_ONCE:
+def in_parts(answer: Callable[..., Tensor], *rows: Tensor | None, at_once: int | None = None) -> Tensor:
+    """`answer` for some rows, `at_once` in one pass; a large image has too many for one."""
+    parts, at_once = [part for part in rows if part is not None], at_once or ROWS_AT_ONCE
+    if torch.compiler.is_compiling() or parts[0].shape[0] <= at_once:
         return answer(*parts)
-    return torch.cat([answer(*some) for some in zip(*(part.split(ROWS_AT_ONCE) for part in parts))])
+    n = min(len(part) for part in parts)  # samples, which may have several rows
+    samples = max(1, at_once * n // len(parts[0]))
+    return torch.cat([answer(*some) for some in zip(*(p.split(samples * (len(p) // n)) for p in parts))])
 
 
 def read(

@@ -104,12 +104,12 @@ def _check_labels(labels: Any) -> Tensor:
 
 
 def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
     if isinstance(value, (tuple, list)):
         return [_to(part, device) for part in value]
     if isinstance(value, Mapping):
         return {key: _to(part, device) for key, part in value.items()}
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
     return value.to(device) if hasattr(value, "to") else value
 
 

@@ -72,18 +72,25 @@ PAPER = HeadSpec()  # the method of the paper
 
 
 class Pass(NamedTuple):
-    """What heads made of a batch: inputs (B, size), hidden (H, B, hidden), out (H, B, n_out), logits (H, B, K)."""
+    """What heads made of a batch: inputs (B, size), hidden (H, B, hidden), out (H, n_out, B), logits (H, K, B).
+
+    Samples come last: on a CPU a softmax over the last dimension is slow for few classes.
+    """
 
     inputs: Tensor
     hidden: Tensor
     out: Tensor
     logits: Tensor
+    scale: float  # of hidden in out, which makes up for dropout
 
 
 class CalibrationHead(StaysFloat32):
     """A calibration head, or a stack of H heads that differ in their weights alone.
 
     Called with main logits (B, K) and features (B, F) it gives calibrated logits, (B, K), or (H, B, K) for a stack.
+    Where samples have `n_labels` independent labels, rows are pairs of a sample and a label with the logits of no and
+    yes: main logits and answers are (B L, 2), features (B, F). A head of kind "mlp" then answers all labels of a sample
+    at once, one of kind "temperature" each pair by itself.
 
     >>> head = CalibrationHead(64, 10, HeadSpec(kind="temperature"))
     >>> main = torch.randn(5, 10)
@@ -91,14 +98,21 @@ class CalibrationHead(StaysFloat32):
     True
     """
 
-    def __init__(self, n_features: int, n_classes: int, *specs: HeadSpec) -> None:
+    def __init__(
+        self, n_features: int, n_classes: int, *specs: HeadSpec, n_labels: int | None = None
+    ) -> None:
         super().__init__()
         specs = specs or (PAPER,)
         spec = specs[0]
         if any(one.shape != spec.shape for one in specs):
             raise ValueError("the heads of one CalibrationHead must have the same shape; HeadBank takes any")
-        sizes = {"features": n_features, "logits": n_classes, "statistics": min(N_TOP, n_classes) + 3}
+        self.n_labels = n_labels if spec.kind == "mlp" else None
+        n_logits = self.n_labels or n_classes
+        sizes = {"features": n_features, "logits": n_logits, "statistics": min(N_TOP, n_classes) + 3}
         self.reads: tuple[str, ...] = spec.reads  # type: ignore[assignment]
+        other = "statistics" if spec.kind == "mlp" else "features"  # of pairs, or of samples
+        if n_labels and other in self.reads:
+            raise ValueError(f"reads must not hold {other!r} for kind {spec.kind!r} and several labels")
         if "features" in self.reads and n_features == 0:
             raise ValueError(
                 "this head reads features, and the network has none: name the last layer with layer='...'"
@@ -109,8 +123,8 @@ class CalibrationHead(StaysFloat32):
         usual = max(1 if spec.kind == "mlp" else MIN_HIDDEN, self.size // 2)
         self.hidden = usual if spec.hidden is None else spec.hidden
         # Features come in a moderate range; logits and their statistics do not.
-        self.standardise = Standardise(self.size) if self.reads != ("features",) else nn.Identity()
-        n_out = n_classes if spec.kind == "mlp" else 1
+        self.standardise = Standardise(self.size) if self.reads != ("features",) else None
+        n_out = n_logits if spec.kind == "mlp" else 1
         layers = [_initial(self.size, self.hidden, n_out, one.seed) for one in specs]
         names = ("first_weight", "first_bias", "last_weight", "last_bias")
         for name, parts in zip(names if self.hidden else names[2:], zip(*layers)):
@@ -127,7 +141,7 @@ class CalibrationHead(StaysFloat32):
     def forward(self, main: Tensor, features: Tensor | None = None) -> Tensor:
         """Calibrated logits in float32, for inputs of any type."""
         with without_autocast(main.device.type):
-            logits = self.run(main, features).logits
+            logits = self.run(main, features).logits.mT
         return logits[0] if len(self.specs) == 1 else logits
 
     def inputs(self, main: Tensor, features: Tensor | None) -> Tensor:
@@ -136,47 +150,60 @@ class CalibrationHead(StaysFloat32):
         for name in self.reads:
             if name == "statistics":
                 parts.append(statistics(main))
+            elif name == "logits":
+                odds = main if self.n_labels is None else (main[:, 1] - main[:, 0]).view(-1, self.n_labels)
+                parts.append(odds.float())
             else:
-                part = main if name == "logits" else features
-                assert part is not None
-                parts.append(part.float())
+                assert features is not None
+                parts.append(features.float())
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def run(self, main: Tensor, features: Tensor | None) -> Pass:
         """The logits, and what their gradients need."""
         spec, n_heads = self.specs[0], len(self.specs)
-        inputs = self.standardise(self.inputs(main, features))  # (B, size)
-        hidden = inputs.expand(n_heads, -1, -1)
+        inputs = self.inputs(main, features)  # (B, size)
+        inputs = inputs if self.standardise is None else self.standardise(inputs)
+        hidden, scale = inputs.expand(n_heads, -1, -1), 1.0
         if self.hidden:
-            hidden = torch.baddbmm(self.first_bias[:, None], hidden, self.first_weight.mT).relu_()
+            hidden = torch.baddbmm(self.first_bias.unsqueeze(1), hidden, self.first_weight.mT).relu_()
         if self.training and spec.dropout:
             # One mask for all heads: on a CPU drawing it costs more than using it.
-            mask = torch.rand(hidden.shape[1:], device=hidden.device, dtype=hidden.dtype).ge_(spec.dropout)
-            hidden = hidden * mask.div_(1 - spec.dropout)  # (H, B, hidden)
-        out = torch.baddbmm(self.last_bias[:, None], hidden, self.last_weight.mT)  # (H, B, n_out)
-        return Pass(inputs, hidden, out, scale_logits(main, out) if spec.kind == "temperature" else out)
+            hidden = hidden * torch.rand_like(hidden[0]).ge_(spec.dropout)  # (H, B, hidden)
+            scale = 1 / (1 - spec.dropout)
+        out = torch.baddbmm(
+            self.last_bias.unsqueeze(2), self.last_weight, hidden.mT, alpha=scale
+        )  # (H, n_out, B)
+        logits = out
+        if spec.kind == "temperature":
+            logits = scale_logits(main, out.mT).mT
+        elif self.n_labels is not None:
+            odds = out.mT.flatten(1)  # (H, B L)
+            logits = torch.stack([torch.zeros_like(odds), odds], 1)
+        return Pass(inputs, hidden, out, logits, scale)
 
-    def gradients(self, passed: Pass, slopes: Tensor, out: Sequence[Tensor]) -> None:
-        """Write the gradients of all parameters into `out`; `slopes` are those of the loss by the logits, (H, K, B).
+    def gradients(self, passed: Pass, slopes: Tensor) -> list[Tensor]:
+        """The gradients of all parameters, (H, P) each, from those of the loss by the logits, `slopes` (H, K, B).
 
         Autograd gives the same, but for a small network its bookkeeping takes longer than the gradients.
         """
         spec = self.specs[0]
         if spec.kind == "temperature":
             inside = passed.out.abs() <= MAX_LOG_SCALE
-            slopes = (slopes.mT * passed.logits).sum(-1, keepdim=True).mul_(inside).mT  # (H, 1, B)
-        *first, weight, bias = out
-        torch.bmm(slopes, passed.hidden, out=weight)
-        torch.sum(slopes, 2, out=bias)
-        if first:
-            scale = 1 / (1 - spec.dropout) if self.training else 1.0
-            back = torch.bmm(slopes.mT, self.last_weight * scale).mul_(passed.hidden.sign())  # (H, B, hidden)
-            torch.bmm(back.mT, passed.inputs.expand(len(back), -1, -1), out=first[0])
-            torch.sum(back, 1, out=first[1])
+            slopes = (slopes * passed.logits).sum(1, keepdim=True).mul_(inside)  # (H, 1, B)
+        elif self.n_labels is not None:
+            slopes = slopes[:, 1].unflatten(1, (-1, self.n_labels)).mT  # (H, L, B)
+        bias = slopes.sum(2)
+        slopes = slopes if passed.scale == 1.0 else slopes * passed.scale
+        last = [torch.bmm(slopes, passed.hidden).flatten(1), bias]
+        if not self.hidden:
+            return last
+        back = torch.bmm(slopes.mT, self.last_weight).mul_(passed.hidden.sign())  # (H, B, hidden)
+        weight = torch.bmm(back.mT, passed.inputs.expand(len(back), -1, -1))
+        return [weight.flatten(1), back.sum(1), *last]
 
     def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
         """Update the moments of the inputs with a calibration batch if it is `fine`, a bool tensor ()."""
-        if isinstance(self.standardise, Standardise):
+        if self.standardise is not None:
             self.standardise.follow(self.inputs(main, features), fine)
 
     def extra_repr(self) -> str:
@@ -192,7 +219,9 @@ class HeadBank(StaysFloat32):
     torch.Size([3, 5, 3])
     """
 
-    def __init__(self, n_features: int, n_classes: int, specs: Sequence[HeadSpec]) -> None:
+    def __init__(
+        self, n_features: int, n_classes: int, specs: Sequence[HeadSpec], n_labels: int | None = None
+    ) -> None:
         super().__init__()
         if not specs:
             raise ValueError("specs must hold at least one HeadSpec, got none")
@@ -202,7 +231,8 @@ class HeadBank(StaysFloat32):
             groups.setdefault(spec.shape, []).append(number)
         self.members = list(groups.values())
         stacks = [
-            CalibrationHead(n_features, n_classes, *(self.specs[i] for i in some)) for some in self.members
+            CalibrationHead(n_features, n_classes, *(self.specs[i] for i in some), n_labels=n_labels)
+            for some in self.members
         ]
         self.stacks = nn.ModuleList(stacks)
         order = torch.tensor([number for numbers in self.members for number in numbers]).argsort()
@@ -218,11 +248,6 @@ class HeadBank(StaysFloat32):
         """What each stack gives for its heads, (heads of the stack, ...), as one tensor (H, ...)."""
         return torch.cat(list(parts))[self.order] if len(parts) > 1 else parts[0]
 
-    def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
-        """Update the moments of what the heads read with a calibration batch that is `fine`."""
-        for stack in self.stacks:
-            stack.follow(main, features, fine)  # type: ignore[operator]
-
     @torch.no_grad()
     def take(self, *numbers: int) -> CalibrationHead:
         """A copy of some equal heads of the bank, as a CalibrationHead of their own."""
@@ -232,11 +257,13 @@ class HeadBank(StaysFloat32):
             if set(numbers) <= set(some)
         )
         assert isinstance(stack, CalibrationHead)
-        made = CalibrationHead(stack.n_features, stack.n_classes, *(self.specs[number] for number in numbers))
-        made.standardise.load_state_dict(stack.standardise.state_dict())
+        specs = [self.specs[number] for number in numbers]
+        made = CalibrationHead(stack.n_features, stack.n_classes, *specs, n_labels=stack.n_labels)
         made.to(stack.last_bias.device)
         for name, value in made.named_parameters():
             value.copy_(stack.get_parameter(name)[rows])
+        for mine, moments in zip(made.buffers(), stack.buffers()):
+            mine.copy_(moments)
         return made.train(self.training)
 
 

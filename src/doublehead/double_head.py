@@ -63,8 +63,8 @@ class DoubleHead:
     calibration data. `to_pair` turns a batch of another form into (inputs, labels), `logits_of` takes the logits
     out of an unusual output, `layer` names the network's last layer, `task` says what it does (see
     `doublehead.tasks`); all are found automatically in the usual cases, and all are checked at once with the first
-    calibration batch. Networks with one logit, tokens and pixels are taken too; positions whose label is
-    `ignore_index` do not count. Sample weights come third in a batch: (inputs, labels, weights).
+    calibration batch. Networks with one logit, several labels, tokens and pixels are taken too; positions
+    whose label is `ignore_index` do not count. Sample weights come third in a batch: (inputs, labels, weights).
 
     A calibration batch that cannot be used is skipped and counted in `skipped`, and never stops your training; if
     that happens 20 times in a row, the heads' training ends with a warning.
@@ -108,7 +108,8 @@ class DoubleHead:
         self.network, self.calib_data, self.augment = network, calib_data, augment
         self.to_pair, self.every, self.steps, self.seed = to_pair, every, steps, seed
         self.batch_size = batch_size
-        device = device_of(network)
+        self._device = device = device_of(network)
+        self._is_compiled = network is not uncompiled(network)
         batches = as_batches(calib_data, batch_size, shuffle=True)
         only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
         self._randomness = Randomness(seed + rank(), device, only_torch)
@@ -116,16 +117,12 @@ class DoubleHead:
             first = unpack(_first(batches), device, to_pair)
             form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}
             self.reader = Reader.of(network, first, ignore_index=ignore_index, **form)  # type: ignore[arg-type]
-        if self.reader.task == "labels":
-            raise ValueError(
-                "DoubleHead trains heads for one class per sample, and this network has several labels: calibrate it "
-                "after training with calibrate(network, calib_data)"
-            )
         self._is_opinion = heads is None
         if heads is None:
             heads = second_opinion(self.reader.n_features)
         specs = (heads,) if isinstance(heads, HeadSpec) else tuple(heads)
-        self.bank = HeadBank(self.reader.n_features, self.reader.n_classes, specs).to(device)
+        sizes = self.reader.n_features, self.reader.n_classes
+        self.bank = HeadBank(*sizes, specs, self.reader.n_labels).to(device)
         self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
         self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
@@ -166,7 +163,7 @@ class DoubleHead:
         return losses
 
     def _train_heads(self, progress: float | None) -> Tensor:
-        batch = unpack(self._batches.next(), device_of(self.network), self.to_pair)
+        batch = unpack(self._batches.next(), self._device, self.to_pair)
         labels = self.reader.targets(batch.labels, check=False)
         at = self.reader.pick(labels, POSITIONS_PER_STEP)
         labels, folds, *weights = per_row(batch, labels, at, self._has_folds)
@@ -175,7 +172,7 @@ class DoubleHead:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)
         with torch.no_grad(), evaluating(self.network):
-            if self.network is not uncompiled(self.network):
+            if self._is_compiled:
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
             answer = self.reader.run(args, kwargs, at=at)
         progress = self._progress(progress)

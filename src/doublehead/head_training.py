@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from doublehead.calibration_head import HeadBank
+from doublehead.calibration_head import CalibrationHead, HeadBank
 from doublehead.torch_tools import AsyncFlags, average_over_processes, same_on_all_processes, without_autocast
 
+B0 = TypeVar("B0", float, Tensor, float | Tensor)
 MOMENTUM = 0.9
 WORSE_THAN_GUESSING = 10  # times: the averages of its BatchNorm are not there yet; such batches teach nothing
-IGNORED = -100  # stands for labels that are no class
 
 
 class HeadTraining:
@@ -40,39 +39,22 @@ class HeadTraining:
         weight_decay: float = 5e-5,
         clip: float = 1.0,
     ) -> None:
-        self.bank, self.clip = bank, clip
-        self.schedule = ScheduleShape(follow)
-        device = bank.order.device
-        beta0, lr = ([getattr(spec, name) for spec in bank.specs] for name in ("beta0", "lr"))
-        self.beta0 = torch.tensor(beta0, device=device, dtype=torch.float32)  # (H,)
-        self.lr = torch.tensor(lr, device=device, dtype=torch.float32)  # (H,) peak rates
-        blind = [-1 if spec.fold is None else spec.fold for spec in bank.specs]
-        self.blind = torch.tensor(blind, device=device)[:, None]  # (H, 1) the fold that each head never sees
-        self._stacks: list[Any] = list(bank.stacks)
-        self._rows = [_rows(numbers) for numbers in bank.members]  # the heads of each stack
-        self._parameters = [list(stack.parameters()) for stack in self._stacks]
-        sizes = [[p[0].numel() for p in parameters] for parameters in self._parameters]
-        self.velocity = [
-            torch.zeros(len(heads), sum(n), device=device, dtype=torch.float32)
-            for heads, n in zip(bank.members, sizes)
-        ]
-        self._gradients = [
-            torch.zeros_like(velocity) for velocity in self.velocity
-        ]  # kept: new memory is slow
-        self._parts = [  # of the gradients, in the shapes of the parameters
-            [part.view(p.shape) for part, p in zip(flat.split(n, 1), parameters)]
-            for flat, n, parameters in zip(self._gradients, sizes, self._parameters)
-        ]
-        self._classes = torch.arange(self._stacks[0].n_classes, device=device)[:, None]  # (K, 1)
-        # Rate, momentum and weight decay of each head, (3, H), where it does not move, and what is added where it does.
-        zeros = torch.zeros_like(self.lr)
-        self._idle = torch.stack([zeros, zeros + 1, zeros])
-        self._moving = torch.stack([self.lr, zeros + MOMENTUM - 1, zeros + weight_decay])
+        self.bank, self.schedule = bank, ScheduleShape(follow)
+        same_on_all_processes(bank)
+        self._stacks = [_Stack(head, weight_decay, clip) for head in bank.stacks]  # type: ignore[arg-type]
+        n_classes = self._stacks[0].head.n_classes
+        self._classes = torch.arange(n_classes, device=bank.order.device)[:, None]  # (K, 1)
+        self._min_mean = -WORSE_THAN_GUESSING * math.log(n_classes) / n_classes
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
-        self.beta: Tensor | None = None  # (H,) of the last step
+        self.progress: float | None = None  # of the last step
         self.skipped = self.skipped_in_a_row = 0  # steps in which no head had a finite loss
         self._flags = AsyncFlags()
-        same_on_all_processes(bank)
+
+    @property
+    def beta(self) -> Tensor | None:
+        """(H,) of the last step."""
+        beta0 = torch.tensor([spec.beta0 for spec in self.bank.specs])
+        return None if self.progress is None else anneal(beta0, self.progress)
 
     def step(
         self,
@@ -88,42 +70,18 @@ class HeadTraining:
         Labels are classes (B,) or rows of probabilities (B, K); `counts` are sample weights (B,).
         """
         with torch.inference_mode(), without_autocast(main.device.type):  # no_grad is a little slower
-            losses = self._step(main.float(), features, labels, folds, anneal(self.beta0, progress), counts)
+            main, targets = main.float(), _targets(labels, self._classes)  # (B, K), (K, B)
+            known = targets.sum(0)  # (B,) 1, or 0 where a label is no class
+            known = known if counts is None else known * (counts / counts.mean())
+            # The mean of all K entries is the main NLL / -K.
+            fit = average_over_processes((main.T.log_softmax(0) * targets).mean())
+            batch = _Batch(main, features, targets, known, folds, fit > self._min_mean)
+            share = self.schedule.now()
+            found = zip(*(stack.step(batch, progress, share) for stack in self._stacks))
+            losses, norms, fine = (self.bank.in_order(parts) for parts in found)
+            self._flags.send(fine)
+            self.grad_norms, self.progress = norms, progress
         return losses.clone()  # as an ordinary tensor
-
-    def _step(
-        self,
-        main: Tensor,
-        features: Tensor,
-        labels: Tensor,
-        folds: Tensor,
-        beta: Tensor,
-        counts: Tensor | None,
-    ) -> Tensor:
-        targets, valid = _targets(labels, self._classes)  # (K, B), (B,)
-        sees = ((folds != self.blind) & valid).float()  # (H, B)
-        sees = sees if counts is None else sees * (counts / counts.mean()).float()
-        n_seen = average_over_processes(sees.sum(1, keepdim=True))  # several processes do what one would
-        weights = sees.div_(n_seen.clamp_(min=1.0))  # (H, B)
-        known = labels.where(valid, IGNORED) if labels.ndim == 1 else targets.T
-        own = average_over_processes(F.cross_entropy(main, known, ignore_index=IGNORED))
-        sane = own < WORSE_THAN_GUESSING * math.log(main.shape[-1])
-        self.bank.follow(main, features, sane)
-        losses = []
-        for stack, rows, flat, parts in zip(self._stacks, self._rows, self._gradients, self._parts):
-            passed = stack.run(main, features)
-            nlls, slopes = _cross_entropy(passed.logits * beta[rows, None, None], targets)
-            losses.append((nlls * weights[rows]).sum(1))
-            slopes.mul_((weights[rows] * beta[rows, None])[:, None])
-            stack.gradients(passed, slopes, parts)
-            average_over_processes(flat)
-        loss = average_over_processes(self.bank.in_order(losses))  # (H,)
-        norms = self.bank.in_order([torch.linalg.vector_norm(flat, dim=1) for flat in self._gradients])
-        fine = loss + norms < math.inf  # neither is negative
-        self._move((fine & sane).float(), norms)
-        self.grad_norms, self.beta = norms, beta
-        self._flags.send(fine.any())
-        return loss
 
     def count_skipped(self, wait: bool = False) -> None:
         """Bring `skipped` and `skipped_in_a_row` up to date with the steps whose result has arrived."""
@@ -131,28 +89,12 @@ class HeadTraining:
             self.skipped += not fine
             self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
 
-    def _move(self, moves: Tensor, norms: Tensor) -> None:
-        """Nesterov SGD for the heads that move, (H,) ones and zeros, whose gradients have these norms, (H,)."""
-        shrink = (self.clip / norms).clamp_(max=1.0).mul_(moves)  # (H,), no number where a norm is none
-        rates, share = torch.addcmul(self._idle, self._moving, moves), self.schedule.now()  # (3, H)
-        for parameters, rows, gradient, parts, velocity in zip(
-            self._parameters, self._rows, self._gradients, self._parts, self.velocity
-        ):
-            rate, momentum, decay = rates[:, rows, None]
-            gradient.mul_(shrink[rows, None]).nan_to_num_(0.0, 0.0, 0.0)
-            for parameter, part in zip(parameters, parts):
-                part.addcmul_(parameter, decay.view(-1, *[1] * (part.ndim - 1)))
-            torch.addcmul(gradient, velocity, momentum, out=velocity)
-            gradient.add_(velocity, alpha=MOMENTUM).mul_(rate)
-            for parameter, part in zip(parameters, parts):
-                parameter.sub_(part, alpha=share)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on: weights, moments, velocities, schedule, counts."""
         self.count_skipped(wait=True)
         return {
             "bank": self.bank.state_dict(),
-            "velocity": self.velocity,
+            "velocity": [stack.velocity for stack in self._stacks],
             "schedule": self.schedule.peak,
             "skipped": [self.skipped, self.skipped_in_a_row],
         }
@@ -161,10 +103,75 @@ class HeadTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken."""
         self.bank.load_state_dict(state["bank"])
-        for velocity, saved in zip(self.velocity, state["velocity"], strict=True):
-            velocity.copy_(saved)
+        for stack, saved in zip(self._stacks, state["velocity"], strict=True):
+            stack.velocity.copy_(saved)
         self.schedule.peak = state["schedule"]
         self.skipped, self.skipped_in_a_row = state["skipped"]
+
+
+class _Batch(NamedTuple):
+    main: Tensor  # (B, K)
+    features: Tensor  # (B, F)
+    targets: Tensor  # (K, B)
+    known: Tensor  # (B,) weights
+    folds: Tensor  # (B,)
+    sane: Tensor  # (), whether heads may learn from it
+
+
+class _Stack:
+    """Trains a stack of heads whose weights, gradients and velocities are one tensor (H, P) each.
+
+    The stack's parameters become views of the weights, so that an operation moves them all: on a CPU the heads of a
+    small network cost what the number of operations costs.
+    """
+
+    def __init__(self, head: CalibrationHead, weight_decay: float, clip: float) -> None:
+        self.head, self.clip, parameters = head, clip, list(head.parameters())
+        self.weights = torch.cat([parameter.detach().flatten(1) for parameter in parameters], 1)
+        self.gradient, self.velocity = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        sizes = [parameter[0].numel() for parameter in parameters]
+        for parameter, part in zip(parameters, self.weights.split(sizes, 1)):
+            parameter.data = part.view(parameter.shape)
+        device = self.weights.device
+        blind = [-1 if spec.fold is None else spec.fold for spec in head.specs]
+        self.blind = torch.tensor(blind, device=device)[:, None]  # (H, 1) the fold that each head never sees
+        beta0 = torch.tensor([spec.beta0 for spec in head.specs], device=device)[:, None, None]
+        self.beta0 = float(head.specs[0].beta0) if len(beta0.unique()) == 1 else beta0  # type: ignore[arg-type]
+        # Rate, momentum and weight decay, (3, H, 1), of heads that move and of those that do not.
+        rates = [[(spec.lr, MOMENTUM, weight_decay), (0.0, 1.0, 0.0)] for spec in head.specs]
+        self._moving, self._idle = torch.tensor(rates, device=device).permute(1, 2, 0).unsqueeze(3)
+
+    def step(self, batch: _Batch, progress: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Move the heads; their losses, the norms of their gradients and whether both are finite, (H,) each."""
+        losses = self._learn(batch, anneal(self.beta0, progress))
+        norms = torch.linalg.vector_norm(self.gradient, dim=1)
+        fine = losses + norms < math.inf  # neither is negative
+        self._move(fine & batch.sane, norms, share)
+        return losses, norms, fine
+
+    def _learn(self, batch: _Batch, beta: float | Tensor) -> Tensor:
+        """The losses (H,); the gradients are written to `gradient`."""
+        sees = batch.known * (batch.folds != self.blind)  # (H, B)
+        n_seen = average_over_processes(sees.sum(1, keepdim=True))  # several processes do what one would
+        weights = sees.div_(n_seen.clamp_(min=1.0))
+        self.head.follow(batch.main, batch.features, batch.sane)
+        passed = self.head.run(batch.main, batch.features)
+        log_probs = (passed.logits * beta).log_softmax(1)  # (H, K, B)
+        losses = (log_probs * batch.targets).sum(1).mul_(weights).sum(1).neg_()
+        slopes = log_probs.exp_().sub_(batch.targets).mul_(weights.unsqueeze(1) * beta)
+        torch.cat(self.head.gradients(passed, slopes), 1, out=self.gradient)  # kept: new memory is slow
+        average_over_processes(self.gradient)
+        return average_over_processes(losses)
+
+    def _move(self, moves: Tensor, norms: Tensor, share: float) -> None:
+        """Nesterov SGD for the heads that move, (H,) bool, whose gradients have these norms, (H,)."""
+        rate, momentum, decay = torch.where(moves[:, None], self._moving, self._idle).unbind()  # (H, 1) each
+        shrink = moves / (norms / self.clip).clamp_(min=1.0)  # no number where a norm is none
+        step = self.gradient.mul_(shrink[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+        step.addcmul_(self.weights, decay)
+        torch.addcmul(step, self.velocity, momentum, out=self.velocity)
+        step.add_(self.velocity, alpha=MOMENTUM)
+        self.weights.addcmul_(step, rate, value=-share)
 
 
 class ScheduleShape:
@@ -198,9 +205,6 @@ class ScheduleShape:
         return rate / self.peak if rate else 0.0
 
 
-B0 = TypeVar("B0", float, Tensor)
-
-
 def anneal(beta0: B0, progress: float) -> B0:
     """beta at `progress` of the epoch, 0..1: from beta0 straight to 1 (the paper's Eq. 5).
 
@@ -214,22 +218,8 @@ def anneal(beta0: B0, progress: float) -> B0:
     return beta0 * (1 - progress) + progress
 
 
-def _targets(labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels (B,) or (B, K) as probabilities (K, B), 0 where a label is no class, and which are classes, (B,)."""
+def _targets(labels: Tensor, classes: Tensor) -> Tensor:
+    """Labels (B,) or (B, K) as probabilities (K, B), all 0 where a label is no class."""
     if labels.ndim == 1:
-        one_hot = labels == classes
-        return one_hot.float(), one_hot.any(0)
-    valid = (labels >= 0).all(1)  # no nan
-    return labels.float().T.where(valid, 0.0), valid
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """NLLs (H, B) of logits (H, B, K) for targets (K, B), and their slopes by the logits, (H, K, B)."""
-    log_probs = logits.mT.log_softmax(1)  # not over the last dimension: that is slow on a CPU for few classes
-    return -(log_probs * targets).sum(1), log_probs.exp_().sub_(targets)
-
-
-def _rows(numbers: list[int]) -> slice | list[int]:
-    """Some of the heads as an index: a slice where that is possible, which copies nothing."""
-    within = range(numbers[0], numbers[-1] + 1)
-    return slice(within.start, within.stop) if numbers == list(within) else numbers
+        return (labels == classes).float()
+    return labels.float().T.where((labels >= 0).all(1), 0.0)  # no nan

@@ -38,7 +38,8 @@ POSITIONS = 20_000  # of tokens or pixels that are drawn to calibrate on
 class Readings(NamedTuple):
     """A network's outputs for N samples: features (N, F), logits (N, K), numbers (N, S) of its views, and the labels.
 
-    Labels are classes (N,) or rows of probabilities (N, K). A position of a sequence or image counts as a sample.
+    Labels are classes (N,) or rows of probabilities (N, K). A position of a sequence or image counts as a sample, and
+    so does a pair of a sample and one of L independent labels; only features are (N / L, F) then.
     """
 
     features: Tensor
@@ -323,10 +324,10 @@ def features_of(
 ) -> Tensor:
     """(B, F) from what a layer saw: maps are averaged, tokens are taken where the logits came from.
 
-    For tokens (B, T, F) and for pixels (B, H, W, F); without any, F is 0, as it is for independent labels.
+    For tokens (B, T, F) and for pixels (B, H, W, F); without any, F is 0.
     """
-    lead = class_scores(values, task).shape[:-1]
-    if layer is None or task == "labels":
+    lead = class_scores(values, task).shape[:-1] if task in ("tokens", "pixels") else values.shape[:1]
+    if layer is None:
         return values.new_empty(*lead, 0)
     if caught is None:
         raise RuntimeError(

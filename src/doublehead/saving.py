@@ -124,7 +124,7 @@ def _rebuild_calibrated(
 ) -> Calibrated:
     if facts["logits_of"] and logits_of is None:
         raise TypeError("logits_of must be the function with which the saved model was made, got None")
-    sizes = {name: facts[name] for name in ("n_classes", "n_features")}
+    sizes = {name: facts[name] for name in ("n_classes", "n_features", "n_labels")}
     form = {name: facts[name] for name in FORM}
     reader = Reader(network, **form, views=facts["views"], logits_of=logits_of)
     head, opinion = (
@@ -145,10 +145,12 @@ def _describe_head(head: nn.Module) -> dict[str, Any]:
     return {"method": names[0], "params": head.get_params()}
 
 
-def _rebuild_head(facts: Mapping[str, Any], n_features: int, n_classes: int) -> nn.Module:
+def _rebuild_head(
+    facts: Mapping[str, Any], n_features: int, n_classes: int, n_labels: int | None
+) -> nn.Module:
     if "heads" in facts:
         specs = [HeadSpec(**{**spec, "reads": tuple(spec["reads"])}) for spec in facts["heads"]]
-        return CalibrationHead(n_features, n_classes, *specs)
+        return CalibrationHead(n_features, n_classes, *specs, n_labels=n_labels)
     return make(facts["method"], **facts["params"])
 
 

@@ -8,7 +8,7 @@ classes.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from doublehead.calibrators.optimise import fit_logistic, minimise
 from doublehead.calibrators.temperature import Identity, Temperature, fit_inverse_temperature
 from doublehead.predictions import Predictions
 from doublehead.score_arrays import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CLASSES_AT_ONCE = 64  # one-vs-rest fits in one computation
 SHARED = {"head": Head, "temperature": Temperature, "none": Identity}
@@ -286,13 +289,21 @@ class PerLabel(Calibrator):
         self.share, self.own, self.keep, self.seed = share, own, keep, seed
         self.shared: Calibrator = SHARED[share](**({"keep": keep, "seed": seed} if share == "head" else {}))
 
-    def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        self.shared.fit(predictions)
+    def fit(self, predictions: Predictions, *, opinion: Tensor | None = None) -> Self:
+        """Learn from predictions the network was not trained on.
+
+        `opinion` (N L, 2) is what heads trained beside the network say of them, as for `Head`.
+        """
+        return self._fit(predictions, opinion=opinion)
+
+    def _learn(self, predictions: Predictions, opinion: Tensor | None = None) -> dict[str, Any]:
+        known = {"opinion": opinion} if self.share == "head" else {}
+        self.shared.fit(predictions, **known)
         n_labels = predictions.n_labels or 1
         like = predictions.logits.new_ones(n_labels).double()
         maps = like, torch.zeros_like(like)
         if predictions.n_labels and self.own:
-            odds = _binary_odds(self.shared(predictions.logits)).double().reshape(-1, n_labels)
+            odds = _binary_odds(self.shared(predictions.logits, **known)).double().reshape(-1, n_labels)
             truth, weights = _truth(predictions.target, n_labels)
             maps = _fit_maps(odds, truth, weights, self.share != "temperature")
             if self.own == "auto" and not self._pays(predictions, odds, truth, weights):
@@ -319,8 +330,17 @@ class PerLabel(Calibrator):
         self.choice = choose(nlls, ["shared"], MARGIN)
         return self.choice.chosen == "own"
 
-    def _transform(self, logits: Tensor) -> Tensor:
-        shared: Tensor = self.shared(logits)
+    def forward(
+        self,
+        logits: Tensor,
+        features: Tensor | None = None,
+        *,
+        opinion: Tensor | None = None,
+        numbers: Tensor | None = None,
+    ) -> Tensor:
+        """Calibrated logits (N L, 2); `opinion` is needed where it was fitted with one."""
+        self._check_use(logits)
+        shared: Tensor = self.shared(logits, opinion=opinion)
         if len(self.scale_) == 1:
             return shared
         rows = shared.reshape(-1, len(self.scale_), 2)

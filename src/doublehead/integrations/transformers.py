@@ -305,7 +305,8 @@ def load_calibrated(path: str | Path, model_class: Any = None, **options: Any) -
     if (path / BESIDE_ADAPTER).exists():
         facts, weights = read_file(path / BESIDE_ADAPTER, torch.device("cpu"))
         cls: Any = require("peft", extra="transformers").AutoPeftModelForSequenceClassification
-        model = cls.from_pretrained(path, num_labels=facts["n_classes"], **options).merge_and_unload()
+        n_outputs = facts["n_labels"] or (1 if facts["task"] == "binary" else facts["n_classes"])
+        model = cls.from_pretrained(path, num_labels=n_outputs, **options).merge_and_unload()
     else:
         config = transformers.AutoConfig.from_pretrained(path)
         facts, weights = getattr(config, FACTS, None), _part_weights(path)
