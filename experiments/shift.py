@@ -251,9 +251,9 @@ def frontier(table: pd.DataFrame) -> Figure:
     """Clean cost against shifted ECE, for each network; costs beyond 0.1 % are on a logarithmic axis."""
     found = summary(table)
     runs = found.index.unique("run")
-    n_lines = -(-len(runs) // 3)
-    figure = Figure(figsize=(11, 3.4 * n_lines), layout="constrained")
-    axes = list(figure.subplots(n_lines, 3, sharex=True, sharey=True, squeeze=False).flat)
+    n_lines = -(-(len(runs) + 1) // 4)  # the last cell is for the legend
+    figure = Figure(figsize=(12, 3 * n_lines), layout="constrained")
+    axes = list(figure.subplots(n_lines, 4, sharex=True, sharey=True, squeeze=False).flat)
     for ax, run in zip(axes, runs):
         own = found.loc[run]
         sweep = own.loc[[f"single-{prior:g}" for prior in PRIORS]]
@@ -265,13 +265,13 @@ def frontier(table: pd.DataFrame) -> Figure:
         ax.set_xscale("symlog", linthresh=0.1)
         ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
         ax.set(xticks=TICKS, xticklabels=TICKS)
-        ax.tick_params(labelbottom=True)
+        ax.tick_params(labelbottom=True, labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes[len(runs) :]:
         ax.axis("off")
     figure.supxlabel("change of the clean NLL against the staged head, percent", fontsize=9)
     figure.supylabel("mean ECE under shift, share of temperature scaling's", fontsize=9)
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    axes[-1].legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="center", frameon=False)
     return figure
 
 
