@@ -25,7 +25,7 @@ from doublehead.predictions import Predictions
 from doublehead.saving import rebuild, under
 from doublehead.shift_guard import ShiftGuard
 from doublehead.training.config import LEFT_OUT, Config
-from doublehead.training.inputs import load_inputs, word_vectors
+from doublehead.training.run import load_inputs, word_vectors
 from doublehead.training.run_folder import RunError, RunFolder
 
 HOW = {
