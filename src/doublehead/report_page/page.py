@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 import doublehead
 from doublehead.bins import check_n_bins
 from doublehead.guard import Shift as Window
-from doublehead.optional import require
 from doublehead.outcomes import Comparison, compare_all
 from doublehead.predictions import Predictions
 from doublehead.report_page import charts, tables
 from doublehead.report_page.record import THRESHOLDS, Method, Record, Shifted, measure, measure_shift
 from doublehead.report_page.tables import clean
+from doublehead.system import require
 
 Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Record | Mapping[str, float]]]"
 

@@ -22,11 +22,11 @@ from doublehead.calibrators.temperature import Temperature
 from doublehead.data import corrupt
 from doublehead.guard import scaled
 from doublehead.network import VIEWS
-from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.saving import describe
 from doublehead.shift_guard import ShiftGuard
 from doublehead.summary import Summary
+from doublehead.system import require
 from doublehead.torch_tools import (
     device_of,
     evaluating,

@@ -30,9 +30,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from doublehead.atomic import replacing
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import replacing, require
 from doublehead.training.config import Config
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch asks for it in deterministic runs on CUDA
