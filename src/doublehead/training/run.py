@@ -33,9 +33,8 @@ EVAL_BATCH = 500
 class Form(NamedTuple):
     """How one kind of data becomes batches, and what the network needs to know about it."""
 
-    batches: Callable[
-        ..., Batches
-    ]  # (samples, whether the network learns from them, **options of all batches)
+    # (samples, whether the network learns from them, **options of all batches)
+    batches: Callable[..., Batches]
     model_options: dict[str, Any]
     memory_format: torch.memory_format = torch.preserve_format
     normalise: data.Normalise | None = None  # of images
