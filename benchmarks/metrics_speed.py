@@ -35,8 +35,8 @@ import torch
 
 from doublehead import metrics
 from doublehead.bins import Bins
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import require
 
 Candidate = Callable[[], Any]
 RESULTS = Path(__file__).parent / "results" / "metrics_speed.json"

@@ -31,8 +31,8 @@ import torch
 
 from doublehead import metrics
 from doublehead.calibrators import Temperature
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import require
 
 ROOT = Path(__file__).parent
 RESULTS, DOCS = ROOT / "results" / "peers_agreement.json", ROOT.parent / "docs" / "peers.md"

@@ -108,7 +108,7 @@ def with_stream():
 
 def with_torchmetrics():
     """The ECE alone."""
-    from doublehead.optional import require
+    from doublehead.system import require
 
     metric = require("torchmetrics.classification", extra="train").MulticlassCalibrationError(
         CLASSES, n_bins=15, norm="l1", ignore_index=IGNORED

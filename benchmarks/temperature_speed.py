@@ -39,8 +39,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators import Temperature
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import require
 
 Candidate = Callable[[], float]  # a temperature
 RESULTS = Path(__file__).parent / "results" / "temperature_speed.json"

@@ -9,7 +9,7 @@ from docutils import nodes
 from latex2mathml.converter import convert
 
 from doublehead import __version__
-from doublehead.optional import require
+from doublehead.system import require
 
 require("torchvision", extra="models")  # some packages bring it along, whether it fits torch or not
 

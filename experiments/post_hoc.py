@@ -23,7 +23,7 @@ from doublehead import Predictions, calibrators
 from doublehead.calibrators import Head, make
 from doublehead.calibrators.head_stages import STAGES
 from doublehead.calibrators.optimise import fit_log_scale
-from doublehead.optional import require
+from doublehead.system import require
 
 CALIBRATORS = (
     "none", "temperature", "temperature_grid", "vector", "matrix", "dirichlet", "spline", "gaussian_process",

@@ -27,8 +27,8 @@ from doublehead.calibration_head import feature_numbers
 from doublehead.calibrators.head_stages import class_distances, fit_opinions
 from doublehead.data import Images
 from doublehead.network import Readings, flip
-from doublehead.optional import require
 from doublehead.saving import under
+from doublehead.system import require
 from doublehead.training.config import BETAS, METHODS, RECIPES, TUNED, Config
 from doublehead.training.loop import make_fabric, set_up, train
 from doublehead.training.run import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from doublehead.optional import require
+from doublehead.system import require
 
 
 def pytest_configure(config: pytest.Config) -> None:

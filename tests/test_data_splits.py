@@ -20,7 +20,7 @@ from doublehead.data.splits import (
     split_samples,
     stratified_draw,
 )
-from doublehead.optional import require
+from doublehead.system import require
 
 
 def texts(labels):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import doublehead.data
-from doublehead.optional import require
+from doublehead.system import require
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -35,7 +35,7 @@ SLOW = {"docs/shift.md"}  # fits a guard
 LANGUAGES = {"python", "console", "text"}  # python is run, console is parsed
 DIRECTIVES = {"{toctree}", "{eval-rst}", "{include}"}
 # not in the reference
-INTERNAL = {"optional", "atomic", "torch_tools", "score_arrays", "showing", "report_page", "cli", "__main__"}
+INTERNAL = {"system", "torch_tools", "score_arrays", "showing", "report_page", "cli", "__main__"}
 
 
 class Block(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import doublehead.data
-from doublehead.optional import require
+from doublehead.system import require
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "quickstart.ipynb"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from doublehead import PAPER, DoubleHead, ShiftGuard
-from doublehead.optional import require
 from doublehead.shift_guard import N_LAYERS
+from doublehead.system import require
 from doublehead.tasks import find_logits
 
 TIMM = {

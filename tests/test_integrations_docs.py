@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from doublehead.optional import require
+from doublehead.system import require
 
 FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
 NEEDS = {

@@ -18,7 +18,7 @@ from calibrated_models import data, guarded, make, network
 from doublehead import Predictions, ShiftGuard, calibrate, load, metrics
 from doublehead.data.batches import Normalise
 from doublehead.integrations.export import export_model, load_program, model_card
-from doublehead.optional import require
+from doublehead.system import require
 
 onnxruntime = pytest.importorskip("onnxruntime")
 

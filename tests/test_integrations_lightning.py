@@ -34,7 +34,7 @@ from doublehead.integrations.lightning import (
     key_of_weights,
     load_calibrated,
 )
-from doublehead.optional import require
+from doublehead.system import require
 from tiny_networks import assert_same
 
 pl = require("lightning.pytorch", extra="lightning")

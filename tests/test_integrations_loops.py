@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from doublehead import DoubleHead, Predictions
 from doublehead.curves import Reliability, reliability
 from doublehead.integrations.callbacks import for_transformers, log_figure, log_reliability
-from doublehead.optional import require
+from doublehead.system import require
 from tiny_networks import assert_same
 
 

@@ -25,7 +25,7 @@ from doublehead.integrations.transformers import (
     detach,
     load_calibrated,
 )
-from doublehead.optional import require
+from doublehead.system import require
 from tiny_networks import assert_same
 
 hf = require("transformers", extra="transformers")

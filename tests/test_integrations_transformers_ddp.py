@@ -15,7 +15,7 @@ import torch
 
 from doublehead import PAPER, Predictions, metrics
 from doublehead.integrations.transformers import DoubleHeadTrainerCallback, attached_to, load_calibrated
-from doublehead.optional import require
+from doublehead.system import require
 from processes import leave
 from tiny_networks import assert_same
 

@@ -16,8 +16,7 @@ PACKAGE = SOURCE / "doublehead"
 
 # A module, or a folder of them, imports only from those above it.
 ORDER = (
-    "optional",
-    "atomic",
+    "system",
     "torch_tools",  # the method: from small tools to the companion
     "calibration_data",
     "tasks",

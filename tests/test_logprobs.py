@@ -16,7 +16,7 @@ import doublehead as dh
 from doublehead import Predictions, metrics
 from doublehead.cli import app
 from doublehead.logprobs import option_logprobs, token_logprobs
-from doublehead.optional import require
+from doublehead.system import require
 
 PLAIN = {"A": -0.1, "B": -2.5}
 LISTED = [{"token": "A", "logprob": -0.1, "bytes": [65]}, {"token": " B", "logprob": -2.5, "bytes": [32, 66]}]

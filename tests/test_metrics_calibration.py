@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from doublehead import metrics
-from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary
+from doublehead.system import require
 
 
 def from_top(confidence, correct, dtype=np.float64) -> Predictions:

@@ -10,9 +10,9 @@ import torch
 
 from doublehead import metrics
 from doublehead.bins import Bins
-from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary
+from doublehead.system import require
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 
 from doublehead import metrics
 from doublehead.metrics.selective import STARTS, _grid
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import require
 
 
 def binary(confidence, correct, dtype=np.float64) -> Predictions:

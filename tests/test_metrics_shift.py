@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from doublehead import metrics
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import require
 
 
 def sides(ties: bool) -> tuple[np.ndarray, np.ndarray]:

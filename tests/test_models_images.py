@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from doublehead.models import MODELS, SmallCNN, WideResNet, build
 from doublehead.models import images as networks
-from doublehead.optional import require
+from doublehead.system import require
 
 IMAGES = [name for name, row in MODELS.items() if row.reads == "images"]
 SMALLER = {"wide_resnet28_10": {"depth": 10, "width": 1}}  # the same code at a fraction of the time

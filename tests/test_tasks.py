@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import doublehead as dh
 from doublehead.calibration_data import unpack
 from doublehead.network import Reader
-from doublehead.optional import require
+from doublehead.system import require
 from doublehead.tasks import recognise, recognise_task
 from tiny_networks import assert_same
 

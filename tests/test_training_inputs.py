@@ -17,8 +17,8 @@ from doublehead.calibration_data import fold_of, unpack
 from doublehead.data import load
 from doublehead.data.trees import TreeBatch, parse_tree
 from doublehead.training.config import Config
-from doublehead.training.inputs import load_inputs
 from doublehead.training.loop import train
+from doublehead.training.run import load_inputs
 from doublehead.training.run_folder import RunFolder
 from tiny_networks import tiny_bert
 from training_helpers import fashion, small

@@ -22,8 +22,7 @@ from doublehead.saving import rebuild
 from doublehead.training import loop
 from doublehead.training.config import METHODS, Config
 from doublehead.training.evaluation import as_plain
-from doublehead.training.run import algorithms
-from doublehead.training.run_folder import RunError, RunFolder
+from doublehead.training.run_folder import RunError, RunFolder, algorithms
 from training_helpers import assert_same, fashion, run, small
 
 safetensors = pytest.importorskip("safetensors.torch")

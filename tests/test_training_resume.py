@@ -44,7 +44,7 @@ import os, sys
 import doublehead.cli
 from doublehead.data import catalog
 from doublehead.training.config import Config
-from doublehead.training.run import make_fabric
+from doublehead.training.run_folder import make_fabric
 make_fabric(Config(), accelerator="cpu", devices=1)
 images = catalog.fashion_subset()
 catalog.fashion_subset = lambda: images

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, Se
 from torch.utils.data import DataLoader, TensorDataset
 
 from doublehead import Calibrated, DoubleHead, calibrate
-from doublehead.optional import require
+from doublehead.system import require
 
 N_CLASSES = 4
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from doublehead.optional import require
+from doublehead.system import require
 
 
 def mlp(n_classes: int) -> nn.Module:

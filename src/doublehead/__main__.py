@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from doublehead.optional import require
+from doublehead.system import require
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import doublehead
-from doublehead.atomic import replacing
 from doublehead.calibrators import Temperature
 from doublehead.files.formats import open_source
 from doublehead.files.guesses import Kind
@@ -31,6 +30,7 @@ from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.report_page.record import Record, as_times, shown_column
 from doublehead.stream import row_groups
 from doublehead.summary import Summaries, Summary
+from doublehead.system import replacing
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
 

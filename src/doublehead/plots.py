@@ -22,7 +22,7 @@ import numpy as np
 
 from doublehead.curves import Histogram, Reliability, epoch_curves
 from doublehead.metrics import RiskCoverage
-from doublehead.optional import require
+from doublehead.system import require
 
 Axes: TypeAlias = Any  # matplotlib.axes.Axes; matplotlib is an extra
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.atomic import replacing
 from doublehead.logprobs import option_logprobs
 from doublehead.score_arrays import (
     ArrayLike,
@@ -34,6 +33,7 @@ from doublehead.score_arrays import (
     softmax_of,
     top_probability,
 )
+from doublehead.system import replacing
 from doublehead.tasks import IGNORE_INDEX, class_scores, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
 

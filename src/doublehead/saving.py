@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from doublehead.atomic import replacing
 from doublehead.calibrated import Calibrated
 from doublehead.calibration_head import CalibrationHead, HeadSpec
 from doublehead.calibrators import CALIBRATORS, make
 from doublehead.calibrators.base import Calibrator, NotFitted
 from doublehead.network import VIEWS, Reader
-from doublehead.optional import require
 from doublehead.shift_guard import ShiftGuard
+from doublehead.system import replacing, require
 from doublehead.tasks import LogitsOf
 from doublehead.torch_tools import device_of
 

@@ -19,7 +19,6 @@ from doublehead.bins import Bins
 from doublehead.calibrators.choose import Scores, score_table
 from doublehead.curves import ClassGaps, class_gaps_of, reliability
 from doublehead.metrics import Floor, Interval, ThresholdChoice, choose_threshold
-from doublehead.optional import require
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
 from doublehead.showing import (
@@ -33,6 +32,7 @@ from doublehead.showing import (
     shown_interval,
     span,
 )
+from doublehead.system import require
 
 # How far an ECE may lie above its floor. One point in a hundred is about what people can act on; above five a stated
 # 95 % may as well be 90 %.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doublehead.atomic import replacing
 from doublehead.calibrators.base import Calibrator, NotConverged, NotFitted
 from doublehead.calibrators.binning import BBQ, HistogramBinning, Isotonic
 from doublehead.calibrators.choose import Choice, choose, mean_and_error, stratified_folds
@@ -31,8 +30,8 @@ from doublehead.calibrators.temperature import (
     fit_inverse_temperature,
 )
 from doublehead.metrics import per_sample
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import replacing, require
 from doublehead.torch_tools import one_thread
 
 __all__ = [

@@ -21,8 +21,8 @@ from doublehead.calibrators.base import (
     top_log_odds,
     with_top_odds,
 )
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import require
 
 BBQ_SPAN = 10.0  # bins tried: from N^(1/3) / 10 to 10 N^(1/3), as in Naeini et al. (2015)
 BBQ_PRIOR = 2.0  # the weight of the prior in samples, as there

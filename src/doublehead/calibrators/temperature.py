@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from doublehead.calibrators.base import Calibrator
+from doublehead.calibrators.optimise import minimise
 from doublehead.metrics import ece, nll
 from doublehead.predictions import Predictions
 from doublehead.score_arrays import CHUNK_ENTRIES, Target
@@ -22,8 +23,6 @@ COARSE = 1e-3  # once a step in log(s) is this small, the passes go on in float6
 FINE = 1e-6  # Newton squares the error: after a step this small it is about 1e-12
 EXCESS = 1e-6  # where the optimum is at 0 or infinity, stop when the mean NLL is this close to its limit
 SAMPLE_ROWS = 1000  # rows that give the starting point when there are many more
-GAP = 1e-7  # how far the NLL may be from its minimum, by the certificate below
-MAX_MIXTURE_STEPS = 200
 
 
 class Identity(Calibrator):
@@ -133,11 +132,12 @@ class EnsembleTemperature(Calibrator):
         inverse = fit_inverse_temperature(predictions.logits, predictions.labels)
         parts = _log_parts(predictions.logits.double(), inverse)
         at_label = torch.stack([predictions.target.of(part) for part in parts])  # (3, N)
-        weights, gap = _mixture_weights(at_label)
-        facts = (
-            f"the NLL may be {gap:.2g} above its minimum after {MAX_MIXTURE_STEPS} steps (wanted {GAP:.0g})"
-        )
-        return {"temperature_": 1 / inverse, "weights_": weights, "converged_": gap <= GAP, "facts": facts}
+
+        def loss(log_weights: Tensor) -> Tensor:
+            return -(log_weights.log_softmax(0)[:, None] + at_label).logsumexp(0).mean()
+
+        found = minimise(loss, [at_label.new_zeros(3)])
+        return {"temperature_": 1 / inverse, "weights_": found.values[0].softmax(0), **found.verdict()}
 
     def _transform(self, logits: Tensor) -> Tensor:
         parts = _log_parts(logits, self.temperature_.to(logits.dtype).reciprocal())
@@ -148,29 +148,6 @@ class EnsembleTemperature(Calibrator):
 def _log_parts(logits: Tensor, inverse: Tensor | float) -> list[Tensor]:
     uniform = torch.full_like(logits, -math.log(logits.shape[-1]))
     return [(logits * inverse).log_softmax(-1), logits.log_softmax(-1), uniform]
-
-
-def _mixture_weights(log_probs: Tensor) -> tuple[Tensor, float]:
-    """Weights (3,) of a mixture with log probabilities (3, N) of the labels, by Newton's method with a barrier.
-
-    -mean(log(w p)) + sum(w) has its minimum on the simplex, so positive weights are the only constraint. With g_j the
-    mean over samples of p_j / mixture, the NLL is at most log(max g_j) above its minimum: a certificate.
-    """
-    ratio = (log_probs - log_probs.amax(0)).exp()  # (3, N), the best part of each sample is 1
-    weights, barrier, gap = torch.full_like(ratio[:, 0], 1 / 3), 0.1, torch.inf
-    for _ in range(MAX_MIXTURE_STEPS):
-        shares = ratio / (weights @ ratio)
-        gains = shares.mean(1)
-        gap = float(gains.max().log() + weights.sum().log())
-        if gap <= GAP:
-            break
-        gradient = 1 - gains - barrier / weights
-        curvature = shares @ shares.T / shares.shape[1] + (barrier / weights.square()).diag()
-        step = torch.linalg.solve(curvature, gradient)
-        size = min(1.0, float(0.9 / (step / weights).max().clamp(min=1e-300)))  # stay above 0
-        weights = weights - size * step
-        barrier = barrier / 4 if size == 1.0 and float(gradient @ step) < barrier else barrier
-    return weights / weights.sum(), gap
 
 
 # --- the solver

@@ -19,7 +19,6 @@ from rich.status import Status
 
 import doublehead
 from doublehead import calibrators
-from doublehead.atomic import replacing
 from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.calibrators.choose import score_table
 from doublehead.cli import options
@@ -31,6 +30,7 @@ from doublehead.outcomes import Comparison, Outcomes, Pairing
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
 from doublehead.summary import Summary, side_by_side
+from doublehead.system import replacing
 
 
 def calibrate(

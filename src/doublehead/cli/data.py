@@ -16,8 +16,8 @@ from torch import Tensor
 from doublehead import data
 from doublehead.cli.output import UserError, notes, results, show, told_to_user
 from doublehead.guard import RATE, WINDOW
-from doublehead.optional import require
 from doublehead.shift_guard import watch
+from doublehead.system import require
 
 FORMATS = ".npy, .npz, .csv or .parquet"
 

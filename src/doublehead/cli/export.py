@@ -20,12 +20,12 @@ from doublehead.data.corruptions import FAMILIES
 from doublehead.integrations.export import FILES, export_model, model_card
 from doublehead.models import build
 from doublehead.network import Reader
-from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.saving import rebuild, under
 from doublehead.shift_guard import ShiftGuard
+from doublehead.system import require
 from doublehead.training.config import LEFT_OUT, Config
-from doublehead.training.inputs import load_inputs, word_vectors
+from doublehead.training.run import load_inputs, word_vectors
 from doublehead.training.run_folder import RunError, RunFolder
 
 HOW = {

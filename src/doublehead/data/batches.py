@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from doublehead.data.readers import naming
 from doublehead.data.splits import ImageFiles
-from doublehead.optional import require
+from doublehead.system import require
 
 B = TypeVar("B", bound="Batches")
 CHUNK_IMAGES = 2048  # images made at once and then cut into batches, to launch fewer kernels

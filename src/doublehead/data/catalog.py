@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from doublehead.atomic import replacing
 from doublehead.data import readers
 from doublehead.data.batches import Normalise
 from doublehead.data.splits import (
@@ -33,7 +32,7 @@ from doublehead.data.splits import (
     count_duplicates,
     split_samples,
 )
-from doublehead.optional import require
+from doublehead.system import replacing, require
 
 Progress: TypeAlias = Callable[[str, int, int], None]  # file name, bytes so far, total bytes (0: unknown)
 ASSETS = Path(__file__).parent / "assets"

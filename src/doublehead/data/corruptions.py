@@ -22,7 +22,7 @@ from torch import Tensor
 
 from doublehead.data.readers import naming
 from doublehead.data.splits import Images
-from doublehead.optional import require
+from doublehead.system import require
 
 Corruption: TypeAlias = Callable[[Tensor, Any, torch.Generator], Tensor]
 Array: TypeAlias = npt.NDArray[Any]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from doublehead.data.splits import SPLIT_SEED, ImageFiles, Images, S, Splits, Texts, Trees, split_samples
 from doublehead.data.trees import parse_tree
-from doublehead.optional import require
+from doublehead.system import require
 
 Array = npt.NDArray[Any]
 CALIB_SHARE = 0.1  # of the training data, if there is no calib split

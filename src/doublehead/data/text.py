@@ -17,7 +17,7 @@ from torch import Tensor
 from doublehead.data.batches import Batches
 from doublehead.data.splits import Splits, Texts, Trees
 from doublehead.data.trees import TreeBatch
-from doublehead.optional import require
+from doublehead.system import require
 
 Array = npt.NDArray[Any]
 PADDING, UNKNOWN = 0, 1  # the first two rows of every vocabulary

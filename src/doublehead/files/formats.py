@@ -25,7 +25,7 @@ from doublehead.files.arrays import (
 )
 from doublehead.files.sources import ARROW, CSV, JSON_LINES, Source, TableError, content_of, reading
 from doublehead.files.tables import ArrowReader, ParquetReader, TableReader, to_numpy
-from doublehead.optional import require
+from doublehead.system import require
 
 BLOCK = 1 << 20  # bytes of text parsed together
 WIDEST_BLOCK = 1 << 26  # where rows are long

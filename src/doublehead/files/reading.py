@@ -40,10 +40,10 @@ from doublehead.files.values import (
     to_text,
     to_weights,
 )
-from doublehead.optional import require
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally, row_groups
+from doublehead.system import require
 
 CHUNK_ENTRIES = 1 << 21  # scores looked at together: 16 MiB of float64
 MAX_ROWS = 1 << 15  # looked at together: text columns take more memory than scores

@@ -10,7 +10,7 @@ import numpy as np
 
 from doublehead.files.arrays import RawBatch, Reader, unique
 from doublehead.files.sources import Array, Source, TableError, reading
-from doublehead.optional import require
+from doublehead.system import require
 
 SIMPLE = ("float", "double")  # Arrow types of scores that need no conversion
 

@@ -17,8 +17,8 @@ from doublehead.calibrated import Calibrated, Heads, read
 from doublehead.calibration_data import ToPair, check_disjoint, n_shared, unpack
 from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import Attachment, CompanionCallback, Watch, log_reliability
-from doublehead.optional import require
 from doublehead.saving import describe, rebuild
+from doublehead.system import require
 from doublehead.torch_tools import device_of, evaluating, from_every_process, n_processes, seeded
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback

@@ -19,8 +19,8 @@ from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
 from doublehead.double_head import DoubleHead
 from doublehead.metrics import ece
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import require
 from doublehead.tasks import class_scores, recognise_task
 from doublehead.torch_tools import evaluating, seeded
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from doublehead.bins import Bins, check_n_bins
 from doublehead.metrics.calibration import Components
-from doublehead.optional import require
 from doublehead.predictions import Predictions
+from doublehead.system import require
 
 Metric: Any = require("torchmetrics", extra="metrics").Metric
 

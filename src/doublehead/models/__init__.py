@@ -15,7 +15,7 @@ from torch import nn
 
 from doublehead.models.images import SmallCNN, WideResNet, from_torchvision
 from doublehead.models.text import GlobalPoolingCNN, MiniLM, TextCNN, TreeLSTM
-from doublehead.optional import require
+from doublehead.system import require
 
 __all__ = [
     "MODELS",

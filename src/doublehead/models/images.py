@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead.optional import require
+from doublehead.system import require
 
 SMALL = 64  # images up to this size get the stem for small images
 

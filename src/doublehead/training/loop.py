@@ -21,16 +21,16 @@ from doublehead.tasks import find_logits
 from doublehead.torch_tools import average_over_processes
 from doublehead.training.config import Config, learning_rate, method, runs_for
 from doublehead.training.evaluation import as_plain, epoch_numbers, finish, predict
-from doublehead.training.run import (
-    Run,
+from doublehead.training.run import Run, objective, set_up
+from doublehead.training.run_folder import (
+    RunError,
+    RunFolder,
     algorithms,
+    environment,
     leave_processes_at_exit,
     make_fabric,
-    objective,
     on_first_process,
-    set_up,
 )
-from doublehead.training.run_folder import RunError, RunFolder, environment
 
 __all__ = ["Run", "compare", "make_fabric", "method_rows", "run_epoch", "set_up", "train"]
 

@@ -1,4 +1,4 @@
-"""The files of a run, written so that a process may be killed at any moment.
+"""The files of a run, written so that a process may be killed at any moment; the devices and processes that run it.
 
 config.json        the settings                  environment.json   versions, device, commit, time
 metrics.jsonl      a line per epoch              predictions/       {split}-{output}.npz, float16 logits and labels
@@ -9,6 +9,7 @@ checkpoint.pt      the newest state              checkpoint-previous.pt  the one
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
@@ -27,11 +28,13 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from doublehead.atomic import replacing
 from doublehead.predictions import Predictions
+from doublehead.system import replacing, require
 from doublehead.training.config import Config
 
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch asks for it in deterministic runs on CUDA
 MAX_LOGIT = 60_000.0  # of saved predictions: float16 ends at 65,504
 UNFINISHED = re.compile(r"\.[\w@+.-]+\.(json|jsonl|npz|pt|safetensors)\.\w{8}")  # folders of `replacing`
 
@@ -255,3 +258,75 @@ def _lock(file: IO[str]) -> bool:
     except OSError:
         return False
     return True
+
+
+# --- devices and processes
+
+
+def make_fabric(config: Config, **options: Any) -> Any:
+    """Lightning's Fabric: device, precision and distribution."""
+    try:
+        fabric = require("lightning_fabric", extra="train")  # Fabric packaged alone: quicker to import
+    except ImportError:
+        fabric = require("lightning.fabric", extra="train")
+    try:
+        return fabric.Fabric(precision=config.precision, **options)
+    except Exception as error:  # Lightning has many; each says which option is not available
+        asked = ", ".join(f"{name} {value}" for name, value in options.items())
+        raise RunError(f"cannot train with {asked}: {error}") from error
+
+
+@contextmanager
+def algorithms(*, deterministic: bool) -> Iterator[None]:
+    """Torch's deterministic algorithms, or its usual ones, inside the block; all settings are restored after it.
+
+    A deterministic run raises where torch has no deterministic algorithm. cuBLAS reads its variable when a process
+    first uses it: where CUDA was used before, CUBLAS_WORKSPACE_CONFIG must have been set from the start.
+    """
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    if not (enabled or deterministic):  # nothing to change, and the change would import torch's compiler
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    cudnn_before = cudnn.deterministic, cudnn.benchmark
+    sets_workspace = deterministic and CUBLAS_WORKSPACE not in os.environ
+    try:
+        torch.use_deterministic_algorithms(deterministic)
+        if deterministic:
+            # a benchmark may choose another kernel each time
+            cudnn.deterministic, cudnn.benchmark = True, False
+        if sets_workspace:
+            os.environ[CUBLAS_WORKSPACE] = ":4096:8"
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = cudnn_before
+        if sets_workspace:
+            os.environ.pop(CUBLAS_WORKSPACE, None)
+
+
+def on_first_process(fabric: Any, write: Callable[[], object]) -> None:
+    """Let the first process write while the others wait; its `RunError` is raised in all of them."""
+    problem = ""
+    if fabric.is_global_zero:
+        try:
+            write()
+        except RunError as error:
+            problem = str(error)
+    problem = fabric.broadcast(problem)
+    if problem:
+        raise RunError(problem)
+
+
+def leave_processes_at_exit() -> None:
+    """End the process group in an orderly way; gloo's threads would print errors otherwise."""
+    atexit.unregister(_leave_processes)
+    atexit.register(_leave_processes)
+
+
+def _leave_processes() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
