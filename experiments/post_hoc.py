@@ -11,6 +11,8 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, Literal
 
@@ -23,7 +25,6 @@ from doublehead import Predictions, calibrators
 from doublehead.calibrators import Head, make
 from doublehead.calibrators.head_stages import STAGES
 from doublehead.calibrators.optimise import fit_log_scale
-from doublehead.system import require
 
 CALIBRATORS = (
     "none", "temperature", "temperature_grid", "vector", "matrix", "dirichlet", "spline", "gaussian_process",
@@ -42,16 +43,12 @@ def calibrated(name: str, run: Classifier) -> Scores:
     return Scores.of(fitted.calibrate(run.test.predictions))
 
 
-def peer(name: str, run: Classifier) -> Scores | None:
-    """One of probmetrics' calibrators; None where the package is not installed."""
-    try:
-        found = require("probmetrics.calibrators", extra="dev")
-        distributions = require("probmetrics.distributions", extra="dev")
-    except ImportError:
-        return None
-    calibrator = found.get_calibrator(name)
-    calibrator.fit_torch(distributions.CategoricalLogits(run.calib.main), run.calib.labels)
-    out = calibrator.predict_proba_torch(distributions.CategoricalLogits(run.test.main))
+def peer(name: str, run: Classifier) -> Scores:
+    """One of probmetrics' calibrators."""
+    calibrator = import_module("probmetrics.calibrators").get_calibrator(name)
+    as_logits = import_module("probmetrics.distributions").CategoricalLogits
+    calibrator.fit_torch(as_logits(run.calib.main), run.calib.labels)
+    out = calibrator.predict_proba_torch(as_logits(run.test.main))
     return Scores.of(Predictions(out.get_logits().float(), run.test.labels))
 
 
@@ -133,15 +130,13 @@ METHODS: dict[str, Callable[[Classifier], Scores | None]] = {
 }
 
 
-def all_scores(run: StoredRun, methods: Sequence[str] = tuple(METHODS)) -> Iterator[tuple[str, Scores]]:
+def all_scores(run: StoredRun, methods: Collection[str] = tuple(METHODS)) -> dict[str, Scores]:
     """The scores of every method that can be computed here, and of the heads that were trained beside the network."""
-    for name in methods:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", calibrators.NotConverged)
-            found = METHODS[name](run)
-        if found is not None:
-            yield name, found
-    yield from run.heads.items()
+    absent = () if find_spec("probmetrics") else PEERS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", calibrators.NotConverged)
+        found = {name: METHODS[name](run) for name in methods if name not in absent}
+    return {name: scores for name, scores in found.items() if scores is not None} | run.heads
 
 
 def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
@@ -155,7 +150,7 @@ def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
 
 def run_rows(run: StoredRun) -> Iterator[tuple[object, ...]]:
     """Lines of the long table."""
-    scores = dict(all_scores(run))
+    scores = all_scores(run)
     for name, one in scores.items():
         yield from rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
     yield from rows_of(run.name, "head", against(run, scores))

@@ -1,9 +1,9 @@
 """The staged head against its rivals on every classifier there is, and on small calibration sets.
 
-    python experiments/rivals.py versus [--shared FOLDER]     # writes versus.csv; rows of missing files are kept
+    python experiments/rivals.py versus [--shared FOLDER]    # versus.csv; rows of missing files are kept
     python experiments/rivals.py safety --draws 50 [--shared FOLDER]    # an hour of a core; safety.csv
 
-FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz.
+FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz. `versus` needs probmetrics.
 
 versus: classifiers that are no runs of this project; those are in results.csv. Settings of the head were chosen on the
 part "development". The part "blind" is the first look at the classifiers of blind.py, by the code of commit 370ea41; it
@@ -143,17 +143,14 @@ def cases(shared: Path | None) -> Iterator[Case]:
             yield Case("after", name, *blind.load(name))
 
 
-def row_of(case: Case) -> dict[str, Any] | None:
-    """The numbers of one classifier; None where a rival is not installed."""
+def row_of(case: Case) -> dict[str, Any]:
+    """The numbers of one classifier."""
     scores = {name: METHODS[name](case) for name in ("none", *RIVALS, "head")}
     if case.head is not None:
         scores["head"] = Scores.of(Predictions(case.head(), case.test.labels))
-    known = {name: found for name, found in scores.items() if found is not None}
-    if len(known) < len(scores):
-        return None
-    numbers = known["head"].numbers(known["none"], known["temperature"]) | against(case, known)
+    numbers = scores["head"].numbers(scores["none"], scores["temperature"]) | against(case, scores)
     row: dict[str, Any] = {"part": case.part, "name": case.name, "calib": len(case.calib.labels)}
-    row |= {f"nll_{name}": float(found.nll.mean()) for name, found in known.items()}
+    row |= {f"nll_{name}": float(found.nll.mean()) for name, found in scores.items()}
     wanted = [f"{what}_{name}" for what in ("to", "reach") for name in RIVALS]
     return row | {key: numbers[key] for key in ("n", "classes", "accuracy", "ece", "ece_high", *wanted)}
 
@@ -163,10 +160,8 @@ def versus(shared: Path | None) -> None:
     old = pd.read_csv(VERSUS).to_dict("records") if VERSUS.exists() else []
     rows = {(row["part"], row["name"]): row for row in old}
     for case in cases(shared):
-        made = row_of(case)
-        if made is not None:
-            rows[case.part, case.name] = made
-            print(case.name, f"{made['nll_head']:.4f}", flush=True)
+        made = rows[case.part, case.name] = row_of(case)
+        print(case.name, f"{made['nll_head']:.4f}", flush=True)
     pd.DataFrame(list(rows.values())).to_csv(VERSUS, index=False, float_format="%.6g")
 
 

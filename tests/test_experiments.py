@@ -172,7 +172,7 @@ def test_the_table_is_what_the_arrays_give() -> None:
     run = min(RUNS, key=lambda run: (results.LOGITS / f"{run.name}.npz").stat().st_size)
     table = read_table()
     own = table[table.run == run.name].pivot(index="output", columns="metric", values="value")
-    scores = dict(post_hoc.all_scores(run, ["none", "temperature", "vector", "head+opinion"]))
+    scores = post_hoc.all_scores(run, ["none", "temperature", "vector", "head+opinion"])
     for name, one in scores.items():
         found = one.numbers(scores["none"], scores["temperature"])
         close = 1e-2 if "head+" in name else 1e-4  # stages are chosen, which may turn on the last bit
@@ -280,6 +280,6 @@ def test_a_run_is_kept_whole(finished: RunFolder, tmp_path: Path) -> None:
     saved = Predictions.load(finished.path / "predictions/test-annealing-double-head.npz")
     nll = run.heads["annealing-double-head"].nll
     torch.testing.assert_close(nll, Scores.of(saved).nll, atol=2e-3, rtol=2e-3)
-    outputs = dict(post_hoc.all_scores(run, ["none", "temperature", "head", "head+opinion", "head+mirror"]))
+    outputs = post_hoc.all_scores(run, ["none", "temperature", "head", "head+opinion", "head+mirror"])
     assert len(outputs) == 5 + 2
     assert {"epochs", "entropy", "gradients"} <= set(run.certificate)
