@@ -306,6 +306,8 @@ BAD_PROBS = [
     ([[0.5, 0.5], [0.5, np.nan]], r"the first one \(nan\) in row 1, column 1"),
     ([[np.inf, 0.5]], r"the first one \(inf\) in row 0, column 0"),
     ([[1.0, -np.inf]], r"the first one \(-inf\) in row 0, column 1"),
+    ([[0.5, 0.5], [0.5, -np.nan]], r"the first one \(nan\) in row 1, column 1"),
+    ([[0.5, 0.5, 0.0], [0.75, -0.25, 0.5]], r"got values from -0.25 to 0.75"),
     ([[1.4, 0.2]], r"probs must lie in 0..1, got values from 0.2 to 1.4"),
     ([[1.0, -1e-7]], r"probs must lie in 0..1, got values from -1e-07 to 1"),
     ([[1.5, -0.5]], r"probs must lie in 0..1, got values from -0.5 to 1.5; logits enter through Predictions"),
@@ -318,6 +320,20 @@ BAD_PROBS = [
 def test_bad_probabilities_are_named(probs, message):
     with pytest.raises(ValueError, match=message):
         Predictions.from_probs(probs, [0] * len(probs))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_negative_zero_is_a_zero(dtype):
+    p = Predictions.from_probs(np.array([[0.25, -0.0, 0.75], [-0.0, 1.0, 0.0]], dtype), [2, 2])
+    assert p.predicted.tolist() == [2, 1]
+    assert p.confidence.tolist() == [0.75, 1.0]
+    assert p.zero_floor == pytest.approx(0.01 / 3)
+
+
+def test_some_rows_take_zeros_as_all_rows_do():
+    p = Predictions.from_probs([[0.999, 0.001], [1.0, 0.0], [0.5, 0.5]], [0, 0, 1])
+    parts = p[1:], p[[1, 2]], Predictions.joined([p[:2], p[2:]])
+    assert {part.zero_floor for part in parts} == {p.zero_floor} == {0.0005}
 
 
 def test_bad_binary_scores_are_named():

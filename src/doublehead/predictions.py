@@ -16,6 +16,7 @@ from torch import Tensor
 from doublehead.logprobs import option_logprobs
 from doublehead.score_arrays import (
     ArrayLike,
+    SmallestPositive,
     Target,
     as_float_tensor,
     as_tensor,
@@ -29,7 +30,6 @@ from doublehead.score_arrays import (
     look_through,
     raise_not_finite,
     read_as,
-    smallest_positive,
     softmax_of,
     top_probability,
 )
@@ -60,8 +60,8 @@ class Predictions:
     def __init__(self, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> None:
         self._scores = check_scores(logits, "logits")  # (N, K)
         self._are_probs = False
-        self._smallest = 1.0
-        self._predicted, _, sums, _ = look_through(self._scores, want_low=False)  # (N,) int64
+        self._smallest = SmallestPositive(None, 1.0)
+        self._predicted, _, sums, _ = look_through(self._scores, are_probs=False)  # (N,) int64
         # A sum is finite when its entries are; overflow aside, which the second look settles.
         with one_thread():
             suspect = not bool(sums.isfinite().all())
@@ -86,11 +86,11 @@ class Predictions:
         logarithm is `zero_floor`.
         """
         scores = check_scores(probs, "probs")
-        predicted, tops, sums, low = look_through(scores, want_low=True)
+        predicted, tops, sums, low = look_through(scores, are_probs=True)
         high = check_probs(scores, tops, sums, low, tolerance)
         made = cls.__new__(cls)
         made._are_probs = True
-        made._smallest = low if low > 0 else smallest_positive(scores)
+        made._smallest = SmallestPositive(scores)
         made._scores, made._predicted = scores, predicted
         if high > 1:
             made._scores = scores.clamp(max=1.0)
@@ -225,7 +225,7 @@ class Predictions:
         """The predictions of several parts, one after the other; all of one kind."""
         made = cls.__new__(cls)
         made._are_probs = parts[0]._are_probs
-        made._smallest = min(part._smallest for part in parts)
+        made._smallest = SmallestPositive(None, min(part._smallest.value() for part in parts))
         made._scores, made._predicted, made._truth = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("_scores", "_predicted", "_truth")
         )
@@ -247,6 +247,8 @@ class Predictions:
         part._scores, part._predicted = self._scores[rows], self._predicted[rows]
         part._truth, part._are_probs, part._smallest = self._truth[rows], self._are_probs, self._smallest
         part.weights = None if self.weights is None else self.weights[rows]
+        if not isinstance(rows, slice):
+            self._smallest.value()  # else the part would hold all scores
         if part._scores.ndim != 2:
             raise IndexError(f"rows must be a slice, an index array or a mask, got {rows!r}")
         if len(part) == 0:
@@ -307,7 +309,7 @@ class Predictions:
 
         A 0 says only that a probability lies below the resolution of a rounded file or of half precision.
         """
-        return max(min(self._smallest, COARSEST) / self.n_classes, torch.finfo(self.dtype).tiny)
+        return max(min(self._smallest.value(), COARSEST) / self.n_classes, torch.finfo(self.dtype).tiny)
 
     @property
     def logits(self) -> Tensor:

@@ -22,7 +22,9 @@ PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 
 # Where torch's softmax is faster than exp, a sum and a division: by instruction set and type. Without AVX2 it takes
 # up to three times as long as they do.
-FAST_SOFTMAX = {("AVX512", torch.float32), ("AVX512", torch.float64), ("AVX2", torch.float32)}
+FAST_SOFTMAX = {("AVX512", torch.float32), ("AVX2", torch.float32)}
+FAST_NUMPY_EXP = {("AVX512", torch.float64)}  # half the time of torch's exp; without AVX-512 more than twice
+BITS = {4: np.uint32, 8: np.uint64}  # by bytes
 FAR = 40.0  # exp neither overflows nor loses anything while the largest logit lies within -FAR..FAR
 MAX_WEIGHT = 1e9  # of all samples together: bins count weights in units of 2^-32
 
@@ -185,7 +187,7 @@ def check_probs(scores: Tensor, tops: Tensor, sums: Tensor, low: float, toleranc
         raise_not_finite(scores, "probs")
     if low < 0 or high > 1 + 1e-6:
         raise ValueError(
-            f"probs must lie in 0..1, got values from {low:.6g} to {high:.6g}; "
+            f"probs must lie in 0..1, got values from {float(scores.min()):.6g} to {high:.6g}; "
             "logits enter through Predictions(logits, labels)"
         )
     off = (sums - 1).abs()
@@ -235,37 +237,45 @@ class Look(NamedTuple):
     classes: Tensor  # (N,) the first of the largest
     tops: Tensor  # (N,) the largest entries
     sums: Tensor  # (N,) of the rows
-    low: float  # the smallest entry, 0 if not wanted
+    low: float  # the smallest entry of probabilities where one is negative, else 0
 
 
-def look_through(scores: Tensor, want_low: bool) -> Look:
-    """One pass, in which each chunk is read from memory once.
+def look_through(scores: Tensor, are_probs: bool) -> Look:
+    """One pass, in which each chunk is read from memory once. A nan counts as the largest.
 
     On a CPU it is numpy's, whose reductions are fast under every instruction set; torch's take up to ten times as long
-    without AVX2. A nan counts as the largest.
+    without AVX2.
     """
-    on_cpu = scores.device.type == "cpu"
-
-    def look(rows: slice) -> Look:
-        found, low = [], math.inf
-        for _, chunk in chunks(scores[rows]):
-            if on_cpu:
-                array = chunk.numpy()
-                classes = array.argmax(1)
-                parts = classes, array[np.arange(len(array)), classes], np.einsum("nk->n", array)
-                found.append([torch.from_numpy(part) for part in parts])
-                low = min(low, float(np.minimum.reduce(array, axis=None))) if want_low else 0.0
-            else:
-                tops, best = chunk.max(1)
-                found.append([best, tops, chunk.sum(1)])
-                low = min(low, float(chunk.amin())) if want_low else 0.0
-        best, tops, sums = (torch.cat(column) for column in zip(*found))
-        return Look(best, tops, sums, low)
-
-    found = in_threads(look, scores.shape, scores.device)
+    look = _look_at if scores.device.type == "cpu" else _look_at_gpu
+    found = in_threads(lambda rows: look(scores[rows], are_probs), scores.shape, scores.device)
+    if len(found) == 1:
+        return found[0]
     with one_thread():
-        best, tops, sums = (torch.cat(column) for column in list(zip(*found))[:3])
-    return Look(best, tops, sums, min(part.low for part in found))
+        classes, tops, sums = (torch.cat(column) for column in list(zip(*found))[:3])
+    return Look(classes, tops, sums, min(part.low for part in found))
+
+
+def _look_at(scores: Tensor, are_probs: bool) -> Look:
+    """The bits of floats >= 0, read as whole numbers, are in their order, and those of any below 0 are larger.
+
+    So the search for the largest entries of probabilities finds the negative ones as well, without another pass.
+    """
+    classes, rows = np.empty(len(scores), dtype=np.intp), np.arange(_rows_at_once(scores))
+    tops, sums = torch.empty(2, len(scores), dtype=read_as(scores)).numpy()
+    for part, chunk in chunks(scores):
+        array, places = chunk.numpy(), classes[part]
+        (array.view(BITS[array.itemsize]) if are_probs else array).argmax(1, out=places)
+        tops[part] = array[rows[: len(array)], places]
+        np.einsum("nk->n", array, out=sums[part])
+    if are_probs and np.signbit(tops).any():
+        return _look_at(scores, are_probs=False)._replace(low=min(0.0, float(scores.min())))
+    return Look(torch.from_numpy(classes), torch.from_numpy(tops), torch.from_numpy(sums), 0.0)
+
+
+def _look_at_gpu(scores: Tensor, are_probs: bool) -> Look:
+    parts = [(*chunk.max(1), chunk.sum(1), chunk.amin()) for _, chunk in chunks(scores)]
+    tops, classes, sums = (torch.cat(column) for column in list(zip(*parts))[:3])
+    return Look(classes, tops, sums, min(0.0, *(float(part[3]) for part in parts)) if are_probs else 0.0)
 
 
 def _rows_at_once(scores: Tensor) -> int:
@@ -273,23 +283,38 @@ def _rows_at_once(scores: Tensor) -> int:
     return min(max(8, entries // scores.shape[1] // 8 * 8), 1 << 20)
 
 
-def smallest_positive(probs: Tensor) -> float:
-    """The smallest entry above 0 of probabilities, each row of which has one.
+class SmallestPositive:
+    """The smallest entry above 0 of probabilities, each row of which has one; looked for when it is first wanted."""
 
-    The bits of floats >= 0, read as whole numbers, are in the order of the floats; minus 1 those of 0 are the largest.
-    """
-    if probs.device.type != "cpu":
-        return min(float(chunk.where(chunk > 0, torch.inf).amin()) for _, chunk in chunks(probs))
-    bits_type = {8: np.uint64, 4: np.uint32, 2: np.uint16}[probs.element_size()]
-    signed = {8: torch.int64, 4: torch.int32, 2: torch.int16}[probs.element_size()]
+    def __init__(self, probs: Tensor | None, found: float | None = None) -> None:
+        self._probs, self._found = probs, found
 
-    def look(rows: slice) -> int:
-        pieces = (piece.contiguous().view(signed) for piece in probs[rows].split(_rows_at_once(probs)))
-        bits = (piece.numpy().view(bits_type) for piece in pieces)
-        return min(int(np.minimum.reduce(piece - bits_type(1), axis=None)) for piece in bits)
+    def value(self) -> float:
+        """The entry; many threads may ask."""
+        probs = self._probs
+        if self._found is None:
+            assert probs is not None
+            look = _smallest_of if probs.device.type == "cpu" else _smallest_of_gpu
+            pieces = in_threads(
+                lambda rows: min(look(chunk) for _, chunk in chunks(probs[rows])), probs.shape, probs.device
+            )
+            self._found = min(pieces)
+        self._probs = None  # not needed any more, and maybe large
+        return self._found
 
-    smallest = min(in_threads(look, probs.shape, probs.device)) + 1
-    return float(torch.tensor(smallest, dtype=signed).view(probs.dtype))
+
+def _smallest_of(chunk: Tensor) -> float:
+    """Minus 1, the bits of 0 are the largest whole number."""
+    array = chunk.numpy()
+    low = array.min()
+    if low == 0:
+        bits = array.view(BITS[array.itemsize])
+        low = (np.minimum.reduce(bits - bits.dtype.type(1), axis=None) + bits.dtype.type(1)).view(array.dtype)
+    return float(low)
+
+
+def _smallest_of_gpu(chunk: Tensor) -> float:
+    return float(chunk.where(chunk > 0, torch.inf).amin())
 
 
 def at_classes(scores: Tensor, classes: Tensor) -> Tensor:
@@ -319,14 +344,17 @@ def _exp_and_sum(scores: Tensor, predicted: Tensor, exps: Tensor) -> Tensor:
     """(B,) sums of exp(scores), which are written to `exps` (B, K); rows with a large maximum are shifted by it."""
     largest = at_classes(scores, predicted)
     shift = largest.where(largest.abs() > FAR, 0.0)
-    if bool(shift.any()):
-        torch.sub(scores, shift[:, None], out=exps).exp_()
+    shifted = torch.sub(scores, shift[:, None], out=exps) if bool(shift.any()) else scores
+    if _setting(scores) in FAST_NUMPY_EXP:
+        np.exp(shifted.numpy(), out=exps.numpy())
     else:
-        torch.exp(scores, out=exps)
+        torch.exp(shifted, out=exps)
     return torch.from_numpy(np.add.reduce(exps.numpy(), axis=1))
 
 
 def _softmax_is_fast(scores: Tensor) -> bool:
-    return (
-        scores.device.type != "cpu" or (torch.backends.cpu.get_cpu_capability(), scores.dtype) in FAST_SOFTMAX
-    )
+    return scores.device.type != "cpu" or _setting(scores) in FAST_SOFTMAX
+
+
+def _setting(scores: Tensor) -> tuple[str, torch.dtype]:
+    return torch.backends.cpu.get_cpu_capability(), scores.dtype
