@@ -213,7 +213,7 @@ class Endless:
         self.length: int | None = length_of(batches) or None  # batches in a pass
 
     def next(self) -> Any:
-        """The next batch; called with `randomness` swapped in."""
+        """The next batch; called inside `with randomness`."""
         for _ in range(2):  # a pass that has just ended, then a new one
             if self.iterator is None:
                 self.taken, self.start = 0, self.randomness.now()
@@ -250,7 +250,7 @@ class Endless:
             self.iterator = None if state["fresh"] else iter(self.batches)
         elif not state["fresh"]:
             self.randomness.state = self.start
-            with self.randomness.swapped_in():
+            with self.randomness:
                 self.iterator = iter(self.batches)
                 for _ in range(self.taken):
                     next(self.iterator)

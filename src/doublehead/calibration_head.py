@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,18 +161,19 @@ class CalibrationHead(StaysFloat32):
     def run(self, main: Tensor, features: Tensor | None) -> Pass:
         """The logits, and what their gradients need."""
         spec, n_heads = self.specs[0], len(self.specs)
+        weights: Any = self._parameters  # self.first_weight is slow
         inputs = self.inputs(main, features)  # (B, size)
         inputs = inputs if self.standardise is None else self.standardise(inputs)
         hidden, scale = inputs.expand(n_heads, -1, -1), 1.0
         if self.hidden:
-            hidden = torch.baddbmm(self.first_bias.unsqueeze(1), hidden, self.first_weight.mT).relu_()
+            bias = weights["first_bias"].unsqueeze(1)
+            hidden = torch.baddbmm(bias, hidden, weights["first_weight"].mT).relu_()
         if self.training and spec.dropout:
             # One mask for all heads: on a CPU drawing it costs more than using it.
             hidden = hidden * torch.rand_like(hidden[0]).ge_(spec.dropout)  # (H, B, hidden)
             scale = 1 / (1 - spec.dropout)
-        out = torch.baddbmm(
-            self.last_bias.unsqueeze(2), self.last_weight, hidden.mT, alpha=scale
-        )  # (H, n_out, B)
+        bias = weights["last_bias"].unsqueeze(2)
+        out = torch.baddbmm(bias, weights["last_weight"], hidden.mT, alpha=scale)  # (H, n_out, B)
         logits = out
         if spec.kind == "temperature":
             logits = scale_logits(main, out.mT).mT

@@ -113,7 +113,7 @@ class DoubleHead:
         batches = as_batches(calib_data, batch_size, shuffle=True)
         only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
         self._randomness = Randomness(seed + rank(), device, only_torch)
-        with self._randomness.swapped_in():
+        with self._randomness:
             first = unpack(_first(batches), device, to_pair)
             form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}
             self.reader = Reader.of(network, first, ignore_index=ignore_index, **form)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ class DoubleHead:
         self.calls += 1
         if self.calls % self.every or not self.active:
             return None
-        with self._randomness.swapped_in():
+        with self._randomness:
             try:
                 losses = self._train_heads(progress)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -199,7 +199,7 @@ class DoubleHead:
 
     def read(self, data: Any = None) -> Readings:
         """Features, logits, labels and folds of the calibration data, or of other data, in evaluation mode."""
-        with self._randomness.swapped_in():
+        with self._randomness:
             return read(self.reader, self.calib_data if data is None else data, self.to_pair)
 
     def opinion(self, readings: Readings) -> Tensor:

@@ -27,8 +27,8 @@ class HeadTraining:
     Each head moves as it would alone under SGD with Nesterov momentum, at its own peak rate `spec.lr` times the
     shape of the schedule of `follow`, the network's optimizer. The gradient of each head is clipped to a 2-norm of
     `clip`: its usual size is below 1, but in the first steps a deep network in evaluation mode gives features of
-    any size. `clip=math.inf` is the paper's method to the letter. A head whose loss or gradient is not finite is
-    left out of a step. The gradients are written by hand, in `CalibrationHead.gradients`.
+    any size. `clip=math.inf` is the paper's method to the letter. A head whose gradient is not finite is left out
+    of a step. The gradients are written by hand, in `CalibrationHead.gradients`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class HeadTraining:
         self._stacks = [_Stack(head, weight_decay, clip) for head in bank.stacks]  # type: ignore[arg-type]
         n_classes = self._stacks[0].head.n_classes
         self._classes = torch.arange(n_classes, device=bank.order.device)[:, None]  # (K, 1)
-        self._min_mean = -WORSE_THAN_GUESSING * math.log(n_classes) / n_classes
+        self._min_fit = -WORSE_THAN_GUESSING * math.log(n_classes)
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.progress: float | None = None  # of the last step
         self.skipped = self.skipped_in_a_row = 0  # steps in which no head had a finite loss
@@ -73,9 +73,8 @@ class HeadTraining:
             main, targets = main.float(), _targets(labels, self._classes)  # (B, K), (K, B)
             known = targets.sum(0)  # (B,) 1, or 0 where a label is no class
             known = known if counts is None else known * (counts / counts.mean())
-            # The mean of all K entries is the main NLL / -K.
-            fit = average_over_processes((main.T.log_softmax(0) * targets).mean())
-            batch = _Batch(main, features, targets, known, folds, fit > self._min_mean)
+            fit = average_over_processes((main.T.log_softmax(0) * targets).sum() / len(main))  # minus the NLL
+            batch = _Batch(main, features, targets, known, folds, fit > self._min_fit)
             share = self.schedule.now()
             found = zip(*(stack.step(batch, progress, share) for stack in self._stacks))
             losses, norms, fine = (self.bank.in_order(parts) for parts in found)
@@ -142,10 +141,10 @@ class _Stack:
         self._moving, self._idle = torch.tensor(rates, device=device).permute(1, 2, 0).unsqueeze(3)
 
     def step(self, batch: _Batch, progress: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the heads; their losses, the norms of their gradients and whether both are finite, (H,) each."""
+        """Move the heads; their losses, the norms of their gradients and whether these are finite, (H,) each."""
         losses = self._learn(batch, anneal(self.beta0, progress))
         norms = torch.linalg.vector_norm(self.gradient, dim=1)
-        fine = losses + norms < math.inf  # neither is negative
+        fine = norms < math.inf  # a loss that is no number has a gradient that is none
         self._move(fine & batch.sane, norms, share)
         return losses, norms, fine
 

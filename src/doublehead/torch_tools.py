@@ -126,16 +126,14 @@ class Randomness:
         """The state of the generators that are in use at present."""
         return get_random(self.device, self.only_torch)
 
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Draw from this set inside the block; afterwards the caller's generators are as they were."""
-        theirs = self.now()
+        self._theirs = self.now()
         set_random(self.state, self.device)
-        try:
-            yield
-        finally:
-            self.state = self.now()
-            set_random(theirs, self.device)
+
+    def __exit__(self, *_: object) -> None:
+        self.state = self.now()
+        set_random(self._theirs, self.device)
 
 
 @contextmanager
