@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,14 @@ import torch.distributed as dist
 def in_two_processes(work: Callable[[int, Path], None], folder: Path) -> None:
     """Run `work(rank, folder)` in two new processes that form a gloo group.
 
-    `work` must be a function of a module.
+    `work` must be a function of a module. Forked processes have imported everything already. A forked process waits for
+    ever for a thread of OpenMP that its parent has started: neither may use a second one.
     """
-    torch.multiprocessing.spawn(_one, args=(work, folder), nprocs=2)
+    method = "fork" if sys.platform.startswith("linux") else "spawn"
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.multiprocessing.start_processes(_one, args=(work, folder), nprocs=2, start_method=method)
+    torch.set_num_threads(n_threads)
 
 
 def _one(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
