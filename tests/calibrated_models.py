@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -36,46 +37,48 @@ def data() -> tuple[Tensor, Tensor]:
     return images, logits.softmax(1).multinomial(1, generator=generator)[:, 0]
 
 
-def kinds() -> list[str]:
-    return [
-        "temperature",
-        "matrix",
-        "head",
-        "no features",
-        "opinion",
-        "paper",
-        "temperature head",
-        "flip",
-        "guard",
-    ]
+KINDS = (
+    "temperature",
+    "matrix",
+    "head",
+    "no features",
+    "opinion",
+    "paper",
+    "temperature head",
+    "flip",
+    "guard",
+)
 
 
 def make(kind: str) -> tuple[Any, nn.Module]:
     """A model of this kind, and a fresh network of the same architecture."""
+    return copy.deepcopy(_made(kind)), Odd() if kind == "no features" else network()
+
+
+@cache
+def _made(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "no features":
-        return calibrate(Odd(), data()), Odd()
+        return calibrate(Odd(), data())
     trained = network()
     optimizer = torch.optim.Adam(trained.parameters(), 0.01)
-    heads = {
-        "paper": PAPER,
-        "temperature head": HeadSpec(kind="temperature", reads=("statistics", "features")),
-    }
-    double = DoubleHead(trained, data(), follow=optimizer, heads=heads.get(kind), every=1)
+    both = HeadSpec(kind="temperature", reads=("statistics", "features"))
+    heads = {"paper": PAPER, "temperature head": both}.get(kind)
+    double = DoubleHead(trained, data(), follow=optimizer, heads=heads, every=1)
     for rows in torch.arange(600).split(200):
         optimizer.zero_grad()
         F.cross_entropy(trained(data()[0][rows]), data()[1][rows]).backward()
         optimizer.step()
         double.step()
     if kind in ("paper", "temperature head"):
-        return double.finish(), network()
+        return double.finish()
     if kind == "opinion":
-        return with_stages(double.finish()), network()
+        return with_stages(double.finish())
     method = kind if kind in ("temperature", "matrix") else "head"
     model = calibrate(trained, data(), method=method, views=["flip"] if kind == "flip" else [])
     if kind in ("head", "flip"):
         with_stages(model)
-    return (guarded(model) if kind == "guard" else model), network()
+    return guarded(model) if kind == "guard" else model
 
 
 def with_stages(model: Calibrated, stages: Sequence[bool] = (True,) * 6) -> Calibrated:

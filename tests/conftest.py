@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-
-from doublehead.system import require
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Let the main process of xdist import the classes of the workers' warnings: Lightning's import torchvision."""
-    if not hasattr(config, "workerinput"):
-        with suppress(ImportError):
-            require("torchvision", extra="train")
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Make each warning one that the main process of xdist can read without importing the package of its class."""
+    if warning_message.category.__module__ != "builtins":
+        text = f"{warning_message.category.__name__}: {warning_message.message}"
+        warning_message.category, warning_message.message = UserWarning, UserWarning(text)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,7 +47,28 @@ def shared() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def resnet110(shared: Path) -> dict[str, Any]:
+    """Predictions of a published network on CIFAR-10, for calibration ("val") and for testing ("test")."""
+    import numpy as np
+
+    from doublehead import Predictions
+
+    with np.load(shared / "data/logits/resnet110_c10.npz") as arrays:
+        return {
+            name: Predictions(arrays[f"{name}_logits"], arrays[f"{name}_labels"]) for name in ("val", "test")
+        }
+
+
+@pytest.fixture
+def few_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose the stages of a head as for many samples, without a fit for each fold: for tests of something else."""
+    monkeypatch.setattr("doublehead.calibrators.head.MAX_REFITTED", 0)
+
+
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
     """The same random numbers for each test: those of --shuffle, or of seed 0."""
+    import torch  # not at the top: the main process of xdist reads this file
+
     torch.manual_seed(request.config.getoption("--shuffle") or 0)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from multiprocessing import get_all_start_methods, set_forkserver_preload
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 
 def in_two_processes(work: Callable[[int, Path], None], folder: Path) -> None:
     """Run `work(rank, folder)` in two new processes that form a gloo group.
 
-    `work` must be a function of a module.
+    `work` must be a function of a module. The processes are forked from a small server that has imported torch and used
+    none of it: after threads of OpenMP or of autograd have run, a fork is not safe.
     """
-    torch.multiprocessing.spawn(_one, args=(work, folder), nprocs=2)
+    method = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+    set_forkserver_preload(["doublehead", "doublehead.training.loop"])  # before the server starts
+    start_processes(_one, args=(work, folder), nprocs=2, start_method=method)
 
 
 def _one(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:

@@ -110,7 +110,7 @@ def test_specs_know_their_defaults_and_what_is_wrong() -> None:
         ({"beta0": 0.0}, r"beta0 must be positive, got 0\.0"),
     ):
         with pytest.raises(ValueError, match=message):
-            HeadSpec(**wrong)  # type: ignore[arg-type]
+            HeadSpec(**wrong)
     with pytest.raises(ValueError, match="must have the same shape"):
         CalibrationHead(4, 3, PAPER, TEMPERATURE)
 
@@ -160,15 +160,15 @@ def test_a_step_is_that_of_autograd_and_sgd(spec: HeadSpec, soft: bool) -> None:
     training = HeadTraining(bank, clip=math.inf)
     bank.stacks[0].follow(main, features, YES)  # type: ignore[operator]
     twin = copy.deepcopy(bank)
-    optimizer = torch.optim.SGD(twin.parameters(), spec.lr, 0.9, weight_decay=5e-5, nesterov=True)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(twin.parameters(), spec.lr, 0.9, weight_decay=5e-5, nesterov=True)
     for seed in range(3):
         torch.manual_seed(seed)  # of the dropout
         training.step(main, features, known, torch.zeros(32).long(), 0.25)
         twin.stacks[0].follow(main, features, YES)  # type: ignore[operator]
         torch.manual_seed(seed)
-        scaled = anneal(float(spec.beta0), 0.25) * twin(main, features)  # type: ignore[arg-type]
+        scaled = anneal(float(spec.beta0), 0.25) * twin(main, features)
         optimizer.zero_grad()
-        sum(torch.nn.functional.cross_entropy(one, known) for one in scaled).backward()  # type: ignore[union-attr]
+        sum(torch.nn.functional.cross_entropy(one, known) for one in scaled).backward()
         optimizer.step()
     for mine, theirs in zip(bank.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
@@ -202,7 +202,7 @@ def test_a_step_on_several_labels_is_that_of_autograd_and_sgd(spec: HeadSpec) ->
 def test_a_broken_head_does_not_stop_the_others() -> None:
     bank = HeadBank(10, 4, (PAPER, HeadSpec(seed=1)))
     with torch.no_grad():
-        bank.stacks[0].last_bias[1] = math.nan  # type: ignore[index, operator]
+        bank.stacks[0].last_bias[1] = math.nan
     training = HeadTraining(bank)
     before = copy.deepcopy(bank.state_dict())
     training.step(torch.randn(8, 4), torch.randn(8, 10), torch.randint(4, (8,)), torch.zeros(8).long(), 0.0)

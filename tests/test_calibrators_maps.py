@@ -234,7 +234,7 @@ def test_histogram_one_vs_rest_agrees_with_a_loop(scheme: str) -> None:
 )
 def test_histogram_refuses_nonsense(params: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        HistogramBinning(**params).fit(binary())  # type: ignore[arg-type]
+        HistogramBinning(**params).fit(binary())
 
 
 def test_bbq_agrees_with_a_loop() -> None:
@@ -303,7 +303,7 @@ def test_shared_isotonic_pools_all_classes() -> None:
 
 def test_isotonic_refuses_an_unknown_kind() -> None:
     with pytest.raises(ValueError, match="kind must be 'shared' or 'one-vs-rest', got 'irova'"):
-        Isotonic(kind="irova").fit(several())  # type: ignore[arg-type]
+        Isotonic(kind="irova").fit(several())
 
 
 # Spline

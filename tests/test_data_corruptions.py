@@ -74,15 +74,6 @@ def test_speckle_noise_grows_with_the_pixel(severity, sigma):
         assert out.std().item() == pytest.approx(sigma * level, rel=0.02)
 
 
-@pytest.mark.parametrize(("severity", "sigma"), list(enumerate([0.4, 0.6, 0.7, 0.8, 1.0], 1)))
-def test_gaussian_blur_is_scipys(severity, sigma):
-    clean = pictures()
-    expected = ndimage.gaussian_filter(clean.numpy(), (0, 0, sigma, sigma), mode="nearest", truncate=4)
-    np.testing.assert_allclose(
-        corrupt(clean, "gaussian_blur", severity, generator()).numpy(), expected, atol=1e-9
-    )
-
-
 def published_disk(radius, alias_blur):
     """The 17 x 17 disk of the published description, blurred by a 3 x 3 Gaussian."""
     place = np.arange(-8, 9)
@@ -92,16 +83,58 @@ def published_disk(radius, alias_blur):
     return ndimage.convolve(disk / disk.sum(), kernel, mode="constant")
 
 
+def defocused(images, radius, alias_blur):
+    kernel = published_disk(radius, alias_blur)
+    return np.stack([[ndimage.convolve(c, kernel, mode="mirror") for c in image] for image in images])
+
+
+def blurred(images, sigma):
+    return ndimage.gaussian_filter(images, (0, 0, sigma, sigma), mode="nearest", truncate=4)
+
+
+def through_hsv(images, change):
+    out = np.empty_like(images)
+    for n, r, c in np.ndindex(images.shape[0], *images.shape[2:]):
+        out[n, :, r, c] = colorsys.hsv_to_rgb(*change(*colorsys.rgb_to_hsv(*images[n, :, r, c])))
+    return out
+
+
+def clip(value):
+    return min(max(value, 0.0), 1.0)
+
+
+def brightened(images, shift):
+    return through_hsv(images, lambda h, s, v: (h, s, clip(v + shift)))
+
+
+def saturated(images, factor, shift):
+    return through_hsv(images, lambda h, s, v: (h, clip(s * factor + shift), v))
+
+
+def colourful():
+    images = pictures(2, 16)
+    images[0, :, 0, :4] = 0.0  # black
+    images[0, :, 1, :4] = 1.0  # white
+    images[0, :, 2, :4] = 0.5  # grey
+    images[0, 0, 3, :4] = 1.0
+    return images
+
+
+REFERENCES = {  # by scipy, or through colorsys; the constants as published
+    "gaussian_blur": (blurred, [(0.4,), (0.6,), (0.7,), (0.8,), (1.0,)]),
+    "defocus_blur": (defocused, SEVERITIES["defocus_blur"][1]),
+    "brightness": (brightened, [(0.05,), (0.1,), (0.15,), (0.2,), (0.3,)]),
+    "saturate": (saturated, [(0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)]),
+}
+
+
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
-def test_defocus_blur_is_a_disk(severity):
-    kernel = published_disk(*SEVERITIES["defocus_blur"][1][severity - 1])
-    clean = pictures()
-    expected = np.stack(
-        [[ndimage.convolve(c, kernel, mode="mirror") for c in image] for image in clean.numpy()]
-    )
-    np.testing.assert_allclose(
-        corrupt(clean, "defocus_blur", severity, generator()).numpy(), expected, atol=1e-9
-    )
+@pytest.mark.parametrize("family", REFERENCES)
+def test_against_a_slow_reference(family, severity):
+    reference, constants = REFERENCES[family]
+    clean = pictures() if "blur" in family else colourful()
+    expected = reference(clean.numpy(), *constants[severity - 1])
+    np.testing.assert_allclose(corrupt(clean, family, severity, generator()).numpy(), expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("degrees", [-45, -20, 0, 33, 45])
@@ -127,45 +160,6 @@ def test_contrast_by_hand():
     image = torch.tensor([0.0, 1.0, 1.0, 0.0]).view(1, 1, 2, 2)
     out = corrupt(image, "contrast", 5, generator()).flatten().tolist()
     assert out == pytest.approx([0.425, 0.575, 0.575, 0.425])  # 0.5 -+ 0.15 * 0.5
-
-
-def through_hsv(images, change):
-    out = np.empty_like(images)
-    for n, r, c in np.ndindex(images.shape[0], *images.shape[2:]):
-        out[n, :, r, c] = colorsys.hsv_to_rgb(*change(*colorsys.rgb_to_hsv(*images[n, :, r, c])))
-    return out
-
-
-def clip(value):
-    return min(max(value, 0.0), 1.0)
-
-
-def colourful():
-    images = pictures(2, 16)
-    images[0, :, 0, :4] = 0.0  # black
-    images[0, :, 1, :4] = 1.0  # white
-    images[0, :, 2, :4] = 0.5  # grey
-    images[0, 0, 3, :4] = 1.0
-    return images
-
-
-@pytest.mark.parametrize(("severity", "shift"), list(enumerate([0.05, 0.1, 0.15, 0.2, 0.3], 1)))
-def test_brightness_through_colorsys(severity, shift):
-    clean = colourful()
-    expected = through_hsv(clean.numpy(), lambda h, s, v: (h, s, clip(v + shift)))
-    np.testing.assert_allclose(
-        corrupt(clean, "brightness", severity, generator()).numpy(), expected, atol=1e-9
-    )
-
-
-@pytest.mark.parametrize(
-    ("severity", "constants"), list(enumerate([(0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)], 1))
-)
-def test_saturate_through_colorsys(severity, constants):
-    clean = colourful()
-    factor, shift = constants
-    expected = through_hsv(clean.numpy(), lambda h, s, v: (h, clip(s * factor + shift), v))
-    np.testing.assert_allclose(corrupt(clean, "saturate", severity, generator()).numpy(), expected, atol=1e-9)
 
 
 def as_bytes(images):
@@ -244,12 +238,13 @@ def test_greyscale_images():
 
 def test_bad_arguments_are_named():
     images = torch.zeros(1, 3, 8, 8)
-    with pytest.raises(ValueError, match=r"family must be one of gaussian_noise, .* got 'fog'"):
-        corrupt(images, "fog", 1, generator())
-    with pytest.raises(ValueError, match=r"severity must be 1, 2, 3, 4 or 5, got 6"):
-        corrupt(images, "contrast", 6, generator())
-    with pytest.raises(ValueError, match=r"images must be floating \(N, C, H, W\), got torch.uint8"):
-        corrupt(images.byte(), "contrast", 1, generator())
+    for given, message in (
+        ((images, "fog", 1), "family must be one of gaussian_noise, .* got 'fog'"),
+        ((images, "contrast", 6), "severity must be 1, 2, 3, 4 or 5, got 6"),
+        ((images.byte(), "contrast", 1), r"images must be floating \(N, C, H, W\), got torch.uint8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            corrupt(*given, generator())
 
 
 def test_official_files(tmp_path):
@@ -271,7 +266,5 @@ def test_official_files_that_are_missing_or_damaged(tmp_path):
     with pytest.raises(ValueError, match="snow.npy"):
         read_cifar10c(tmp_path, "snow", 1)
     np.save(tmp_path / "snow.npy", np.zeros((10, 32, 32, 3), np.uint8))
-    with pytest.raises(
-        ValueError, match=r"snow.npy must hold an array of shape \(50000, 32, 32, 3\), got \(10,"
-    ):
+    with pytest.raises(ValueError, match=r"snow.npy must hold .* of shape \(50000, 32, 32, 3\), got \(10,"):
         read_cifar10c(tmp_path, "snow", 1)

@@ -127,7 +127,6 @@ def sharded(rank: int, folder: Path) -> None:
                 double.step()
         weights.append([value.full_tensor() for value in network.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
-    assert double is not None
     assert double.skipped == 0
     model = double.finish()
     model.save(folder / str(rank))  # all processes: the weights are put together

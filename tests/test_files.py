@@ -15,6 +15,7 @@ import torch
 from doublehead import Predictions
 from doublehead.files import TableError, read_predictions
 from doublehead.stream import Tally
+from samples import random_predictions
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -26,6 +27,12 @@ LABELS = [0, 1, 2, 2]
 def write_csv(path: Path, header: str, *rows: str) -> Path:
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
     return path
+
+
+def refused(message: str, *args: Any, **options: Any) -> None:
+    """That these predictions cannot be read."""
+    with pytest.raises(TableError, match=message):
+        read_predictions(*args, **options).load()
 
 
 def simple_csv(path: Path) -> Path:
@@ -85,8 +92,7 @@ def test_npy_pair_in_either_order(tmp_path: Path) -> None:
 def test_npz_states_its_kind_and_must_not_be_contradicted(tmp_path: Path) -> None:
     file = as_npz(tmp_path / "a.npz")
     assert read_predictions(file).kind == "logits"
-    with pytest.raises(TableError, match="holds an array called 'logits', but --probs was given"):
-        read_predictions(file, kind="probs")
+    refused("holds an array called 'logits', but --probs was given", file, kind="probs")
     saved = Predictions.from_probs([[0.25, 0.75]], [1]).save(tmp_path / "b.npz")
     assert read_predictions(saved).load().are_probs
 
@@ -96,10 +102,8 @@ def test_npz_with_several_sets(tmp_path: Path) -> None:
     z, y = np.array(LOGITS), np.array(LABELS)
     np.savez(file, val_logits=z[:1], val_labels=y[:1], test_logits=z[1:], test_labels=y[1:])
     assert len(read_predictions(f"{file}:test").load()) == 3
-    with pytest.raises(TableError, match=r"both.npz:test or .*both.npz:val"):
-        read_predictions(file)
-    with pytest.raises(TableError, match=r"does not hold arrays called train_"):
-        read_predictions(f"{file}:train")
+    refused("both.npz:test or .*both.npz:val", file)
+    refused("does not hold arrays called train_", f"{file}:train")
 
 
 def test_folder_and_many_files_keep_order(tmp_path: Path) -> None:
@@ -146,8 +150,7 @@ def test_named_columns_with_patterns(tmp_path: Path) -> None:
 
 def test_two_sets_of_scores_are_not_guessed_between(tmp_path: Path) -> None:
     file = write_csv(tmp_path / "a.csv", "label,prob_0,prob_1,p_0,p_1", "0,1,0,1,0")
-    with pytest.raises(TableError, match=r"several sets of score columns \(prob_0, p_0, ...\)"):
-        read_predictions(file, kind="probs")
+    refused(r"several sets of score columns \(prob_0, p_0, ...\)", file, kind="probs")
 
 
 def test_labels_by_name_number_and_base(tmp_path: Path) -> None:
@@ -177,8 +180,7 @@ def test_lists_in_a_column(tmp_path: Path) -> None:
     file = as_parquet(tmp_path / "a.parquet", {"label": LABELS, "logits": LOGITS})
     assert read_predictions(file, kind="logits").load().logits.tolist() == LOGITS
     ragged = as_parquet(tmp_path / "b.parquet", {"label": [0, 1], "logits": [[1.0, 2.0], [3.0]]})
-    with pytest.raises(TableError, match=r"b.parquet, column 'logits', row 2 \(number 0 of the row\)"):
-        read_predictions(ragged, kind="logits").load()
+    refused(r"b.parquet, column 'logits', row 2 \(number 0 of the row\)", ragged, kind="logits")
 
 
 def test_semicolons_byte_order_mark_and_categories(tmp_path: Path) -> None:
@@ -194,8 +196,7 @@ def test_semicolons_byte_order_mark_and_categories(tmp_path: Path) -> None:
 def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
     for text in ("label,caf\xe9,dog\n0,0.5,0.5\n", "label,cat,dog\nth\xe9,0.5,0.5\n"):
         (tmp_path / "a.csv").write_bytes(text.encode("latin-1"))
-        with pytest.raises(TableError, match=r"a.csv must be UTF-8 text"):
-            read_predictions(tmp_path / "a.csv", kind="probs").load()
+        refused("a.csv must be UTF-8 text", tmp_path / "a.csv", kind="probs")
 
 
 def test_where_and_by(tmp_path: Path) -> None:
@@ -208,8 +209,12 @@ def test_where_and_by(tmp_path: Path) -> None:
     ).load().labels.tolist() == [2]
     groups = read_predictions(file, kind="logits", by="site").tally().groups
     assert {name: tally.n for name, tally in groups.items()} == {"A": 2, "B": 1, "(missing)": 1}
-    with pytest.raises(TableError, match="none of the 4 rows of .* has site=C; the values there are .*A, B"):
-        read_predictions(file, kind="logits", where={"site": "C"}).load()
+    refused(
+        "none of the 4 rows of .* has site=C; the values there are .*A, B",
+        file,
+        kind="logits",
+        where={"site": "C"},
+    )
 
 
 def test_a_kind_is_asked_for_only_where_it_is_not_certain(tmp_path: Path) -> None:
@@ -272,54 +277,36 @@ def test_cut_off_and_empty_files(name: str, tmp_path: Path) -> None:
     file = FORMATS[name](tmp_path / name)
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) - (8 if name == "a.csv" else len(whole) // 3)])
-    with pytest.raises(TableError, match=rf"{name}.*truncated"):
-        read_predictions(file, kind="logits").load()
+    refused(rf"{name}.*truncated", file, kind="logits")
     file.write_bytes(b"")
-    with pytest.raises(TableError, match=rf"{name} is empty \(0 bytes\)"):
-        read_predictions(file, kind="logits")
+    refused(rf"{name} is empty \(0 bytes\)", file, kind="logits")
 
 
 def test_parquet_text_column_and_missing_column_in_a_later_file(tmp_path: Path) -> None:
     text = as_parquet(tmp_path / "t.parquet", {**columns(), "logit_1": ["1", "2", "x", "3"]})
-    with pytest.raises(TableError, match=r"t.parquet: column 'logit_1' must hold numbers, got text"):
-        read_predictions(text, kind="logits").load()
+    refused("t.parquet: column 'logit_1' must hold numbers, got text", text, kind="logits")
     short = columns()
     del short["logit_2"]
     files = [as_parquet(tmp_path / "a.parquet"), as_parquet(tmp_path / "b.parquet", short)]
-    with pytest.raises(TableError, match=r"b.parquet has no column 'logit_2', which .*a.parquet has"):
-        read_predictions(files, kind="logits").load()
+    refused("b.parquet has no column 'logit_2', which .*a.parquet has", files, kind="logits")
 
 
 def test_places_that_are_not_tables(tmp_path: Path) -> None:
-    with pytest.raises(TableError, match="nowhere.csv does not exist"):
-        read_predictions(tmp_path / "nowhere.csv", kind="logits")
-    with pytest.raises(TableError, match="holds no file that ends in one of .csv"):
-        read_predictions(tmp_path, kind="logits")
+    refused("nowhere.csv does not exist", tmp_path / "nowhere.csv", kind="logits")
+    refused("holds no file that ends in one of .csv", tmp_path, kind="logits")
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(TableError, match=r"a.txt must end in one of"):
-        read_predictions(tmp_path / "a.txt", kind="logits")
+    refused("a.txt must end in one of", tmp_path / "a.txt", kind="logits")
     simple_csv(tmp_path / "a.csv")
     as_parquet(tmp_path / "a.parquet")
-    with pytest.raises(TableError, match=r"mixes files of .csv and .parquet"):
-        read_predictions(tmp_path, kind="logits")
-    with pytest.raises(TableError, match="has no column 'site', it has 'id', 'label'"):
-        read_predictions(tmp_path / "a.csv", kind="logits", by="site")
+    refused("mixes files of .csv and .parquet", tmp_path, kind="logits")
+    refused("has no column 'site', it has 'id', 'label'", tmp_path / "a.csv", kind="logits", by="site")
     np.save(tmp_path / "alone.npy", np.zeros((2, 2)))
-    with pytest.raises(TableError, match="alone.npy has no partner"):
-        read_predictions(tmp_path / "alone.npy", kind="logits")
+    refused("alone.npy has no partner", tmp_path / "alone.npy", kind="logits")
 
 
 def test_pickles_are_never_run(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", logits=np.array([[1.0, 2.0]]), labels=np.array([{}], dtype=object))
-    with pytest.raises(TableError, match="a.npz must hold plain arrays, not pickled objects"):
-        read_predictions(tmp_path / "a.npz").load()
-
-
-def random_predictions(n: int, k: int = 7, sharpness: float = 2.0) -> Predictions:
-    """Labels drawn from softmax(sharpness * logits): calibrated at 1, underconfident above."""
-    generator = torch.Generator().manual_seed(3)
-    logits = 3 * torch.randn(n, k, generator=generator)
-    return Predictions(logits, (sharpness * logits).softmax(1).multinomial(1, generator=generator)[:, 0])
+    refused("a.npz must hold plain arrays, not pickled objects", tmp_path / "a.npz")
 
 
 def test_a_column_of_ids_is_not_a_group(tmp_path: Path) -> None:
@@ -395,8 +382,7 @@ def test_a_decimal_column_that_is_no_score_is_refused(kind: Any, text: bool, tmp
 def test_rows_are_not_chosen_by_their_label(tmp_path: Path) -> None:
     file = simple_csv(tmp_path / "a.csv")
     for how in ({"by": "label"}, {"where": {"label": "2"}}):
-        with pytest.raises(TableError, match="cannot be selected or grouped by their label"):
-            read_predictions(file, kind="logits", **how)
+        refused("cannot be selected or grouped by their label", file, kind="logits", **how)
 
 
 @pytest.mark.parametrize(
@@ -407,8 +393,7 @@ def test_rows_that_rounding_moved_from_one(row: str, is_rounded: bool, tmp_path:
     if is_rounded:
         assert len(read_predictions(file, kind="probs").load()) == 2
     else:
-        with pytest.raises(TableError, match="row 2: probabilities must sum to 1"):
-            read_predictions(file, kind="probs").load()
+        refused("row 2: probabilities must sum to 1", file, kind="probs")
 
 
 def test_values_a_rounding_error_outside_are_clipped(tmp_path: Path) -> None:
@@ -430,13 +415,10 @@ def test_labels_that_end_in_a_number_are_names(names: list[str], tmp_path: Path)
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     file = simple_csv(tmp_path / "a.csv")
-    with pytest.raises(TableError, match=r"--tolerance\) must lie in 0..1, got nan"):
-        read_predictions(file, kind="logits", tolerance=math.nan)
-    with pytest.raises(TableError, match="must name a column"):
-        read_predictions(file, kind="logits", by="")
+    refused(r"--tolerance\) must lie in 0..1, got nan", file, kind="logits", tolerance=math.nan)
+    refused("must name a column", file, kind="logits", by="")
     np.savez(tmp_path / "none.npz", logits=np.zeros((4, 0)), labels=np.zeros(4, dtype=int))
-    with pytest.raises(TableError, match="at least one score per row"):
-        read_predictions(tmp_path / "none.npz").load()
+    refused("at least one score per row", tmp_path / "none.npz")
 
 
 def test_damaged_and_exploding_npz_are_refused(tmp_path: Path) -> None:
@@ -447,8 +429,7 @@ def test_damaged_and_exploding_npz_are_refused(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[200:400] = bytes(200)
     file.write_bytes(bytes(data))
-    with pytest.raises(TableError, match=r"a.npz cannot be read as npz"):
-        read_predictions(file).load()
+    refused("a.npz cannot be read as npz", file)
 
 
 def test_a_small_npz_that_unpacks_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,5 +437,4 @@ def test_a_small_npz_that_unpacks_to_much_is_refused(tmp_path: Path, monkeypatch
     np.savez_compressed(
         tmp_path / "a.npz", logits=np.zeros((200_000, 2)), labels=np.zeros(200_000, dtype=int)
     )
-    with pytest.raises(TableError, match="GiB unpacked"):
-        read_predictions(tmp_path / "a.npz")
+    refused("GiB unpacked", tmp_path / "a.npz")

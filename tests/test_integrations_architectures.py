@@ -51,9 +51,9 @@ def network(library: str, name: str, size: int) -> nn.Module:
         return made
     create = require("timm", extra="models").create_model
     try:
-        return create(name, num_classes=7, img_size=size)  # type: ignore[no-any-return]
+        return create(name, num_classes=7, img_size=size)
     except TypeError:  # fully convolutional
-        return create(name, num_classes=7)  # type: ignore[no-any-return]
+        return create(name, num_classes=7)
 
 
 def gradients(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -113,7 +113,6 @@ def test_features_logits_and_gradients(library: str, name: str, size: int) -> No
     with torch.no_grad():
         output, features, logits, _ = double.reader.run((x,), {})
         torch.testing.assert_close(output, want, rtol=0, atol=0)
-        assert double.reader.layer is not None
         layer = net.get_submodule(double.reader.layer)
         assert features.shape == (2, double.reader.n_features)
         if name not in NOT_LINEAR_IN_ONE_LAYER:

@@ -39,7 +39,6 @@ def test_tutorial(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_serving_takes_ten_lines() -> None:
     text = (FOLDER / "export.md").read_text(encoding="utf-8").split("## Serve the ONNX file")[1]
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert block is not None
     lines = [line for line in block.group(1).splitlines() if line.strip()]
     assert len(lines) <= 10
     assert not any("import torch" in line or "doublehead" in line for line in lines)

@@ -21,12 +21,13 @@ from doublehead.integrations.export import export_model, load_program, model_car
 from doublehead.system import require
 
 onnxruntime = pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("few_fits")
 
 
 def run_onnx(path: Path, **feed: Tensor) -> list[Any]:
     session = onnxruntime.InferenceSession(path)
     assert [output.name for output in session.get_outputs()] == ["probs", "label", "confidence"]
-    return session.run(None, {name: value.numpy() for name, value in feed.items()})  # type: ignore[no-any-return]
+    return session.run(None, {name: value.numpy() for name, value in feed.items()})
 
 
 def check(found: Any, want: Tensor) -> None:
@@ -174,7 +175,7 @@ def test_an_export_that_answers_differently_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="example must be a tensor, or a tuple or dict of them, got str"):
         model.export(tmp_path, "x")
     with pytest.raises(TypeError, match="model must be a Calibrated or a ShiftGuard, got Broken"):
-        export_model(model.network, tmp_path, x[:2])  # type: ignore[arg-type]
+        export_model(model.network, tmp_path, x[:2])
 
 
 def test_a_guard_round_a_network_alone(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,21 +38,3 @@ def test_exporting_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"'safetensors'.*pip install 'doublehead\[export\]'"):
         model.save(tmp_path)
-
-
-def test_calibrating_needs_torch_alone() -> None:
-    """In a fresh process in which nothing beyond torch and numpy can be imported."""
-    code = """
-import sys
-for name in ("lightning", "transformers", "sklearn", "scipy", "pandas", "matplotlib", "torchvision", "timm",
-             "torchmetrics", "safetensors", "onnx", "typer", "rich", "accelerate"):
-    sys.modules[name] = None
-import torch
-from doublehead import DoubleHead, calibrate
-network, data = torch.nn.Linear(4, 3), (torch.randn(60, 4), torch.randint(3, (60,)))
-double = DoubleHead(network, data, every=1)
-double.step()
-for model in (double.finish(), calibrate(network, data)):
-    assert model(data[0]).shape == (60, 3)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

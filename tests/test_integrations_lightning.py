@@ -24,7 +24,6 @@ from torch.utils.data import (
 )
 
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, calibrate, metrics, torch_tools
-from doublehead.calibrators.head import Head
 from doublehead.data import fashion_subset
 from doublehead.integrations.callbacks import Attachment
 from doublehead.integrations.lightning import (
@@ -41,6 +40,7 @@ pl = require("lightning.pytorch", extra="lightning")
 CSVLogger = require("lightning.pytorch.loggers", extra="lightning").CSVLogger
 CombinedLoader = require("lightning.pytorch.utilities", extra="lightning").CombinedLoader
 Wrapper = require("lightning.fabric.utilities.distributed", extra="lightning").DistributedSamplerWrapper
+Images = dict[str, TensorDataset]
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def images() -> dict[str, TensorDataset]:
+def images() -> Images:
     """Real images of clothes, 7 x 7, few enough for a test."""
     parts = fashion_subset().first(256, 240, 121)
     made = {}
@@ -64,7 +64,7 @@ def images() -> dict[str, TensorDataset]:
     return made
 
 
-class Classifier(pl.LightningModule):  # type: ignore[misc, name-defined]
+class Classifier(pl.LightningModule):
     """A user's module as it stands in Lightning's own tutorials."""
 
     def __init__(self, schedule: bool = False) -> None:
@@ -110,27 +110,16 @@ def loader(data: TensorDataset, batch_size: int = 32, shuffle: bool = False) -> 
 
 def quiet_trainer(folder: Path, **options: Any) -> Any:
     defaults = {"max_epochs": 2, "logger": False, "enable_checkpointing": False}
-    off = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-        "log_every_n_steps": 1,
-    }
-    return pl.Trainer(default_root_dir=folder, **off, **{**defaults, **options})
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    return pl.Trainer(default_root_dir=folder, accelerator="cpu", **off, **{**defaults, **options})
 
 
-def fit(
-    images: dict[str, TensorDataset],
-    folder: Path,
-    callback: DoubleHeadCallback | None,
-    shuffle: bool = True,
-    **how: Any,
-) -> Classifier:
+def fit(images: Images, folder: Path, callback: DoubleHeadCallback | None, **how: Any) -> Classifier:
     pl.seed_everything(5, verbose=False)
     module = Classifier(how.pop("schedule", False))
     callbacks = [*([callback] if callback else []), *how.pop("callbacks", [])]
     trainer = quiet_trainer(folder, callbacks=callbacks, **how)
-    trainer.fit(module, loader(images["train"], shuffle=shuffle), loader(images["test"]))
+    trainer.fit(module, loader(images["train"], shuffle=True), loader(images["test"]))
     module.fitted_by = trainer
     return module
 
@@ -139,35 +128,29 @@ def fit(
     "how", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}]
 )
 def test_main_network_is_bit_identical_with_and_without_the_callback(
-    images: dict[str, TensorDataset], tmp_path: Path, how: dict[str, Any]
+    images: Images, tmp_path: Path, how: dict[str, Any]
 ) -> None:
     alone = fit(images, tmp_path, None, **how)
     callback = DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2)
     beside = fit(images, tmp_path, callback, **how)
     assert_same(alone.state_dict(), beside.state_dict())
     assert alone.model.training == beside.model.training
-    assert callback.double is not None
     assert callback.double.calls == 16 // how.get("accumulate_grad_batches", 1)  # 2 epochs of 8 batches
     assert all(p.dtype == torch.float32 for p in callback.double.bank.parameters())
     assert callback.double.skipped == 0
     assert callback.settled
     assert callback.choice is not None
     fresh = DoubleHead(Classifier().model, images["calib"]).bank
-    trained = zip(callback.double.bank.parameters(), fresh.parameters())
-    assert all(not torch.equal(a, b) for a, b in trained)
+    assert not any(map(torch.equal, callback.double.bank.parameters(), fresh.parameters()))
 
 
-def test_beta_and_lr_follow_the_epoch_and_the_schedule(
-    images: dict[str, TensorDataset], tmp_path: Path
-) -> None:
+def test_beta_and_lr_follow_the_epoch_and_the_schedule(images: Images, tmp_path: Path) -> None:
     seen = []
 
     class Spy(DoubleHeadCallback):
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_train_batch_end(*args, **kwargs)
-            assert self.double is not None
             training = self.double.training
-            assert training.beta is not None
             seen.append((float(training.beta), self.double.bank.specs[0].lr * training.schedule.now()))
 
     callback = Spy(loader(images["calib"]), every=1, heads=HeadSpec(beta0=1.4, lr=0.2))
@@ -178,11 +161,11 @@ def test_beta_and_lr_follow_the_epoch_and_the_schedule(
     assert [lr for _, lr in seen] == pytest.approx([0.2] * 7 + [0.1] * 8 + [0.05])
 
 
-def test_resume_is_exact(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_resume_is_exact(images: Images, tmp_path: Path) -> None:
     def callback() -> DoubleHeadCallback:
         return DoubleHeadCallback(loader(images["calib"], shuffle=True), every=3)
 
-    class Saver(pl.Callback):  # type: ignore[misc, name-defined]
+    class Saver(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 8:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
@@ -204,19 +187,15 @@ def test_resume_is_exact(images: dict[str, TensorDataset], tmp_path: Path) -> No
     second = run(resumed, checkpoint=tmp_path / "half.ckpt")
     assert_same(first.state_dict(), second.state_dict())
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
-    assert whole.double is not None
-    assert resumed.double is not None
     assert resumed.double.calls == 16
-    banks = (one.bank.state_dict() for one in (whole.double, resumed.double))
-    assert_same(next(banks), next(banks))
+    assert_same(whole.double.bank.state_dict(), resumed.double.bank.state_dict())
 
 
-def test_numbers_and_figure_are_logged(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_numbers_and_figure_are_logged(images: Images, tmp_path: Path) -> None:
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     module = fit(images, tmp_path, callback, logger=CSVLogger(tmp_path, name="log"))
     logged = module.fitted_by.callback_metrics
     y = images["test"].tensors[1]
-    assert callback.double is not None
     with torch.no_grad():  # the heads as they were in the last validation, before the calibration was fitted
         read = callback.double.read(images["test"])
         calib = callback.double.answer(read.logits, read.features)
@@ -233,7 +212,7 @@ def test_numbers_and_figure_are_logged(images: dict[str, TensorDataset], tmp_pat
 
 
 def test_testing_and_predicting_are_calibrated_and_the_module_stays_its_own(
-    images: dict[str, TensorDataset], tmp_path: Path
+    images: Images, tmp_path: Path
 ) -> None:
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     module = fit(images, tmp_path, callback, max_epochs=1)
@@ -253,47 +232,39 @@ def test_testing_and_predicting_are_calibrated_and_the_module_stays_its_own(
     assert list(module.state_dict()) == names == list(Classifier().state_dict())
 
 
-def test_a_checkpoint_brings_the_heads_to_a_new_process(
-    images: dict[str, TensorDataset], tmp_path: Path
-) -> None:
+def test_a_checkpoint_brings_the_heads_to_a_new_process(images: Images, tmp_path: Path) -> None:
     for heads in (None, PAPER):
-        callback = DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2, heads=heads)
+        callback, again = (
+            DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2, heads=heads) for _ in range(2)
+        )
         module = fit(images, tmp_path, callback, max_epochs=1)
         module.fitted_by.save_checkpoint(tmp_path / "last.ckpt")
-        fresh, again = (
-            Classifier(),
-            DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2, heads=heads),
-        )
         with pytest.raises(RuntimeError, match="has no model yet"):
             again.model  # noqa: B018
         trainer = quiet_trainer(tmp_path, callbacks=[again])
-        found = trainer.predict(fresh, loader(images["test"]), ckpt_path=tmp_path / "last.ckpt")
+        found = trainer.predict(Classifier(), loader(images["test"]), ckpt_path=tmp_path / "last.ckpt")
         want = callback.model.eval()(images["test"].tensors[0]).detach()
         torch.testing.assert_close(torch.cat(found), want)
 
 
 def test_the_calibration_is_that_of_finish(
-    images: dict[str, TensorDataset], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    images: Images, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     callback = DoubleHeadCallback(loader(images["calib"]), every=2, seed=4)
     fit(images, tmp_path, callback)
-    assert callback.double is not None
     found, want = callback.model, callback.double.finish(seed=4)
     assert isinstance(found, Calibrated)
-    assert isinstance(found.head, Head)
-    assert isinstance(want.head, Head)
     assert callback.choice == want.head.choice
     assert_same(want.state_dict(), found.state_dict())
     assert f"calibration: {callback.choice}" in caplog.text
 
 
-def test_one_head_is_used_as_trained(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_one_head_is_used_as_trained(images: Images, tmp_path: Path) -> None:
     options: list[dict[str, Any]] = [{"augment": lambda inputs: inputs.flip(-1)}, {"heads": PAPER}]
     for how in options:
         callback = DoubleHeadCallback(loader(images["calib"]), every=2, **how)
         module = fit(images, tmp_path, callback, max_epochs=1)
-        assert callback.double is not None
         x = images["test"].tensors[0]
         with torch.no_grad():
             read = callback.double.read(images["test"])
@@ -312,7 +283,7 @@ def test_one_head_is_used_as_trained(images: dict[str, TensorDataset], tmp_path:
     [("32-true", False), ("32-true", True), ("bf16-mixed", False), ("64-true", False)],
 )
 def test_the_best_checkpoint_is_tested_with_a_calibration_of_its_own(
-    images: dict[str, TensorDataset], tmp_path: Path, precision: str, alone: bool
+    images: Images, tmp_path: Path, precision: str, alone: bool
 ) -> None:
     """The checkpoint of an earlier epoch holds the heads as they were then."""
     every = 99 if alone else 2  # a checkpoint of weights alone holds no heads
@@ -321,7 +292,7 @@ def test_the_best_checkpoint_is_tested_with_a_calibration_of_its_own(
     def to_pair(batch: Any) -> Any:
         return batch[0].to(dtype), batch[1]
 
-    class Early(pl.Callback):  # type: ignore[misc, name-defined]
+    class Early(pl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 0:
                 trainer.save_checkpoint(tmp_path / "early.ckpt", weights_only=alone)
@@ -341,7 +312,6 @@ def test_the_best_checkpoint_is_tested_with_a_calibration_of_its_own(
             model = calibrate(module.model, loader(images["calib"]), **how)
             x, y = to_pair(images["test"].tensors)
             want = model(x).detach()
-        assert callback.choice is not None
         assert callback.choice.nll == pytest.approx(model.head.choice.nll, rel=1e-5)
         assert predicted.dtype == torch.float32
         assert tested[0]["test_loss"] == pytest.approx(float(F.cross_entropy(want, y)), rel=1e-5)
@@ -349,7 +319,6 @@ def test_the_best_checkpoint_is_tested_with_a_calibration_of_its_own(
 
     callback, again = (DoubleHeadCallback(loader(images["calib"]), every=every) for _ in range(2))
     module = fit(images, tmp_path, callback, callbacks=[Early()], precision=precision)
-    assert callback.double is not None
     assert callback.double.skipped == 0
     last = callback.choice
     check(callback, module, module.fitted_by)
@@ -358,9 +327,7 @@ def test_the_best_checkpoint_is_tested_with_a_calibration_of_its_own(
     check(again, Classifier(), trainer)  # a new process, which did not train
 
 
-def test_a_checkpoint_after_training_is_loaded_with_its_calibration(
-    images: dict[str, TensorDataset], tmp_path: Path
-) -> None:
+def test_a_checkpoint_after_training_is_loaded_with_its_calibration(images: Images, tmp_path: Path) -> None:
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     trainer = fit(images, tmp_path, callback).fitted_by
     trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -374,7 +341,7 @@ def test_a_checkpoint_after_training_is_loaded_with_its_calibration(
         load_calibrated(tmp_path / "weights.ckpt", Classifier)
 
 
-def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_training_goes_on_after_testing(images: Images, tmp_path: Path) -> None:
     """Testing runs in inference mode, whose tensors cannot learn."""
     seen = []
 
@@ -391,21 +358,16 @@ def test_training_goes_on_after_testing(images: dict[str, TensorDataset], tmp_pa
     assert callback.settled
     trainer.fit(module, loader(images["train"]))
     assert seen == [False] * 8
-    assert callback.double is not None
     assert (callback.double.calls, callback.double.skipped) == (8, 0)
     assert callback.settled
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(images["train"]))  # the heads go on where they were
     assert callback.double.calls == 16
     assert module.model.training
-    assert untrained is not None
-    assert callback.choice is not None
     assert callback.choice.nll < untrained.nll
 
 
-def test_the_calibration_belongs_to_the_weights_that_are_tested(
-    images: dict[str, TensorDataset], tmp_path: Path
-) -> None:
+def test_the_calibration_belongs_to_the_weights_that_are_tested(images: Images, tmp_path: Path) -> None:
     """However they came into the module since the calibration was fitted: it is fitted again, and only then."""
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     module = fit(images, tmp_path, callback, max_epochs=1)
@@ -435,9 +397,7 @@ def test_the_calibration_belongs_to_the_weights_that_are_tested(
     check(fits=False)  # validation fitted the calibration
 
 
-def test_a_compiled_network_answers_with_the_calibration_of_now(
-    images: dict[str, TensorDataset], tmp_path: Path
-) -> None:
+def test_a_compiled_network_answers_with_the_calibration_of_now(images: Images, tmp_path: Path) -> None:
     callback, module = DoubleHeadCallback(loader(images["calib"]), every=2), Classifier()
     network = module.model
     module.model = torch.compile(network, backend="eager")
@@ -456,9 +416,9 @@ def test_a_compiled_network_answers_with_the_calibration_of_now(
 
 @pytest.mark.parametrize("first", [True, False])
 def test_weights_that_another_callback_changes_at_the_end(
-    images: dict[str, TensorDataset], tmp_path: Path, first: bool
+    images: Images, tmp_path: Path, first: bool
 ) -> None:
-    class Average(pl.Callback):  # type: ignore[misc, name-defined]
+    class Average(pl.Callback):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             pl_module.model[-1].weight.data.mul_(0.5)
 
@@ -475,7 +435,7 @@ def test_weights_that_another_callback_changes_at_the_end(
     assert callback.settled
 
 
-def test_a_copied_module_answers_for_itself(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_a_copied_module_answers_for_itself(images: Images, tmp_path: Path) -> None:
     """The hooks of a test lead to the callback, whose position in a loader cannot be copied."""
     callback = DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2)
     module = fit(images, tmp_path, callback, max_epochs=1)
@@ -494,10 +454,9 @@ def test_a_copied_module_answers_for_itself(images: dict[str, TensorDataset], tm
 def test_the_key_of_weights_knows_them_apart() -> None:
     net = Classifier().model
     keys = {key_of_weights(net)}
-    for name, value in net.state_dict().items():
+    for value in net.state_dict().values():
         value.view(-1)[0] += 1
         keys.add(key_of_weights(net))
-        assert name
     assert len(keys) == 1 + len(net.state_dict())
     assert key_of_weights(copy.deepcopy(net)) == key_of_weights(net)
     assert key_of_weights(copy.deepcopy(net).bfloat16()) != key_of_weights(net)
@@ -510,7 +469,6 @@ class Rank(DoubleHeadCallback):
     folder: Path
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        assert self.double is not None
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.double.seed += trainer.global_rank  # reads in another order, so that other folds are held back
         super().on_train_end(trainer, pl_module)
@@ -520,7 +478,7 @@ class Rank(DoubleHeadCallback):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_two_processes(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_two_processes(images: Images, tmp_path: Path) -> None:
     callback = Rank(loader(images["calib"], shuffle=True), every=2)
     callback.folder = tmp_path
     how = {"devices": 2, "strategy": "ddp_fork", "max_epochs": 1}
@@ -562,9 +520,7 @@ class Halves(Sampler[int]):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_two_processes_count_every_validation_sample_once(
-    images: dict[str, TensorDataset], tmp_path: Path
-) -> None:
+def test_two_processes_count_every_validation_sample_once(images: Images, tmp_path: Path) -> None:
     pl.seed_everything(5, verbose=False)
     module = Classifier()
 
@@ -630,9 +586,7 @@ def test_samples_in_an_unknown_order_all_count() -> None:
         assert counted(unknown) == (2, 2, 1)
 
 
-def test_repeats_are_looked_for_in_the_data_that_is_validated(
-    images: dict[str, TensorDataset], tmp_path: Path
-) -> None:
+def test_repeats_are_looked_for_in_the_data_that_is_validated(images: Images, tmp_path: Path) -> None:
     class Silent(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             pass
@@ -660,7 +614,7 @@ def test_repeats_are_looked_for_in_the_data_that_is_validated(
     assert nll(CombinedLoader({"mine": mine, "other": loader(other, 2)}, "max_size")) == wanted(other)
 
 
-def test_other_batches_through_to_pair(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_other_batches_through_to_pair(images: Images, tmp_path: Path) -> None:
     class Keyed(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.cross_entropy(self.model(batch["image"]), batch["target"])
@@ -714,18 +668,14 @@ def test_an_attachment_reads_and_replaces_answers() -> None:
 
 
 def test_classifier_is_found_or_named() -> None:
-    class Whole(pl.LightningModule):  # type: ignore[misc, name-defined]
+    class Parts(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.backbone, self.top = nn.Linear(4, 8), nn.Linear(8, 3)
 
+    class Whole(Parts):
         def forward(self, x: Tensor) -> Tensor:
             return self.top(self.backbone(x))
-
-    class Parts(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone, self.top = nn.Linear(4, 8), nn.Linear(8, 3)
 
     module, whole, parts = Classifier(), Whole(), Parts()
     assert find_classifier(module) is module.model
@@ -739,7 +689,7 @@ def test_classifier_is_found_or_named() -> None:
         find_classifier(module, "net")
 
 
-def test_a_module_that_is_the_classifier_itself(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_a_module_that_is_the_classifier_itself(images: Images, tmp_path: Path) -> None:
     class Itself(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -752,23 +702,19 @@ def test_a_module_that_is_the_classifier_itself(images: dict[str, TensorDataset]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.cross_entropy(self(batch[0]), batch[1])
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self(batch[0])
-
         def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self(batch[0])
 
-    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
-    module = Itself()
+    callback, module = DoubleHeadCallback(loader(images["calib"]), every=2), Itself()
     trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
-    trainer.fit(module, loader(images["train"]), loader(images["test"]))
+    trainer.fit(module, loader(images["train"]))
     predicted = torch.cat(trainer.predict(module, loader(images["test"])))
     assert callback.model.network is module
     want = callback.model.eval()(images["test"].tensors[0]).detach()
     torch.testing.assert_close(predicted, want, rtol=1e-5, atol=1e-4)
 
 
-def test_bad_use_is_named(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_bad_use_is_named(images: Images, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="calibration data must not be training data: at least 256 of 256"):
         fit(images, tmp_path, DoubleHeadCallback(loader(images["train"])))
     with pytest.raises(ValueError, match="calibration data must hold at least one batch"):
@@ -780,22 +726,21 @@ def test_bad_use_is_named(images: dict[str, TensorDataset], tmp_path: Path) -> N
         DoubleHeadCallback(images["calib"], heads=[HeadSpec(beta0=1.0), HeadSpec(beta0=1.2)])
 
 
-def test_training_data_of_unknown_length(images: dict[str, TensorDataset], tmp_path: Path) -> None:
-    class Stream(IterableDataset):  # type: ignore[type-arg]
+def test_training_data_of_unknown_length(images: Images, tmp_path: Path) -> None:
+    class Stream(IterableDataset):
         def __iter__(self) -> Any:
             return iter(images["train"])
 
     callback = DoubleHeadCallback(images["calib"], every=2)
     trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
     trainer.fit(Classifier(), DataLoader(Stream(), 32))
-    assert callback.double is not None
     assert (callback.double.calls, callback.double.skipped) == (8, 0)
 
 
 def test_calibration_data_without_an_end(
-    images: dict[str, TensorDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Endless(IterableDataset):  # type: ignore[type-arg]
+    class Endless(IterableDataset):
         def __iter__(self) -> Any:
             return cycle(images["calib"])
 
@@ -803,11 +748,10 @@ def test_calibration_data_without_an_end(
         monkeypatch.setattr("doublehead.calibrated.MAX_SAMPLES", n_max)
         callback = DoubleHeadCallback(DataLoader(Endless(), batch_size), every=2)
         fit(images, tmp_path, callback, max_epochs=1)
-        assert callback.choice is not None
         assert callback.choice.n == n
 
 
-def test_validating_on_calibration_data_warns(images: dict[str, TensorDataset], tmp_path: Path) -> None:
+def test_validating_on_calibration_data_warns(images: Images, tmp_path: Path) -> None:
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
     trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
     with pytest.warns(UserWarning, match="the validation data holds calibration data"):

@@ -82,7 +82,7 @@ def under_skorch(with_heads: bool, *_: Any) -> Trained:
     skorch = pytest.importorskip("skorch")
     net, train, doubles = network(), batches(72, 1).dataset, []
 
-    class Calibrate(skorch.callbacks.Callback):  # type: ignore[misc]
+    class Calibrate(skorch.callbacks.Callback):
         def on_train_begin(self, net: Any, **_: Any) -> None:
             doubles.append(DoubleHead(net.module_, batches(240, 2), every=2, follow=net.optimizer_))
 
@@ -93,7 +93,7 @@ def under_skorch(with_heads: bool, *_: Any) -> Trained:
     options = {"criterion": nn.CrossEntropyLoss, "batch_size": 16, "lr": 0.1, "iterator_train__shuffle": True}
     trained = skorch.NeuralNetClassifier(
         net, max_epochs=3, train_split=None, verbose=0, callbacks=[Calibrate()] * with_heads, **options
-    ).fit(*(part.numpy() for part in train.tensors))  # type: ignore[attr-defined]
+    ).fit(*(part.numpy() for part in train.tensors))
     return trained.module_, doubles[0] if doubles else None
 
 
@@ -106,7 +106,7 @@ def under_fastai(with_heads: bool, *_: Any) -> Trained:
 
     net, doubles = network(), []
 
-    class Calibrate(Callback):  # type: ignore[misc]
+    class Calibrate(Callback):
         def before_fit(self) -> None:
             doubles.append(DoubleHead(self.model, batches(240, 2), every=2, follow=self.opt))
 
@@ -162,14 +162,14 @@ class Recorder:
 class TensorBoard:  # the shapes of Lightning's loggers
     def __init__(self) -> None:
         self.experiment = self.client = Recorder()
-        self.client.add_figure = lambda *what: self.client.got.append(what)  # type: ignore[attr-defined]
+        self.client.add_figure = lambda *what: self.client.got.append(what)
 
 
 class MLflow:
     def __init__(self) -> None:
         self.run_id, self.experiment = "run-1", Recorder()
         self.client = self.experiment
-        self.client.log_figure = lambda *what: self.client.got.append(what)  # type: ignore[attr-defined]
+        self.client.log_figure = lambda *what: self.client.got.append(what)
 
 
 class Wandb:

@@ -63,9 +63,9 @@ def digits() -> tuple[Any, Any]:
 def test_calibrated_and_reproducible_on_digits(digits: tuple[Any, Any], calibrate: str) -> None:
     x, y = digits
     state = torch.get_rng_state()
-    model = DoubleHeadClassifier(calibrate=calibrate, **QUICK).fit(x[:900], y[:900])  # type: ignore[arg-type]
+    model = DoubleHeadClassifier(calibrate=calibrate, **QUICK).fit(x[:900], y[:900])
     assert torch.equal(state, torch.get_rng_state())
-    again = DoubleHeadClassifier(calibrate=calibrate, **QUICK).fit(x[:900], y[:900])  # type: ignore[arg-type]
+    again = DoubleHeadClassifier(calibrate=calibrate, **QUICK).fit(x[:900], y[:900])
     probs = model.predict_proba(x[900:])
     np.testing.assert_array_equal(probs, again.predict_proba(x[900:]))
     p = Predictions.from_probs(probs, y[900:])
@@ -86,15 +86,15 @@ def test_weights_count_in_the_networks_loss() -> None:
     truth = x[:, 0] > 0.8  # about one in five
     wrong = generator.random(600) < 0.4
     y = np.where(truth ^ wrong, "yes", "no")
-    plain = DoubleHeadClassifier(**QUICK).fit(x, y)  # type: ignore[arg-type]
-    weighted = DoubleHeadClassifier(**QUICK).fit(x, y, np.where(wrong, 0.0, 2.0))  # type: ignore[arg-type]
+    plain = DoubleHeadClassifier(**QUICK).fit(x, y)
+    weighted = DoubleHeadClassifier(**QUICK).fit(x, y, np.where(wrong, 0.0, 2.0))
     right = np.where(truth, "yes", "no")
     assert weighted.score(x, right) > 0.95 > plain.score(x, right)
     assert (
         weighted.predict_proba(x).max(1).mean() > plain.predict_proba(x).max(1).mean()
     )  # not calibrated on them
     balanced, alone = (
-        DoubleHeadClassifier(class_weight=weight, **QUICK).fit(x, right)  # type: ignore[arg-type]
+        DoubleHeadClassifier(class_weight=weight, **QUICK).fit(x, right)
         for weight in ("balanced", {"no": 1.0, "yes": 1e-6})
     )
     assert (alone.predict(x) == "no").all()
@@ -112,9 +112,9 @@ def test_training_stops_early_and_keeps_the_best() -> None:
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(120, 20)), generator.integers(0, 2, 120)
     settings = {**QUICK, "epochs": 200, "lr": 0.03}
-    model = DoubleHeadClassifier(patience=5, **settings).fit(x, y)  # type: ignore[arg-type]
+    model = DoubleHeadClassifier(patience=5, **settings).fit(x, y)
     assert model.n_epochs_ < 40
-    patient = DoubleHeadClassifier(patience=200, **settings).fit(x, y)  # type: ignore[arg-type]
+    patient = DoubleHeadClassifier(patience=200, **settings).fit(x, y)
     assert patient.n_epochs_ == 200
     held = hold_out(y, 0.2, int(np.random.RandomState(0).randint(2**31 - 1)))[1]
     with torch.no_grad():  # 200 epochs on noise end at an NLL of several; the best epoch is close to log 2
@@ -129,7 +129,7 @@ def test_a_module_on_images_and_one_from_a_function() -> None:
     images = x.reshape(-1, 1, 8, 8)[:400].astype(np.float32) / 16
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    model = DoubleHeadClassifier(module=net, **QUICK).fit(images, y[:400])  # type: ignore[arg-type]
+    model = DoubleHeadClassifier(module=net, **QUICK).fit(images, y[:400])
     assert model.score(images, y[:400]) > 0.9
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert isinstance(model.model_, Calibrated)
@@ -137,14 +137,14 @@ def test_a_module_on_images_and_one_from_a_function() -> None:
     def make(n_features: int, n_classes: int) -> nn.Module:
         return nn.Sequential(nn.Embedding(17, 2), nn.Flatten(), nn.Linear(2 * n_features, n_classes))
 
-    whole = DoubleHeadClassifier(module=make, **QUICK).fit(x[:400].astype(int), y[:400])  # type: ignore[arg-type]
+    whole = DoubleHeadClassifier(module=make, **QUICK).fit(x[:400].astype(int), y[:400])
     assert whole.score(x[:400].astype(int), y[:400]) > 0.8
 
 
 def test_data_frames_and_string_labels() -> None:
     iris = load_iris(as_frame=True)
     names = iris.target.map(dict(enumerate(iris.target_names)))
-    for model in (DoubleHeadClassifier(**QUICK), CalibratedClassifier(GaussianNB(), random_state=0)):  # type: ignore[arg-type]
+    for model in (DoubleHeadClassifier(**QUICK), CalibratedClassifier(GaussianNB(), random_state=0)):
         model.fit(iris.data, names)
         assert model.classes_.tolist() == ["setosa", "versicolor", "virginica"]
         assert model.score(iris.data, names) > 0.85
@@ -225,7 +225,7 @@ def test_hold_out_keeps_proportions_and_everything() -> None:
 def test_bad_use_is_named() -> None:
     x, y = np.zeros((10, 2)), np.arange(10) % 2
     with pytest.raises(ValueError, match="calibrate must be 'after' or 'beside', got 'never'"):
-        DoubleHeadClassifier(calibrate="never").fit(x, y)  # type: ignore[arg-type]
+        DoubleHeadClassifier(calibrate="never").fit(x, y)
     with pytest.raises(ValueError, match="DoubleHeadClassifier needs at least 2 classes, got one class"):
         DoubleHeadClassifier().fit(x, np.zeros(10))
     with pytest.raises(
@@ -239,7 +239,7 @@ def test_bad_use_is_named() -> None:
             np.random.default_rng(0).normal(size=(11, 2)), np.append(y, 2)
         )
 
-    class Mute(sklearn.base.BaseEstimator):  # type: ignore[misc, name-defined]
+    class Mute(sklearn.base.BaseEstimator):
         def fit(self, x: Any, y: Any) -> Any:
             self.classes_ = np.unique(y)
             return self

@@ -29,6 +29,7 @@ from doublehead.system import require
 from tiny_networks import assert_same
 
 hf = require("transformers", extra="transformers")
+pytestmark = pytest.mark.usefixtures("few_fits")
 SIZES = {"train": 160, "calib": 320, "test": 96}
 
 
@@ -39,7 +40,6 @@ def sentences(shared: Path) -> dict[str, list[tuple[str, int]]]:
     with tarfile.open(shared / "data/sst/trees.tar.xz") as archive:
         for name, file in (("train", "train.txt"), ("calib", "dev.txt"), ("test", "test.txt")):
             member = archive.extractfile(file)
-            assert member is not None
             trees = (parse_tree(member.readline().decode()) for _ in range(2 * SIZES[name]))
             some = [(tree.text.lower(), int(tree.labels[-1] > 2)) for tree in trees if tree.labels[-1] != 2]
             found[name] = some[: SIZES[name]]
@@ -84,14 +84,8 @@ def make_trainer(model: Any, data: Any, folder: Path, tokenizer: Any, *callbacks
         use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **{**defaults, **options},
     )  # fmt: skip
     collator = hf.DataCollatorWithPadding(tokenizer) if tokenizer else None
-    return hf.Trainer(
-        model,
-        args,
-        train_dataset=data["train"],
-        eval_dataset=data["test"],
-        data_collator=collator,
-        callbacks=[*callbacks],
-    )
+    sets = {"train_dataset": data["train"], "eval_dataset": data["test"]}
+    return hf.Trainer(model, args, **sets, data_collator=collator, callbacks=[*callbacks])
 
 
 def train(*args: Any, checkpoint: Any = None, **options: Any) -> Any:
@@ -102,9 +96,8 @@ def train(*args: Any, checkpoint: Any = None, **options: Any) -> Any:
 
 def own_state(model: Any) -> dict[str, torch.Tensor]:
     """The model's weights without its calibration."""
-    return {
-        name: value for name, value in model.state_dict().items() if not name.startswith("calibration_head.")
-    }
+    state = model.state_dict()
+    return {name: value for name, value in state.items() if not name.startswith("calibration_head.")}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +144,6 @@ def test_the_model_is_bit_identical_and_untouched_while_it_trains(
     losses = [[entry.get("eval_loss") for entry in run.state.log_history] for run in (alone, beside)]
     assert losses[0] == losses[1]
     double = callback.double
-    assert double is not None
     assert double.calls == 10 // how.get("gradient_accumulation_steps", 1)
     assert double.skipped == 0
     fresh = DoubleHead(tiny_bert(), double.calib_data)
@@ -165,14 +157,11 @@ def test_beta_and_lr_follow_the_trainer(texts: Any, tokenizer: Any, tmp_path: Pa
     class Spy(DoubleHeadTrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_step_end(*args, **kwargs)
-            assert self.double is not None
             training = self.double.training
-            assert training.beta is not None
             seen.append((float(training.beta), training.schedule.now()))
 
-    train(
-        tiny_bert(), texts, tmp_path, tokenizer, Spy(texts["calib"], every=1, heads=PAPER), num_train_epochs=1
-    )
+    spy = Spy(texts["calib"], every=1, heads=PAPER)
+    train(tiny_bert(), texts, tmp_path, tokenizer, spy, num_train_epochs=1)
     left = [1 - step / 10 for step in range(1, 11)]
     assert [beta for beta, _ in seen] == pytest.approx([1 + 0.2 * share for share in left])
     assert [lr for _, lr in seen] == pytest.approx(left)  # linear decay
@@ -187,7 +176,6 @@ def test_evaluate_while_training_reports_both_heads_and_leaves_the_answers(
     class Spy(DoubleHeadTrainerCallback):
         def on_evaluate(self, *args: Any, model: Any, metrics: Any, **kwargs: Any) -> None:
             super().on_evaluate(*args, model=model, metrics=metrics, **kwargs)
-            assert self.double is not None
             with torch.no_grad():
                 answer = self.double.reader.run((), inputs)
                 calib = self.double.answer(answer.logits, answer.features)
@@ -200,10 +188,10 @@ def test_evaluate_while_training_reports_both_heads_and_leaves_the_answers(
         "metric_for_best_model": "eval_nll_calib",
         "greater_is_better": False,
         "load_best_model_at_end": True,
-        "save_strategy": "epoch",
     }
+    when = {"save_strategy": "epoch", "eval_strategy": "epoch"}
     callback = Spy(texts["calib"], every=1)
-    trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, eval_strategy="epoch", **best)
+    trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, **best, **when)
     assert len(seen) == 2
     assert trainer.state.best_metric == min(numbers["eval_nll_calib"] for numbers in seen)
 
@@ -253,7 +241,6 @@ def test_the_saved_model_reloads_with_its_calibration(
     plain = logits(hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved"), inputs)
     assert not torch.allclose(plain.log_softmax(1), want)
     attachment = attached_to(again)
-    assert attachment is not None
     with attachment.resting():
         torch.testing.assert_close(logits(again, inputs), plain)
     again.save_pretrained(tmp_path / "twice", max_shard_size="20KB")
@@ -276,10 +263,8 @@ def test_an_attached_calibration_stays_float32_and_can_be_detached(
     assert torch.equal(logits(model, inputs), want)
     assert not torch.allclose(logits(plain, inputs).log_softmax(1), want)
     model.bfloat16()
-    kept = [
-        value.dtype for value in model.calibration_head.state_dict().values() if value.is_floating_point()
-    ]
-    assert set(kept) == {torch.float32}
+    kept = model.calibration_head.state_dict().values()
+    assert {value.dtype for value in kept if value.is_floating_point()} == {torch.float32}
     assert logits(model, inputs).dtype == torch.float32
     detach(model.float())
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -306,15 +291,13 @@ def test_the_best_model_is_calibrated_with_the_heads_of_the_whole_training(
     model = hf.BertForSequenceClassification.from_pretrained(checkpoint, **same)
     assert_same(own_state(trainer.model), model.state_dict())
     double = callback.double
-    assert double is not None
     expected = calibrate(model, double.calib_data, beside=double)
     assert expected.head.choice == callback.model.head.choice
     assert_same(expected.head.state_dict(), callback.model.head.state_dict())
     trainer.save_model(tmp_path / "saved")
     inputs, _ = test_batch
-    assert torch.equal(
-        logits(load_calibrated(tmp_path / "saved", **same), inputs), logits(trainer.model, inputs)
-    )
+    again = load_calibrated(tmp_path / "saved", **same)
+    assert torch.equal(logits(again, inputs), logits(trainer.model, inputs))
     with pytest.raises(ValueError, match="must hold a model that was saved with its calibration"):
         load_calibrated(checkpoint)  # a checkpoint is from the middle of training
 
@@ -322,7 +305,7 @@ def test_the_best_model_is_calibrated_with_the_heads_of_the_whole_training(
 def test_a_classifier_of_ones_own_without_a_last_layer(tmp_path: Path) -> None:
     """There are no features; a head that reads the logits alone is trained, and its state has empty tensors."""
 
-    class Odd(hf.BertPreTrainedModel):  # type: ignore[misc, name-defined]
+    class Odd(hf.BertPreTrainedModel):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.scores = nn.Embedding(50, config.num_labels)
@@ -331,9 +314,7 @@ def test_a_classifier_of_ones_own_without_a_last_layer(tmp_path: Path) -> None:
         def forward(self, input_ids: torch.Tensor, labels: Any = None) -> Any:
             logits = self.scores(input_ids).mean(1)
             loss = None if labels is None else F.cross_entropy(logits, labels)
-            return require("transformers.modeling_outputs", extra="transformers").SequenceClassifierOutput(
-                loss, logits
-            )
+            return hf.modeling_outputs.SequenceClassifierOutput(loss, logits)
 
     rows = [{"input_ids": torch.randint(50, (6,)), "labels": i % 3} for i in range(232)]
     data = {"train": rows[:32], "test": rows[:32]}
@@ -341,7 +322,7 @@ def test_a_classifier_of_ones_own_without_a_last_layer(tmp_path: Path) -> None:
     trainer = train(Odd(hf.BertConfig(num_labels=3)), data, tmp_path, None, callback, num_train_epochs=1)
     assert trainer.evaluate()["eval_nll_calib"] < 2
     model = trainer.model
-    loader = DataLoader(rows[32:], 16)  # type: ignore[arg-type]
+    loader = DataLoader(rows[32:], 16)
     for calibrated in (
         callback.model,
         calibrate(model, loader),
@@ -349,7 +330,7 @@ def test_a_classifier_of_ones_own_without_a_last_layer(tmp_path: Path) -> None:
     ):
         attach(model, calibrated)
         model.save_pretrained(tmp_path / "saved")
-        inputs = {"input_ids": torch.stack([row["input_ids"] for row in rows])}  # type: ignore[misc]
+        inputs = {"input_ids": torch.stack([row["input_ids"] for row in rows])}
         again = load_calibrated(tmp_path / "saved", Odd)
         torch.testing.assert_close(logits(again, inputs), logits(model, inputs))
 
@@ -365,8 +346,6 @@ def test_resume_is_exact(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     middle = tmp_path / "checkpoint-10"
     resumed = train(tiny_bert(), texts, tmp_path, tokenizer, second, checkpoint=str(middle), **steps)
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
-    assert first.double is not None
-    assert second.double is not None
     assert second.double.calls == 20
     assert_same(first.double.bank.state_dict(), second.double.bank.state_dict())
     (middle / "doublehead.pt").unlink()
@@ -423,11 +402,11 @@ def test_calibration_data_keeps_the_columns_that_the_trainer_keeps(
 ) -> None:
     """A transform makes columns that `column_names` does not list; the Trainer removes none then."""
 
-    class Columns(list):  # type: ignore[type-arg]
+    class Columns(list):
         column_names = ("input_ids", "attention_mask", "label") if remove else ("text", "label")
 
     collate = hf.DataCollatorWithPadding(tokenizer)
-    train_batches = DataLoader(Columns(texts["train"]), 16, collate_fn=collate)  # type: ignore[arg-type]
+    train_batches = DataLoader(Columns(texts["train"]), 16, collate_fn=collate)
     rows = [{**row, "text": "which no tensor can hold"} if remove else row for row in texts["calib"]]
     args = hf.TrainingArguments(use_cpu=True, per_device_train_batch_size=16, remove_unused_columns=remove)
     batches = DoubleHeadTrainerCallback(rows)._batches(args, train_batches)
@@ -506,18 +485,21 @@ def test_several_labels(
 
 def test_bad_use_is_named(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     same = texts["train"]
-    with pytest.raises(ValueError, match="calibration data must not be training data: at least 160 of 160"):
-        train(tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(same))
-    with pytest.raises(ValueError, match="calibration data must not be training data"):
-        train(tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(Subset(same, range(5))))
+    for data, message in (
+        (same, "training data: at least 160 of 160"),
+        (Subset(same, range(5)), "training data"),
+    ):
+        with pytest.raises(ValueError, match=f"calibration data must not be {message}"):
+            train(tiny_bert(), texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(data))
     with pytest.raises(RuntimeError, match="has no model yet"):
         DoubleHeadTrainerCallback(same).model  # noqa: B018
-    with pytest.raises(TypeError, match="'evry'"):
-        DoubleHeadTrainerCallback(same, evry=3)
-    with pytest.raises(TypeError, match="logits_of must not be given"):
-        DoubleHeadTrainerCallback(same, logits_of=lambda output: output.logits)
-    with pytest.raises(ValueError, match="heads must be None or one HeadSpec, got 2"):
-        DoubleHeadTrainerCallback(same, heads=[PAPER, PAPER])
+    for options, message in (
+        ({"evry": 3}, "'evry'"),
+        ({"logits_of": lambda output: output.logits}, "logits_of must not be given"),
+        ({"heads": [PAPER, PAPER]}, "heads must be None or one HeadSpec, got 2"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            DoubleHeadTrainerCallback(same, **options)
     net = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model must be a classifier of transformers .* got Sequential"):
         make_trainer(net, texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"]))
@@ -535,8 +517,7 @@ def test_a_copied_model_keeps_its_calibration(trained: Any) -> None:
     again, inputs = copy.deepcopy(model), {"input_ids": torch.arange(20).view(2, 10)}
     assert torch.equal(logits(again, inputs), logits(model, inputs))
     attachment = attached_to(again)
-    assert attachment is not None
     assert attachment.network is again
-    assert attachment.answer.__self__.head is again.calibration_head.head  # type: ignore[attr-defined]
+    assert attachment.answer.__self__.head is again.calibration_head.head
     nn.init.zeros_(again.classifier.weight)
     assert not torch.equal(logits(again, inputs), logits(model, inputs))

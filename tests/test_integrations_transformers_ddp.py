@@ -49,11 +49,10 @@ class Recorded(DoubleHeadTrainerCallback):
         return Noting()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        assert self.double is not None
         self.trained, n_drawn = self.double.bank.state_dict(), len(self.drawn)
         if torch.distributed.is_initialized() and len(self.double.bank.specs) > 1:
             # Each process reads and splits the data in another way.
-            self.double.finish = partial(self.double.finish, seed=torch.distributed.get_rank())  # type: ignore[method-assign]
+            self.double.finish = partial(self.double.finish, seed=torch.distributed.get_rank())
         super().on_train_end(*args, **kwargs)
         del self.drawn[n_drawn:]
 
@@ -108,7 +107,6 @@ def one_of_two(folder: Path) -> None:
         states[name] = trainer.model.state_dict()
         states[f"{name} heads"] = again.trained
         found[name] = [batch["input_ids"].tolist() for batch in again.drawn]
-        assert again.double is not None
         found[f"{name} calls"] = again.double.calls
     drawn = {"drawn": callback.drawn, "paper drawn": paper.drawn}
     choice = str(callback.model.head.choice)

@@ -237,7 +237,6 @@ def test_ci_runs_the_oldest_and_the_newest_python_that_the_package_names() -> No
     workflow = (SOURCE.parent / ".github/workflows/ci.yml").read_text(encoding="utf-8")
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     matrix = re.search(r"^ +python: \[(.*)\]", workflow, re.MULTILINE)
-    assert matrix is not None
     assert re.findall(r"3\.\d+", matrix[1]) == [named[0], named[-1]]
     assert f'requires-python = ">={named[0]}"' in project
 

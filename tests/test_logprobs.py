@@ -47,7 +47,7 @@ def test_what_servers_return(answer: Any) -> None:
 
 def test_missing_options_share_what_is_left() -> None:
     logs = {"A": math.log(0.5), "B": math.log(0.2), "so": math.log(0.1)}
-    shared, other = (option_logprobs([logs], "ABCD", rest) for rest in ("share", "other"))  # type: ignore[arg-type]
+    shared, other = (option_logprobs([logs], "ABCD", rest) for rest in ("share", "other"))
     np.testing.assert_allclose(np.exp(shared), [[0.5, 0.2, 0.1, 0.1]])  # 0.2 is left, at most 0.1 each
     np.testing.assert_allclose(np.exp(other)[0, :4], [0.5, 0.2, 0.2 / 3, 0.2 / 3])
     np.testing.assert_allclose(np.exp(other).sum(1), 1)

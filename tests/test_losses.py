@@ -42,11 +42,9 @@ TAKES_SOFT = {"cross_entropy", "label_smoothing", "brier", "entropy_penalty"}
 BATCH_TERM = {"mmce", "mmce_published", "soft_ece", "avuc"}
 
 
-def batch(
-    n: int = 24, k: int = 5, scale: float = 2.0, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
+def batch(n: int = 24, k: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Random logits and labels, every other label the predicted class, the rest the least likely one."""
-    logits = scale * torch.randn(n, k, dtype=dtype)
+    logits = 2 * torch.randn(n, k, dtype=dtype)
     right = torch.arange(n) % 2 == 0
     return logits, torch.where(right, logits.argmax(1), logits.argmin(1))
 
@@ -55,10 +53,9 @@ def of_probs(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).log()
 
 
-def close(got: Tensor, want: list[float] | float, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(
-        got.double(), torch.tensor(want, dtype=torch.float64).expand_as(got), rtol=tolerance, atol=tolerance
-    )
+def close(got: Tensor, want: Any, tolerance: float = 1e-9) -> None:
+    want = torch.as_tensor(want, dtype=torch.float64).expand_as(got)
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
 # By hand -------------------------------------------------------------------------------------------------------
@@ -70,25 +67,14 @@ def test_losses_of_single_examples_by_hand() -> None:
     close(brier(logits, labels), [0.25 + 0.09 + 0.04, 0.01 + 0.64 + 0.81])
     close(focal(logits, labels, gamma=2.0), [0.25 * math.log(2), 0.81 * math.log(10)])
     close(flsd53(logits, labels), [0.125 * math.log(2), 0.9**5 * math.log(10)])
-    entropy = [
-        -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)),
-        -(0.2 * math.log(0.1) + 0.8 * math.log(0.8)),
-    ]
-    close(
-        entropy_penalty(logits, labels, weight=0.5),
-        [math.log(2) - entropy[0] / 2, math.log(10) - entropy[1] / 2],
-    )
+    fifth = flsd53(of_probs([0.19, 0.81], [0.21, 0.79]), torch.tensor([0, 0]))  # where gamma changes
+    close(fifth, [-(0.81**5) * math.log(0.19), -(0.79**3) * math.log(0.21)])
     # epsilon 0.3 over three classes: the label gets 0.8, each other class 0.1
     smooth = [
         -(0.8 * math.log(0.5) + 0.1 * math.log(0.3) + 0.1 * math.log(0.2)),
         -(0.1 * math.log(0.1) + 0.1 * math.log(0.8) + 0.8 * math.log(0.1)),
     ]
     close(label_smoothing(logits, labels, epsilon=0.3), smooth)
-
-
-def test_flsd53_changes_gamma_at_a_fifth() -> None:
-    logits, labels = of_probs([0.19, 0.81], [0.21, 0.79]), torch.tensor([0, 0])
-    close(flsd53(logits, labels), [-(0.81**5) * math.log(0.19), -(0.79**3) * math.log(0.21)])
 
 
 def test_squared_error_on_logits_by_hand() -> None:
@@ -141,7 +127,7 @@ def test_avuc_by_hand() -> None:
 def test_avuc_threshold_of_a_batch_with_one_kind_is_its_mean() -> None:
     logits, labels = of_probs([0.9, 0.1], [0.6, 0.4]), torch.tensor([0, 0])
     h = [-p * math.log(p) - (1 - p) * math.log(1 - p) for p in (0.9, 0.6)]
-    close(avuc(logits, labels), avuc(logits, labels, threshold=sum(h) / 2).tolist())
+    close(avuc(logits, labels), avuc(logits, labels, threshold=sum(h) / 2))
     assert (avuc(logits, labels) != avuc(logits, labels, threshold=sum(h) / 4)).all()
 
 
@@ -198,15 +184,16 @@ def test_batch_terms_against_slow_references(n: int) -> None:
 def test_agreement_with_torch() -> None:
     logits, labels = batch()
     soft = torch.rand_like(logits).softmax(1)
-    close(cross_entropy(logits, labels), F.cross_entropy(logits, labels, reduction="none").tolist())
-    close(cross_entropy(logits, soft), F.cross_entropy(logits, soft, reduction="none").tolist())
+    close(cross_entropy(logits, labels), F.cross_entropy(logits, labels, reduction="none"))
+    close(cross_entropy(logits, soft), F.cross_entropy(logits, soft, reduction="none"))
+    close(brier(logits, soft), (logits.softmax(1) - soft).square().sum(1))
     for target in (labels, soft):
         want = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.2)
-        close(label_smoothing(logits, target, epsilon=0.2), want.tolist())
+        close(label_smoothing(logits, target, epsilon=0.2), want)
     want = cross_entropy(logits, labels) - torch.distributions.Categorical(logits=logits).entropy()
-    close(entropy_penalty(logits, labels, weight=1.0), want.tolist())
+    close(entropy_penalty(logits, labels, weight=1.0), want)
     one_hot = F.one_hot(labels, 5).double()
-    close(mse_logits(logits, labels), F.mse_loss(logits, one_hot, reduction="none").mean(1).tolist())
+    close(mse_logits(logits, labels), F.mse_loss(logits, one_hot, reduction="none").mean(1))
 
 
 # The contract ----------------------------------------------------------------------------------------------------
@@ -247,20 +234,12 @@ def test_soft_targets_are_taken_where_they_mean_something(name: str) -> None:
             ALL[name](logits, soft)
 
 
-def test_soft_targets_by_hand() -> None:
-    logits, soft = of_probs([0.5, 0.5]), torch.tensor([[0.25, 0.75]], dtype=torch.float64)
-    close(brier(logits, soft), [0.125])
-    close(cross_entropy(of_probs([0.2, 0.8]), soft), [-0.25 * math.log(0.2) - 0.75 * math.log(0.8)])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_against_finite_differences(name: str) -> None:
     logits, labels = batch(8)
     logits.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda z: ALL[name](z, labels).mean(), (logits,), atol=1e-6, fast_mode=True
-    )
-    assert ALL[name](logits, labels).mean().isfinite()
+    loss = lambda z: ALL[name](z, labels).mean()  # noqa: E731
+    assert torch.autograd.gradcheck(loss, (logits,), atol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -275,12 +254,10 @@ def test_finite_at_the_ends(name: str, dtype: torch.dtype, size: float) -> None:
         loss.mean().backward()
         assert loss.dtype == torch.float32
         assert loss.isfinite().all(), (name, loss)
-        assert logits.grad is not None
         assert logits.grad.isfinite().all(), (name, logits.grad)
         for i in (0, 1):  # a batch of one
             single = logits.detach()[i : i + 1].requires_grad_()
             ALL[name](single, torch.tensor(labels[i : i + 1])).mean().backward()
-            assert single.grad is not None
             assert single.grad.isfinite().all()
 
 
@@ -288,7 +265,6 @@ def test_finite_at_the_ends(name: str, dtype: torch.dtype, size: float) -> None:
 def test_focal_gradient_where_the_label_is_certain(gamma: float) -> None:
     logits = torch.tensor([[1e4, 0.0], [40.0, 0.0], [0.0, 1e4]], requires_grad=True)
     focal(logits, torch.tensor([0, 0, 0]), gamma=gamma).sum().backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     close(focal(logits, torch.tensor([0, 0, 0]), gamma=gamma)[2:], [1e4], 1e-6)
 
@@ -352,12 +328,7 @@ def test_bad_input_is_named() -> None:
         (brier, z[:, :1], y, r"K >= 2, got \(4, 1\)"),
         (mmce, z[:0], y[:0], r"B >= 1 and K >= 2, got \(0, 3\)"),
         (focal, z.long(), y, "logits must be floating-point, got int64"),
-        (
-            cross_entropy,
-            z,
-            y[:3],
-            r"shape \(4,\), or soft targets .* \(4, 3\) for .*, got int64 of shape \(3,\)",
-        ),
+        (cross_entropy, z, y[:3], r"\(4,\), or soft targets .* \(4, 3\) for .*, got int64 of shape \(3,\)"),
         (avuc, z, y.float(), r"integers of shape \(4,\) .*, got float32 of shape \(4,\)"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -383,9 +354,7 @@ def test_a_label_out_of_range_never_passes(name: str, label: int) -> None:
         (mse_logits, {"k": 0.0}, "k must be > 0, got 0"),
     ],
 )
-def test_bad_hyperparameters_are_named(
-    loss: Callable[..., Tensor], hyper: dict[str, float], message: str
-) -> None:
+def test_bad_hyperparameters_are_named(loss: Any, hyper: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), **hyper)
 
@@ -402,10 +371,9 @@ def of_confidence(confidence: list[float], correct: list[bool]) -> Predictions:
 def test_adafocal_by_hand() -> None:
     loss = AdaFocal(n_bins=2)
     loss.gammas.copy_(torch.tensor([2.0, -0.5]))
-    logits = torch.tensor([[0.2, 0.8], [0.2, 0.8]], dtype=torch.float64).log()
+    logits = of_probs([0.2, 0.8], [0.2, 0.8])
     got = loss(logits, torch.tensor([0, 1]))  # p of the label: 0.2, in the first bin, and 0.8, in the second
-    want = [0.8**2 * -math.log(0.2), 1.8**0.5 * -math.log(0.8)]
-    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
+    close(got, [0.8**2 * -math.log(0.2), 1.8**0.5 * -math.log(0.8)])
 
 
 def test_gradients_of_adafocal_with_gammas_of_either_sign() -> None:
@@ -468,19 +436,13 @@ def test_bad_settings_of_adafocal_are_named(settings: dict[str, Any], message: s
         AdaFocal().update(of_confidence([0.9] * 4, [True] * 4))
 
 
-def test_adafocal_in_a_run_that_is_stopped_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adafocal_in_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypatch: Any) -> None:
     config = small(loss="adafocal", loss_options={"n_bins": 5}, epochs=4)
     seen: list[Predictions] = []
     update = AdaFocal.update
     monkeypatch.setattr(AdaFocal, "update", lambda self, calib: (seen.append(calib), update(self, calib))[1])
     run(config, tmp_path / "whole")
     assert [len(calib) for calib in seen] == [240] * 4  # the calibration images, once an epoch
-    by_hand = AdaFocal(n_bins=5)
-    for calib in tuple(seen):
-        update(by_hand, calib)
-    assert not torch.equal(by_hand.gammas, AdaFocal(n_bins=5).gammas)
 
     class Stopped(Exception):
         pass
@@ -524,14 +486,8 @@ def test_mixup_mixes_inputs_and_labels_alike() -> None:
 
 def test_mixup_proportions_follow_the_beta_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
-    draws = torch.stack(
-        [
-            mixup(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), alpha=0.4, generator=generator)[
-                1
-            ].share
-            for _ in range(4000)
-        ]
-    )
+    one = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
+    draws = torch.stack([mixup(*one, alpha=0.4, generator=generator)[1].share for _ in range(4000)])
     assert abs(draws.mean() - 0.5) < 0.03
     assert abs(draws.var() - 1 / (4 * (2 * 0.4 + 1))) < 0.01  # the variance of Beta(a, a) is 1 / (4 (2a + 1))
 
@@ -540,9 +496,9 @@ def test_mixed_loss_is_the_share_of_each() -> None:
     logits, labels = batch(6)
     pair = MixedLabels(labels, labels.flip(0), torch.tensor(0.3))
     want = 0.3 * focal(logits, labels, gamma=1.0) + 0.7 * focal(logits, labels.flip(0), gamma=1.0)
-    close(mixed(focal, logits, pair, gamma=1.0), want.tolist(), 1e-6)
+    close(mixed(focal, logits, pair, gamma=1.0), want, 1e-6)
     soft = 0.3 * F.one_hot(labels, 5) + 0.7 * F.one_hot(labels.flip(0), 5)
-    close(mixed(cross_entropy, logits, pair), cross_entropy(logits, soft.double()).tolist(), 1e-6)
+    close(mixed(cross_entropy, logits, pair), cross_entropy(logits, soft.double()), 1e-6)
 
 
 def test_mixup_keeps_the_type_and_refuses_what_cannot_be_mixed() -> None:

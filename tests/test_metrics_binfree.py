@@ -8,14 +8,7 @@ import torch
 
 from doublehead import metrics
 from doublehead.metrics import calibration
-from doublehead.predictions import Predictions
-
-
-def binary(confidence, correct) -> Predictions:
-    confidence = np.asarray(confidence, dtype=np.float64)
-    return Predictions.from_probs(
-        np.stack([confidence, 1 - confidence], 1), 1 - np.asarray(correct, dtype=int)
-    )
+from samples import binary
 
 
 def some(n: int = 800, seed: int = 0, saturated: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -63,10 +56,9 @@ def test_smooth_ece_when_every_confidence_is_one():
     assert metrics.smooth_ece(binary(np.ones(1000), np.ones(1000))) == 0.0
 
 
-def test_smooth_ece_on_real_saturated_predictions(shared):
+def test_smooth_ece_on_real_saturated_predictions(resnet110):
     """This network is overconfident everywhere, so no smoothing can take the error below mean confidence - accuracy."""
-    arrays = np.load(shared / "data" / "logits" / "resnet110_c10.npz")
-    p = Predictions(arrays["test_logits"], arrays["test_labels"])
+    p = resnet110["test"]
     assert metrics.smooth_ece(p) == pytest.approx(metrics.overconfidence(p), abs=1e-6)
 
 

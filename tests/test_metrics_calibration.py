@@ -12,14 +12,7 @@ from doublehead import metrics
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary
 from doublehead.system import require
-
-
-def from_top(confidence, correct, dtype=np.float64) -> Predictions:
-    """Binary predictions of class 0 with these confidences (all >= 0.5)."""
-    confidence = np.asarray(confidence, dtype=dtype)
-    return Predictions.from_probs(
-        np.stack([confidence, 1 - confidence], 1), 1 - np.asarray(correct, dtype=int)
-    )
+from samples import binary
 
 
 def some(n: int = 3000, seed: int = 0, ties: bool = False) -> tuple[np.ndarray, np.ndarray, Predictions]:
@@ -27,16 +20,11 @@ def some(n: int = 3000, seed: int = 0, ties: bool = False) -> tuple[np.ndarray, 
     confidence = np.clip(0.5 + 0.5 * rng.beta(4, 1, n), 0.5 + 1e-6, 1)
     confidence = np.round(confidence, 2) if ties else confidence
     correct = rng.random(n) < confidence**1.3
-    return confidence, correct, from_top(confidence, correct)
+    return confidence, correct, binary(confidence, correct)
 
 
-@pytest.fixture(scope="module")
-def real(shared) -> Predictions:
-    arrays = np.load(shared / "data" / "logits" / "resnet110_c10.npz")
-    return Predictions(arrays["test_logits"], arrays["test_labels"])
-
-
-def test_real_predictions(real):
+def test_real_predictions(resnet110):
+    real = resnet110["test"]
     assert round(100 * metrics.ece(real), 3) == 4.750
     assert round(metrics.nll(real), 4) == 0.3583
     numbers = Summary.of(real).values
@@ -45,7 +33,7 @@ def test_real_predictions(real):
 
 
 def test_ece_by_hand():
-    p = from_top([0.61, 0.69, 0.95, 1.0], [0, 1, 1, 1])
+    p = binary([0.61, 0.69, 0.95, 1.0], [0, 1, 1, 1])
     # two bins of ten: (0.65 vs 0.5) and (0.975 vs 1)
     assert metrics.ece(p, n_bins=10) == pytest.approx((2 * 0.15 + 2 * 0.025) / 4, abs=1e-9)
     assert metrics.mce(p, n_bins=10) == pytest.approx(0.15, abs=1e-9)
@@ -68,7 +56,8 @@ def test_a_class_that_never_occurs_counts():
     assert metrics.ece(p, components="classwise") == pytest.approx((0.0 + 0.2 + 0.2) / 3, abs=1e-9)
 
 
-def test_ece_agrees_with_torchmetrics_where_no_confidence_is_one(real):
+def test_ece_agrees_with_torchmetrics_where_no_confidence_is_one(resnet110):
+    real = resnet110["test"]
     functional = require("torchmetrics.functional.classification", extra="metrics")
     p = Predictions((real.logits * 0.3).double(), real.labels)
     # its edges are float32 values of linspace; float64 confidences lie on none of them
@@ -144,7 +133,7 @@ def test_debiasing_removes_the_floor():
     squares, plain = [], []
     for _ in range(200):
         confidence = rng.uniform(0.5, 1, 300)
-        p = from_top(confidence, rng.random(300) < confidence)
+        p = binary(confidence, rng.random(300) < confidence)
         squares.append(metrics.debiased_ece(p) ** 2 if metrics.debiased_ece(p) else 0.0)
         plain.append(metrics.adaptive_ece(p))
     assert np.mean(plain) > 0.05
@@ -178,7 +167,7 @@ def test_sweep_against_slow(norm, seed, ties):
 
 
 def test_sweep_of_answers_that_are_all_right():
-    p = from_top(np.linspace(0.6, 1, 5000), np.ones(5000))
+    p = binary(np.linspace(0.6, 1, 5000), np.ones(5000))
     assert metrics.ece_sweep(p) == pytest.approx(0.2, abs=1e-9)
     assert metrics.ece_sweep(p, "l2") == pytest.approx(
         np.sqrt(np.mean((1 - np.linspace(0.6, 1, 5000)) ** 2)), abs=1e-9

@@ -7,15 +7,8 @@ import pytest
 
 from doublehead import metrics
 from doublehead.metrics.selective import STARTS, _grid
-from doublehead.predictions import Predictions
 from doublehead.system import require
-
-
-def binary(confidence, correct, dtype=np.float64) -> Predictions:
-    confidence = np.asarray(confidence, dtype=dtype)
-    return Predictions.from_probs(
-        np.stack([confidence, 1 - confidence], 1), 1 - np.asarray(correct, dtype=int)
-    )
+from samples import binary
 
 
 def test_curve_by_hand():

@@ -8,13 +8,7 @@ import pytest
 from doublehead import metrics
 from doublehead.bins import Bins
 from doublehead.predictions import Predictions
-
-
-def binary(confidence, correct) -> Predictions:
-    confidence = np.asarray(confidence, dtype=np.float64)
-    return Predictions.from_probs(
-        np.stack([confidence, 1 - confidence], 1), 1 - np.asarray(correct, dtype=int)
-    )
+from samples import binary
 
 
 def slow_ece(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:

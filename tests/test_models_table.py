@@ -31,36 +31,22 @@ def count(network: nn.Module) -> int:
 
 
 # Published: torchvision's own table of models (num_params), for 1,000 classes and 224x224.
-@needs_torchvision
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("resnet18", 11_689_512),
-        ("resnet50", 25_557_032),
-        ("resnet101", 44_549_160),
-        ("resnet152", 60_192_808),
-        ("densenet121", 7_978_856),
-    ],
-)
-def test_imagenet_parameter_counts(name, published):
-    assert count(built(name, 1000, input="224x224")) == published
-
-
-# Widely used CIFAR-10 ports of the same networks. The small stem has 64 * 3 * (49 - 9) = 7,680 weights fewer.
+# Then widely used CIFAR-10 ports of the same networks. The small stem has 64 * 3 * (49 - 9) = 7,680 weights fewer.
 # For DenseNet-121 the ports count 6,956,298: they leave out the BatchNorm behind the stem (2 * 64 numbers).
 @needs_torchvision
 @pytest.mark.parametrize(
-    ("name", "published"),
+    ("name", "imagenet", "cifar"),
     [
-        ("resnet18", 11_173_962),
-        ("resnet50", 23_520_842),
-        ("resnet101", 42_512_970),
-        ("resnet152", 58_156_618),
-        ("densenet121", 6_956_298 + 2 * 64),
+        ("resnet18", 11_689_512, 11_173_962),
+        ("resnet50", 25_557_032, 23_520_842),
+        ("resnet101", 44_549_160, 42_512_970),
+        ("resnet152", 60_192_808, 58_156_618),
+        ("densenet121", 7_978_856, 6_956_298 + 2 * 64),
     ],
 )
-def test_cifar_parameter_counts(name, published):
-    assert count(built(name, 10)) == published
+def test_published_parameter_counts(name, imagenet, cifar):
+    assert count(built(name, 1000, input="224x224")) == imagenet
+    assert count(built(name, 10)) == cifar
 
 
 # Zagoruyko and Komodakis, Table 4, in millions; 36,479,194 is what the authors' code counts.
@@ -71,10 +57,7 @@ def test_cifar_parameter_counts(name, published):
 def test_wide_resnet_parameter_counts(depth, width, published):
     n = count(built("wide_resnet28_10", 10, depth=depth, width=width))
     assert n / 1e6 == pytest.approx(published, abs=0.051)
-
-
-def test_wide_resnet_28_10_exactly():
-    assert count(built("wide_resnet28_10", 10)) == 36_479_194
+    assert depth != 28 or n == 36_479_194
 
 
 def test_text_network_parameter_counts():
@@ -129,35 +112,18 @@ def test_the_documentation_lists_every_network_and_option(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "message"),
     [
-        ("resnet5O", "resnet50"),
-        ("ResNet-50", "resnet50"),
-        ("wideresnet", "wide_resnet28_10"),
-        ("treelstm", "tree_lstm"),
+        ("resnet5O", r" \(did you mean .*resnet50"),
+        ("ResNet-50", r" \(did you mean .*resnet50"),
+        ("wideresnet", r" \(did you mean .*wide_resnet28_10"),
+        ("treelstm", r" \(did you mean .*tree_lstm"),
+        ("qqq", "; name must be one of resnet18"),
     ],
 )
-def test_unknown_name_lists_near_ones(name, near):
-    with pytest.raises(ValueError, match=rf"unknown network '{name}' \(did you mean .*{near}"):
+def test_unknown_name_lists_near_ones(name, message):
+    with pytest.raises(ValueError, match=f"unknown network '{name}'{message}"):
         build(name, 10)
-
-
-def test_unknown_name_far_from_all():
-    with pytest.raises(ValueError, match="unknown network 'qqq'; name must be one of resnet18"):
-        build("qqq", 10)
-
-
-def test_options_are_checked():
-    with pytest.raises(
-        TypeError, match="no option 'dept' .did you mean depth.*options are depth, width, dropout"
-    ):
-        build("wide_resnet28_10", 10, dept=10)
-    with pytest.raises(TypeError, match="resnet50 has no option 'width' .*; its options are weights"):
-        build("resnet50", 10, width=2)
-    with pytest.raises(TypeError, match="no option 'size'"):
-        build("small_cnn", 10, size=(28, 28))
-    with pytest.raises(TypeError, match="textcnn needs the option 'vectors'"):
-        build("textcnn", 2)
 
 
 @pytest.mark.parametrize("n_classes", [1, 0, 2.5, True, "10"])
@@ -172,14 +138,14 @@ def test_input_is_checked(text):
         build("small_cnn", 10, input=text)
 
 
-def test_text_networks_take_no_input():
-    with pytest.raises(ValueError, match="input must be None for gp_cnn, .* got '32x32'"):
-        build("gp_cnn", 2, input="32x32", vectors=torch.zeros(4, 8))
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("wide_resnet28_10", {"dept": 10}, "'dept' .did you mean depth.*options are depth, width, dropout"),
+        ("resnet50", {"width": 2}, "resnet50 has no option 'width' .*; its options are weights"),
+        ("small_cnn", {"size": (28, 28)}, "no option 'size'"),
+        ("textcnn", {}, "textcnn needs the option 'vectors'"),
+        ("gp_cnn", {"input": "32x32", "vectors": torch.zeros(4, 8)}, "None for gp_cnn, .* got '32x32'"),
         ("wide_resnet28_10", {"depth": 27}, "depth must be 6 n"),
         ("wide_resnet28_10", {"depth": 4}, "depth must be 6 n"),
         ("wide_resnet28_10", {"depth": 10, "width": 0}, "width must be at least 1, got 0"),
@@ -187,8 +153,8 @@ def test_text_networks_take_no_input():
         ("small_cnn", {"hidden": 0}, "hidden must be at least 1, got 0"),
     ],
 )
-def test_option_values_are_checked(name, options, message):
-    with pytest.raises(ValueError, match=message):
+def test_options_are_checked(name, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         build(name, 10, **options)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +33,8 @@ def test_types_are_widened_to_float32_or_kept(dtype):
 
 def test_numpy_and_torch_agree():
     a = Predictions(np.array(LOGITS, dtype=np.float32), np.array([0, 1], dtype=np.uint8))
-    b = Predictions(torch.tensor(LOGITS), torch.tensor([0, 1]))
+    b = Predictions(torch.tensor(LOGITS, requires_grad=True), torch.tensor([0, 1]))
+    assert not b.confidence.requires_grad
     assert torch.equal(a.probs, b.probs)
     assert torch.equal(a.labels, b.labels)
 
@@ -50,14 +50,7 @@ def test_arrays_torch_cannot_share_are_copied():
 def test_a_transposed_view_gives_the_same_numbers():
     logits = torch.randn(500, 7)
     view = logits.t().contiguous().t()
-    assert torch.equal(
-        Predictions(view, torch.zeros(500).long()).confidence, Predictions(logits, [0] * 500).confidence
-    )
-
-
-def test_gradients_are_left_behind():
-    logits = torch.tensor(LOGITS, requires_grad=True)
-    assert not Predictions(logits, [0, 1]).confidence.requires_grad
+    assert torch.equal(Predictions(view, [0] * 500).confidence, Predictions(logits, [0] * 500).confidence)
 
 
 def test_probabilities_are_kept_as_they_came():
@@ -67,11 +60,8 @@ def test_probabilities_are_kept_as_they_came():
     assert np.array_equal(p.probs.numpy(), probs)
     assert p.confidence.tolist() == [0.5, 1.0]
     assert bool(torch.isfinite(p.logits).all())
-
-
-def test_probability_a_rounding_error_above_one_becomes_one():
-    p = Predictions.from_probs(np.array([[1 + 5e-7, 0.0]]), [0])
-    assert p.confidence.tolist() == [1.0]
+    rounded = Predictions.from_probs(np.array([[1 + 5e-7, 0.0]]), [0])
+    assert rounded.confidence.tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +167,7 @@ def test_half_precision_is_read_as_float32():
 def test_extreme_logits_stay_finite():
     p = Predictions([[3e38, -3e38], [-1e4, 1e4]], [0, 1])
     assert p.confidence.tolist() == [1.0, 1.0]
+    Predictions(np.full((4, 2), 3e38, dtype=np.float32), [0, 0, 1, 1])  # their sum overflows, they do not
 
 
 def test_rows():
@@ -206,6 +197,7 @@ def test_save_and_load(tmp_path, are_probs):
     assert torch.equal(p.probs, q.probs)
     assert torch.equal(p.labels, q.labels)
     assert [file.name for file in path.parent.iterdir()] == ["p.npz"]
+    assert path.stat().st_mode & 0o777 == 0o644  # others can read it
 
 
 def test_save_leaves_nothing_half_written(tmp_path, monkeypatch):
@@ -236,19 +228,16 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(FileNotFoundError):
         Predictions.load(tmp_path / "missing.npz")
     (tmp_path / "text.npz").write_text("a,b\n1,2\n")
-    with pytest.raises(
-        ValueError, match=r"text.npz must be an .npz file .* got something else or a truncated file"
+    scores, labels = np.zeros((2, 2)), np.zeros(2, int)
+    np.savez(tmp_path / "names.npz", scores=scores, labels=labels)
+    np.savez(tmp_path / "both.npz", logits=scores, probs=scores, labels=labels)
+    for name, message in (
+        ("text", "text.npz must be an .npz file .* got something else or a truncated file"),
+        ("names", r"the arrays 'labels' and either 'logits' or 'probs', got \['labels', 'scores'\]"),
+        ("both", r"either 'logits' or 'probs', got \['labels', 'logits', 'probs'\]"),
     ):
-        Predictions.load(tmp_path / "text.npz")
-    np.savez(tmp_path / "names.npz", scores=np.zeros((2, 2)), labels=np.zeros(2, int))
-    with pytest.raises(
-        ValueError,
-        match=r"must hold the arrays 'labels' and either 'logits' or 'probs', got \['labels', 'scores'\]",
-    ):
-        Predictions.load(tmp_path / "names.npz")
-    np.savez(tmp_path / "both.npz", logits=np.zeros((2, 2)), probs=np.zeros((2, 2)), labels=np.zeros(2, int))
-    with pytest.raises(ValueError, match=r"either 'logits' or 'probs', got \['labels', 'logits', 'probs'\]"):
-        Predictions.load(tmp_path / "both.npz")
+        with pytest.raises(ValueError, match=message):
+            Predictions.load(tmp_path / f"{name}.npz")
 
 
 def test_a_pickle_is_never_opened(tmp_path):
@@ -297,10 +286,6 @@ def test_bad_input_is_named(logits, labels, error, message):
         Predictions(logits, labels)
 
 
-def test_large_but_finite_logits_are_not_refused():
-    Predictions(np.full((4, 2), 3e38, dtype=np.float32), [0, 0, 1, 1])  # their sum overflows, they do not
-
-
 BAD_PROBS = [
     ([[0.5, 0.5], [np.nan, 1.0]], r"probs must be finite, got 1 non-finite values, .* \(nan\) in row 1, column 0"),
     ([[0.5, 0.5], [0.5, np.nan]], r"the first one \(nan\) in row 1, column 1"),
@@ -330,25 +315,14 @@ def test_a_negative_zero_is_a_zero(dtype):
     assert p.zero_floor == pytest.approx(0.01 / 3)
 
 
-def test_some_rows_take_zeros_as_all_rows_do():
-    p = Predictions.from_probs([[0.999, 0.001], [1.0, 0.0], [0.5, 0.5]], [0, 0, 1])
-    parts = p[1:], p[[1, 2]], Predictions.joined([p[:2], p[2:]])
-    assert {part.zero_floor for part in parts} == {p.zero_floor} == {0.0005}
-
-
-def test_bad_binary_scores_are_named():
-    with pytest.raises(ValueError, match=r"binary logits must have shape \(N,\) or \(N, 1\), got \(1, 2\)"):
-        Predictions.from_binary([[1.0, 2.0]], [0])
-    with pytest.raises(ValueError, match="probs must lie in 0..1"):
-        Predictions.from_binary([1.5], [0], are_probs=True)
-    with pytest.raises(ValueError, match="labels must lie in 0..1"):
-        Predictions.from_binary([1.5], [2])
-
-
-def test_repr_says_what_it_holds():
-    assert repr(Predictions(LOGITS, [0, 1])) == "Predictions(logits of shape (2, 3), float64)"
-
-
-def test_saved_files_can_be_read_by_others(tmp_path: Path) -> None:
-    path = Predictions([[2.0, 0.0]], [0]).save(tmp_path / "p.npz")
-    assert path.stat().st_mode & 0o777 == 0o644
+@pytest.mark.parametrize(
+    ("scores", "labels", "are_probs", "message"),
+    [
+        ([[1.0, 2.0]], [0], False, r"binary logits must have shape \(N,\) or \(N, 1\), got \(1, 2\)"),
+        ([1.5], [0], True, "probs must lie in 0..1"),
+        ([1.5], [2], False, "labels must lie in 0..1"),
+    ],
+)
+def test_bad_binary_scores_are_named(scores, labels, are_probs, message):
+    with pytest.raises(ValueError, match=message):
+        Predictions.from_binary(scores, labels, are_probs=are_probs)

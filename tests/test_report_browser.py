@@ -23,15 +23,8 @@ from doublehead.report_page.record import THRESHOLDS, at_thresholds  # noqa: E40
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
 
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+OFF = ("gpu", "quic", "background-networking", "component-update", "sync")
+FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{part}" for part in OFF)]
 HOSTILE = "<script>window.pwned=1;alert(1)</script><img src=x onerror=window.pwned=1></script>\"'"
 
 # Every element that shows text of its own, with the contrast of that text to the nearest opaque background.
@@ -88,13 +81,8 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shift = {"noise": {name: Predictions(p.logits + 3, p.labels) for name, p in NAMED.items()}}
-    return write_report(
-        NAMED,
-        tmp_path_factory.mktemp("report") / "report.html",
-        title="Three models",
-        classes=["ant", "bee", "cat", "dog"],
-        shift=shift,
-    )
+    words = {"title": "Three models", "classes": ["ant", "bee", "cat", "dog"]}
+    return write_report(NAMED, tmp_path_factory.mktemp("report") / "report.html", shift=shift, **words)
 
 
 @contextmanager
@@ -150,9 +138,8 @@ def test_slider_shows_error_and_coverage_of_every_threshold(page: Any) -> None:
             assert f"hands over {len(p) - accepted}" in row
             wanted = f"{100 * wrong / accepted:.2f} %" if accepted else "none answered"
             assert wanted in row
-            assert f"{name}: answers {100 * accepted / len(p):.1f} %, error {wanted}" in slider.get_attribute(
-                "aria-valuetext"
-            )
+            spoken = f"{name}: answers {100 * accepted / len(p):.1f} %, error {wanted}"
+            assert spoken in slider.get_attribute("aria-valuetext")
     slider.press("Home")
     assert shown.inner_text() == "0 %"
     assert f"{100 - 100 * metrics.accuracy(NAMED['sharp']):.2f} %" in row_of(page, 0)
@@ -295,11 +282,9 @@ def test_keyboard_reaches_everything_and_everything_has_a_name(page: Any) -> Non
 
 
 def accessible_name(node: Any) -> str:
-    return str(
-        node.evaluate(
-            """e => e.getAttribute("aria-label") || (e.labels && [...e.labels].map(l => l.textContent).join(" ").trim())
-            || (e.caption && e.caption.textContent.trim()) || e.textContent.trim()"""
-        )
+    return node.evaluate(
+        """e => e.getAttribute("aria-label") || (e.labels && [...e.labels].map(l => l.textContent).join(" ").trim())
+        || (e.caption && e.caption.textContent.trim()) || e.textContent.trim()"""
     )
 
 
@@ -317,13 +302,8 @@ def test_ids_are_unique_and_headings_in_order(page: Any) -> None:
 def test_hostile_names_do_nothing(browser: Any, tmp_path: Path) -> None:
     p = made(1.0, 200)
     shift = {HOSTILE: {HOSTILE: p}}
-    path = write_report(
-        {HOSTILE: p, "b": made(2.0, 200)},
-        tmp_path / "hostile.html",
-        title=HOSTILE,
-        classes=[HOSTILE] * 4,
-        shift=shift,
-    )
+    words = {"title": HOSTILE, "classes": [HOSTILE] * 4, "shift": shift}
+    path = write_report({HOSTILE: p, "b": made(2.0, 200)}, tmp_path / "hostile.html", **words)
     with opened(browser, path) as page:
         page.locator("#after").select_option(index=0)
         page.locator("#before").select_option(index=1)

@@ -191,7 +191,6 @@ def test_alarm_of_new_features(folder: Path) -> None:
     np.save("new.npy", np.concatenate([rng.normal(size=(256, 5)), rng.normal(2, 1, (256, 5))]))
     said = run("main.npz", "--features", "calib.npy", "new.npy")
     since = re.search(r"since sample (\d+) of 512", said)
-    assert since is not None
     assert 256 < int(since[1]) <= 320
     page = Path("report.html").read_text(encoding="utf-8")
     assert since[0] in page

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calibrated_models import N_CLASSES, data, guarded, kinds, make, network, with_stages
+from calibrated_models import KINDS, N_CLASSES, data, guarded, make, network, with_stages
 from doublehead import PAPER, DoubleHead, Predictions, ShiftGuard, calibrate, calibrators, load
 from doublehead.calibrators import Head, NotFitted, Temperature
 from doublehead.saving import describe, rebuild, save
 
 safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.usefixtures("few_fits")
 
 
 def log_probs(model: Any) -> Tensor:
@@ -26,7 +27,7 @@ def log_probs(model: Any) -> Tensor:
         return model(data()[0][:20]).log_softmax(1)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_models_come_back(kind: str, tmp_path: Path) -> None:
     model, fresh = make(kind)
     want = log_probs(model)
@@ -136,7 +137,7 @@ def test_channels_last_and_shared_weights(tmp_path: Path) -> None:
             return self.last(self.again(self.first(x)).flatten(1))
 
     model = calibrate(Shared().to(memory_format=torch.channels_last), data())
-    assert not model.network.first.weight.is_contiguous()  # type: ignore[union-attr]
+    assert not model.network.first.weight.is_contiguous()
     torch.testing.assert_close(log_probs(load(model.save(tmp_path), Shared())), log_probs(model))
 
 

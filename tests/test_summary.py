@@ -16,13 +16,7 @@ from doublehead.metrics import Floor, Interval
 from doublehead.outcomes import compare
 from doublehead.showing import METRICS
 from doublehead.stream import Tally, exact_sum
-
-
-def random_predictions(n: int, k: int = 7, sharpness: float = 2.0, seed: int = 3) -> Predictions:
-    """Labels drawn from softmax(sharpness * logits): calibrated at 1, underconfident above."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(n, k, generator=generator)
-    return Predictions(logits, (sharpness * logits).softmax(1).multinomial(1, generator=generator)[:, 0])
+from samples import random_predictions
 
 
 def test_every_number_is_that_of_its_metric() -> None:

@@ -224,7 +224,7 @@ def test_the_staged_head_reads_the_mirror_view(tmp_path: Path) -> None:
 def auto_of(folder: Path, net: nn.Module) -> Calibrated:
     made = rebuild(net, RunFolder(folder).results["auto"])
     made.head.load_state_dict(weights(folder, "auto.head"))
-    made.opinion.load_state_dict(weights(folder, "auto.opinion"))  # type: ignore[union-attr]
+    made.opinion.load_state_dict(weights(folder, "auto.opinion"))
     return made.eval()
 
 

@@ -79,11 +79,9 @@ class Nursery:
         assert self.read() == "ready"
 
     def read(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def write(self, line: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
@@ -101,7 +99,7 @@ class Nursery:
 def nursery() -> Iterator[Nursery]:
     made = Nursery()
     yield made
-    made.process.stdin.close()  # type: ignore[union-attr]
+    made.process.stdin.close()
     made.process.wait(10)
 
 
@@ -116,11 +114,11 @@ def test_killed_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
     draw = random.Random(0)
     moments: list[Callable[[], bool]] = [
         lambda: any(killed.glob("*/config.json")),
-        *(lambda n=n: lines(killed) >= n for n in (1, 2, 2, 3)),  # type: ignore[misc]
+        *(lambda n=n: lines(killed) >= n for n in (1, 2, 2, 3)),
         lambda: any(killed.glob("*/checkpoint-next.pt")),
         lambda: any(killed.glob("*/predictions/*")),
         lambda: any(killed.glob("*/model.safetensors")),
-        *(lambda n=n: lines(killed) >= n for n in (4, 5, 6)),  # type: ignore[misc]
+        *(lambda n=n: lines(killed) >= n for n in (4, 5, 6)),
         lambda: len([*killed.glob("*/predictions")]) == 2,
     ]
     statuses = []

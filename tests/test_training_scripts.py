@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from doublehead import Calibrated, DoubleHead, calibrate
 from doublehead.system import require
 
+pytestmark = pytest.mark.usefixtures("few_fits")
 N_CLASSES = 4
 
 
@@ -178,7 +179,7 @@ def layer_decay_and_accumulation(script: Script) -> nn.Module:
             script.step()
         script.validate(net)
     script.finish()
-    return net  # type: ignore[no-any-return]
+    return net
 
 
 def saved_and_resumed(script: Script) -> nn.Module:
@@ -191,7 +192,7 @@ def saved_and_resumed(script: Script) -> nn.Module:
         script.start(net, optimizer)
         for name, part in (("net", net), ("optimizer", optimizer), ("double", script.double)):
             if name in state:
-                part.load_state_dict(state[name])  # type: ignore[union-attr]
+                part.load_state_dict(state[name])
         net.train()
         for x, y in script.batches:
             F.cross_entropy(net(x), y).backward()
@@ -232,9 +233,7 @@ def test_script(loop: Callable[[Script], nn.Module]) -> None:
     for (name, a), b in pairs:
         assert torch.equal(a, b), name
     model, (x, _) = beside.model, alone.test
-    assert model is not None
     assert model.network is network
-    assert beside.double is not None
     assert (beside.double.skipped, beside.double.active) == (0, True)
     with torch.no_grad():
         main, calib = model.heads(x)

@@ -46,11 +46,10 @@ def test_a_weight_is_a_number_of_times(name: str) -> None:
 def test_all_components_and_parts() -> None:
     weighted, repeated = twice()
     for components in ("classwise", "all"):
-        one, other = (metrics.ece(p, components=components) for p in (weighted, repeated))  # type: ignore[arg-type]
+        one, other = (metrics.ece(p, components=components) for p in (weighted, repeated))
         assert one == pytest.approx(other, rel=1e-6)
-    assert metrics.brier_decomposition(weighted) == pytest.approx(
-        metrics.brier_decomposition(repeated), rel=1e-6
-    )
+    one, other = map(metrics.brier_decomposition, (weighted, repeated))
+    assert one == pytest.approx(other, rel=1e-6)
 
 
 def test_bins_of_weights_add_up_exactly_and_with_whole_ones() -> None:
@@ -61,14 +60,13 @@ def test_bins_of_weights_add_up_exactly_and_with_whole_ones() -> None:
     ones = Predictions(p.logits, p.labels, torch.ones(len(p)))
     assert Bins.top(ones) == Bins.top(plain).weighted()
     assert Bins.zeros(15) + Bins.top(p) == Bins.top(p)
-    assert float(Bins.top(p).n) == pytest.approx(float(p.weights.sum()))  # type: ignore[union-attr]
+    assert float(Bins.top(p).n) == pytest.approx(float(p.weights.sum()))
 
 
 def test_weights_of_one_change_nothing_in_a_summary() -> None:
     logits, labels, _ = sample()
-    plain, ones = (
-        Summary.of(Predictions(logits, labels, w)).to_dict() for w in (None, torch.ones(len(labels)))
-    )
+    weights = None, torch.ones(len(labels))
+    plain, ones = (Summary.of(Predictions(logits, labels, w)).to_dict() for w in weights)
     for name, value in ones["metrics"].items():
         assert value == pytest.approx(plain["metrics"][name])
     assert ones["ece_floor"] == pytest.approx(plain["ece_floor"])
@@ -97,7 +95,7 @@ def test_calibrators_take_weights(method: str) -> None:
     weighted, repeated = twice(2000)
     one, other = (make(method).fit(p) for p in (weighted, repeated))
     if method != "head":  # whose folds differ
-        assert float(one.temperature_) == pytest.approx(float(other.temperature_), rel=1e-4)  # type: ignore[arg-type]
+        assert float(one.temperature_) == pytest.approx(float(other.temperature_), rel=1e-4)
     test = Predictions(*sample(2000, seed=1)[:2])
     nlls = [metrics.nll(calibrator.calibrate(test)) for calibrator in (one, other)]
     assert nlls[0] == pytest.approx(nlls[1], abs=0.01)
@@ -126,7 +124,7 @@ def test_soft_labels_in_temperature_head_and_summary(tmp_path: Path) -> None:
     assert 0 < dh.evaluate(p).values["ece"] < 1
     assert metrics.nll(Predictions.load(p.save(tmp_path / "soft.npz"))) == metrics.nll(p)
     again = Predictions.load(spread.save(tmp_path / "weighted.npz"))
-    assert torch.equal(again.weights, spread.weights)  # type: ignore[arg-type]
+    assert torch.equal(again.weights, spread.weights)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +156,7 @@ def test_bad_weights_and_soft_labels_are_named() -> None:
             Predictions(logits, labels, weights)
 
 
+@pytest.mark.usefixtures("few_fits")
 @pytest.mark.parametrize("companion", [False, True])
 def test_networks_take_weights_and_soft_labels(companion: bool) -> None:
     """Samples of weight 0 have wrong labels; with weights the calibration does not see them."""
@@ -196,7 +195,6 @@ def weighted_and_repeated(tmp_path: Path) -> tuple[Path, Path]:
     """A file of weighted samples, and one in which each is repeated as often as its weight says."""
     pytest.importorskip("pyarrow")
     weighted, repeated = twice(300)
-    assert weighted.weights is not None
     long = written(tmp_path / "long.csv", repeated, torch.ones(len(repeated)))
     return written(tmp_path / "a.csv", weighted, weighted.weights), long
 
@@ -237,18 +235,11 @@ def test_calibrate_measures_with_weights(weighted_and_repeated: tuple[Path, Path
 def test_a_report_takes_weights(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     weighted, repeated = twice(300)
-    assert weighted.weights is not None
-    cooler = weighted.with_logits(weighted.logits / 2)
     pages = []
-    for name, weights in (("a", weighted.weights), ("b", None)):
-        p = (
-            [weighted, cooler]
-            if weights is not None
-            else [repeated, repeated.with_logits(repeated.logits / 2)]
-        )
-        sizes = torch.ones(len(repeated)) if weights is None else weights
+    for name, p, sizes in (("a", weighted, weighted.weights), ("b", repeated, torch.ones(len(repeated)))):
+        both = p, p.with_logits(p.logits / 2)
         files = {
-            str(i): f"logits:{written(tmp_path / f'{name}{i}.csv', one, sizes)}" for i, one in enumerate(p)
+            str(i): f"logits:{written(tmp_path / f'{name}{i}.csv', one, sizes)}" for i, one in enumerate(both)
         }
         page = dh.report(files, tmp_path / "page.html", weights="size").read_text()
         pages.append(json.loads(page.split('id="data">')[1].split("</script>")[0]))

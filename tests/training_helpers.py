@@ -17,7 +17,7 @@ from doublehead.training.run_folder import RunFolder
 
 @functools.cache
 def fashion() -> Splits:
-    """240 / 240 / 150 images of Fashion-MNIST: enough to calibrate for all stages of the staged head."""
+    """240 / 240 / 150 images of Fashion-MNIST."""
     return fashion_subset().first(240, 240, 150)
 
 

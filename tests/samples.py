@@ -1,0 +1,25 @@
+"""Predictions that several tests make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from doublehead import Predictions
+
+
+def binary(confidence: Any, correct: Any, dtype: Any = np.float64) -> Predictions:
+    """Two classes, the first predicted with these confidences, all of them >= 0.5."""
+    confidence = np.asarray(confidence, dtype=dtype)
+    return Predictions.from_probs(
+        np.stack([confidence, 1 - confidence], 1), 1 - np.asarray(correct, dtype=int)
+    )
+
+
+def random_predictions(n: int, k: int = 7, sharpness: float = 2.0) -> Predictions:
+    """Labels drawn from softmax(sharpness * logits): calibrated at 1, underconfident above."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(n, k, generator=generator)
+    return Predictions(logits, (sharpness * logits).softmax(1).multinomial(1, generator=generator)[:, 0])
