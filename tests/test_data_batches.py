@@ -219,11 +219,9 @@ def test_files_in_evaluation_are_cropped_at_the_centre(samples):
     assert images.shape == (12, 3, 14, 14)
     assert len(batches) == 3
     pillow = pytest.importorskip("PIL.Image")
-    with pillow.open(samples.files[3]) as image:  # 24 x 23: the central 7/8 of the shorter side
-        side = 23 * 224 / 256
-        box = ((24 - side) / 2, (23 - side) / 2, (24 + side) / 2, (23 + side) / 2)
-        expected = np.asarray(image.resize((14, 14), pillow.Resampling.BILINEAR, box=box))
-    np.testing.assert_allclose(images[3].permute(1, 2, 0).numpy(), expected / 255, atol=1e-6)
+    with pillow.open(samples.files[4]) as image:  # 24 x 24: to 16 x 16, of which the central 14 x 14
+        expected = np.asarray(image.resize((16, 16), pillow.Resampling.BILINEAR))[1:15, 1:15]
+    np.testing.assert_allclose(images[4].permute(1, 2, 0).numpy(), expected / 255, atol=1e-6)
     assert torch.cat([y for _, y in batches]).tolist() == list(range(12))
 
 

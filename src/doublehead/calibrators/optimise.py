@@ -1,4 +1,4 @@
-"""Optimisers: L-BFGS for any loss; Newton for a few weights, for many small logistic fits at once, for log scales."""
+"""Optimisers: L-BFGS for any loss; Newton for a few weights, for logistic regressions, for log scales."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from doublehead.score_arrays import Target
 
@@ -95,46 +96,39 @@ def fit_logistic(
     towards: Tensor,
     ridge: float | Tensor = 1e-6,
     weights: Tensor | None = None,
-    max_steps: int = 100,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Coefficients (C, D) of C logistic regressions on features (C, N, D) with targets (C, N) in 0..1, by Newton.
 
     Each minimises its mean cross entropy, with sample weights (C, N), plus ridge / 2 * |coefficients - towards|^2. A
     number for `ridge` is in units in which each feature has mean square 1, so a separable problem has a finite answer
     and the scale of the features does not matter; a tensor (C, D) is in the units of the features. Returns
-    coefficients, losses (C,) and converged (C,).
+    coefficients, losses (C,) and converged (C,). It runs on the CPU: many small steps would wait for each other on a
+    GPU.
     """
-    features, targets = features.double(), targets.double()
+    device = features.device
+    features, targets, towards = (values.cpu().double() for values in (features, targets, towards))
     scale = features.square().mean(1).sqrt().clamp(min=1e-300)  # (C, D)
-    features, towards = features / scale[:, None], towards.double() * scale
-    pull = ridge / scale.square() if isinstance(ridge, Tensor) else torch.full_like(scale, ridge)
-    share = (torch.ones_like(targets) if weights is None else weights.double()) / features.shape[1]
-    found = towards.clone()
+    features, towards = features / scale[:, None], (towards * scale).expand_as(scale)
+    pull = ridge.cpu() / scale.square() if isinstance(ridge, Tensor) else torch.full_like(scale, ridge)
+    share = (torch.ones_like(targets) if weights is None else weights.cpu().double()) / features.shape[1]
+    fits = [_fit_one_logistic(*problem) for problem in zip(features, targets, share, towards, pull)]
+    found, losses, converged = (torch.stack(parts) for parts in zip(*fits))
+    return (found / scale).to(device), losses.to(device), converged.to(device)
 
-    def losses(at: Tensor) -> Tensor:
-        odds = torch.einsum("cnd,cd->cn", features, at)
-        entropy = share * (torch.nn.functional.softplus(odds) - targets * odds)
-        return entropy.sum(1) + (pull / 2 * (at - towards).square()).sum(1)
 
-    current = losses(found)
-    for _ in range(max_steps):
-        probs = torch.einsum("cnd,cd->cn", features, found).sigmoid()
-        gradient = torch.einsum("cnd,cn->cd", features, share * (probs - targets)) + pull * (found - towards)
-        converged = gradient.abs().amax(1) <= GRADIENT
-        if bool(converged.all()):
-            break
-        curvature = torch.einsum("cnd,cn,cne->cde", features, share * probs * (1 - probs), features)
-        step = torch.linalg.solve(curvature + pull.diag_embed(), gradient[:, :, None])[:, :, 0]
-        size = torch.ones_like(current)
-        for _ in range(40):  # halve each step until it lowers its loss
-            proposed = losses(found - size[:, None] * step)
-            worse = proposed > current
-            if not bool(worse.any()):
-                break
-            size = torch.where(worse, size / 2, size)
-        size = torch.where(proposed > current, 0.0, size)
-        found, current = found - size[:, None] * step, torch.minimum(proposed, current)
-    return found / scale, current, converged
+def _fit_one_logistic(
+    x: Tensor, y: Tensor, share: Tensor, towards: Tensor, pull: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
+        odds, off = x @ w, w - towards
+        probs = odds.sigmoid()
+        loss = (share * (softplus(odds) - y * odds)).sum() + (pull / 2 * off.square()).sum()
+        curvature = x.mT @ (x * (share * probs * (1 - probs))[:, None]) + pull.diag()
+        return float(loss), x.mT @ (share * (probs - y)) + pull * off, curvature
+
+    found = newton(evaluate, towards, max_steps=100)
+    loss, gradient, _ = evaluate(found)
+    return found, found.new_tensor(loss), gradient.abs().max() <= GRADIENT
 
 
 def fit_log_scale(

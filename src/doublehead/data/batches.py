@@ -88,7 +88,12 @@ class Batches(ABC):
 
     def _generator(self) -> torch.Generator:
         """The generator of this epoch, always on the CPU, so that every device sees the same draws."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return torch.Generator().manual_seed(self._key)
+
+    @property
+    def _key(self) -> int:
+        """The seed of this epoch."""
+        return self.seed * 1_000_003 + self.epoch
 
     def _order(self, generator: torch.Generator) -> Tensor:
         """(N,) the sample numbers of this epoch, in the order of all processes together."""
@@ -291,7 +296,7 @@ class FileBatches(Batches):
     def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
         order = self._own(self._order(self._generator()))[position * self.batch_size :]
         batches: DataLoader[tuple[Tensor, int]] = DataLoader(
-            _Files(self.samples, self.size, self.augment, (self.seed, self.epoch)),
+            _Files(self.samples, self.size, self.augment, self._key),
             batch_sampler=[chosen.tolist() for chosen in order.split(self.batch_size)],
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
@@ -310,48 +315,23 @@ class FileBatches(Batches):
 class _Files(Dataset[tuple[Tensor, int]]):
     """Item i: the image of file i, uint8 (3, size, size), and its label."""
 
-    def __init__(self, samples: ImageFiles, size: int, augment: bool, key: tuple[int, int]) -> None:
-        self.size, self.augment, self.key, self.labels = size, augment, key, samples.labels
+    def __init__(self, samples: ImageFiles, size: int, augment: bool, key: int) -> None:
         # One array, not a million Python objects: reference counts would make each worker copy those.
-        self.files = np.array([os.fsencode(file) for file in samples.files])
-        self.pillow = require("PIL.Image", extra="data")
+        self.files, self.labels = np.array([os.fsencode(file) for file in samples.files]), samples.labels
+        self.key, t = key, require("torchvision.transforms", extra="data")
+        random = (t.RandomResizedCrop(size), t.RandomHorizontalFlip())
+        centre = (t.Resize(round(size * 256 / 224)), t.CenterCrop(size))
+        self.transform = t.Compose([*(random if augment else centre), t.PILToTensor()])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         file = Path(os.fsdecode(self.files[i]))
-        with naming(file), self.pillow.open(file) as image:
-            colour = image.convert("RGB")
-            box, flip = self._box(i, *colour.size)
-            pixels = colour.resize((self.size, self.size), self.pillow.Resampling.BILINEAR, box=box)
-        tensor = torch.frombuffer(bytearray(pixels.tobytes()), dtype=torch.uint8)
-        tensor = tensor.view(self.size, self.size, 3).permute(2, 0, 1)
-        return tensor.flip(2) if flip else tensor, int(self.labels[i])
-
-    def _box(self, i: int, width: int, height: int) -> tuple[tuple[float, float, float, float], bool]:
-        """The box (left, top, right, bottom) to crop, and whether to flip it."""
-        if not self.augment:
-            return _centre(width, height, min(width, height) * 224 / 256), False
-        seed, epoch = self.key
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) * 2_000_003 + i)
-        for _ in range(10):  # ten tries, then the centre, like torchvision's RandomResizedCrop
-            area, ratio, x, y = torch.rand(4, generator=generator).tolist()
-            shape = (3 / 4) * (16 / 9) ** ratio  # 3/4 .. 4/3, log-uniform
-            pixels = (0.08 + 0.92 * area) * width * height
-            w, h = (pixels * shape) ** 0.5, (pixels / shape) ** 0.5
-            if w <= width and h <= height:
-                left, top = x * (width - w), y * (height - h)
-                flip = bool(torch.rand((), generator=generator) < 0.5)
-                return (left, top, left + w, top + h), flip
-        flip = bool(torch.rand((), generator=generator) < 0.5)
-        return _centre(width, height, min(width, height)), flip
-
-
-def _centre(width: int, height: int, side: float) -> tuple[float, float, float, float]:
-    """The box of a square in the middle."""
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
+        pillow = require("PIL.Image", extra="data")
+        with naming(file), pillow.open(file) as image, torch.random.fork_rng(devices=()):
+            torch.manual_seed(self.key * 2_000_003 + i)
+            return self.transform(image.convert("RGB")), int(self.labels[i])
 
 
 def _one_thread(worker: int) -> None:
