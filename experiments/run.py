@@ -69,24 +69,12 @@ def recipe(data: str, model: str | None = None, seed: int = 0, method: str = "cr
         base = replace(base, precision="bf16-mixed", compile=True)
     if method != "cross-entropy":
         return replace(METHODS[method].apply(base), evaluate_every=base.epochs)
-    return with_heads(base)
-
-
-def with_heads(base: Config) -> Config:
-    """The cross-entropy run of a row and everything that is trained beside it."""
-    full = (base.data, base.model, base.seed) == REFERENCE
-    heads = dict(HEADS)
-    if full:
-        heads |= {f"mlp-{beta0:g}": replace(SLOW, beta0=beta0) for beta0 in BETAS}
-        heads |= {f"annealing-double-head-k{k}": PAPER for k in PERIODS}
-    return replace(
-        base,
-        heads=heads,
-        every_of={f"annealing-double-head-k{k}": k for k in PERIODS if full},
-        auto=True,
-        record_gradients=full,
-        evaluate_every=1 if full else base.epochs,
-    )
+    if (base.data, base.model, base.seed) != REFERENCE:
+        return replace(base, heads=HEADS, auto=True, evaluate_every=base.epochs)
+    sweep = {f"mlp-{beta0:g}": replace(SLOW, beta0=beta0) for beta0 in BETAS}
+    every_of = {f"annealing-double-head-k{k}": k for k in PERIODS}
+    heads = HEADS | sweep | dict.fromkeys(every_of, PAPER)
+    return replace(base, heads=heads, every_of=every_of, auto=True, record_gradients=True, evaluate_every=1)
 
 
 # --- what is kept of a finished run
