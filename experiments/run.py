@@ -11,7 +11,6 @@ experiments/logits and experiments/runs; `make results` makes numbers, tables an
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -69,24 +68,12 @@ def recipe(data: str, model: str | None = None, seed: int = 0, method: str = "cr
         base = replace(base, precision="bf16-mixed", compile=True)
     if method != "cross-entropy":
         return replace(METHODS[method].apply(base), evaluate_every=base.epochs)
-    return with_heads(base)
-
-
-def with_heads(base: Config) -> Config:
-    """The cross-entropy run of a row and everything that is trained beside it."""
-    full = (base.data, base.model, base.seed) == REFERENCE
-    heads = dict(HEADS)
-    if full:
-        heads |= {f"mlp-{beta0:g}": replace(SLOW, beta0=beta0) for beta0 in BETAS}
-        heads |= {f"annealing-double-head-k{k}": PAPER for k in PERIODS}
-    return replace(
-        base,
-        heads=heads,
-        every_of={f"annealing-double-head-k{k}": k for k in PERIODS if full},
-        auto=True,
-        record_gradients=full,
-        evaluate_every=1 if full else base.epochs,
-    )
+    if (base.data, base.model, base.seed) != REFERENCE:
+        return replace(base, heads=HEADS, auto=True, evaluate_every=base.epochs)
+    sweep = {f"mlp-{beta0:g}": replace(SLOW, beta0=beta0) for beta0 in BETAS}
+    every_of = {f"annealing-double-head-k{k}": k for k in PERIODS}
+    heads = HEADS | sweep | dict.fromkeys(every_of, PAPER)
+    return replace(base, heads=heads, every_of=every_of, auto=True, record_gradients=True, evaluate_every=1)
 
 
 # --- what is kept of a finished run
@@ -146,31 +133,22 @@ def distances(
 
 
 def certificate_of(folder: RunFolder) -> dict[str, Any]:
-    """What is known of a run besides its logits."""
+    """What is known of a run besides its logits: how it was made, and what figures need of its epochs."""
     found = {key: folder.results[key] for key in CERTIFIED}
     found["environment"] = {key: value for key, value in found["environment"].items() if key != "command"}
-    return found | curves(folder.lines(), folder.config.heads) | gradients(folder.path)
-
-
-def curves(lines: Sequence[Mapping[str, Any]], heads: Collection[str]) -> dict[str, Any]:
-    """What figures need of metrics.jsonl: numbers over the epochs, and the last entropy of every head."""
-    tested = [line for line in lines if "test" in line]
-    epochs = {
-        output: {key: [round(line["test"][output][key], 5) for line in tested] for key in CURVES}
-        for output in ("main", *HEADS)
-        if output in tested[-1]["test"]
-    }
-    entropy = {name: tested[-1]["test"][name]["mean_entropy"] for name in heads}
-    return {"epochs": {"epoch": [line["epoch"] + 1 for line in tested], **epochs}, "entropy": entropy}
-
-
-def gradients(folder: Path) -> dict[str, Any]:
-    """Gradient norms (epochs, 6) of two heads, where they were recorded."""
-    if not (folder / "gradients.npz").exists():
-        return {}
-    with np.load(folder / "gradients.npz") as file:
-        norms = dict(zip(file["heads"].tolist(), file["norms"].round(4).transpose(2, 0, 1).tolist()))
-    return {"gradients": {name: norms[name] for name in GRADIENTS if name in norms}}
+    tested = [line for line in folder.lines() if "test" in line]
+    found["epochs"] = {"epoch": [line["epoch"] + 1 for line in tested]}
+    for output in ("main", *(name for name in HEADS if name in folder.config.heads)):
+        numbers = [line["test"][output] for line in tested]
+        found["epochs"][output] = {key: [round(one[key], 5) for one in numbers] for key in CURVES}
+    found["entropy"] = {name: tested[-1]["test"][name]["mean_entropy"] for name in folder.config.heads}
+    if folder.config.record_gradients:
+        with np.load(folder.path / "gradients.npz") as file:
+            norms = dict(zip(file["heads"].tolist(), file["norms"].round(4).transpose(2, 0, 1)))
+        found["gradients"] = {
+            name: norms[name].tolist() for name in GRADIENTS if name in norms
+        }  # (epochs, 6)
+    return found
 
 
 def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE) -> StoredRun:

@@ -53,9 +53,7 @@ class Seen(NamedTuple):
 def observe(folder: RunFolder, root: str, output: Path, accelerator: str = "auto") -> Path:
     """Run the network of a finished run over all sets of inputs."""
     run = reopened(folder, root, accelerator)
-    guard = ShiftGuard(run.net.eval())
-    parts: dict[str, list[Any]] = {"logits": [], "far": [], "labels": [], "rows": []}
-    names = []
+    guard, names, parts = ShiftGuard(run.net.eval()), [], []
     of_images = isinstance(run.inputs.splits.test, Images)
     for name, batches, labels, rows in (image_sets if of_images else text_sets)(run, root):
         found, _ = guard.observe((x, torch.zeros(len(x)).long()) for x in batches)
@@ -63,15 +61,14 @@ def observe(folder: RunFolder, root: str, output: Path, accelerator: str = "auto
         far = distances(stages) if names else distances.set_usual(stages)  # type: ignore[operator]
         logits = (found.logits * 64).round().clamp(-32000, 32000).short().cpu()
         order = np.argsort(rows)
-        for key, value in zip(parts, (logits, far.half(), torch.as_tensor(labels), torch.as_tensor(rows))):
-            parts[key].append(value.numpy()[order])
+        parts.append([np.asarray(column)[order] for column in (logits, far.half(), labels, rows)])
         names.append(name)
         print(name, len(rows), flush=True)
-    arrays = {key: np.concatenate(values) for key, values in parts.items()}
-    sizes = np.array([len(values) for values in parts["labels"]])
+    arrays = dict(zip(("logits", "far", "labels", "rows"), map(np.concatenate, zip(*parts))))
+    arrays |= {"set/name": np.array(names), "set/size": np.array([len(part[0]) for part in parts])}
     output.mkdir(parents=True, exist_ok=True)
     file = output / f"{folder.config.name}.npz"
-    np.savez_compressed(file, **arrays, **{"set/name": np.array(names), "set/size": sizes})
+    np.savez_compressed(file, **arrays)
     return file
 
 
@@ -82,9 +79,8 @@ def read(file: Path) -> dict[str, Seen]:
         z, far = found["logits"].astype(np.float32) / 64, found["far"].astype(np.float32)
         if "far_loo" in found:  # clean calibration images, each measured from all others
             far[: len(found["far_loo"])] = found["far_loo"]
-        columns = [
-            torch.from_numpy(a) for a in (z, far, *(found[k].astype(np.int64) for k in ("labels", "rows")))
-        ]
+        numbers = (found[key].astype(np.int64) for key in ("labels", "rows"))
+        columns = [torch.from_numpy(column) for column in (z, far, *numbers)]
         sets = zip(found["set/name"], found["set/size"], ends)
         return {str(name): Seen(*(c[end - size : end] for c in columns)) for name, size, end in sets}
 
