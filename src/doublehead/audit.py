@@ -149,10 +149,10 @@ def write_page(path: Path, page: Page) -> Path:
     return path
 
 
-def check_page_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a page, which must end in .html."""
+def check_page_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    """The path of a page, an argument called `name`, which must end in .html."""
     if Path(path).suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"path must end in .html, got {Path(path).name!r}")
+        raise ValueError(f"{name} must end in .html, got {Path(path).name!r}")
     return Path(path)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from doublehead.score_arrays import (
     as_float_tensor,
     as_tensor,
     at_classes,
+    check_finite,
     check_labels,
     check_probs,
     check_scores,
@@ -28,8 +28,8 @@ from doublehead.score_arrays import (
     chunks,
     in_threads,
     look_through,
-    raise_not_finite,
     read_as,
+    read_npz,
     softmax_of,
     top_probability,
 )
@@ -62,11 +62,7 @@ class Predictions:
         self._are_probs = False
         self._smallest = SmallestPositive(None, 1.0)
         self._predicted, _, sums, _ = look_through(self._scores, are_probs=False)  # (N,) int64
-        # A sum is finite when its entries are; overflow aside, which the second look settles.
-        with one_thread():
-            suspect = not bool(sums.isfinite().all())
-        if suspect and not bool(self._scores.isfinite().all()):
-            raise_not_finite(self._scores, "logits")
+        check_finite(self._scores, sums, "logits")
         self._truth = check_labels(labels, self._scores, "logits")  # (N,) int64, or (N, K)
         self.weights = check_weights(weights, self._scores)  # (N,) float64, or None
 
@@ -87,14 +83,12 @@ class Predictions:
         """
         scores = check_scores(probs, "probs")
         predicted, tops, sums, low = look_through(scores, are_probs=True)
-        high = check_probs(scores, tops, sums, low, tolerance)
+        if check_probs(scores, tops, sums, low, tolerance) > 1:
+            scores = scores.clamp(max=1.0)
+            predicted = scores.argmax(1)  # what was larger may be equal now
         made = cls.__new__(cls)
-        made._are_probs = True
-        made._smallest = SmallestPositive(scores)
+        made._are_probs, made._smallest = True, SmallestPositive(scores)
         made._scores, made._predicted = scores, predicted
-        if high > 1:
-            made._scores = scores.clamp(max=1.0)
-            made._predicted = made._scores.argmax(1)  # what was larger may be equal now
         made._truth = check_labels(labels, scores, "probs")
         made.weights = check_weights(weights, scores)
         return made
@@ -205,14 +199,12 @@ class Predictions:
         (3, [True, False])
         """
         chosen = sorted(set(labels)) if options is None else list(options)
-        unknown = sorted({str(label) for label in labels} - {str(option) for option in chosen})
-        if unknown:
+        numbers = {option: i for i, option in enumerate(chosen)}
+        if unknown := [label for label in labels if label not in numbers]:
             raise ValueError(f"labels must be among the options {chosen}, got {unknown[0]!r}")
         if len(labels) != len(top_k):
             raise ValueError(f"labels must be one for each of {len(top_k)} answers, got {len(labels)}")
-        numbers = {option: i for i, option in enumerate(chosen)}
-        table = option_logprobs(top_k, chosen, rest)
-        return cls(table, [numbers[label] for label in labels], weights)
+        return cls(option_logprobs(top_k, chosen, rest), [numbers[label] for label in labels], weights)
 
     def of_label(self, label: int) -> Predictions:
         """The predictions of one label, by its number."""
@@ -223,15 +215,11 @@ class Predictions:
     @classmethod
     def joined(cls, parts: Sequence[Predictions]) -> Predictions:
         """The predictions of several parts, one after the other; all of one kind."""
-        made = cls.__new__(cls)
-        made._are_probs = parts[0]._are_probs
+        made = copy(parts[0])
         made._smallest = SmallestPositive(None, min(part._smallest.value() for part in parts))
-        made._scores, made._predicted, made._truth = (
-            torch.cat([getattr(part, name) for part in parts]) for name in ("_scores", "_predicted", "_truth")
-        )
-        weights = [part.weights for part in parts if part.weights is not None]
-        made.weights = torch.cat(weights) if weights else None
-        made.n_labels = parts[0].n_labels
+        for name in ("_scores", "_predicted", "_truth", "weights"):
+            if getattr(made, name) is not None:
+                setattr(made, name, torch.cat([getattr(part, name) for part in parts]))
         return made
 
     def __len__(self) -> int:
@@ -243,10 +231,11 @@ class Predictions:
 
     def __getitem__(self, rows: Any) -> Predictions:
         """The predictions of some rows: a slice, an index array or a mask."""
-        part = Predictions.__new__(Predictions)
-        part._scores, part._predicted = self._scores[rows], self._predicted[rows]
-        part._truth, part._are_probs, part._smallest = self._truth[rows], self._are_probs, self._smallest
-        part.weights = None if self.weights is None else self.weights[rows]
+        part = copy(self)
+        part.n_labels = None
+        for name in ("_scores", "_predicted", "_truth", "weights"):
+            if getattr(self, name) is not None:
+                setattr(part, name, getattr(self, name)[rows])
         if not isinstance(rows, slice):
             self._smallest.value()  # else the part would hold all scores
         if part._scores.ndim != 2:
@@ -394,28 +383,8 @@ class Predictions:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, tolerance: float = 1e-3) -> Predictions:
         """Read what `save` wrote: arrays `labels` and either `logits` or `probs` (`tolerance` as in `from_probs`)."""
-        arrays = _read_npz(Path(path))
+        arrays = read_npz(Path(path))
         known = arrays["labels"], arrays.get("weights")
         if "logits" in arrays:
             return cls(arrays["logits"], *known)
         return cls.from_probs(arrays["probs"], *known, tolerance=tolerance)
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    if not zipfile.is_zipfile(path):
-        path.open("rb").close()  # a missing or forbidden file says so itself
-        raise ValueError(
-            f"{path} must be an .npz file (a zip of arrays), got something else or a truncated file"
-        )
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = set(file.files)
-            wanted = names & {"logits", "probs", "labels"}
-            arrays = {name: file[name] for name in wanted | (names & {"weights"})}
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} must hold plain arrays in whole, got: {error}") from error
-    if len(wanted) != 2 or "labels" not in wanted:
-        raise ValueError(
-            f"{path} must hold the arrays 'labels' and either 'logits' or 'probs', got {sorted(names)}"
-        )
-    return arrays

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -102,6 +105,24 @@ def read_as(scores: Tensor) -> torch.dtype:
     return torch.float64 if scores.dtype == torch.float64 else torch.float32
 
 
+def read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays `labels`, `logits` or `probs`, and `weights` if there are any; never a pickle."""
+    if not zipfile.is_zipfile(path):
+        path.open("rb").close()  # a missing or forbidden file says so itself
+        raise ValueError(
+            f"{path} must be an .npz file (a zip of arrays), got something else or a truncated file"
+        )
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            names = sorted(file.files)
+            arrays = {name: file[name] for name in ("logits", "probs", "labels", "weights") if name in names}
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} must hold plain arrays in whole, got: {error}") from error
+    if "labels" not in arrays or ("logits" in arrays) == ("probs" in arrays):
+        raise ValueError(f"{path} must hold the arrays 'labels' and either 'logits' or 'probs', got {names}")
+    return arrays
+
+
 # --- checking
 
 
@@ -114,6 +135,13 @@ def check_scores(values: ArrayLike, name: str) -> Tensor:
     if scores.shape[0] == 0:
         raise ValueError(f"{name} must have at least one row, got shape {tuple(scores.shape)}")
     return scores
+
+
+@one_thread()
+def check_finite(scores: Tensor, sums: Tensor, name: str) -> None:
+    """An error where scores are not finite; those with a finite sum are, and the sum of finite ones may overflow."""
+    if not bool(sums.isfinite().all()) and not bool(scores.isfinite().all()):
+        raise_not_finite(scores, name)
 
 
 def raise_not_finite(scores: Tensor, name: str) -> NoReturn:

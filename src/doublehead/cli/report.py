@@ -81,12 +81,7 @@ def report(
         doublehead report runs/cifar10-resnet50 --title "ResNet-50 on CIFAR-10"
     """
     with told_to_user():
-        if output.suffix.lower() not in (".html", ".htm"):
-            raise UserError(f"--output must end in .html, got {output.name!r}")
-        if output.is_dir() or not output.parent.is_dir():
-            raise UserError(f"{output} cannot be written: it is a folder, or its folder does not exist")
-        if output.exists() and not force:
-            raise UserError(f"{output} exists: give another name to --output, or --force to replace it")
+        _check_output(output, force)
         how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
         named = [_split_name(text) for text in inputs]
         found = audit.collect(named, n_bins=bins, by=by, time=time, **how)
@@ -98,7 +93,7 @@ def report(
             found.methods,
             title=title or TITLE,
             classes=_read_classes(classes) if classes else found.classes or None,
-            shift={**found.shift, **_read_shifts(shift or [], found.methods, how)},
+            shift={**found.shift, **_read_shifts(shift or [], found.methods, {**how, "n_bins": bins})},
             windows=windows,
             n_bins=bins,
             provenance=audit.provenance(found, shlex.join(["doublehead", *sys.argv[1:]])),
@@ -108,6 +103,15 @@ def report(
     if windows:
         show(windows[-1].sentence)
     show(f"Wrote {output}")
+
+
+def _check_output(output: Path, force: bool) -> None:
+    """Refuse a page that cannot be written, or exists and may not be replaced, before any work."""
+    audit.check_page_path(output, "--output")
+    if output.is_dir() or not output.parent.is_dir():
+        raise UserError(f"{output} cannot be written: it is a folder, or its folder does not exist")
+    if output.exists() and not force:
+        raise UserError(f"{output} exists: give another name to --output, or --force to replace it")
 
 
 def _split_name(text: str) -> tuple[str, str]:

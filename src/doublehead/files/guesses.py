@@ -101,7 +101,37 @@ def stated_kind(sources: Sequence[Source], reader: Reader, kind: Kind | None) ->
     return kind
 
 
-def named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
+def scores_like(layout: Layout, reader: Reader, kind: Kind | None) -> tuple[str, ...] | None:
+    """The score columns of another file where this one has them, and no others that look like scores."""
+    if not set(layout.scores) <= set(reader.columns):
+        return None
+    family = score_family(reader.columns, str(reader.source), kind)
+    return layout.scores if family is None or set(family) <= set(layout.scores) else None
+
+
+def settle(
+    raw: RawBatch, layout: Layout, stated: Kind | None, tolerance: float, source: Source
+) -> tuple[Layout, Kind, str]:
+    """What the first rows say: the layout, the kind of the scores, and why where it was not stated."""
+    scores = raw.scores
+    if layout.unnamed:
+        found = layout if stated == "logits" else _named_by_labels(raw, layout, tolerance)
+        scores = scores[:, [layout.scores.index(name) for name in found.scores]]
+        layout = found
+        _check_unnamed(raw._replace(scores=scores), layout, stated, tolerance, source)
+    return (layout, stated, "") if stated else (layout, *_certain_kind(scores, layout, tolerance, source))
+
+
+def check_groups(layout: Layout, names: Sequence[str]) -> None:
+    """Refuse to select or group rows by their label."""
+    if grouped := {layout.label, *layout.labels} & {*names}:
+        raise TableError(
+            f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class a "
+            "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
+        )
+
+
+def _named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
     """The layout without the columns of decimal numbers that no label names, where the rows of the others sum to 1."""
     if not layout.unnamed or layout.label is None:
         return layout
@@ -115,7 +145,7 @@ def named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
     return with_scores(layout, tuple(layout.scores[i] for i in places))
 
 
-def certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source) -> tuple[Kind, str]:
+def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source) -> tuple[Kind, str]:
     """The kind of scores (B, K) where they or the names leave no doubt, and why; else an error."""
     if layout.top_only:
         return "probs", "a confidence"
@@ -164,7 +194,9 @@ def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     raise TableError(f"{name} has columns such as {layout.scores[0]!r}, {does}")
 
 
-def check_unnamed(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source) -> None:
+def _check_unnamed(
+    raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source
+) -> None:
     """Refuse score columns without telling names where the labels of the first rows contradict them."""
     if layout.label is None or (kind != "logits" and _off_one(raw.scores) <= max(tolerance, 1e-2)):
         return

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from doublehead.files.arrays import RawBatch, Reader
-from doublehead.files.columns import Layout, choose_layout, label_columns, listed, score_family
+from doublehead.files.columns import Layout, choose_layout, label_columns, listed
 from doublehead.files.formats import open_source
 from doublehead.files.guesses import (
     Kind,
-    certain_kind,
+    check_groups,
     check_names,
-    check_unnamed,
     from_long_form,
-    named_by_labels,
+    scores_like,
+    settle,
     stated_kind,
 )
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
@@ -218,6 +218,21 @@ class PredictionTable:
             return Predictions.from_probs(scores, labels, weights, tolerance=tolerance)
         return Predictions(scores, labels, weights)
 
+    def _settled(self, reader: Reader, stated: Kind | None, guessed: bool) -> PredictionTable:
+        """The table with what its first rows settle: which columns are scores, and of which kind they are."""
+        table, layout = self, self.layout
+        if stated is None or layout.unnamed:
+            with closing(self._raw(reader, keep=False)) as batches:
+                raw = next(batches, None)
+            if raw is None and stated is None:
+                raise NoRows(self._nothing(0, set()))
+            if raw is not None:
+                layout, certain, why = settle(raw, layout, stated, self.tolerance, self.sources[0])
+                table = replace(self, layout=layout, kind=certain, why=why)
+        if guessed:
+            check_names(layout, table.kind, table.why, table.name)
+        return table
+
     def _nothing(self, seen: int, values: set[str]) -> str:
         wanted = " and ".join(f"{name}={value}" for name, value in self.where.items())
         if not seen:
@@ -285,17 +300,15 @@ def read_predictions(
     if scores is None and not labels and (made := from_long_form(sources, reader, label, others)) is not None:
         sources, reader = [made], open_source(made)
     stated = stated_kind(sources, reader, kind)
-    scores = named = reader.scores if scores is None else scores
-    if scores is None and like is not None and set(like.layout.scores) <= set(reader.columns):
-        family = score_family(reader.columns, str(reader.source), stated)
-        if family is None or set(family) <= set(like.layout.scores):  # else it has other classes
-            named = like.layout.scores
+    scores = reader.scores if scores is None else scores
+    if scores is None and like is not None:
+        scores = scores_like(like.layout, reader, stated)
     layout = choose_layout(
         reader.columns,
         str(reader.source),
         kind=stated,
         label=label,
-        scores=named,
+        scores=scores,
         base=base,
         taken=others,
         label_needed=label_needed,
@@ -303,32 +316,12 @@ def read_predictions(
         independent=independent or (like is not None and like.layout.independent),
     )
     layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
-    if grouped := {layout.label, *labels} & {*where, *filter(None, [by])}:
-        raise TableError(
-            f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class a "
-            "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
-        )
+    check_groups(layout, [*where, *filter(None, [by])])
     table = PredictionTable(
         tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra), weights
     )
     table.opened[str(sources[0])] = reader
-    raw = None
-    if stated is None or layout.unnamed:
-        with closing(table._raw(reader, keep=False)) as batches:
-            raw = next(batches, None)
-    if raw is not None and layout.unnamed:
-        layout = layout if stated == "logits" else named_by_labels(raw, layout, tolerance)
-        places = [table.layout.scores.index(name) for name in layout.scores]
-        raw, table = raw._replace(scores=raw.scores[:, places]), replace(table, layout=layout)
-        check_unnamed(raw, layout, stated, tolerance, sources[0])
-    if stated is None:
-        if raw is None:
-            raise NoRows(table._nothing(0, set()))
-        certain, why = certain_kind(raw.scores, layout, tolerance, sources[0])
-        table = replace(table, kind=certain, why=why)
-    if named is None:
-        check_names(layout, table.kind, table.why, table.name)
-    return table
+    return table._settled(reader, stated, guessed=scores is None)
 
 
 def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str]) -> Array:
