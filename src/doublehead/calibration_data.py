@@ -130,6 +130,13 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     return data  # type: ignore[no-any-return]
 
 
+def first_of(batches: Iterable[Any]) -> Any:
+    """The first batch."""
+    for batch in batches:
+        return batch
+    raise ValueError("calibration data must hold at least one batch, got none")
+
+
 class Rows:
     """Batches of tensors in memory: sliced, not collated row by row as a DataLoader does."""
 
