@@ -359,6 +359,8 @@ def test_what_is_wrong_is_said_at_construction() -> None:
             DoubleHead(net, (x, y), **options)
     with pytest.raises(TypeError, match=r"give its \.network"):
         DoubleHead(calibrate(net, some_data(120, 1)), (x, y))
+    with pytest.raises(ValueError, match="at least one batch"):
+        calibrate(net, [])
     with pytest.raises(ValueError, match=r"outputs have shape \(4, 3, 6, 6\) .* supported are classes"):
         DoubleHead(nn.Conv2d(1, 3, 3), (x, y))
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from doublehead import PAPER, DoubleHead, calibrate, load, torch_tools
 from processes import in_two_processes
+from tiny_networks import assert_same
 
 
 def net() -> nn.Module:
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def everything(rank: int, folder: Path) -> None:
-    for work in (train, half_the_work, sharded, processes_of_all_kinds):
+    for work in (train, half_the_work, sharded, several_labels, processes_of_all_kinds):
         work(rank, folder)
         (folder / f"{work.__name__}-{rank}").touch()
 
@@ -135,6 +136,22 @@ def sharded(rank: int, folder: Path) -> None:
     torch.testing.assert_close(again(x), model(x))
 
 
-@pytest.mark.parametrize("work", [sharded, processes_of_all_kinds])
+def several_labels(rank: int, folder: Path) -> None:
+    """Both processes learn the same heads and end with one calibration, fitted to the samples of both."""
+    x, _ = data(5, 401)
+    data_set = TensorDataset(x, (x[:, :3] + x[:, 3:6] > 0).float())
+    sampler = DistributedSampler(data_set, 2, rank, shuffle=False)
+    double = DoubleHead(net().eval(), DataLoader(data_set, 32, sampler=sampler), every=1)
+    for _ in range(6):
+        double.step()
+    model = double.finish()
+    assert model.head.shared.choice.n == 3 * 401
+    assert model.opinion is not None
+    first, second = torch_tools.from_every_process((model.state_dict(), double.bank.state_dict()))
+    for mine, theirs in zip(first, second):
+        assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("work", [sharded, several_labels, processes_of_all_kinds])
 def test_what_is_asserted_in_the_processes_holds(work: Any, folder: Path) -> None:
     assert all((folder / f"{work.__name__}-{rank}").exists() for rank in range(2))

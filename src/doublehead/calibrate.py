@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from doublehead.calibrated import Calibrated, read
-from doublehead.calibration_data import ToPair, as_batches, check_disjoint, unpack
+from doublehead.calibration_data import ToPair, as_batches, check_disjoint, first_of, unpack
 from doublehead.calibrators import make
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
@@ -98,7 +98,7 @@ def _calibrate_network(
             to_pair, old = beside.to_pair, beside.reader
             logits_of, outputs, layer = old.logits_of, old.outputs, old.layer
             task, ignore_index = old.task, old.ignore_index
-        first = unpack(next(iter(as_batches(calib_data))), device_of(inner), to_pair)
+        first = unpack(first_of(as_batches(calib_data)), device_of(inner), to_pair)
         how = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task, "views": views}
         reader = Reader.of(inner, first, ignore_index=ignore_index, **how)  # type: ignore[arg-type]
         readings = read(reader, calib_data, to_pair, positions, alone)

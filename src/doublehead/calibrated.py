@@ -140,9 +140,11 @@ def read(
     own, sampler = reader.read(batches, **how), getattr(batches, "sampler", None)  # type: ignore[arg-type]
     if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
         return own
-    n = len(own.labels)
+    n = n_own = len(own.features)
     if reader.task not in ("tokens", "pixels"):  # more samples are there to fill up
-        n = len(range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas))
-    shares = from_every_process(tuple(None if part is None else part[:n].cpu() for part in own))
+        n_own = len(range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas))
+    shares = from_every_process(
+        tuple(None if part is None else part[: n_own * (len(part) // n)].cpu() for part in own)
+    )
     device = own.labels.device
     return Readings(*(None if parts[0] is None else torch.cat(parts).to(device) for parts in zip(*shares)))  # type: ignore[arg-type]

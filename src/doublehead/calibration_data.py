@@ -46,8 +46,8 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
     batch = batch if to_pair is None else to_pair(batch)
     inputs: Any
     weights = folds = None
-    if isinstance(batch, _Known):
-        inputs, labels, weights, folds = batch
+    if isinstance(batch, Batch):
+        inputs, _, labels, weights, folds = batch
     elif isinstance(batch, Mapping) and "labels" in batch:
         inputs = dict(batch)
         labels, weights = inputs.pop("labels"), inputs.pop("weights", None)
@@ -63,27 +63,15 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
             "give to_pair=, a function from your batch to such a pair"
         )
     labels = _check_labels(labels)
-    labels = labels.to(
-        device, torch.float32 if labels.is_floating_point() else torch.int64, non_blocking=True
-    )
+    kind = torch.float32 if labels.is_floating_point() else torch.int64
+    labels = labels.to(device, kind, non_blocking=True)
     if weights is not None:
-        weights = _check_weights(torch.as_tensor(weights), labels).to(
-            device, torch.float32, non_blocking=True
-        )
+        weights = _to(_check_weights(torch.as_tensor(weights), labels).float(), device)
     inputs, folds = _to(inputs, device), _to(folds, device)
     if isinstance(inputs, Mapping):
         return Batch((), dict(inputs), labels, weights)
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     return Batch(args, {}, labels, weights, folds)
-
-
-class _Known(NamedTuple):
-    """A batch of tensors in memory of which weights or folds are known."""
-
-    inputs: Tensor
-    labels: Tensor
-    weights: Tensor | None = None
-    folds: Tensor | None = None
 
 
 def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
@@ -126,7 +114,7 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
         if len({len(part) for part in arrays}) > 1:
             lengths = " and ".join(str(len(part)) for part in arrays)
             raise ValueError(f"calibration data (inputs, labels) must be equally long, got {lengths}")
-        return Rows(arrays, batch_size, shuffle, weighted=len(arrays) == 3)
+        return Rows(arrays[:2], batch_size, shuffle, weights=arrays[2] if len(arrays) == 3 else None)
     if type(data) is TensorDataset:
         return Rows(data.tensors, batch_size, shuffle)
     if _takes_rows(data):
@@ -142,6 +130,13 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     return data  # type: ignore[no-any-return]
 
 
+def first_of(batches: Iterable[Any]) -> Any:
+    """The first batch."""
+    for batch in batches:
+        return batch
+    raise ValueError("calibration data must hold at least one batch, got none")
+
+
 class Rows:
     """Batches of tensors in memory: sliced, not collated row by row as a DataLoader does."""
 
@@ -150,12 +145,11 @@ class Rows:
         tensors: Sequence[Tensor],
         batch_size: int,
         shuffle: bool = False,
-        *,
         drop_last: bool = False,
-        weighted: bool = False,
+        weights: Tensor | None = None,
     ) -> None:
-        self.tensors, self.batch_size, self.shuffle = tensors, batch_size, shuffle
-        self.drop_last, self.weighted = drop_last, weighted
+        self.tensors, self.batch_size, self.shuffle, self.drop_last = tensors, batch_size, shuffle, drop_last
+        self.weights = weights
         self.folds: Tensor | None = None
 
     def note_folds(self) -> None:
@@ -173,12 +167,14 @@ class Rows:
         order = torch.randperm(n) if self.shuffle else torch.arange(n)
         order = order.to(self.tensors[0].device)
         for rows in order.split(self.batch_size)[: len(self)]:
-            parts = [part.index_select(0, rows.to(part.device)) for part in self.tensors]
-            if not self.weighted and self.folds is None:
-                yield parts
-                continue
-            known = _Known(*parts)
-            yield known if self.folds is None else known._replace(folds=self.folds.index_select(0, rows))
+            parts: list[Any] = [
+                None if part is None else part.index_select(0, rows.to(part.device))
+                for part in (*self.tensors, self.weights, self.folds)
+            ]
+            if self.weights is None and self.folds is None:
+                yield parts[:-2]
+            else:
+                yield Batch((parts[0],), {}, *parts[1:])
 
 
 def _takes_rows(data: Any) -> bool:
@@ -233,13 +229,8 @@ class Endless:
     def state_dict(self) -> dict[str, Any]:
         """The position in the data: the batches' own state where they have one, else how to get there again."""
         own = self.batches.state_dict() if hasattr(self.batches, "state_dict") else None
-        return {
-            "taken": self.taken,
-            "start": self.start,
-            "own": own,
-            "fresh": self.iterator is None,
-            "length": self.length,
-        }
+        place = {"taken": self.taken, "start": self.start, "length": self.length}
+        return {**place, "own": own, "fresh": self.iterator is None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the position; batches without a state of their own are drawn again and skipped."""
@@ -347,13 +338,8 @@ def check_disjoint(calib: Any, train: Any) -> None:
 def n_shared(calib: Any, train: Any) -> int:
     """How many calibration samples are certainly also in `train`."""
     theirs = _pieces(_dataset(train))
-    shared = 0
-    for base, rows in _pieces(_dataset(calib)):
-        both: set[int] = set()
-        for other, other_rows in theirs:
-            both |= _common(base, rows, other, other_rows)
-        shared += len(both)
-    return shared
+    both = ([_common(*piece, *other) for other in theirs] for piece in _pieces(_dataset(calib)))
+    return sum(len(set[int]().union(*rows)) for rows in both)
 
 
 def _dataset(data: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from doublehead.calibration_data import (
     Rows,
     ToPair,
     as_batches,
+    first_of,
     unpack,
 )
 from doublehead.calibration_head import PAPER, HeadBank, HeadSpec
@@ -114,7 +115,7 @@ class DoubleHead:
         only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
         self._randomness = Randomness(seed + rank(), device, only_torch)
         with self._randomness:
-            first = unpack(_first(batches), device, to_pair)
+            first = unpack(first_of(batches), device, to_pair)
             form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}
             self.reader = Reader.of(network, first, ignore_index=ignore_index, **form)  # type: ignore[arg-type]
         self._is_opinion = heads is None
@@ -275,9 +276,3 @@ def second_opinion(n_features: int) -> list[HeadSpec]:
     """The paper's head five times, each blind to another fold of the calibration data."""
     spec = replace(PAPER, hidden=max(1, min(MAX_HIDDEN, n_features // 2)), dropout=0.5)
     return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
-
-
-def _first(batches: Iterable[Any]) -> Any:
-    for batch in batches:
-        return batch
-    raise ValueError("calibration data must hold at least one batch, got none")

@@ -42,7 +42,7 @@ def recognise(values: Tensor, task: Task = "classes") -> Outputs:
     ('probs', 'logits')
     """
     rows = values.detach().double()
-    if _is_one_logit(values, task):
+    if _is_one_logit(values.shape, task):
         if bool(((rows >= 0) & (rows <= 1)).all()) and bool((rows != rows.flatten()[0]).any()):
             raise ValueError(
                 "the network's outputs lie between 0 and 1: say with outputs='logits' or outputs='probs' what they are"
@@ -92,7 +92,7 @@ def class_scores(values: Tensor, task: Task, outputs: Outputs = "logits") -> Ten
     >>> class_scores(torch.tensor([[0.5]]), "binary", "probs")
     tensor([[0., 0.]])
     """
-    if _is_one_logit(values, task):
+    if _is_one_logit(values.shape, task):
         column = values.reshape(values.shape[0]) if task == "binary" else values
         column = column.squeeze(1) if task == "pixels" else column
         column = torch.logit(column.float(), eps=1e-7) if outputs == "probs" else column
@@ -101,16 +101,16 @@ def class_scores(values: Tensor, task: Task, outputs: Outputs = "logits") -> Ten
     return values.float().clamp(min=torch.finfo(torch.float32).tiny).log() if outputs == "probs" else values
 
 
-def _is_one_logit(values: Tensor, task: Task) -> bool:
+def _is_one_logit(shape: Sequence[int], task: Task) -> bool:
     """Whether each output is a logit of its own, of yes against no."""
-    return task in ("binary", "labels") or (task == "pixels" and values.shape[1] == 1)
+    return task in ("binary", "labels") or (task == "pixels" and shape[1] == 1)
 
 
 def in_form(log_probs: Tensor, shape: Sequence[int], task: Task) -> Tensor:
     """Log-probabilities (N, K) in the form of outputs of a shape; one logit, or one per label, is their log-odds."""
     if task == "classes":
         return log_probs
-    if task in ("binary", "labels") or (task == "pixels" and shape[1] == 1):
+    if _is_one_logit(shape, task):
         return (log_probs[:, 1] - log_probs[:, 0]).reshape(shape)
     if task == "tokens":
         return log_probs.reshape(shape)
