@@ -1,7 +1,5 @@
 """Two real processes for tests, and how they end."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Predictions that several tests make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Corruptions against slow references: moments for noise, scipy for blurs, colorsys for colours, Pillow."""
 
-from __future__ import annotations
-
 import colorsys
 import io
 import math

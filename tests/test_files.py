@@ -1,7 +1,5 @@
 """Predictions in files: every format, which columns are guessed, what is refused, and the tally of a table."""
 
-from __future__ import annotations
-
 import gzip
 import math
 from collections.abc import Callable

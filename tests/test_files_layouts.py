@@ -1,7 +1,5 @@
 """Files as people have them: other layouts, encodings and formats give the predictions of a plain CSV."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """What a guard learns from stages and logits, its factor and its alarm."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

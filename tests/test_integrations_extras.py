@@ -1,7 +1,5 @@
 """Without its package an integration names the extra to install, and the rest of doublehead works."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
@@ -13,9 +11,7 @@ from torch import nn
 from doublehead import calibrate
 
 
-@pytest.mark.parametrize(
-    "package", ["lightning", "transformers", "sklearn"]
-)  # the module and its extra bear its name
+@pytest.mark.parametrize("package", ["lightning", "transformers", "sklearn"])  # names of module and extra too
 def test_importing_names_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,7 +1,5 @@
 """The Lightning callback in real Trainers."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The Trainer callback: tiny models from configs, trained on real sentences and real images."""
 
-from __future__ import annotations
-
 import copy
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """Losses: cases by hand, slow references, the shared contract, extreme logits; AdaFocal, also in a training run."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Proper scores: by hand, against scikit-learn, and the parts of the Brier score."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The shift guard: what it reads, what it learns on real images, and all that it must leave alone."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

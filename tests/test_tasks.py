@@ -1,7 +1,5 @@
 """Kinds of classifiers, on real data: every one goes through the same rows of logits and labels."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache, partial

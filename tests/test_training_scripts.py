@@ -1,7 +1,5 @@
 """Loops as public training scripts write them: the companion changes nothing in them, and its model is calibrated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Sample weights and soft labels: a weight of 2 is a sample twice, a soft label its classes by their share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
