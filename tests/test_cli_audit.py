@@ -31,9 +31,10 @@ def run(*arguments: str | Path) -> Any:
     return testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def fitted_to_itself(file: Path, out: Path, *options: str, method: str = "temperature") -> None:
+def fitted_to_itself(file: Path, out: Path, *options: str, method: str = "temperature") -> Any:
     result = run("calibrate", "--fit", file, "--apply", file, "--method", method, "-o", out, *options)
     assert result.exit_code == 0, result.output
+    return result
 
 
 def overconfident(seed: int, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
@@ -391,9 +392,8 @@ def test_force_replaces_and_a_closed_pipe_is_silent(test: Path, tmp_path: Path, 
     assert run(*arguments).exit_code == 2
     assert run(*arguments, "--force").exit_code == 0
     command = shlex.join([sys.executable, "-m", "doublehead", "evaluate", str(test), "--json"])
-    result = subprocess.run(
-        ["bash", "-c", f"{command} | head -n 1"], capture_output=True, text=True, check=False
-    )
+    piped = ["bash", "-c", f"{command} | head -n 1"]
+    result = subprocess.run(piped, capture_output=True, text=True, check=False)
     assert result.stdout == "{\n"
     assert "Traceback" not in result.stderr
     assert "Error" not in result.stderr
@@ -423,10 +423,7 @@ def test_a_stopped_command_leaves_nothing_behind(number: signal.Signals, val: Pa
 
 
 def test_fitting_and_applying_the_same_file_warns(val: Path, tmp_path: Path) -> None:
-    result = run(
-        "calibrate", "--fit", val, "--apply", val, "--method", "temperature", "-o", tmp_path / "out.csv"
-    )
-    assert "share a file" in result.stderr
+    assert "share a file" in fitted_to_itself(val, tmp_path / "out.csv").stderr
 
 
 def test_decimal_commas_are_written_back(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from doublehead.summary import Summary
 def p() -> Predictions:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(400, 7, generator=generator, dtype=torch.float64) * 2
-    labels = torch.where(
-        torch.rand(400, generator=generator) < 0.6, logits.argmax(1), torch.randint(7, (400,))
-    )
+    right = torch.rand(400, generator=generator) < 0.6
+    labels = torch.where(right, logits.argmax(1), torch.randint(7, (400,), generator=generator))
     return Predictions(logits, labels)
 
 

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,9 +49,7 @@ def real() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", CALIBRATORS)
-def test_a_calibrator_repairs_what_files_hold(
-    method: str, form: str, real: tuple[tuple[Tensor, Tensor], ...]
-) -> None:
+def test_a_calibrator_repairs_what_files_hold(method: str, form: str, real: Any) -> None:
     calib, test = (Predictions.from_probs(FORMS[form](x), y, tolerance=0.05) for x, y in real)
     if CALIBRATORS[method].binary_only:
         pairs = ((_one_class(p.probs), (p.labels == 3).long()) for p in (calib, test))

@@ -52,9 +52,7 @@ def test_numbers_are_those_of_the_saved_predictions(made: tuple[Path, list[dict[
     assert row["nll"] == pytest.approx(float(metrics.nll(fitted.calibrate(test))), rel=1e-3)
 
 
-def test_what_is_there_is_found(
-    made: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_is_found(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, rows = made
     monkeypatch.setattr(loop, "make_fabric", lambda *_, **__: pytest.fail("trained again"))
     again = compare(small(**BASE), ["auto", "brier"], folder, fashion())
