@@ -1,7 +1,5 @@
 """Calibrated networks of every kind, for tests of what is saved and exported."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import cache

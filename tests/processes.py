@@ -1,7 +1,5 @@
 """Two real processes for tests, and how they end."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from multiprocessing import get_all_start_methods, set_forkserver_preload

@@ -1,7 +1,5 @@
 """Predictions that several tests make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -12,10 +10,8 @@ from doublehead import Predictions
 
 def binary(confidence: Any, correct: Any, dtype: Any = np.float64) -> Predictions:
     """Two classes, the first predicted with these confidences, all of them >= 0.5."""
-    confidence = np.asarray(confidence, dtype=dtype)
-    return Predictions.from_probs(
-        np.stack([confidence, 1 - confidence], 1), 1 - np.asarray(correct, dtype=int)
-    )
+    confidence, labels = np.asarray(confidence, dtype=dtype), 1 - np.asarray(correct, dtype=int)
+    return Predictions.from_probs(np.stack([confidence, 1 - confidence], 1), labels)
 
 
 def random_predictions(n: int, k: int = 7, sharpness: float = 2.0) -> Predictions:

@@ -1,7 +1,5 @@
 """Bins: the edges are where the text says, and any split gives the same bits."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calibration heads, stacks and banks of them, and what they read."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """What every calibrator promises, checked for all of them."""
 
-from __future__ import annotations
-
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -46,14 +45,10 @@ def suited(name: str, **options: object) -> Predictions:
     return overconfident(k=2 if new(name).binary_only else 4, **options)
 
 
-_fitted: dict[str, Calibrator] = {}
-
-
+@cache
 def fitted(name: str) -> Calibrator:
     """Fitted once per session; tests that change it must make their own."""
-    if name not in _fitted:
-        _fitted[name] = new(name).fit(suited(name))
-    return _fitted[name]
+    return new(name).fit(suited(name))
 
 
 @every
@@ -88,13 +83,7 @@ def test_state_restores_a_fresh_instance_completely(name: str) -> None:
     assert torch.equal(restored(p.logits), fitted(name)(p.logits))
     restored.load_state_dict(new(name).state_dict())  # an unfitted state unfits
     assert not restored.is_fitted
-
-
-@every
-def test_state_restores_inside_another_module(name: str) -> None:
-    p = suited(name, seed=1)
-    inner = torch.nn.Sequential(torch.nn.Identity(), fitted(name))
-    outer = torch.nn.Sequential(torch.nn.Identity(), new(name))
+    inner, outer = (torch.nn.Sequential(one) for one in (fitted(name), new(name)))  # in another module
     outer.load_state_dict(inner.state_dict())
     assert torch.equal(outer(p.logits), inner(p.logits))
 
@@ -132,9 +121,8 @@ def test_half_precision_is_widened(name: str) -> None:
 @every
 def test_output_is_finite_and_of_the_same_shape(name: str) -> None:
     k = suited(name).n_classes
-    logits = torch.cat(
-        [suited(name, seed=2).logits, 300 * torch.eye(k), torch.zeros(1, k), -1e4 * torch.eye(k)]
-    )
+    ends = 300 * torch.eye(k), torch.zeros(1, k), -1e4 * torch.eye(k)
+    logits = torch.cat([suited(name, seed=2).logits, *ends])
     out = fitted(name)(logits)
     assert out.shape == logits.shape
     assert torch.isfinite(out).all()
@@ -242,13 +230,9 @@ def test_a_wrong_number_of_classes_is_refused(name: str) -> None:
 
 
 @every
-def test_fit_wants_predictions(name: str) -> None:
+def test_a_fit_wants_predictions_and_a_call_logits(name: str) -> None:
     with pytest.raises(TypeError, match="predictions must be a Predictions, got Tensor"):
         new(name).fit(torch.zeros(3, 2))
-
-
-@every
-def test_a_call_wants_logits(name: str) -> None:
     with pytest.raises(TypeError, match=r"logits must be a tensor .*, got Predictions; calibrate\(\) takes"):
         fitted(name)(Predictions(torch.zeros(3, 2), [0, 1, 0]))
 
@@ -272,15 +256,12 @@ def test_cuda_agrees_with_the_cpu(name: str) -> None:
     p = suited(name)
     on_gpu = new(name).fit(Predictions(p.logits.cuda(), p.labels.cuda()))
     assert all(value.is_cuda for value in on_gpu.state_dict().values())
-    torch.testing.assert_close(
-        on_gpu(p.logits.cuda()).softmax(1).cpu(), fitted(name)(p.logits).softmax(1), atol=1e-4, rtol=0
-    )
+    want = fitted(name)(p.logits).softmax(1)
+    torch.testing.assert_close(on_gpu(p.logits.cuda()).softmax(1).cpu(), want, atol=1e-4, rtol=0)
     moved = fitted(name).fresh().fit(p).cuda()
     # As probabilities: where one is near 1, a rounding of it is a large step of its logit. A spline is steep in places.
     close = 5e-5 if name.startswith("spline") else 1e-6
-    torch.testing.assert_close(
-        moved(p.logits.cuda()).softmax(1).cpu(), fitted(name)(p.logits).softmax(1), atol=close, rtol=1e-5
-    )
+    torch.testing.assert_close(moved(p.logits.cuda()).softmax(1).cpu(), want, atol=close, rtol=1e-5)
 
 
 def _registry_name(name: str) -> str:

@@ -1,7 +1,5 @@
 """The Gaussian-process calibrator: its parts against closed forms and sampling, the whole by what it learns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributions import MultivariateNormal, kl_divergence
@@ -120,9 +118,7 @@ def test_a_fit_cut_short_says_so(monkeypatch) -> None:
         return Minimum(start, 0.5, 0.1, False)
 
     monkeypatch.setattr(smooth, "minimise", stop)
-    with pytest.warns(
-        NotConverged, match="GaussianProcess did not converge: the largest gradient entry is 0.1"
-    ):
+    with pytest.warns(NotConverged, match="GaussianProcess did not converge: the largest .* entry is 0.1"):
         GaussianProcess().fit(Predictions([[1.0, 0.0], [0.0, 1.0]], [0, 0]))
 
 

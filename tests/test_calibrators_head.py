@@ -1,7 +1,5 @@
 """The one rule of choice, and the staged head that is built on it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """`doublehead export`: real runs on real data as models for production."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training on the command line: tables and files when all is well, one sentence and exit code 2 when not."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings
@@ -50,7 +48,8 @@ def refused(*arguments: str | Path) -> str:
 
 
 def test_train_prints_a_table_and_keeps_the_run(tmp_path: Path) -> None:
-    result = call("train", *SMALL, "--method", "double-head", "--set", "shift=brightness:2", "-o", tmp_path)
+    command = ("train", *SMALL, "--method", "double-head", "--set", "shift=brightness:2", "-o", tmp_path)
+    result = call(*command)
     assert result.exit_code == 0, result.output
     header, row = result.stdout.strip().splitlines()
     assert header.split()[:3] == ["method", "accuracy", "%"]
@@ -63,9 +62,7 @@ def test_train_prints_a_table_and_keeps_the_run(tmp_path: Path) -> None:
     assert f"{100 * numbers['accuracy']:.2f}" in row
     assert f"{numbers['nll']:.4f}" in row
 
-    again = call(
-        "train", *SMALL, "--method", "double-head", "--set", "shift=brightness:2", "-o", tmp_path, "--json"
-    )
+    again = call(*command, "--json")
     assert "epoch" not in again.stderr  # it was finished
     (shown,) = json.loads(again.stdout)
     assert shown["nll"] == numbers["nll"]
@@ -118,10 +115,7 @@ def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch
         (["--set", "milestones=0.5,x"], "milestones must be a number, got 'x'"),
         (["--set", "loss=brier"], "--set takes NAME=VALUE"),  # that is what --method is for
         (["--set", "mixup=0.3"], "--set takes NAME=VALUE"),
-        (
-            ["--method", "double-head", "--set", "guards=shifts"],
-            "guards must be empty without auto, whose output they guard",
-        ),
+        (["--method", "double-head", "--set", "guards=shifts"], "guards must be empty without auto"),
         (["--method", "guarded", "--set", "guards=noise"], "--set takes NAME=VALUE"),
         (["--set", 'loss_options={"gamma":2}'], "loss_options must be among [] for cross_entropy"),
         (["--model", "resnet5"], "unknown network 'resnet5' (did you mean resnet50"),
@@ -149,9 +143,7 @@ def test_missing_data(tmp_path: Path) -> None:
 
 def test_compare_refuses_what_belongs_to_a_method(tmp_path: Path) -> None:
     assert "--set takes NAME=VALUE" in refused("compare", *SMALL, "--set", "mixup=0.3", "-o", tmp_path)
-    assert "--methods must name at least one of" in refused(
-        "compare", *SMALL, "--methods", ",", "-o", tmp_path
-    )
+    assert "--methods must name at least one of" in refused("compare", "--methods", ",", "-o", tmp_path)
     assert "got 'magic'" in refused("compare", *SMALL, "--methods", "brier,magic", "-o", tmp_path)
 
 
@@ -217,9 +209,7 @@ def test_data_list_and_check() -> None:
 
 def test_data_that_cannot_be_had(tmp_path: Path) -> None:
     sentence = refused("data", "get", "imagenet", "--root", tmp_path)
-    assert sentence.startswith(
-        "imagenet cannot be downloaded without an account: put the folders train and val there"
-    )
+    assert "without an account: put the folders train and val there" in sentence
     assert "data set must be one of fashion, " in refused("data", "check", "mnist")
     (tmp_path / "there").mkdir()
     (tmp_path / "there/file").touch()

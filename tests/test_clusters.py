@@ -1,7 +1,5 @@
 """The tally on a real local Dask cluster of two processes: the same bits as one process."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +18,9 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
+    how = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
     with (
-        distributed.LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            processes=True,
-            dashboard_address=None,
-            silence_logs=logging.CRITICAL,
-        ) as cluster,
+        distributed.LocalCluster(silence_logs=logging.CRITICAL, **how) as cluster,
         distributed.Client(cluster) as client,
     ):
         assert len(client.scheduler_info()["workers"]) == 2
@@ -87,10 +80,7 @@ def test_many_row_groups_become_few_pieces(folder: Path, monkeypatch: pytest.Mon
     pieces = read_predictions(folder, kind="logits").split()
     assert len(pieces) == 7  # three row groups each, and what is left of each file
     parts = [reading._tally_piece(piece, 15)[1] for piece in pieces]
-    assert [part.n for part in parts if part is not None] == [
-        750,
-        150,
-    ] * 3  # the empty file counts nothing
+    assert [part.n for part in parts if part is not None] == [750, 150] * 3  # the empty file counts nothing
 
 
 def test_nobody_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,5 @@
 """Curves: the numbers behind the pictures, by hand, against slow references and on real predictions."""
 
-from __future__ import annotations
-
-import doctest
-
 import numpy as np
 import pytest
 import torch
@@ -25,10 +21,6 @@ def random_predictions(n: int = 3000, k: int = 5, sharpness: float = 2.0) -> Pre
     logits = sharpness * torch.randn(n, k, generator=generator, dtype=torch.float64)
     labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
     return Predictions(logits, labels)
-
-
-def test_examples_in_docstrings_run() -> None:
-    assert doctest.testmod(curves).failed == 0
 
 
 def test_reliability_by_hand() -> None:
@@ -79,9 +71,8 @@ def test_band_of_unequal_confidences_against_simulation_and_the_normal_form() ->
     low, high, p_value = curves._exact(size, chance, right)
     np.testing.assert_allclose([low, high], np.quantile(drawn, [0.05, 0.95]), atol=1.01)
     assert p_value == pytest.approx(2 * (drawn >= right).mean(), abs=0.005)
-    np.testing.assert_allclose(
-        curves._normal(size, chance, right), (low, high, p_value), atol=0.01, rtol=2e-4
-    )
+    normal = curves._normal(size, chance, right)
+    np.testing.assert_allclose(normal, (low, high, p_value), atol=0.01, rtol=2e-4)
 
 
 def test_band_covers_nine_in_ten_bins_of_calibrated_models_and_misses_overconfident_ones() -> None:
@@ -146,9 +137,7 @@ def test_epoch_curves_leave_out_what_was_not_measured() -> None:
     assert [column.tolist() for column in curves_["ece"]] == [[1, 3], [0.05, 0.02]]
     assert [column.tolist() for column in curves_["nll"]] == [[2, 3], [0.3, 0.2]]
     assert epoch_curves([{"a": 1}, {"a": 4}], ["a"])["a"].epochs.tolist() == [0, 1]
-    with pytest.raises(
-        ValueError, match=r"keys must name numbers of the rows \(ece, epoch, nll\), got 'acc'"
-    ):
+    with pytest.raises(ValueError, match=r"keys must name numbers .* \(ece, epoch, nll\), got 'acc'"):
         epoch_curves(rows, ["acc"])
 
 

@@ -1,7 +1,5 @@
 """Batches on a device and from files: order, crops against a slow reference, resume, parts of processes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -41,13 +39,8 @@ def test_normalised_values():
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layout_and_type(channels_last, dtype):
-    x, y = next(
-        iter(
-            DeviceBatches(
-                IMAGES, LABELS, 8, train=True, augment=CropFlip(1), dtype=dtype, channels_last=channels_last
-            )
-        )
-    )
+    how = {"augment": CropFlip(1), "dtype": dtype, "channels_last": channels_last}
+    x, y = next(iter(DeviceBatches(IMAGES, LABELS, 8, train=True, **how)))
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert x.is_contiguous(memory_format=layout)
     assert x.shape == (8, 3, 6, 5)
@@ -121,10 +114,8 @@ def test_resume_is_exact(taken):
 
 def test_chunks_do_not_show(monkeypatch):
     def take():
-        return [
-            torch.cat([x.flatten(1), y[:, None]], 1)
-            for x, y in DeviceBatches(IMAGES, LABELS, 8, train=True, augment=CropFlip(2))
-        ]
+        batches = DeviceBatches(IMAGES, LABELS, 8, train=True, augment=CropFlip(2))
+        return [torch.cat([x.flatten(1), y[:, None]], 1) for x, y in batches]
 
     together = take()
     monkeypatch.setattr("doublehead.data.batches.CHUNK_IMAGES", 8)
@@ -154,12 +145,6 @@ def test_shards_share_the_pixels():
     assert whole.shard(1, 2).pixels.data_ptr() == whole.pixels.data_ptr()
 
 
-def test_global_generator_is_left_alone():
-    before = torch.get_rng_state()
-    list(DeviceBatches(IMAGES, LABELS, 8, train=True, augment=CropFlip()))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_normalise_from_images():
     normalise = Normalise.of(IMAGES)
     np.testing.assert_allclose(normalise.mean, (IMAGES / 255).mean((0, 1, 2)), rtol=1e-9)
@@ -185,16 +170,23 @@ def test_bad_arguments_are_named(kwargs, message):
 
 
 def test_bad_shards_and_settings_are_named():
-    with pytest.raises(ValueError, match=r"rank must lie in 0..1, got 2"):
-        DeviceBatches(IMAGES, LABELS, 4).shard(2, 2)
-    with pytest.raises(ValueError, match="padding must be at least 0, got -1"):
-        CropFlip(-1)
-    with pytest.raises(ValueError, match=r"std must be positive, got \(0.0,\)"):
-        Normalise((0.5,), (0.0,))
-    with pytest.raises(ValueError, match=r"mean and std must"):
-        Normalise((0.5, 0.5), (1.0,))
-    with pytest.raises(ValueError, match=r"images must have 1 channels, got shape \(3, 2, 2\)"):
-        Normalise((0.5,), (1.0,))(torch.zeros(3, 2, 2))
+    grey = Normalise((0.5,), (1.0,))
+    for call, message in (
+        (lambda: DeviceBatches(IMAGES, LABELS, 4).shard(2, 2), r"rank must lie in 0..1, got 2"),
+        (lambda: CropFlip(-1), "padding must be at least 0, got -1"),
+        (lambda: Normalise((0.5,), (0.0,)), r"std must be positive, got \(0.0,\)"),
+        (lambda: Normalise((0.5, 0.5), (1.0,)), "mean and std must"),
+        (lambda: grey(torch.zeros(3, 2, 2)), r"images must have 1 channels, got shape \(3, 2, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_global_generator_is_left_alone(samples):
+    before = torch.get_rng_state()
+    list(DeviceBatches(IMAGES, LABELS, 8, train=True, augment=CropFlip()))
+    list(FileBatches(samples, 4, train=True, size=8))
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.fixture(scope="module")
@@ -227,10 +219,8 @@ def test_files_in_evaluation_are_cropped_at_the_centre(samples):
 
 def test_files_normalised(samples):
     normalise = Normalise((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
-    plain = images_of(FileBatches(samples, 12, size=8))
-    torch.testing.assert_close(
-        images_of(FileBatches(samples, 12, size=8, normalise=normalise)), normalise(plain)
-    )
+    plain, found = (images_of(FileBatches(samples, 12, size=8, normalise=one)) for one in (None, normalise))
+    torch.testing.assert_close(found, normalise(plain))
 
 
 def test_crops_of_files_differ_by_epoch_and_belong_to_their_image(samples):
@@ -273,12 +263,6 @@ def test_resume_and_shards_of_files(samples):
     parts = [FileBatches(samples, 2, train=True, size=8).shard(rank, 2) for rank in range(2)]
     for (x, _), (x0, _), (x1, _) in zip(FileBatches(samples, 4, train=True, size=8), *parts, strict=True):
         assert torch.equal(x, torch.cat([x0, x1]))
-
-
-def test_files_leave_the_global_generator_alone(samples):
-    before = torch.get_rng_state()
-    list(FileBatches(samples, 4, train=True, size=8))
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_damaged_image_file_is_named(samples, tmp_path):

@@ -1,7 +1,5 @@
 """Corruptions against slow references: moments for noise, scipy for blurs, colorsys for colours, Pillow."""
 
-from __future__ import annotations
-
 import colorsys
 import io
 import math
@@ -169,9 +167,8 @@ def as_bytes(images):
 @pytest.mark.parametrize(("severity", "quality"), list(enumerate([80, 65, 58, 50, 40], 1)))
 def test_jpeg_is_pillows(severity, quality):
     clean = pictures(2)
-    for before, after in zip(
-        as_bytes(clean), as_bytes(corrupt(clean, "jpeg_compression", severity, generator()))
-    ):
+    out = corrupt(clean, "jpeg_compression", severity, generator())
+    for before, after in zip(as_bytes(clean), as_bytes(out)):
         buffer = io.BytesIO()
         pillow.fromarray(before).save(buffer, "JPEG", quality=quality)
         assert (np.asarray(pillow.open(buffer)) == after).all()

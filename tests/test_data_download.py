@@ -1,7 +1,5 @@
 """get, check, convert: no partial files, checksums, archives that stay in their folder."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import http.server

@@ -1,7 +1,5 @@
 """Readers of standard files, of the user's own data and of the included images; damaged files are named."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import io
@@ -247,20 +245,14 @@ def test_own_table(tmp_path):
     splits = load(f"table:{file}")
     assert splits.sizes == (36, 4, 10)
     assert splits.class_names == ("bad", "good")
-    assert all(
-        int(text.split()[1][:-1]) % 2 == label for text, label in zip(splits.test.texts, splits.test.labels)
-    )
+    pairs = zip(splits.test.texts, splits.test.labels)
+    assert all(int(text.split()[1][:-1]) % 2 == label for text, label in pairs)
 
 
 def test_own_table_with_splits(tmp_path):
     pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(
-        {
-            "text": list("abcdef"),
-            "label": [7, 9, 7, 9, 7, 9],
-            "split": ["train", "train", "val", "val", "test", "test"],
-        }
-    )
+    halves = ["train", "train", "val", "val", "test", "test"]
+    frame = pandas.DataFrame({"text": list("abcdef"), "label": [7, 9] * 3, "split": halves})
     frame.to_parquet(tmp_path / "all.parquet")
     splits = load(f"table:{tmp_path / 'all.parquet'}")
     assert splits.sizes == (2, 2, 2)
@@ -304,9 +296,8 @@ def test_newsgroups(tmp_path, small):
         folder = tmp_path / "20_newsgroups" / group
         folder.mkdir(parents=True)
         for i in range(20):
-            (folder / str(i)).write_bytes(
-                f"From: someone\nSubject: {group}\n\nBody {i} caf\xe9\n".encode("latin-1")
-            )
+            text = f"From: someone\nSubject: {group}\n\nBody {i} caf\xe9\n"
+            (folder / str(i)).write_bytes(text.encode("latin-1"))
     small("20newsgroups", (30, 4, 6))
     splits = load("20newsgroups", tmp_path)
     assert splits.sizes == (30, 4, 6)

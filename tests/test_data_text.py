@@ -1,7 +1,5 @@
 """Tokens, vocabulary, GloVe, padded batches of texts and of trees."""
 
-from __future__ import annotations
-
 import sys
 import types
 
@@ -57,9 +55,8 @@ def test_vocabulary_order():
 
 def test_padded_batches():
     samples = texts("a b c", "a", "", "c c c c c c", labels=[0, 1, 2, 3])
-    (first, y1), (second, y2) = TextBatches(
-        samples, Vocabulary(["a", "b", "c"]), 2, min_length=2, max_length=4
-    )
+    words = Vocabulary(["a", "b", "c"])
+    (first, y1), (second, y2) = TextBatches(samples, words, 2, min_length=2, max_length=4)
     assert first.tolist() == [[2, 3, 4], [2, 0, 0]]
     assert second.tolist() == [[0, 0, 0, 0], [4, 4, 4, 4]]
     assert (y1.tolist(), y2.tolist()) == ([0, 1], [2, 3])

@@ -1,7 +1,5 @@
 """The documentation holds: code blocks run, commands parse, links resolve, generated blocks are up to date."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import json
@@ -55,9 +53,8 @@ def text_of(page: Path) -> str:
 def blocks(page: Path) -> Iterator[Block]:
     """The fenced blocks of a page; a comment that begins with `<!-- run` is Python that readers do not see."""
     text = text_of(page)
-    for found in re.finditer(
-        r"^```([^\n]*)\n(.*?)^```$|^<!-- (run)\n(.*?)^-->$", text, re.DOTALL | re.MULTILINE
-    ):
+    fence = r"^```([^\n]*)\n(.*?)^```$|^<!-- (run)\n(.*?)^-->$"
+    for found in re.finditer(fence, text, re.DOTALL | re.MULTILINE):
         language, code = (found[1].strip(), found[2]) if found[3] is None else ("python", found[4])
         yield Block(language, code, text[: found.start()].count("\n") + 2)
 
@@ -77,13 +74,12 @@ def test_every_block_has_a_known_language(page: Path) -> None:
     assert len(re.findall(r"^```", text_of(page), re.MULTILINE)) % 2 == 0, "a block is left open"
 
 
+RUN_HERE = [page for page in PAGES if has_python(page) and name_of(page) not in RUN_ELSEWHERE]
+
+
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(p, marks=[pytest.mark.slow] if name_of(p) in SLOW else [])
-        for p in PAGES
-        if has_python(p) and name_of(p) not in RUN_ELSEWHERE
-    ],
+    [pytest.param(page, marks=[pytest.mark.slow] if name_of(page) in SLOW else []) for page in RUN_HERE],
     ids=name_of,
 )
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +212,8 @@ def test_links_resolve(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    titles = re.findall(
-        r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE), re.M
-    )
+    prose = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 

@@ -1,7 +1,5 @@
 """The method: the companion that trains heads beside a network, and the calibrated module at its end."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -527,10 +525,11 @@ def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
         several.finish()
 
 
-def test_flipped_views_are_averaged() -> None:
+@pytest.mark.parametrize("method", ["head", "temperature"])
+def test_flipped_views_are_averaged(method: str) -> None:
     net = small_net()
     data = some_data(300, 1)
-    model = calibrate(net, data, views=["flip"])
+    model = calibrate(net, data, method=method, views=["flip"])
     x = torch.randn(5, 1, 8, 8)
     net.eval()
     with torch.no_grad():

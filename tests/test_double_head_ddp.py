@@ -1,7 +1,5 @@
 """The method in two real processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every example and the notebook run, print what they should, and stay short."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -51,9 +49,7 @@ def numbers(text: str, name: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_example(path: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     out = run(path, tmp_path, monkeypatch, capsys)
     assert out.strip()
     if path.stem == "plain_loop":
@@ -105,9 +101,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, f"quickstart.ipynb, code cell {number}", "exec"), names)
         if isinstance(last, ast.Expr):
-            shown = eval(
-                compile(ast.Expression(last.value), f"quickstart.ipynb, code cell {number}", "eval"), names
-            )
+            code = compile(ast.Expression(last.value), f"quickstart.ipynb, code cell {number}", "eval")
+            shown = eval(code, names)
             assert getattr(shown, "_repr_html_", shown.__repr__)() if shown is not None else True
     pyplot.close("all")
     assert (tmp_path / "report.html").stat().st_size > 10_000
@@ -117,9 +112,8 @@ def test_the_notebook_was_executed_in_order() -> None:
     cells = code_cells()
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
-    assert not [
-        output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"
-    ]
+    assert "error" not in {output["output_type"] for output in outputs}
+    assert "stderr" not in {output.get("name") for output in outputs}
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert {"text/html", "image/png"} <= kinds
 

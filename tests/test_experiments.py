@@ -1,7 +1,5 @@
 """Committed results: what is stored, what is made from it, and that both agree."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The paper's tables as experiments have them, against its LaTeX."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

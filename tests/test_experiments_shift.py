@@ -1,7 +1,5 @@
 """The measurement of the shift guard, on a network that is made up."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

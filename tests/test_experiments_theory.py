@@ -1,7 +1,5 @@
 """What is published about the theorems agrees with the functions."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files as people have them: other layouts, encodings and formats give the predictions of a plain CSV."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -25,9 +23,7 @@ TEXTS = {
     "decimal commas, no header": "0;0,75;0,25\n1;0,125;0,875\n1;0,5;0,5\n",
     "spaces": "label, a, b\na, 0.75, 0.25\nb, 0.125, 0.875\nb, 0.5, 0.5\n",
     "no header": "0,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
-    "no header, label last": "0.75,0.25,a\n0.125,0.875,b\n0.5,0.5,b\n".replace(",a", ",0").replace(
-        ",b", ",1"
-    ),
+    "no header, label last": "0.75,0.25,0\n0.125,0.875,1\n0.5,0.5,1\n",
     "bars": "label|a|b\na|0.75|0.25\nb|0.125|0.875\nb|0.5|0.5\n",
     "ids": "row_id,gt,prob_a,prob_b\n7,a,0.75,0.25\n8,b,0.125,0.875\n9,b,0.5,0.5\n",
     "long": "id,label,class,prob\n"
@@ -216,9 +212,7 @@ def test_wide_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("1.0,1.0", "row 10 has 2004 values where the header has 2003"),
     ],
 )
-def test_wide_files_name_the_place(
-    cell: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_files_name_the_place(cell: str, message: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(formats, "WIDE_BLOCK", 1 << 15)
     lines = wide_lines(np.random.default_rng(0).normal(size=(12, 2000)).round(4), ["t"] * 12)
     cells = lines[10].split(",")

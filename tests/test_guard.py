@@ -1,7 +1,5 @@
 """What a guard learns from stages and logits, its factor and its alarm."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -145,9 +143,7 @@ def test_few_samples_and_many_distances_still_give_an_alarm() -> None:
 
     def stages(n: int, scale: float = 1.0) -> Tensor:
         values = scale * torch.randn(n, 18, 32, generator=generator)
-        values *= (
-            0.4 * torch.randn(n, 1, 1, generator=generator)
-        ).exp()  # samples differ, and layers in each
+        values *= (0.4 * torch.randn(n, 1, 1, generator=generator)).exp()  # samples differ, and layers
         return (values * (0.2 * torch.randn(n, 18, 1, generator=generator)).exp()).flatten(1)
 
     guard, none = Guard([32] * 18, window=16), torch.zeros(40, dtype=torch.int64)

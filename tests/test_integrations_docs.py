@@ -1,7 +1,5 @@
 """The code of the tutorials runs as it stands, block after block."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports: run by ONNX Runtime, torch.export and safetensors, against the model they came from."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle
@@ -63,9 +61,8 @@ def test_calibrated_export(tmp_path: Path) -> None:
     x = torch.rand(33, 1, 8, 8)
     with torch.no_grad():
         want = model(normalise(x)).exp()
-    path = model.export(
-        tmp_path / "out", x[:2], prepare=normalise, card="# A card\n", facts={"classes": ["a", "b"]}
-    )
+    about = {"card": "# A card\n", "facts": {"classes": ["a", "b"]}}
+    path = model.export(tmp_path / "out", x[:2], prepare=normalise, **about)
     check(run_onnx(path, input=x), want)
     assert sorted(file.name for file in path.parent.iterdir()) == ["README.md", "config.json", "model.onnx"]
     config = json.loads((path.parent / "config.json").read_text())
@@ -121,9 +118,7 @@ def test_pickles_and_native_code_are_refused(tmp_path: Path) -> None:
             for member in whole.namelist():
                 changed.writestr(member, whole.read(member))
             changed.writestr(name, pickle.dumps(Bomb()))
-        with pytest.raises(
-            ValueError, match="must hold tensors alone, got code to execute in .* it was not opened"
-        ):
+        with pytest.raises(ValueError, match="tensors alone, got code to execute in .* it was not opened"):
             load_program(bad)
     assert not (tmp_path / "exploded").exists()
 
@@ -140,12 +135,8 @@ def test_an_export_that_answers_differently_is_not_kept(tmp_path: Path) -> None:
             self.calls += 1
             return self.last(x) * self.calls
 
-    class Broken(nn.Module):
+    class Broken(Moody):
         """Gives nan in a program."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(x) * (math.nan if torch.compiler.is_compiling() else 1)
@@ -165,9 +156,7 @@ def test_an_export_that_answers_differently_is_not_kept(tmp_path: Path) -> None:
     for moody, to in programs:
         labels = (5 * moody(x)).softmax(1).multinomial(1)[:, 0]
         model = calibrate(moody, (x, labels))
-        with pytest.raises(
-            RuntimeError, match="does not give the same answers as the model: probs differ by up to"
-        ):
+        with pytest.raises(RuntimeError, match="the same answers as the model: probs differ by up to"):
             model.export(tmp_path / "out", x[:2], to)
         assert list((tmp_path / "out").iterdir()) == []
     with pytest.raises(ValueError, match="to must be one of onnx, torch-export, safetensors, got 'tflite'"):
@@ -206,9 +195,7 @@ def test_an_export_that_loses_its_guard_is_not_kept(tmp_path: Path, monkeypatch:
         return torch.ones_like(stages[:, :1]) if torch.compiler.is_compiling() else forward(stages, logits)
 
     monkeypatch.setattr(guard.guard, "forward", lost)
-    with pytest.raises(
-        RuntimeError, match=r"torch.export does not give the same answers .* by up to 0\.\d+$"
-    ):
+    with pytest.raises(RuntimeError, match=r"torch.export does not give the same answers .* up to 0\.\d+$"):
         export_model(guard, tmp_path, usual, to="torch-export")
     assert list(tmp_path.iterdir()) == []
 
@@ -221,9 +208,8 @@ def factors(guard: ShiftGuard) -> Tensor:
 def test_card_by_hand() -> None:
     probs = torch.tensor([[0.8, 0.2]] * 10)
     test = Predictions.from_probs(probs, torch.tensor([0] * 7 + [1] * 3))
-    card = model_card(
-        "tiny", dataset="coins", data="Ten coins.", method="Guessing.", test=test, classes=["a", "b"]
-    )
+    words = {"dataset": "coins", "data": "Ten coins.", "method": "Guessing."}
+    card = model_card("tiny", test=test, classes=["a", "b"], **words)
     data = require("huggingface_hub", extra="transformers").ModelCard(card).data.to_dict()
     assert (data["library_name"], data["pipeline_tag"]) == ("doublehead", "image-classification")
     found = {one["type"]: one["value"] for one in data["model-index"][0]["results"][0]["metrics"]}

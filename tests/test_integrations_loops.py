@@ -1,9 +1,8 @@
 """The plain loop under Accelerate, Fabric, skorch and fastai: the network stays bit-identical. Trackers get figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,9 +45,8 @@ Trained = tuple[nn.Module, DoubleHead | None]
 def under_accelerate(with_heads: bool, precision: str, accumulate: int) -> Trained:
     accelerate = require("accelerate", extra="transformers")
     accelerate.state.AcceleratorState._reset_state(True)  # another test of this process may have set it
-    accelerator = accelerate.Accelerator(
-        mixed_precision=precision, gradient_accumulation_steps=accumulate, cpu=True
-    )
+    how = {"mixed_precision": precision, "gradient_accumulation_steps": accumulate}
+    accelerator = accelerate.Accelerator(cpu=True, **how)
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(net, optimizer, batches(72, 1))
@@ -63,9 +61,8 @@ def under_accelerate(with_heads: bool, precision: str, accumulate: int) -> Train
 
 
 def under_fabric(with_heads: bool, precision: str, accumulate: int) -> Trained:
-    fabric = require("lightning.fabric", extra="lightning").Fabric(
-        accelerator="cpu", devices=1, precision=precision
-    )
+    make = require("lightning.fabric", extra="lightning").Fabric
+    fabric = make(accelerator="cpu", devices=1, precision=precision)
     net = network()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     double = DoubleHead(model, batches(240, 2), every=2, follow=optimizer) if with_heads else None
@@ -152,69 +149,38 @@ def curve() -> Reliability:
     return reliability(Predictions(logits, torch.multinomial(logits.softmax(1), 1)[:, 0]))
 
 
-class Recorder:
-    """Stands for a tracker's client; remembers what it was given."""
-
-    def __init__(self) -> None:
-        self.got: list[Any] = []
-
-
-class TensorBoard:  # the shapes of Lightning's loggers
-    def __init__(self) -> None:
-        self.experiment = self.client = Recorder()
-        self.client.add_figure = lambda *what: self.client.got.append(what)
-
-
-class MLflow:
-    def __init__(self) -> None:
-        self.run_id, self.experiment = "run-1", Recorder()
-        self.client = self.experiment
-        self.client.log_figure = lambda *what: self.client.got.append(what)
-
-
-class Wandb:
-    def __init__(self) -> None:
-        self.experiment = self.client = Recorder()
-
-    def log_image(self, key: str, images: list[Any]) -> None:
-        self.client.got.append((key, images))
-
-
 def test_each_tracker_gets_the_figure_its_own_way(curve: Reliability, tmp_path: Path) -> None:
-    tensorboard, mlflow, wandb = TensorBoard(), MLflow(), Wandb()
-    assert log_reliability([tensorboard, mlflow, wandb, object()], curve, "reliability", 7) == 3
-    (name, figure, step), *_ = tensorboard.client.got
+    """Trackers of the shapes of Lightning's loggers."""
+    got: dict[str, Any] = {}
+    tensorboard = SimpleNamespace(add_figure=lambda *what: got.update(tensorboard=what))
+    mlflow = SimpleNamespace(log_figure=lambda *what: got.update(mlflow=what))
+    loggers = [
+        SimpleNamespace(experiment=tensorboard),
+        SimpleNamespace(run_id="run-1", experiment=mlflow),
+        SimpleNamespace(experiment=object(), log_image=lambda key, images: got.update(wandb=(key, images))),
+    ]
+    assert log_reliability([*loggers, object()], curve, "reliability", 7) == 3
+    name, figure, step = got["tensorboard"]
     assert (name, step) == ("reliability", 7)
     assert figure.axes
-    assert mlflow.client.got == [("run-1", figure, "reliability/00000007.png")]
-    (key, (image,)), *_ = wandb.client.got
+    assert got["mlflow"] == ("run-1", figure, "reliability/00000007.png")
+    key, (image,) = got["wandb"]
     assert key == "reliability"
     assert image.ndim == 3
     assert image.std() > 0
     assert log_reliability([], curve, "reliability", 7) == 0
-
-    class Folder:
-        log_dir = str(tmp_path)
-
-    assert log_figure(Folder(), "val/reliability", figure, 3)
+    assert log_figure(SimpleNamespace(log_dir=str(tmp_path)), "val/reliability", figure, 3)
     assert (tmp_path / "val_reliability-00000003.png").stat().st_size > 1000
 
 
-class Args:
-    """The part of TrainingArguments that says where to report."""
-
-    def __init__(self, report_to: list[str], folder: Path) -> None:
-        self.report_to, self.output_dir = report_to, str(folder)
-
-
 def test_trackers_without_an_open_run_are_left_alone(tmp_path: Path) -> None:
-    assert for_transformers(Args([], tmp_path)) == []
-    assert for_transformers(Args(["wandb", "mlflow"], tmp_path)) == []  # neither has been imported
+    for names in ([], ["wandb", "mlflow"]):  # neither has been imported
+        assert for_transformers(SimpleNamespace(report_to=names, output_dir=str(tmp_path))) == []
 
 
 def test_real_tensorboard(curve: Reliability, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    (tracker,) = for_transformers(Args(["tensorboard"], tmp_path))
+    (tracker,) = for_transformers(SimpleNamespace(report_to=["tensorboard"], output_dir=str(tmp_path)))
     tracker.log_metrics({"eval_ece_calib": 0.01}, 5)
     assert log_reliability([tracker], curve, "reliability", 5) == 1
     assert list(tmp_path.rglob("events.out.tfevents.*"))

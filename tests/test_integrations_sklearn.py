@@ -1,7 +1,5 @@
 """The estimators under scikit-learn's own checks and tools."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 from typing import Any
@@ -90,9 +88,8 @@ def test_weights_count_in_the_networks_loss() -> None:
     weighted = DoubleHeadClassifier(**QUICK).fit(x, y, np.where(wrong, 0.0, 2.0))
     right = np.where(truth, "yes", "no")
     assert weighted.score(x, right) > 0.95 > plain.score(x, right)
-    assert (
-        weighted.predict_proba(x).max(1).mean() > plain.predict_proba(x).max(1).mean()
-    )  # not calibrated on them
+    sure = [model.predict_proba(x).max(1).mean() for model in (weighted, plain)]
+    assert sure[0] > sure[1]  # not calibrated on them
     balanced, alone = (
         DoubleHeadClassifier(class_weight=weight, **QUICK).fit(x, right)
         for weight in ("balanced", {"no": 1.0, "yes": 1e-6})
@@ -174,9 +171,8 @@ def test_scorer_in_cross_validation_and_grid_search() -> None:
         p = Predictions.from_probs(model.predict_proba(x[fold]), y[fold])
         by_hand.append(-float(metrics.ece(p)))
     np.testing.assert_allclose(scores, by_hand)
-    search = GridSearchCV(
-        RandomForestClassifier(20, random_state=0), {"max_depth": [1, 8]}, scoring=ece_scorer, cv=3
-    )
+    forest = RandomForestClassifier(20, random_state=0)
+    search = GridSearchCV(forest, {"max_depth": [1, 8]}, scoring=ece_scorer, cv=3)
     assert search.fit(x, y).best_score_ <= 0
 
 
@@ -189,10 +185,8 @@ def _folds(x: Any, y: Any) -> Any:
 
 def test_calibrators_in_pipelines() -> None:
     x, y = load_digits(return_X_y=True)
-    behind = make_pipeline(
-        StandardScaler(), CalibratedClassifier(GaussianNB(), Temperature(), random_state=0)
-    )
-    behind.fit(x[:1000], y[:1000])
+    calibrated = CalibratedClassifier(GaussianNB(), Temperature(), random_state=0)
+    behind = make_pipeline(StandardScaler(), calibrated).fit(x[:1000], y[:1000])
     raw = make_pipeline(StandardScaler(), GaussianNB()).fit(x[:1000], y[:1000])
     before, after = (Predictions.from_probs(m.predict_proba(x[1000:]), y[1000:]) for m in (raw, behind))
     assert metrics.nll(after) < metrics.nll(before) / 2  # naive Bayes is far too sure
@@ -203,9 +197,8 @@ def test_calibrators_in_pipelines() -> None:
     log_probs = np.log(np.clip(nb.predict_proba(scaled[rows[1]]), np.finfo(np.float64).tiny, None))
     want = Temperature().fit(Predictions(log_probs, y[rows[1]])).temperature_
     assert float(inner.calibrator_.temperature_) == pytest.approx(float(want))
-    around = CalibratedClassifier(make_pipeline(StandardScaler(), LinearSVC()), random_state=0).fit(
-        x[:500], y[:500]
-    )
+    inside = make_pipeline(StandardScaler(), LinearSVC())
+    around = CalibratedClassifier(inside, random_state=0).fit(x[:500], y[:500])
     assert isinstance(around.calibrator_, Head)
     np.testing.assert_allclose(around.predict_proba(x[:9]).sum(1), 1)
     binary = CalibratedClassifier(LinearSVC(), random_state=0).fit(x[:500], y[:500] > 4)
@@ -223,28 +216,19 @@ def test_hold_out_keeps_proportions_and_everything() -> None:
 
 
 def test_bad_use_is_named() -> None:
-    x, y = np.zeros((10, 2)), np.arange(10) % 2
-    with pytest.raises(ValueError, match="calibrate must be 'after' or 'beside', got 'never'"):
-        DoubleHeadClassifier(calibrate="never").fit(x, y)
-    with pytest.raises(ValueError, match="DoubleHeadClassifier needs at least 2 classes, got one class"):
-        DoubleHeadClassifier().fit(x, np.zeros(10))
-    with pytest.raises(
-        ValueError, match="calib_share must leave samples on both sides: it is 1.5 of n_samples = 10"
-    ):
-        DoubleHeadClassifier(calib_share=1.5).fit(x, y)
-    with pytest.raises(
-        ValueError, match=r"every class must have a sample left to train on, got none of \[\d\]"
-    ):
-        CalibratedClassifier(GaussianNB(), calib_share=0.5, random_state=3).fit(
-            np.random.default_rng(0).normal(size=(11, 2)), np.append(y, 2)
-        )
-
     class Mute(sklearn.base.BaseEstimator):
         def fit(self, x: Any, y: Any) -> Any:
             self.classes_ = np.unique(y)
             return self
 
-    with pytest.raises(
-        TypeError, match="estimator must have predict_proba or decision_function, Mute has neither"
+    y = np.arange(10) % 2
+    few = CalibratedClassifier(GaussianNB(), calib_share=0.5, random_state=3)
+    for model, labels, message in (
+        (DoubleHeadClassifier(calibrate="never"), y, "calibrate must be 'after' or 'beside', got 'never'"),
+        (DoubleHeadClassifier(), 0 * y, "DoubleHeadClassifier needs at least 2 classes, got one class"),
+        (DoubleHeadClassifier(calib_share=1.5), y, "on both sides: it is 1.5 of n_samples = 10"),
+        (few, np.append(y, 2), r"every class must have a sample left to train on, got none of \[\d\]"),
+        (CalibratedClassifier(Mute()), y, "predict_proba or decision_function, Mute has neither"),
     ):
-        CalibratedClassifier(Mute()).fit(x, y)
+        with pytest.raises((TypeError, ValueError), match=message):
+            model.fit(np.random.default_rng(0).normal(size=(len(labels), 2)), labels)

@@ -1,7 +1,5 @@
 """The Trainer callback: tiny models from configs, trained on real sentences and real images."""
 
-from __future__ import annotations
-
 import copy
 import json
 import tarfile
@@ -273,17 +271,17 @@ def test_an_attached_calibration_stays_float32_and_can_be_detached(
 
 
 def test_the_best_model_is_calibrated_with_the_heads_of_the_whole_training(
-    texts: Any, tokenizer: Any, tmp_path: Path, test_batch: Any, caplog: pytest.LogCaptureFixture
+    texts: Any, tokenizer: Any, tmp_path: Path, test_batch: Any, caplog: Any, request: Any
 ) -> None:
     caplog.set_level("INFO", "transformers.doublehead")
     hf.logging.enable_propagation()
+    request.addfinalizer(hf.logging.disable_propagation)
+    request.addfinalizer(hf.logging.set_verbosity_warning)
     best = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5,
             "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
             "log_level": "info"}  # fmt: skip
     callback = DoubleHeadTrainerCallback(texts["calib"], every=1)
     trainer = train(tiny_bert(), texts, tmp_path, tokenizer, callback, **best)
-    hf.logging.set_verbosity_warning()
-    hf.logging.disable_propagation()
     assert f"calibration: {callback.choice}" in caplog.text
     checkpoint = Path(trainer.state.best_model_checkpoint)
     assert checkpoint.name == "checkpoint-5"  # the worst, so not the last

@@ -1,7 +1,5 @@
 """The Trainer callback in two real processes, started by torchrun: this file is also what they run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from tiny_networks import assert_same
 
 hf = require("transformers", extra="transformers")
 pytestmark = pytest.mark.slow
+Ranks = list[dict[str, Any]]
 N_CALIB = 241  # enough for all stages of the calibration
 N_TEST = 41  # two processes and batches of 16: the last batches are filled up with samples seen before
 
@@ -57,9 +56,7 @@ class Recorded(DoubleHeadTrainerCallback):
         del self.drawn[n_drawn:]
 
 
-def train(
-    folder: Path, callback: Any, n_processes: int, checkpoint: Path | None = None, save: str = "no"
-) -> Any:
+def train(folder: Path, callback: Any, n_processes: int, checkpoint: Any = None, save: str = "no") -> Any:
     torch.manual_seed(3)
     config = hf.BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
@@ -70,13 +67,9 @@ def train(
         per_device_eval_batch_size=16, save_strategy=save, save_steps=10, report_to=[], use_cpu=True, disable_tqdm=True,
         dataloader_pin_memory=False, average_tokens_across_devices=False,
     )  # fmt: skip
-    trainer = hf.Trainer(
-        hf.BertForSequenceClassification(config),
-        args,
-        train_dataset=rows(160, 1),
-        eval_dataset=rows(N_TEST, 2),
-        callbacks=[callback] if callback else [],
-    )
+    sets = {"train_dataset": rows(160, 1), "eval_dataset": rows(N_TEST, 2)}
+    network, callbacks = hf.BertForSequenceClassification(config), [callback] if callback else []
+    trainer = hf.Trainer(network, args, **sets, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     return trainer
 
@@ -119,22 +112,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes, and before them one, have trained."""
     folder = tmp_path_factory.mktemp("trainer")
     train(folder / "one", DoubleHeadTrainerCallback(rows(N_CALIB, 3), every=3), 1, save="steps")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        __file__,
-    ]
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, timeout=200)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*start, __file__, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
+def ranks(folder: Path) -> Ranks:
     """What both processes ended with."""
     return [
         {**torch.load(folder / f"{rank}.pt", weights_only=True), **json.loads((folder / f"{rank}.json").read_text())}
@@ -142,9 +128,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def test_all_processes_end_with_the_same_model_and_the_network_does_not_notice(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_all_processes_end_with_the_same_model_and_the_network_does_not_notice(ranks: Ranks) -> None:
     first, second = (rank["states"] for rank in ranks)
     for name in first:
         assert_same(first[name], second[name])
@@ -156,12 +140,10 @@ def test_all_processes_end_with_the_same_model_and_the_network_does_not_notice(
 
 
 def test_each_process_draws_batches_of_its_own_and_the_heads_learn_from_all(
-    ranks: list[dict[str, Any]], tmp_path: Path
+    ranks: Ranks, tmp_path: Path
 ) -> None:
-    assert [len(rank["paper drawn"]) for rank in ranks] == [
-        7,
-        7,
-    ]  # one to look at, then 20 steps, every third
+    # One to look at, then 20 steps, every third.
+    assert [len(rank["paper drawn"]) for rank in ranks] == [7, 7]
     drawn = [rank["paper drawn"][1:] for rank in ranks]
     both = []
     for one, other in zip(*drawn):
@@ -184,7 +166,7 @@ def iter_again(batches: list[Any]) -> Any:
     return Loader()
 
 
-def test_every_test_sample_counts_once(folder: Path, ranks: list[dict[str, Any]]) -> None:
+def test_every_test_sample_counts_once(folder: Path, ranks: Ranks) -> None:
     model = load_calibrated(folder / "saved")
     test = rows(N_TEST, 2)
     with torch.no_grad():
@@ -203,9 +185,7 @@ def test_every_test_sample_counts_once(folder: Path, ranks: list[dict[str, Any]]
         assert rank["log"][-1]["eval_ece_calib"] == rank["evaluate"]["eval_ece_calib"]
 
 
-def test_one_file_holds_the_state_of_all_and_resuming_is_exact(
-    folder: Path, ranks: list[dict[str, Any]]
-) -> None:
+def test_one_file_holds_the_state_of_all_and_resuming_is_exact(folder: Path, ranks: Ranks) -> None:
     names = [file.name for file in (folder / "two/checkpoint-10").iterdir()]
     assert [name for name in names if "doublehead" in name] == ["doublehead.pt"]
     for rank in ranks:
@@ -216,12 +196,12 @@ def test_one_file_holds_the_state_of_all_and_resuming_is_exact(
         assert rank["resumed"][-3:] == late
 
 
-def test_more_processes_than_the_checkpoint_had(ranks: list[dict[str, Any]]) -> None:
+def test_more_processes_than_the_checkpoint_had(ranks: Ranks) -> None:
     """The new one takes over the steps, which must fall together, but draws batches of its own."""
     first, second = ranks
     assert first["joined calls"] == second["joined calls"] == 20
-    late = [(one, other) for one, other in zip(first["joined"][-3:], second["joined"][-3:])]
-    assert len(late) == 3  # steps 12, 15 and 18
+    late = list(zip(first["joined"][-3:], second["joined"][-3:], strict=True))  # steps 12, 15 and 18
+    assert len(late) == 3
     assert all(one != other for one, other in late)
 
 

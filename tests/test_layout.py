@@ -1,7 +1,5 @@
 """The order of the modules, and an import that asks for torch and numpy alone."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -59,17 +57,7 @@ LATE = {
     "calibrated": {"saving", "audit", "integrations"},
     "summary": {"stream"},
 }
-HEAVY = (
-    "matplotlib",
-    "pandas",
-    "sklearn",
-    "scipy",
-    "lightning",
-    "torchvision",
-    "torchmetrics",
-    "typer",
-    "transformers",
-)
+HEAVY = "matplotlib pandas sklearn scipy lightning torchvision torchmetrics typer transformers".split()  # noqa: SIM905
 
 
 def module_name(path: Path) -> str:
@@ -107,16 +95,9 @@ def top_level(tree: ast.Module) -> list[ast.stmt]:
     for statement in statements:
         if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
             continue
-        statements += [
-            s
-            for s in ast.iter_child_nodes(statement)
-            if isinstance(s, ast.stmt) and not is_function(statement)
-        ]
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            statements += [s for s in ast.iter_child_nodes(statement) if isinstance(s, ast.stmt)]
     return statements
-
-
-def is_function(node: ast.AST) -> bool:
-    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
 
 
 def part(module: str) -> str:
@@ -126,12 +107,11 @@ def part(module: str) -> str:
 def upward(module: str, source: str) -> list[str]:
     """The imports of a module that break the order."""
     broken = []
+    at_import = imports(source, only_at_import=True)
     for wanted in sorted(imports(source)):
         if wanted == "doublehead":
             broken.append(f"{module} imports a name from doublehead itself: name the module it is from")
-        elif part(wanted) in LATE.get(part(module), ()) and wanted not in imports(
-            source, only_at_import=True
-        ):
+        elif part(wanted) in LATE.get(part(module), ()) and wanted not in at_import:
             continue
         elif part(wanted) != part(module) and ORDER.index(part(wanted)) > ORDER.index(part(module)):
             broken.append(f"{module} imports {wanted}, which stands below it")
@@ -139,16 +119,13 @@ def upward(module: str, source: str) -> list[str]:
 
 
 def test_the_list_is_complete() -> None:
-    there = {
-        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert there - {"__init__"} == set(ORDER)
+    files = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert {path.stem for path in files} - {"__init__"} == set(ORDER)
 
 
 def test_imports_go_up() -> None:
-    broken = [
-        line for name, path in MODULES.items() if name != "doublehead" for line in upward(name, read(path))
-    ]
+    inner = {name: path for name, path in MODULES.items() if name != "doublehead"}
+    broken = [line for name, path in inner.items() for line in upward(name, read(path))]
     assert not broken, "\n".join(broken)
 
 
@@ -208,18 +185,17 @@ doublehead.calibrators.Temperature().fit(p).calibrate(p)
 """
 
 
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(code: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    return done
 
 
 def test_works_beside_torch_and_numpy_alone() -> None:
     hide = "sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Bare"
     gone = f"print(*(importlib.util.find_spec(name) for name in {HEAVY!r}))"
-    out = run(f"{BARE}\nimport torch, numpy\n{hide}\n{gone}\nimport doublehead\n{USE}")
+    out = run(f"{BARE}\nimport torch, numpy\n{hide}\n{gone}\nimport doublehead\n{USE}").stdout
     assert set(out.split()) == {"None"}
 
 
@@ -228,7 +204,7 @@ def test_import_stays_light() -> None:
         f"{BARE}\nimport torch, numpy\nbefore = set(sys.modules)\nimport doublehead\n"
         "print({n.split('.')[0] for n in set(sys.modules) - before} - allowed)\n"
         f"print(sorted(set(sys.modules) & set({HEAVY!r})))"
-    )
+    ).stdout
     assert out.split("\n")[:2] == ["set()", "[]"]
 
 
@@ -242,11 +218,7 @@ def test_ci_runs_the_oldest_and_the_newest_python_that_the_package_names() -> No
 
 
 def test_the_command_names_its_extra_in_one_line() -> None:
-    code = (
-        "import runpy, sys; sys.modules['typer'] = None; runpy.run_module('doublehead', run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    start = "import runpy, sys; sys.modules['typer'] = None; "
+    done = run(f"{start}runpy.run_module('doublehead', run_name='__main__')", status=2)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
     assert "'doublehead[cli]'" in done.stderr

@@ -1,7 +1,5 @@
 """Answers of language models: log-probabilities of the likeliest tokens, in arrays, records and files."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -77,14 +75,8 @@ def questions(n: int, k: int, seed: int) -> list[dict[str, Any]]:
     labels = [int(rng.choice(k, p=row)) for row in probs]
     said = 3 * truth
     logs = said - np.log(np.exp(said).sum(1, keepdims=True))
-    return [
-        {
-            "label": names[y],
-            "options": names,
-            "top_logprobs": {names[i]: row[i] for i in np.argsort(-row)[:10]},
-        }
-        for y, row in zip(labels, logs)
-    ]
+    tops = [{names[i]: row[i] for i in np.argsort(-row)[:10]} for row in logs]
+    return [{"label": names[y], "options": names, "top_logprobs": top} for y, top in zip(labels, tops)]
 
 
 @pytest.mark.parametrize("k", [2, 4, 50])
@@ -161,9 +153,8 @@ def test_a_causal_model_and_its_next_tokens() -> None:
     assert after.shape == (400, 4)
     nlls = [metrics.nll(Predictions(out, answers[500:])) for out in (before, after)]
     assert nlls[1] < nlls[0]
-    whole = dh.calibrate(
-        net, (ids[200:500], answers[200:500]), logits_of=lambda out: out.logits[:, -1], method="temperature"
-    )
+    data = ids[200:500], answers[200:500]
+    whole = dh.calibrate(net, data, logits_of=lambda out: out.logits[:, -1], method="temperature")
     assert whole(ids[:3]).logits.shape == (3, 40)
     with pytest.raises(ValueError, match=r"got its inputs: .* labels\[:, 1:\]"):
         dh.calibrate(net, [{"input_ids": ids, "labels": ids}])

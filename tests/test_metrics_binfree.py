@@ -1,7 +1,5 @@
 """Bin-free errors against direct sums over samples or pairs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

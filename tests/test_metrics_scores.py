@@ -1,7 +1,5 @@
 """Proper scores: by hand, against scikit-learn, and the parts of the Brier score."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -19,9 +17,8 @@ from doublehead.system import require
 def p() -> Predictions:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(400, 7, generator=generator, dtype=torch.float64) * 2
-    labels = torch.where(
-        torch.rand(400, generator=generator) < 0.6, logits.argmax(1), torch.randint(7, (400,))
-    )
+    right = torch.rand(400, generator=generator) < 0.6
+    labels = torch.where(right, logits.argmax(1), torch.randint(7, (400,), generator=generator))
     return Predictions(logits, labels)
 
 

@@ -1,7 +1,5 @@
 """Abstaining: the curve by hand, the bound against scipy, the guarantee by simulation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -20,9 +18,8 @@ def test_curve_by_hand():
 
 def test_aurc_by_hand_and_against_slow():
     # the two at 0.9 in the mean over both orders: 0.5 and 0.5; then 1/3, then 2/4
-    assert metrics.aurc(binary([0.9, 0.9, 0.7, 0.6], [1, 0, 1, 0])) == pytest.approx(
-        (0.5 + 0.5 + 1 / 3 + 0.5) / 4
-    )
+    found = metrics.aurc(binary([0.9, 0.9, 0.7, 0.6], [1, 0, 1, 0]))
+    assert found == pytest.approx((0.5 + 0.5 + 1 / 3 + 0.5) / 4)
     rng = np.random.default_rng(0)
     confidence = rng.uniform(0.5, 1, 500)
     correct = rng.random(500) < confidence
@@ -136,10 +133,7 @@ def test_it_says_so_when_there_is_none():
     choice = metrics.choose_threshold(p)
     assert choice.threshold is None
     assert (choice.coverage, choice.n_accepted) == (0.0, 0)
-    assert (
-        "No confidence threshold guarantees an error of at most 1 % with 95 % confidence on these 200"
-        in str(choice)
-    )
+    assert "an error of at most 1 % with 95 % confidence on these 200" in str(choice)
     assert 0.2 < choice.bound <= 1
     again = metrics.choose_threshold(p, max_error=choice.bound + 1e-6)
     assert again.threshold is not None

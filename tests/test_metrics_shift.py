@@ -1,7 +1,5 @@
 """Shift detection: by hand, against all pairs, against scikit-learn."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

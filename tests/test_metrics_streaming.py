@@ -1,7 +1,5 @@
 """The torchmetrics.Metric: the same bits over batches and over processes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -24,10 +22,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.randint(0, SHAPE[1], (SHAPE[0],), generator=generator)
 
 
-CASES = [
-    ("top", "ece", None),
-    ("top", "mce", None),
-    ("top", "ece2", None),
+CASES = [("top", norm, None) for norm in ("ece", "mce", "ece2")] + [
     ("all", "ece", 6),
     ("classwise", "ece", 6),
 ]
@@ -41,8 +36,11 @@ def test_batches_give_the_value_of_the_whole(components, norm, n_classes, size):
     for batch in zip(logits.split(size)[:200], labels.split(size)[:200]):
         metric.update(*batch)
     p = Predictions(logits, labels)[: 200 * size]
-    want = metrics.ece(p, components=components) if norm == "ece" else getattr(metrics, norm)(p)
-    assert float(metric.compute()) == want
+    assert float(metric.compute()) == value(p, components, norm)
+
+
+def value(p: Predictions, components: str, norm: str) -> float:
+    return metrics.ece(p, components=components) if norm == "ece" else getattr(metrics, norm)(p)
 
 
 def test_forward_returns_the_batch_and_keeps_the_sum():
@@ -118,10 +116,7 @@ def _work(rank: int, folder: Path) -> None:
 def test_two_processes_give_the_same_bits(tmp_path):
     in_two_processes(_work, tmp_path)
     p = Predictions(*data())
-    want = [
-        metrics.ece(p, components=components) if norm == "ece" else getattr(metrics, norm)(p)
-        for components, norm, _ in CASES
-    ]
+    want = [value(p, components, norm) for components, norm, _ in CASES]
     for rank in (0, 1):
         saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert saved["values"].tolist() == want

@@ -1,7 +1,5 @@
 """Floor, test and bootstrap: against direct draws, and their promises by simulation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -124,9 +122,8 @@ def test_bootstrap_intervals_cover():
         confidence = rng.uniform(0.5, 1, 300)
         return confidence, rng.random(300) < confidence - 0.1
 
-    truth = np.mean(
-        [slow_ece(confidence, correct[None])[0] for confidence, correct in (draw() for _ in range(1500))]
-    )
+    drawn = (draw() for _ in range(1500))
+    truth = np.mean([slow_ece(confidence, correct[None])[0] for confidence, correct in drawn])
     hits = 0
     for seed in range(100):
         _, low, high = metrics.bootstrap(binary(*draw()), level=0.9, n_draws=150, seed=seed)["ece"]

@@ -1,7 +1,5 @@
 """The image networks: shapes, gradients, memory formats, half precision, compilation, saved weights."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib.util
@@ -88,9 +86,8 @@ def test_plain_stem_is_torchvision_itself(name):
     network = make(name, input="224x224")
     torch.manual_seed(0)
     options = {"zero_init_residual": True} if name.startswith("resnet") else {}
-    peer = require("torchvision.models", extra="models").get_model(
-        name, weights=None, num_classes=7, **options
-    )
+    get_model = require("torchvision.models", extra="models").get_model
+    peer = get_model(name, weights=None, num_classes=7, **options)
     assert str(network) == str(peer)
     ours, theirs = network.state_dict(), peer.state_dict()
     assert ours.keys() == theirs.keys()
@@ -170,9 +167,8 @@ def test_published_weights_are_checked_and_never_unpickled(tmp_path, monkeypatch
         digest = hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()[:8]
         return (tmp_path / "file").rename(tmp_path / f"net-{digest}.pth").as_uri()
 
-    state = networks._download(
-        served({"block.denselayer1.norm.1.weight": torch.ones(2), "fc.bias": torch.zeros(1)})
-    )
+    content = {"block.denselayer1.norm.1.weight": torch.ones(2), "fc.bias": torch.zeros(1)}
+    state = networks._download(served(content))
     assert sorted(state) == ["block.denselayer1.norm1.weight", "fc.bias"]
     with pytest.raises(Exception, match="Weights only load failed"):
         networks._download(served({"fc.bias": SmallCNN(3)}))

@@ -1,7 +1,5 @@
 """build: names, options, inputs, and the parameter counts that other people have published."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

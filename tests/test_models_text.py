@@ -1,7 +1,5 @@
 """TextCNN, the global-pooling CNN, TreeLSTM and MiniLM: by hand, against plain loops, independent of the batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Plots: what is drawn are the numbers given, on the axes given, and nothing global changes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,15 +37,12 @@ DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_draws_on_the_axes_given_and_returns_them(name: str, p: Predictions) -> None:
-    ax = Figure().add_subplot()
+def test_draws_on_the_axes_given_and_touches_nothing_global(
+    name: str, p: Predictions, tmp_path: Path
+) -> None:
+    before, ax = dict(matplotlib.rcParams), Figure().add_subplot()
     assert DRAWINGS[name](p, ax) is ax
     assert ax.has_data()
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_touches_nothing_global_and_can_be_saved(name: str, p: Predictions, tmp_path: Path) -> None:
-    before = dict(matplotlib.rcParams)
     ax = DRAWINGS[name](p, None)
     path = plots.save(ax, tmp_path / "new" / "picture.png", dpi=40)
     assert path.read_bytes()[:4] == b"\x89PNG"

@@ -1,7 +1,5 @@
 """Predictions: what goes in comes out, and bad input is named."""
 
-from __future__ import annotations
-
 import zipfile
 
 import numpy as np

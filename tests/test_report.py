@@ -1,7 +1,5 @@
 """The report as text: its numbers, its sentences, what it embeds and what it must never let through."""
 
-from __future__ import annotations
-
 import base64
 import doctest
 import hashlib

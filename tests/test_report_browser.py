@@ -1,7 +1,5 @@
 """The report in a real browser: what a reader sees, moves and hears, and that nothing leaves the page."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

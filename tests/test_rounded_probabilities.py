@@ -1,12 +1,11 @@
 """Probabilities as files have them: rounded, in half precision, with exact zeros and ones. Real logits throughout."""
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,14 +49,11 @@ def real() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", CALIBRATORS)
-def test_a_calibrator_repairs_what_files_hold(
-    method: str, form: str, real: tuple[tuple[Tensor, Tensor], ...]
-) -> None:
+def test_a_calibrator_repairs_what_files_hold(method: str, form: str, real: Any) -> None:
     calib, test = (Predictions.from_probs(FORMS[form](x), y, tolerance=0.05) for x, y in real)
     if CALIBRATORS[method].binary_only:
-        calib, test = (
-            Predictions.from_probs(_one_class(p.probs), (p.labels == 3).long()) for p in (calib, test)
-        )
+        pairs = ((_one_class(p.probs), (p.labels == 3).long()) for p in (calib, test))
+        calib, test = (Predictions.from_probs(*pair) for pair in pairs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a fit did not converge
         after = make(method).fit(calib).calibrate(test)
@@ -100,10 +96,9 @@ def test_zeros_stand_for_less_than_the_smallest_entry_of_any_type(dtype):
 
 def test_labels_of_probability_zero_are_told_and_do_not_depend_on_chunks() -> None:
     p = Predictions.from_probs([[0.9, 0.1, 0.0]] * 9 + [[0.999, 0.001, 0.0]], [0] * 8 + [2, 0])
-    parts = Tally.of(Predictions.from_probs(p.probs[:4], p.labels[:4])) + Tally.of(
-        Predictions.from_probs(p.probs[4:], p.labels[4:])
-    )
-    summary = parts.summary()
+    rows = slice(4), slice(4, None)
+    first, second = (Tally.of(Predictions.from_probs(p.probs[some], p.labels[some])) for some in rows)
+    summary = (first + second).summary()
     assert summary.metrics["nll"].estimate == pytest.approx(metrics.nll(p))
     assert summary.to_dict() == Tally.of(p).summary().to_dict()
     assert summary.n_zero_labels == 1

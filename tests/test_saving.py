@@ -1,7 +1,5 @@
 """What a calibrated network keeps when it is saved, copied, moved, pickled and compiled."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
@@ -12,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calibrated_models import KINDS, N_CLASSES, data, guarded, make, network, with_stages
-from doublehead import PAPER, DoubleHead, Predictions, ShiftGuard, calibrate, calibrators, load
+from calibrated_models import KINDS, N_CLASSES, data, make, network, with_stages
+from doublehead import PAPER, DoubleHead, Predictions, calibrate, calibrators, load
 from doublehead.calibrators import Head, NotFitted, Temperature
-from doublehead.saving import describe, rebuild, save
+from doublehead.saving import describe, save
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -100,11 +98,6 @@ def test_a_compiled_network_is_saved_under_its_own_names(heads: Any, tmp_path: P
     model = double.finish()
     assert torch.equal(log_probs(load(model.save(tmp_path), network())), log_probs(model))
     assert torch.equal(log_probs(copy.deepcopy(model)), log_probs(model))
-
-
-def test_views_with_any_method() -> None:
-    model = calibrate(network(), data(), method="temperature", views=["flip"])
-    torch.testing.assert_close(log_probs(model).exp().sum(1), torch.ones(20))
 
 
 def test_the_calibration_stays_wide_in_a_half_model() -> None:
@@ -203,11 +196,3 @@ def test_logits_of_is_given_again(tmp_path: Path) -> None:
         load(tmp_path, Pair())
     again = load(tmp_path, Pair(), logits_of=lambda output: output[1])
     assert torch.equal(log_probs(again), log_probs(model))
-
-
-def test_a_guard_round_a_network_alone(tmp_path: Path) -> None:
-    guard = guarded(network())
-    again = load(save(guard, tmp_path), network())
-    assert isinstance(again, ShiftGuard)
-    assert torch.equal(log_probs(again), log_probs(guard))
-    assert isinstance(rebuild(network(), describe(guard)), ShiftGuard)

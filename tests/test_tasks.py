@@ -1,7 +1,5 @@
 """Kinds of classifiers, on real data: every one goes through the same rows of logits and labels."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache, partial
@@ -58,9 +56,7 @@ def train(net: nn.Module, x: Tensor, y: Tensor, steps: int = 150, double: Any = 
 
 @pytest.mark.parametrize("squeeze", [False, True])
 @pytest.mark.parametrize("kind", [torch.int64, torch.float32])
-def test_one_logit_is_calibrated_and_keeps_its_shape(
-    squeeze: bool, kind: torch.dtype, tmp_path: Path
-) -> None:
+def test_one_logit_is_calibrated_and_keeps_its_shape(squeeze: bool, kind: Any, tmp_path: Path) -> None:
     x, y = tumours()
     net = OneLogit(squeeze)
     double = dh.DoubleHead(net, (x[150:350], y[150:350].to(kind)))

@@ -1,7 +1,5 @@
 """The table of several methods: its rows, its runs, and what is not trained again."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,9 +52,7 @@ def test_numbers_are_those_of_the_saved_predictions(made: tuple[Path, list[dict[
     assert row["nll"] == pytest.approx(float(metrics.nll(fitted.calibrate(test))), rel=1e-3)
 
 
-def test_what_is_there_is_found(
-    made: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_is_found(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, rows = made
     monkeypatch.setattr(loop, "make_fabric", lambda *_, **__: pytest.fail("trained again"))
     again = compare(small(**BASE), ["auto", "brier"], folder, fashion())
@@ -67,25 +63,17 @@ def test_other_methods_into_the_same_folder(made: tuple[Path, list[dict[str, Any
     kept, rows = made
     folder = Path(shutil.copytree(kept, tmp_path / "runs"))
     (folder / "fashion-tiny_networks-mlp-cross_entropy-e1-s0-000000").mkdir()  # not a run
-    told: list[tuple[list[str], int, int]] = []
-    more = compare(
-        small(**BASE),
-        ["cross-entropy", "sample-temperature"],
-        folder,
-        fashion(),
-        accelerator="cpu",
-        started=lambda config, names, number, n_runs: told.append((names, number, n_runs)),
-    )
-    assert told == [(["cross-entropy", "sample-temperature"], 0, 1)]
-    assert [row["method"] for row in more] == [
-        *("Cross entropy", "Cross entropy + temperature", "Sample temperature head")
-    ]
+    told, names = [], ["cross-entropy", "sample-temperature"]
+    how = {"accelerator": "cpu", "started": lambda config, *rest: told.append(rest)}
+    more = compare(small(**BASE), names, folder, fashion(), **how)
+    assert told == [(names, 0, 1)]
+    titles = ["Cross entropy", "Cross entropy + temperature", "Sample temperature head"]
+    assert [row["method"] for row in more] == titles
     same = {key: value for key, value in more[0].items() if key != "predictions"}
     assert same == {key: value for key, value in rows[3].items() if key != "predictions"}  # the same network
-    run_of = [
-        Path(row["predictions"]).relative_to(at).parts[0] for row, at in ((more[0], folder), (rows[3], kept))
-    ]
-    assert run_of[0] != run_of[1]
+    places = ((more[0], folder), (rows[3], kept))
+    runs = [Path(row["predictions"]).relative_to(at).parts[0] for row, at in places]
+    assert runs[0] != runs[1]
 
 
 def test_a_run_with_more_guards_contains_one_with_fewer() -> None:

@@ -1,7 +1,5 @@
 """Two real processes give what one gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -54,15 +52,9 @@ def test_two_processes_are_as_good_as_one(tmp_path: Path, monkeypatch: pytest.Mo
     script = Path(sys.executable).with_name("doublehead")
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     alone = {key: value for key, value in os.environ.items() if key not in ranks}
-    done = subprocess.run(
-        [script, *COMMAND, "--devices", "2", "-o", tmp_path / "two"],
-        cwd=TESTS,
-        env={**alone, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    how = {"cwd": TESTS, "env": {**alone, "OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
+    command = [script, *COMMAND, "--devices", "2", "-o", tmp_path / "two"]
+    done = subprocess.run(command, check=False, timeout=300, **how)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)  # one table: the second process is silent
     from doublehead.cli import app

@@ -1,7 +1,5 @@
 """Texts, trees and image files train like images in memory; what does not fit together says so."""
 
-from __future__ import annotations
-
 import csv
 import random
 from dataclasses import replace
@@ -73,17 +71,17 @@ def go(config: Config, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def words(**settings: Any) -> Config:
-    usual = {
+    steps = {
         "epochs": 1,
         "optimizer": "adam",
         "lr": 0.003,
-        "embeddings": "random:16",
         "batch_size": 20,
+        "calib_batch_size": 20,
         "every": 2,
-        "warmup": 0.0,
     }
     heads = {"a": HeadSpec(), "b": HeadSpec(kind="mlp", reads="logits")}
-    return Config(**{**usual, "calib_batch_size": 20, "heads": heads, "auto": True, **settings})
+    usual = {"embeddings": "random:16", "warmup": 0.0, "heads": heads, "auto": True}
+    return Config(**{**steps, **usual, **settings})
 
 
 @pytest.mark.parametrize("model", ["gp_cnn", "textcnn"])
@@ -121,9 +119,8 @@ def test_trees_are_learned_by_phrase_or_by_sentence(model: str, trees: Path) -> 
     sizes = {}
     for phrases in (True, False):
         inputs = load_inputs(words(data="sst-fine", model=model, phrases=phrases), CPU, splits, None)
-        sizes[phrases] = (
-            sum(len(y) for _, y in inputs.train),
-            sum(len(y) for _, y in inputs.whole(splits.train)),
+        sizes[phrases] = tuple(
+            sum(len(y) for _, y in part) for part in (inputs.train, inputs.whole(splits.train))
         )
     every = len(splits.train.phrases()) if model == "gp_cnn" else sum(map(len, splits.train.trees))
     assert sizes == {True: (every - every % 20 if model == "gp_cnn" else every, 60), False: (60, 60)}
@@ -144,10 +141,8 @@ def test_folds_of_trees_follow_their_words_and_structure() -> None:
     other_labels = parse_tree(shapes[0].replace("(3 ", "(0 ")).index(lookup)
     again = TreeBatch.of([trees[3], other_labels, trees[1]])
     assert torch.equal(again.sample_keys(), keys[[3, 0, 1]])  # whatever the batch and the labels
-    words = [
-        parse_tree(f"(1 (2 a) (2 {i}))").index(lambda word: int(word) if word != "a" else 2)
-        for i in range(500)
-    ]
+    number = lambda word: int(word) if word != "a" else 2  # noqa: E731
+    words = [parse_tree(f"(1 (2 a) (2 {i}))").index(number) for i in range(500)]
     folds = fold_of(unpack((TreeBatch.of(words), torch.zeros(500, dtype=torch.long)), CPU))
     assert (folds.bincount(minlength=5) > 60).all()  # about a hundred in each
 
@@ -214,20 +209,11 @@ def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"model": "small_cnn"},
-            "model must read words or pieces for table:.*, got small_cnn, which reads images",
-        ),
-        (
-            {"model": "tree_lstm"},
-            "model must read words or pieces for table:.*, got tree_lstm, which reads trees",
-        ),
+        ({"model": "small_cnn"}, "words or pieces for table:.*, got small_cnn, which reads images"),
+        ({"model": "tree_lstm"}, "words or pieces for table:.*, got tree_lstm, which reads trees"),
         ({"mixup": 0.2}, "mixup is for images, table:.* holds words"),
         ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
-        (
-            {"auto": True, "guards": ("shifts",)},
-            "guards, and so the method guarded, are for images, table:.* holds words",
-        ),
+        ({"auto": True, "guards": ("shifts",)}, "guarded, are for images, table:.* holds words"),
         ({"shift": ("gaussian_noise:1",)}, "shift must name a data set for words, got 'gaussian_noise:1'"),
         ({"embeddings": "random:few"}, "embeddings must be glove, a file or random:SIZE, got 'random:few'"),
     ],

@@ -1,7 +1,5 @@
 """kill -9 at any moment, then the same command: the run ends as if nothing had happened, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -68,14 +66,9 @@ for line in sys.stdin:
 
 class Nursery:
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=TESTS,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": TESTS}
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([sys.executable, "-c", NURSERY], env=env, **how)
         assert self.read() == "ready"
 
     def read(self) -> str:
@@ -133,9 +126,8 @@ def test_killed_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
         statuses.append(nursery.run([*COMMAND, "-o", str(killed)], now))
     assert statuses.count(signal.SIGKILL) >= 5
     script = Path(sys.executable).with_name("doublehead")  # the command as a user has it
-    done = subprocess.run(
-        [script, *COMMAND, "-o", killed], cwd=TESTS, capture_output=True, text=True, check=False
-    )
+    command = [script, *COMMAND, "-o", killed]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) == 2 + 1 + 1 + 1 + 2  # cross entropy and mixup also after temperature
     assert_same(calm, killed)
@@ -190,9 +182,8 @@ def test_goes_on_after_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
 def test_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     config = small(epochs=3)
     stop_after(config, tmp_path / "run", epochs=1)
-    four = Splits(
-        "four", *(part_of(getattr(fashion(), s)) for s in ("train", "calib", "test")), tuple("abcd")
-    )
+    parts = (part_of(getattr(fashion(), name)) for name in ("train", "calib", "test"))
+    four = Splits("four", *parts, tuple("abcd"))
     with pytest.raises(RunError, match="does not fit this version or this data"):
         run(config, tmp_path / "run", splits=four)
 

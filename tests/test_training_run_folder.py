@@ -1,7 +1,5 @@
 """The run folder: locks, files that appear whole or not at all, and a disk that is full."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -73,9 +71,7 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.begin(Config(epochs=3))
     folder.begin(Config(epochs=3, workers=4))
-    with pytest.raises(
-        RunError, match=r"holds a run with other settings \(epochs, lr\): choose another folder"
-    ):
+    with pytest.raises(RunError, match=r"a run with other settings \(epochs, lr\): choose another folder"):
         folder.begin(Config(epochs=4, lr=0.1, workers=4))
     assert folder.config == Config(epochs=3)
     (tmp_path / "config.json").write_text('{"epochs": 3')

@@ -1,7 +1,5 @@
 """Sample weights and soft labels: a weight of 2 is a sample twice, a soft label its classes by their share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -238,9 +236,8 @@ def test_a_report_takes_weights(tmp_path: Path) -> None:
     pages = []
     for name, p, sizes in (("a", weighted, weighted.weights), ("b", repeated, torch.ones(len(repeated)))):
         both = p, p.with_logits(p.logits / 2)
-        files = {
-            str(i): f"logits:{written(tmp_path / f'{name}{i}.csv', one, sizes)}" for i, one in enumerate(both)
-        }
+        written_files = [written(tmp_path / f"{name}{i}.csv", one, sizes) for i, one in enumerate(both)]
+        files = {str(i): f"logits:{file}" for i, file in enumerate(written_files)}
         page = dh.report(files, tmp_path / "page.html", weights="size").read_text()
         pages.append(json.loads(page.split('id="data">')[1].split("</script>")[0]))
     one, other = pages

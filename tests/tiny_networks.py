@@ -1,7 +1,5 @@
 """Networks small enough for tests, named as `tiny_networks:mlp` by commands that run in this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the tests of training share: a little real data, small settings, and readers of run folders."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

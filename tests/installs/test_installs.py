@@ -3,8 +3,6 @@
 Each set of extras gets an environment of its own. All of them start as copies of one that holds torch and numpy.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -14,6 +12,7 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,16 +50,14 @@ class Environment:
 
     def run(self, program: str, *arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         command = [str(self.bin / program), *map(str, arguments)]
-        done = subprocess.run(
-            command, cwd=self.work, env=ENVIRON, check=False, capture_output=True, text=True, timeout=500
-        )
+        how = {"cwd": self.work, "env": ENVIRON, "capture_output": True, "text": True, "timeout": 500}
+        done = subprocess.run(command, check=False, **how)
         assert done.returncode == code, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done
 
     def install(self, *what: str) -> None:
-        self.run(
-            "python", "-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", *what
-        )
+        pip = ("python", "-m", "pip", "install", "-q", "--no-compile")
+        self.run(*pip, "-c", ROOT / "constraints.txt", *what)
 
     def doublehead(self, *arguments: str | Path) -> str:
         return self.run("doublehead", *arguments).stdout
@@ -70,9 +67,8 @@ class Environment:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the source distribution and of the wheel that is built from it."""
     out = tmp_path_factory.mktemp("dist")
-    subprocess.run(
-        [sys.executable, "-m", "build", "--outdir", out, ROOT], check=True, stdout=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-m", "build", "--outdir", out, ROOT]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return out
 
 
@@ -122,9 +118,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, work: Path) -> Path:
 def environment(base: Path, work: Path, wheel: Path, extra: str) -> Environment:
     """A new environment with the wheel and one extra; "" for none."""
     path = base.parent / (extra or "bare")
-    shutil.copytree(
-        base, path, symlinks=True, copy_function=os.link
-    )  # a hard link for each file: quick and small
+    shutil.copytree(base, path, symlinks=True, copy_function=os.link)  # hard links: quick and small
     made = Environment(path, work)
     made.install(f"{wheel}[{extra}]" if extra else str(wheel))
     made.run("python", "-m", "pip", "check")
@@ -145,9 +139,8 @@ def check_help(made: Environment) -> None:
 def check_audit(made: Environment) -> None:
     """A file of predictions is judged and repaired."""
     before = json.loads(made.doublehead("evaluate", "test.csv", "--logits", "--json"))
-    made.doublehead(
-        "calibrate", "--fit", "val.csv", "--apply", "test.csv", "--logits", "-o", "repaired.csv", "--force"
-    )
+    files = ("--fit", "val.csv", "--apply", "test.csv", "-o", "repaired.csv")
+    made.doublehead("calibrate", *files, "--logits", "--force")
     after = json.loads(made.doublehead("evaluate", "repaired.csv", "--probs", "--json"))
     assert after["n"] == before["n"]
     assert after["metrics"]["nll"]["value"] < before["metrics"]["nll"]["value"]
@@ -178,16 +171,13 @@ def test_cli(base: Path, work: Path, wheel: Path) -> None:
         assert made.run("doublehead", *command, code=2).stderr.count("pip install 'doublehead[") == 1, command
 
 
-def test_audit(base: Path, work: Path, wheel: Path) -> None:
-    made = environment(base, work, wheel, "audit")
+@pytest.mark.parametrize(("extra", "check"), [("audit", check_audit), ("report", check_report)])
+def test_one_extra(
+    extra: str, check: Callable[[Environment], None], base: Path, work: Path, wheel: Path
+) -> None:
+    made = environment(base, work, wheel, extra)
     check_help(made)
-    check_audit(made)
-
-
-def test_report(base: Path, work: Path, wheel: Path) -> None:
-    made = environment(base, work, wheel, "report")
-    check_help(made)
-    check_report(made)
+    check(made)
 
 
 def test_all_and_the_tests_of_the_source_distribution(
@@ -199,9 +189,8 @@ def test_all_and_the_tests_of_the_source_distribution(
     check_report(made)
     small = ["epochs=1", "n_train=256", "n_calib=256", "n_test=256"]
     settings = [part for setting in small for part in ("--set", setting)]
-    (row,) = json.loads(
-        made.doublehead("train", "--data", "fashion", "--accelerator", "cpu", *settings, "--json")
-    )
+    trained = made.doublehead("train", "--data", "fashion", "--accelerator", "cpu", *settings, "--json")
+    (row,) = json.loads(trained)
     assert 0 <= row["ece"] <= 1
     made.install("pytest")
     core = [f"tests/test_{name}.py" for name in CORE.split()]
@@ -215,9 +204,8 @@ def test_what_is_distributed(wheel: Path, unpacked: Path) -> None:
     assert {"doublehead/py.typed", "doublehead/__main__.py"} <= set(names)
     for name in ("tests/conftest.py", "examples", "docs/index.md", "LICENSE", "constraints.txt"):
         assert (unpacked / name).exists(), name
-    sizes = {
-        path.relative_to(unpacked): path.stat().st_size for path in unpacked.rglob("*") if path.is_file()
-    }
+    files = [path for path in unpacked.rglob("*") if path.is_file()]
+    sizes = {path.relative_to(unpacked): path.stat().st_size for path in files}
     big = {str(path) for path, size in sizes.items() if size > 500_000}
     assert big == {str(Path("src/doublehead/data/assets/fashion_mnist_subset.npz"))}
     assert not any("results" in path.parts for path in sizes)
