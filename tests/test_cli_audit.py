@@ -359,7 +359,7 @@ def test_the_tutorial_runs(shared: Path, tmp_path: Path, monkeypatch: Any) -> No
             elif "$ doublehead evaluate" in block and line.strip() not in ("", "..."):  # nothing fitted
                 printed = re.sub(r"\s+", " ", result.output)
                 assert re.sub(r"\s+", " ", line.strip()) in printed
-            elif name := re.match(r"accuracy|ECE \(15 bins\)|ECE floor|NLL", line):  # fitted
+            elif name := re.match(r"(accuracy|ECE \(15 bins\)|ECE floor|NLL)  ", line):  # fitted
                 (printed,) = [other for other in result.output.splitlines() if other.startswith(name[0])]
                 shown, found = (list(map(float, re.findall(r"\d+\.\d+", one))) for one in (line, printed))
                 assert found == pytest.approx(shown, rel=0.02)
