@@ -4,6 +4,8 @@ import copy
 import math
 import random
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,25 @@ def test_resume_is_exact(loader: str, heads: Any, tmp_path: Path) -> None:
     assert_same(double.bank.state_dict(), again.bank.state_dict())
     velocities = (one.training.state_dict()["velocity"] for one in (double, again))
     assert all(torch.equal(a, b) for a, b in zip(*velocities))
+
+
+def test_heads_do_not_depend_on_the_default_dtype() -> None:
+    """Lightning trains in half precision with another one."""
+
+    def trained(dtype: torch.dtype) -> Mapping[str, Tensor]:
+        torch.manual_seed(0)
+        net, data = small_net(), some_data(64, 2)
+        torch.set_default_dtype(dtype)
+        try:
+            double = DoubleHead(net, data, heads=[BOTH, replace(BOTH, beta0=1.5, lr=0.03)], every=1)
+            for _ in range(3):
+                double.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert double.skipped == 0
+        return double.bank.state_dict()
+
+    assert_same(trained(torch.float16), trained(torch.float32))
 
 
 def test_the_state_of_another_process_brings_its_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,14 +131,16 @@ class _Stack:
         sizes = [parameter[0].numel() for parameter in parameters]
         for parameter, part in zip(parameters, self.weights.split(sizes, 1)):
             parameter.data = part.view(parameter.shape)
-        device = self.weights.device
         blind = [-1 if spec.fold is None else spec.fold for spec in head.specs]
-        self.blind = torch.tensor(blind, device=device)[:, None]  # (H, 1) the fold that each head never sees
-        beta0 = torch.tensor([spec.beta0 for spec in head.specs], device=device)[:, None, None]
-        self.beta0 = float(head.specs[0].beta0) if len(beta0.unique()) == 1 else beta0  # type: ignore[arg-type]
+        self.blind = torch.tensor(blind, device=self.weights.device)[
+            :, None
+        ]  # (H, 1) each head's unseen fold
+        beta0 = [float(spec.beta0) for spec in head.specs]  # type: ignore[arg-type]
+        same = len(set(beta0)) == 1  # then one number does, which is faster
+        self.beta0 = beta0[0] if same else self.weights.new_tensor(beta0)[:, None, None]
         # Rate, momentum and weight decay, (3, H, 1), of heads that move and of those that do not.
         rates = [[(spec.lr, MOMENTUM, weight_decay), (0.0, 1.0, 0.0)] for spec in head.specs]
-        self._moving, self._idle = torch.tensor(rates, device=device).permute(1, 2, 0).unsqueeze(3)
+        self._moving, self._idle = self.weights.new_tensor(rates).permute(1, 2, 0).unsqueeze(3)
 
     def step(self, batch: _Batch, progress: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
         """Move the heads; their losses, the norms of their gradients and whether these are finite, (H,) each."""
