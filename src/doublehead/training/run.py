@@ -288,9 +288,11 @@ def set_up(
     }
     # Dropout: the same whatever was built above, other masks in each process.
     torch.manual_seed(config.seed + 2 + 1000 * fabric.global_rank)
-    loss = make_loss(config)
-    if isinstance(loss, nn.Module):
-        loss.to(fabric.device)
+    loss: Callable[..., Tensor]
+    if config.loss in ADAPTIVE:
+        loss = ADAPTIVE[config.loss](**config.loss_options).to(fabric.device)  # type: ignore[arg-type]
+    else:
+        loss = partial(LOSSES[config.loss], **config.loss_options)
     return Run(config, net, forward, loss, inputs, optimizer, reader, companions, fabric, others=others)
 
 
@@ -313,13 +315,6 @@ def _companion(
     )
     batches.load_state_dict(start)  # it has looked at the first batch
     return companion
-
-
-def make_loss(config: Config) -> Callable[..., Tensor]:
-    """The loss per example: a function, or a module whose `update(calib)` is called after each epoch."""
-    if config.loss in ADAPTIVE:
-        return ADAPTIVE[config.loss](**config.loss_options)  # type: ignore[arg-type]
-    return partial(LOSSES[config.loss], **config.loss_options)
 
 
 def objective(
