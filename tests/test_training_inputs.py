@@ -16,7 +16,7 @@ from doublehead.data import load
 from doublehead.data.trees import TreeBatch, parse_tree
 from doublehead.training.config import Config
 from doublehead.training.loop import train
-from doublehead.training.run import load_inputs
+from doublehead.training.run import Inputs
 from doublehead.training.run_folder import RunFolder
 from tiny_networks import tiny_bert
 from training_helpers import fashion, small
@@ -118,7 +118,7 @@ def test_trees_are_learned_by_phrase_or_by_sentence(model: str, trees: Path) -> 
     splits = load("sst-fine", trees)
     sizes = {}
     for phrases in (True, False):
-        inputs = load_inputs(words(data="sst-fine", model=model, phrases=phrases), CPU, splits, None)
+        inputs = Inputs(words(data="sst-fine", model=model, phrases=phrases), CPU, splits, None)
         sizes[phrases] = tuple(
             sum(len(y) for _, y in part) for part in (inputs.train, inputs.whole(splits.train))
         )
@@ -171,8 +171,8 @@ def test_image_files(tmp_path: Path) -> None:
 
 def test_two_processes_see_what_one_sees() -> None:
     config = small(auto=True, augment="crop-flip", batch_size=40, calib_batch_size=30)
-    one = load_inputs(config, CPU, fashion(), None)
-    both = [load_inputs(config, CPU, fashion(), None, rank, 2) for rank in range(2)]
+    one = Inputs(config, CPU, fashion(), None)
+    both = [Inputs(config, CPU, fashion(), None, rank, 2) for rank in range(2)]
     for whole, left, right in zip(one.train, both[0].train, both[1].train):
         torch.testing.assert_close(torch.cat([left[0], right[0]]), whole[0])
         assert torch.equal(torch.cat([left[1], right[1]]), whole[1])
@@ -186,7 +186,7 @@ def test_two_processes_see_what_one_sees() -> None:
 def test_cut_splits_keep_the_shares_of_the_classes() -> None:
     order = np.argsort(fashion().train.labels, kind="stable")
     sorted_by_class = replace(fashion(), train=fashion().train.take(order))
-    inputs = load_inputs(small(n_train=120, n_test=1000), CPU, sorted_by_class, None)
+    inputs = Inputs(small(n_train=120, n_test=1000), CPU, sorted_by_class, None)
     assert inputs.splits.sizes == (120, 240, 150)
     assert inputs.splits.test is fashion().test
     halves = np.bincount(inputs.splits.train.labels, minlength=10) - np.bincount(fashion().train.labels) / 2
@@ -203,7 +203,7 @@ def test_cut_splits_keep_the_shares_of_the_classes() -> None:
 )
 def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        load_inputs(small(**settings), CPU, fashion(), None, 0, 2)
+        Inputs(small(**settings), CPU, fashion(), None, 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,12 @@ class ShiftGuard(nn.Module):
         rate: float = RATE,
     ) -> None:
         super().__init__()
-        _check_unguarded(model)
+        for name, module in uncompiled(model).named_modules():
+            if isinstance(module, ShiftGuard):
+                got = f"{type(uncompiled(model)).__name__} with one as {name!r}" if name else "a ShiftGuard"
+                raise ValueError(
+                    f"model must be a classifier without a ShiftGuard, got {got}: guard what that one guards"
+                )
         self.model = model
         self.tap = StageTap(model, layers)
         self.guard = Guard(self.tap.widths, window, rate).to(device_of(model)).eval()
@@ -134,16 +139,6 @@ class ShiftGuard(nn.Module):
     def _look(self, args: Sequence[Any], kwargs: Any, *known: Tensor) -> tuple[Tensor, ...]:
         _, logits, stages = self._run(uncompiled(self.model), args, kwargs)
         return stages, logits.float(), *known
-
-
-def _check_unguarded(model: nn.Module) -> None:
-    model = uncompiled(model)
-    for name, module in model.named_modules():
-        if isinstance(module, ShiftGuard):
-            got = f"{type(model).__name__} with one as {name!r}" if name else "a ShiftGuard"
-            raise ValueError(
-                f"model must be a classifier without a ShiftGuard, got {got}: guard what that one guards"
-            )
 
 
 class StageTap:

@@ -85,13 +85,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if path.is_dir():
             path.rmdir()  # it was empty, or this fails
         if temporary.is_file():
-            temporary.chmod(0o666 & ~_umask())  # temporary files are private, results are not
+            mask = os.umask(0o022)  # it can only be read by setting it
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)  # temporary files are private, results are not
         os.replace(temporary, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)  # it can only be read by setting it
-    os.umask(mask)
-    return mask

@@ -25,7 +25,7 @@ from doublehead.saving import rebuild, under
 from doublehead.shift_guard import ShiftGuard
 from doublehead.system import require
 from doublehead.training.config import LEFT_OUT, Config
-from doublehead.training.run import load_inputs, word_vectors
+from doublehead.training.run import Inputs, word_vectors
 from doublehead.training.run_folder import RunError, RunFolder
 
 HOW = {
@@ -111,8 +111,8 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
         raise RunError(f"{path} must be the folder of a finished run: results.json is not there")
     config = folder.config
     name = _pick(config, head)
-    inputs = load_inputs(config, torch.device("cpu"), None, root)
-    net = build(config.model, inputs.n_classes, **inputs.model_options)
+    inputs = Inputs(config, torch.device("cpu"), None, root)
+    net = build(config.model, inputs.splits.n_classes, **inputs.model_options)
     weights = require("safetensors.torch", extra="train").load_file(folder.path / "model.safetensors")
     net.load_state_dict(under(weights, "model."))
     first = unpack(next(iter(inputs.make_eval(inputs.splits.test))), torch.device("cpu"))

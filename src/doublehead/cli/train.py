@@ -166,14 +166,12 @@ def demo(
 
 def list_settings(function: Callable[..., None], *left_out: str) -> None:
     """Add the settings to the text of --help."""
-    names = [f.name for f in fields(Config) if f.name not in left_out]
-    listed = ", ".join(f"`{name}={_shown(getattr(Config(), name))}`" for name in names)
+    usual = {f.name: getattr(Config(), f.name) for f in fields(Config) if f.name not in left_out}
+    for name, value in usual.items():
+        usual[name] = ",".join(f"{part:.4g}" for part in value) if isinstance(value, tuple) else value
+    listed = ", ".join(f"`{name}={value}`" for name, value in usual.items())
     about = f"Settings for --set, here with the values for CIFAR-10: {listed}"
     function.__doc__ = f"{function.__doc__}\n\n{about}"
-
-
-def _shown(value: Any) -> str:
-    return ",".join(f"{part:.4g}" for part in value) if isinstance(value, tuple) else str(value)
 
 
 list_settings(train, *NOT_SET)

@@ -181,15 +181,12 @@ def _read_sst(spec: DataSet, root: Path, split_seed: int) -> Splits:
     found = _find_file(spec, root, "trees/train.txt", "train.txt")
     parts = [readers.read_sst(found.parent / f"{part}.txt") for part in ("train", "dev", "test")]
     if spec.name == "sst-binary":
-        parts = [_binary(part) for part in parts]
+        # Negative (0, 1) against positive (3, 4); neutral sentences are dropped, neutral phrases get no label.
+        parts = [part.take((part.labels != 2).nonzero()[0]) for part in parts]
+        for i, part in enumerate(parts):
+            trees = tuple(tree.relabel((0, 0, -100, 1, 1)) for tree in part.trees)
+            parts[i] = Trees(trees, (part.labels > 2).astype("int64"))
     return Splits(spec.name, parts[0], parts[1], parts[2], spec.class_names)
-
-
-def _binary(samples: Trees) -> Trees:
-    """Negative (0, 1) against positive (3, 4); neutral sentences are dropped, neutral phrases get no label."""
-    kept = samples.take((samples.labels != 2).nonzero()[0])
-    trees = tuple(tree.relabel((0, 0, -100, 1, 1)) for tree in kept.trees)
-    return Trees(trees, (kept.labels > 2).astype("int64"))
 
 
 def _read_newsgroups(spec: DataSet, root: Path, split_seed: int) -> Splits:

@@ -160,15 +160,11 @@ class TextBatches(Batches):
             drawn = torch.rand(self.n, generator=generator, dtype=torch.float64).numpy()
             starts = starts + (drawn * (self.spare + 1)).astype(np.int64)
         for chosen in order[position * self.batch_size :].split(self.batch_size):
-            yield self._padded(chosen.numpy(), starts).to(self.device), self.labels[chosen].to(self.device)
-
-    def _padded(self, chosen: Array, starts: Array) -> Tensor:
-        lengths, starts = self.lengths[chosen], starts[chosen]
-        place = np.arange(max(int(lengths.max()), self.min_length))
-        inside = place < lengths[:, None]  # (B, L)
-        return torch.from_numpy(
-            np.where(inside, self.rows[np.where(inside, starts[:, None] + place, 0)], PADDING)
-        )
+            lengths, first = self.lengths[chosen.numpy()], starts[chosen.numpy()]
+            place = np.arange(max(int(lengths.max()), self.min_length))
+            inside = place < lengths[:, None]  # (B, L)
+            rows = np.where(inside, self.rows[np.where(inside, first[:, None] + place, 0)], PADDING)
+            yield torch.from_numpy(rows).to(self.device), self.labels[chosen].to(self.device)
 
 
 class TreeBatches(Batches):

@@ -83,17 +83,13 @@ def from_torchvision(
     stem, first, pool = (network.features, "conv0", "pool0") if dense else (network, "conv1", "maxpool")
     small = max(size) <= SMALL
     if small or in_channels != 3:
-        setattr(stem, first, _first_convolution(in_channels, getattr(stem, first).out_channels, small))
+        kernel, stride, padding = (3, 1, 1) if small else (7, 2, 3)
+        layer = nn.Conv2d(in_channels, getattr(stem, first).out_channels, kernel, stride, padding, bias=False)
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        setattr(stem, first, layer)
     if small:
         setattr(stem, pool, nn.Identity())
     return _loaded(network, arch, weights, last="classifier" if dense else "fc")
-
-
-def _first_convolution(n_in: int, n_out: int, small: bool) -> nn.Conv2d:
-    kernel, stride, padding = (3, 1, 1) if small else (7, 2, 3)
-    layer = nn.Conv2d(n_in, n_out, kernel, stride=stride, padding=padding, bias=False)
-    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-    return layer
 
 
 def _loaded(network: nn.Module, arch: str, weights: str | None, last: str) -> nn.Module:

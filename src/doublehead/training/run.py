@@ -41,18 +41,26 @@ class Form(NamedTuple):
 
 
 class Inputs:
-    """The data of a run as batches for this process."""
+    """The data of a run as batches for this process; the data set is read unless `splits` is given."""
 
     def __init__(
-        self, config: Config, device: torch.device, splits: data.Splits, rank: int = 0, world_size: int = 1
+        self,
+        config: Config,
+        device: torch.device,
+        splits: data.Splits | None,
+        root: str | os.PathLike[str] | None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         if config.batch_size % world_size:
             raise ValueError(
                 f"batch_size must be a multiple of the {world_size} processes, got {config.batch_size}"
             )
+        splits = data.load(config.data, root) if splits is None else splits
+        train, calib = _some(splits.train, config.n_train), _some(splits.calib, config.n_calib)
+        splits = replace(splits, train=train, calib=calib, test=_some(splits.test, config.n_test))
         self.config, self.device, self.splits = config, device, splits
         self.rank, self.world_size = rank, world_size
-        self.n_classes = splits.n_classes
         self._batches, self.model_options, self.memory_format, self.normalise = _form(config, splits)
         for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
             self.perturbation(name)  # raises where this data cannot be perturbed
@@ -98,21 +106,6 @@ class Inputs:
         if kind == "shifts":  # a guard, which sees perturbed batches whole, learns from each as from a shift
             return data.Shifts(share, self.normalise, LEFT_OUT.get(left_out, ()), together=share == 1)
         return data.Broad(share, self.normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
-
-
-def load_inputs(
-    config: Config,
-    device: torch.device,
-    splits: data.Splits | None,
-    root: str | os.PathLike[str] | None,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Inputs:
-    """Read the data set (unless `splits` is given) and make its batches for this process."""
-    splits = data.load(config.data, root) if splits is None else splits
-    train, calib = _some(splits.train, config.n_train), _some(splits.calib, config.n_calib)
-    splits = replace(splits, train=train, calib=calib, test=_some(splits.test, config.n_test))
-    return Inputs(config, device, splits, rank, world_size)
 
 
 def _some(samples: Samples, n: int | None) -> Samples:
@@ -268,10 +261,10 @@ def set_up(
     config: Config, fabric: Any, splits: data.Splits | None, root: str | os.PathLike[str] | None
 ) -> Run:
     """Data, network, optimizer and heads, all from the config's seed."""
-    inputs = load_inputs(config, fabric.device, splits, root, fabric.global_rank, fabric.world_size)
+    inputs = Inputs(config, fabric.device, splits, root, fabric.global_rank, fabric.world_size)
     others = _others(config, inputs, root)
     torch.manual_seed(config.seed)
-    net = build(config.model, inputs.n_classes, **{**inputs.model_options, **config.model_options})
+    net = build(config.model, inputs.splits.n_classes, **{**inputs.model_options, **config.model_options})
     net = net.to(fabric.device).to(memory_format=inputs.memory_format)  # type: ignore[call-overload]
     if config.guards:
         layers_to_read(net)  # raises where a guard would have nothing to read
@@ -288,9 +281,11 @@ def set_up(
     }
     # Dropout: the same whatever was built above, other masks in each process.
     torch.manual_seed(config.seed + 2 + 1000 * fabric.global_rank)
-    loss = make_loss(config)
-    if isinstance(loss, nn.Module):
-        loss.to(fabric.device)
+    loss: Callable[..., Tensor]
+    if config.loss in ADAPTIVE:
+        loss = ADAPTIVE[config.loss](**config.loss_options).to(fabric.device)  # type: ignore[arg-type]
+    else:
+        loss = partial(LOSSES[config.loss], **config.loss_options)
     return Run(config, net, forward, loss, inputs, optimizer, reader, companions, fabric, others=others)
 
 
@@ -313,13 +308,6 @@ def _companion(
     )
     batches.load_state_dict(start)  # it has looked at the first batch
     return companion
-
-
-def make_loss(config: Config) -> Callable[..., Tensor]:
-    """The loss per example: a function, or a module whose `update(calib)` is called after each epoch."""
-    if config.loss in ADAPTIVE:
-        return ADAPTIVE[config.loss](**config.loss_options)  # type: ignore[arg-type]
-    return partial(LOSSES[config.loss], **config.loss_options)
 
 
 def objective(

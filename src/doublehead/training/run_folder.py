@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
@@ -194,10 +194,11 @@ class RunFolder:
         """Drop lines for which `keep` is False, and a half-written last line."""
         file = self.path / name
         if file.exists():
-            rows = [
-                row for row in (_parse(line) for line in file.read_text().splitlines()) if row is not None
-            ]
-            self.write_text(name, "".join(json.dumps(row) + "\n" for row in rows if keep(row)))
+            kept = ""
+            for line in file.read_text().splitlines():
+                with suppress(ValueError):
+                    kept += f"{line}\n" if keep(json.loads(line)) else ""
+            self.write_text(name, kept)
 
     def append_line(self, name: str, row: dict[str, Any]) -> None:
         """Add one line of JSON."""
@@ -238,14 +239,6 @@ def commit() -> str:
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
-    return row
 
 
 def _lock(file: IO[str]) -> bool:
