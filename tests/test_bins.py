@@ -42,6 +42,7 @@ def test_by_hand():
     assert float(bins.mce()) == pytest.approx(0.74, abs=1e-9)
     assert float(bins.ece2()) == pytest.approx(((2 * 0.325**2 + 0.74**2 + 2 * 0.45**2) / 5) ** 0.5, abs=1e-9)
     assert (bins.n, bins.n_bins, bins.edges.tolist()) == (5, 4, [0, 0.25, 0.5, 0.75, 1])
+    assert Bins.of([0.97, 1.0], [True, True]).counts.tolist() == [0] * 14 + [2]  # no bin for 1 alone
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -53,10 +54,6 @@ def test_an_edge_belongs_to_the_bin_it_ends(dtype, n_bins):
     assert bin_of(torch.from_numpy(above), n_bins).tolist() == list(range(1, n_bins))
     ends = torch.tensor([0.0, 1.0], dtype=torch.from_numpy(edges).dtype)
     assert bin_of(ends, n_bins).tolist() == [0, n_bins - 1]
-
-
-def test_one_and_almost_one_share_the_last_bin():
-    assert Bins.of([0.97, 1.0], [True, True]).counts.tolist() == [0] * 14 + [2]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -103,24 +100,17 @@ def test_any_split_and_order_gives_the_same_bits(make, probs, dtype):
     assert make(p[torch.randperm(1500)]) == whole
 
 
-def test_chunks_give_the_same_bits(monkeypatch):
+def test_chunks_and_threads_give_the_same_bits(monkeypatch):
     p = random_predictions(500, 11)
-    before = Bins.top(p), Bins.classwise(p), Bins.pooled(p)
-    monkeypatch.setattr(score_arrays, "CHUNK_ENTRIES", 333)
-    assert (Bins.top(p), Bins.classwise(p), Bins.pooled(p)) == before
-
-
-def test_threads_give_the_same_bits(monkeypatch):
-    p = random_predictions(500, 11)
+    before, found = torch.get_num_threads(), [(Bins.top(p), Bins.classwise(p), Bins.pooled(p))]
     monkeypatch.setattr(score_arrays, "CHUNK_ENTRIES", 88)
-    before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             found.append((Bins.top(p), Bins.classwise(p), Bins.pooled(p)))
     finally:
         torch.set_num_threads(before)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_class_wise_sums_round_half_to_even():

@@ -116,13 +116,10 @@ def test_all_correct_but_for_one_that_is_wrong_by_a_hair(n: int) -> None:
     assert float(fitted.temperature_) == pytest.approx(1 / golden_section(p), rel=1e-5)
 
 
-def test_constant_logits_leave_the_temperature_at_one() -> None:
+def test_constant_logits_and_ties_at_the_top() -> None:
     t = Temperature().fit(Predictions(torch.full((4, 3), 7.0), [0, 1, 2, 0]))
     assert float(t.temperature_) == 1
     assert bool(t.at_bound_)
-
-
-def test_ties_at_the_top_are_no_obstacle() -> None:
     t = Temperature().fit(Predictions([[3.0, 3.0, 0.0], [1.0, 1.0, 0.0]], [0, 1]))
     assert bool(t.at_bound_)
     assert bool(t.converged_)

@@ -146,11 +146,6 @@ def test_named_columns_with_patterns(tmp_path: Path) -> None:
     assert table.load().labels.tolist() == [2]  # the label 10 is the column m_10
 
 
-def test_two_sets_of_scores_are_not_guessed_between(tmp_path: Path) -> None:
-    file = write_csv(tmp_path / "a.csv", "label,prob_0,prob_1,p_0,p_1", "0,1,0,1,0")
-    refused(r"several sets of score columns \(prob_0, p_0, ...\)", file, kind="probs")
-
-
 def test_labels_by_name_number_and_base(tmp_path: Path) -> None:
     by_name = write_csv(tmp_path / "a.csv", "label,prob_cat,prob_dog", "dog,0.5,0.5", "prob_cat,0.5,0.5")
     assert read_predictions(by_name, kind="probs").load().labels.tolist() == [1, 0]
@@ -243,6 +238,7 @@ BAD_LOGITS = {  # text -> message
     HEADER + "1e20,1,2": "row 1 must hold a class",
 }
 BAD_PROBS = {
+    "label,prob_0,prob_1,p_0,p_1\n0,1,0,1,0": r"several sets of score columns \(prob_0, p_0, ...\)",
     HEADER + "0,0.7,0.2": "row 1: probabilities must sum to 1 within 0.001, got 0.9; .*larger --tolerance",
     HEADER + "0,1.5,-0.5": "row 1: probabilities must lie in 0..1, got -0.5; give --logits",
     HEADER + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
@@ -293,11 +289,6 @@ def test_places_that_are_not_tables(tmp_path: Path) -> None:
     refused("has no column 'site', it has 'id', 'label'", tmp_path / "a.csv", kind="logits", by="site")
     np.save(tmp_path / "alone.npy", np.zeros((2, 2)))
     refused("alone.npy has no partner", tmp_path / "alone.npy", kind="logits")
-
-
-def test_pickles_are_never_run(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", logits=np.array([[1.0, 2.0]]), labels=np.array([{}], dtype=object))
-    refused("a.npz must hold plain arrays, not pickled objects", tmp_path / "a.npz")
 
 
 def test_a_column_of_ids_is_not_a_group(tmp_path: Path) -> None:
@@ -407,17 +398,16 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     refused("at least one score per row", tmp_path / "none.npz")
 
 
-def test_damaged_npz_are_refused(tmp_path: Path) -> None:
+def test_dangerous_and_damaged_npz_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "a.npz", logits=np.array([[1.0, 2.0]]), labels=np.array([{}], dtype=object))
+    refused("a.npz must hold plain arrays, not pickled objects", tmp_path / "a.npz")
     file, logits = tmp_path / "a.npz", np.random.default_rng(0).normal(size=(500, 9))
     np.savez_compressed(file, logits=logits, labels=np.zeros(500, dtype=int))
     data = bytearray(file.read_bytes())
     data[200:400] = bytes(200)
     file.write_bytes(bytes(data))
     refused("a.npz cannot be read as npz", file)
-
-
-def test_a_small_npz_that_unpacks_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("doublehead.files.arrays.MAX_UNPACKED", 1 << 20)
     n = 200_000
     np.savez_compressed(tmp_path / "a.npz", logits=np.zeros((n, 2)), labels=np.zeros(n, dtype=int))
-    refused("GiB unpacked", tmp_path / "a.npz")
+    refused("GiB unpacked", tmp_path / "a.npz")  # a small file that unpacks to much

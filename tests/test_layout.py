@@ -118,12 +118,9 @@ def upward(module: str, source: str) -> list[str]:
     return broken
 
 
-def test_the_list_is_complete() -> None:
+def test_the_list_is_complete_and_imports_go_up() -> None:
     files = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     assert {path.stem for path in files} - {"__init__"} == set(ORDER)
-
-
-def test_imports_go_up() -> None:
     inner = {name: path for name, path in MODULES.items() if name != "doublehead"}
     broken = [line for name, path in inner.items() for line in upward(name, read(path))]
     assert not broken, "\n".join(broken)

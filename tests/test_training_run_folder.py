@@ -88,13 +88,10 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_lines_on_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"could not write .*metrics.jsonl \(No space left on device\)"):
         RunFolder(tmp_path).append_line("metrics.jsonl", {"epoch": 0})
-
-
-def test_predictions_in_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "predictions").touch()
     with pytest.raises(RunError, match=r"could not write .*test-main.npz \("):
         RunFolder(tmp_path).save_predictions("test-main", Predictions(torch.eye(2), torch.arange(2)))
