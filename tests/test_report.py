@@ -238,7 +238,7 @@ def test_verdict_ranks_by_paired_differences_and_never_within_chance(named: dict
     assert "lowest" not in said
 
 
-def test_many_samples_are_drawn_from_the_same_for_every_method(
+def test_of_many_samples_every_method_keeps_the_same(
     named: dict[str, Predictions], methods: list[Method], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outcomes_module, "MAX_SAMPLES", 400)
@@ -265,7 +265,7 @@ def test_many_samples_are_drawn_from_the_same_for_every_method(
 
 
 @pytest.mark.parametrize("size", [1, 77, 1500])
-def test_drawn_samples_do_not_hang_on_the_chunks(
+def test_drawn_samples_do_not_depend_on_the_chunks(
     named: dict[str, Predictions], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outcomes_module, "MAX_SAMPLES", 100)

@@ -138,8 +138,8 @@ def _pair(one: Outcomes, other: Outcomes) -> Comparison | None:
 class Drawn:
     """At most MAX_SAMPLES of the samples added, in their order.
 
-    Which ones hangs on their number alone, not on the parts they come in: of methods on the same data they are the
-    same, so that these can be compared.
+    The choice depends on their places in the stream only, not on the parts they come in. Methods on the same data
+    keep the same samples, so they can be compared.
     """
 
     def __init__(self) -> None:
