@@ -19,11 +19,11 @@ import torch
 from doublehead import Predictions, metrics
 
 pytest.importorskip("jinja2")
+from doublehead import outcomes as outcomes_module
 from doublehead import report
-from doublehead.outcomes import Outcomes, compare_all
+from doublehead.outcomes import Drawn, Outcomes, compare_all
 from doublehead.report_page import charts
 from doublehead.report_page import page as page_module
-from doublehead.report_page import record as record_module
 from doublehead.report_page.charts import shortened
 from doublehead.report_page.page import build_page, page_verdict
 from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, compare_methods, measure
@@ -233,10 +233,10 @@ def test_verdict_ranks_by_paired_differences_and_never_within_chance(named: dict
     assert "lowest" not in said
 
 
-def test_many_samples_are_drawn_from_the_same_for_every_method(
+def test_of_many_samples_every_method_keeps_the_same(
     named: dict[str, Predictions], methods: list[Method], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_module, "MAX_SAMPLES", 400)
+    monkeypatch.setattr(outcomes_module, "MAX_SAMPLES", 400)
     drawn = [measure(name, p, 15, 0) for name, p in named.items()]
     sums = ("accuracy", "ece", "nll", "brier", "ece_classwise", "p_value")
     for one, whole in zip(drawn, methods):
@@ -260,16 +260,16 @@ def test_many_samples_are_drawn_from_the_same_for_every_method(
 
 
 @pytest.mark.parametrize("size", [1, 77, 1500])
-def test_drawn_samples_do_not_hang_on_the_chunks(
+def test_drawn_samples_do_not_depend_on_the_chunks(
     named: dict[str, Predictions], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_module, "MAX_SAMPLES", 100)
+    monkeypatch.setattr(outcomes_module, "MAX_SAMPLES", 100)
     all_of_them, times = Outcomes.of(named["sharp"]), np.arange(1500.0)
     parts = [slice(first, first + size) for first in range(0, 1500, size)]
-    drawn = record_module.Drawn()
+    drawn = Drawn()
     for rows in parts:
         drawn.add(all_of_them[rows], times[rows])
-    outcomes, places = drawn.joined()
+    outcomes, places = drawn.joined(1.0)
     assert places is not None
     lowest = np.random.default_rng(0).random(1500).argsort()[:100]
     np.testing.assert_array_equal(places, np.sort(lowest))

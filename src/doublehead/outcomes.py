@@ -1,15 +1,16 @@
 """Outcomes: what is kept of each prediction without its scores, and paired comparisons of methods.
 
-They take a few bytes per sample, for any number of classes.
+They take a few bytes per sample, for any number of classes. Of many samples only some are kept, see `Drawn`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,9 @@ from doublehead.bins import Bins
 from doublehead.metrics import Interval
 from doublehead.predictions import Predictions
 
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+MAX_SAMPLES = 200_000
 NORMAL = 1.959963984540054  # 97.5 % of a standard normal lie below
 
 
@@ -52,6 +56,12 @@ class Outcomes:
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)}
         return cls(**{name: torch.cat(column) for name, column in columns.items() if column[0] is not None})
 
+    def with_floor(self, floor: float) -> Outcomes:
+        """A label of probability 0 taken as one of `floor`."""
+        if self.nll is None or floor > 1:  # inf: no probabilities, but logits
+            return self
+        return replace(self, nll=self.nll.nan_to_num(posinf=-math.log(floor)))
+
     def __len__(self) -> int:
         return len(self.confidence)
 
@@ -74,6 +84,13 @@ class Comparison(NamedTuple):
     nll: Interval  # mean paired difference with its 95 % interval
     n_changed: int  # samples whose predicted class differs
     n: int
+
+    def of_all(self, n: int, difference: float) -> Comparison:
+        """The NLL of all `n` samples, of which these were drawn: its mean difference is known, its spread is theirs."""
+        if n == self.n:
+            return self
+        reach = (self.nll.high - self.nll.low) / 2 * math.sqrt(self.n / n)
+        return self._replace(nll=Interval(difference, difference - reach, difference + reach))
 
     @property
     def is_clear(self) -> bool:
@@ -99,10 +116,7 @@ def compare(before: Predictions, after: Predictions) -> Comparison:
 
 def compare_all(methods: Sequence[Predictions | Outcomes]) -> list[list[Comparison | None]]:
     """`compare` of every method (row) with every other (column); None where their samples differ or lack an NLL."""
-    found = [m if isinstance(m, Outcomes) else Outcomes.of(m) for m in methods]
-    for m, p in zip(methods, found):
-        if isinstance(m, Predictions) and p.nll is not None:
-            p.nll.nan_to_num_(posinf=-math.log(m.zero_floor))
+    found = [m if isinstance(m, Outcomes) else Outcomes.of(m).with_floor(m.zero_floor) for m in methods]
     return [[_pair(one, other) for other in found] for one in found]
 
 
@@ -113,40 +127,46 @@ def _pair(one: Outcomes, other: Outcomes) -> Comparison | None:
         return None
     if (one.weights is None) != (other.weights is None):
         return None
-    pairing = Pairing()
-    pairing.add(one, other)
-    return pairing.comparison()
+    weights = torch.ones_like(one.nll) if one.weights is None else one.weights
+    difference, total = other.nll - one.nll, float(weights.sum())
+    mean = float(weights @ difference) / total
+    reach = NORMAL * float((weights * (difference - mean)).norm()) / total
+    n_changed = int((one.predicted != other.predicted).sum())
+    return Comparison(Interval(mean, mean - reach, mean + reach), n_changed, len(one))
 
 
-class Pairing:
-    """The sums behind a `Comparison` of two methods whose samples come in parts."""
+class Drawn:
+    """At most MAX_SAMPLES of the samples added, in their order.
+
+    The choice depends on their places in the stream only, not on the parts they come in. Methods on the same data
+    keep the same samples, so they can be compared.
+    """
 
     def __init__(self) -> None:
-        self.n = self.n_changed = 0
-        # A sample's difference is difference + before * L + after * M: `before` and `after` say whether its label has a
-        # probability of 0 there, L and M are what that costs, which only all parts together tell.
-        self._sums = torch.zeros(4, dtype=torch.float64)  # of 1, difference, before, after
-        self._squares = torch.zeros(4, 4, dtype=torch.float64)  # of their products
+        self._rng = np.random.default_rng(0)
+        self._highest = 1.0  # the samples with the lowest random numbers are kept
+        self._parts: list[tuple[Array, Outcomes, Array | None]] = []
 
-    def add(self, one: Outcomes, other: Outcomes) -> None:
-        """Some samples, which must be the same of both."""
-        assert one.nll is not None
-        assert other.nll is not None
-        assert one.predicted is not None
-        assert other.predicted is not None
-        zero = [nll.isinf() for nll in (one.nll, other.nll)]
-        difference = other.nll.where(~zero[1], 0.0) - one.nll.where(~zero[0], 0.0)
-        rows = torch.stack([torch.ones_like(difference), difference, -zero[0].double(), zero[1].double()], 1)
-        weights = torch.ones_like(difference) if one.weights is None else one.weights
-        self._sums += weights @ rows
-        self._squares += (rows * weights.square()[:, None]).T @ rows
-        self.n += len(rows)
-        self.n_changed += int((one.predicted != other.predicted).sum())
+    def add(self, found: Outcomes, times: Array | None = None) -> None:
+        """Draw from some more samples, which may have times."""
+        self._keep(self._rng.random(len(found)), found, times)
+        if sum(len(part) for _, part, _ in self._parts) > 1.25 * MAX_SAMPLES:
+            self._join()
 
-    def comparison(self, floor: float = 1.0, other_floor: float = 1.0) -> Comparison:
-        """The comparison, with the probabilities that stand for 0 in the two methods."""
-        parts = torch.tensor([0.0, 1.0, -math.log(floor), -math.log(other_floor)], dtype=torch.float64)
-        mean = float(self._sums @ parts / self._sums[0])
-        parts[0] = -mean
-        reach = NORMAL * float((parts @ self._squares @ parts).clamp(min=0).sqrt() / self._sums[0])
-        return Comparison(Interval(mean, mean - reach, mean + reach), self.n_changed, self.n)
+    def joined(self, floor: float) -> tuple[Outcomes, Array | None]:
+        """The samples drawn so far, with `floor` as in `Outcomes.with_floor`, and their times."""
+        self._join()
+        _, outcomes, times = self._parts[0]
+        return outcomes.with_floor(floor), times
+
+    def _join(self) -> None:
+        parts, self._parts = self._parts, []
+        numbers = np.concatenate([part[0] for part in parts])
+        times = None if parts[0][2] is None else np.concatenate([part[2] for part in parts])
+        if len(numbers) > MAX_SAMPLES:
+            self._highest = np.partition(numbers, MAX_SAMPLES)[MAX_SAMPLES]
+        self._keep(numbers, Outcomes.joined([part[1] for part in parts]), times)
+
+    def _keep(self, numbers: Array, found: Outcomes, times: Array | None) -> None:
+        rows = np.flatnonzero(numbers < self._highest)
+        self._parts.append((numbers[rows], found[rows], None if times is None else times[rows]))

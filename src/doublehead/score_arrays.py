@@ -312,13 +312,13 @@ def _rows_at_once(scores: Tensor) -> int:
 
 
 class SmallestPositive:
-    """The smallest entry above 0 of probabilities, each row of which has one; looked for when it is first wanted."""
+    """The smallest entry above 0 of probabilities, each row of which has one; found on first use."""
 
     def __init__(self, probs: Tensor | None, found: float | None = None) -> None:
         self._probs, self._found = probs, found
 
     def value(self) -> float:
-        """The entry; many threads may ask."""
+        """The entry; safe to call from several threads."""
         probs = self._probs
         if self._found is None:
             assert probs is not None

@@ -26,7 +26,7 @@ from doublehead.cli.output import UserError, notes, progress, show, show_counts,
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
 from doublehead.files.sources import TableError, find_sources
 from doublehead.files.writing import check_output, write_calibrated
-from doublehead.outcomes import Comparison, Outcomes, Pairing
+from doublehead.outcomes import Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
 from doublehead.summary import Summary, side_by_side
@@ -287,7 +287,7 @@ def _write(
     """Write all files or none; returns what was measured, the changed rows and the names of the files."""
     tallies: dict[str, Tally] = {}
     changed = n_zero = n = 0
-    pairing = Pairing()
+    drawn = {"before": Drawn(), "after": Drawn()}
 
     def calibrated(chunk: Chunk) -> torch.Tensor:
         nonlocal changed, n_zero, n
@@ -304,7 +304,7 @@ def _write(
                 fixed = Predictions.from_probs(probs, known.labels, known.weights)
             for name, p in (("before", known), ("after", fixed)):
                 tallies[name] = Tally.of(p, n_bins, chunk.groups, onto=tallies.get(name))
-            pairing.add(Outcomes.of(known), Outcomes.of(fixed))
+                drawn[name].add(Outcomes.of(p))
         return probs
 
     with replacing(output) as table:
@@ -315,9 +315,12 @@ def _write(
             _say_zeros(n_zero, n, fitted.facts["zero_floor"], repair.name)
         measured = None
         if tallies:
-            before, after = (tallies[name] for name in ("before", "after"))
-            floors = [tally.zero_floor if tally.n_zero_labels else 1.0 for tally in (before, after)]
-            measured = Measured(before.summary(), after.summary(), pairing.comparison(*floors))
+            before, after = (tally.summary() for tally in tallies.values())
+            samples = [drawn[name].joined(tally.zero_floor)[0] for name, tally in tallies.items()]
+            pair = compare_all(samples)[0][1]
+            assert pair is not None  # of the same samples
+            difference = after.values["nll"] - before.values["nll"]
+            measured = Measured(before, after, pair.of_all(before.n, difference))
         written = _save(repair, fitted, output, measured) if fitted.saves else []
     return measured, changed, [str(output), *written]
 

@@ -1,12 +1,11 @@
 """What a report keeps of the predictions of one method, gathered in one pass and in bounded memory, and measures.
 
-Sums are those of all samples. What needs samples one by one is taken from at most MAX_SAMPLES, drawn at random.
+Sums are those of all samples. What needs samples one by one comes from some drawn at random, see `outcomes.Drawn`.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -26,15 +25,14 @@ from doublehead.curves import (
 from doublehead.files.reading import PredictionTable
 from doublehead.files.sources import TableError
 from doublehead.files.values import to_text
-from doublehead.metrics import Interval, RiskCoverage, ThresholdChoice
-from doublehead.outcomes import Comparison, Outcomes, compare_all
+from doublehead.metrics import RiskCoverage, ThresholdChoice
+from doublehead.outcomes import Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally, row_groups
 from doublehead.summary import Summary, add_sample_metrics
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-MAX_SAMPLES = 200_000  # kept of each method
 MAX_ERRORS = 25  # the most confident ones are listed
 MAX_PERIODS = 24
 SHOWN = (
@@ -162,45 +160,9 @@ def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
         counts = counts + np.stack(at_thresholds(found, THRESHOLDS))
         errors = heapq.nlargest(MAX_ERRORS, [*errors, *_errors(found, part)])
     assert tally is not None
-    outcomes, times = drawn.joined()
-    if outcomes.nll is not None and tally.n_zero_labels:
-        outcomes.nll.nan_to_num_(posinf=-math.log(tally.zero_floor))
+    outcomes, times = drawn.joined(tally.zero_floor)
     accepted, wrong = counts
     return Record(tally, outcomes, accepted, wrong, tuple(errors), times)
-
-
-class Drawn:
-    """At most MAX_SAMPLES of the samples added, in their order.
-
-    Which ones hangs on their number alone, not on the parts they come in: of methods on the same data they are the
-    same, so that these can be compared.
-    """
-
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(0)
-        self._highest = 1.0  # the samples with the lowest random numbers are kept
-        self._parts: list[tuple[Array, Outcomes, Array | None]] = []
-
-    def add(self, found: Outcomes, times: Array | None) -> None:
-        """Draw from some more samples."""
-        numbers = self._rng.random(len(found))
-        self._keep(numbers, found, times)
-        if sum(len(part) for _, part, _ in self._parts) > 1.25 * MAX_SAMPLES:
-            self.joined()
-
-    def _keep(self, numbers: Array, found: Outcomes, times: Array | None) -> None:
-        rows = np.flatnonzero(numbers < self._highest)
-        self._parts.append((numbers[rows], found[rows], None if times is None else times[rows]))
-
-    def joined(self) -> tuple[Outcomes, Array | None]:
-        """The samples drawn so far, and their times."""
-        parts, self._parts = self._parts, []
-        numbers = np.concatenate([part[0] for part in parts])
-        times = None if parts[0][2] is None else np.concatenate([part[2] for part in parts])
-        if len(numbers) > MAX_SAMPLES:
-            self._highest = np.partition(numbers, MAX_SAMPLES)[MAX_SAMPLES]
-        self._keep(numbers, Outcomes.joined([part[1] for part in parts]), times)
-        return self._parts[0][1:]
 
 
 def _errors(found: Outcomes, part: _Part) -> list[ErrorRow]:
@@ -340,21 +302,15 @@ def compare_methods(methods: Sequence[Method]) -> list[list[Comparison | None]]:
     """Every method (row) with every other (column), see `outcomes.compare_all`."""
     pairs = compare_all([m.record.outcomes for m in methods])
     return [
-        [None if pair is None else _of_all(pair, one, other) for pair, other in zip(row, methods)]
-        for row, one in zip(pairs, methods)
+        [_of_all(pair, one, other) for pair, other in zip(row, methods)] for row, one in zip(pairs, methods)
     ]
 
 
-def _of_all(pair: Comparison, one: Method, other: Method) -> Comparison | None:
-    """The comparison of all samples: the mean difference is known, how it scatters is that of the drawn samples."""
+def _of_all(pair: Comparison | None, one: Method, other: Method) -> Comparison | None:
     n = one.record.tally.n
-    if n != other.record.tally.n:
+    if pair is None or n != other.record.tally.n:
         return None
-    if n == pair.n:
-        return pair
-    mean = other.summary.values["nll"] - one.summary.values["nll"]
-    reach = (pair.nll.high - pair.nll.low) / 2 * math.sqrt(pair.n / n)
-    return pair._replace(nll=Interval(mean, mean - reach, mean + reach))
+    return pair.of_all(n, other.summary.values["nll"] - one.summary.values["nll"])
 
 
 def measure_shift(
