@@ -25,7 +25,7 @@ from doublehead.integrations.callbacks import (
     for_transformers,
     log_reliability,
 )
-from doublehead.saving import describe, read_file, rebuild, under, write_file
+from doublehead.saving import describe, read_file, rebuild, write_file
 from doublehead.system import require
 from doublehead.tasks import SUPPORTED
 from doublehead.torch_tools import (
@@ -335,13 +335,12 @@ def _part_weights(path: Path) -> dict[str, Tensor]:
     if index.exists():
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
         files = sorted({file for name, file in places.items() if name.startswith(f"{PART}.")})
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for file in files:
         with require("safetensors", extra="transformers").safe_open(path / file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                if name.startswith(f"{PART}."):
-                    weights[name] = tensors.get_tensor(name)
-    return under(weights, f"{PART}.")
+            names = [name for name in tensors.keys() if name.startswith(f"{PART}.")]  # noqa: SIM118 (not a dict)
+            weights |= {name.removeprefix(f"{PART}."): tensors.get_tensor(name) for name in names}
+    return weights
 
 
 # --- checkpoints and processes
