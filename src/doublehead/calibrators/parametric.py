@@ -22,7 +22,6 @@ from doublehead.calibrators.temperature import Identity, Temperature, fit_invers
 from doublehead.predictions import Predictions
 from doublehead.score_arrays import Target
 
-CLASSES_AT_ONCE = 64  # one-vs-rest fits in one computation
 SHARED = {"head": Head, "temperature": Temperature, "none": Identity}
 RIDGE = 10.0  # samples: each label's map is pulled towards no change with the weight of this many
 MARGIN = 2.0  # standard errors by which maps of their own must be better than sharing
@@ -204,13 +203,9 @@ class Beta(Calibrator):
         targets = one_hot(predictions.labels, predictions.n_classes).T
         if predictions.n_classes == 2:
             odds, targets = odds[1:], targets[1:]
-        fits = [
-            _fit_beta(*part)
-            for part in zip(odds.split(CLASSES_AT_ONCE), targets.split(CLASSES_AT_ONCE), strict=True)
-        ]
-        converged = torch.cat([done for _, done in fits])
+        weights, converged = (torch.stack(parts) for parts in zip(*map(_fit_beta, odds, targets)))
         return {
-            "weights_": torch.cat([weights for weights, _ in fits]),
+            "weights_": weights,
             "converged_": converged.all(),
             "facts": f"{int((~converged).sum())} of {len(converged)} class maps are short of their optimum",
         }
@@ -232,23 +227,22 @@ def _features(odds: Tensor) -> Tensor:
 
 
 def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """a, b, c (C, 3) for odds and targets (C, N).
+    """a, b, c (3,) for odds and targets (N,), and whether the fit converged.
 
     The problem is convex: its optimum is the free fit where that has no negative weight, else the best of the fits
     with a, b or both held at 0.
     """
-    features, towards = _features(odds), odds.new_tensor([[1.0, 1.0, 0.0]])
-    weights, _, converged = fit_logistic(features, targets, towards=towards)
-    open_ = (weights[:, :2] < 0).any(1)  # where the free fit breaks a bound
-    best = torch.where(open_, torch.inf, -torch.inf)
-    for held in ([0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]) if bool(open_.any()) else ():
-        mask = features.new_tensor(held)
-        fit, loss, done = fit_logistic(features * mask, targets, towards=towards)
-        better = (fit * mask >= 0)[:, :2].all(1) & (loss < best)
-        best = torch.where(better, loss, best)
-        weights = torch.where(better[:, None], fit * mask, weights)
-        converged = torch.where(better, done, converged)
-    return weights, converged
+    features, towards = _features(odds)[None], odds.new_tensor([[1.0, 1.0, 0.0]])
+    fits = []
+    for free in ([1.0, 1.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]):
+        mask = features.new_tensor(free)
+        weights, loss, converged = fit_logistic(features * mask, targets[None], towards=towards)
+        weights = (weights * mask)[0]
+        if bool((weights[:2] >= 0).all()):
+            fits.append((float(loss), weights, converged[0]))
+            if min(free) > 0:
+                break
+    return min(fits, key=lambda fit: fit[0])[1:]
 
 
 class PerLabel(Calibrator):
