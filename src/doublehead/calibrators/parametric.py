@@ -164,10 +164,9 @@ class Platt(Calibrator):
             ones = targets.sum()
             zeros = len(targets) - ones
             targets = torch.where(targets > 0, (ones + 1) / (ones + 2), 1 / (zeros + 2))
-        features = torch.stack([odds, torch.ones_like(odds)], 1)[None]
-        towards = odds.new_tensor([[1.0, 0.0]])
-        weights, _, converged = fit_logistic(features, targets[None], towards=towards, ridge=1e-9)
-        return {"slope_": weights[0, 0], "shift_": weights[0, 1], "converged_": converged.all()}
+        features = torch.stack([odds, torch.ones_like(odds)], 1)
+        weights, _, converged = fit_logistic(features, targets, towards=odds.new_tensor([1, 0]), ridge=1e-9)
+        return {"slope_": weights[0], "shift_": weights[1], "converged_": converged}
 
     def _transform(self, logits: Tensor) -> Tensor:
         return _pair(_binary_odds(logits) * self.slope_.to(logits.dtype) + self.shift_.to(logits.dtype))
@@ -203,12 +202,9 @@ class Beta(Calibrator):
         targets = one_hot(predictions.labels, predictions.n_classes).T
         if predictions.n_classes == 2:
             odds, targets = odds[1:], targets[1:]
-        weights, converged = (torch.stack(parts) for parts in zip(*map(_fit_beta, odds, targets)))
-        return {
-            "weights_": weights,
-            "converged_": converged.all(),
-            "facts": f"{int((~converged).sum())} of {len(converged)} class maps are short of their optimum",
-        }
+        weights, converged = zip(*map(_fit_beta, odds, targets))
+        facts = f"{converged.count(False)} of {len(converged)} class maps are short of their optimum"
+        return {"weights_": torch.stack(weights), "converged_": all(converged), "facts": facts}
 
     def _transform(self, logits: Tensor) -> Tensor:
         weights = self.weights_.to(logits.dtype)
@@ -226,20 +222,20 @@ def _features(odds: Tensor) -> Tensor:
     return torch.stack([logsigmoid(odds), -logsigmoid(-odds), torch.ones_like(odds)], -1)
 
 
-def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, bool]:
     """a, b, c (3,) for odds and targets (N,), and whether the fit converged.
 
     The problem is convex: its optimum is the free fit where that has no negative weight, else the best of the fits
     with a, b or both held at 0.
     """
-    features, towards = _features(odds)[None], odds.new_tensor([[1.0, 1.0, 0.0]])
+    features, towards = _features(odds), odds.new_tensor([1.0, 1.0, 0.0])
     fits = []
     for free in ([1.0, 1.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]):
         mask = features.new_tensor(free)
-        weights, loss, converged = fit_logistic(features * mask, targets[None], towards=towards)
-        weights = (weights * mask)[0]
+        weights, loss, converged = fit_logistic(features * mask, targets, towards=towards)
+        weights = weights * mask
         if bool((weights[:2] >= 0).all()):
-            fits.append((float(loss), weights, converged[0]))
+            fits.append((loss, weights, converged))
             if min(free) > 0:
                 break
     return min(fits, key=lambda fit: fit[0])[1:]
@@ -348,10 +344,11 @@ def _truth(target: Target, n_labels: int) -> tuple[Tensor, Tensor]:
 
 def _fit_maps(odds: Tensor, truth: Tensor, weights: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
     """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z."""
-    z = odds.double().T  # (L, N)
-    features = torch.stack([z, torch.ones_like(z)][: 1 + shifts], -1)
-    towards = z.new_tensor([[1.0, 0.0][: 1 + shifts]]).expand(len(z), -1)
-    known = weights.T * z.sigmoid() * (1 - z.sigmoid())
-    ridge = (RIDGE * (known[..., None] * features.square()).mean(1) + 1e-6) / z.shape[1]
-    w, _, _ = fit_logistic(features, truth.T, towards=towards, ridge=ridge, weights=weights.T)
-    return w[:, 0], w[:, 1] if shifts else torch.zeros_like(w[:, 0])
+    found = odds.new_tensor([[1.0, 0.0]] * odds.shape[1]).double()  # (L, 2)
+    for label, (z, y, weight) in enumerate(zip(odds.double().T, truth.T, weights.T)):
+        x = torch.stack([z, torch.ones_like(z)][: 1 + shifts], -1)  # (N, 1 or 2)
+        known = weight * z.sigmoid() * (1 - z.sigmoid())
+        ridge = (RIDGE * (known[:, None] * x.square()).mean(0) + 1e-6) / len(z)
+        towards = found[label, : 1 + shifts].clone()
+        found[label, : 1 + shifts] = fit_logistic(x, y, towards=towards, ridge=ridge, weights=weight)[0]
+    return found[:, 0], found[:, 1]
