@@ -265,11 +265,11 @@ class Guard(StaysFloat32):
     def _learn_single(self, clean: Observed, perturbed: Observed) -> tuple[Tensor, Tensor]:
         """Weights of a single sample's log scale, and of the log odds that it is shifted if half of all are."""
         single = _fit_scale(perturbed.logits, perturbed.labels, design(perturbed.stages, self.n_far))
-        inputs = _squares(torch.cat([clean.stages, perturbed.stages])[:, : self.n_far])[None]
-        is_shifted = (torch.arange(inputs.shape[1], device=inputs.device) >= len(clean.stages))[None]
+        inputs = _squares(torch.cat([clean.stages, perturbed.stages])[:, : self.n_far])
+        is_shifted = torch.arange(len(inputs), device=inputs.device) >= len(clean.stages)
         n_of = torch.where(is_shifted, max(1, len(perturbed.stages)), len(clean.stages))
-        none, weights = inputs.new_zeros(1, inputs.shape[2]), 0.5 * inputs.shape[1] / n_of
-        odds = fit_logistic(inputs, is_shifted, towards=none, ridge=1e-3, weights=weights)[0][0]
+        none, weights = torch.zeros_like(inputs[0]), 0.5 * len(inputs) / n_of
+        odds, _, _ = fit_logistic(inputs, is_shifted, towards=none, ridge=1e-3, weights=weights)
         return single, odds.float()
 
     def _choose_prior(self, clean: Observed, perturbed: Observed, seed: int) -> float:

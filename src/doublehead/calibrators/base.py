@@ -162,13 +162,10 @@ class Calibrator(StaysFloat32):
     def extra_repr(self) -> str:
         """The parameters, as the constructor takes them, and what was learned."""
         params = [f"{name}={value!r}" for name, value in self.get_params().items()]
-        shapes = [
-            f"{name.rstrip('_')} {tuple(getattr(self, name).shape)}"
-            for name in self.learned
-            if self.is_fitted
-        ]
-        learned = self.in_words() or ", ".join(shapes) or "nothing"
-        return ", ".join([*params, f"learned: {learned}" if self.is_fitted else "not fitted"])
+        if not self.is_fitted:
+            return ", ".join([*params, "not fitted"])
+        shapes = [f"{name.rstrip('_')} {tuple(getattr(self, name).shape)}" for name in self.learned]
+        return ", ".join([*params, f"learned: {self.in_words() or ', '.join(shapes) or 'nothing'}"])
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         """The values of `learned`; and, where it is not certain, `converged_` with the `facts` for a warning."""

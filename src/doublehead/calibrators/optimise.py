@@ -90,35 +90,22 @@ def newton(
 
 
 def fit_logistic(
-    features: Tensor,
-    targets: Tensor,
-    *,
-    towards: Tensor,
-    ridge: float | Tensor = 1e-6,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients (C, D) of C logistic regressions on features (C, N, D) with targets (C, N) in 0..1, by Newton.
+    x: Tensor, y: Tensor, *, towards: Tensor, ridge: float | Tensor = 1e-6, weights: Tensor | None = None
+) -> tuple[Tensor, float, bool]:
+    """Coefficients (D,) of a logistic regression on features (N, D), targets (N,) in 0..1; its loss; if it converged.
 
-    Each minimises its mean cross entropy, with sample weights (C, N), plus ridge / 2 * |coefficients - towards|^2. A
+    It minimises the mean cross entropy, with sample weights (N,), plus ridge / 2 * |coefficients - towards|^2. A
     number for `ridge` is in units in which each feature has mean square 1, so a separable problem has a finite answer
-    and the scale of the features does not matter; a tensor (C, D) is in the units of the features. Returns
-    coefficients, losses (C,) and converged (C,). It runs on the CPU: many small steps would wait for each other on a
-    GPU.
+    and the scale of the features does not matter; a tensor (D,) is in the units of the features. It runs on the CPU:
+    many small steps would wait for each other on a GPU.
     """
-    device = features.device
-    features, targets, towards = (values.cpu().double() for values in (features, targets, towards))
-    scale = features.square().mean(1).sqrt().clamp(min=1e-300)  # (C, D)
-    features, towards = features / scale[:, None], (towards * scale).expand_as(scale)
+    device = x.device
+    x, y, towards = (values.cpu().double() for values in (x, y, towards))
+    scale = x.square().mean(0).sqrt().clamp(min=1e-300)  # (D,)
+    x, towards = x / scale, towards * scale
     pull = ridge.cpu() / scale.square() if isinstance(ridge, Tensor) else torch.full_like(scale, ridge)
-    share = (torch.ones_like(targets) if weights is None else weights.cpu().double()) / features.shape[1]
-    fits = [_fit_one_logistic(*problem) for problem in zip(features, targets, share, towards, pull)]
-    found, losses, converged = (torch.stack(parts) for parts in zip(*fits))
-    return (found / scale).to(device), losses.to(device), converged.to(device)
+    share = (torch.ones_like(y) if weights is None else weights.cpu().double()) / len(x)
 
-
-def _fit_one_logistic(
-    x: Tensor, y: Tensor, share: Tensor, towards: Tensor, pull: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
     def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
         odds, off = x @ w, w - towards
         probs = odds.sigmoid()
@@ -128,7 +115,7 @@ def _fit_one_logistic(
 
     found = newton(evaluate, towards, max_steps=100)
     loss, gradient, _ = evaluate(found)
-    return found, found.new_tensor(loss), gradient.abs().max() <= GRADIENT
+    return (found / scale).to(device), loss, bool(gradient.abs().max() <= GRADIENT)
 
 
 def fit_log_scale(

@@ -25,7 +25,6 @@ from doublehead.score_arrays import Target
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-CLASSES_AT_ONCE = 64  # one-vs-rest fits in one computation
 SHARED = {"head": Head, "temperature": Temperature, "none": Identity}
 RIDGE = 10.0  # samples: each label's map is pulled towards no change with the weight of this many
 MARGIN = 2.0  # standard errors by which maps of their own must be better than sharing
@@ -168,10 +167,9 @@ class Platt(Calibrator):
             ones = targets.sum()
             zeros = len(targets) - ones
             targets = torch.where(targets > 0, (ones + 1) / (ones + 2), 1 / (zeros + 2))
-        features = torch.stack([odds, torch.ones_like(odds)], 1)[None]
-        towards = odds.new_tensor([[1.0, 0.0]])
-        weights, _, converged = fit_logistic(features, targets[None], towards=towards, ridge=1e-9)
-        return {"slope_": weights[0, 0], "shift_": weights[0, 1], "converged_": converged.all()}
+        features = torch.stack([odds, torch.ones_like(odds)], 1)
+        weights, _, converged = fit_logistic(features, targets, towards=odds.new_tensor([1, 0]), ridge=1e-9)
+        return {"slope_": weights[0], "shift_": weights[1], "converged_": converged}
 
     def _transform(self, logits: Tensor) -> Tensor:
         return _pair(_binary_odds(logits) * self.slope_.to(logits.dtype) + self.shift_.to(logits.dtype))
@@ -207,16 +205,9 @@ class Beta(Calibrator):
         targets = one_hot(predictions.labels, predictions.n_classes).T
         if predictions.n_classes == 2:
             odds, targets = odds[1:], targets[1:]
-        fits = [
-            _fit_beta(*part)
-            for part in zip(odds.split(CLASSES_AT_ONCE), targets.split(CLASSES_AT_ONCE), strict=True)
-        ]
-        converged = torch.cat([done for _, done in fits])
-        return {
-            "weights_": torch.cat([weights for weights, _ in fits]),
-            "converged_": converged.all(),
-            "facts": f"{int((~converged).sum())} of {len(converged)} class maps are short of their optimum",
-        }
+        weights, converged = zip(*map(_fit_beta, odds, targets))
+        facts = f"{converged.count(False)} of {len(converged)} class maps are short of their optimum"
+        return {"weights_": torch.stack(weights), "converged_": all(converged), "facts": facts}
 
     def _transform(self, logits: Tensor) -> Tensor:
         weights = self.weights_.to(logits.dtype)
@@ -234,24 +225,23 @@ def _features(odds: Tensor) -> Tensor:
     return torch.stack([logsigmoid(odds), -logsigmoid(-odds), torch.ones_like(odds)], -1)
 
 
-def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """a, b, c (C, 3) for odds and targets (C, N).
+def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, bool]:
+    """a, b, c (3,) for odds and targets (N,), and whether the fit converged.
 
     The problem is convex: its optimum is the free fit where that has no negative weight, else the best of the fits
     with a, b or both held at 0.
     """
-    features, towards = _features(odds), odds.new_tensor([[1.0, 1.0, 0.0]])
-    weights, _, converged = fit_logistic(features, targets, towards=towards)
-    open_ = (weights[:, :2] < 0).any(1)  # where the free fit breaks a bound
-    best = torch.where(open_, torch.inf, -torch.inf)
-    for held in ([0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]) if bool(open_.any()) else ():
-        mask = features.new_tensor(held)
-        fit, loss, done = fit_logistic(features * mask, targets, towards=towards)
-        better = (fit * mask >= 0)[:, :2].all(1) & (loss < best)
-        best = torch.where(better, loss, best)
-        weights = torch.where(better[:, None], fit * mask, weights)
-        converged = torch.where(better, done, converged)
-    return weights, converged
+    features, towards = _features(odds), odds.new_tensor([1.0, 1.0, 0.0])
+    fits = []
+    for free in ([1.0, 1.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]):
+        mask = features.new_tensor(free)
+        weights, loss, converged = fit_logistic(features * mask, targets, towards=towards)
+        weights = weights * mask
+        if bool((weights[:2] >= 0).all()):
+            fits.append((loss, weights, converged))
+            if min(free) > 0:
+                break
+    return min(fits, key=lambda fit: fit[0])[1:]
 
 
 class PerLabel(Calibrator):
@@ -374,10 +364,11 @@ def _truth(target: Target, n_labels: int) -> tuple[Tensor, Tensor]:
 
 def _fit_maps(odds: Tensor, truth: Tensor, weights: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
     """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z."""
-    z = odds.double().T  # (L, N)
-    features = torch.stack([z, torch.ones_like(z)][: 1 + shifts], -1)
-    towards = z.new_tensor([[1.0, 0.0][: 1 + shifts]]).expand(len(z), -1)
-    known = weights.T * z.sigmoid() * (1 - z.sigmoid())
-    ridge = (RIDGE * (known[..., None] * features.square()).mean(1) + 1e-6) / z.shape[1]
-    w, _, _ = fit_logistic(features, truth.T, towards=towards, ridge=ridge, weights=weights.T)
-    return w[:, 0], w[:, 1] if shifts else torch.zeros_like(w[:, 0])
+    found = odds.new_tensor([[1.0, 0.0]] * odds.shape[1]).double()  # (L, 2)
+    for label, (z, y, weight) in enumerate(zip(odds.double().T, truth.T, weights.T)):
+        x = torch.stack([z, torch.ones_like(z)][: 1 + shifts], -1)  # (N, 1 or 2)
+        known = weight * z.sigmoid() * (1 - z.sigmoid())
+        ridge = (RIDGE * (known[:, None] * x.square()).mean(0) + 1e-6) / len(z)
+        towards = found[label, : 1 + shifts].clone()
+        found[label, : 1 + shifts] = fit_logistic(x, y, towards=towards, ridge=ridge, weights=weight)[0]
+    return found[:, 0], found[:, 1]
