@@ -13,28 +13,20 @@ import numpy as np
 import pytest
 import torch
 
+from commands import call
 from doublehead import Predictions, Summary, calibrators, metrics
 from doublehead.__main__ import main
 from doublehead.files.reading import read_predictions
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-testing = pytest.importorskip("typer.testing")
 pytest.importorskip("safetensors")
 
 N, K = 600, 4
 
 
-def run(*arguments: str | Path) -> Any:
-    from doublehead.cli import app
-
-    return testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def fitted_to_itself(file: Path, out: Path, *options: str, method: str = "temperature") -> Any:
-    result = run("calibrate", "--fit", file, "--apply", file, "--method", method, "-o", out, *options)
-    assert result.exit_code == 0, result.output
-    return result
+    return call("calibrate", "--fit", file, "--apply", file, "--method", method, "-o", out, *options)
 
 
 def overconfident(seed: int, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,8 +57,7 @@ def test(tmp_path: Path) -> Path:
 
 
 def test_evaluate_prints_numbers_intervals_floor_and_groups(test: Path) -> None:
-    result = run("evaluate", test, "--logits", "--by", "site")
-    assert result.exit_code == 0, result.output
+    result = call("evaluate", test, "--logits", "--by", "site")
     numbers = Summary.of(read_predictions(test, kind="logits").load()).values
     assert re.search(rf"ECE \(15 bins\) +{100 * numbers['ece']:.2f} %", result.stdout)
     assert re.search(rf"NLL +{numbers['nll']:.4f} +\d\.\d{{4}} to ", result.stdout)
@@ -77,7 +68,7 @@ def test_evaluate_prints_numbers_intervals_floor_and_groups(test: Path) -> None:
 
 
 def test_evaluate_json_is_the_summary(test: Path) -> None:
-    result = run("evaluate", test, "--logits", "--by", "site", "--json", "--bins", "10")
+    result = call("evaluate", test, "--logits", "--by", "site", "--json", "--bins", "10")
     found = json.loads(result.stdout)
     p = read_predictions(test, kind="logits").load()
     wanted = Summary.of(p, 10).values
@@ -96,16 +87,16 @@ def test_evaluate_json_is_the_summary(test: Path) -> None:
 def test_names_from_files_are_not_markup(tmp_path: Path) -> None:
     file = tmp_path / "[bold]x.csv"
     file.write_text("label,cat,dog,site\ncat,0.5,0.5,[red]A\ndog,0.5,0.5,[/red]\n")
-    result = run("evaluate", file, "--probs", "--by", "site")
-    assert result.exit_code == 0, result.output
+    result = call("evaluate", file, "--probs", "--by", "site")
     assert "[bold]x.csv" in result.stdout
     assert "[red]A" in result.stdout
 
 
 def test_calibrate_repairs_a_csv_and_keeps_the_rest(val: Path, test: Path, tmp_path: Path) -> None:
     out = tmp_path / "fixed.csv"
-    result = run("calibrate", "--fit", val, "--apply", test, "--logits", "--method", "temperature", "-o", out)
-    assert result.exit_code == 0, result.output
+    result = call(
+        "calibrate", "--fit", val, "--apply", test, "--logits", "--method", "temperature", "-o", out
+    )
     known, new = read_predictions(val, kind="logits").load(), read_predictions(test, kind="logits").load()
     fitted = calibrators.Temperature().fit(known)
     fixed = read_predictions(out, kind="probs")
@@ -120,14 +111,14 @@ def test_calibrate_repairs_a_csv_and_keeps_the_rest(val: Path, test: Path, tmp_p
 
 
 def test_calibrate_prints_held_back_numbers_before_and_after(val: Path, test: Path, tmp_path: Path) -> None:
-    result = run("calibrate", "--fit", val, "--apply", test, "--logits", "-o", tmp_path / "fixed.csv")
+    result = call("calibrate", "--fit", val, "--apply", test, "--logits", "-o", tmp_path / "fixed.csv")
     found = json.loads((tmp_path / "fixed.calibrator.json").read_text())["held_back"]
     assert found["temperature"]["nll"] < found["none"]["nll"]
     assert all(f"{one['nll']:.4f}" in result.stdout for one in found.values())
     assert "Fitted head on" in result.stdout
     assert "No predicted class changed." in result.stdout
     again = tmp_path / "again.csv"
-    run(
+    call(
         "calibrate",
         "--use",
         tmp_path / "fixed.calibrator.safetensors",
@@ -142,7 +133,7 @@ def test_calibrate_prints_held_back_numbers_before_and_after(val: Path, test: Pa
 
 def test_calibrator_beside_the_output_can_be_loaded_and_used(val: Path, test: Path, tmp_path: Path) -> None:
     out = tmp_path / "fixed.csv"
-    run("calibrate", "--fit", val, "--apply", test, "--logits", "-o", out, "--method", "vector")
+    call("calibrate", "--fit", val, "--apply", test, "--logits", "-o", out, "--method", "vector")
     weights = tmp_path / "fixed.calibrator.safetensors"
     about = json.loads((tmp_path / "fixed.calibrator.json").read_text())
     assert [about["method"], about["reads"], about["n_classes"], about["fitted_on"]["n"]] == [
@@ -156,11 +147,10 @@ def test_calibrator_beside_the_output_can_be_loaded_and_used(val: Path, test: Pa
     new = read_predictions(test, kind="logits").load()
     fixed = read_predictions(out, kind="probs").load().probs
     assert torch.allclose(fixed, loaded(new.logits).softmax(1), atol=1e-12)
-    result = run("calibrate", "--use", weights, "--apply", test, "--logits", "-o", tmp_path / "again.csv")
-    assert result.exit_code == 0, result.output
+    call("calibrate", "--use", weights, "--apply", test, "--logits", "-o", tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_bytes() == out.read_bytes()
     assert not (tmp_path / "again.calibrator.json").exists()
-    wrong = run("calibrate", "--use", weights, "--apply", test, "--probs", "-o", tmp_path / "b.csv")
+    wrong = call("calibrate", "--use", weights, "--apply", test, "--probs", "-o", tmp_path / "b.csv", code=2)
     assert "was fitted on logits, but --probs was given" in wrong.stderr
 
 
@@ -177,7 +167,7 @@ def test_calibrate_json_and_auto(val: Path, test: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr("doublehead.calibrators.CALIBRATORS", {**few, "broken": Broken})
     out = tmp_path / "fixed.csv"
     files = ("--fit", val, "--apply", test, "-o", out)
-    result = run("calibrate", *files, "--logits", "--method", "auto", "--json")
+    result = call("calibrate", *files, "--logits", "--method", "auto", "--json")
     found = json.loads(result.stdout, parse_constant=no_constant)
     nlls = found["cross_validation"]["nll"]
     assert list(nlls)[-2:] == ["none", "broken"]
@@ -192,8 +182,7 @@ def test_calibrate_without_labels_writes_and_does_not_measure(val: Path, test: P
     bare = tmp_path / "bare.csv"
     rows = [line.split(",") for line in test.read_text().splitlines()]
     bare.write_text("\n".join(",".join(row[2 : 2 + K]) for row in rows) + "\n")
-    result = run("calibrate", "--fit", val, "--apply", bare, "--logits", "-o", tmp_path / "fixed.csv")
-    assert result.exit_code == 0, result.output
+    result = call("calibrate", "--fit", val, "--apply", bare, "--logits", "-o", tmp_path / "fixed.csv")
     assert "has no labels" in result.stdout
     assert len((tmp_path / "fixed.csv").read_text().splitlines()) == N + 1
 
@@ -223,8 +212,7 @@ def test_calibrate_every_format(tmp_path: Path) -> None:
         out = tmp_path / f"fixed_{name}"
         pair = ["--apply", tmp_path / "y.npy"] if name == "z.npy" else []
         words = (*pair, "--logits", "--method", "temperature", "-o", out)
-        result = run("calibrate", "--fit", val, "--apply", tmp_path / name, *words)
-        assert result.exit_code == 0, result.output
+        call("calibrate", "--fit", val, "--apply", tmp_path / name, *words)
         if name == "z.npy":
             assert np.allclose(np.load(out), wanted, atol=1e-6)
             continue
@@ -242,12 +230,11 @@ def test_calibrate_a_folder(val: Path, tmp_path: Path) -> None:
     (folder / "deep").mkdir(parents=True)
     write_csv(folder / "a.csv", 3)
     write_csv(folder / "deep" / "b.csv", 4)
-    result = run("calibrate", "--fit", val, "--apply", folder, "--logits", "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = call("calibrate", "--fit", val, "--apply", folder, "--logits", "-o", tmp_path / "out")
     files = sorted(str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*.csv"))
     assert files == ["a.csv", "deep/b.csv"]
     assert "1,200 predictions" in result.stdout
-    again = run("calibrate", "--fit", val, "--apply", folder, "--logits", "-o", tmp_path / "out")
+    again = call("calibrate", "--fit", val, "--apply", folder, "--logits", "-o", tmp_path / "out", code=2)
     assert "must be a new or empty folder" in again.stderr
 
 
@@ -322,8 +309,7 @@ def test_what_is_wrong_is_said_in_one_sentence(command: str, bad_files: Path, mo
     monkeypatch.chdir(bad_files)
     monkeypatch.setattr("doublehead.files.reading.CONNECT_SECONDS", 0.2)
     files = sorted(bad_files.rglob("*"))
-    result = run(*command.split())
-    assert result.exit_code == 2, result.output
+    result = call(*command.split(), code=2)
     errors = [line for line in result.stderr.splitlines() if line and "reading" not in line]
     assert len(errors) == 1
     assert errors[0].startswith("Error: ")
@@ -335,7 +321,7 @@ def test_what_is_wrong_is_said_in_one_sentence(command: str, bad_files: Path, mo
 def test_real_predictions_reach_the_known_numbers(shared: Path, tmp_path: Path) -> None:
     file = shared / "data" / "logits" / "resnet110_c10.npz"
     arguments = ["--fit", f"{file}:val", "--apply", f"{file}:test", "-o", tmp_path / "out.npz", "--json"]
-    found = json.loads(run("calibrate", *arguments, "--method", "temperature").stdout)
+    found = json.loads(call("calibrate", *arguments, "--method", "temperature").stdout)
     ece = [100 * found[when]["metrics"]["ece"]["value"] for when in ("before", "after")]
     nll = [found[when]["metrics"]["nll"]["value"] for when in ("before", "after")]
     assert ece == pytest.approx([4.750, 1.132], abs=1e-3)
@@ -353,8 +339,7 @@ def test_the_tutorial_runs(shared: Path, tmp_path: Path, monkeypatch: Any) -> No
         result = None
         for line in block.splitlines():
             if line.startswith("$ doublehead "):
-                result = run(*shlex.split(line)[2:])
-                assert result.exit_code == 0, result.output
+                result = call(*shlex.split(line)[2:])
                 commands += 1
             elif "$ doublehead evaluate" in block and line.strip() not in ("", "..."):  # nothing fitted
                 printed = re.sub(r"\s+", " ", result.output)
@@ -384,17 +369,17 @@ def write_tutorial_files(real: Path, page: str, folder: Path) -> None:
 
 def test_abstaining_is_the_threshold_of_the_predictions(test: Path) -> None:
     choice = metrics.choose_threshold(read_predictions(test).load(), 0.2)
-    found = json.loads(run("evaluate", test, "--abstain", "0.2", "--json").stdout)["abstain"]
+    found = json.loads(call("evaluate", test, "--abstain", "0.2", "--json").stdout)["abstain"]
     assert (found["threshold"], found["n_accepted"]) == (choice.threshold, choice.n_accepted)
-    assert str(choice) in run("evaluate", test, "--abstain", "0.2").stdout
+    assert str(choice) in call("evaluate", test, "--abstain", "0.2").stdout
 
 
 def test_force_replaces_and_a_closed_pipe_is_silent(test: Path, tmp_path: Path, monkeypatch: Any) -> None:
     out = tmp_path / "out.csv"
     arguments = ["calibrate", "--fit", test, "--apply", test, "--method", "temperature", "-o", out]
-    assert run(*arguments).exit_code == 0
-    assert run(*arguments).exit_code == 2
-    assert run(*arguments, "--force").exit_code == 0
+    call(*arguments)
+    call(*arguments, code=2)
+    call(*arguments, "--force")
     command = shlex.join([sys.executable, "-m", "doublehead", "evaluate", str(test), "--json"])
     piped = ["bash", "-c", f"{command} | head -n 1"]
     result = subprocess.run(piped, capture_output=True, text=True, check=False)
@@ -465,16 +450,15 @@ def test_a_calibrator_of_the_other_kind_is_refused(val: Path, tmp_path: Path) ->
     fitted_to_itself(val, out)
     probs.write_text("label,prob_0,prob_1,prob_2,prob_3\n0,0.25,0.25,0.25,0.25\n")
     fitted = tmp_path / "out.calibrator.safetensors"
-    told = run("calibrate", "--use", fitted, "--apply", probs, "-o", tmp_path / "new.csv")
-    assert told.exit_code == 2
+    told = call("calibrate", "--use", fitted, "--apply", probs, "-o", tmp_path / "new.csv", code=2)
     assert "was fitted on logits, but" in told.output
     assert "--logits" not in told.output
 
 
 def test_columns_called_the_other_kind_may_be_named(tmp_path: Path) -> None:
     file = write_csv(tmp_path / "a.csv", 0, names="prob")
-    assert run("evaluate", file, "--logits").exit_code == 2
-    assert run("evaluate", file, "--logits", "--scores", "prob_*").exit_code == 0
+    call("evaluate", file, "--logits", code=2)
+    call("evaluate", file, "--logits", "--scores", "prob_*")
 
 
 @pytest.mark.parametrize("digits", [2, 3, 4, 6])
@@ -487,8 +471,7 @@ def test_rounded_probabilities_are_repaired_not_ruined(
         probs = p.logits.double().softmax(1).numpy().round(digits)
         np.savez(tmp_path / f"{split}.npz", probs=probs, labels=p.labels)
     files = ["--fit", tmp_path / "val.npz", "--apply", tmp_path / "test.npz", "-o", tmp_path / "out.npz"]
-    result = run("calibrate", *files, "--method", method, "--tolerance", "0.1", "--json")
-    assert result.exit_code == 0, result.output
+    result = call("calibrate", *files, "--method", method, "--tolerance", "0.1", "--json")
     found = json.loads(result.stdout)
     before, after = (found[when]["metrics"] for when in ("before", "after"))
     assert after["ece"]["value"] < 0.02 < before["ece"]["value"]

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
+from commands import call
 from doublehead import HeadSpec, Predictions, load, metrics
-from doublehead.cli import app
 from doublehead.cli.export import RunModel, _pick, _taught_by, card, open_run
 from doublehead.data import load as load_data
 from doublehead.data.text import tokens_of
@@ -31,9 +30,7 @@ STORED = 5e-3  # by which probabilities in a run folder may be off: its logits a
 
 
 def export(*words: str | Path, code: int = 0) -> str:
-    made = CliRunner().invoke(app, ["export", *map(str, words)])
-    assert made.exit_code == code, made.output
-    return made.output
+    return call("export", *words, code=code).output
 
 
 def run_onnx(path: Path, **feed: Tensor) -> list[Any]:

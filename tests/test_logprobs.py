@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import doublehead as dh
+from commands import call
 from doublehead import Predictions, metrics
-from doublehead.cli import app
 from doublehead.logprobs import option_logprobs, token_logprobs
 from doublehead.system import require
 
@@ -56,14 +56,14 @@ def test_missing_options_share_what_is_left() -> None:
 
 
 def test_bad_answers_are_named() -> None:
-    for call, message in (
+    for refused, message in (
         (lambda: Predictions.from_logprobs([PLAIN], ["E"], "ABCD"), r"among the options .* got 'E'"),
         (lambda: Predictions.from_logprobs([PLAIN], ["A", "B"]), "one for each of 1 answers, got 2"),
         (lambda: Predictions.from_logprobs([[3]], ["A"], "AB"), "must be a dict or a list of tokens"),
         (lambda: option_logprobs([PLAIN], ["A"]), "two or more different tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            call()
+            refused()
 
 
 def questions(n: int, k: int, seed: int) -> list[dict[str, Any]]:
@@ -82,8 +82,6 @@ def questions(n: int, k: int, seed: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("k", [2, 4, 50])
 def test_files_of_answers(k: int, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    from typer.testing import CliRunner
-
     files = [tmp_path / name for name in ("calib.jsonl", "test.jsonl")]
     for seed, file in enumerate(files):
         file.write_text("".join(json.dumps(record) + "\n" for record in questions(400, k, seed)))
@@ -97,8 +95,7 @@ def test_files_of_answers(k: int, tmp_path: Path) -> None:
         f"calibrate --fit {files[0]} --apply {files[1]} -o {out} --method temperature",
         f"report {files[1]} -o {page}",
     ):
-        run = CliRunner().invoke(app, command.split())
-        assert run.exit_code == 0, run.output
+        call(*command.split())
     fixed = [json.loads(line) for line in out.read_text().splitlines()]
     probs = np.array([[record["probs"][option] for option in options] for record in fixed])
     assert metrics.nll(Predictions.from_probs(probs, [options.index(label) for label in labels])) < want - 0.1

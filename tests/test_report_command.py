@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from commands import call
 from doublehead import Predictions, evaluate, metrics
 from doublehead.calibrators import Temperature
 from doublehead.files import read_predictions
 
-testing = pytest.importorskip("typer.testing")
 pytest.importorskip("jinja2")
-from doublehead.cli import app  # noqa: E402
 
 
 def made(sharpness: float = 2.0, n: int = 240, seed: int = 0) -> Predictions:
@@ -40,9 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    result = testing.CliRunner().invoke(app, ["report", "--force", *arguments])
-    assert result.exit_code == code, result.output
-    return re.sub(r"\s+", " ", result.output)
+    return re.sub(r"\s+", " ", call("report", "--force", *arguments, code=code).output)
 
 
 def text_of(page: str) -> str:

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
+from commands import call
 from doublehead import Calibrated, Predictions, ShiftGuard, calibrate, metrics
-from doublehead.cli import app
 from doublehead.data import DATASETS, GaussianNoise, Shifts, corrupt, fashion_subset
 from doublehead.models import build
 from doublehead.shift_guard import CHANNELS, N_LAYERS, StageTap, channels_of, moments
@@ -262,14 +261,9 @@ def test_files_of_features_on_the_command_line(suffix: str, tmp_path: Path) -> N
             frame = pandas.DataFrame(values, columns=list("abcde")).assign(name="x")
             frame.to_csv(file, index=False) if suffix == ".csv" else frame.to_parquet(file)
 
-    def run(*args: str) -> Any:
-        return CliRunner().invoke(app, ["shift", *args])
-
-    calm = run(f"{tmp_path}/clean{suffix}", f"{tmp_path}/quiet{suffix}")
-    assert calm.exit_code == 0, calm.output
-    assert "0 of 4 windows" in calm.output
-    moved = run(f"{tmp_path}/clean{suffix}", f"{tmp_path}/moved{suffix}", "--window", "32")
-    assert moved.exit_code == 1
+    clean, quiet, moved = (tmp_path / f"{name}{suffix}" for name in files)
+    assert "0 of 4 windows" in call("shift", clean, quiet).output
+    moved = call("shift", clean, moved, "--window", "32", code=1)
     assert "8 of 16 windows" in moved.output
     assert re.search(r"since sample (2[5-9]\d) of 512", moved.output)
 
@@ -286,8 +280,7 @@ def test_bad_files_of_features(tmp_path: Path) -> None:
         (("a.txt", "few.npy"), "got a.txt"),
         (("none.npy", "few.npy"), "No such file"),
     ):
-        found = CliRunner().invoke(app, ["shift", *(str(tmp_path / name) for name in pair)])
-        assert found.exit_code == 2
+        found = call("shift", *(tmp_path / name for name in pair), code=2)
         assert re.search(said, found.output), found.output
 
 

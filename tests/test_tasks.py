@@ -373,9 +373,7 @@ def test_labels_share_where_they_have_little_data_and_not_where_they_differ() ->
 def test_files_with_several_label_columns(tmp_path: Path) -> None:
     pd = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
-    from typer.testing import CliRunner
-
-    from doublehead.cli import app
+    from commands import call
     from doublehead.files import read_predictions
 
     net, x, y = overfitted_segments()
@@ -394,26 +392,24 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
         assert found.values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
         assert list(found.groups) == [f"y_{n}" for n in names]
 
-    def invoke(command: str) -> None:
-        run = CliRunner().invoke(app, command.split())
-        assert run.exit_code == 0, run.output
-
     fixed, again = tmp_path / "fixed.csv", tmp_path / "again.csv"
-    invoke(f"calibrate --fit {calib} --apply {test} --logits --label y_* -o {fixed}")
+    call(*f"calibrate --fit {calib} --apply {test} --logits --label y_* -o {fixed}".split())
     probs = pd.read_csv(fixed)[[f"prob_{n}" for n in names]].to_numpy()
     after = dh.Predictions.multilabel(probs, y[900:], are_probs=True)
     assert dh.metrics.nll(after) < 0.8 * want.values["nll"]
-    invoke(f"calibrate --use {tmp_path}/fixed.calibrator.safetensors --apply {bare} --logits -o {again}")
+    call(
+        *f"calibrate --use {tmp_path}/fixed.calibrator.safetensors --apply {bare} --logits -o {again}".split()
+    )
     np.testing.assert_allclose(pd.read_csv(again).to_numpy(), probs, atol=1e-6)
     page = tmp_path / "report.html"
-    invoke(f"report {fixed} --probs --label y_* -o {page}")
+    call(*f"report {fixed} --probs --label y_* -o {page}".split())
     assert page.stat().st_size > 10_000
     arrays = tmp_path / "a.npz"
     np.savez(arrays, logits=net(x[900:]).detach().numpy(), labels=y[900:].int().numpy())
     assert dh.evaluate(arrays).values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
     unlabelled, out = tmp_path / "b.npz", tmp_path / "c.npz"
     np.savez(unlabelled, logits=net(x[900:]).detach().numpy())
-    invoke(f"calibrate --fit {arrays} --apply {unlabelled} -o {out} --method temperature")
+    call(*f"calibrate --fit {arrays} --apply {unlabelled} -o {out} --method temperature".split())
     assert np.load(out)["probs"].shape == (len(x) - 900, 7)
     lines = tmp_path / "a.jsonl"
     rows = zip(net(x[900:]).tolist(), y[900:].int().tolist())
