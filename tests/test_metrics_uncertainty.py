@@ -28,6 +28,15 @@ def test_floor_against_direct_draws(saturated):
     assert floor.high == pytest.approx(np.quantile(draws, 0.95), abs=10 * error)
 
 
+def test_floor_and_test_are_those_of_either_alone():
+    rng = np.random.default_rng(1)
+    p = binary(rng.uniform(0.5, 1, 300), rng.random(300) < 0.6)
+    assert metrics.floor_and_test(p, 10, 3) == (
+        metrics.ece_floor(p, 10, seed=3),
+        metrics.calibration_test(p, 10, seed=3),
+    )
+
+
 def test_floor_by_hand():
     """One sample of confidence 0.75: the ECE is 0.25 with chance 3/4 and 0.75 with chance 1/4."""
     floor = metrics.ece_floor(binary([0.75], [1]), n_draws=20000)

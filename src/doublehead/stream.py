@@ -145,6 +145,7 @@ class Tally:
             name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)
         }
         found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
+        floor, test = metrics.floor_and_test(self.top, self.n_bins, seed)
         classes = None
         if self.classwise is not None and self.predicted is not None:
             pooled = Bins(*(part.sum(0) for part in self.classwise.parts))
@@ -156,8 +157,8 @@ class Tally:
             n_classes=self.n_classes,
             n_bins=self.n_bins,
             metrics={name: found[name] for name in METRICS if name in found},
-            floor=metrics.ece_floor(self.top, self.n_bins, seed=seed),
-            p_value=metrics.calibration_test(self.top, self.n_bins, seed=seed).p_value,
+            floor=floor,
+            p_value=test.p_value,
             bins=self.top,
             classes=classes,
             groups={name: group.summary(seed) for name, group in groups.items()},

@@ -47,6 +47,7 @@ from doublehead.metrics.uncertainty import (
     calibration_test,
     ece_floor,
     fine_bins,
+    floor_and_test,
 )
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "ece_floor",
     "ece_sweep",
     "fine_bins",
+    "floor_and_test",
     "fpr95",
     "ks_error",
     "mce",
