@@ -51,7 +51,8 @@ def seconds(network, optimizer, batches, double) -> float:
     return time.thread_time() - began
 
 
-def measure(name: str, source: str, rounds: int) -> dict[str, float]:
+def measure(name: str, source: str, duration: float) -> dict[str, float]:
+    """Rounds for `duration` seconds: many of a small network, whose figures suffer most from other work."""
     torch.manual_seed(0)
     n_inputs, n_classes, size, layers = NETWORKS[name]
     network = nn.Sequential(*layers())
@@ -62,7 +63,8 @@ def measure(name: str, source: str, rounds: int) -> dict[str, float]:
     calib_data = DataLoader(calib, size, shuffle=True) if source == "loader" else calib
     double = DoubleHead(network, calib_data, follow=optimizer, batch_size=size)
     times: dict[str, list[float]] = {"bare": [], "with": []}
-    for _ in range(rounds + 1):
+    end = time.monotonic() + duration
+    while time.monotonic() < end or len(times["bare"]) < 3:
         for way, companion in (("bare", None), ("with", double)):
             batches = loader if source == "loader" else zip(x.split(size), y.split(size))
             times[way].append(seconds(network, optimizer, batches, companion))
@@ -71,17 +73,18 @@ def measure(name: str, source: str, rounds: int) -> dict[str, float]:
         "bare_us_per_step": round(bare),
         "with_us_per_step": round(beside),
         "ratio": round(beside / bare, 3),
+        "rounds": len(times["bare"]) - 1,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=25, help="for each network and source")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {
-        name: {source: measure(name, source, options.rounds) for source in ("loader", "slices")}
+        name: {source: measure(name, source, options.seconds) for source in ("loader", "slices")}
         for name in NETWORKS
     }
     result = {
