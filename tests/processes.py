@@ -18,8 +18,10 @@ def in_two_processes(work: Callable[[int, Path], None], folder: Path) -> None:
     method = "fork" if sys.platform.startswith("linux") else "spawn"
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.multiprocessing.start_processes(_one, args=(work, folder), nprocs=2, start_method=method)
-    torch.set_num_threads(n_threads)
+    try:
+        torch.multiprocessing.start_processes(_one, args=(work, folder), nprocs=2, start_method=method)
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 def _one(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
