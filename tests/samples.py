@@ -1,11 +1,22 @@
-"""Predictions that several tests make."""
+"""Predictions that several tests make, and a pickle that none may load."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from doublehead import Predictions
+
+
+class Bomb:
+    """What a malicious pickle does: it calls something while it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
 
 
 def binary(confidence: Any, correct: Any, dtype: Any = np.float64) -> Predictions:

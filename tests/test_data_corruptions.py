@@ -206,9 +206,8 @@ def test_elastic_transform_is_scipys(severity, monkeypatch):
                 ndimage.gaussian_filter(2 * d[n] - 1, sigma, mode="reflect", truncate=3) * alpha
                 for d in drawn[1].numpy()
             )
-            moved = [
-                ndimage.map_coordinates(c, [y + down, x + across], order=1, mode="reflect") for c in moved
-            ]
+            places = [y + down, x + across]
+            moved = [ndimage.map_coordinates(c, places, order=1, mode="reflect") for c in moved]
         np.testing.assert_allclose(out[n], np.clip(moved, 0, 1), atol=1e-6)
 
 

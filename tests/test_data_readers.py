@@ -13,6 +13,7 @@ import pytest
 from doublehead.data import DATASETS, catalog, load, load_test, readers
 from doublehead.data.catalog import ASSET, fashion_subset
 from doublehead.data.splits import count_duplicates
+from samples import Bomb
 
 RANDOM = np.random.default_rng(0)
 ASSETS = Path(catalog.__file__).parent / "assets"
@@ -94,20 +95,10 @@ def test_cifar_split_is_the_same_from_arrays(tmp_path, small):
         assert (getattr(from_batches, part).images == getattr(from_arrays, part).images).all()
 
 
-class Trap:
-    """What a malicious pickle does: call something while it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
-
-
 def test_no_pickle_is_executed(tmp_path):
     folder, sprung = tmp_path / "cifar-10-batches-py", tmp_path / "sprung"
     folder.mkdir()
-    trap = pickle.dumps({"data": Trap(sprung), "labels": []}, protocol=2)
+    trap = pickle.dumps({"data": Bomb(sprung), "labels": []}, protocol=2)
     (folder / "data_batch_1").write_bytes(trap)
     with pytest.raises(ValueError, match="data_batch_1 .* it asks for"):
         readers.read_cifar_split(folder, "train")
@@ -231,7 +222,7 @@ def test_own_arrays(tmp_path):
 
 
 def test_arrays_of_objects_are_not_unpickled(tmp_path):
-    np.save(tmp_path / "train_images.npy", np.array([Trap(tmp_path / "sprung")], object), allow_pickle=True)
+    np.save(tmp_path / "train_images.npy", np.array([Bomb(tmp_path / "sprung")], object), allow_pickle=True)
     np.save(tmp_path / "train_labels.npy", np.zeros(1, np.int64))
     with pytest.raises(ValueError, match="train_images.npy"):
         load(f"arrays:{tmp_path}")

@@ -17,6 +17,7 @@ from doublehead import Predictions, ShiftGuard, calibrate, load, metrics
 from doublehead.data.batches import Normalise
 from doublehead.integrations.export import export_model, load_program, model_card
 from doublehead.system import require
+from samples import Bomb
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -106,10 +107,6 @@ def test_words_of_any_length_by_keyword(tmp_path: Path) -> None:
 
 
 def test_pickles_and_native_code_are_refused(tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return Path.touch, (tmp_path / "exploded",)
-
     model, _ = make("temperature")
     file = model.export(tmp_path, data()[0][:2], "torch-export")
     for name in ("model/data/sample_inputs/bomb.pt", "model/data/aotinductor/model.so"):
@@ -117,7 +114,7 @@ def test_pickles_and_native_code_are_refused(tmp_path: Path) -> None:
         with zipfile.ZipFile(file) as whole, zipfile.ZipFile(bad, "w") as changed:
             for member in whole.namelist():
                 changed.writestr(member, whole.read(member))
-            changed.writestr(name, pickle.dumps(Bomb()))
+            changed.writestr(name, pickle.dumps(Bomb(tmp_path / "exploded")))
         with pytest.raises(ValueError, match="tensors alone, got code to execute in .* it was not opened"):
             load_program(bad)
     assert not (tmp_path / "exploded").exists()

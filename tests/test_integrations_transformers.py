@@ -207,9 +207,8 @@ def test_after_training_evaluate_predict_and_pipeline_are_calibrated(
     assert trainer.state.log_history[-1]["eval_ece_calib"] == numbers["eval_ece_calib"]
     predicted = torch.from_numpy(trainer.predict(texts["test"]).predictions)
     torch.testing.assert_close(predicted, calib, atol=1e-5, rtol=1e-4)
-    ask = hf.pipeline(
-        "text-classification", model=trainer.model, tokenizer=tokenizer, device="cpu", top_k=None
-    )
+    how = {"tokenizer": tokenizer, "device": "cpu", "top_k": None}
+    ask = hf.pipeline("text-classification", model=trainer.model, **how)
     answers = ask([text for text, _ in sentences["test"][:3]], truncation=True, max_length=32)
     for answer, probs in zip(answers, calib.exp()):
         scores = {one["label"]: one["score"] for one in answer}

@@ -14,6 +14,7 @@ from calibrated_models import KINDS, N_CLASSES, data, make, network, with_stages
 from doublehead import PAPER, DoubleHead, Predictions, calibrate, calibrators, load
 from doublehead.calibrators import Head, NotFitted, Temperature
 from doublehead.saving import describe, save
+from samples import Bomb
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -135,17 +136,13 @@ def test_channels_last_and_shared_weights(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return Path.touch, (tmp_path / "exploded",)
-
     file = tmp_path / "model.safetensors"
     with pytest.raises(FileNotFoundError, match="path must be a folder with model.safetensors"):
         load(tmp_path, network())
     calibrators.save(Temperature().fit(Predictions(torch.randn(50, 3), torch.arange(50) % 3)), file)
     with pytest.raises(ValueError, match="must be a file that model.save wrote"):
         load(tmp_path, network())
-    for content in (b"", b"no model", pickle.dumps(Bomb())):
+    for content in (b"", b"no model", pickle.dumps(Bomb(tmp_path / "exploded"))):
         file.write_bytes(content)
         with pytest.raises(ValueError, match="must be a file that model.save wrote"):
             load(file, network())

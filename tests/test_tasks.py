@@ -662,9 +662,8 @@ def test_tokens_in_the_trainer(tmp_path: Path) -> None:
         str(tmp_path), num_train_epochs=2, per_device_train_batch_size=16, learning_rate=3e-3, save_strategy="no",
         report_to=[], use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    trainer = transformers.Trainer(
-        net, args, train_dataset=rows[:60], eval_dataset=rows[120:], callbacks=[callback]
-    )
+    sets = {"train_dataset": rows[:60], "eval_dataset": rows[120:]}
+    trainer = transformers.Trainer(net, args, **sets, callbacks=[callback])
     trainer.train()
     assert 0 < trainer.evaluate()["eval_nll_calib"] < 2
     trainer.save_model(str(tmp_path / "kept"))

@@ -187,9 +187,8 @@ def test_guards(tmp_path: Path) -> None:
         assert torch.equal(saved[name].argmax(1), saved["main"].argmax(1))
 
     inputs = inputs_of(several)
-    by_hand = ShiftGuard(auto_of(tmp_path / "several", net)).fit(
-        inputs.whole(inputs.splits.calib), inputs.perturbation("shifts", share=1.0), seed=several.seed
-    )
+    calib, shifts = inputs.whole(inputs.splits.calib), inputs.perturbation("shifts", share=1.0)
+    by_hand = ShiftGuard(auto_of(tmp_path / "several", net)).fit(calib, shifts, seed=several.seed)
     for key, value in weights(tmp_path / "several", "guarded").items():
         if key not in ("recent", "seen", "since", "last"):  # the state of the stream
             torch.testing.assert_close(value, by_hand.guard.state_dict()[key], rtol=1e-2, atol=5e-3, msg=key)

@@ -13,6 +13,7 @@ import torch
 from doublehead import Predictions
 from doublehead.training.config import Config
 from doublehead.training.run_folder import RunError, RunFolder, commit, environment
+from samples import Bomb
 
 
 def test_the_message_of_a_locked_folder(tmp_path: Path) -> None:
@@ -128,11 +129,7 @@ def test_the_newest_checkpoint_that_can_be_read(tmp_path: Path) -> None:
 
 
 def test_no_pickle_is_executed(tmp_path: Path) -> None:
-    class Harmful:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (os.mkdir, (str(tmp_path / "harm"),))
-
-    torch.save({"epoch": Harmful()}, tmp_path / "checkpoint.pt")
+    torch.save({"epoch": Bomb(tmp_path / "harm")}, tmp_path / "checkpoint.pt")
     with (
         pytest.warns(UserWarning, match="cannot be read"),
         pytest.raises(RunError, match="no checkpoint .* can be read"),

@@ -165,9 +165,8 @@ def layer_decay_and_accumulation(script: Script) -> nn.Module:
     net = vit.VisionTransformer(num_classes=N_CLASSES, **sizes)
     script.start(net, None)
     optimizer = optim.create_optimizer_v2(net, "adamw", lr=1e-2, weight_decay=0.05, layer_decay=0.7)
-    script.log += [
-        (group["lr_scale"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups
-    ]
+    groups = optimizer.param_groups
+    script.log += [(one["lr_scale"], one["weight_decay"], len(one["params"])) for one in groups]
     for _ in range(3):
         net.train()
         for one, two in pairwise(script.batches):
