@@ -139,6 +139,15 @@ def test_the_confidence_in_the_predicted_class_alone(case: str, tmp_path: Path) 
         table.load()
 
 
+def test_groups_by_the_predicted_class_and_not_by_whether_it_is_right(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(TOP_LABEL["predicted"])
+    groups = read_predictions(tmp_path / "a.csv", by="predicted").tally().groups
+    assert {name: tally.n for name, tally in groups.items()} == {"a": 2, "b": 1}
+    (tmp_path / "a.csv").write_text(TOP_LABEL["correct"])
+    with pytest.raises(TableError, match="cannot be selected or grouped by their label .'correct'"):
+        read_predictions(tmp_path / "a.csv", by="correct")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

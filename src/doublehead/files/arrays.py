@@ -46,6 +46,10 @@ class Reader:
     first_row: int = 0  # of the file, where only some row groups are read
     scores: tuple[str, ...] | None = None  # the score columns where the file itself names them
     guesses: tuple[str, ...] = ()  # about the file as a whole
+    mixed: tuple[str, str] | None = (
+        None  # a column that begins with decimal numbers but holds text, and where
+    )
+    empty: bool = False  # a header and no rows
 
     def __init__(self, source: Source) -> None:
         self.source = source

@@ -98,7 +98,9 @@ def choose_layout(
         label = None
     independent = independent or bool(labels) or columns.get(label or "") in SEVERAL
     left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *taken)}
-    top_only = None if independent or scores is not None else _top_label(left, where, kind, label)
+    top_only = None
+    if not independent and scores is None:  # also of files that are grouped by the predicted class
+        top_only = _top_label({name: columns[name] for name in columns if name != label}, where, kind, label)
     if top_only is not None and kind != "logits":
         return top_only
     if label is None and label_needed and not labels:
