@@ -229,6 +229,13 @@ def test_probabilities_a_rounding_error_outside_are_certain_and_clipped(tmp_path
     assert table.counts == {"clipped": 1}
 
 
+def test_a_class_with_zeros_alone_is_a_class(tmp_path: Path) -> None:
+    rows = ["cat,0.25,0,0.75", "dog,0.5,0,0.5"]
+    table = read_predictions(write_csv(tmp_path / "a.csv", "label,cat,mouse,dog", *rows))
+    assert table.layout.classes == ("cat", "mouse", "dog")
+    assert table.load().labels.tolist() == [0, 2]
+
+
 Z_HEADER, HEADER = "label,logit_0,logit_1\n", "label,score_0,score_1\n"
 TOTAL = HEADER + "0,0.25,0.75\n" * 20 + ",5.00,15.00"  # the last row
 BAD_LOGITS = {  # text -> message

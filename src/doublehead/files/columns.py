@@ -225,11 +225,12 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
         for name, holds in columns.items()
         if name.lower().rstrip("_1") in known[:-1] and holds == "number"
     ]
-    decimal = [name for name, holds in columns.items() if holds == "number"]
     if len(single) == 1:
         return (single[0],)
-    if len(decimal) >= 2:
-        return tuple(decimal)
+    places = [i for i, holds in enumerate(columns.values()) if holds == "number"]
+    if len(places) >= 2:  # whole numbers between them are scores too: a class may have zeros alone, written as 0
+        among = list(columns)[places[0] : places[-1] + 1]
+        return tuple(name for name in among if columns[name] in ("number", "whole"))
     confidence = next((name for name in columns if re.fullmatch(CONFIDENCE, plain(name))), None)
     hint = (
         f"; rename the column of the class that {confidence!r} is about to 'predicted'" if confidence else ""

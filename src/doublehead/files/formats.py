@@ -105,6 +105,10 @@ class CsvReader(TableReader):
         first = lines[-1].split(self.delimiter)
         if len(names) == len(first):
             types = {name: number for name, cell in zip(names, first) if DECIMAL.fullmatch(cell.strip())}
+        if len(names) >= WIDE and types:  # zeros among them may be written as 0
+            places = [i for i, name in enumerate(names) if name in types]
+            between = range(places[0], places[-1])
+            types |= {names[i]: number for i in between if NUMBER.fullmatch(first[i].strip())}
         if len(types) >= WIDE and len(set(names)) == len(names):
             types |= self._other_types(names, types, start)
             return names, [types[name] for name in names]

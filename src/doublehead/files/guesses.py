@@ -144,9 +144,8 @@ def _named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
     places = [i for i, name in enumerate(layout.scores) if name in labels]
     if not 2 <= len(places) < len(layout.scores):
         return layout
-    scores = raw.scores[:, places]
-    if np.nanmin(scores) < -OUTSIDE or _off_one(scores) > max(tolerance, ROUNDED):
-        return layout
+    if _are_probs(raw.scores, tolerance) or not _are_probs(raw.scores[:, places], tolerance):
+        return layout  # as a whole; a class that no label names may have zeros alone
     return with_scores(layout, tuple(layout.scores[i] for i in places))
 
 
@@ -155,8 +154,8 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     if layout.top_only:
         return "probs", "a confidence"
     several = scores.shape[1] > 1 and not layout.independent
-    low, high, reach = float(np.nanmin(scores)), float(np.nanmax(scores)), min(tolerance, OUTSIDE)
-    if several and low >= -reach and high <= 1 + reach and _off_one(scores) <= max(tolerance, ROUNDED):
+    low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
+    if several and _are_probs(scores, tolerance):
         return "probs", "rows sum to 1"
     if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in layout.scores):
         return "logits", "as they are called"
@@ -220,6 +219,13 @@ def _check_unnamed(
             f"{source}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
             f"in {layout.label!r} stands for {', '.join(map(repr, extra[:12]))}: name the score columns with --scores"
         )
+
+
+def _are_probs(scores: Array, tolerance: float) -> bool:
+    """Whether scores (B, K) lie in 0..1 but for a rounding error, and rows sum to 1 as far as rounding explains."""
+    reach = min(tolerance, OUTSIDE)
+    inside = np.nanmin(scores) >= -reach and np.nanmax(scores) <= 1 + reach
+    return bool(inside) and _off_one(scores) <= max(tolerance, ROUNDED)
 
 
 def _off_one(table: Array) -> float:

@@ -308,11 +308,11 @@ def read_predictions(
     scores = reader.scores if scores is None else scores
     if scores is None and like is not None:
         scores = scores_like(like.layout, reader, stated)
-    if scores is None and reader.mixed is not None and reader.mixed[0] not in (label, *labels, *others):
-        if score_family(reader.columns, str(reader.source), stated) is None:
-            raise TableError(
-                f"{reader.mixed[1]}; name the score columns with --scores if it is not one of them"
-            )
+    if scores is None and reader.mixed is not None:
+        column, problem = reader.mixed
+        named = score_family(reader.columns, str(reader.source), stated) is not None
+        if not named and column not in (label, *labels, *others):
+            raise TableError(f"{problem}; name the score columns with --scores if it is not one of them")
     layout = choose_layout(
         reader.columns,
         str(reader.source),
