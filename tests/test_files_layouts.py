@@ -89,6 +89,7 @@ CONTENTS = {
     "windows.csv": lambda: plain().replace(b"\n", b"\r\n"),
     "a.jsonl": lambda: as_json_lines(False),
     "lists.ndjson": lambda: as_json_lines(True),
+    "gzip by content.jsonl": lambda: gzip.compress(as_json_lines(False)),
     "a.jsonl.gz": lambda: gzip.compress(as_json_lines(True)),
     "a.arrow": as_arrow,
     "a.feather": as_arrow,
