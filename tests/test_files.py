@@ -272,13 +272,13 @@ BAD_PROBS = {
 BAD_CSV = [
     *(("logits", text, message) for text, message in BAD_LOGITS.items()),
     *(("probs", text, message) for text, message in BAD_PROBS.items()),
-    (None, TOTAL, "row 21: .* got a sum of 20 .* if it is a total"),
+    (None, TOTAL, "row 21: .* got 15; remove it if it is a total"),
     (
         None,
         "cat,0.0,0.0,1.0\ndog,0.0,1.0,0.0",
         "'label', row 1 must hold a class .a whole number., got 'cat'",
     ),
-    (None, HEADER + "0,0.25,0.75\n" * 20 + "1,1.5,-0.5", "row 21: .* got -0.5 "),
+    (None, HEADER + "0,0.25,0.75\n" * 20 + "1,1.5,-0.5", "row 21: .* got -0.5; remove it if it is a total"),
 ]
 
 
