@@ -85,10 +85,13 @@ class Calibrated(nn.Module):
             readings = read(self.reader, data, to_pair)
             parts = (readings.logits, readings.features, readings.numbers)
             calib = in_parts(self._calibrated, *parts, at_once=BATCH_SIZE)
-        outputs, temperature = {"network": readings.logits}, getattr(self.head, "temperature_", None)
+        outputs = {"network": readings.logits}
+        # Where samples have several labels, the temperature is that of the calibrator they share.
+        temperature = getattr(getattr(self.head, "shared", self.head), "temperature_", None)
         if temperature is not None:
             outputs["temperature"] = readings.logits / temperature
-        return summaries({**outputs, "calibrated": calib}, readings.labels, path, **options)
+        outputs["calibrated"] = calib
+        return summaries(outputs, readings.labels, readings.weights, self.reader.n_labels, path, **options)
 
     def extra_repr(self) -> str:
         """What was chosen, for print(model)."""

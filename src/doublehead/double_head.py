@@ -127,8 +127,10 @@ class DoubleHead:
         self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
         self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
-        if isinstance(batches, Rows) and self._has_folds and to_pair is None:
-            batches.note_folds()
+        if isinstance(batches, Rows) and to_pair is None:
+            self.reader.targets(unpack(((), batches.tensors[1]), device).labels)  # checks all of them
+            if self._has_folds:
+                batches.note_folds()
         self.calls = self._failed = self._failed_in_a_row = 0
         self.active = True  # False once training the heads was given up
 

@@ -141,6 +141,7 @@ class Reader:
                 f"task {task!r} does not fit outputs of shape {tuple(values.shape)} and labels of shape "
                 f"{tuple(first.labels.shape)}; {SUPPORTED}"
             )
+        per_row(first, targets, None, folds=False)  # checks the weights
         axis = {"tokens": -1, "binary": None}.get(task, 1)
         layer = layer or _last_layer(inner, modules, run, 1 if axis is None else values.shape[axis])
         n_labels = values.shape[1] if task == "labels" else None
@@ -254,7 +255,14 @@ def per_row(batch: Batch, targets: Tensor, at: Tensor | None, folds: bool = True
         fold_of(batch) if folds else torch.zeros(len(batch.labels), dtype=torch.int64, device=targets.device)
     ]
     of_samples += [] if batch.weights is None else [batch.weights]
-    found = [targets, *(part if each == 1 else part.repeat_interleave(each) for part in of_samples)]
+    of_rows = (
+        part.flatten() if each == 1 or part.ndim > 1 else part.repeat_interleave(each) for part in of_samples
+    )
+    found = [targets, *of_rows]
+    if len({len(part) for part in found}) > 1:
+        raise ValueError(
+            f"weights must be one for each of {len(batch.labels)} samples, got shape {tuple(of_samples[-1].shape)}"
+        )
     return found if at is None else [part[at] for part in found]
 
 
