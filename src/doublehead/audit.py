@@ -110,10 +110,17 @@ def report(
 
 
 def summaries(
-    logits: Mapping[str, Any], labels: Any, path: str | os.PathLike[str] | None = None, **options: Any
+    logits: Mapping[str, Any],
+    labels: Any,
+    weights: Any = None,
+    n_labels: int | None = None,
+    path: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> Summaries:
     """The summary of each method, given by its logits; with `path` the page of `report` is written too."""
-    methods = {name: Predictions(values, labels) for name, values in logits.items()}
+    methods = {name: Predictions(values, labels, weights) for name, values in logits.items()}
+    for p in methods.values():
+        p.n_labels = n_labels
     if path is not None:
         report(methods, path, **options)
     return Summaries({name: Summary.of(p, options.get("n_bins", 15)) for name, p in methods.items()})
