@@ -33,7 +33,7 @@ SLOW = {"docs/shift.md"}  # fits a guard
 LANGUAGES = {"python", "console", "text"}  # python is run, console is parsed
 DIRECTIVES = {"{toctree}", "{eval-rst}", "{include}"}
 # not in the reference
-INTERNAL = {"system", "torch_tools", "score_arrays", "showing", "report_page", "cli", "__main__"}
+INTERNAL = {"system", "torch_tools", "score_arrays", "report_page", "cli", "__main__"}
 
 
 class Block(NamedTuple):

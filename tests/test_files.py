@@ -437,7 +437,7 @@ def test_dangerous_and_damaged_npz_are_refused(tmp_path: Path, monkeypatch: pyte
     data[200:400] = bytes(200)
     file.write_bytes(bytes(data))
     refused("a.npz cannot be read as npz", file)
-    monkeypatch.setattr("doublehead.files.arrays.MAX_UNPACKED", 1 << 20)
+    monkeypatch.setattr("doublehead.files.readers.MAX_UNPACKED", 1 << 20)
     n = 200_000
     np.savez_compressed(tmp_path / "a.npz", logits=np.zeros((n, 2)), labels=np.zeros(n, dtype=int))
     refused("GiB unpacked", tmp_path / "a.npz")  # a small file that unpacks to much

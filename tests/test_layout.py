@@ -37,7 +37,6 @@ ORDER = (
     "outcomes",
     "curves",
     "plots",
-    "showing",
     "summary",  # all numbers of some predictions
     "stream",
     "theory",

@@ -12,8 +12,8 @@ import doublehead
 from doublehead import Predictions, Summary, metrics
 from doublehead.metrics import Floor, Interval
 from doublehead.outcomes import compare
-from doublehead.showing import METRICS
 from doublehead.stream import Tally, exact_sum
+from doublehead.summary import METRICS
 from samples import random_predictions
 
 

@@ -23,8 +23,7 @@ from doublehead.curves import CLASS_CELLS, class_gaps_of, predicted_bins
 from doublehead.metrics import Interval, fine_bins, threshold_counts
 from doublehead.outcomes import NORMAL, Outcomes
 from doublehead.predictions import Predictions
-from doublehead.showing import METRICS
-from doublehead.summary import Summary, without_interval
+from doublehead.summary import METRICS, Summary, without_interval
 from doublehead.tasks import IGNORE_INDEX, Reservoir, Task, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
 

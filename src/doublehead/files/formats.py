@@ -13,18 +13,21 @@ import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-from doublehead.files.arrays import (
+from doublehead.files.readers import (
     AnswersReader,
     ArraysReader,
+    ArrowReader,
     ExcelReader,
     NpyReader,
     NpzReader,
+    ParquetReader,
     RawBatch,
     Reader,
-    holds_answers,
+    TableReader,
+    to_numpy,
 )
 from doublehead.files.sources import ARROW, CSV, JSON_LINES, Source, TableError, content_of, explain, reading
-from doublehead.files.tables import ArrowReader, ParquetReader, TableReader, to_numpy
+from doublehead.logprobs import holds_answers
 from doublehead.system import require
 
 BLOCK = 1 << 20  # bytes of text parsed together

@@ -8,7 +8,6 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from doublehead.files.arrays import RawBatch, Reader
 from doublehead.files.columns import (
     CORRECT,
     LABELS,
@@ -23,6 +22,7 @@ from doublehead.files.columns import (
     with_scores,
 )
 from doublehead.files.formats import open_source
+from doublehead.files.readers import RawBatch, Reader
 from doublehead.files.sources import Array, Source, TableError
 from doublehead.files.values import OUTSIDE, PERCENTAGES, ROUNDED, recognise, to_text
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from doublehead.files.arrays import RawBatch, Reader
 from doublehead.files.columns import Layout, choose_layout, label_columns, listed, score_family
 from doublehead.files.formats import open_source
 from doublehead.files.guesses import (
@@ -29,6 +28,7 @@ from doublehead.files.guesses import (
     settle,
     stated_kind,
 )
+from doublehead.files.readers import RawBatch, Reader
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
 from doublehead.files.values import (
     ROUNDED,

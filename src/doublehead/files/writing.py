@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.files.arrays import NpzReader, holds_answers, write_answers
 from doublehead.files.formats import BOM, CsvReader, JsonReader, open_source
+from doublehead.files.readers import NpzReader
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
+from doublehead.logprobs import holds_answers, write_answers
 from doublehead.system import require
 
 Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)

@@ -103,9 +103,9 @@ def bootstrap(
     wrong, each = mass - right, mass / n  # the weight of a sample
     rng, shape = np.random.default_rng(seed), (n_draws, len(cells))
     drawn_right, drawn_wrong = (rng.poisson(part / each, shape) * each for part in (right, wrong))
-    some = (drawn_right + drawn_wrong).any(1)  # of few samples a draw may hold none
-    some[:1] |= not some.any()
-    drawn_right, drawn_wrong = drawn_right[some], drawn_wrong[some]
+    some = np.flatnonzero((drawn_right + drawn_wrong).sum(1))  # of few samples a draw may hold none
+    if len(some):
+        drawn_right, drawn_wrong = drawn_right[some], drawn_wrong[some]
     _, first = np.unique(cells // (bins.n_bins // n_bins), return_index=True)  # of the cells in each bin
     estimates = _from_cells(right[None], wrong[None], confidence, first)
     draws = _from_cells(drawn_right, drawn_wrong, confidence, first)

@@ -15,8 +15,7 @@ from doublehead.guard import Shift
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
 from doublehead.report_page.record import ERROR_LIMITS, Array, Method, Shifted
-from doublehead.showing import METRICS, Metric, capital, p_value_text, percent, shown, shown_interval
-from doublehead.summary import Summary
+from doublehead.summary import METRICS, Metric, Summary, capital, p_value_text, percent, shown, shown_interval
 
 ROWS = (
     "accuracy", "ece", "floor", "p_value", "overconfidence", "adaptive_ece", "ece_classwise", "mce", "nll", "brier",
