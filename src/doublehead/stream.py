@@ -357,11 +357,8 @@ def _scores(values: Tensor, labels: Tensor, are_probs: bool) -> dict[str, Tensor
     """(P,) each, for values (K, P) and labels (P,): the predicted class, its confidence, and the proper scores."""
     top, guess = _largest(values)
     if are_probs:
-        logs, exps, total = (
-            values.clamp(min=torch.finfo(values.dtype).tiny).log_(),
-            values,
-            torch.ones_like(top),
-        )
+        logs = values.clamp(min=torch.finfo(values.dtype).tiny).log_()
+        exps, total = values, torch.ones_like(top)
     else:
         logs = values - top
         exps = logs.exp()

@@ -170,9 +170,8 @@ def _top_label(columns: Mapping[str, str], where: str, kind: str | None, label: 
     if confidence is None or columns[confidence] not in ("number", "whole"):
         return None
     ranked = predicted is not None and "1" in predicted
-    ranked = (
-        ranked and find(columns, [plain(str(predicted)).replace("1", "0")]) is None
-    )  # else counted from 0
+    if ranked:  # counted from 0 where there is a class 0 too
+        ranked = find(columns, [plain(str(predicted)).replace("1", "0")]) is None
     if not ranked and (plain(confidence) in PROBS or score_family(columns, where, kind) is not None):
         return None  # `prob` may be that of class 1
     if label is not None and predicted is not None:
