@@ -246,7 +246,7 @@ def _live_data(
                 "n": float(m.record.accepted[0]),  # at a threshold of 0: all
                 "accepted": m.record.accepted.tolist(),
                 "wrong": m.record.wrong.tolist(),
-                "values": {row["key"]: tables.value_of(m, row["key"]) for row in rows},
+                "values": {row["key"]: m.summary.values[row["key"]] for row in rows},
                 "classes": tables.class_data(m),
             }
             for m in methods
