@@ -269,8 +269,12 @@ def as_predictions(
         return Predictions.positions(data, labels, are_probs=kind == "probs")
     if getattr(data, "ndim", 2) == 1:
         return Predictions.from_binary(data, labels, weights, are_probs=kind == "probs")
-    make = Predictions.from_probs if kind == "probs" else Predictions
-    return make(data, labels, weights)
+    if kind == "probs":
+        return Predictions.from_probs(data, labels, weights)
+    p = Predictions(data, labels, weights)
+    if bool((p.logits >= 0).all()) and bool(((p.logits.sum(1) - 1).abs() <= 1e-3).all()):
+        raise ValueError("logits must not be probabilities, got rows >= 0 that sum to 1: give them as probs")
+    return p
 
 
 def split_kind(text: str, kind: Kind | None) -> tuple[str, Kind | None]:

@@ -175,7 +175,7 @@ class Reader:
         for view in self.views:
             seen = ((view(args[0]), *args[1:]), kwargs) if args else ((), view(kwargs))
             answers.append(self.answer(*self.tap.run(network, *seen), at))
-        return _merged(answers)
+        return merge_views(answers)
 
     def answer(self, output: Any, caught: Caught | None, at: Tensor | None = None) -> Answer:
         """The network's output, and what the last layer saw, as rows of samples or positions."""
@@ -287,7 +287,7 @@ def per_row(batch: Batch, targets: Tensor, at: Tensor | None, folds: bool = True
     return found if at is None else [part[at] for part in found]
 
 
-def _merged(answers: Sequence[Answer]) -> Answer:
+def merge_views(answers: Sequence[Answer]) -> Answer:
     """Mean log-probabilities and features over views, and how far the views disagree."""
     log_probs = torch.stack([answer.logits.float().log_softmax(-1) for answer in answers])  # (V, B, K)
     mean = log_probs.mean(0)
