@@ -283,7 +283,13 @@ def train(
     whole = nn.ModuleList([net] if double is None else [net, double.bank])
     best, kept, best_epoch, epoch = float("inf"), whole.state_dict(), 0, 0
     while epoch < how.epochs and epoch - best_epoch < how.patience:
-        _one_epoch(net, batches, optimizer, double)
+        net.train()
+        for x, y, weights in batches:
+            optimizer.zero_grad()
+            _loss(net(x), y, weights).backward()
+            optimizer.step()
+            if double is not None:
+                double.step()
         epoch += 1
         now = _held_back_loss(net, calib)
         if now < best:
@@ -292,21 +298,6 @@ def train(
     if double is None:
         return calibrate(net, calib_data, seed=seed), epoch
     return double.finish(seed=seed), epoch
-
-
-def _one_epoch(
-    net: nn.Module,
-    batches: DataLoader[tuple[Tensor, ...]],
-    optimizer: torch.optim.Optimizer,
-    double: DoubleHead | None,
-) -> None:
-    net.train()
-    for x, y, weights in batches:
-        optimizer.zero_grad()
-        _loss(net(x), y, weights).backward()
-        optimizer.step()
-        if double is not None:
-            double.step()
 
 
 def _loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
