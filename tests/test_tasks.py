@@ -435,7 +435,8 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
         assert list(found.groups) == [f"y_{n}" for n in names]
 
     fixed, again = tmp_path / "fixed.csv", tmp_path / "again.csv"
-    call(*f"calibrate --fit {calib} --apply {test} --logits --label y_* -o {fixed}".split())
+    said = call(*f"calibrate --fit {calib} --apply {test} --logits --label y_* -o {fixed}".split()).output
+    assert "Held back, by cross-fitting" in said
     probs = pd.read_csv(fixed)[[f"prob_{n}" for n in names]].to_numpy()
     after = dh.Predictions.multilabel(probs, y[900:], are_probs=True)
     assert dh.metrics.nll(after) < 0.8 * want.values["nll"]

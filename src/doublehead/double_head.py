@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from doublehead.calibrated import Calibrated, in_parts, read
+from doublehead.calibrated import Calibrated, in_parts
 from doublehead.calibration_data import (
     BATCH_SIZE,
     N_FOLDS,
@@ -198,11 +198,6 @@ class DoubleHead:
                 "trained, and finish() will calibrate without them",
                 stacklevel=4,
             )
-
-    def read(self, data: Any = None) -> Readings:
-        """Features, logits, labels and folds of the calibration data, or of other data, in evaluation mode."""
-        with self._randomness:
-            return read(self.reader, self.calib_data if data is None else data, self.to_pair)
 
     def opinion(self, readings: Readings) -> Tensor:
         """(N, K) log-probabilities of each sample by the head that never saw it, for calibration data just read."""

@@ -176,10 +176,10 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
     learned = calibrator.in_words()
     why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
-    held_back = getattr(calibrator, "choice", None)
-    if held_back is not None:
-        facts["held_back"] = {name: one._asdict() for name, one in held_back.scores.items()}
-        why += f"\nHeld back, by cross-fitting:\n{score_table(held_back.scores)}"
+    scores = getattr(getattr(calibrator, "choice", None), "scores", None)
+    if scores:
+        facts["held_back"] = {name: one._asdict() for name, one in scores.items()}
+        why += f"\nHeld back, by cross-fitting:\n{score_table(scores)}"
     return Fitted(method, calibrator, why, facts["n_classes"], facts)
 
 
