@@ -88,7 +88,7 @@ def opened(browser: Any, path: Path, **options: Any) -> Iterator[Any]:
     """A page in a fresh profile; what it asks for and complains about is in `page.asked` and `page.complaints`."""
     usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
     context = browser.new_context(**{**usual, **options})
-    context.set_default_timeout(5000)
+    context.set_default_timeout(60_000)
     page = context.new_page()
     page.asked, page.complaints = [], []
     page.on("request", lambda request: page.asked.append(request.url))
@@ -317,24 +317,29 @@ def test_hostile_names_do_nothing(browser: Any, tmp_path: Path) -> None:
         assert HOSTILE in page.locator("#pair-sentence").inner_text()
 
 
+BREAK_IN = """() => {
+  const script = document.createElement("script");
+  script.textContent = "window.pwned = 1";
+  document.body.append(script);
+  const image = new Image(); image.src = "http://192.0.2.1/leak.png"; document.body.append(image);
+  document.body.insertAdjacentHTML("beforeend", "<p onclick='window.pwned = 1'>x</p>");
+  document.body.lastElementChild.click();
+}"""
+
+
 def test_policy_stops_code_and_requests_even_if_markup_got_in(browser: Any, report: Path) -> None:
     with opened(browser, report) as page:
         refused: list[tuple[str, str]] = []
         page.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
-        page.evaluate(
-            """() => {
-              const script = document.createElement("script");
-              script.textContent = "window.pwned = 1";
-              document.body.append(script);
-              const image = new Image(); image.src = "http://192.0.2.1/leak.png"; document.body.append(image);
-              document.body.insertAdjacentHTML("beforeend", "<p onclick='window.pwned = 1'>x</p>");
-              document.body.lastElementChild.click();
-            }"""
-        )
-        page.wait_for_timeout(200)
+        with (
+            page.expect_event("requestfailed"),
+            page.expect_event(
+                "console", lambda _: len(page.complaints) >= 3
+            ),  # the browser says what it refused
+        ):
+            page.evaluate(BREAK_IN)
         assert page.evaluate("typeof window.pwned") == "undefined"
         assert refused == [("http://192.0.2.1/leak.png", "csp")]
-        assert len(page.complaints) >= 3  # the browser says what it refused
 
 
 def test_print_is_light_opens_the_explanations_and_drops_the_controls(browser: Any, report: Path) -> None:
