@@ -228,9 +228,7 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
     if len(single) == 1:
         return (single[0],)
     places = [i for i, holds in enumerate(columns.values()) if holds == "number"]
-    if (
-        len(places) >= 2
-    ):  # whole numbers between them are scores too: a class may have zeros alone, written as 0
+    if len(places) >= 2:  # whole numbers between them are scores too: a class may have zeros alone, written as 0
         among = list(columns)[places[0] : places[-1] + 1]
         return tuple(name for name in among if columns[name] in ("number", "whole"))
     confidence = next((name for name in columns if re.fullmatch(CONFIDENCE, plain(name))), None)
