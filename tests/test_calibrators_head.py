@@ -24,6 +24,7 @@ from doublehead.calibrators.head_stages import (
 )
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.metrics import nll
+from samples import overconfident
 
 # --- the rule
 
@@ -108,14 +109,6 @@ def test_a_candidate_far_behind_is_given_up_after_one_fold() -> None:
 
 
 # --- data whose best calibration is known
-
-
-def overconfident(n: int, k: int, factor: float = 3.0, seed: int = 0) -> Predictions:
-    """Labels drawn from softmax(z), logits factor * z."""
-    generator = torch.Generator().manual_seed(seed)
-    z = 1.5 * torch.randn(n, k, generator=generator)
-    labels = z.softmax(1).multinomial(1, generator=generator)[:, 0]
-    return Predictions(factor * z, labels)
 
 
 def by_size(n: int, seed: int) -> Predictions:

@@ -27,6 +27,7 @@ from doublehead.report_page.charts import shortened
 from doublehead.report_page.page import build_page, page_verdict
 from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, compare_methods, measure
 from doublehead.report_page.tables import class_rows, classes_off, guaranteed_table, metrics_table
+from samples import overconfident
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
 
@@ -37,10 +38,7 @@ def build(named: Any, **options: Any) -> str:
 
 def made(n: int = 1500, k: int = 5, sharpness: float = 1.0, seed: int = 1) -> Predictions:
     """Calibrated at sharpness 1, overconfident above."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 4 * torch.randn(n, k, generator=generator)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    return Predictions(sharpness * logits, labels)
+    return overconfident(n, k, sharpness, spread=4.0, seed=seed)
 
 
 @pytest.fixture(scope="module")
