@@ -282,8 +282,8 @@ BAD_CALLS = {
     f"{FIT} -o val.csv": "val.csv is one of the files to read",
     f"{FIT} -o out.parquet": "out.parquet must end in .csv like the file it is made from, test.csv",
     "calibrate --fit val.csv --apply nan.csv --logits -o out.csv": "'logit_2', row 300 must hold a finite number",
-    "calibrate --fit val.csv --apply three.csv --logits -o out.csv": "must be those of val.csv",
-    "calibrate --fit three.csv --apply test.csv --logits -o out.csv": "must be those of three.csv (0, 1, 2)",
+    "calibrate --fit val.csv --apply three.csv --logits -o out.csv": "in the same order, but it lacks 3",
+    "calibrate --fit three.csv --apply test.csv --logits -o out.csv": "in the same order, but it also has 3",
     "calibrate --use nowhere.safetensors --apply test.csv --logits -o out.csv": "nowhere",
 }
 

@@ -296,6 +296,33 @@ def test_bad_batches_never_stop_the_users_training() -> None:
     assert double.skipped == 6
     assert double.active
     assert all(torch.isfinite(p).all() for p in double.bank.parameters())
+    with pytest.warns(
+        UserWarning, match=r"4 calibration batches were left out, the first for ValueError: labels"
+    ):
+        assert double.finish().head.choice.n == 8
+    with pytest.raises(ValueError, match="labels must lie in"):
+        calibrate(double.network, broken)
+
+
+def test_a_file_that_cannot_be_read_never_stops_the_users_training() -> None:
+    class Files(torch.utils.data.Dataset[Any]):
+        data = some_data(60, 1)
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, i: int) -> Any:
+            if i == 27:
+                raise OSError("cannot identify image file")
+            return self.data[i]
+
+    double = DoubleHead(small_net(), DataLoader(Files(), 10), every=1)
+    with pytest.warns(UserWarning, match="calibration step was skipped: OSError: cannot identify"):
+        for _ in range(6):
+            double.step()
+    assert double.skipped == 1
+    with pytest.warns(UserWarning, match="1 calibration batches were left out, the first for OSError"):
+        assert double.finish().head.choice.n == 50
 
 
 def test_persistent_trouble_ends_the_heads_training_and_finish_does_without_them() -> None:

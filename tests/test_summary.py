@@ -220,6 +220,8 @@ def test_evaluate_takes_names_and_binary_scores() -> None:
     for given in ({}, {"probs": probs, "logits": probs}):
         with pytest.raises(ValueError, match="probabilities as the first argument or logits="):
             doublehead.evaluate(labels=[0, 1, 1], **given)
+    with pytest.raises(ValueError, match="logits must not be probabilities, got rows >= 0 that sum to 1"):
+        doublehead.evaluate(logits=[[0.25, 0.75], [1.0, 0.0]], labels=[0, 1])
 
 
 def test_evaluate_takes_data_frames_and_paths(tmp_path) -> None:

@@ -37,6 +37,7 @@ from doublehead.system import replacing
 from doublehead.tasks import IGNORE_INDEX, class_scores, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
 
+PER_SAMPLE = ("_scores", "_predicted", "_confidence", "_truth", "weights")  # attributes with N rows
 COARSEST = 0.01  # resolution of probabilities that are rounded to two digits
 
 
@@ -62,6 +63,7 @@ class Predictions:
         self._are_probs = False
         self._smallest = SmallestPositive(None, 1.0)
         self._predicted, _, sums, _ = look_through(self._scores, are_probs=False)  # (N,) int64
+        self._confidence: Tensor | None = None  # (N,) of probabilities; that of logits is computed when it is needed
         check_finite(self._scores, sums, "logits")
         self._truth = check_labels(labels, self._scores, "logits")  # (N,) int64, or (N, K)
         self.weights = check_weights(weights, self._scores)  # (N,) float64, or None
@@ -86,9 +88,10 @@ class Predictions:
         if check_probs(scores, tops, sums, low, tolerance) > 1:
             scores = scores.clamp(max=1.0)
             predicted = scores.argmax(1)  # what was larger may be equal now
+            tops = tops.clamp(max=1.0)
         made = cls.__new__(cls)
         made._are_probs, made._smallest = True, SmallestPositive(scores)
-        made._scores, made._predicted = scores, predicted
+        made._scores, made._predicted, made._confidence = scores, predicted, tops
         made._truth = check_labels(labels, scores, "probs")
         made.weights = check_weights(weights, scores)
         return made
@@ -217,7 +220,7 @@ class Predictions:
         """The predictions of several parts, one after the other; all of one kind."""
         made = copy(parts[0])
         made._smallest = SmallestPositive(None, min(part._smallest.value() for part in parts))
-        for name in ("_scores", "_predicted", "_truth", "weights"):
+        for name in PER_SAMPLE:
             if getattr(made, name) is not None:
                 setattr(made, name, torch.cat([getattr(part, name) for part in parts]))
         return made
@@ -233,7 +236,7 @@ class Predictions:
         """The predictions of some rows: a slice, an index array or a mask."""
         part = copy(self)
         part.n_labels = None
-        for name in ("_scores", "_predicted", "_truth", "weights"):
+        for name in PER_SAMPLE:
             if getattr(self, name) is not None:
                 setattr(part, name, getattr(self, name)[rows])
         if not isinstance(rows, slice):
@@ -328,9 +331,8 @@ class Predictions:
     @property
     def confidence(self) -> Tensor:
         """(N,) the probability of the predicted class."""
-        if self._are_probs:
-            with one_thread():
-                return at_classes(self._scores, self._predicted).to(self.dtype)
+        if self._confidence is not None:
+            return self._confidence
         confidence = torch.empty(len(self), dtype=self.dtype, device=self.device)
 
         def fill(rows: slice) -> None:

@@ -213,7 +213,8 @@ class Summary:
         return draw_reliability(reliability(self.bins, self.n_bins), ax, title=title)
 
     def __str__(self) -> str:
-        head = f"{self.n:,} predictions" + (f" of {self.n_classes} classes" if self.n_classes else "")
+        head = f"{self.n:,} prediction{'s' if self.n > 1 else ''}"
+        head += f" of {self.n_classes} classes" if self.n_classes else ""
         parts = [head, side_by_side({"value": self}, meanings=True)]
         if self.groups:
             parts.append(aligned(self._group_rows()))

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from doublehead.files.sources import Array, Source, TableError, reading
+from doublehead.files.sources import Array, Source, TableError, content_of, reading
 from doublehead.logprobs import option_logprobs, token_logprobs
 
 ANSWERS = ("top_logprobs", "logprobs")
@@ -46,6 +46,10 @@ class Reader:
     first_row: int = 0  # of the file, where only some row groups are read
     scores: tuple[str, ...] | None = None  # the score columns where the file itself names them
     guesses: tuple[str, ...] = ()  # about the file as a whole
+    mixed: tuple[str, str] | None = (
+        None  # a column that begins with decimal numbers but holds text, and where
+    )
+    empty: bool = False  # a header and no rows
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -228,14 +232,15 @@ def read_answers(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 def write_answers(path: Path, target: Path, options: Sequence[str], probs: np.ndarray[Any, Any]) -> None:
     """The lines of a file with the calibrated probabilities of the options added, as `probs`."""
-    with _open(target, "wt") as file:
+    opener: Any = gzip.open if target.suffix == ".gz" else open
+    with opener(target, "wt", encoding="utf-8") as file:
         for record, row in zip(_records(path), probs.tolist()):
             file.write(json.dumps({**record, "probs": dict(zip(options, row))}) + "\n")
 
 
-def _open(path: Path, mode: str = "rt") -> IO[str]:
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    file: IO[str] = opener(path, mode, encoding="utf-8")
+def _open(path: Path) -> IO[str]:
+    opener: Any = gzip.open if content_of(path)[1] else open
+    file: IO[str] = opener(path, "rt", encoding="utf-8")
     return file
 
 

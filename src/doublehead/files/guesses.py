@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -9,19 +10,21 @@ import numpy as np
 
 from doublehead.files.arrays import RawBatch, Reader
 from doublehead.files.columns import (
+    CORRECT,
     LABELS,
     LOGITS,
     PROBS,
     SCORES,
     Layout,
     find,
+    plain,
     score_family,
     split_score,
     with_scores,
 )
 from doublehead.files.formats import open_source
 from doublehead.files.sources import Array, Source, TableError
-from doublehead.files.values import ROUNDED, to_text
+from doublehead.files.values import OUTSIDE, ROUNDED, to_text
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
@@ -123,11 +126,13 @@ def settle(
 
 
 def check_groups(layout: Layout, names: Sequence[str]) -> None:
-    """Refuse to select or group rows by their label."""
-    if grouped := {layout.label, *layout.labels} & {*names}:
+    """Refuse to select or group rows by their label, or by whether they are right."""
+    known = {layout.label, *layout.labels, *(name for name in names if re.fullmatch(CORRECT, plain(name)))}
+    if grouped := known & {*names}:
         raise TableError(
-            f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class a "
-            "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
+            f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class, "
+            "or those that are right, a calibrated model looks miscalibrated. Group by the predicted class; "
+            "`doublehead report` has a table of classes"
         )
 
 
@@ -139,9 +144,8 @@ def _named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
     places = [i for i, name in enumerate(layout.scores) if name in labels]
     if not 2 <= len(places) < len(layout.scores):
         return layout
-    scores = raw.scores[:, places]
-    if np.nanmin(scores) < 0 or _off_one(scores) > max(tolerance, ROUNDED):
-        return layout
+    if _are_probs(raw.scores, tolerance) or not _are_probs(raw.scores[:, places], tolerance):
+        return layout  # as a whole; a class that no label names may have zeros alone
     return with_scores(layout, tuple(layout.scores[i] for i in places))
 
 
@@ -151,7 +155,7 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
         return "probs", "a confidence"
     several = scores.shape[1] > 1 and not layout.independent
     low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
-    if several and low >= 0 and high <= 1 + 1e-6 and _off_one(scores) <= max(tolerance, ROUNDED):
+    if several and _are_probs(scores, tolerance):
         return "probs", "rows sum to 1"
     if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in layout.scores):
         return "logits", "as they are called"
@@ -171,13 +175,15 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
 
 def _refuse_few(scores: Array, tolerance: float, source: Source) -> None:
     """Refuse the first row that is not of probabilities where more than nine tenths are: it may be a total."""
-    sums = np.nan_to_num(scores).sum(1, dtype=np.float64)
-    wrong = (np.abs(sums - 1) > tolerance) | (np.nan_to_num(scores).min(1) < 0)
+    known = np.nan_to_num(scores)
+    sums, low = known.sum(1, dtype=np.float64), known.min(1)
+    wrong = (np.abs(sums - 1) > tolerance) | (low < -OUTSIDE)
     if wrong.mean() < 0.1:
         row = int(wrong.argmax())
+        got = f"{low[row]:.6g}" if low[row] < -OUTSIDE else f"a sum of {sums[row]:.6g}"
         raise TableError(
-            f"{source}, row {row + 1}: probabilities must lie in 0..1 and sum to 1 as in the other rows, got a sum of "
-            f"{sums[row]:.6g} ({int(wrong.sum())} of the first {len(wrong)} rows); remove it if it is a total"
+            f"{source}, row {row + 1}: probabilities must lie in 0..1 and sum to 1 as in the other rows, got {got} "
+            f"({int(wrong.sum())} of the first {len(wrong)} rows); remove it if it is a total"
         )
 
 
@@ -213,6 +219,13 @@ def _check_unnamed(
             f"{source}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
             f"in {layout.label!r} stands for {', '.join(map(repr, extra[:12]))}: name the score columns with --scores"
         )
+
+
+def _are_probs(scores: Array, tolerance: float) -> bool:
+    """Whether scores (B, K) lie in 0..1 but for a rounding error, and rows sum to 1 as far as rounding explains."""
+    reach = min(tolerance, OUTSIDE)
+    inside = np.nanmin(scores) >= -reach and np.nanmax(scores) <= 1 + reach
+    return bool(inside) and _off_one(scores) <= max(tolerance, ROUNDED)
 
 
 def _off_one(table: Array) -> float:

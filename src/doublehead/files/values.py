@@ -15,6 +15,7 @@ from doublehead.files.sources import Array, Source, TableError
 MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
 MISSING = "(missing)"
 ROUNDED = 0.05  # how far from 1 rows of probabilities may sum by rounding to two digits
+OUTSIDE = 1e-3  # how far outside 0..1 a probability may lie by rounding, at most
 WORDS: dict[str | None, float] = {
     None: np.nan,
     "": np.nan,
@@ -189,9 +190,8 @@ def _check_finite(table: Array, names: tuple[str, ...], rows: Rows) -> None:
 
 def _clip(table: Array, tolerance: float) -> tuple[Array, int]:
     """Probabilities a rounding error outside 0..1 moved onto the bound, and in how many rows there were such."""
-    low, high = table.min(), table.max()
-    near = -min(tolerance, 1e-3) <= low and high <= 1 + min(tolerance, 1e-3)
-    if not near or (low >= 0 and high <= 1):
+    low, high, reach = table.min(), table.max(), min(tolerance, OUTSIDE)
+    if low < -reach or high > 1 + reach or (low >= 0 and high <= 1):
         return table, 0
     clipped: Array = np.clip(table, 0, 1)
     return clipped, int((clipped != table).any(1).sum())
@@ -209,11 +209,12 @@ def _check_logits(table: Array, layout: Layout, rows: Rows) -> None:
     sums = table.sum(1, dtype=np.float64)
     for total, what in (
         (1, "probabilities: give --probs"),
-        (100, "percentages: divide them by 100, give --probs"),
+        (100, "percentages: divide them by 100 and give --probs"),
     ):
-        if np.abs(sums / total - 1).max() <= 1e-3:
+        off = np.abs(sums / total - 1)
+        if (off <= np.maximum(1e-3, _rounding(table / total, off > 1e-3))).all():
             raise TableError(
-                f"{rows.source}: all scores are positive and each row sums to {total}, so these are {what}"
+                f"{rows.source}: no score is negative and each row sums to {total}, so these are {what}"
             )
 
 
