@@ -213,9 +213,12 @@ def test_only_allowed_stages_are_tried() -> None:
 
 
 def test_a_calibrated_network_is_left_nearly_alone() -> None:
-    fit, test = overconfident(2500, 10, factor=1.0, seed=3), overconfident(4000, 10, factor=1.0, seed=4)
-    cost = nll(Head().fit(fit).calibrate(test)) - nll(test)
-    assert float(cost) < 0.003
+    test = overconfident(4000, 10, factor=1.0, seed=99)
+    heads = [Head().fit(overconfident(2500, 10, factor=1.0, seed=seed)) for seed in range(4)]
+    costs = [float(nll(head.calibrate(test)) - nll(test)) for head in heads]
+    # Torch versions draw other labels from a seed. Of twelve draws one cost 0.004, the others at most 0.0015.
+    assert np.mean(costs) < 0.003
+    assert max(costs) < 0.01
 
 
 # --- few samples
