@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from doublehead import Predictions, metrics
 
@@ -17,6 +16,7 @@ pytest.importorskip("jinja2")
 from doublehead import report as write_report  # noqa: E402
 from doublehead.outcomes import Outcomes, compare  # noqa: E402
 from doublehead.report_page.record import THRESHOLDS, at_thresholds  # noqa: E402
+from samples import overconfident  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
@@ -59,10 +59,7 @@ CONTRASTS = """() => {
 
 def made(sharpness: float, n: int = 811, k: int = 4) -> Predictions:
     """811 is prime: no share of it ends in a 5 that Python and JavaScript would round differently."""
-    generator = torch.Generator().manual_seed(1)
-    logits = 3 * torch.randn(n, k, generator=generator)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    return Predictions(sharpness * logits, labels)
+    return overconfident(n, k, sharpness, spread=3.0, seed=1)
 
 
 NAMED = {"sharp": made(3.0), "honest": made(1.0), "soft": made(0.4)}
