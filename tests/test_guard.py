@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from doublehead.guard import BOUND, DRAWS, MOST, SHRINK, Distances, Guard, Observed, scaled
+from doublehead.shift_guard import watch
 
 WIDTHS = [4, 2]
 
@@ -39,16 +40,17 @@ def learned(window: int = 8, seed: int = 0, **options: Any) -> Guard:
     return guard
 
 
-def test_rows_that_are_usual_are_measured_from_the_others() -> None:
-    """As if each had been left out by itself: a new row would be as far."""
+@pytest.mark.parametrize(("n", "width", "tolerance"), [(60, 12, 0.05), (40, 128, 0.15)])
+def test_rows_that_are_usual_are_measured_from_the_others(n: int, width: int, tolerance: float) -> None:
+    """As if each had been left out by itself: a new row would be as far. With fewer rows than channels, too."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(60, 12, generator=generator) @ torch.rand(12, 12, generator=generator)
-    distances, others, slow = Distances([12]), Distances([12]), []
+    rows = torch.randn(n, width, generator=generator) @ torch.rand(width, width, generator=generator)
+    distances, others, slow = Distances([width]), Distances([width]), []
     apart, near = distances.set_usual(rows).exp(), distances(rows).exp()
-    for i in range(60):
+    for i in range(n):
         others.set_usual(torch.cat([rows[:i], rows[i + 1 :]]))
         slow.append(others(rows[i : i + 1]).exp())
-    torch.testing.assert_close(apart, torch.cat(slow), rtol=0.05, atol=0)
+    torch.testing.assert_close(apart, torch.cat(slow), rtol=tolerance, atol=0)
     assert float(apart.mean()) > 1.2 * float(near.mean())
 
 
@@ -135,6 +137,36 @@ def test_clean_windows_raise_no_more_alarms_than_stated(kind: str, n: int) -> No
     # A standard error is 0.002. The rate holds for 95 % of calibration sets.
     assert sum(rate <= 0.026 for rate in rates) >= 10
     assert np.mean(rates) > 0.01 or n < 4000  # and is used, where there are many samples
+
+
+def test_few_samples_of_wide_layers_raise_no_false_alarm() -> None:
+    """New samples leave the few directions that the calibration samples span."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(256, 256, generator=generator)
+
+    def observe(n: int) -> Observed:
+        none = torch.zeros(n, dtype=torch.int64)
+        return Observed(
+            torch.randn(n, 256, generator=generator) @ mix, torch.zeros(n, 2), none, none, torch.arange(n)
+        )
+
+    guard, alarms = Guard([128, 128]), 0
+    guard.fit(observe(40))
+    for _ in range(20):
+        new = observe(64)
+        guard.reset()
+        guard(new.stages, new.logits)
+        alarms += guard.shift.alarm
+    assert alarms == 0
+    with pytest.raises(ValueError, match="at least 20 calibration samples, got 19"):
+        guard.fit(observe(19))
+
+
+def test_constant_calibration_data() -> None:
+    same = [torch.ones(200, 3), torch.ones(64, 3), torch.full((64, 3), 2.0)]
+    quiet, loud = watch(same[0], torch.cat(same[1:]))
+    assert (quiet.alarm, quiet.p_value, loud.alarm) == (False, 1.0, True)
+    assert quiet.strength < loud.strength < math.inf
 
 
 def test_few_samples_and_many_distances_still_give_an_alarm() -> None:

@@ -171,8 +171,10 @@ def test_a_guard_round_a_network_alone(tmp_path: Path) -> None:
         want = guard(x).softmax(1)
     export_model(guard, tmp_path, x[:2], to="torch-export")
     check(load_program(tmp_path)(x), want)
+    assert "a window is state" in json.loads((tmp_path / "config.json").read_text())["guard"]
     again = load(export_model(guard, tmp_path, x[:2], to="safetensors"), network())
     assert isinstance(again, ShiftGuard)
+    assert "guard" not in json.loads((tmp_path / "config.json").read_text())  # its window is saved
     with torch.no_grad():
         torch.testing.assert_close(again(x).softmax(1), want)
         torch.testing.assert_close(guard(x).softmax(1), want)

@@ -36,6 +36,7 @@ DEPTHS = 4  # parts of the network whose distances have weights of their own
 RIDGE = 0.02  # of the learned weights, as a share of the samples
 PRIORS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # shares of shifted samples that are tried
 COST = 1e-3  # share of the clean NLL that guarding single samples may cost, by the upper 95 % bound
+MIN_SAMPLES = 20  # fewer do not show what is usual: clean windows would raise alarms
 DRAWS = 10_000  # windows of calibration data, for p-values
 RESAMPLES, SURE = 100, 0.95  # of the calibration data; the share of them for which the rate holds
 MOST = 4.0  # the largest logarithm of a temperature
@@ -122,8 +123,8 @@ class Guard(StaysFloat32):
         """What the last window says."""
         since, seen = int(self.since), int(self.seen)
         statistic, p_value = self.last.tolist()
-        usual = float(self.null.median()) if len(self.null) else 1.0
-        strength = math.sqrt(statistic / usual) if seen >= self.window > 0 else 1.0
+        usual = float(self.null.median()) if len(self.null) else 1.0  # 0 of constant calibration data
+        strength = math.sqrt((statistic + TINY) / (usual + TINY)) if seen >= self.window > 0 else 1.0
         return Shift(since >= 0, p_value, strength, since if since >= 0 else None, seen)
 
     @contextmanager
@@ -215,6 +216,10 @@ class Guard(StaysFloat32):
             Predictions(observed.logits, observed.labels)  # refuses what is empty, not finite, or mislabelled
             if not bool(torch.isfinite(observed.stages).all()):
                 raise ValueError("the inputs of the model's layers must be finite, got nan or inf")
+        if len(clean.stages) < MIN_SAMPLES:
+            raise ValueError(
+                f"a guard needs at least {MIN_SAMPLES} calibration samples, got {len(clean.stages)}"
+            )
         values = torch.cat([self.distances.set_usual(clean.stages), statistics(clean.logits.float())], 1)
         self._set(mean=values.mean(0), deviation=values.std(0, correction=0).clamp(min=TINY**0.5))
         clean = clean._replace(stages=(values - self.mean) / self.deviation)
@@ -338,8 +343,8 @@ class Distances(nn.Module):
             root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
             self.get_buffer(f"root{number}").copy_(root / scale[:, None])
             # Sherman and Morrison's formula takes a row out of the covariance; its mean moves away from the row too.
-            squares, grown = (unit @ root).square().sum(1), n / max(1, n - 1)
-            squares = grown**2 * squares / (1 - (1 - SHRINK) * squares / n).clamp(min=TINY)
+            squares, grown = (unit @ root).square().sum(1), n / (n - 1)
+            squares = grown**2 * squares / (1 - (1 - SHRINK) * grown * squares / n).clamp(min=TINY)
             far.append((squares / len(scale)).clamp(min=TINY).log())
         return torch.stack(far, 1).float().to(stages.device)
 

@@ -17,7 +17,7 @@ from doublehead.cli.options import importable_here
 from doublehead.cli.output import UserError, notes, results, told_to_user
 from doublehead.data import Images, Normalise, Texts, Trees
 from doublehead.data.corruptions import FAMILIES
-from doublehead.integrations.export import FILES, export_model, model_card
+from doublehead.integrations.export import ALONE, FILES, export_model, model_card
 from doublehead.models import build
 from doublehead.network import Reader
 from doublehead.predictions import Predictions
@@ -77,6 +77,8 @@ def export(
         (path.parent / "vocabulary.txt").write_text("\n".join(found.words) + "\n", encoding="utf-8")
     results().print(str(path))
     notes().print(f"head: {found.head}, model card: {path.parent / 'README.md'}", style="dim")
+    if found.guard and to != "safetensors":
+        notes().print(f"the shift guard {ALONE}", style="dim")
 
 
 # --- a run folder as a model

@@ -35,6 +35,7 @@ Form: TypeAlias = Literal["onnx", "torch-export", "safetensors"]
 OUTPUTS = ("probs", "label", "confidence")
 FILES = {"onnx": "model.onnx", "torch-export": "model.pt2", "safetensors": WEIGHTS}
 TOLERANCE = 1e-5  # on probabilities
+ALONE = "judges each input by itself and raises no alarm: a window is state, which an exported program lacks"
 
 
 class _Answering(nn.Module):
@@ -106,6 +107,8 @@ def export_model(
     config = {
         **(facts or {}), "format": to, "inputs": _input_names(answering, inputs), "outputs": list(OUTPUTS)
     }  # fmt: skip
+    if isinstance(inner, ShiftGuard) and to != "safetensors":
+        config["guard"] = ALONE
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     if card is not None:
         (path / "README.md").write_text(card)
