@@ -412,6 +412,17 @@ def test_labels_share_where_they_have_little_data_and_not_where_they_differ() ->
     torch.testing.assert_close(temperatures, scales, rtol=0.15, atol=0)
 
 
+def test_a_label_on_which_the_network_is_wrong_is_not_turned_round() -> None:
+    z = 2 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
+    yes = (
+        torch.rand(2000, 2, generator=torch.Generator().manual_seed(1))
+        < (z * torch.tensor([1, -1])).sigmoid()
+    )
+    for share in ("temperature", "head"):
+        fitted = dh.calibrators.PerLabel(share, own=True).fit(dh.Predictions.multilabel(z, yes.long()))
+        assert (fitted.scale_ > 0).all()
+
+
 def test_files_with_several_label_columns(tmp_path: Path) -> None:
     pd = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")

@@ -370,12 +370,17 @@ def _truth(target: Target, n_labels: int) -> tuple[Tensor, Tensor]:
 
 
 def _fit_maps(odds: Tensor, truth: Tensor, weights: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
-    """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z."""
+    """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z.
+
+    A label on which the network is worse than chance keeps its z: a scale below 0 would turn its answers round.
+    """
     found = odds.new_tensor([[1.0, 0.0]] * odds.shape[1]).double()  # (L, 2)
     for label, (z, y, weight) in enumerate(zip(odds.double().T, truth.T, weights.T)):
         x = torch.stack([z, torch.ones_like(z)][: 1 + shifts], -1)  # (N, 1 or 2)
         known = weight * z.sigmoid() * (1 - z.sigmoid())
         ridge = (RIDGE * (known[:, None] * x.square()).mean(0) + 1e-6) / len(z)
         towards = found[label, : 1 + shifts].clone()
-        found[label, : 1 + shifts] = fit_logistic(x, y, towards=towards, ridge=ridge, weights=weight)[0]
+        own = fit_logistic(x, y, towards=towards, ridge=ridge, weights=weight)[0]
+        if own[0] > 0:
+            found[label, : 1 + shifts] = own
     return found[:, 0], found[:, 1]
