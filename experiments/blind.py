@@ -124,15 +124,19 @@ LOADERS: dict[str, tuple[Callable[[Path], Parts], Any]] = {
 }
 
 
-def load(name: str) -> Splits:
+def files() -> list[Path]:
+    """Where the logits of all classifiers are, once they are trained."""
+    return [FOLDER / f"{name}.npz" for name in LOADERS]
+
+
+def load(file: Path) -> Splits:
     """The calibration and the test part."""
-    file = FOLDER / f"{name}.npz"
-    return read_split(file, "calib"), read_split(file, "test")
+    return Splits(read_split(file, "calib"), read_split(file, "test"))
 
 
-def train(name: str, root: Path) -> None:
+def train(file: Path, root: Path) -> None:
     """Train a classifier and store its logits."""
-    loader, model = LOADERS[name]
+    loader, model = LOADERS[file.stem]
     train, *others = loader(root)
     if model is not None:
         model.fit(*train)
@@ -140,10 +144,10 @@ def train(name: str, root: Path) -> None:
     for x, labels in others:
         probs = x if model is None else model.predict_proba(x)
         splits.append(Split(torch.from_numpy(labels), torch.from_numpy(np.log(np.clip(probs, FLOOR, None)))))
-    write_npz(FOLDER / f"{name}.npz", pack(*splits))
-    print(name, *splits[1].main.shape, len(train[1]), len(splits[0].labels), flush=True)
+    write_npz(file, pack(Splits(*splits)))
+    print(file.stem, *splits[1].main.shape, len(train[1]), len(splits[0].labels), flush=True)
 
 
 if __name__ == "__main__":
-    for name in LOADERS:
-        train(name, Path(sys.argv[1]))
+    for file in files():
+        train(file, Path(sys.argv[1]))

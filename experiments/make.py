@@ -21,7 +21,7 @@ import shift
 import tables
 import torch
 from matplotlib.figure import Figure
-from post_hoc import METHODS, PEERS, ensemble_rows, ensembles, run_rows
+from post_hoc import METHODS, PEERS, Numbers, ensemble_numbers, ensembles, run_numbers
 from results import COLUMNS, HERE, StoredRun, arguments, read_table, stored_runs, write_table
 from tables import REFERENCE, Runs, means, row_of, title_of
 
@@ -51,23 +51,21 @@ PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "m
 def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
     shown, every = tables.networks(runs), means(table)
-    names = [name for name in SHOWN if name not in ("none", "temperature")]
-    n_lines = -(-len(shown) // 3)
-    figure = Figure(figsize=(11.4, 2.1 * n_lines), layout="constrained")
-    axes = list(figure.subplots(n_lines, 3, sharey=True, squeeze=False).flat)
-    for ax in axes[len(shown) :]:
-        ax.set_axis_off()
-    for place, ((row, first), ax) in enumerate(zip(shown.items(), axes)):
-        found = every.loc[row].reindex(names)
+    titles = {name: title for name, title in SHOWN.items() if name not in ("none", "temperature")}
+    figure = Figure(figsize=(11.4, 2.1 * -(-len(shown) // 3)), layout="constrained")
+    axes = figure.subplots(-(-len(shown) // 3), 3, sharey=True, squeeze=False).flat
+    for place, (row, first) in enumerate(shown.items()):
+        ax, found = axes[place], every.loc[row].reindex(titles)
         scale = 100 / every.nll[row, "temperature"]
         errors = scale * (found.delta_high - found.delta_low) / 2
-        ax.errorbar(scale * found.delta, range(len(names)), xerr=errors, fmt="o", color=plots.INK, capsize=3)
+        ax.errorbar(scale * found.delta, range(len(titles)), xerr=errors, fmt="o", color=plots.INK, capsize=3)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
-        ax.set_yticks(range(len(names)), [SHOWN[name] for name in names])
+        ax.set_yticks(range(len(titles)), list(titles.values()))
         ax.set_title(title_of(first), fontsize=10)
         ax.spines[["top", "right"]].set_visible(False)
-        if not place:
-            ax.invert_yaxis()
+    axes[0].invert_yaxis()
+    for ax in axes[len(shown) :]:
+        ax.set_axis_off()
     figure.supxlabel("change of the NLL against temperature scaling, percent", fontsize=10)
     return figure
 
@@ -143,18 +141,19 @@ def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
 
 def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
     """The long table. Kept are rows of runs not in `again`, and those of packages that are not installed here."""
-    lines: list[tuple[object, ...]] = []
-    measured = [run for run in runs if not again or run.name in again]
-    for run in measured:
+    found: Numbers = {}
+    for run in [run for run in runs if not again or run.name in again]:
         began = time.perf_counter()
-        lines += run_rows(run)
+        found |= run_numbers(run)
         print(f"{run.name}: {time.perf_counter() - began:.0f} s", flush=True)
+    measured = {run for run, _ in found}
     for name, members in ensembles(runs):
-        lines += ensemble_rows(name, members)
-    own = before[before.run.isin([run.name for run in runs])]
-    of_peers = own.output.isin(PEERS) | own.metric.str.endswith(PEERS)
-    kept = own[of_peers | ~own.run.isin([run.name for run in measured])]
-    return write_table(pd.concat([pd.DataFrame(lines, columns=COLUMNS), kept]).drop_duplicates(COLUMNS[:3]))
+        found |= ensemble_numbers(name, members)
+    of_peers = before.output.isin(PEERS) | before.metric.str.endswith(PEERS)
+    kept = before[before.run.isin([run.name for run in runs]) & (of_peers | ~before.run.isin(measured))]
+    new = pd.DataFrame.from_dict(found, orient="index").stack()
+    both = pd.concat([new, kept.set_index(COLUMNS[:3]).value])
+    return write_table(both[~both.index.duplicated()])
 
 
 def main() -> None:

@@ -17,14 +17,14 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from results import Scores, Split, StoredRun, paired, rows_of
+from results import Scores, Split, Splits, StoredRun, Z
 from tables import row_of
 from torch import Tensor
 
 from doublehead import Predictions, calibrators
-from doublehead.calibrators import Head, make
+from doublehead.calibrators import Head, make, mean_and_error
 from doublehead.calibrators.head_stages import STAGES
-from doublehead.calibrators.optimise import fit_log_scale
+from doublehead.network import Answer, merge_views
 
 CALIBRATORS = (
     "none", "temperature", "temperature_grid", "vector", "matrix", "dirichlet", "spline", "gaussian_process",
@@ -32,9 +32,8 @@ CALIBRATORS = (
 PEERS = ("svs", "sms")  # of probmetrics: structured vector and matrix scaling
 RIVALS = {"temperature": "temperature", "svs": "SVS", "sms": "SMS"}
 MIN_MEMBERS = 3  # of an ensemble
-
-
-Classifier = Any  # has the splits `calib` and `test`: a stored run, or any other
+Classifier = StoredRun | Splits
+Numbers = dict[tuple[str, str], dict[str, float]]  # by run and output
 
 
 def calibrated(name: str, run: Classifier) -> Scores:
@@ -75,39 +74,11 @@ def evidence_of(split: Split, reads: Collection[str]) -> tuple[Tensor, dict[str,
     opinions = [getattr(split, field) for field in ("sphere", "projected", "opinion") if field in reads]
     logits, numbers = split.main, [split.numbers] if "numbers" in reads else []
     if "flip" in reads:
-        logits, disagreement = both_views(split.main, split.flip)
-        numbers.append(disagreement)
+        none = logits[:, :0]
+        both = merge_views([Answer(None, none, view, none) for view in (split.main, split.flip)])
+        logits = both.logits
+        numbers.append(both.numbers)
     return logits, {"opinion": opinions or None, "numbers": torch.cat(numbers, 1) if numbers else None}
-
-
-def both_views(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean log-probabilities (N, K) of two views and two numbers of their disagreement, as `Reader` makes them."""
-    log_probs = torch.stack([one.log_softmax(-1), other.log_softmax(-1)])
-    mean = log_probs.mean(0)
-    spread = (log_probs.exp() * (log_probs - mean)).sum(-1).mean(0)
-    agree = (log_probs.argmax(-1) == mean.argmax(-1)).float().mean(0)
-    return mean, torch.stack([spread.clamp(min=1e-6).log(), agree], -1)
-
-
-def density_aware(logits: Tensor, labels: Tensor, far: Tensor) -> Callable[[Tensor], Tensor]:
-    """Distances (N, D) -> a factor (N, 1) that was fitted to clean data and never grows with a distance.
-
-    Distances whose weights would are left out, one after the other.
-    """
-    mean, deviation = far.mean(0), far.std(0).clamp(min=1e-3)
-
-    def inputs(far: Tensor) -> Tensor:
-        return torch.cat([((far - mean) / deviation).clamp(-3, 6), torch.ones(len(far), 1)], 1)
-
-    design = inputs(far)
-    kept = torch.ones(design.shape[1], dtype=torch.bool)
-    while True:
-        weights = torch.zeros(design.shape[1])
-        ridge = torch.full((int(kept.sum()),), 30.0)
-        weights[kept] = fit_log_scale(logits, labels, design[:, kept], ridge)
-        if (weights[:-1] <= 0).all():
-            return lambda far: (inputs(far) @ weights).exp()[:, None]
-        kept[weights[:-1].argmax()] = False
 
 
 FEATURES = ("numbers", "sphere", "projected")
@@ -144,16 +115,19 @@ def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
     found: dict[str, float] = {"classes": run.calib.main.shape[1]}
     for name in RIVALS:
         if name in scores:
-            found[f"to_{name}"], found[f"reach_{name}"] = paired(scores["head"].nll, scores[name].nll)
+            found[f"to_{name}"], error = mean_and_error(scores["head"].nll - scores[name].nll)
+            found[f"reach_{name}"] = Z * error
     return found
 
 
-def run_rows(run: StoredRun) -> Iterator[tuple[object, ...]]:
-    """Lines of the long table."""
+def run_numbers(run: StoredRun) -> Numbers:
+    """The numbers of every method."""
     scores = all_scores(run)
-    for name, one in scores.items():
-        yield from rows_of(run.name, name, one.numbers(scores["none"], scores["temperature"]))
-    yield from rows_of(run.name, "head", against(run, scores))
+    found = {
+        (run.name, name): one.numbers(scores["none"], scores["temperature"]) for name, one in scores.items()
+    }
+    found[run.name, "head"] |= against(run, scores)
+    return found
 
 
 # --- ensembles
@@ -177,18 +151,16 @@ def mean_of(members: Sequence[Tensor]) -> Tensor:
     return log_probs.logsumexp(0) - math.log(len(members))
 
 
-def ensemble_rows(name: str, members: Sequence[StoredRun]) -> Iterator[tuple[object, ...]]:
-    """Lines of the long table; phi and delta compare with the average member, raw and after temperature scaling."""
-    splits = {split: [getattr(run, split) for run in members] for split in ("calib", "test")}
-    if any(not torch.equal(one.labels, own[0].labels) for own in splits.values() for one in own):
-        raise ValueError(f"members of {name} must have predicted the same samples in the same order")
+def ensemble_numbers(name: str, members: Sequence[Classifier]) -> Numbers:
+    """`phi` and `delta` compare with the average member, raw and after temperature scaling."""
+    means = []
+    for own in ([run.calib for run in members], [run.test for run in members]):
+        if any(not torch.equal(one.labels, own[0].labels) for one in own):
+            raise ValueError(f"members of {name} must have predicted the same samples in the same order")
+        means.append(Split(own[0].labels, mean_of([one.main for one in own])))
     average = []
     for method in ("none", "temperature"):
         scores = [calibrated(method, run) for run in members]
         average.append(scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0)))
-    mean = {
-        split: Predictions(mean_of([one.main for one in own]), own[0].labels) for split, own in splits.items()
-    }
-    for method in ("none", "temperature"):
-        found = make(method).fit(mean["calib"]).calibrate(mean["test"])
-        yield from rows_of(name, method, Scores.of(found).numbers(*average))
+    found = {method: calibrated(method, Splits(*means)) for method in ("none", "temperature")}
+    return {(name, method): scores.numbers(*average) for method, scores in found.items()}

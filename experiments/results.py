@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,9 +27,11 @@ import torch
 from torch import Tensor
 
 from doublehead import Bins, Predictions, metrics
+from doublehead.calibrators.choose import mean_and_error
 from doublehead.metrics import fine_bins
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain
+from doublehead.training.run_folder import environment
 
 HERE = Path(__file__).resolve().parent
 LOGITS, TABLE = HERE / "logits", HERE / "results.csv"
@@ -55,13 +55,12 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def where_computed() -> dict[str, Any]:
+    """Code, versions and time of numbers that are computed on the CPU."""
+    return {key: value for key, value in environment(torch.device("cpu")).items() if key != "command"}
+
+
 # --- numbers
-
-
-def paired(nll: Tensor, other: Tensor) -> tuple[float, float]:
-    """The mean difference of the NLLs (N,) of the same samples, and half the width of its 95 % interval."""
-    gap = (nll - other).double()
-    return float(gap.mean()), Z * float(gap.std()) / math.sqrt(len(gap))
 
 
 class Scores(NamedTuple):
@@ -91,15 +90,22 @@ class Scores(NamedTuple):
     def numbers(self, none: Scores, temperature: Scores) -> dict[str, float]:
         """All metrics; `phi` and `delta` compare with the raw network and with temperature scaling."""
         floor = metrics.ece_floor(self.bins(fine_bins(15)), 15)  # of a perfectly calibrated model
-        delta, reach = paired(self.nll, temperature.nll)
-        accuracy, nll, brier, raw = (
-            float(part.double().mean()) for part in (self.correct, self.nll, self.brier, none.nll)
-        )
-        found = {"n": len(self.nll), "accuracy": accuracy, "nll": nll, "brier": brier}
-        found |= {"ece": float(self.bins().ece()), "ece_low": floor.low, "ece_high": floor.high}
-        found |= {} if math.isnan(self.ece_all) else {"ece_all": self.ece_all}
-        found |= {"phi": 1 - nll / raw, "delta": delta}
-        return found | {"delta_low": delta - reach, "delta_high": delta + reach}
+        delta, error = mean_and_error(self.nll - temperature.nll)
+        nll = float(self.nll.mean())
+        return {
+            "n": len(self.nll),
+            "accuracy": float(self.correct.double().mean()),
+            "nll": nll,
+            "brier": float(self.brier.mean()),
+            "ece": float(self.bins().ece()),
+            "ece_low": floor.low,
+            "ece_high": floor.high,
+            "ece_all": self.ece_all,
+            "phi": 1 - nll / float(none.nll.mean()),
+            "delta": delta,
+            "delta_low": delta - Z * error,
+            "delta_high": delta + Z * error,
+        }
 
 
 # --- runs
@@ -122,7 +128,11 @@ class Split(NamedTuple):
         return Predictions(self.main, self.labels)
 
 
-Splits = tuple[Split, Split]  # calibration and test
+class Splits(NamedTuple):
+    """What any classifier has."""
+
+    calib: Split
+    test: Split
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,10 @@ class StoredRun:
     def test(self) -> Split:
         return read_split(self.file, "test")
 
+    @property
+    def splits(self) -> Splits:
+        return Splits(self.calib, self.test)
+
     @cached_property
     def heads(self) -> dict[str, Scores]:
         """The test scores of heads that were trained beside the network."""
@@ -175,7 +189,7 @@ def store(run: StoredRun, splits: Splits, heads: Mapping[str, Scores], certifica
     about = as_plain(certificate) | {"config": certificate["config"]}
     run.text.parent.mkdir(parents=True, exist_ok=True)
     run.text.write_text(json.dumps(about, separators=(",", ":")) + "\n")
-    arrays = pack(*splits)
+    arrays = pack(splits)
     for head, scores in heads.items():
         arrays |= pack_scores(scores, f"heads/{head}")
     write_npz(run.file, arrays)
@@ -193,9 +207,9 @@ def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
 # --- arrays in few bytes
 
 
-def pack(calib: Split, test: Split) -> Arrays:
+def pack(splits: Splits) -> Arrays:
     """What is stored of two splits."""
-    both, arrays = {"calib": calib, "test": test}, {}
+    calib, both, arrays = splits.calib, splits._asdict(), {}
     known = [np.zeros((len(part.labels), 0)) for part in both.values()]
     for field in [field for field in LEVELS if getattr(calib, field) is not None]:
         steps = [quantise(getattr(part, field), LEVELS[field]) for part in both.values()]
@@ -271,17 +285,19 @@ def dequantise(steps: Array, levels: int) -> Tensor:
 
 
 def encode(parts: Sequence[Array], known: Sequence[Array]) -> tuple[list[Array], Array]:
-    """What guesses leave of the steps (N, K) of each part, (K, N) uint8, and the weights of the guesses.
+    """What guesses leave of the steps (N, K) of each part, (K, N) uint8, and the least-squares weights of the guesses.
 
-    `known` are steps (N, P) of the same samples that the reader has already. Weights are 0 where guesses save nothing.
+    `known` are steps (N, P) of the same samples that the reader has already. Weights are (P + K + 1, K) int16.
     """
-    rows = [_rows(part, other) for part, other in zip(parts, known)]
-    fitted = _fit(rows, parts[0].shape[1])
-    coded = [
-        ([((part.T - _guess(w, r)) % 256).astype(np.uint8) for part, r in zip(parts, rows)], w)
-        for w in (np.zeros_like(fitted), fitted)
-    ]
-    return min(coded, key=lambda one: sum(len(zlib.compress(left)) for left in one[0]))
+    rows, k = [_rows(part, other) for part, other in zip(parts, known)], parts[0].shape[1]
+    gram = sum(part @ part.T for part in rows)
+    last = len(gram) - 1  # the constant
+    weights = np.zeros((last + 1, k), np.int16)
+    for column, target in enumerate(range(last - k, last)):
+        read = [*range(target), last]
+        found = np.linalg.solve(gram[np.ix_(read, read)] + RIDGE * np.eye(len(read)), gram[read, target])
+        weights[read, column] = np.clip(np.round(UNIT * found), -32768, 32767)
+    return [((part.T - _guess(weights, r)) % 256).astype(np.uint8) for part, r in zip(parts, rows)], weights
 
 
 def decode(left: Array, weights: Array, known: Array) -> Array:
@@ -301,33 +317,15 @@ def _guess(weights: Array, rows: Array) -> Array:
     return np.floor(weights.T.astype(np.float64) @ rows / UNIT + 0.5)
 
 
-def _fit(parts: Sequence[Array], k: int) -> Array:
-    """Least-squares weights (P + K + 1, K) int16."""
-    gram = sum(part @ part.T for part in parts)
-    last = len(gram) - 1  # the constant
-    weights = np.zeros((last + 1, k), np.int16)
-    for column, target in enumerate(range(last - k, last)):
-        read = [*range(target), last]
-        found = np.linalg.solve(gram[np.ix_(read, read)] + RIDGE * np.eye(len(read)), gram[read, target])
-        weights[read, column] = np.clip(np.round(UNIT * found), -32768, 32767)
-    return weights
-
-
 # --- the table
 
 
-def rows_of(run: str, output: str, numbers: Mapping[str, float]) -> list[tuple[Any, ...]]:
-    """Lines of the long table."""
-    return [(run, output, metric, float(f"{value:.6g}")) for metric, value in numbers.items()]
-
-
 def read_table() -> pd.DataFrame:
-    """The committed table; empty where there is none yet."""
-    return pd.read_csv(TABLE) if TABLE.exists() else pd.DataFrame(columns=COLUMNS)
+    """The committed table."""
+    return pd.read_csv(TABLE)
 
 
-def write_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Write and return the table, sorted."""
-    table = table.sort_values(COLUMNS[:3], ignore_index=True)
-    table.to_csv(TABLE, index=False, float_format="%.6g")
-    return table
+def write_table(numbers: pd.Series) -> pd.DataFrame:
+    """Write numbers by run, output and metric, sorted, and return the table."""
+    numbers.dropna().rename_axis(COLUMNS[:3]).rename("value").sort_index().to_csv(TABLE, float_format="%.6g")
+    return read_table()

@@ -21,14 +21,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import blind
 import numpy as np
 import pandas as pd
 import torch
 from post_hoc import METHODS, RIVALS, against
-from results import HERE, Scores, Split, StoredRun, arguments
+from results import HERE, Scores, Split, Splits, StoredRun, arguments
 from tables import Runs, Tables, markdown, percent
 from torch import Tensor
 
@@ -60,21 +60,17 @@ DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages
 class Case(NamedTuple):
     """One classifier; `head` gives the test logits of another head than the staged one on logits."""
 
-    part: str
     name: str
-    calib: Split
-    test: Split
+    splits: Splits
     head: Callable[[], Tensor] | None = None
 
 
 def resnet110(shared: Path) -> Case:
     """A published ResNet-110 on CIFAR-10."""
     with np.load(shared / "logits" / "resnet110_c10.npz") as file:
-        arrays = [
-            torch.from_numpy(file[f"{s}_{what}"]) for s in ("val", "test") for what in ("labels", "logits")
-        ]
-    calib, test = Split(arrays[0].long(), arrays[1].float()), Split(arrays[2].long(), arrays[3].float())
-    return Case("development", "cifar10-resnet110", calib, test)
+        arrays = {name: torch.from_numpy(file[name]) for name in file}
+    splits = [Split(arrays[f"{s}_labels"].long(), arrays[f"{s}_logits"].float()) for s in ("val", "test")]
+    return Case("cifar10-resnet110", Splits(*splits))
 
 
 def imagenet(shared: Path) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,13 +91,13 @@ def imagenet_halves(shared: Path) -> Iterator[Case]:
         order = torch.rand(1000, 5, generator=torch.Generator().manual_seed(seed)).argsort(1)
         chosen = by_class.gather(1, order)
         calib, test = chosen[:, :2].reshape(-1), chosen[:, 2:4].reshape(-1)
-        halves = Split(labels[calib], logits[calib]), Split(labels[test], logits[test])
+        splits = Splits(*(Split(labels[rows], logits[rows]) for rows in (calib, test)))
         heads = {"": None, ", features": partial(features_head, layer)}
         if seed == 0:  # it is far behind
             heads[", paper's head"] = paper_head
         for what, head in heads.items():
-            own = None if head is None else partial(head, *halves, features[calib], features[test])
-            yield Case("development", f"imagenet-resnet50, half {seed}{what}", *halves, own)
+            own = None if head is None else partial(head, *splits, features[calib], features[test])
+            yield Case(f"imagenet-resnet50, half {seed}{what}", splits, own)
 
 
 def features_head(
@@ -133,36 +129,22 @@ def paper_head(calib: Split, test: Split, features: Tensor, test_features: Tenso
 # --- versus
 
 
-def cases(shared: Path | None) -> Iterator[Case]:
-    """All classifiers that are at hand."""
-    if shared is not None:
-        yield resnet110(shared)
-        yield from imagenet_halves(shared)
-    for name in blind.LOADERS:
-        if (blind.FOLDER / f"{name}.npz").exists():
-            yield Case("after", name, *blind.load(name))
-
-
-def row_of(case: Case) -> dict[str, Any]:
-    """The numbers of one classifier."""
-    scores = {name: METHODS[name](case) for name in ("none", *RIVALS, "head")}
-    if case.head is not None:
-        scores["head"] = Scores.of(Predictions(case.head(), case.test.labels))
-    numbers = scores["head"].numbers(scores["none"], scores["temperature"]) | against(case, scores)
-    row: dict[str, Any] = {"part": case.part, "name": case.name, "calib": len(case.calib.labels)}
-    row |= {f"nll_{name}": float(found.nll.mean()) for name, found in scores.items()}
-    wanted = [f"{what}_{name}" for what in ("to", "reach") for name in RIVALS]
-    return row | {key: numbers[key] for key in ("n", "classes", "accuracy", "ece", "ece_high", *wanted)}
-
-
 def versus(shared: Path | None) -> None:
-    """Measure all classifiers that are at hand."""
-    old = pd.read_csv(VERSUS).to_dict("records") if VERSUS.exists() else []
-    rows = {(row["part"], row["name"]): row for row in old}
-    for case in cases(shared):
-        made = rows[case.part, case.name] = row_of(case)
-        print(case.name, f"{made['nll_head']:.4f}", flush=True)
-    pd.DataFrame(list(rows.values())).to_csv(VERSUS, index=False, float_format="%.6g")
+    """Measure all classifiers that are at hand; rows of others are kept."""
+    cases = {} if shared is None else {"development": [resnet110(shared), *imagenet_halves(shared)]}
+    files = [file for file in blind.files() if file.exists()]
+    cases["after"] = [Case(file.stem, blind.load(file)) for file in files]
+    rows = {(row["part"], row["name"]): row for row in pd.read_csv(VERSUS).to_dict("records")}
+    for part, (name, splits, head) in [(part, case) for part, own in cases.items() for case in own]:
+        scores = {method: METHODS[method](splits) for method in ("none", *RIVALS, "head")}
+        if head is not None:
+            scores["head"] = Scores.of(Predictions(head(), splits.test.labels))
+        numbers = scores["head"].numbers(scores["none"], scores["temperature"]) | against(splits, scores)
+        made = {"part": part, "name": name, "calib": len(splits.calib.labels)} | numbers
+        rows[part, name] = made | {f"nll_{method}": float(one.nll.mean()) for method, one in scores.items()}
+        print(name, f"{numbers['nll']:.4f}", flush=True)
+    columns = pd.read_csv(VERSUS, nrows=0).columns
+    pd.DataFrame(list(rows.values()))[columns].to_csv(VERSUS, index=False, float_format="%.6g")
 
 
 # --- small calibration sets
@@ -170,12 +152,12 @@ def versus(shared: Path | None) -> None:
 
 def networks(shared: Path | None) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, logits (N, K) and labels (N,)."""
-    for one in [*map(StoredRun, DRAWN), *([] if shared is None else [resnet110(shared)])]:
-        logits = torch.cat([one.calib.main, one.test.main])
-        labels = torch.cat([one.calib.labels, one.test.labels])
-        yield one.name, logits, labels
-        if one.name in (DRAWN[0], "cifar10-resnet110"):
-            yield from two_classes(one.name, logits, labels)
+    cases = [Case(name, StoredRun(name).splits) for name in DRAWN]
+    for name, (calib, test), _ in cases + ([] if shared is None else [resnet110(shared)]):
+        logits, labels = torch.cat([calib.main, test.main]), torch.cat([calib.labels, test.labels])
+        yield name, logits, labels
+        if name in (DRAWN[0], "cifar10-resnet110"):
+            yield from two_classes(name, logits, labels)
     if shared is not None:
         logits, _, labels = imagenet(shared)
         yield "imagenet-resnet50", logits, labels
@@ -208,16 +190,20 @@ def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """By number of classes and samples: the share of draws with a loss above 0.002, and the largest loss."""
     best = table[["raw", "temperature"]].min(axis=1)
-    found = table.assign(worst=table["head"] - best, temperature_worst=table["temperature"] - best)
-    found["opened"] = found.stages != "temperature"
+    worst, temperature_worst = table["head"] - best, table["temperature"] - best
+    found = table.assign(
+        worse=worst > WORSE,
+        worst=worst,
+        temperature_worse=temperature_worst > WORSE,
+        temperature_worst=temperature_worst,
+        opened=table.stages != "temperature",
+    )
     groups = found.groupby(["classes", "n"])
-    made = pd.DataFrame({"draws": groups.size()})
-    for name in ("worst", "temperature_worst"):
-        made[name.replace("worst", "worse")] = groups[name].agg(lambda losses: (losses > WORSE).mean())
-        made[name] = groups[name].max()
-    made["opened"] = groups.opened.mean()
-    made["gain"] = 1 - groups["head"].mean() / groups["temperature"].mean()
-    return made.reset_index()
+    shares = groups[["worse", "temperature_worse", "opened"]].mean()
+    made = shares.join(groups[["worst", "temperature_worst"]].max())
+    made["draws"], made["gain"] = groups.size(), 1 - groups["head"].mean() / groups["temperature"].mean()
+    order = ["draws", "worse", "worst", "temperature_worse", "temperature_worst", "opened", "gain"]
+    return made[order].reset_index()
 
 
 def safety(shared: Path | None, draws: int) -> None:
@@ -241,14 +227,12 @@ def of_runs(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
     """The rows of versus.csv that runs of this project would have."""
     nlls = table[table.metric == "nll"].pivot(index="run", columns="output", values="value")
     heads = table[table.output == "head"].pivot(index="run", columns="metric", values="value")
-    rows = []
-    for run in [run for run in runs if run.config.loss == "cross_entropy"]:
-        time = run.certificate["environment"]["time"]
-        part = next(part for part, end in ENDED.items() if time < end)
-        row = {"part": part, "name": run.name, "calib": run.certificate["sizes"][1]}
-        row |= {f"nll_{name}": nlls.loc[run.name, name] for name in ("none", *RIVALS, "head")}
-        rows.append(row | dict(heads.loc[run.name]))
-    return pd.DataFrame(rows)
+    about = {run.name: run.certificate for run in runs if run.config.loss == "cross_entropy"}
+    found = heads.join(nlls.add_prefix("nll_")).loc[list(about)].rename_axis("name").reset_index()
+    found["calib"] = [one["sizes"][1] for one in about.values()]
+    times = [one["environment"]["time"] for one in about.values()]
+    found["part"] = [next(part for part, end in ENDED.items() if time < end) for time in times]
+    return found
 
 
 def _versus(row: pd.Series) -> dict[str, str]:
@@ -277,15 +261,20 @@ def wins(found: pd.DataFrame) -> str:
 
 def safety_table(table: pd.DataFrame, runs: Runs) -> str:
     """How often the head is worse than the better of doing nothing and temperature scaling."""
-    lines = []
-    for _, row in pd.read_csv(SAFETY).iterrows():
-        sizes = {"classes": row.classes, "samples": row.n, "draws": row.draws}
-        line = {title: f"{size:,.0f}" for title, size in sizes.items()}
-        line |= {"head worse": percent(row.worse, 1), "largest loss": f"{max(row.worst, 0):.4f}"}
-        line |= {"temperature worse": percent(row.temperature_worse, 1)}
-        line |= {"its largest loss": f"{max(row.temperature_worst, 0):.4f}"}
-        lines.append(line | {"stages opened": percent(row.opened, 1), "NLL saved": f"{100 * row.gain:+.1f}"})
-    return markdown(lines)
+    found = pd.read_csv(SAFETY)
+    return markdown(
+        {
+            "classes": found.classes.map("{:,}".format),
+            "samples": found.n.map("{:,}".format),
+            "draws": found.draws.map("{:,}".format),
+            "head worse": found.worse.map(partial(percent, digits=1)),
+            "largest loss": found.worst.clip(lower=0).map("{:.4f}".format),
+            "temperature worse": found.temperature_worse.map(partial(percent, digits=1)),
+            "its largest loss": found.temperature_worst.clip(lower=0).map("{:.4f}".format),
+            "stages opened": found.opened.map(partial(percent, digits=1)),
+            "NLL saved": (100 * found.gain).map("{:+.1f}".format),
+        }
+    )
 
 
 TABLES: Tables = {

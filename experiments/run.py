@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from results import HERE, Scores, Split, StoredRun, arguments, store
+from results import HERE, Scores, Split, Splits, StoredRun, arguments, store
 from torch import Tensor
 
 from doublehead import PAPER, HeadSpec, Predictions
@@ -93,33 +93,31 @@ def reopened(folder: RunFolder, root: str | None, accelerator: str = "auto") -> 
 
 
 @torch.no_grad()
-def splits_of(run: Run) -> tuple[Split, Split]:
+def splits_of(run: Run) -> Splits:
     """Everything to store of the calibration and the test split."""
-    found = [_readings(run, split) for split in ("calib", "test")]
-    parts = [Split(one.labels, one.logits) for one in found]
-    if found[0].features.shape[1]:
-        spaces = distances(found[0].features, found[0].labels, found[1].features, run.reader.n_classes)
-        for i, space in enumerate(spaces):
-            numbers = feature_numbers(found[i].features)
-            parts[i] = parts[i]._replace(sphere=space[0], projected=space[1], numbers=numbers)
+    calib, test = (_readings(run, split) for split in ("calib", "test"))
+    parts = [Split(one.labels, one.logits) for one in (calib, test)]
+    if calib.features.shape[1]:
+        spaces = distances(calib.features, calib.labels, test.features, run.reader.n_classes)
+        for i, (one, (sphere, projected)) in enumerate(zip((calib, test), spaces)):
+            numbers = feature_numbers(one.features)
+            parts[i] = parts[i]._replace(sphere=sphere, projected=projected, numbers=numbers)
     if "auto" in run.companions:
         double = run.companions["auto"]
         double.bank.cpu()
-        opinions = double.opinion(found[0]), double.answer(found[1].logits, found[1].features)
+        opinions = double.opinion(calib), double.answer(test.logits, test.features)
         parts = [part._replace(opinion=opinion) for part, opinion in zip(parts, opinions)]
     images = isinstance(run.inputs.splits.train, Images)
     if images and run.config.data != "svhn":  # digits have no mirror view
         mirrored = [_readings(run, split, mirror=True).logits for split in ("calib", "test")]
         parts = [part._replace(flip=logits) for part, logits in zip(parts, mirrored)]
-    return parts[0], parts[1]
+    return Splits(*parts)
 
 
 def _readings(run: Run, split: str, mirror: bool = False) -> Readings:
     batches: Any = run.inputs.whole(getattr(run.inputs.splits, split))
-    if mirror:
-        batches = ((flip(x), y) for x, y in batches)
     with run.fabric.autocast():
-        found = run.reader.read(batches)
+        found = run.reader.read(((flip(x), y) for x, y in batches) if mirror else batches)
     return Readings(*(None if part is None else part.cpu() for part in found))  # type: ignore[arg-type]
 
 
@@ -177,16 +175,9 @@ def main() -> None:
             print(f"out of time before {config.name}", flush=True)
             break
         folder, where = RunFolder(options.output / config.folder_name), options.accelerator
-        train(config, folder, root=options.root, accelerator=where, checkpoint_seconds=120, report=report)
+        train(config, folder, root=options.root, accelerator=where, checkpoint_seconds=120, report=print)
         size = keep(folder, options.root, where).file.stat().st_size / 1e6
         print(f"{config.name}: {folder.results['train_seconds']:.0f} s, {size:.2f} MB", flush=True)
-
-
-def report(line: dict[str, Any]) -> None:
-    """One line per epoch."""
-    accuracy = line.get("test", {}).get("main", {}).get("accuracy", float("nan"))
-    numbers = f"loss {line['train_loss']:.4f} accuracy {accuracy:.4f} {line['seconds']} s"
-    print(f"epoch {line['epoch']} {numbers}", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,17 +30,16 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from post_hoc import density_aware, mean_of
-from results import HERE, arguments
+from post_hoc import mean_of
+from results import HERE, Z, arguments, where_computed
 from shift_sets import KINDS, Seen, read
 from tables import SETS, Tables, markdown, publish
 from torch import Tensor
 
 from doublehead import Predictions, metrics, plots
-from doublehead.calibrators import Calibrator, make
-from doublehead.calibrators.choose import mean_and_error
+from doublehead.calibrators import Calibrator, make, mean_and_error
+from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision, scaled
-from doublehead.training.run_folder import environment
 
 TABLE, ALARMS = HERE / "shift.csv", HERE / "shift_alarms.csv"
 IMAGES = HERE.parent / "docs" / "images"
@@ -136,6 +135,32 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
     return methods | {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
 
 
+def density_aware(logits: Tensor, labels: Tensor, far: Tensor) -> Callable[[Tensor], Tensor]:
+    """Distances (N, D) -> a factor (N, 1) that was fitted to clean data and never grows with a distance.
+
+    Distances whose weights would are left out, one after the other.
+    """
+    mean, deviation = far.mean(0), far.std(0).clamp(min=1e-3)
+
+    def inputs(far: Tensor) -> Tensor:
+        return torch.cat([((far - mean) / deviation).clamp(-3, 6), torch.ones(len(far), 1)], 1)
+
+    design = inputs(far)
+    kept = torch.ones(design.shape[1], dtype=torch.bool)
+    while True:
+        weights = torch.zeros(design.shape[1])
+        ridge = torch.full((int(kept.sum()),), 30.0)
+        weights[kept] = fit_log_scale(logits, labels, design[:, kept], ridge)
+        if (weights[:-1] <= 0).all():
+            return lambda far: (inputs(far) @ weights).exp()[:, None]
+        kept[weights[:-1].argmax()] = False
+
+
+def short(run: str) -> str:
+    """Data set and network of a run."""
+    return run.partition("-cross")[0]
+
+
 def cells_of(split: str, kind: str) -> list[str]:
     """The names of the sets with one kind of shift."""
     return [f"{split}/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
@@ -226,7 +251,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     kinds = measured[measured.cell != "clean"].groupby(["run", "method", "left_out"], sort=False).ece.mean()
     ece = kinds.groupby(["run", "method"], sort=False).mean()
     head = clean.nll.mean().xs("head", level="method")
-    high = clean.cost.mean() + 1.96 * clean.cost_error.mean()
+    high = clean.cost.mean() + Z * clean.cost_error.mean()
     columns = {"ece": ece, "share": ece / ece.xs("temperature", level="method")}
     return pd.DataFrame(columns | {"cost": 100 * clean.cost.mean() / head, "cost_high": 100 * high / head})
 
@@ -235,16 +260,16 @@ def shift_table() -> str:
     """A row for each method, a column for each network."""
     table = pd.read_csv(TABLE)
     found = summary(table)
+    runs = found.index.unique("run")
+    cells = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1).unstack("run")
+    shown = cells.reindex(index=SHOWN, columns=runs).fillna("").rename(SHOWN)
     clean = table[(table.method == "alarm-64") & (table.cell == "clean")].set_index("run").alarms
-    shown = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1)
-    columns = {
-        "method": [*SHOWN.values(), "*ECE of temperature scaling*", "*clean windows of 64 with an alarm*"]
-    }
-    for run in found.index.unique("run"):
-        cells = [shown.get((run, name), "") for name in SHOWN]
-        shares = [f"{100 * share:.1f} %" for share in (found.ece[run, "temperature"], clean[run])]
-        columns[run.partition("-cross")[0]] = cells + shares
-    return markdown(pd.DataFrame(columns).to_dict("records"))
+    for title, shares in (
+        ("*ECE of temperature scaling*", found.ece.xs("temperature", level="method")),
+        ("*clean windows of 64 with an alarm*", clean),
+    ):
+        shown.loc[title] = shares.map("{:.1%}".format).str.replace("%", " %")
+    return markdown(shown.rename(columns=short).rename_axis("method").reset_index())
 
 
 def frontier(table: pd.DataFrame) -> Figure:
@@ -263,7 +288,7 @@ def frontier(table: pd.DataFrame) -> Figure:
             ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label.strip("*"), markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
-        ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
+        ax.set(title=short(run), ylim=(0, 1.15), xlim=(-40, 40))
         ax.set(xticks=TICKS, xticklabels=TICKS)
         ax.tick_params(labelbottom=True, labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
@@ -369,10 +394,9 @@ def draw() -> None:
 def write_measured(files: Sequence[Path], members: Sequence[Path]) -> None:
     """shift.csv and its certificate, auroc.csv, and the figure of a stream."""
     about = {"runs": [path.stem for path in files], "members": [path.stem for path in members]}
-    place = environment(torch.device("cpu"))
-    place.pop("command")
+    about["environment"] = where_computed()
     measure(files, members).round(6).to_csv(TABLE, index=False)
-    TABLE.with_suffix(".json").write_text(json.dumps(about | {"environment": place}, indent=1) + "\n")
+    TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
     images = [path for path in files if path.stem.startswith("cifar10-")]
     rows = [row for path in images for row in aurocs(read(path), path.stem)]
     pd.DataFrame(rows).to_csv(HERE / "auroc.csv", index=False, float_format="%.5g")

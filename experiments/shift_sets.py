@@ -8,6 +8,7 @@ Images need a GPU: 150,000 of them. Texts take a few minutes on a CPU. `shift.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from run import reopened
 from torch import Tensor
 
 from doublehead import ShiftGuard
-from doublehead.data import FAMILIES, Images, Texts, corrupt, load
+from doublehead.data import FAMILIES, Images, Texts, load_test
 from doublehead.data.text import tokens_of
 from doublehead.training.config import LEFT_OUT
+from doublehead.training.evaluation import corrupted
 from doublehead.training.run import Run
 from doublehead.training.run_folder import RunFolder
 
@@ -36,8 +38,8 @@ KINDS = {
 SHARES = (0.1, 0.2, 0.3, 0.45, 0.6)  # of words that are changed, by severity
 
 Words = list[str]
-# Name, batches, labels (N,), sample numbers (N,) in the order of the batches.
-Set = tuple[str, Iterable[Tensor], Any, Any]
+# Name, batches (inputs, labels), labels (N,) and sample numbers (N,) in the order of the batches.
+Set = tuple[str, Iterable[Any], Any, Any]
 
 
 class Seen(NamedTuple):
@@ -50,39 +52,41 @@ class Seen(NamedTuple):
 
 
 @torch.no_grad()
-def observe(folder: RunFolder, root: str, output: Path, accelerator: str = "auto") -> Path:
+def observe(folder: RunFolder, root: str, accelerator: str = "auto") -> dict[str, Seen]:
     """Run the network of a finished run over all sets of inputs."""
     run = reopened(folder, root, accelerator)
-    guard, names, parts = ShiftGuard(run.net.eval()), [], []
+    guard, sets = ShiftGuard(run.net.eval()), {}
     of_images = isinstance(run.inputs.splits.test, Images)
     for name, batches, labels, rows in (image_sets if of_images else text_sets)(run, root):
-        found, _ = guard.observe((x, torch.zeros(len(x)).long()) for x in batches)
+        found, _ = guard.observe((x, torch.zeros(len(x)).long()) for x, _ in batches)
         stages, distances = found.stages.cpu(), guard.guard.distances.cpu()
-        far = distances(stages) if names else distances.set_usual(stages)  # type: ignore[operator]
-        logits = (found.logits * 64).round().clamp(-32000, 32000).short().cpu()
-        order = np.argsort(rows)
-        parts.append([np.asarray(column)[order] for column in (logits, far.half(), labels, rows)])
-        names.append(name)
+        far = distances(stages) if sets else distances.set_usual(stages)  # type: ignore[operator]
+        order = torch.from_numpy(np.argsort(rows))
+        columns = (found.logits.cpu(), far, torch.as_tensor(labels), torch.as_tensor(rows))
+        sets[name] = Seen(*(column[order] for column in columns))
         print(name, len(rows), flush=True)
-    arrays = dict(zip(("logits", "far", "labels", "rows"), map(np.concatenate, zip(*parts))))
-    arrays |= {"set/name": np.array(names), "set/size": np.array([len(part[0]) for part in parts])}
-    output.mkdir(parents=True, exist_ok=True)
-    file = output / f"{folder.config.name}.npz"
+    return sets
+
+
+def write(file: Path, sets: dict[str, Seen]) -> None:
+    """Store the sets in few bytes."""
+    arrays = {}
+    for name, seen in sets.items():
+        logits = (seen.logits * 64).round().clamp(-32000, 32000).short()
+        small = seen._replace(logits=logits, far=seen.far.half())
+        arrays |= {f"{name}/{field}": part.numpy() for field, part in small._asdict().items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(file, **arrays)
-    return file
 
 
 def read(file: Path) -> dict[str, Seen]:
     """The sets of inputs by name: calib/clean, test/contrast/5, unknown/svhn, ..."""
+    sets = {}
     with np.load(file) as found:
-        ends = np.cumsum(found["set/size"])
-        z, far = found["logits"].astype(np.float32) / 64, found["far"].astype(np.float32)
-        if "far_loo" in found:  # clean calibration images, each measured from all others
-            far[: len(found["far_loo"])] = found["far_loo"]
-        numbers = (found[key].astype(np.int64) for key in ("labels", "rows"))
-        columns = [torch.from_numpy(column) for column in (z, far, *numbers)]
-        sets = zip(found["set/name"], found["set/size"], ends)
-        return {str(name): Seen(*(c[end - size : end] for c in columns)) for name, size, end in sets}
+        for name in dict.fromkeys(key.rpartition("/")[0] for key in found):
+            seen = Seen(*(torch.from_numpy(found[f"{name}/{field}"]) for field in Seen._fields))
+            sets[name] = seen._replace(logits=seen.logits.float() / 64, far=seen.far.float())
+    return sets
 
 
 def some_rows(n: int, split: str, wanted: int) -> Any:
@@ -90,35 +94,20 @@ def some_rows(n: int, split: str, wanted: int) -> Any:
     return np.sort(np.random.default_rng(split == "test").permutation(n)[:wanted])
 
 
-# --- images
-
-
 def image_sets(run: Run, root: str) -> Iterator[Set]:
     """Clean images, thirteen corruptions at five severities, and images of other data sets."""
-    device, normalise = run.fabric.device, run.inputs.normalise
-    assert normalise is not None
-
-    def batches(images: Any) -> Iterator[Tensor]:
-        pixels = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2)
-        return (x.to(device) / 255 for x in pixels.split(500))
-
     splits = {split: getattr(run.inputs.splits, split) for split in ("calib", "test")}
     for split, part in splits.items():
-        yield f"{split}/clean", map(normalise, batches(part.images)), part.labels, np.arange(len(part.labels))
+        yield f"{split}/clean", run.inputs.whole(part), part.labels, np.arange(len(part))
     for split, part in splits.items():
-        rows = some_rows(len(part.labels), split, N_EACH)
-        for family in FAMILIES:
-            for level in range(1, 6):
-                generator = torch.Generator(device).manual_seed(level)
-                corrupted = (corrupt(x, family, level, generator) for x in batches(part.images[rows]))
-                yield f"{split}/{family}/{level}", map(normalise, corrupted), part.labels[rows], rows
+        rows = some_rows(len(part), split, N_EACH)
+        some = part.take(rows)
+        for family, level in product(FAMILIES, range(1, 6)):
+            yield f"{split}/{family}/{level}", corrupted(run, some, family, level), some.labels, rows
     for other in sorted({"svhn", "cifar10", "cifar100"} - {run.config.data}):
         rows = np.arange(2 * N_EACH)
-        images = load(other, root).test.images[rows]  # type: ignore[union-attr]
-        yield f"unknown/{other}", map(normalise, batches(images)), np.full(len(rows), UNKNOWN), rows
-
-
-# --- texts
+        images = run.inputs.whole(load_test(other, root).take(rows))
+        yield f"unknown/{other}", images, np.full(len(rows), UNKNOWN), rows
 
 
 def text_sets(run: Run, root: str) -> Iterator[Set]:
@@ -173,21 +162,20 @@ def _text_set(run: Run, name: str, words: list[Words], labels: Any, rows: Any = 
     lengths: Any = run.inputs.whole(texts).lengths  # type: ignore[attr-defined]
     order = np.argsort(lengths, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
-    batches = (x for some in groups for x, _ in run.inputs.whole(texts.take(some)))
+    batches = (batch for some in groups for batch in run.inputs.whole(texts.take(some)))
     rows = np.arange(len(words)) if rows is None else rows
     return name, batches, labels[order], rows[order]
 
 
 def _other_texts(data: str, root: str) -> dict[str, Any]:
     """Neutral sentences for a network of good and bad ones, and posts or sentences of the other data set."""
-    found = {}
+    found: dict[str, Any] = {}
     if not data.startswith("20newsgroups"):
-        posts = load("20newsgroups-bydate", root).test
+        posts = load_test("20newsgroups-bydate", root)
         found["20newsgroups"] = posts.take(np.random.default_rng(0).permutation(len(posts))[: 2 * N_TEXTS])
     if data != "sst-fine":
-        sentences = load("sst-fine", root).test
-        neutral = np.flatnonzero(sentences.labels == 2)
-        found["sst-neutral"] = sentences.take(neutral)
+        sentences = load_test("sst-fine", root)
+        found["sst-neutral"] = sentences.take(np.flatnonzero(sentences.labels == 2))
     return found
 
 
@@ -199,7 +187,10 @@ def main() -> None:
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
     for path in options.folders:
-        print(observe(RunFolder(path), options.root, options.output, options.accelerator))
+        folder = RunFolder(path)
+        write(
+            options.output / f"{folder.config.name}.npz", observe(folder, options.root, options.accelerator)
+        )
 
 
 if __name__ == "__main__":

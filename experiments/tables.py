@@ -120,7 +120,7 @@ def means(table: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def markdown(lines: pd.DataFrame | Sequence[Mapping[str, str]]) -> str:
+def markdown(lines: Any) -> str:
     """A Markdown table of lines whose keys are the titles of the columns."""
     frame = pd.DataFrame(lines)
     cells = [list(frame), ["---"] * len(frame.columns), *frame.to_numpy().tolist()]

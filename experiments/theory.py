@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from results import HERE, arguments
+from results import HERE, arguments, where_computed
 from torch import Tensor
 
 from doublehead.predictions import Predictions
 from doublehead.theory import COUNTEREXAMPLE, Theorem2, theorem1, theorem2, theorem2_of
-from doublehead.training.run_folder import environment
 
 RESULTS = HERE.parent / "docs" / "results"
 SEED = 0
@@ -191,8 +190,7 @@ def draw(p: Predictions, random: Theorem2, output: Path) -> None:
 
 def write(path: Path, output: Path = RESULTS) -> None:
     """theory.json and the pictures."""
-    generator, about = torch.Generator().manual_seed(SEED), environment(torch.device("cpu"))
-    about.pop("command")
+    generator = torch.Generator().manual_seed(SEED)
     with np.load(path, allow_pickle=False) as arrays:
         p = Predictions(arrays["test_logits"], arrays["test_labels"].reshape(-1))
     first = {
@@ -207,7 +205,7 @@ def write(path: Path, output: Path = RESULTS) -> None:
         "confidences_from_zero": count_theorem2(zero),
         "counterexample": example | {name: round(float(value), 6) for name, value in sides.items()},
     }
-    numbers: dict[str, Any] = {"certificate": {"seed": SEED, "logits": path.name, **about}}
+    numbers: dict[str, Any] = {"certificate": {"seed": SEED, "logits": path.name, **where_computed()}}
     numbers |= {"theorem1": first, "theorem2": second}
     (output / "theory.json").write_text(json.dumps(numbers, indent=1) + "\n")
     draw(p, half, output)

@@ -25,8 +25,15 @@ def binary(confidence: Any, correct: Any, dtype: Any = np.float64) -> Prediction
     return Predictions.from_probs(np.stack([confidence, 1 - confidence], 1), labels)
 
 
+def overconfident(
+    n: int, k: int, factor: float = 3.0, *, spread: float = 1.5, seed: int = 0, dtype: Any = torch.float32
+) -> Predictions:
+    """Labels drawn from softmax(z) of random z, logits factor * z: calibrated at 1, underconfident below."""
+    generator = torch.Generator().manual_seed(seed)
+    z = spread * torch.randn(n, k, generator=generator, dtype=dtype)
+    return Predictions(factor * z, z.softmax(1).multinomial(1, generator=generator)[:, 0])
+
+
 def random_predictions(n: int, k: int = 7, sharpness: float = 2.0) -> Predictions:
     """Labels drawn from softmax(sharpness * logits): calibrated at 1, underconfident above."""
-    generator = torch.Generator().manual_seed(3)
-    logits = 3 * torch.randn(n, k, generator=generator)
-    return Predictions(logits, (sharpness * logits).softmax(1).multinomial(1, generator=generator)[:, 0])
+    return overconfident(n, k, 1 / sharpness, spread=3 * sharpness, seed=3)

@@ -18,6 +18,7 @@ from doublehead.calibrators import (
     save,
 )
 from doublehead.predictions import Predictions
+from samples import overconfident
 
 # Every class as it comes, and the variants that take another path.
 VARIANTS: dict[str, Calibrator] = {name: kind() for name, kind in CALIBRATORS.items()} | {
@@ -29,20 +30,14 @@ VARIANTS: dict[str, Calibrator] = {name: kind() for name, kind in CALIBRATORS.it
 every = pytest.mark.parametrize("name", VARIANTS)
 
 
-def overconfident(n: int = 240, k: int = 4, dtype: torch.dtype = torch.float32, seed: int = 0) -> Predictions:
-    """Logits three times too large for the labels drawn from them."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(n, k, generator=generator, dtype=torch.float64)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    return Predictions((3 * logits).to(dtype), labels)
-
-
 def new(name: str) -> Calibrator:
     return VARIANTS[name].fresh()
 
 
-def suited(name: str, **options: object) -> Predictions:
-    return overconfident(k=2 if new(name).binary_only else 4, **options)
+def suited(name: str, n: int = 240, dtype: torch.dtype = torch.float32, seed: int = 0) -> Predictions:
+    k = 2 if new(name).binary_only else 4
+    p = overconfident(n, k, spread=2.0, seed=seed, dtype=torch.float64)
+    return Predictions(p.logits.to(dtype), p.labels)
 
 
 @cache

@@ -24,6 +24,7 @@ from doublehead.calibrators.head_stages import (
 )
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.metrics import nll
+from samples import overconfident
 
 # --- the rule
 
@@ -108,14 +109,6 @@ def test_a_candidate_far_behind_is_given_up_after_one_fold() -> None:
 
 
 # --- data whose best calibration is known
-
-
-def overconfident(n: int, k: int, factor: float = 3.0, seed: int = 0) -> Predictions:
-    """Labels drawn from softmax(z), logits factor * z."""
-    generator = torch.Generator().manual_seed(seed)
-    z = 1.5 * torch.randn(n, k, generator=generator)
-    labels = z.softmax(1).multinomial(1, generator=generator)[:, 0]
-    return Predictions(factor * z, labels)
 
 
 def by_size(n: int, seed: int) -> Predictions:
@@ -220,9 +213,12 @@ def test_only_allowed_stages_are_tried() -> None:
 
 
 def test_a_calibrated_network_is_left_nearly_alone() -> None:
-    fit, test = overconfident(2500, 10, factor=1.0, seed=3), overconfident(4000, 10, factor=1.0, seed=4)
-    cost = nll(Head().fit(fit).calibrate(test)) - nll(test)
-    assert float(cost) < 0.003
+    test = overconfident(4000, 10, factor=1.0, seed=99)
+    heads = [Head().fit(overconfident(2500, 10, factor=1.0, seed=seed)) for seed in range(4)]
+    costs = [float(nll(head.calibrate(test)) - nll(test)) for head in heads]
+    # Torch versions draw other labels from a seed. Of twelve draws one cost 0.004, the others at most 0.0015.
+    assert np.mean(costs) < 0.003
+    assert max(costs) < 0.01
 
 
 # --- few samples

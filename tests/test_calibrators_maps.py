@@ -22,6 +22,7 @@ from doublehead.calibrators.base import (
 )
 from doublehead.calibrators.smooth import _slope_of_running_mean
 from doublehead.predictions import Predictions
+from samples import overconfident
 
 
 def binary(n: int = 200, seed: int = 0) -> Predictions:
@@ -33,10 +34,7 @@ def binary(n: int = 200, seed: int = 0) -> Predictions:
 
 
 def several(n: int = 300, k: int = 4, seed: int = 0) -> Predictions:
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(n, k, generator=generator, dtype=torch.float64)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    return Predictions(2 * logits, labels)
+    return overconfident(n, k, factor=2.0, spread=2.0, seed=seed, dtype=torch.float64)
 
 
 # The shared maps

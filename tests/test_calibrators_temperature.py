@@ -16,6 +16,7 @@ from doublehead.calibrators import (
     temperature,
 )
 from doublehead.predictions import Predictions
+from samples import overconfident
 
 
 def mean_nll(p: Predictions, inverse: float) -> float:
@@ -44,10 +45,7 @@ def golden_section(p: Predictions, low: float = -14.0, high: float = 14.0) -> fl
 
 def noisy(n: int = 60, k: int = 5, seed: int = 0) -> Predictions:
     """Right about half of the time, so that the optimum is finite."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(n, k, generator=generator)
-    labels = torch.multinomial((2 * logits).softmax(1), 1, generator=generator)[:, 0]
-    return Predictions(logits, labels)
+    return overconfident(n, k, factor=0.5, spread=2.0, seed=seed)
 
 
 def test_three_classes_by_hand() -> None:

@@ -43,9 +43,10 @@ def refused(*arguments: str | Path) -> str:
 def test_train_prints_a_table_and_keeps_the_run(tmp_path: Path) -> None:
     command = ("train", *SMALL, "--method", "double-head", "--set", "shift=brightness:2", "-o", tmp_path)
     result = call(*command)
-    header, row = result.stdout.strip().splitlines()
+    header, *of_network, row = result.stdout.strip().splitlines()
     assert header.split()[:3] == ["method", "accuracy", "%"]
     assert header.rstrip().endswith("AUROC % brightness:2  ECE % brightness:2")
+    assert [line[:27].strip() for line in of_network] == ["Cross entropy", "Cross entropy + temperature"]
     assert row.startswith("Double head")
     assert "epoch 1/1  loss " in result.stderr
     (folder,) = tmp_path.iterdir()
@@ -56,7 +57,7 @@ def test_train_prints_a_table_and_keeps_the_run(tmp_path: Path) -> None:
 
     again = call(*command, "--json")
     assert "epoch" not in again.stderr  # it was finished
-    (shown,) = json.loads(again.stdout)
+    *_, shown = json.loads(again.stdout)
     assert shown["nll"] == numbers["nll"]
 
 
@@ -64,12 +65,15 @@ def test_compare_prints_one_table(tmp_path: Path) -> None:
     result = call("compare", *SMALL, "--methods", "cross-entropy, sample-temperature", "-o", tmp_path)
     titles = [line[:27].strip() for line in result.stdout.splitlines()]
     assert titles == ["method", "Cross entropy", "Cross entropy + temperature", "Sample temperature head"]
-    assert f"run folders: {tmp_path}" in result.stderr
+    assert result.stderr.splitlines() == [f"run folders: {tmp_path}"]
+    result = call("compare", *SMALL, "--methods", "sample-temperature,brier", "-o", tmp_path)
+    assert result.stderr.splitlines()[:-1] == ["run 2/2 brier"]  # the first was there; no bar is drawn here
 
 
 def test_guarded(tmp_path: Path) -> None:
     result = call("train", *SMALL, "--method", "guarded", "--set", "shift=contrast:5", "-o", tmp_path)
-    assert [line[:17] for line in result.stdout.splitlines()[1:]] == ["Staged head, shif"]
+    titles = [line[:27].strip() for line in result.stdout.splitlines()[1:]]
+    assert titles == ["Cross entropy", "Cross entropy + temperature", "Staged head, shift guard"]
     compared = ("compare", *SMALL, "--methods", "auto,guarded", "--set", "shift=contrast:5", "-o", tmp_path)
     result = call(*compared, "--json")
     auto, guarded = json.loads(result.stdout)
@@ -106,7 +110,7 @@ def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch
         (["--method", "double-head", "--set", "guards=shifts"], "guards must be empty without auto"),
         (["--method", "guarded", "--set", "guards=noise"], "--set takes NAME=VALUE"),
         (["--set", 'loss_options={"gamma":2}'], "loss_options must be among [] for cross_entropy"),
-        (["--model", "resnet5"], "unknown network 'resnet5' (did you mean resnet50"),
+        (["--model", "resnet5"], "got 'resnet5'; did you mean resnet50"),
         (["--model", "nowhere:net"], "cannot import the module of network 'nowhere:net'"),
         (["--accelerator", "warp"], "cannot train with accelerator warp"),
         (["--devices", "0"], "cannot train with accelerator cpu, devices 0"),
@@ -126,7 +130,9 @@ def test_missing_data(tmp_path: Path) -> None:
         sentence = refused(*arguments, *data, "--root", tmp_path)
         assert f"cifar10 was not found in {tmp_path}: put the folder cifar-10-batches-py there" in sentence
     assert "missing" in refused("train", "--data", f"table:{tmp_path}/none.csv", "-o", tmp_path / "runs")
-    assert "data set must be one of fashion, " in refused("train", "--data", "mnist", "-o", tmp_path / "runs")
+    sentence = refused("train", "--data", "fashio", "-o", tmp_path / "runs")
+    assert "data set must be one of fashion, " in sentence
+    assert "got 'fashio'; did you mean fashion?" in sentence
 
 
 def test_compare_refuses_what_belongs_to_a_method(tmp_path: Path) -> None:
@@ -193,7 +199,7 @@ def test_data_list_and_check() -> None:
 
 def test_data_that_cannot_be_had(tmp_path: Path) -> None:
     sentence = refused("data", "get", "imagenet", "--root", tmp_path)
-    assert "without an account: put the folders train and val there" in sentence
+    assert f"to {tmp_path / 'imagenet'} without an account: put the folders train and val there" in sentence
     assert "data set must be one of fashion, " in refused("data", "check", "mnist")
     (tmp_path / "there").mkdir()
     (tmp_path / "there/file").touch()

@@ -13,14 +13,11 @@ from doublehead.curves import (
     risk_coverage_curve,
 )
 from doublehead.metrics import ece, ece_floor, fine_bins, risk_coverage
-from samples import binary
+from samples import binary, overconfident
 
 
 def random_predictions(n: int = 3000, k: int = 5, sharpness: float = 2.0) -> Predictions:
-    generator = torch.Generator().manual_seed(1)
-    logits = sharpness * torch.randn(n, k, generator=generator, dtype=torch.float64)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    return Predictions(logits, labels)
+    return overconfident(n, k, factor=1.0, spread=sharpness, seed=1, dtype=torch.float64)
 
 
 def test_reliability_by_hand() -> None:

@@ -22,18 +22,14 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
-# The Python blocks of these pages are run in other tests.
-RUN_ELSEWHERE = {
-    "docs/report.md": "test_report.py",
-    "docs/reading-a-reliability-diagram.md": "test_report.py",
-    **{f"docs/tutorials/{name}.md": "test_integrations_docs.py"
-       for name in ("training", "lightning", "transformers", "sklearn", "export")},
-}  # fmt: skip
-SLOW = {"docs/shift.md"}  # fits a guard
+SLOW = {
+    "docs/shift.md",
+    *(f"docs/tutorials/{name}.md" for name in ("training", "lightning", "transformers", "sklearn", "export")),
+}
 LANGUAGES = {"python", "console", "text"}  # python is run, console is parsed
 DIRECTIVES = {"{toctree}", "{eval-rst}", "{include}"}
 # not in the reference
-INTERNAL = {"system", "torch_tools", "score_arrays", "showing", "report_page", "cli", "__main__"}
+INTERNAL = {"system", "torch_tools", "score_arrays", "report_page", "cli", "__main__"}
 
 
 class Block(NamedTuple):
@@ -59,10 +55,6 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(language, code, text[: found.start()].count("\n") + 2)
 
 
-def has_python(page: Path) -> bool:
-    return any(block.language == "python" for block in blocks(page))
-
-
 # --- code
 
 
@@ -74,12 +66,13 @@ def test_every_block_has_a_known_language(page: Path) -> None:
     assert len(re.findall(r"^```", text_of(page), re.MULTILINE)) % 2 == 0, "a block is left open"
 
 
-RUN_HERE = [page for page in PAGES if has_python(page) and name_of(page) not in RUN_ELSEWHERE]
-
-
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if name_of(page) in SLOW else []) for page in RUN_HERE],
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if name_of(page) in SLOW else [])
+        for page in PAGES
+        if any(block.language == "python" for block in blocks(page))
+    ],
     ids=name_of,
 )
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +100,12 @@ def write_trees_and_vectors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(doublehead.data.DATASETS, "sst-fine", replace(spec, sizes=(50, 50, 50)))
 
 
-@pytest.mark.parametrize(("page", "test"), RUN_ELSEWHERE.items())
-def test_other_pages_are_run_by_other_tests(page: str, test: str) -> None:
-    assert has_python(ROOT / page)
-    assert re.search(rf'"{Path(page).stem}(\.md)?"', text_of(ROOT / "tests" / test))
+def test_serving_takes_ten_lines() -> None:
+    text = text_of(DOCS / "tutorials/export.md").split("## Serve the ONNX file")[1]
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    lines = [line for line in block.group(1).splitlines() if line.strip()]
+    assert len(lines) <= 10
+    assert not any("import torch" in line or "doublehead" in line for line in lines)
 
 
 def test_examples_in_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from doublehead import PAPER, DoubleHead, HeadSpec, calibrate
+from doublehead.calibrated import read
 from doublehead.calibration_data import as_batches, fold_of, unpack
 from tiny_networks import assert_same
 
@@ -130,7 +131,7 @@ def test_a_head_never_learns_from_its_own_fold() -> None:
 
 def test_opinions_are_those_of_the_head_that_never_saw_the_sample() -> None:
     _, double = train(beside=True)
-    readings = double.read()
+    readings = read(double.reader, double.calib_data)
     with torch.no_grad():
         every = double.bank.eval()(readings.logits, readings.features).log_softmax(-1)
     want = torch.stack([every[fold, row] for row, fold in enumerate(readings.folds.tolist())])
@@ -296,6 +297,33 @@ def test_bad_batches_never_stop_the_users_training() -> None:
     assert double.skipped == 6
     assert double.active
     assert all(torch.isfinite(p).all() for p in double.bank.parameters())
+    with pytest.warns(
+        UserWarning, match=r"4 calibration batches were left out, the first for ValueError: labels"
+    ):
+        assert double.finish().head.choice.n == 8
+    with pytest.raises(ValueError, match="labels must lie in"):
+        calibrate(double.network, broken)
+
+
+def test_a_file_that_cannot_be_read_never_stops_the_users_training() -> None:
+    class Files(torch.utils.data.Dataset[Any]):
+        data = some_data(60, 1)
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, i: int) -> Any:
+            if i == 27:
+                raise OSError("cannot identify image file")
+            return self.data[i]
+
+    double = DoubleHead(small_net(), DataLoader(Files(), 10), every=1)
+    with pytest.warns(UserWarning, match="calibration step was skipped: OSError: cannot identify"):
+        for _ in range(6):
+            double.step()
+    assert double.skipped == 1
+    with pytest.warns(UserWarning, match="1 calibration batches were left out, the first for OSError"):
+        assert double.finish().head.choice.n == 50
 
 
 def test_persistent_trouble_ends_the_heads_training_and_finish_does_without_them() -> None:
@@ -477,7 +505,7 @@ def test_token_logits_find_their_features() -> None:
 
     x, at = torch.randn(4, 7, 6), torch.tensor([0, 6, 3, 2])
     double = DoubleHead(Decoder(), [((x, at), torch.tensor([0, 1, 2, 0]))])
-    torch.testing.assert_close(double.read().features, x[torch.arange(4), at])
+    torch.testing.assert_close(read(double.reader, double.calib_data).features, x[torch.arange(4), at])
 
 
 def test_a_network_without_a_linear_layer_has_no_features() -> None:

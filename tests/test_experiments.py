@@ -3,7 +3,6 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +18,9 @@ import results  # noqa: E402
 import rivals  # noqa: E402
 import run as run_script  # noqa: E402
 import tables  # noqa: E402
-from results import LEVELS, Scores, Split, StoredRun, read_table, stored_runs  # noqa: E402
+from results import LEVELS, Scores, Split, Splits, StoredRun, read_table, stored_runs  # noqa: E402
 
 from doublehead import PAPER, Predictions, metrics  # noqa: E402
-from doublehead.network import Answer, _merged  # noqa: E402
 from doublehead.training.config import Config  # noqa: E402
 from doublehead.training.loop import train  # noqa: E402
 from doublehead.training.run_folder import RunFolder  # noqa: E402
@@ -68,7 +66,7 @@ def test_what_is_stored_comes_back(tmp_path: Path) -> None:
     calib, test = split(30), split(40)
     scores = Scores.of(Predictions(torch.randn(40, 4), test.labels))
     certificate = {"config": {"data": "x"}, "sizes": [9, 30, 40]}
-    results.store(StoredRun("one", tmp_path), (calib, test), {"a@b-1.2": scores}, certificate)
+    results.store(StoredRun("one", tmp_path), Splits(calib, test), {"a@b-1.2": scores}, certificate)
     (run,) = stored_runs(tmp_path)
     for stored, given in ((run.calib, calib), (run.test, test)):
         assert torch.equal(stored.labels, given.labels)
@@ -83,7 +81,7 @@ def test_what_is_stored_comes_back(tmp_path: Path) -> None:
         torch.testing.assert_close(stored, given, atol=1e-4, rtol=2e-3)
     assert run.certificate == certificate
     first = run.file.read_bytes()
-    results.store(run, (calib, test), {"a@b-1.2": scores}, certificate)
+    results.store(run, Splits(calib, test), {"a@b-1.2": scores}, certificate)
     assert run.file.read_bytes() == first
 
 
@@ -126,13 +124,12 @@ def test_scores_agree_with_the_metrics() -> None:
         assert found[name] == pytest.approx(float(getattr(metrics, name)(p)), abs=1e-6), name
 
 
-def test_both_views_are_merged_as_the_reader_does() -> None:
+def test_the_mirror_view_is_averaged_and_compared() -> None:
     one, other = torch.randn(20, 4), torch.randn(20, 4)
-    mean, numbers = post_hoc.both_views(one, other)
-    answers = [Answer(None, torch.zeros(20, 1), logits, torch.zeros(20, 0)) for logits in (one, other)]
-    wanted = _merged(answers)
-    torch.testing.assert_close(mean, wanted.logits)
-    torch.testing.assert_close(numbers, wanted.numbers)
+    logits, evidence = post_hoc.evidence_of(Split(torch.zeros(20), one, flip=other), ("flip",))
+    torch.testing.assert_close(logits, (one.log_softmax(1) + other.log_softmax(1)) / 2)
+    agree = torch.stack([view.argmax(1) == logits.argmax(1) for view in (one, other)]).float().mean(0)
+    torch.testing.assert_close(evidence["numbers"][:, 1], agree)
 
 
 def test_an_ensemble_is_of_equal_runs_and_equal_samples() -> None:
@@ -141,11 +138,10 @@ def test_an_ensemble_is_of_equal_runs_and_equal_samples() -> None:
         assert name.endswith(f"-ensemble{len(members)}")
         assert len({run.config.seed for run in members}) == len(members)
     one, two = (
-        SimpleNamespace(calib=split, test=split)
-        for split in (Split(torch.tensor([0, 1, y]), torch.randn(3, 2)) for y in (0, 1))
+        Splits(split, split) for split in (Split(torch.tensor([0, 1, y]), torch.randn(3, 2)) for y in (0, 1))
     )
     with pytest.raises(ValueError, match="the same samples in the same order"):
-        list(post_hoc.ensemble_rows("x", [one, two]))
+        post_hoc.ensemble_numbers("x", [one, two])
 
 
 # --- what is committed
@@ -212,14 +208,8 @@ def test_summary_of_small_calibration_sets_by_hand() -> None:
 
 
 def test_means_are_over_the_seeds_of_a_row() -> None:
-    rows = []
-    for run, nll in (
-        ("d-m-l-e1-s0", 1.0),
-        ("d-m-l-e1-s1", 3.0),
-        ("d-m-l-e1-ensemble3", 9.0),
-        ("d-m-l-e2-s0", 7.0),
-    ):
-        rows += results.rows_of(run, "none", {"nll": nll, "delta": nll})
+    nlls = {"d-m-l-e1-s0": 1.0, "d-m-l-e1-s1": 3.0, "d-m-l-e1-ensemble3": 9.0, "d-m-l-e2-s0": 7.0}
+    rows = [(run, "none", metric, nll) for run, nll in nlls.items() for metric in ("nll", "delta")]
     table = pd.DataFrame(rows, columns=results.COLUMNS)
     found = tables.means(table).loc["d-m-l-e1", "none"]
     assert (found.nll, found.runs) == (2.0, 2)

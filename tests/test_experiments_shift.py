@@ -34,24 +34,17 @@ def test_a_larger_share_changes_more_words(family: str) -> None:
 
 def dump(file: Path, seed: int) -> Path:
     """A network that is too sure the farther its inputs are; two kinds of shift, of one family or two."""
-    generator, sizes, names, parts = torch.Generator().manual_seed(seed), [], [], []
+    generator, sets = torch.Generator().manual_seed(seed), {}
     cells = [f"{family}/{level}" for family in ("drop", "cut", "typo") for level in range(1, 6)]
-    for name in [
-        "calib/clean",
-        "test/clean",
-        *(f"{s}/{c}" for s in ("calib", "test") for c in cells),
-        "unknown/x",
-    ]:
+    perturbed = [f"{split}/{cell}" for split in ("calib", "test") for cell in cells]
+    for name in ["calib/clean", "test/clean", *perturbed, "unknown/x"]:
         n, level = 300, int(name[-1]) if name[-1].isdigit() else 0
         logits = 3 * torch.randn(n, 3, generator=generator)
         labels = torch.multinomial((logits * 0.75**level).softmax(1), 1, generator=generator)[:, 0]
         labels = torch.full_like(labels, shift_sets.UNKNOWN) if name == "unknown/x" else labels
         far = 0.3 * torch.randn(n, 4, generator=generator) + 0.5 * level
-        parts.append(((logits * 64).short(), far.half(), labels, torch.arange(n)))
-        names.append(name)
-        sizes.append(n)
-    arrays = {key: torch.cat(p).numpy() for key, p in zip(("logits", "far", "labels", "rows"), zip(*parts))}
-    np.savez(file, **arrays, **{"set/name": np.array(names), "set/size": np.array(sizes)})
+        sets[name] = shift_sets.Seen(logits, far, labels, torch.arange(n))
+    shift_sets.write(file, sets)
     return file
 
 

@@ -215,6 +215,27 @@ def test_a_kind_is_asked_for_only_where_it_is_not_certain(tmp_path: Path) -> Non
     assert read_predictions(simple_csv(tmp_path / "c.csv")).kind == "logits"  # by the names of the columns
 
 
+def test_an_empty_file_of_a_folder_does_not_describe_it(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", "label,cat,dog")
+    write_csv(tmp_path / "b.csv", "label,cat,dog", "cat,0.25,0.75")
+    assert len(read_predictions(tmp_path).load()) == 1
+
+
+def test_probabilities_a_rounding_error_outside_are_certain_and_clipped(tmp_path: Path) -> None:
+    rows = ["cat,1.00001,-1e-9", "dog,0.25,0.75"]
+    table = read_predictions(write_csv(tmp_path / "a.csv", "label,cat,dog", *rows))
+    assert (table.kind, table.why) == ("probs", "rows sum to 1")
+    assert table.load().probs[0].tolist() == [1.0, 0.0]
+    assert table.counts == {"clipped": 1}
+
+
+def test_a_class_with_zeros_alone_is_a_class(tmp_path: Path) -> None:
+    rows = ["cat,0.25,0,0.75", "dog,0.5,0,0.5"]
+    table = read_predictions(write_csv(tmp_path / "a.csv", "label,cat,mouse,dog", *rows))
+    assert table.layout.classes == ("cat", "mouse", "dog")
+    assert table.load().labels.tolist() == [0, 2]
+
+
 Z_HEADER, HEADER = "label,logit_0,logit_1\n", "label,score_0,score_1\n"
 TOTAL = HEADER + "0,0.25,0.75\n" * 20 + ",5.00,15.00"  # the last row
 BAD_LOGITS = {  # text -> message
@@ -231,6 +252,9 @@ BAD_LOGITS = {  # text -> message
     Z_HEADER + "1,1,2\n2,1,2": "row 2: labels of 2 .* lie in 0..1, got 2; .*--label-base 1",
     "label,logit_1,logit_2\n0,1,2\n1,1,2": "row 1: labels .* must lie in 1..2, got 0; .*--label-base 0",
     Z_HEADER: "a.csv has no rows",
+    "label,cat,dog\n": "a.csv has no rows",
+    "label,cat,dog\ncat,1.5,2.5\ndog,abc,2.5": "column 'cat', row 2 must hold a number, got 'abc'",
+    HEADER + "0,0.29,0.7\n1,0.5,0.5": "each row sums to 1, so these are probabilities: give --probs",
     "label,logit_0,logit_0\n0,1,2": "more than one column called 'logit_0'",
     HEADER + "0,0.25,0.75\n1,0.5,0.5": "each row sums to 1, so these are probabilities: give --probs",
     HEADER + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
@@ -248,7 +272,13 @@ BAD_PROBS = {
 BAD_CSV = [
     *(("logits", text, message) for text, message in BAD_LOGITS.items()),
     *(("probs", text, message) for text, message in BAD_PROBS.items()),
-    (None, TOTAL, "row 21: .* got a sum of 20 .* if it is a total"),
+    (None, TOTAL, "row 21: .* got 15; remove it if it is a total"),
+    (
+        None,
+        "cat,0.0,0.0,1.0\ndog,0.0,1.0,0.0",
+        "'label', row 1 must hold a class .a whole number., got 'cat'",
+    ),
+    (None, HEADER + "0,0.25,0.75\n" * 20 + "1,1.5,-0.5", "row 21: .* got -0.5; remove it if it is a total"),
 ]
 
 
@@ -407,7 +437,7 @@ def test_dangerous_and_damaged_npz_are_refused(tmp_path: Path, monkeypatch: pyte
     data[200:400] = bytes(200)
     file.write_bytes(bytes(data))
     refused("a.npz cannot be read as npz", file)
-    monkeypatch.setattr("doublehead.files.arrays.MAX_UNPACKED", 1 << 20)
+    monkeypatch.setattr("doublehead.files.readers.MAX_UNPACKED", 1 << 20)
     n = 200_000
     np.savez_compressed(tmp_path / "a.npz", logits=np.zeros((n, 2)), labels=np.zeros(n, dtype=int))
     refused("GiB unpacked", tmp_path / "a.npz")  # a small file that unpacks to much

@@ -89,6 +89,7 @@ CONTENTS = {
     "windows.csv": lambda: plain().replace(b"\n", b"\r\n"),
     "a.jsonl": lambda: as_json_lines(False),
     "lists.ndjson": lambda: as_json_lines(True),
+    "gzip by content.jsonl": lambda: gzip.compress(as_json_lines(False)),
     "a.jsonl.gz": lambda: gzip.compress(as_json_lines(True)),
     "a.arrow": as_arrow,
     "a.feather": as_arrow,
@@ -137,6 +138,15 @@ def test_the_confidence_in_the_predicted_class_alone(case: str, tmp_path: Path) 
     assert "3 predictions" in str(summary)
     with pytest.raises(TableError, match="a score for every class is needed"):
         table.load()
+
+
+def test_groups_by_the_predicted_class_and_not_by_whether_it_is_right(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(TOP_LABEL["predicted"])
+    groups = read_predictions(tmp_path / "a.csv", by="predicted").tally().groups
+    assert {name: tally.n for name, tally in groups.items()} == {"a": 2, "b": 1}
+    (tmp_path / "a.csv").write_text(TOP_LABEL["correct"])
+    with pytest.raises(TableError, match="cannot be selected or grouped by their label .'correct'"):
+        read_predictions(tmp_path / "a.csv", by="correct")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, calibrate, metrics, torch_tools
+from doublehead.calibrated import read
 from doublehead.data import fashion_subset
 from doublehead.integrations.callbacks import Attachment
 from doublehead.integrations.lightning import (
@@ -193,9 +194,9 @@ def test_numbers_and_figure_are_logged(images: Images, tmp_path: Path) -> None:
     logged = module.fitted_by.callback_metrics
     y = images["test"].tensors[1]
     with torch.no_grad():  # the heads as they were in the last validation, before the calibration was fitted
-        read = callback.double.read(images["test"])
-        calib = callback.double.answer(read.logits, read.features)
-    for name, logits in (("main", read.logits), ("calib", calib)):
+        readings = read(callback.double.reader, images["test"])
+        calib = callback.double.answer(readings.logits, readings.features)
+    for name, logits in (("main", readings.logits), ("calib", calib)):
         p = Predictions(logits, y)
         assert float(logged[f"val_ece_{name}"]) == pytest.approx(metrics.ece(p), abs=1e-6)
         assert float(logged[f"val_nll_{name}"]) == pytest.approx(metrics.nll(p), abs=1e-6)
@@ -259,8 +260,8 @@ def test_one_head_is_used_as_trained(images: Images, tmp_path: Path) -> None:
         module = fit(images, tmp_path, callback, max_epochs=1)
         x = images["test"].tensors[0]
         with torch.no_grad():
-            read = callback.double.read(images["test"])
-            want = callback.double.answer(read.logits, read.features).log_softmax(1)
+            readings = read(callback.double.reader, images["test"])
+            want = callback.double.answer(readings.logits, readings.features).log_softmax(1)
             torch.testing.assert_close(callback.model.eval()(x), want)
         predicted = module.fitted_by.predict(module, loader(images["test"]))
         torch.testing.assert_close(torch.cat(predicted), want)
@@ -485,10 +486,10 @@ def test_two_processes(images: Images, tmp_path: Path) -> None:
         net.load_state_dict(part["main"])
         double = DoubleHead(net.model, images["calib"])
         double.bank.load_state_dict(first["heads"])
-        read = double.read(images["test"])
+        readings = read(double.reader, images["test"])
         with torch.no_grad():
-            answers = double.answer(read.logits, read.features)
-        halves.append(Predictions(answers[rank::2], read.labels[rank::2]))
+            answers = double.answer(readings.logits, readings.features)
+        halves.append(Predictions(answers[rank::2], readings.labels[rank::2]))
     both = Predictions(torch.cat([p.logits for p in halves]), torch.cat([p.labels for p in halves]))
     assert first["logged"]["val_ece_calib"] == pytest.approx(metrics.ece(both), abs=1e-6)
     alone = fit(images, tmp_path, None, **how)

@@ -42,7 +42,8 @@ QUICK = {"hidden": (32,), "epochs": 30, "lr": 0.01, "random_state": 0}
 )
 def test_check_estimator(estimator: Any) -> None:
     # Which samples are held back, and the batches, are random: a repeated sample is not one of twice the weight.
-    not_held = {"check_sample_weight_equivalence_on_dense_data": "the split is random"}
+    checks = [f"check_sample_weight_equivalence_on_{kind}_data" for kind in ("dense", "sparse")]
+    not_held = dict.fromkeys(checks, "the split is random")
     passed = 0
     for made, check in estimator_checks_generator(estimator, expected_failed_checks=not_held, mark="skip"):
         with contextlib.suppress(SkipTest):  # that one, and what needs SCIPY_ARRAY_API
@@ -232,3 +233,17 @@ def test_bad_use_is_named() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             model.fit(np.random.default_rng(0).normal(size=(len(labels), 2)), labels)
+
+
+def test_weights_reach_the_estimator_and_its_decision_is_calibrated(digits: tuple[Any, Any]) -> None:
+    x, y = digits[0][:600], digits[1][:600] > 4
+    weights = np.random.default_rng(0).integers(0, 3, 600)
+    model = CalibratedClassifier(LogisticRegression(max_iter=500), Temperature(), random_state=0)
+    probs = model.fit(x, y, sample_weight=weights).predict_proba(x)
+    used = weights > 0
+    again = model.fit(x[used], y[used], sample_weight=weights[used])
+    np.testing.assert_allclose(again.predict_proba(x), probs)
+    assert not np.allclose(model.fit(x[used], y[used]).predict_proba(x), probs)
+    odds = model.decision_function(x)
+    assert odds.shape == (600,)
+    np.testing.assert_allclose(1 / (1 + np.exp(-odds)), model.predict_proba(x)[:, 1])

@@ -433,6 +433,34 @@ def test_an_adapter_carries_its_calibration(
     torch.testing.assert_close(logits(load_calibrated(tmp_path / "merged"), inputs), logits(merged, inputs))
 
 
+@pytest.mark.parametrize("kind", ["tokens", "images"])
+def test_adapters_of_other_tasks_are_loaded_too(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "modules_to_save": ["classifier"]
+    }  # as the adapter of an image classifier has it
+    if kind == "tokens":
+        options = {"task_type": "TOKEN_CLS"}
+        base: Any = hf.BertForTokenClassification(tiny_bert().config)
+        inputs = {"input_ids": torch.randint(5, 50, (40, 8))}
+        labels = torch.randint(base.config.num_labels, (40, 8))
+    else:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        base = hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes))
+        inputs, labels = {"pixel_values": torch.randn(40, 3, 8, 8)}, torch.randint(3, (40,))
+    base.save_pretrained(tmp_path / "base")
+    base = type(base).from_pretrained(tmp_path / "base")
+    attention = [name for name, _ in base.named_modules() if name.endswith(("query", "q_proj"))]
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=attention, **options))
+    attach(model, calibrate(model, [{**inputs, "labels": labels}]))
+    want = logits(model.eval(), inputs)
+    model.save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(
+        logits(load_calibrated(tmp_path / "adapter"), inputs), want, rtol=1e-3, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize("adapter", [False, True])
 def test_several_labels(
     sentences: dict[str, list[tuple[str, int]]], tokenizer: Any, tmp_path: Path, adapter: bool

@@ -114,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(folder / "one", DoubleHeadTrainerCallback(rows(N_CALIB, 3), every=3), 1, save="steps")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*start, __file__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -37,7 +37,6 @@ ORDER = (
     "outcomes",
     "curves",
     "plots",
-    "showing",
     "summary",  # all numbers of some predictions
     "stream",
     "theory",
@@ -184,7 +183,7 @@ doublehead.calibrators.Temperature().fit(p).calibrate(p)
 
 def run(code: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == status, done.stderr
     return done
 

@@ -124,6 +124,14 @@ def test_bootstrap_of_a_mean_is_the_textbook_interval():
     assert (low, high) == pytest.approx((0.85 - half, 0.85 + half), abs=0.1 * half)
 
 
+@pytest.mark.parametrize(("n", "low"), [(1, 0.2065), (30, 0.8865), (200, 0.9812)])
+def test_the_interval_of_an_accuracy_of_all_samples_is_not_a_point(n, low):
+    """Wilson's lower bound is n / (n + 1.96 ** 2) where all answers are correct."""
+    found = metrics.bootstrap(binary(np.full(n, 0.9), np.ones(n)))
+    assert found["accuracy"] == pytest.approx((1.0, low, 1.0), abs=1e-4)
+    assert found["mean_confidence"] == pytest.approx((0.9, 0.9, 0.9))
+
+
 def test_bootstrap_intervals_cover():
     """90 % intervals of the ECE hold its mean over new test sets of the same size about nine times in ten."""
     rng = np.random.default_rng(0)

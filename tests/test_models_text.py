@@ -135,9 +135,9 @@ def forest(seed: int) -> list[Tree]:
     return [tree.index(lambda token: int(token[1:])) for tree in trees]
 
 
-def make_tree_lstm(cell: str, **options: object) -> TreeLSTM:
+def make_tree_lstm(**options: object) -> TreeLSTM:
     torch.manual_seed(1)
-    network = TreeLSTM(N_CLASSES, vectors=torch.randn(N_WORDS, 4), cell=cell, hidden=3, **options)
+    network = TreeLSTM(N_CLASSES, vectors=torch.randn(N_WORDS, 4), hidden=3, **options)
     return network.double().eval()
 
 
@@ -161,31 +161,10 @@ def binary_node(network: TreeLSTM, tree: Tree, node: int) -> tuple[Tensor, Tenso
     return o * torch.tanh(c), c
 
 
-def child_sum_node(network: TreeLSTM, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
-    word, cell, d = int(tree.words[node]), network.cell, 3
-    x = network.embedding.weight[word] if word >= 0 else torch.zeros(4).double()
-    children = [] if word >= 0 else [int(tree.left[node]), int(tree.right[node])]
-    states = [child_sum_node(network, tree, child) for child in children]
-    total = sum((h for h, _ in states), torch.zeros(d).double())
-
-    def gate(k: int) -> Tensor:
-        rows = slice(k * d, (k + 1) * d)
-        return cell.from_word.weight[rows] @ x + cell.from_sum.weight[rows] @ total + cell.from_sum.bias[rows]
-
-    c = torch.sigmoid(gate(0)) * torch.tanh(gate(2))
-    for h_k, c_k in states:
-        c = c + torch.sigmoid(cell.forget.weight @ h_k + cell.forget.bias) * c_k
-    return torch.sigmoid(gate(1)) * torch.tanh(c), c
-
-
-REFERENCES = {"binary": binary_node, "child_sum": child_sum_node}
-
-
-@pytest.mark.parametrize("cell", REFERENCES)
 @pytest.mark.parametrize("seed", range(6))
-def test_logits_and_gradients_equal_the_recursive_reference(cell, seed):
-    network, trees = make_tree_lstm(cell), forest(seed)
-    expected = torch.stack([REFERENCES[cell](network, tree, len(tree) - 1)[0] for tree in trees])
+def test_logits_and_gradients_equal_the_recursive_reference(seed):
+    network, trees = make_tree_lstm(), forest(seed)
+    expected = torch.stack([binary_node(network, tree, len(tree) - 1)[0] for tree in trees])
     expected = network.classifier(expected)
     logits = network(TreeBatch.of(trees))
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
@@ -197,16 +176,15 @@ def test_logits_and_gradients_equal_the_recursive_reference(cell, seed):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("cell", REFERENCES)
-def test_all_nodes_with_their_labels(cell):
-    network, trees = make_tree_lstm(cell), forest(9)
+def test_all_nodes_with_their_labels():
+    network, trees = make_tree_lstm(), forest(9)
     batch = TreeBatch.of([tree.relabel((0, 0, IGNORED, 1, 1)) for tree in trees], nodes="all")
     logits = network(batch)
     pairs = []
     for tree in trees:
         for node in range(len(tree)):
             if tree.labels[node] != 2:
-                state = REFERENCES[cell](network, tree, node)[0]
+                state = binary_node(network, tree, node)[0]
                 pairs.append((int(tree.labels[node] > 2), network.classifier(state)))
     got = sorted(zip(batch.target_labels.tolist(), logits.tolist()))
     wanted = sorted((label, row.tolist()) for label, row in pairs)
@@ -215,7 +193,7 @@ def test_all_nodes_with_their_labels(cell):
 
 
 def test_dropout_acts_in_training_only():
-    network, batch = make_tree_lstm("binary", dropout=0.5), TreeBatch.of(forest(0))
+    network, batch = make_tree_lstm(dropout=0.5), TreeBatch.of(forest(0))
     assert torch.equal(network(batch), network(batch))
     network.train()
     assert not torch.equal(network(batch), network(batch))
@@ -224,7 +202,7 @@ def test_dropout_acts_in_training_only():
 def test_batch_moves_between_devices():
     batch = TreeBatch.of(forest(0), nodes="all").to("meta")
     assert {batch.words.device.type, batch.targets.device.type} == {"meta"}
-    assert make_tree_lstm("binary").to("meta")(batch).shape == (len(batch.targets), N_CLASSES)
+    assert make_tree_lstm().to("meta")(batch).shape == (len(batch.targets), N_CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +210,6 @@ def test_batch_moves_between_devices():
     [
         (TextCNN, {"filters": ()}, r"filters must .* got \[\]"),
         (GlobalPoolingCNN, {"stride": 6}, "stride must .* got 6"),
-        (TreeLSTM, {"cell": "lstm"}, r"cell must be one of \['binary', 'child_sum'\], got 'lstm'"),
         (TreeLSTM, {"vectors": [[1.0]]}, "vectors must .* got list"),
         (TreeLSTM, {"vectors": VECTORS.long()}, r"vectors must .* got int64 \(13, 6\)"),
         (TreeLSTM, {"vectors": VECTORS[0]}, r"got float32 \(6,\)"),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from doublehead import Predictions, metrics
 
@@ -17,6 +16,7 @@ pytest.importorskip("jinja2")
 from doublehead import report as write_report  # noqa: E402
 from doublehead.outcomes import Outcomes, compare  # noqa: E402
 from doublehead.report_page.record import THRESHOLDS, at_thresholds  # noqa: E402
+from samples import overconfident  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
@@ -59,10 +59,7 @@ CONTRASTS = """() => {
 
 def made(sharpness: float, n: int = 811, k: int = 4) -> Predictions:
     """811 is prime: no share of it ends in a 5 that Python and JavaScript would round differently."""
-    generator = torch.Generator().manual_seed(1)
-    logits = 3 * torch.randn(n, k, generator=generator)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    return Predictions(sharpness * logits, labels)
+    return overconfident(n, k, sharpness, spread=3.0, seed=1)
 
 
 NAMED = {"sharp": made(3.0), "honest": made(1.0), "soft": made(0.4)}
@@ -88,7 +85,7 @@ def opened(browser: Any, path: Path, **options: Any) -> Iterator[Any]:
     """A page in a fresh profile; what it asks for and complains about is in `page.asked` and `page.complaints`."""
     usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
     context = browser.new_context(**{**usual, **options})
-    context.set_default_timeout(5000)
+    context.set_default_timeout(60_000)
     page = context.new_page()
     page.asked, page.complaints = [], []
     page.on("request", lambda request: page.asked.append(request.url))
@@ -317,24 +314,29 @@ def test_hostile_names_do_nothing(browser: Any, tmp_path: Path) -> None:
         assert HOSTILE in page.locator("#pair-sentence").inner_text()
 
 
+BREAK_IN = """() => {
+  const script = document.createElement("script");
+  script.textContent = "window.pwned = 1";
+  document.body.append(script);
+  const image = new Image(); image.src = "http://192.0.2.1/leak.png"; document.body.append(image);
+  document.body.insertAdjacentHTML("beforeend", "<p onclick='window.pwned = 1'>x</p>");
+  document.body.lastElementChild.click();
+}"""
+
+
 def test_policy_stops_code_and_requests_even_if_markup_got_in(browser: Any, report: Path) -> None:
     with opened(browser, report) as page:
         refused: list[tuple[str, str]] = []
         page.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
-        page.evaluate(
-            """() => {
-              const script = document.createElement("script");
-              script.textContent = "window.pwned = 1";
-              document.body.append(script);
-              const image = new Image(); image.src = "http://192.0.2.1/leak.png"; document.body.append(image);
-              document.body.insertAdjacentHTML("beforeend", "<p onclick='window.pwned = 1'>x</p>");
-              document.body.lastElementChild.click();
-            }"""
-        )
-        page.wait_for_timeout(200)
+        with (
+            page.expect_event("requestfailed"),
+            page.expect_event(
+                "console", lambda _: len(page.complaints) >= 3
+            ),  # the browser says what it refused
+        ):
+            page.evaluate(BREAK_IN)
         assert page.evaluate("typeof window.pwned") == "undefined"
         assert refused == [("http://192.0.2.1/leak.png", "csp")]
-        assert len(page.complaints) >= 3  # the browser says what it refused
 
 
 def test_print_is_light_opens_the_explanations_and_drops_the_controls(browser: Any, report: Path) -> None:

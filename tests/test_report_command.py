@@ -14,15 +14,13 @@ from commands import call
 from doublehead import Predictions, evaluate, metrics
 from doublehead.calibrators import Temperature
 from doublehead.files import read_predictions
+from samples import overconfident
 
 pytest.importorskip("jinja2")
 
 
 def made(sharpness: float = 2.0, n: int = 240, seed: int = 0) -> Predictions:
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    return Predictions(sharpness * logits, labels)
+    return overconfident(n, 3, sharpness, spread=3.0, seed=seed, dtype=torch.float64)
 
 
 def write_csv(path: Path, p: Predictions, columns: list[str], scores: Any) -> Path:

@@ -12,8 +12,8 @@ import doublehead
 from doublehead import Predictions, Summary, metrics
 from doublehead.metrics import Floor, Interval
 from doublehead.outcomes import compare
-from doublehead.showing import METRICS
 from doublehead.stream import Tally, exact_sum
+from doublehead.summary import METRICS
 from samples import random_predictions
 
 
@@ -220,6 +220,8 @@ def test_evaluate_takes_names_and_binary_scores() -> None:
     for given in ({}, {"probs": probs, "logits": probs}):
         with pytest.raises(ValueError, match="probabilities as the first argument or logits="):
             doublehead.evaluate(labels=[0, 1, 1], **given)
+    with pytest.raises(ValueError, match="logits must not be probabilities, got rows >= 0 that sum to 1"):
+        doublehead.evaluate(logits=[[0.25, 0.75], [1.0, 0.0]], labels=[0, 1])
 
 
 def test_evaluate_takes_data_frames_and_paths(tmp_path) -> None:

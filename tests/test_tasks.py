@@ -251,6 +251,48 @@ def test_several_labels_are_calibrated_and_keep_their_shape(method: str, tmp_pat
     assert dh.metrics.ece(after) < 0.7 * dh.metrics.ece(before)
     model.save(tmp_path)
     assert torch.equal(dh.load(tmp_path, segment_net())(x), model(x))
+    assert model.head.choice is not None
+    assert list(model.head.choice.scores)[:2] == ["none", "temperature"]
+    found = model.report((x[900:], y[900:]))
+    assert list(found) == ["network", "temperature", "calibrated"]
+    assert found["network"].values["nll"] == pytest.approx(dh.metrics.nll(before), abs=1e-5)
+    assert len(found["calibrated"].groups) == 7
+
+
+def test_a_missing_label_has_no_weight() -> None:
+    net, x, y = overfitted_segments()
+    x, y = x[200:700], y[200:700]
+    counts = (torch.rand(y.shape, generator=torch.Generator().manual_seed(2)) < 0.7).float()
+    banks, models = [], []
+    for guess in (y, torch.where(counts > 0, y, 1 - y)):  # a missing label may be anything
+        double = dh.DoubleHead(net, (x, guess, counts), every=1, batch_size=100)
+        for _ in range(10):
+            double.step()
+        assert double.skipped == 0
+        double.close()
+        banks.append(double.bank.state_dict())
+        models.append(dh.calibrate(net, (x, guess, counts), method="temperature"))
+    assert_same(*banks)
+    torch.testing.assert_close(*(model(x) for model in models))
+    assert not torch.equal(models[0](x), dh.calibrate(net, (x, y), method="temperature")(x))
+
+
+def test_bad_labels_in_memory_are_found_at_once() -> None:
+    x, y = segments()
+    bad = y.clone()
+    bad[-1, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"labels must lie in 0\.\.1 .* missing is a 0 with weight 0"):
+        dh.DoubleHead(segment_net(), (x, bad), batch_size=10)
+    rows = torch.eye(7)[torch.arange(len(x)) % 7]
+    rows[-1, 3] = torch.nan
+    with pytest.raises(ValueError, match="must be >= 0 and sum to 1"):
+        dh.DoubleHead(segment_net(), (x, rows), task="classes", batch_size=10)
+    classes = torch.arange(len(x)) % 7
+    classes[-1] = 7
+    with pytest.raises(ValueError, match=r"labels must lie in 0\.\.6"):
+        dh.DoubleHead(segment_net(), (x, classes), batch_size=10)
+    with pytest.raises(ValueError, match=r"weights must be one for each of 10 samples, got shape \(10, 7\)"):
+        dh.DoubleHead(segment_net(), (x, torch.eye(7)[classes % 7], torch.ones(len(x), 7)), batch_size=10)
 
 
 def test_heads_learn_several_labels_beside_the_network(tmp_path: Path) -> None:
@@ -370,6 +412,17 @@ def test_labels_share_where_they_have_little_data_and_not_where_they_differ() ->
     torch.testing.assert_close(temperatures, scales, rtol=0.15, atol=0)
 
 
+def test_a_label_on_which_the_network_is_wrong_is_not_turned_round() -> None:
+    z = 2 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
+    yes = (
+        torch.rand(2000, 2, generator=torch.Generator().manual_seed(1))
+        < (z * torch.tensor([1, -1])).sigmoid()
+    )
+    for share in ("temperature", "head"):
+        fitted = dh.calibrators.PerLabel(share, own=True).fit(dh.Predictions.multilabel(z, yes.long()))
+        assert (fitted.scale_ > 0).all()
+
+
 def test_files_with_several_label_columns(tmp_path: Path) -> None:
     pd = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
@@ -393,7 +446,8 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
         assert list(found.groups) == [f"y_{n}" for n in names]
 
     fixed, again = tmp_path / "fixed.csv", tmp_path / "again.csv"
-    call(*f"calibrate --fit {calib} --apply {test} --logits --label y_* -o {fixed}".split())
+    said = call(*f"calibrate --fit {calib} --apply {test} --logits --label y_* -o {fixed}".split()).output
+    assert "Held back, by cross-fitting" in said
     probs = pd.read_csv(fixed)[[f"prob_{n}" for n in names]].to_numpy()
     after = dh.Predictions.multilabel(probs, y[900:], are_probs=True)
     assert dh.metrics.nll(after) < 0.8 * want.values["nll"]

@@ -54,7 +54,7 @@ def test_two_processes_are_as_good_as_one(tmp_path: Path, monkeypatch: pytest.Mo
     alone = {key: value for key, value in os.environ.items() if key not in ranks}
     how = {"cwd": TESTS, "env": {**alone, "OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
     command = [script, *COMMAND, "--devices", "2", "-o", tmp_path / "two"]
-    done = subprocess.run(command, check=False, timeout=300, **how)
+    done = subprocess.run(command, check=False, timeout=1200, **how)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)  # one table: the second process is silent
     monkeypatch.chdir(TESTS)

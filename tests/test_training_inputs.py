@@ -209,8 +209,8 @@ def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "small_cnn"}, "words or pieces for table:.*, got small_cnn, which reads images"),
-        ({"model": "tree_lstm"}, "words or pieces for table:.*, got tree_lstm, which reads trees"),
+        ({"model": "small_cnn"}, "words or word pieces for table:.*, got small_cnn, which reads images"),
+        ({"model": "tree_lstm"}, "words or word pieces for table:.*, got tree_lstm, which reads trees"),
         ({"mixup": 0.2}, "mixup is for images, table:.* holds words"),
         ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
         ({"auto": True, "guards": ("shifts",)}, "guarded, are for images, table:.* holds words"),

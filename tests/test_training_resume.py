@@ -93,7 +93,7 @@ def nursery() -> Iterator[Nursery]:
     made = Nursery()
     yield made
     made.process.stdin.close()
-    made.process.wait(10)
+    made.process.wait()
 
 
 def lines(folder: Path) -> int:

@@ -25,7 +25,7 @@ def test_the_message_of_a_locked_folder(tmp_path: Path) -> None:
                 time.sleep(20)
                 os._exit(0)
             os.write(go, b"!")
-            time.sleep(60)
+            signal.pause()
     os.read(ready, 1)
     with (
         pytest.raises(RunError, match=f"another process is working in {tmp_path}"),

@@ -242,3 +242,14 @@ def test_a_report_takes_weights(tmp_path: Path) -> None:
         assert mine["wrong"] == pytest.approx(theirs["wrong"])
         assert mine["values"] == pytest.approx(theirs["values"], rel=1e-5)
     assert one["pairs"][0][1]["nll"][0] == pytest.approx(other["pairs"][0][1]["nll"][0], rel=1e-5)
+
+
+def test_the_report_of_a_model_takes_weights() -> None:
+    logits, labels, weights = sample()
+    network = nn.Linear(4, 4, bias=False)
+    nn.init.eye_(network.weight)
+    model = dh.calibrate(network, (logits, labels), method="temperature")
+    found = model.report((logits, labels, weights))
+    assert found["network"].values["nll"] == pytest.approx(
+        metrics.nll(Predictions(logits, labels, weights)), rel=1e-5
+    )

@@ -110,10 +110,17 @@ def report(
 
 
 def summaries(
-    logits: Mapping[str, Any], labels: Any, path: str | os.PathLike[str] | None = None, **options: Any
+    logits: Mapping[str, Any],
+    labels: Any,
+    weights: Any = None,
+    n_labels: int | None = None,
+    path: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> Summaries:
     """The summary of each method, given by its logits; with `path` the page of `report` is written too."""
-    methods = {name: Predictions(values, labels) for name, values in logits.items()}
+    methods = {name: Predictions(values, labels, weights) for name, values in logits.items()}
+    for p in methods.values():
+        p.n_labels = n_labels
     if path is not None:
         report(methods, path, **options)
     return Summaries({name: Summary.of(p, options.get("n_bins", 15)) for name, p in methods.items()})
@@ -262,8 +269,12 @@ def as_predictions(
         return Predictions.positions(data, labels, are_probs=kind == "probs")
     if getattr(data, "ndim", 2) == 1:
         return Predictions.from_binary(data, labels, weights, are_probs=kind == "probs")
-    make = Predictions.from_probs if kind == "probs" else Predictions
-    return make(data, labels, weights)
+    if kind == "probs":
+        return Predictions.from_probs(data, labels, weights)
+    p = Predictions(data, labels, weights)
+    if bool((p.logits >= 0).all()) and bool(((p.logits.sum(1) - 1).abs() <= 1e-3).all()):
+        raise ValueError("logits must not be probabilities, got rows >= 0 that sum to 1: give them as probs")
+    return p
 
 
 def split_kind(text: str, kind: Kind | None) -> tuple[str, Kind | None]:

@@ -101,7 +101,7 @@ def _calibrate_network(
         first = unpack(first_of(as_batches(calib_data)), device_of(inner), to_pair)
         how = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task, "views": views}
         reader = Reader.of(inner, first, ignore_index=ignore_index, **how)  # type: ignore[arg-type]
-        readings = read(reader, calib_data, to_pair, positions, alone)
+        readings = read(reader, calib_data, to_pair, positions, alone, skip=beside is not None)
     return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed, alone=alone)
 
 

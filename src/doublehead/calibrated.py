@@ -85,10 +85,13 @@ class Calibrated(nn.Module):
             readings = read(self.reader, data, to_pair)
             parts = (readings.logits, readings.features, readings.numbers)
             calib = in_parts(self._calibrated, *parts, at_once=BATCH_SIZE)
-        outputs, temperature = {"network": readings.logits}, getattr(self.head, "temperature_", None)
+        outputs = {"network": readings.logits}
+        # Where samples have several labels, the temperature is that of the calibrator they share.
+        temperature = getattr(getattr(self.head, "shared", self.head), "temperature_", None)
         if temperature is not None:
             outputs["temperature"] = readings.logits / temperature
-        return summaries({**outputs, "calibrated": calib}, readings.labels, path, **options)
+        outputs["calibrated"] = calib
+        return summaries(outputs, readings.labels, readings.weights, self.reader.n_labels, path, **options)
 
     def extra_repr(self) -> str:
         """What was chosen, for print(model)."""
@@ -127,14 +130,15 @@ def read(
     to_pair: ToPair | None = None,
     positions: int = POSITIONS,
     alone: bool = False,
+    skip: bool = False,
 ) -> Readings:
     """Run the network over calibration data once, or over enough of it where it has no length and may be endless.
 
     Where a DistributedSampler deals the samples out to several processes, all get those of all, each sample once;
-    a process that is `alone` in calling this gets its own.
+    a process that is `alone` in calling this gets its own. With `skip` batches that cannot be used are left out.
     """
     batches: Iterable[Any] = as_batches(data)
-    how = {"to_pair": to_pair, "positions": positions}
+    how = {"to_pair": to_pair, "positions": positions, "skip": skip}
     if not length_of(batches):
         return reader.read(until_repeated(batches, to_pair), max_samples=MAX_SAMPLES, **how)  # type: ignore[arg-type]
     own, sampler = reader.read(batches, **how), getattr(batches, "sampler", None)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ ToPair = Callable[[Any], Any]
 
 
 class Batch(NamedTuple):
-    """Positional inputs, named inputs, labels (B, ...), optional weights and folds (B,), on one device."""
+    """Positional and named inputs, labels (B, ...), optional weights (B,) or (B, ...) and folds (B,), on one device."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -41,7 +41,8 @@ class Batch(NamedTuple):
 def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> Batch:
     """The inputs and labels of a batch: (inputs, labels) or a dict with "labels", or what `to_pair` makes of it.
 
-    Sample weights are "weights" of a dict, or third in what `to_pair` gives: (inputs, labels, weights).
+    Weights (B,) of samples, or of each of their labels in the shape of these, are "weights" of a dict, or third in what
+    `to_pair` gives: (inputs, labels, weights).
     """
     batch = batch if to_pair is None else to_pair(batch)
     inputs: Any
@@ -75,9 +76,11 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
 
 
 def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
-    if weights.shape != labels.shape[:1] or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+    fits = weights.shape in (labels.shape[:1], labels.shape)
+    if not fits or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError(
-            f"weights must be finite and >= 0, one for each of {len(labels)} samples, got shape {tuple(weights.shape)}"
+            f"weights must be finite and >= 0, one for each of {len(labels)} samples or one for each label, got shape "
+            f"{tuple(weights.shape)} for labels of shape {tuple(labels.shape)}"
         )
     return weights
 
@@ -104,7 +107,7 @@ def _to(value: Any, device: torch.device) -> Any:
 def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False) -> Iterable[Any]:
     """Batches from calibration data: a loader is used as it is, a Dataset or a pair of arrays gets one.
 
-    A third array holds sample weights (N,).
+    A third array holds weights of samples (N,) or of labels (N, ...).
 
     >>> [len(y) for x, y in as_batches((torch.randn(5, 3), torch.arange(5)), 2)]
     [2, 2, 1]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from doublehead.calibrated import Calibrated, in_parts, read
+from doublehead.calibrated import Calibrated, in_parts
 from doublehead.calibration_data import (
     BATCH_SIZE,
     N_FOLDS,
@@ -35,7 +35,7 @@ from doublehead.calibration_data import (
 )
 from doublehead.calibration_head import PAPER, HeadBank, HeadSpec
 from doublehead.head_training import HeadTraining
-from doublehead.network import Reader, Readings, per_row
+from doublehead.network import PATIENCE, Reader, Readings, per_row
 from doublehead.tasks import IGNORE_INDEX, LogitsOf, Outputs, Task
 from doublehead.torch_tools import (
     Randomness,
@@ -49,7 +49,6 @@ from doublehead.torch_tools import (
 )
 
 MAX_HIDDEN = 256  # of the heads of the second opinion, which is otherwise that of the paper's head
-PATIENCE = 20  # calibration steps in a row that may fail before the heads' training is given up
 POSITIONS_PER_STEP = 4096  # of tokens or pixels that the heads learn from in one step
 
 
@@ -68,7 +67,7 @@ class DoubleHead:
     whose label is `ignore_index` do not count. Sample weights come third in a batch: (inputs, labels, weights).
 
     A calibration batch that cannot be used is skipped and counted in `skipped`, and never stops your training; if
-    that happens 20 times in a row, the heads' training ends with a warning.
+    that happens 20 times in a row, the heads' training ends with a warning. `finish` leaves such batches out too.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     >>> double = DoubleHead(network, (torch.randn(100, 8), torch.randint(3, (100,))))
@@ -127,8 +126,10 @@ class DoubleHead:
         self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
         self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
-        if isinstance(batches, Rows) and self._has_folds and to_pair is None:
-            batches.note_folds()
+        if isinstance(batches, Rows) and to_pair is None:
+            self.reader.targets(unpack(((), batches.tensors[1]), device).labels)  # checks all of them
+            if self._has_folds:
+                batches.note_folds()
         self.calls = self._failed = self._failed_in_a_row = 0
         self.active = True  # False once training the heads was given up
 
@@ -150,7 +151,7 @@ class DoubleHead:
         with self._randomness:
             try:
                 losses = self._train_heads(progress)
-            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            except Exception as error:  # whatever data and network raise
                 if n_processes() > 1:
                     raise  # the other processes wait for this one
                 losses = None
@@ -197,11 +198,6 @@ class DoubleHead:
                 "trained, and finish() will calibrate without them",
                 stacklevel=4,
             )
-
-    def read(self, data: Any = None) -> Readings:
-        """Features, logits, labels and folds of the calibration data, or of other data, in evaluation mode."""
-        with self._randomness:
-            return read(self.reader, self.calib_data if data is None else data, self.to_pair)
 
     def opinion(self, readings: Readings) -> Tensor:
         """(N, K) log-probabilities of each sample by the head that never saw it, for calibration data just read."""

@@ -18,7 +18,9 @@ from doublehead.torch_tools import AsyncFlags, average_over_processes, same_on_a
 
 B0 = TypeVar("B0", float, Tensor, float | Tensor)
 MOMENTUM = 0.9
-WORSE_THAN_GUESSING = 10  # times: the averages of its BatchNorm are not there yet; such batches teach nothing
+WORSE_THAN_GUESSING = (
+    10  # times: the network's BatchNorm averages have not settled; such batches are left out
+)
 
 
 class HeadTraining:
@@ -146,7 +148,7 @@ class _Stack:
         """Move the heads; their losses, the norms of their gradients and whether these are finite, (H,) each."""
         losses = self._learn(batch, anneal(self.beta0, progress))
         norms = torch.linalg.vector_norm(self.gradient, dim=1)
-        fine = norms < math.inf  # a loss that is no number has a gradient that is none
+        fine = norms < math.inf  # a nan loss has a nan gradient
         self._move(fine & batch.sane, norms, share)
         return losses, norms, fine
 
@@ -167,7 +169,7 @@ class _Stack:
     def _move(self, moves: Tensor, norms: Tensor, share: float) -> None:
         """Nesterov SGD for the heads that move, (H,) bool, whose gradients have these norms, (H,)."""
         rate, momentum, decay = torch.where(moves[:, None], self._moving, self._idle).unbind()  # (H, 1) each
-        shrink = moves / (norms / self.clip).clamp_(min=1.0)  # no number where a norm is none
+        shrink = moves / (norms / self.clip).clamp_(min=1.0)  # nan where a norm is not finite
         step = self.gradient.mul_(shrink[:, None]).nan_to_num_(0.0, 0.0, 0.0)
         step.addcmul_(self.weights, decay)
         torch.addcmul(step, self.velocity, momentum, out=self.velocity)

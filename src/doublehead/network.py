@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,11 +29,12 @@ from doublehead.tasks import (
     targets_of,
     with_logits,
 )
-from doublehead.torch_tools import device_of, evaluating, uncompiled, unwrapped
+from doublehead.torch_tools import device_of, evaluating, n_processes, uncompiled, unwrapped
 
 View = Callable[[Any], Any]
 Caught = tuple[Tensor, Tensor]  # the input and the output of a layer
 POSITIONS = 20_000  # of tokens or pixels that are drawn to calibrate on
+PATIENCE = 20  # calibration batches in a row that may fail before no more are tried
 
 
 class Readings(NamedTuple):
@@ -141,6 +143,7 @@ class Reader:
                 f"task {task!r} does not fit outputs of shape {tuple(values.shape)} and labels of shape "
                 f"{tuple(first.labels.shape)}; {SUPPORTED}"
             )
+        per_row(first, targets, None, folds=False)  # checks the weights
         axis = {"tokens": -1, "binary": None}.get(task, 1)
         layer = layer or _last_layer(inner, modules, run, 1 if axis is None else values.shape[axis])
         n_labels = values.shape[1] if task == "labels" else None
@@ -172,7 +175,7 @@ class Reader:
         for view in self.views:
             seen = ((view(args[0]), *args[1:]), kwargs) if args else ((), view(kwargs))
             answers.append(self.answer(*self.tap.run(network, *seen), at))
-        return _merged(answers)
+        return merge_views(answers)
 
     def answer(self, output: Any, caught: Caught | None, at: Tensor | None = None) -> Answer:
         """The network's output, and what the last layer saw, as rows of samples or positions."""
@@ -210,31 +213,50 @@ class Reader:
         to_pair: ToPair | None = None,
         max_samples: float = math.inf,
         positions: int = POSITIONS,
+        skip: bool = False,
     ) -> Readings:
         """Features, logits, labels and folds of all samples, in evaluation mode; stops after `max_samples`.
 
         Of tokens and pixels `positions` are drawn, every one that counts as likely as any other, and no more are held.
-        The network runs as it was before torch.compile: here batches differ in size.
+        The network runs as it was before torch.compile: here batches differ in size. With `skip` batches that cannot
+        be used are left out with a warning; after 20 in a row no more are read.
         """
         reservoir = Reservoir(positions if self.task in ("tokens", "pixels") else None)
-        inner, n = unwrapped(self.network), 0
-        device = device_of(inner)
+        inner, iterator, n = unwrapped(self.network), iter(batches), 0
+        failed: list[Exception] = []
+        in_a_row = 0
         with evaluating(inner):
-            for raw in batches:
-                batch = unpack(raw, device, to_pair)
-                targets = self.targets(batch.labels)
-                at = reservoir.draw(targets)
-                answer = self.run(batch.args, batch.kwargs, network=inner, at=at)
-                known = per_row(batch, targets, at)
-                reservoir.add(*(part.float() for part in answer[1:]), *known)
-                n += len(batch.labels)
-                if n >= max_samples:
-                    break
+            while n < max_samples and in_a_row < PATIENCE:
+                try:
+                    raw = next(iterator, None)
+                    if raw is None:
+                        break
+                    n += self._read_batch(unpack(raw, device_of(inner), to_pair), inner, reservoir)
+                    in_a_row = 0
+                except Exception as error:
+                    if not skip or n_processes() > 1:  # the other processes would wait for this one
+                        raise
+                    failed, in_a_row = [*failed, error], in_a_row + 1
         if not n:
-            raise ValueError(
-                "calibration data must hold at least one batch each time it is iterated, got none"
+            nothing = "calibration data must hold at least one batch each time it is iterated, got none"
+            raise failed[0] if failed else ValueError(nothing)
+        if failed:
+            what = f"{type(failed[0]).__name__}: {failed[0]}"
+            warnings.warn(
+                f"{len(failed)} calibration batches were left out, the first for {what}", stacklevel=2
             )
         return Readings(*reservoir.rows())
+
+    def _read_batch(self, batch: Batch, network: nn.Module, reservoir: Reservoir) -> int:
+        """Run the network on a batch and keep its rows; returns how many samples it has."""
+        targets = self.targets(batch.labels)
+        at = reservoir.draw(targets)
+        answer = self.run(batch.args, batch.kwargs, network=network, at=at)
+        known = per_row(batch, targets, at)
+        if not bool(torch.isfinite(answer.logits).all()):
+            raise ValueError("the network's logits must be finite, got others for a calibration batch")
+        reservoir.add(*(part.float() for part in answer[1:]), *known)
+        return len(batch.labels)
 
     def last_layer(self) -> Tensor | None:
         """The weight (K, F) that makes logits of features; None where no linear layer does."""
@@ -254,11 +276,18 @@ def per_row(batch: Batch, targets: Tensor, at: Tensor | None, folds: bool = True
         fold_of(batch) if folds else torch.zeros(len(batch.labels), dtype=torch.int64, device=targets.device)
     ]
     of_samples += [] if batch.weights is None else [batch.weights]
-    found = [targets, *(part if each == 1 else part.repeat_interleave(each) for part in of_samples)]
+    of_rows = (
+        part.flatten() if each == 1 or part.ndim > 1 else part.repeat_interleave(each) for part in of_samples
+    )
+    found = [targets, *of_rows]
+    if len({len(part) for part in found}) > 1:
+        raise ValueError(
+            f"weights must be one for each of {len(batch.labels)} samples, got shape {tuple(of_samples[-1].shape)}"
+        )
     return found if at is None else [part[at] for part in found]
 
 
-def _merged(answers: Sequence[Answer]) -> Answer:
+def merge_views(answers: Sequence[Answer]) -> Answer:
     """Mean log-probabilities and features over views, and how far the views disagree."""
     log_probs = torch.stack([answer.logits.float().log_softmax(-1) for answer in answers])  # (V, B, K)
     mean = log_probs.mean(0)

@@ -23,8 +23,7 @@ from doublehead.curves import CLASS_CELLS, class_gaps_of, predicted_bins
 from doublehead.metrics import Interval, fine_bins, threshold_counts
 from doublehead.outcomes import NORMAL, Outcomes
 from doublehead.predictions import Predictions
-from doublehead.showing import METRICS
-from doublehead.summary import Summary, without_interval
+from doublehead.summary import METRICS, Summary, without_interval
 from doublehead.tasks import IGNORE_INDEX, Reservoir, Task, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
 
@@ -358,11 +357,8 @@ def _scores(values: Tensor, labels: Tensor, are_probs: bool) -> dict[str, Tensor
     """(P,) each, for values (K, P) and labels (P,): the predicted class, its confidence, and the proper scores."""
     top, guess = _largest(values)
     if are_probs:
-        logs, exps, total = (
-            values.clamp(min=torch.finfo(values.dtype).tiny).log_(),
-            values,
-            torch.ones_like(top),
-        )
+        logs = values.clamp(min=torch.finfo(values.dtype).tiny).log_()
+        exps, total = values, torch.ones_like(top)
     else:
         logs = values - top
         exps = logs.exp()

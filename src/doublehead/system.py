@@ -1,12 +1,13 @@
-"""What the library asks of the system: optional packages, and files that appear whole or not at all."""
+"""What several modules need: optional packages, files that appear whole or not at all, names that were misspelt."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -63,6 +64,16 @@ def _declare_torchvision_operators() -> ModuleType | None:
                 f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             )
     return importlib.import_module("torchvision")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: known ones that are like it, if any.
+
+    >>> did_you_mean("ResNet50", ["resnet50", "vgg"])
+    '; did you mean resnet50?'
+    """
+    near = difflib.get_close_matches(name.lower(), list(known), 3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 @contextmanager

@@ -159,9 +159,10 @@ def _binary_targets(labels: Tensor, check: bool) -> Tensor:
     if not check:
         return torch.stack([1 - labels, labels], 1) if labels.is_floating_point() else labels
     low, high = float(labels.min()), float(labels.max())
-    if low < 0 or high > 1:
+    if not (low >= 0 and high <= 1):  # nor nan
         raise ValueError(
-            f"labels must lie in 0..1 for a network with one output per label, got {low:g}..{high:g}; {SUPPORTED}"
+            f"labels must lie in 0..1 for a network with one output per label, got {low:g}..{high:g} (a label that is "
+            f"missing is a 0 with weight 0); {SUPPORTED}"
         )
     whole = labels.round()
     return whole.long() if bool((labels == whole).all()) else torch.stack([1 - labels, labels], 1)
@@ -175,7 +176,7 @@ def _soft_targets(labels: Tensor, n_classes: int) -> Tensor:
             f"shape {tuple(labels.shape)}; {SUPPORTED}"
         )
     off = (labels.sum(1) - 1).abs()
-    if bool((labels < 0).any()) or float(off.max()) > TOLERANCE:
+    if bool((labels < 0).any()) or not float(off.max()) <= TOLERANCE:  # nor nan
         raise ValueError(
             "labels that are rows of probabilities must be >= 0 and sum to 1, got a row that does not; "
             "give task='labels' where a sample may have several labels"

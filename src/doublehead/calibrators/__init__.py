@@ -173,7 +173,7 @@ def _held_out_nll(
                 warnings.simplefilter("ignore", UserWarning)
                 fitted = calibrator.fresh().fit(predictions[~held])
             out = fitted.calibrate(predictions[held])
-        except Exception as error:  # a candidate that fails, however, is out of the race
+        except Exception as error:  # whatever it raises: the candidate is left out
             return None, f"{type(error).__name__}: {error}"
         short += not bool(fitted.converged_)
         nll = per_sample(out.with_logits(out.logits.double()))["nll"]

@@ -8,6 +8,7 @@ classes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, one_hot
 
 from doublehead.calibrators.base import Calibrator, keep_top, log_odds
-from doublehead.calibrators.choose import Choice, choose
+from doublehead.calibrators.choose import Choice, Scores, choose
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.optimise import fit_logistic, minimise
 from doublehead.calibrators.temperature import Identity, Temperature, fit_inverse_temperature
@@ -288,7 +289,7 @@ class PerLabel(Calibrator):
 
     def _learn(self, predictions: Predictions, opinion: Tensor | None = None) -> dict[str, Any]:
         known = {"opinion": opinion} if self.share == "head" else {}
-        self.shared.fit(predictions, **known)
+        self.choice = getattr(self.shared.fit(predictions, **known), "choice", None)
         n_labels = predictions.n_labels or 1
         like = predictions.logits.new_ones(n_labels).double()
         maps = like, torch.zeros_like(like)
@@ -317,8 +318,14 @@ class PerLabel(Calibrator):
             name: (torch.nn.functional.softplus(z) - truth * z).mul(weights).mean(1)  # (N,) of each sample
             for name, z in (("shared", odds), ("own", mapped))
         }
-        self.choice = choose(nlls, ["shared"], MARGIN)
-        return self.choice.chosen == "own"
+        choice = choose(nlls, ["shared"], MARGIN)
+        # Those of a shared head are held back; a temperature of all pairs is nearly so.
+        scores = dict(self.choice.scores) if self.choice is not None else {"none": Scores.of(p)}
+        outputs = {"temperature": odds} if self.share == "temperature" else {}
+        outputs |= {"own": mapped} if choice.chosen == "own" else {}
+        scores |= {name: Scores.of(p.with_logits(_pair(z).flatten(0, 1))) for name, z in outputs.items()}
+        self.choice = replace(choice, scores=scores)
+        return choice.chosen == "own"
 
     def forward(
         self,
@@ -363,12 +370,17 @@ def _truth(target: Target, n_labels: int) -> tuple[Tensor, Tensor]:
 
 
 def _fit_maps(odds: Tensor, truth: Tensor, weights: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
-    """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z."""
+    """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z.
+
+    A label on which the network is worse than chance keeps its z: a scale below 0 would turn its answers round.
+    """
     found = odds.new_tensor([[1.0, 0.0]] * odds.shape[1]).double()  # (L, 2)
     for label, (z, y, weight) in enumerate(zip(odds.double().T, truth.T, weights.T)):
         x = torch.stack([z, torch.ones_like(z)][: 1 + shifts], -1)  # (N, 1 or 2)
         known = weight * z.sigmoid() * (1 - z.sigmoid())
         ridge = (RIDGE * (known[:, None] * x.square()).mean(0) + 1e-6) / len(z)
         towards = found[label, : 1 + shifts].clone()
-        found[label, : 1 + shifts] = fit_logistic(x, y, towards=towards, ridge=ridge, weights=weight)[0]
+        own = fit_logistic(x, y, towards=towards, ridge=ridge, weights=weight)[0]
+        if own[0] > 0:
+            found[label, : 1 + shifts] = own
     return found[:, 0], found[:, 1]

@@ -122,7 +122,7 @@ class Places(NamedTuple):
     def of(cls, x: Tensor, grid: Tensor) -> Places:
         """Of entries of any shape on a rising grid (G,); what lies outside is put at its ends."""
         position = (torch.maximum(x, grid[0]) - grid[0]) / (grid[1] - grid[0])
-        left = position.long().clamp(0, len(grid) - 2)  # what is no number has a place too, and stays none
+        left = position.long().clamp(0, len(grid) - 2)  # nan entries get a place too and stay nan
         return cls(left, (position - left).clamp(max=1.0))
 
     def values_of(self, table: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def command(function: Callable[..., None], to: typer.Typer = app) -> None:
         except UserError as error:
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(2) from error
-        except BrokenPipeError as error:  # whoever read the output, such as `head`, has had enough
+        except BrokenPipeError as error:  # the reader of the output, such as `head`, has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from error
 

@@ -132,9 +132,14 @@ def _open_like(learn: PredictionTable, paths: list[str], how: dict[str, Any]) ->
     table.require_scores()
     ours, theirs = learn.layout.classes, table.layout.classes
     if ours and theirs and ours != theirs:
+        difference = [
+            f"{what} {_few([name for name in one if name not in set(other)])}"
+            for what, one, other in (("lacks", ours, theirs), ("also has", theirs, ours))
+            if set(one) - set(other)
+        ]
         raise TableError(
-            f"the classes of {table.sources[0]} ({_few(theirs)}) must be those of {learn.sources[0]} ({_few(ours)}) "
-            "in the same order: name the columns with --scores"
+            f"the classes of {table.sources[0]} must be those of {learn.sources[0]} in the same order, but it "
+            f"{' and '.join(difference) or 'has another order'}: name the columns with --scores"
         )
     show_guesses(learn)
     if table.layout.scores != learn.layout.scores:
@@ -171,9 +176,10 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
     learned = calibrator.in_words()
     why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
-    if isinstance(calibrator, calibrators.Head) and calibrator.choice is not None:
-        facts["held_back"] = {name: one._asdict() for name, one in calibrator.choice.scores.items()}
-        why += f"\nHeld back, by cross-fitting:\n{score_table(calibrator.choice.scores)}"
+    scores = getattr(getattr(calibrator, "choice", None), "scores", None)
+    if scores:
+        facts["held_back"] = {name: one._asdict() for name, one in scores.items()}
+        why += f"\nHeld back, by cross-fitting:\n{score_table(scores)}"
     return Fitted(method, calibrator, why, facts["n_classes"], facts)
 
 

@@ -43,7 +43,8 @@ def list_() -> None:
 def get(name: Name, root: Root = None) -> None:
     """Download a data set and verify its checksums, or print where to put its files."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with told_to_user(), Progress(*columns, console=notes(), transient=True) as bar:
+    hidden = not notes().is_terminal
+    with told_to_user(), Progress(*columns, console=notes(), transient=True, disable=hidden) as bar:
         task = bar.add_task(name, total=None)
 
         def progress(file: str, done: int, total: int) -> None:

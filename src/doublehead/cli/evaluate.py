@@ -15,7 +15,7 @@ from doublehead.metrics import ThresholdChoice, fine_bins
 
 METHOD = (
     "Intervals are 95 %: Poisson bootstrap over {cells} cells of confidence (1000 draws, seed 0, centred on the "
-    "value), normal for NLL, Brier score and entropy."
+    "value); Wilson for accuracy; normal for NLL, Brier score and entropy."
 )
 
 GUARANTEE = (

@@ -14,6 +14,7 @@ from doublehead import audit
 from doublehead.cli import options
 from doublehead.cli.data import read_features
 from doublehead.cli.output import UserError, show, show_counts, show_guesses, told_to_user
+from doublehead.files.writing import check_file
 from doublehead.report_page.page import TITLE, build_page
 from doublehead.report_page.record import Record
 from doublehead.shift_guard import watch
@@ -81,7 +82,8 @@ def report(
         doublehead report runs/cifar10-resnet50 --title "ResNet-50 on CIFAR-10"
     """
     with told_to_user():
-        _check_output(output, force)
+        audit.check_page_path(output, "--output")
+        check_file(output, force)
         how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
         named = [_split_name(text) for text in inputs]
         found = audit.collect(named, n_bins=bins, by=by, time=time, **how)
@@ -103,15 +105,6 @@ def report(
     if windows:
         show(windows[-1].sentence)
     show(f"Wrote {output}")
-
-
-def _check_output(output: Path, force: bool) -> None:
-    """Refuse a page that cannot be written, or exists and may not be replaced, before any work."""
-    audit.check_page_path(output, "--output")
-    if output.is_dir() or not output.parent.is_dir():
-        raise UserError(f"{output} cannot be written: it is a folder, or its folder does not exist")
-    if output.exists() and not force:
-        raise UserError(f"{output} exists: give another name to --output, or --force to replace it")
 
 
 def _split_name(text: str) -> tuple[str, str]:

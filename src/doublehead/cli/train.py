@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import time
@@ -26,6 +25,7 @@ from doublehead.curves import reliability
 from doublehead.data import fashion_subset
 from doublehead.plots import draw_reliability, save
 from doublehead.predictions import Predictions
+from doublehead.system import did_you_mean
 from doublehead.training.config import IMAGENET, METHODS, RECIPES, TEXT, Config, Method
 from doublehead.training.config import method as method_called
 from doublehead.training.loop import compare as compare_methods
@@ -92,7 +92,9 @@ def train(
             started(config, [method], 0, 1)
             made = train_run(config, folder, root=root, report=report, tick=tick, **where)
         if is_first_process():
-            show_rows(method_rows(method, made, folder.path), as_json)
+            beside = ["cross-entropy"] if asked.heads or asked.auto else []  # the network of the heads
+            rows = [row for name in [*beside, method] for row in method_rows(name, made, folder.path)]
+            show_rows(rows, as_json)
             notes().print(f"run folder: {escape(str(folder.path))}", style="dim")
 
 
@@ -199,8 +201,7 @@ def change(config: Config, settings: list[str] | None, asked: Method | None = No
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals or name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, known)
             raise UserError(
                 f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {setting!r}{hint}"
             )
@@ -266,14 +267,20 @@ def watched(name: str, tensorboard: Path | None = None) -> Iterator[tuple[Callab
     hidden = not (notes().is_terminal and is_first_process())
     with Progress(*columns, console=notes(), transient=True, disable=hidden) as bar:
         task, done, epochs = bar.add_task(escape(name), total=None), 0, 0
+        untold = ""  # the title of a run that begins, for logs without a bar
 
         def started(config: Config, group: list[str], number: int, n_runs: int) -> None:
-            nonlocal done, epochs
+            nonlocal done, epochs, untold
             done, epochs = number * config.epochs, config.epochs
             what = f"{number + 1}/{n_runs} {', '.join(group)[:60]}" if n_runs > 1 else name
+            untold = f"run {what}" if n_runs > 1 and not notes().is_terminal and is_first_process() else ""
             bar.update(task, description=escape(what), total=n_runs * epochs, completed=done)
 
         def tick(epoch: int, step: int, n_steps: int) -> None:
+            nonlocal untold
+            if untold:
+                notes().print(escape(untold))
+                untold = ""
             bar.update(task, completed=done + epoch + step / n_steps)
 
         def report(row: dict[str, Any]) -> None:

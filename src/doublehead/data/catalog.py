@@ -32,7 +32,7 @@ from doublehead.data.splits import (
     count_duplicates,
     split_samples,
 )
-from doublehead.system import replacing, require
+from doublehead.system import did_you_mean, replacing, require
 
 Progress: TypeAlias = Callable[[str, int, int], None]  # file name, bytes so far, total bytes (0: unknown)
 ASSETS = Path(__file__).parent / "assets"
@@ -122,7 +122,8 @@ def find(name: str) -> DataSet:
     """The row of a data set by name."""
     if name not in DATASETS:
         raise ValueError(
-            f"data set must be one of {', '.join(DATASETS)}, or arrays:PATH, folder:PATH, table:PATH, got {name!r}"
+            f"data set must be one of {', '.join(DATASETS)}, or arrays:PATH, folder:PATH, table:PATH, "
+            f"got {name!r}{did_you_mean(name, DATASETS)}"
         )
     return DATASETS[name]
 
@@ -233,9 +234,9 @@ def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progres
     spec = find(name)
     folder = data_root(root) / spec.folder
     if name == "fashion":
-        return data_root(root)
+        return ASSETS
     if not spec.downloads:
-        raise ValueError(f"{name} cannot be downloaded without an account: {spec.layout} (in {folder})")
+        raise ValueError(f"{name} cannot be downloaded to {folder} without an account: {spec.layout}")
     for source in spec.downloads:
         if source.contains is None:
             download(source, folder, progress)

@@ -98,7 +98,9 @@ def choose_layout(
         label = None
     independent = independent or bool(labels) or columns.get(label or "") in SEVERAL
     left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *taken)}
-    top_only = None if independent or scores is not None else _top_label(left, where, kind, label)
+    top_only = None
+    if not independent and scores is None:  # also of files that are grouped by the predicted class
+        top_only = _top_label({name: columns[name] for name in columns if name != label}, where, kind, label)
     if top_only is not None and kind != "logits":
         return top_only
     if label is None and label_needed and not labels:
@@ -168,9 +170,8 @@ def _top_label(columns: Mapping[str, str], where: str, kind: str | None, label: 
     if confidence is None or columns[confidence] not in ("number", "whole"):
         return None
     ranked = predicted is not None and "1" in predicted
-    ranked = (
-        ranked and find(columns, [plain(str(predicted)).replace("1", "0")]) is None
-    )  # else counted from 0
+    if ranked:  # counted from 0 where there is a class 0 too
+        ranked = find(columns, [plain(str(predicted)).replace("1", "0")]) is None
     if not ranked and (plain(confidence) in PROBS or score_family(columns, where, kind) is not None):
         return None  # `prob` may be that of class 1
     if label is not None and predicted is not None:
@@ -223,11 +224,14 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
         for name, holds in columns.items()
         if name.lower().rstrip("_1") in known[:-1] and holds == "number"
     ]
-    decimal = [name for name, holds in columns.items() if holds == "number"]
     if len(single) == 1:
         return (single[0],)
-    if len(decimal) >= 2:
-        return tuple(decimal)
+    places = [i for i, holds in enumerate(columns.values()) if holds == "number"]
+    if (
+        len(places) >= 2
+    ):  # whole numbers between them are scores too: a class may have zeros alone, written as 0
+        among = list(columns)[places[0] : places[-1] + 1]
+        return tuple(name for name in among if columns[name] in ("number", "whole"))
     confidence = next((name for name in columns if re.fullmatch(CONFIDENCE, plain(name))), None)
     hint = (
         f"; rename the column of the class that {confidence!r} is about to 'predicted'" if confidence else ""

@@ -13,18 +13,21 @@ import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-from doublehead.files.arrays import (
+from doublehead.files.readers import (
     AnswersReader,
     ArraysReader,
+    ArrowReader,
     ExcelReader,
     NpyReader,
     NpzReader,
+    ParquetReader,
     RawBatch,
     Reader,
-    holds_answers,
+    TableReader,
+    to_numpy,
 )
-from doublehead.files.sources import ARROW, CSV, JSON_LINES, Source, TableError, content_of, reading
-from doublehead.files.tables import ArrowReader, ParquetReader, TableReader, to_numpy
+from doublehead.files.sources import ARROW, CSV, JSON_LINES, Source, TableError, content_of, explain, reading
+from doublehead.logprobs import holds_answers
 from doublehead.system import require
 
 BLOCK = 1 << 20  # bytes of text parsed together
@@ -84,6 +87,7 @@ class CsvReader(TableReader):
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
             self._names = self._header(lines[0])
+            self.empty = self.header == 1 and not "".join(lines[1:]).strip()
             self._describe(*self._columns_of(lines, start))
 
     def _start(self) -> bytes:
@@ -104,15 +108,23 @@ class CsvReader(TableReader):
         first = lines[-1].split(self.delimiter)
         if len(names) == len(first):
             types = {name: number for name, cell in zip(names, first) if DECIMAL.fullmatch(cell.strip())}
+        if len(names) >= WIDE and types:  # zeros among them may be written as 0
+            places = [i for i, name in enumerate(names) if name in types]
+            between = range(places[0], places[-1])
+            types |= {names[i]: number for i in between if NUMBER.fullmatch(first[i].strip())}
         if len(types) >= WIDE and len(set(names)) == len(names):
             types |= self._other_types(names, types, start)
             return names, [types[name] for name in names]
         try:
             with self._reader(types, len(start)) as reader:
                 return reader.schema.names, reader.schema.types
-        except (ValueError, LookupError):
+        except (ValueError, LookupError) as error:
             with self._reader({}, len(start)) as reader:
-                return reader.schema.names, reader.schema.types
+                names, kinds = reader.schema.names, reader.schema.types
+            text = [name for name, kind in zip(names, kinds) if name in types and kind != number]
+            if text:
+                self.mixed = text[0], explain(str(error), self.source, names, self.header)
+            return names, kinds
 
     def _other_types(self, names: list[str], types: dict[str, Any], start: bytes) -> dict[str, Any]:
         """The types of the columns that have none yet; Arrow sees them alone: it needs kilobytes for each column."""
@@ -134,7 +146,10 @@ class CsvReader(TableReader):
         cells = [cell.strip().strip('"').strip() for cell in line.rstrip("\r").split(self.delimiter)]
         numbers = [bool(NUMBER.fullmatch(cell)) for cell in cells]
         decimals = [bool(re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())) for cell in cells]
-        if len(cells) > 1 and (all(numbers) or sum(decimals) >= 2):
+        repeated = sum(numbers) > len(
+            {cell for cell, one in zip(cells, numbers) if one}
+        )  # no names of columns
+        if len(cells) > 1 and (all(numbers) or sum(decimals) >= 2 or repeated):
             self.header, self.guesses = 0, ("no header",)
             whole = [i for i, cell in enumerate(cells) if not re.search(r"[.,]\d", cell)]
             if len(whole) == 1 and whole[0] in (0, len(cells) - 1):

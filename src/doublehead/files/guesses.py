@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from doublehead.files.arrays import RawBatch, Reader
 from doublehead.files.columns import (
+    CORRECT,
     LABELS,
     LOGITS,
     PROBS,
     SCORES,
     Layout,
     find,
+    plain,
     score_family,
     split_score,
     with_scores,
 )
 from doublehead.files.formats import open_source
+from doublehead.files.readers import RawBatch, Reader
 from doublehead.files.sources import Array, Source, TableError
-from doublehead.files.values import ROUNDED, to_text
+from doublehead.files.values import OUTSIDE, PERCENTAGES, ROUNDED, recognise, to_text
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
@@ -123,11 +126,13 @@ def settle(
 
 
 def check_groups(layout: Layout, names: Sequence[str]) -> None:
-    """Refuse to select or group rows by their label."""
-    if grouped := {layout.label, *layout.labels} & {*names}:
+    """Refuse to select or group rows by their label, or by whether they are right."""
+    known = {layout.label, *layout.labels, *(name for name in names if re.fullmatch(CORRECT, plain(name)))}
+    if grouped := known & {*names}:
         raise TableError(
-            f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class a "
-            "calibrated model looks miscalibrated. Group by the predicted class, or read the class-wise ECE"
+            f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class, "
+            "or those that are right, a calibrated model looks miscalibrated. Group by the predicted class; "
+            "`doublehead report` has a table of classes"
         )
 
 
@@ -139,9 +144,9 @@ def _named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
     places = [i for i, name in enumerate(layout.scores) if name in labels]
     if not 2 <= len(places) < len(layout.scores):
         return layout
-    scores = raw.scores[:, places]
-    if np.nanmin(scores) < 0 or _off_one(scores) > max(tolerance, ROUNDED):
-        return layout
+    whole, part = (recognise(scores, tolerance) for scores in (raw.scores, raw.scores[:, places]))
+    if whole == "probabilities" or part != "probabilities":
+        return layout  # a class that no label names may have zeros alone
     return with_scores(layout, tuple(layout.scores[i] for i in places))
 
 
@@ -150,35 +155,27 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     if layout.top_only:
         return "probs", "a confidence"
     several = scores.shape[1] > 1 and not layout.independent
-    low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
-    if several and low >= 0 and high <= 1 + 1e-6 and _off_one(scores) <= max(tolerance, ROUNDED):
+    known = np.nan_to_num(scores)
+    usual = (np.abs(known.sum(1, dtype=np.float64) - 1) <= max(tolerance, ROUNDED)) & (
+        known.min(1) >= -OUTSIDE
+    )
+    # a few other rows, such as one of totals, are refused when they are read
+    found = recognise(scores[usual] if usual.mean() > 0.9 else scores, tolerance) if several else ""
+    if found == "probabilities":
         return "probs", "rows sum to 1"
     if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in layout.scores):
         return "logits", "as they are called"
-    if several:
-        _refuse_few(scores, max(tolerance, ROUNDED), source)
-    if several and high <= 1e-6 and _off_one(np.exp(scores, dtype=np.float64)) <= 1e-2:
-        return "logits", "log-probabilities"
-    if several and low >= 0 and _off_one(scores / 100) <= 1e-2:
-        raise TableError(f"{source}: each row sums to 100, so these are percentages: divide them by 100")
+    if found == "log-probabilities":
+        return "logits", found
+    if found == "percentages":
+        raise TableError(f"{source}: {PERCENTAGES}")
+    low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
     shape = f"the scores of {source} lie in {low:.4g}..{high:.4g}"
     shape += " and rows do not sum to 1" if several else ""
     name = "logits" if several or low < 0 or high > 1 else "probs"
     raise TableError(
         f"say whether the scores are logits or probabilities: {shape}, which looks like {name}; give --{name} if so"
     )
-
-
-def _refuse_few(scores: Array, tolerance: float, source: Source) -> None:
-    """Refuse the first row that is not of probabilities where more than nine tenths are: it may be a total."""
-    sums = np.nan_to_num(scores).sum(1, dtype=np.float64)
-    wrong = (np.abs(sums - 1) > tolerance) | (np.nan_to_num(scores).min(1) < 0)
-    if wrong.mean() < 0.1:
-        row = int(wrong.argmax())
-        raise TableError(
-            f"{source}, row {row + 1}: probabilities must lie in 0..1 and sum to 1 as in the other rows, got a sum of "
-            f"{sums[row]:.6g} ({int(wrong.sum())} of the first {len(wrong)} rows); remove it if it is a total"
-        )
 
 
 def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
@@ -198,7 +195,7 @@ def _check_unnamed(
     raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source
 ) -> None:
     """Refuse score columns without telling names where the labels of the first rows contradict them."""
-    if layout.label is None or (kind != "logits" and _off_one(raw.scores) <= max(tolerance, 1e-2)):
+    if layout.label is None or (kind != "logits" and recognise(raw.scores, tolerance) == "probabilities"):
         return
     labels, scores = to_text(raw.columns[layout.label]), layout.scores
     enough = len(labels) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
@@ -213,8 +210,3 @@ def _check_unnamed(
             f"{source}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
             f"in {layout.label!r} stands for {', '.join(map(repr, extra[:12]))}: name the score columns with --scores"
         )
-
-
-def _off_one(table: Array) -> float:
-    """How far the sum of any row lies from 1."""
-    return float(np.abs(np.nan_to_num(table).sum(1, dtype=np.float64) - 1).max())

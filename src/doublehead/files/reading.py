@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from doublehead.files.arrays import RawBatch, Reader
-from doublehead.files.columns import Layout, choose_layout, label_columns, listed
+from doublehead.files.columns import Layout, choose_layout, label_columns, listed, score_family
 from doublehead.files.formats import open_source
 from doublehead.files.guesses import (
     Kind,
@@ -29,6 +28,7 @@ from doublehead.files.guesses import (
     settle,
     stated_kind,
 )
+from doublehead.files.readers import RawBatch, Reader
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
 from doublehead.files.values import (
     ROUNDED,
@@ -289,6 +289,11 @@ def read_predictions(
         raise TableError("by (--by) must name a column, got an empty name")
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
     reader = open_source(sources[0])
+    while reader.empty:  # it does not say what its columns hold
+        if len(sources) == 1:
+            raise NoRows(f"{sources[0]} has no rows")
+        sources = sources[1:]
+        reader = open_source(sources[0])
     where = dict(where or {})
     if not label_needed and weights not in reader.columns:
         weights = None
@@ -303,6 +308,11 @@ def read_predictions(
     scores = reader.scores if scores is None else scores
     if scores is None and like is not None:
         scores = scores_like(like.layout, reader, stated)
+    if scores is None and reader.mixed is not None:
+        column, problem = reader.mixed
+        named = score_family(reader.columns, str(reader.source), stated) is not None
+        if not named and column not in (label, *labels, *others):
+            raise TableError(f"{problem}; name the score columns with --scores if it is not one of them")
     layout = choose_layout(
         reader.columns,
         str(reader.source),

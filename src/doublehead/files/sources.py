@@ -122,10 +122,10 @@ def reading(source: Source, names: Sequence[str] = (), header: int = 1) -> Itera
         got = bytes(error.object[error.start : error.end])
         raise TableError(f"{source} must be UTF-8 text, got {got!r}") from error
     except DAMAGED as error:
-        raise TableError(_explain(str(error), source, names, header)) from error
+        raise TableError(explain(str(error), source, names, header)) from error
 
 
-def _explain(message: str, source: Source, names: Sequence[str], header: int) -> str:
+def explain(message: str, source: Source, names: Sequence[str], header: int) -> str:
     """A sentence from an Arrow or numpy message."""
     message = " ".join(message.split())
     if cell := re.search(r"In CSV column #(\d+): Row #(\d+): .*invalid value '(.*)'", message):

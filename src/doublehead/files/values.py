@@ -15,6 +15,9 @@ from doublehead.files.sources import Array, Source, TableError
 MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
 MISSING = "(missing)"
 ROUNDED = 0.05  # how far from 1 rows of probabilities may sum by rounding to two digits
+OUTSIDE = 1e-3  # how far outside 0..1 a probability may lie by rounding, at most
+PERCENTAGES = "each row sums to 100, so these are percentages: divide them by 100"
+GIVE = {"probabilities": "give --probs", "percentages": "divide them by 100 and give --probs"}  # for logits
 WORDS: dict[str | None, float] = {
     None: np.nan,
     "": np.nan,
@@ -72,6 +75,30 @@ def to_scores(
         if kind == "probs":
             _check_probs(table, layout, rows, tolerance)
     return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
+
+
+def recognise(scores: Array, tolerance: float = 1e-3) -> str:
+    """What all rows of scores (B, K) plainly are: probabilities, percentages, log-probabilities, or nothing.
+
+    >>> recognise(np.array([[0.25, 0.75]])), recognise(np.array([[25.0, 75.0]])), recognise(np.array([[1.0, -2.0]]))
+    ('probabilities', 'percentages', '')
+    """
+    low, high, reach = np.nanmin(scores), np.nanmax(scores), min(tolerance, OUTSIDE)
+    scores = np.nan_to_num(scores)
+    if high <= 1e-6:
+        return (
+            "log-probabilities" if _off_one(np.exp(scores, dtype=np.float64)) <= max(tolerance, 1e-2) else ""
+        )
+    if low < -reach:
+        return ""
+    if high <= 1 + reach and _off_one(scores) <= max(tolerance, ROUNDED):
+        return "probabilities"
+    return "percentages" if _off_one(scores / 100) <= 1e-2 else ""
+
+
+def _off_one(table: Array) -> float:
+    """How far the sum of any row lies from 1."""
+    return float(np.abs(table.sum(1, dtype=np.float64) - 1).max())
 
 
 def to_correct(columns: dict[str, Array], layout: Layout, rows: Rows) -> torch.Tensor:
@@ -189,9 +216,8 @@ def _check_finite(table: Array, names: tuple[str, ...], rows: Rows) -> None:
 
 def _clip(table: Array, tolerance: float) -> tuple[Array, int]:
     """Probabilities a rounding error outside 0..1 moved onto the bound, and in how many rows there were such."""
-    low, high = table.min(), table.max()
-    near = -min(tolerance, 1e-3) <= low and high <= 1 + min(tolerance, 1e-3)
-    if not near or (low >= 0 and high <= 1):
+    low, high, reach = table.min(), table.max(), min(tolerance, OUTSIDE)
+    if low < -reach or high > 1 + reach or (low >= 0 and high <= 1):
         return table, 0
     clipped: Array = np.clip(table, 0, 1)
     return clipped, int((clipped != table).any(1).sum())
@@ -204,30 +230,25 @@ def _check_logits(table: Array, layout: Layout, rows: Rows) -> None:
         rows.refuse(
             far, None, lambda i: f": logits must lie within {MAX_LOGIT:g}, got {table[i].tolist()[:10]}"
         )
-    if low < 0 or high > 100 or layout.independent:
+    if layout.independent or low < 0:
         return
-    sums = table.sum(1, dtype=np.float64)
-    for total, what in (
-        (1, "probabilities: give --probs"),
-        (100, "percentages: divide them by 100, give --probs"),
-    ):
-        if np.abs(sums / total - 1).max() <= 1e-3:
-            raise TableError(
-                f"{rows.source}: all scores are positive and each row sums to {total}, so these are {what}"
-            )
+    found = recognise(table)
+    if found in GIVE:
+        total = 100 if found == "percentages" else 1
+        raise TableError(
+            f"{rows.source}: no score is negative and each row sums to {total}, so these are {found}: {GIVE[found]}"
+        )
 
 
 def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> None:
     low, high, sums = table.min(1), table.max(1), table.sum(1, dtype=np.float64)
     outside = (low < 0) | (high > 1 + 1e-6)
     if outside.any():
-        if low.min() >= 0 and np.abs(sums / 100 - 1).max() <= 1e-2:
-            what = "each row sums to 100, so these are percentages: divide them by 100"
-            raise TableError(f"{rows.source}: {what}")
-        off = 0.0 if high.max() > 1e-6 else np.abs(np.exp(table.astype(np.float64)).sum(1) - 1).max()
-        if high.max() <= 1e-6 and off <= max(tolerance, 1e-2):
-            what = "these are log-probabilities: give --logits, which gives the same results"
-            raise TableError(f"{rows.source}: {what}")
+        found = recognise(table, tolerance)
+        if found == "percentages":
+            raise TableError(f"{rows.source}: {PERCENTAGES}")
+        if found == "log-probabilities":
+            raise TableError(f"{rows.source}: these are {found}: give --logits, which gives the same results")
         rows.refuse(
             outside,
             None,

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.files.arrays import NpzReader, holds_answers, write_answers
 from doublehead.files.formats import BOM, CsvReader, JsonReader, open_source
+from doublehead.files.readers import NpzReader
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
+from doublehead.logprobs import holds_answers, write_answers
 from doublehead.system import require
 
 Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
@@ -37,27 +38,38 @@ def check_output(out: Path, table: PredictionTable, *others: PredictionTable, fo
     inputs = {path.resolve() for source in sources for path in (source.path, source.partner) if path}
     if out.resolve() in inputs:
         raise TableError(f"{out} is one of the files to read: give another name to --output")
+    if len(table.sources) > 1:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise TableError(
+                f"{out} must be a new or empty folder, because {len(table.sources)} files are written"
+            )
+        check_writable(out)
+        return
+    wanted = format_of(table.sources[0].path)
+    check_file(out, force)
+    if not out.name.lower().endswith(wanted):
+        raise TableError(
+            f"{out} must end in {wanted} like the file it is made from, {table.sources[0].path.name}"
+        )
+
+
+def check_file(out: Path, force: bool) -> None:
+    """Refuse a file that cannot be written, or exists and may not be replaced."""
+    if out.is_dir():
+        raise TableError(f"{out} is a folder: give the name of a file to --output")
+    if out.exists() and not force:
+        raise TableError(f"{out} exists: give another name to --output, or --force to replace it")
+    check_writable(out)
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a path in whose folder nothing can be made."""
     if not out.parent.is_dir():
         raise TableError(f"{out} cannot be written: there is no folder {out.parent}")
     try:
         Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.")).rmdir()
     except OSError as error:
         raise TableError(f"{out} cannot be written: {error.strerror}") from error
-    if len(table.sources) > 1:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise TableError(
-                f"{out} must be a new or empty folder, because {len(table.sources)} files are written"
-            )
-        return
-    if out.is_file() and not force:
-        raise TableError(f"{out} exists: give another name to --output, or --force to replace it")
-    wanted = format_of(table.sources[0].path)
-    if out.is_dir():
-        raise TableError(f"{out} is a folder: give the name of a file that ends in {wanted}")
-    if not out.name.lower().endswith(wanted):
-        raise TableError(
-            f"{out} must end in {wanted} like the file it is made from, {table.sources[0].path.name}"
-        )
 
 
 def write_calibrated(
@@ -212,10 +224,8 @@ def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
     columns = [batch.column(i) for i in range(batch.num_columns)]
     values = _columns(table, probs).numpy()
     places, taken = {name: i for i, name in enumerate(names)}, set(names)
-    lists, narrow = (
-        chunk.raw.scores.shape[1] > len(table.layout.scores),
-        chunk.raw.scores.dtype in (np.float16, np.float32),
-    )
+    lists = chunk.raw.scores.shape[1] > len(table.layout.scores)
+    narrow = chunk.raw.scores.dtype in (np.float16, np.float32)
     for i, name in enumerate(table.layout.scores):
         at, new = places[name], probs_name(name, table)
         if new in taken and new != name:

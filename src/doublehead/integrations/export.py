@@ -26,8 +26,7 @@ from doublehead.metrics import Interval
 from doublehead.predictions import Predictions
 from doublehead.saving import WEIGHTS, load, save
 from doublehead.shift_guard import ShiftGuard
-from doublehead.showing import METRICS, shown, shown_interval
-from doublehead.summary import Summary
+from doublehead.summary import METRICS, Summary, shown, shown_interval
 from doublehead.system import require
 from doublehead.tasks import Task, class_scores, find_logits
 from doublehead.torch_tools import device_of, evaluating, uncompiled

@@ -146,7 +146,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
                 self._model = double.finish()
             else:
                 with seeded(double.seed, device_of(network)), trainer.precision_plugin.val_step_context():
-                    readings = read(double.reader, double.calib_data, double.to_pair)
+                    readings = read(double.reader, double.calib_data, double.to_pair, skip=True)
                 beside = double if is_trained else None
                 self._model = fit(network, double.reader, readings, beside=beside, seed=double.seed)
                 rank_zero_info(f"calibration: {self.choice}")

@@ -33,7 +33,25 @@ ROWS = 256  # predicted together: always this many, so that a row's answer does 
 _split: Any = require("sklearn.model_selection", extra="sklearn").train_test_split
 
 
-class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type: ignore[misc]
+class _Classifier(_base.ClassifierMixin, _base.BaseEstimator):  # type: ignore[misc]
+    """What an estimator answers, from its `predict_log_proba` and `classes_`."""
+
+    def predict_proba(self, X: Any) -> Any:
+        """(N, K) calibrated probabilities, columns in the order of `classes_`."""
+        return np.exp(self.predict_log_proba(X))
+
+    def decision_function(self, X: Any) -> Any:
+        """(N, K) calibrated log-probabilities; for two classes (N,), the log odds of the second."""
+        values = self.predict_log_proba(X)
+        return values[:, 1] - values[:, 0] if len(self.classes_) == 2 else values
+
+    def predict(self, X: Any) -> Any:
+        """(N,) the most probable class."""
+        best = self.predict_log_proba(X).argmax(1)
+        return self.classes_[best]
+
+
+class DoubleHeadClassifier(_Classifier):
     """A neural network on arrays whose `predict_proba` is calibrated.
 
     `calib_share` of the data is held back: it stops the training early (after `patience` epochs without a lower NLL)
@@ -107,20 +125,6 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
         X = _checks.validate_data(self, X, reset=False, **self._wanted())
         return _log_probs(self.model_, self._tensor(X)).numpy()
 
-    def predict_proba(self, X: Any) -> Any:
-        """(N, K) calibrated probabilities, columns in the order of `classes_`."""
-        return np.exp(self.predict_log_proba(X))
-
-    def decision_function(self, X: Any) -> Any:
-        """(N, K) calibrated log-probabilities; for two classes (N,), the log odds of the second."""
-        values = self.predict_log_proba(X)
-        return values[:, 1] - values[:, 0] if len(self.classes_) == 2 else values
-
-    def predict(self, X: Any) -> Any:
-        """(N,) the most probable class."""
-        best = self.predict_log_proba(X).argmax(1)
-        return self.classes_[best]
-
     def _wanted(self) -> dict[str, Any]:
         if self.module is None:
             return {"dtype": np.float32}
@@ -139,11 +143,12 @@ class DoubleHeadClassifier(_base.ClassifierMixin, _base.BaseEstimator):  # type:
         return self.module(inputs.shape[1], len(self.classes_)).to(self.device)
 
 
-class CalibratedClassifier(_base.ClassifierMixin, _base.MetaEstimatorMixin, _base.BaseEstimator):  # type: ignore[misc]
+class CalibratedClassifier(_base.MetaEstimatorMixin, _Classifier):  # type: ignore[misc]
     """Any classifier with any of `doublehead.calibrators` behind it, fitted on a held-back share of the data.
 
     The staged head is the default. Use it as the last step of a Pipeline, or around one. The estimator's
-    `predict_proba`, or else its `decision_function`, is what the calibrator reads.
+    `predict_proba`, or else its `decision_function`, is what the calibrator reads. The `sample_weight` of `fit` goes to
+    the estimator; calibration takes the held-back data as it is, without samples of weight 0.
 
     >>> from sklearn.naive_bayes import GaussianNB
     >>> x = np.random.default_rng(0).normal(size=(300, 2))
@@ -163,16 +168,19 @@ class CalibratedClassifier(_base.ClassifierMixin, _base.MetaEstimatorMixin, _bas
         self.estimator, self.calibrator = estimator, calibrator
         self.calib_share, self.random_state = calib_share, random_state
 
-    def fit(self, X: Any, y: Any) -> CalibratedClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> CalibratedClassifier:
         """Fit the estimator on one part and the calibrator on what it says of the other."""
         X, y = _utils.indexable(X, y)
         y = _utils.column_or_1d(y, warn=True)
         _targets.check_classification_targets(y)
         classes, labels = np.unique(y, return_inverse=True)
         seed = int(_utils.check_random_state(self.random_state).randint(2**31 - 1))
-        learn, hold = hold_out(labels, self.calib_share, seed)
+        weights = None if sample_weight is None else _checks._check_sample_weight(sample_weight, X)
+        used = np.arange(len(y)) if weights is None else np.flatnonzero(weights)
+        learn, hold = (used[rows] for rows in hold_out(labels[used], self.calib_share, seed))
         take = _utils._safe_indexing
-        self.estimator_ = _base.clone(self.estimator).fit(take(X, learn), take(y, learn))
+        options = {} if weights is None else {"sample_weight": weights[learn]}
+        self.estimator_ = _base.clone(self.estimator).fit(take(X, learn), take(y, learn), **options)
         self.classes_ = self.estimator_.classes_
         if len(self.classes_) != len(classes):
             missing = sorted(set(classes.tolist()) - set(self.classes_.tolist()))
@@ -182,16 +190,11 @@ class CalibratedClassifier(_base.ClassifierMixin, _base.MetaEstimatorMixin, _bas
         self.calibrator_ = calibrator.fit(Predictions(logits, labels[hold]))
         return self
 
-    def predict_proba(self, X: Any) -> Any:
-        """(N, K) calibrated probabilities."""
+    def predict_log_proba(self, X: Any) -> Any:
+        """(N, K) calibrated log-probabilities, columns in the order of `classes_`."""
         _checks.check_is_fitted(self)
         with torch.no_grad():
-            return self.calibrator_(torch.from_numpy(_logits(self.estimator_, X))).softmax(1).numpy()
-
-    def predict(self, X: Any) -> Any:
-        """(N,) the most probable class."""
-        probs = self.predict_proba(X)
-        return self.classes_[probs.argmax(1)]
+            return self.calibrator_(torch.from_numpy(_logits(self.estimator_, X))).log_softmax(1).numpy()
 
     @property
     def n_features_in_(self) -> int:
@@ -280,7 +283,13 @@ def train(
     whole = nn.ModuleList([net] if double is None else [net, double.bank])
     best, kept, best_epoch, epoch = float("inf"), whole.state_dict(), 0, 0
     while epoch < how.epochs and epoch - best_epoch < how.patience:
-        _one_epoch(net, batches, optimizer, double)
+        net.train()
+        for x, y, weights in batches:
+            optimizer.zero_grad()
+            _loss(net(x), y, weights).backward()
+            optimizer.step()
+            if double is not None:
+                double.step()
         epoch += 1
         now = _held_back_loss(net, calib)
         if now < best:
@@ -289,21 +298,6 @@ def train(
     if double is None:
         return calibrate(net, calib_data, seed=seed), epoch
     return double.finish(seed=seed), epoch
-
-
-def _one_epoch(
-    net: nn.Module,
-    batches: DataLoader[tuple[Tensor, ...]],
-    optimizer: torch.optim.Optimizer,
-    double: DoubleHead | None,
-) -> None:
-    net.train()
-    for x, y, weights in batches:
-        optimizer.zero_grad()
-        _loss(net(x), y, weights).backward()
-        optimizer.step()
-        if double is not None:
-            double.step()
 
 
 def _loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:

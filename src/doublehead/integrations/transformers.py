@@ -42,6 +42,11 @@ TrainerCallback: Any = require("transformers.trainer_callback", extra="transform
 PART = "calibration_head"  # the name of the calibration inside the model, and so of its weights in the file
 FACTS = "doublehead"  # the entry of config.json that describes it
 BESIDE_ADAPTER = "calibration_head.safetensors"  # the file beside an adapter that holds both
+PEFT_CLASSES = {  # by the task type of an adapter
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    None: "AutoPeftModel",  # such as that of a classifier of images
+}
 STATE = "doublehead.pt"  # the file of a checkpoint that holds the state of the companion
 PLACE = ("rank", "randomness", "batches")  # what each process has of its own in the state of a DoubleHead
 
@@ -304,7 +309,8 @@ def load_calibrated(path: str | Path, model_class: Any = None, **options: Any) -
     facts: Any
     if (path / BESIDE_ADAPTER).exists():
         facts, weights = read_file(path / BESIDE_ADAPTER, torch.device("cpu"))
-        cls: Any = require("peft", extra="transformers").AutoPeftModelForSequenceClassification
+        peft: Any = require("peft", extra="transformers")
+        cls = getattr(peft, PEFT_CLASSES[peft.PeftConfig.from_pretrained(path).task_type])
         n_outputs = facts["n_labels"] or (1 if facts["task"] == "binary" else facts["n_classes"])
         model = cls.from_pretrained(path, num_labels=n_outputs, **options).merge_and_unload()
     else:

@@ -53,12 +53,12 @@ class ThresholdChoice:
         want = f"an error of at most {100 * self.max_error:g} % with {100 * self.confidence:g} % confidence"
         if self.threshold is None:
             return (
-                f"No confidence threshold guarantees {want} on these {self.n} samples: "
+                f"No confidence threshold guarantees {want} on these {self.n:,} samples: "
                 f"the lowest error that can be guaranteed is {100 * self.bound:.2f} %."
             )
         return (
             f"Accepting confidence >= {self.threshold:.6g} guarantees {want}: it keeps {100 * self.coverage:.1f} % "
-            f"({self.n_accepted} of {self.n} samples, observed error {100 * self.error:.2f} %)."
+            f"({self.n_accepted:,} of {self.n:,} samples, observed error {100 * self.error:.2f} %)."
         )
 
 

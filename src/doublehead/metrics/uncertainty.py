@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -81,13 +82,14 @@ def bootstrap(
     n_draws: int = 1000,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Intervals of accuracy, mean_confidence, overconfidence, ece, ece2 and mce by the Poisson bootstrap.
+    """Intervals of mean_confidence, overconfidence, ece, ece2 and mce by the Poisson bootstrap, and of accuracy.
 
     Each sample counts a Poisson(1) number of times. Samples of one fine bin and the same correctness share their mean
     confidence, so only the counts of such cells are drawn, at a cost that does not depend on N. For a stream, pass
     top-label bins as in `ece_floor`. An interval holds the middle `level` of the draws, shifted so that their mean is
     the estimate: resampling adds noise of its own, which would push an ECE above its own value. The interval of an
-    ECE is about the ECE at this N, floor included.
+    ECE is about the ECE at this N, floor included. The interval of the accuracy is Wilson's, which holds where all
+    answers are correct too: no draw of those has a wrong one.
 
     >>> interval = bootstrap(Predictions([[2.0, 0.0]] * 50, [0] * 40 + [1] * 10))["accuracy"]
     >>> interval.estimate, 0.65 < interval.low < 0.75, 0.85 < interval.high < 0.95
@@ -101,13 +103,18 @@ def bootstrap(
     wrong, each = mass - right, mass / n  # the weight of a sample
     rng, shape = np.random.default_rng(seed), (n_draws, len(cells))
     drawn_right, drawn_wrong = (rng.poisson(part / each, shape) * each for part in (right, wrong))
+    some = np.flatnonzero((drawn_right + drawn_wrong).sum(1))  # of few samples a draw may hold none
+    if len(some):
+        drawn_right, drawn_wrong = drawn_right[some], drawn_wrong[some]
     _, first = np.unique(cells // (bins.n_bins // n_bins), return_index=True)  # of the cells in each bin
     estimates = _from_cells(right[None], wrong[None], confidence, first)
     draws = _from_cells(drawn_right, drawn_wrong, confidence, first)
     coarse = bins.coarsen(n_bins)
     exact = {"ece": float(coarse.ece()), "mce": float(coarse.mce()), "ece2": float(coarse.ece2())}
     values = {name: exact.get(name, float(found[0])) for name, found in estimates.items()}
-    return {name: _interval(value, draws[name], level, name) for name, value in values.items()}
+    found = {name: _interval(value, draws[name], level, name) for name, value in values.items()}
+    squares = mass if bins.squares is None else bins.squares.cpu().numpy() / UNIT
+    return found | {"accuracy": _wilson(values["accuracy"], float(mass.sum() ** 2 / squares.sum()), level)}
 
 
 def fine_bins(n_bins: int) -> int:
@@ -181,6 +188,14 @@ def _interval(estimate: float, draws: Array, level: float, name: str) -> Interva
     if name == "overconfidence":
         return Interval(estimate, low, high)
     return Interval(estimate, max(0.0, low), min(1.0, high))
+
+
+def _wilson(share: float, n: float, level: float) -> Interval:
+    """The score interval of a share of n samples."""
+    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+    middle, reach = share + z2 / (2 * n), (z2 * (share * (1 - share) + z2 / (4 * n)) / n) ** 0.5
+    low, high = ((middle + side * reach) / (1 + z2 / n) for side in (-1, 1))
+    return Interval(share, min(share, max(0.0, low)), max(share, min(1.0, high)))
 
 
 def _check_draws(n_draws: int) -> None:

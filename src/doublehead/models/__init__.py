@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from torch import nn
 
 from doublehead.models.images import SmallCNN, WideResNet, from_torchvision
 from doublehead.models.text import GlobalPoolingCNN, MiniLM, TextCNN, TreeLSTM
-from doublehead.system import require
+from doublehead.system import did_you_mean, require
 
 __all__ = [
     "MODELS",
@@ -36,7 +35,7 @@ class Network:
     """One row of the table: how a network is made, what it reads and the name of its last linear layer."""
 
     make: Callable[..., nn.Module]
-    reads: Literal["images", "words", "trees", "pieces"]
+    reads: Literal["images", "words", "trees", "word pieces"]
     classifier: str  # the attribute with the last nn.Linear
     input: str | None = None  # default image size; None for text
 
@@ -59,7 +58,7 @@ MODELS: dict[str, Network] = {
     "textcnn": Network(TextCNN, "words", "classifier"),
     "gp_cnn": Network(GlobalPoolingCNN, "words", "classifier"),
     "tree_lstm": Network(TreeLSTM, "trees", "classifier"),
-    "minilm": Network(MiniLM, "pieces", "classifier"),
+    "minilm": Network(MiniLM, "word pieces", "classifier"),
 }
 
 
@@ -82,8 +81,8 @@ def build(name: str, n_classes: int, *, input: str | None = None, **options: Any
         return _imported(name, n_classes, input, options)
     if name not in MODELS:
         raise ValueError(
-            f"unknown network {name!r}{_near(name, MODELS)}; name must be one of {', '.join(MODELS)}, timm/<name> or "
-            "package.module:factory"
+            f"network must be one of {', '.join(MODELS)}, timm/<name> or package.module:factory, "
+            f"got {name!r}{did_you_mean(name, MODELS)}"
         )
     network = MODELS[name]
     _check_options(name, network, options)
@@ -119,8 +118,8 @@ def _check_options(name: str, network: Network, options: Mapping[str, Any]) -> N
     for option in options:
         if option not in network.options:
             raise TypeError(
-                f"{name} has no option {option!r}{_near(option, network.options)}; "
-                f"its options are {', '.join(network.options)}"
+                f"options of {name} must be among {', '.join(network.options)}, "
+                f"got {option!r}{did_you_mean(option, network.options)}"
             )
     needed = [
         option
@@ -135,7 +134,7 @@ def _from_timm(name: str, n_classes: int, input: str | None, options: Mapping[st
     """A timm network; `input` sets its channels, its own options (such as img_size) set the size."""
     timm = require("timm", extra="models")
     if not timm.is_model(name.partition(".")[0]):
-        raise ValueError(f"timm has no network {name!r}{_near(name, timm.list_models())}")
+        raise ValueError(f"timm has no network {name!r}{did_you_mean(name, timm.list_models())}")
     channels = {"in_chans": parse_input(input)[2]} if input is not None else {}
     network: nn.Module = timm.create_model(name, num_classes=n_classes, **{**channels, **options})
     return network
@@ -166,7 +165,7 @@ def _import(name: str) -> Any:
             raise
         raise ValueError(f"cannot import the module of network {name!r}: {error}") from error
     if not hasattr(module, attribute):
-        raise ValueError(f"module {module_name!r} has no {attribute!r}{_near(attribute, dir(module))}")
+        raise ValueError(f"module {module_name!r} has no {attribute!r}{did_you_mean(attribute, dir(module))}")
     return getattr(module, attribute)
 
 
@@ -184,8 +183,3 @@ def _classes_argument(name: str, factory: Any) -> str:
 
 def _parameters(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(make).parameters
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""

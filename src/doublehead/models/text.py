@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,10 +150,10 @@ class GlobalPoolingCNN(TextNetwork):
 class TreeLSTM(TextNetwork):
     """Tree-LSTM of Tai, Socher and Manning (2015); its features are the states of the nodes to classify.
 
-    `cell="binary"` is the constituency Tree-LSTM they use for sentiment: it distinguishes left from right and has one
-    forget gate per child. `cell="child_sum"` adds the states of the children. `tune_vectors` also trains the word
-    vectors, and `word_dropout` hides this share of words in training. The batch defines which nodes are classified:
-    `TreeBatch.of(trees, nodes=...)`. All nodes of one height are computed at once. The last layer is `classifier`.
+    It is the constituency Tree-LSTM that they use for sentiment: it distinguishes left from right and has one forget
+    gate per child. `tune_vectors` also trains the word vectors, and `word_dropout` hides this share of words in
+    training. The batch defines which nodes are classified: `TreeBatch.of(trees, nodes=...)`. All nodes of one height
+    are computed at once. The last layer is `classifier`.
 
     >>> from doublehead.data.trees import parse_tree
     >>> network = TreeLSTM(n_classes=5, vectors=torch.randn(9, 8), hidden=6)
@@ -167,19 +167,15 @@ class TreeLSTM(TextNetwork):
         n_classes: int,
         *,
         vectors: Any,
-        cell: Literal["binary", "child_sum"] = "binary",
         hidden: int = 150,
         dropout: float = 0.5,
         tune_vectors: bool = True,
         word_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        cells: dict[str, type[BinaryCell | ChildSumCell]] = {"binary": BinaryCell, "child_sum": ChildSumCell}
-        if cell not in cells:
-            raise ValueError(f"cell must be one of {list(cells)}, got {cell!r}")
         self.embedding = embedding(vectors, tuned=tune_vectors)
         self.word_dropout = word_dropout
-        self.cell: BinaryCell | ChildSumCell = cells[cell](self.embedding.embedding_dim, hidden)
+        self.cell = BinaryCell(self.embedding.embedding_dim, hidden)
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(hidden, n_classes)
 
@@ -225,33 +221,6 @@ class BinaryCell(nn.Module):
         enter, keep_left, keep_right, out = gates.sigmoid().chunk(4, 1)
         memory = enter * update.tanh() + keep_left * left[:, hidden:] + keep_right * right[:, hidden:]
         return torch.cat([out * memory.tanh(), memory], 1)
-
-
-class ChildSumCell(nn.Module):
-    """Child-Sum Tree-LSTM with words at the leaves only: Eqs. 2-8 of Tai et al.
-
-    The input weights of the forget gate are left out: leaves have no children, inner nodes no input.
-    """
-
-    def __init__(self, n_inputs: int, hidden: int) -> None:
-        super().__init__()
-        self.from_word = nn.Linear(n_inputs, 3 * hidden, bias=False)  # input and output gate, update
-        self.from_sum = nn.Linear(hidden, 3 * hidden)  # the same; its bias is also used for leaves
-        self.forget = nn.Linear(hidden, hidden)
-
-    def leaf(self, vectors: Tensor) -> Tensor:
-        """Word vectors (L, D) -> states (L, 2 * hidden)."""
-        enter, out, update = (self.from_word(vectors) + self.from_sum.bias).chunk(3, 1)
-        memory = enter.sigmoid() * update.tanh()
-        return torch.cat([out.sigmoid() * memory.tanh(), memory], 1)
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """States of the left and the right children, (P, 2 * hidden) each -> of their parents."""
-        hidden = left.shape[1] // 2
-        enter, out, update = self.from_sum(left[:, :hidden] + right[:, :hidden]).chunk(3, 1)
-        kept = sum(self.forget(child[:, :hidden]).sigmoid() * child[:, hidden:] for child in (left, right))
-        memory = enter.sigmoid() * update.tanh() + kept
-        return torch.cat([out.sigmoid() * memory.tanh(), memory], 1)
 
 
 def hide_words(words: Tensor, share: float) -> Tensor:

@@ -14,7 +14,7 @@ from math import floor, isfinite, log10
 import numpy as np
 
 from doublehead.report_page.record import Array, Method, Shifted
-from doublehead.showing import span
+from doublehead.summary import span
 
 TENTHS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 LOOKS = 7  # methods beyond repeat the colours, dashes and markers of the style sheet

@@ -123,15 +123,9 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
             why = "are known by their confidence alone"
         return f"The methods {why} and cannot be compared sample by sample. {grades}."
     best = _best(methods)
-    equal = [
-        m
-        for i, (m, pair) in enumerate(zip(methods, pairs[best]))
-        if i == best or not (pair and pair.is_clear)
-    ]
-    first, found = (
-        equal[0],
-        pairs[0][best],
-    )  # of those that chance alone may rank, the one to improve on if it is there
+    equal = [m for m, pair in zip(methods, pairs[best]) if m is methods[best] or not (pair and pair.is_clear)]
+    # of those that chance alone may rank, the one to improve on if it is there
+    first, found = equal[0], pairs[0][best]
     names = " and ".join(f"“{m.name}”" for m in equal)
     if len(equal) > 1:
         sentence = f"{names} have the lowest NLL; the difference between them is within chance."
@@ -252,7 +246,7 @@ def _live_data(
                 "n": float(m.record.accepted[0]),  # at a threshold of 0: all
                 "accepted": m.record.accepted.tolist(),
                 "wrong": m.record.wrong.tolist(),
-                "values": {row["key"]: tables.value_of(m, row["key"]) for row in rows},
+                "values": {row["key"]: m.summary.values[row["key"]] for row in rows},
                 "classes": tables.class_data(m),
             }
             for m in methods
@@ -262,9 +256,8 @@ def _live_data(
 
 def _embed(value: Any) -> str:
     """JSON that cannot end its script element, for any names in it."""
-    made = json.dumps(
-        value, allow_nan=False, separators=(",", ":")
-    )  # ASCII: no line separators of JavaScript
+    # ASCII: no line separators of JavaScript
+    made = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return made.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

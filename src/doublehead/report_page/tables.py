@@ -15,8 +15,17 @@ from doublehead.guard import Shift
 from doublehead.metrics import Interval
 from doublehead.report_page.charts import gap_bar, number
 from doublehead.report_page.record import ERROR_LIMITS, Array, Method, Shifted
-from doublehead.showing import METRICS, Metric, capital, p_value_text, percent, shown, shown_interval
-from doublehead.summary import Summary
+from doublehead.summary import (
+    METRICS,
+    Metric,
+    Summary,
+    capital,
+    p_value_text,
+    percent,
+    shown,
+    shown_interval,
+    without_interval,
+)
 
 ROWS = (
     "accuracy", "ece", "floor", "p_value", "overconfidence", "adaptive_ece", "ece_classwise", "mce", "nll", "brier",
@@ -36,22 +45,31 @@ MAX_PAIRS = 15
 def metrics_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
     """A row per metric, a cell per method."""
     table = []
+    known = [_numbers(method.summary) for method in methods]
     for key in ROWS:
-        metric = OWN_ROWS.get(key) or METRICS[key]
-        if key not in OWN_ROWS and any(key not in method.summary.metrics for method in methods):
+        if any(key not in numbers for numbers in known):
             continue
-        texts = [_value_text(method.summary, key, metric.is_share) for method in methods]
-        best = _best([value_of(m, key) for m in methods], metric.better) if len(set(texts)) > 1 else None
+        metric, found = OWN_ROWS.get(key) or METRICS[key], [numbers[key] for numbers in known]
+        texts = [_value_text(key, one.estimate, metric.is_share) for one in found]
+        best = _best([one.estimate for one in found], metric.better) if len(set(texts)) > 1 else None
         cells = [
             {
                 "text": text,
-                "interval": _interval_text(m.summary, key, metric.is_share),
+                "interval": shown_interval(one, metric.is_share),
                 "best": best is not None and text == texts[best],
             }
-            for m, text in zip(methods, texts)
+            for one, text in zip(found, texts)
         ]
         table.append({"label": capital(metric.title), "hint": metric.meaning, "cells": cells})
     return table
+
+
+def _numbers(summary: Summary) -> dict[str, Interval]:
+    return {
+        **summary.metrics,
+        "floor": Interval(*summary.floor),
+        "p_value": without_interval(summary.p_value),
+    }
 
 
 def clean(name: str, longest: int = LONGEST_NAME) -> str:
@@ -72,11 +90,6 @@ def pair_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
         for key in PAIRED
         if all(key in method.summary.metrics for method in methods)
     ]
-
-
-def value_of(method: Method, key: str) -> float:
-    """A number of a method by the key of its row."""
-    return method.summary.values["ece_floor" if key == "floor" else key]
 
 
 def bins_table(method: Method) -> list[dict[str, Any]]:
@@ -286,20 +299,10 @@ def window_rows(windows: Sequence[Shift]) -> list[dict[str, Any]]:
     return rows[-MAX_GROUPS:]
 
 
-def _value_text(summary: Summary, key: str, is_share: bool) -> str:
+def _value_text(key: str, value: float, is_share: bool) -> str:
     if key == "p_value":
-        return "< 0.001" if summary.p_value < 0.001 else f"{summary.p_value:.3f}"
-    if key == "floor":
-        return percent(summary.floor.mean)
-    value = summary.metrics[key].estimate
+        return "< 0.001" if value < 0.001 else f"{value:.3f}"
     return f"{100 * value:+.2f} %" if key == "overconfidence" else shown(value, is_share)
-
-
-def _interval_text(summary: Summary, key: str, is_share: bool) -> str:
-    if key == "p_value":
-        return ""
-    value = Interval(*summary.floor) if key == "floor" else summary.metrics[key]
-    return shown_interval(value, is_share)
 
 
 def _best(values: Sequence[float], better: int) -> int | None:

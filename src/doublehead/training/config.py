@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import json
@@ -17,6 +16,7 @@ from doublehead.calibration_head import PAPER, HeadSpec
 from doublehead.data.corruptions import FAMILIES
 from doublehead.losses import LOSSES, AdaFocal
 from doublehead.network import VIEWS
+from doublehead.system import did_you_mean
 
 # Families of corruption to leave out of "shifts", so that a guard can be tested on a kind it was not fitted to.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
@@ -356,8 +356,7 @@ def method(name: str) -> Method:
     'brier'
     """
     if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, 3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(name, METHODS)
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}{hint}")
     return METHODS[name]
 

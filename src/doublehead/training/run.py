@@ -117,7 +117,7 @@ def _some(samples: Samples, n: int | None) -> Samples:
 
 def _form(config: Config, splits: data.Splits) -> Form:
     kind = type(splits.train)
-    can_be_read = {data.Texts: ("words", "pieces"), data.Trees: ("words", "trees", "pieces")}.get(
+    can_be_read = {data.Texts: ("words", "word pieces"), data.Trees: ("words", "trees", "word pieces")}.get(
         kind, ("images",)
     )
     if config.model in MODELS and MODELS[config.model].reads not in can_be_read:
@@ -163,7 +163,7 @@ def _words(config: Config, splits: data.Splits) -> Form:
     reads = MODELS[config.model].reads if config.model in MODELS else "words"
     vocabulary: Any
     options = {}
-    if reads == "pieces":
+    if reads == "word pieces":
         folder = weights_folder(config.model_options.get("weights", "package"))
         vocabulary = data.WordPieces(folder / "tokenizer.json")
     else:
