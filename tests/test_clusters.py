@@ -59,11 +59,11 @@ def test_the_same_bits_as_one_process(client: Any, folder: Path) -> None:
 
 
 def test_work_is_spread_over_processes(client: Any, folder: Path) -> None:
-    before = client.run(lambda dask_worker: len(dask_worker.state.log))
+    before = client.run(lambda dask_worker: repr(list(dask_worker.state.log)[-1:]))  # its length is bounded
     read_predictions(folder, kind="logits").tally(cluster=client)
-    after = client.run(lambda dask_worker: len(dask_worker.state.log))
+    after = client.run(lambda dask_worker: repr(list(dask_worker.state.log)[-1:]))
     assert len(after) == 2
-    assert all(after[worker] > before[worker] for worker in after)
+    assert all(after[worker] != before[worker] for worker in after)
 
 
 def test_errors_come_back_in_the_same_words(client: Any, folder: Path, tmp_path: Path) -> None:
