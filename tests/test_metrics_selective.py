@@ -144,7 +144,7 @@ def test_it_says_what_it_buys():
     choice = metrics.choose_threshold(p, max_error=0.02)
     assert choice.coverage == 0.9
     assert 0.6 < choice.threshold <= 0.99
-    assert "it keeps 90.0 % (900 of 1000 samples, observed error 0.00 %)" in str(choice)
+    assert "it keeps 90.0 % (900 of 1,000 samples, observed error 0.00 %)" in str(choice)
 
 
 @pytest.mark.parametrize(
