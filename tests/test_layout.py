@@ -53,6 +53,7 @@ ORDER = (
 # Methods that open a door further down import it when they are called.
 LATE = {
     "double_head": {"calibrate"},
+    "calibrate": {"audit"},
     "calibrated": {"saving", "audit", "integrations"},
     "summary": {"stream"},
 }

@@ -247,3 +247,26 @@ def test_evaluate_takes_data_frames_and_paths(tmp_path) -> None:
     assert list(streamed.groups) == ["x", "y"]
     p.save(tmp_path / "a.npz")  # states that it holds logits
     assert doublehead.evaluate(str(tmp_path / "a.npz")).values["nll"] == pytest.approx(metrics.nll(p))
+
+
+def test_files_and_frames_show_their_kind_and_calibrate_reads_what_evaluate_reads(tmp_path) -> None:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    p = random_predictions(500, k=3)
+    names, scores = ["label", *(f"logit_{i}" for i in range(p.n_classes))], p.logits.double().numpy()
+    frame = pandas.DataFrame(np.column_stack([p.labels, scores]), columns=names).astype({"label": int})
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    unnamed = frame.rename(columns={name: name.replace("logit_", "score_") for name in names})
+    unnamed.to_csv(tmp_path / "b.csv", index=False)
+    forms = [frame, tmp_path / "a.csv", str(tmp_path / "a.csv"), f"logits:{tmp_path / 'b.csv'}"]
+    nll, temperature = metrics.nll(p), float(doublehead.calibrate(p, method="temperature").temperature_)
+    for form in forms:
+        assert doublehead.evaluate(form).values["nll"] == pytest.approx(nll)
+        fitted = doublehead.calibrate(form, method="temperature")
+        assert float(fitted.temperature_) == pytest.approx(temperature, rel=1e-4)
+    fitted = doublehead.calibrate(p.probs.numpy(), p.labels.numpy(), method="temperature")
+    assert float(fitted.temperature_) == pytest.approx(temperature, rel=1e-3)
+    with pytest.raises(ValueError, match="logits"):
+        doublehead.evaluate(tmp_path / "b.csv")
+    with pytest.raises(ValueError, match="labels must be given"):
+        doublehead.calibrate(p.probs)

@@ -1,8 +1,9 @@
 """The verbs `evaluate` and `report`: predictions in any form in, a `Summary` or an HTML page out.
 
-Predictions may be `Predictions`, arrays or tensors with labels, a pandas DataFrame, or paths. A positional argument
-holds probabilities; logits are given as `logits=...`, as `Predictions(logits, labels)`, or as "logits:FILE". An .npz
-that names its array `logits` or `probs` states it itself.
+Predictions may be `Predictions`, arrays or tensors with labels, a pandas DataFrame, or paths. An array holds
+probabilities; logits are given as `logits=...` or as `Predictions(logits, labels)`. Of a DataFrame or a file the kind
+may be left out where it is certain (the array of an .npz or the columns are called so, or rows sum to 1); else it is
+`logits=...`, or "logits:FILE".
 """
 
 from __future__ import annotations
@@ -69,7 +70,16 @@ def evaluate(
         table = _read_frame(data, kind, labels, weights, by=column, **reading)
         p, groups = table.load(), data[column] if column is not None else by
         return Summary.of(p, n_bins, row_groups(p, groups, table.layout.labels))
-    return Summary.of(as_predictions(data, labels, kind, classes, weights), n_bins, by)
+    return Summary.of(as_predictions(data, labels, kind or "probs", classes, weights), n_bins, by)
+
+
+def load_predictions(data: Data, labels: Any = None, **reading: Any) -> Predictions:
+    """`Predictions` of probabilities (N, K) and labels, of a DataFrame, or of paths, as for `evaluate`."""
+    if is_path(data):
+        return _read_path(data, None, labels, **reading).load()
+    if is_frame(data):
+        return _read_frame(data, None, labels, **reading).load()
+    return as_predictions(data, labels, **reading)
 
 
 def report(
@@ -88,15 +98,15 @@ def report(
     """Write one self-contained HTML page about the calibration of one or several methods.
 
     `predictions` are the methods by name, the one to improve on first, or one method. A method is a `Predictions`, a
-    pair (probs, labels), a DataFrame, or a path: a file (probabilities unless it is "logits:FILE" or states itself what
-    it holds), or the folder of a run with its outputs. `shift[data][method]` are predictions on shifted data; `windows`
+    pair (probs, labels), a DataFrame, or a path: a file ("logits:FILE" where it does not show what it holds), or the
+    folder of a run with its outputs. `shift[data][method]` are predictions on shifted data; `windows`
     say whether new data raise an alarm (`list(shift_guard.watch(clean, new))` or `[guard.shift]`). `by` and `time` are
     the group and the time of each sample, or names of columns: the report then compares groups, and stretches of time.
     Further arguments are those of `files.read_predictions`, such as `weights`. The file appears whole or not at all.
     """
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
-    inputs = collect(list(named.items()), n_bins=n_bins, by=by, time=time, **{"kind": "probs", **reading})
+    inputs = collect(list(named.items()), n_bins=n_bins, by=by, time=time, **reading)
     page = build_page(
         inputs.methods,
         title=title or TITLE,
@@ -209,7 +219,7 @@ def read_input(
     reading["weights"] = weights
     if is_frame(data):
         return _record(
-            _read_frame(data, kind or "probs", **_extra(list(data.columns), by, time), **reading),
+            _read_frame(data, kind, **_extra(list(data.columns), by, time), **reading),
             n_bins,
             time,
         )
@@ -298,15 +308,17 @@ def is_frame(data: Data) -> bool:
     return hasattr(data, "columns") and hasattr(data, "to_numpy")
 
 
-def _one_of(probs: Data, logits: Data) -> tuple[Data, Kind]:
+def _one_of(probs: Data, logits: Data) -> tuple[Data, Kind | None]:
     if (probs is None) == (logits is None):
         given = "neither" if probs is None else "both"
         raise ValueError(f"give probabilities as the first argument or logits=..., got {given}")
-    return (probs, "probs") if logits is None else (logits, "logits")
+    return (probs, None) if logits is None else (logits, "logits")
 
 
 def _read_path(path: Data, kind: Kind | None, labels: Any = None, **reading: Any) -> PredictionTable:
     """The table of files; an .npz that states what it holds is taken at its word."""
+    if isinstance(path, str):
+        path, kind = split_kind(path, kind)
     sources = find_sources(path if isinstance(path, list) else [path])
     stated: Any = open_source(sources[0]).states or kind
     label = labels if labels is not None else reading.pop("label", None)
@@ -314,7 +326,7 @@ def _read_path(path: Data, kind: Kind | None, labels: Any = None, **reading: Any
 
 
 def _read_frame(
-    frame: Data, kind: Kind, labels: Any = None, weights: Any = None, **reading: Any
+    frame: Data, kind: Kind | None, labels: Any = None, weights: Any = None, **reading: Any
 ) -> PredictionTable:
     arrays = {str(name): np.asarray(frame[name]) for name in frame.columns}
     names = {"labels": labels if labels is not None else reading.pop("label", None), "weights": weights}

@@ -33,7 +33,7 @@ def calibrate(what: nn.Module, calib_data: Any, **options: Any) -> Calibrated: .
 
 
 @overload
-def calibrate(what: Predictions, calib_data: None = None, **options: Any) -> Calibrator: ...
+def calibrate(what: Any, calib_data: Any = None, **options: Any) -> Calibrator: ...
 
 
 @torch.inference_mode(False)  # fitting needs gradients
@@ -44,7 +44,8 @@ def calibrate(
 
     `calibrate(network, calib_data)` runs the network once over data that it was not trained on (a loader, a
     Dataset or a pair of arrays) and returns a `Calibrated`, whose calls give calibrated log-probabilities.
-    `calibrate(predictions)` returns a fitted `Calibrator`. `method` is the staged head or another calibrator by
+    `calibrate(predictions)` returns a fitted `Calibrator`; `calibrate(probs, labels)`, `calibrate(frame)` and
+    `calibrate("val.csv")` read predictions as `evaluate` does. `method` is the staged head or another calibrator by
     name (`doublehead.calibrators.CALIBRATORS`); where samples have several labels, what `calibrators.PerLabel` shares
     among them.
 
@@ -63,7 +64,9 @@ def calibrate(
     if isinstance(what, nn.Module):
         return _calibrate_network(what, calib_data, method, seed, **options)
     if not isinstance(what, Predictions):
-        raise TypeError(f"what must be a network or Predictions, got {type(what).__name__}")
+        from doublehead.audit import load_predictions
+
+        what = load_predictions(what, calib_data)
     return _unfitted(what.n_labels, method, seed, **options).fit(what)
 
 
