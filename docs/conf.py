@@ -63,7 +63,7 @@ def readable_defaults(*event: Any) -> tuple[str, str | None] | None:
 
 def skip_aliases(*event: Any) -> bool | None:
     """The fields of a named tuple stand in its signature already."""
-    obj = event[4]
+    obj = event[3]
     return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
 
 
