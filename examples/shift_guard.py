@@ -28,8 +28,8 @@ calibrated = calibrate(network, calib_batches)
 guarded = ShiftGuard(calibrated).fit(calib_batches, Shifts(1.0, normalise, together=True))
 
 x, y = tensors(splits.test)
-pale = normalise(corrupt(normalise.undo(x), "contrast", 5, torch.Generator()))
-for kind, images in (("clean", x), ("pale", pale)):
+low_contrast = normalise(corrupt(normalise.undo(x), "contrast", 5, torch.Generator()))
+for kind, images in (("clean", x), ("low contrast", low_contrast)):
     for rows in torch.arange(len(y)).split(500):
         with torch.no_grad():
             before, after = (Predictions(model(images[rows]), y[rows]) for model in (calibrated, guarded))

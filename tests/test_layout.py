@@ -23,7 +23,7 @@ ORDER = (
     "head_training",
     "calibrated",
     "double_head",
-    "logprobs",
+    "llm_answers",
     "score_arrays",
     "predictions",  # what a classifier predicts, and how good that is
     "losses",

@@ -539,10 +539,25 @@ def test_bad_settings() -> None:
     assert not len(guard.guard.null)  # as before
 
 
+def test_calibration_data_in_any_form() -> None:
+    """What `calibrate` takes, shuffled where it is not a loader; and an iterator, which is read once."""
+    (x, y), torch_data = some_batches(1)[0], torch.utils.data
+    for data in (
+        (x, y),
+        torch_data.TensorDataset(x, y),
+        torch_data.Subset(torch_data.TensorDataset(x, y), range(len(y))),
+    ):
+        clean, perturbed = ShiftGuard(small_net()).observe(data, noisy)
+        assert perturbed is not None
+        assert sorted(clean.labels.tolist()) == sorted(y.tolist())
+        assert ShiftGuard(small_net()).fit(data, noisy).shift.seen == 0
+    assert len(ShiftGuard(small_net()).fit(iter([(x, y)])).guard.null)
+
+
 def test_bad_data() -> None:
     guard, ((x, y),) = ShiftGuard(small_net()), some_batches(1)
     for batches, said in (
-        ([], "calib_batches must hold at least one batch, got none"),
+        ([], "calib_data must hold at least one batch, got none"),
         ([(x, y + 4)], "labels must lie in 0..3"),
         ([(x[:0], y[:0])], "logits must have at least one row"),
         ([(x * math.nan, y)], "logits must be finite"),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.logprobs import option_logprobs
+from doublehead.llm_answers import option_logprobs
 from doublehead.score_arrays import (
     ArrayLike,
     SmallestPositive,

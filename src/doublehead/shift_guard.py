@@ -9,7 +9,7 @@ change. `doublehead.guard` holds what it learns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from doublehead.calibration_data import unpack
+from doublehead.calibration_data import as_batches, unpack
 from doublehead.guard import RATE, WINDOW, Guard, Observed, Shift, scaled
 from doublehead.tasks import find_logits, with_logits
 from doublehead.torch_tools import device_of, evaluating, seeded, uncompiled
@@ -88,7 +88,7 @@ class ShiftGuard(nn.Module):
 
     def fit(
         self,
-        calib_batches: Iterable[Any],
+        calib_data: Any,
         perturb: Callable[[Any], Any] | None = None,
         *,
         views: int = VIEWS,
@@ -97,27 +97,28 @@ class ShiftGuard(nn.Module):
     ) -> ShiftGuard:
         """Learn from calibration data and `views` perturbed copies of each batch; the model stays as it is.
 
-        Samples must come in random order, not sorted by class: neighbours form the windows to learn from.
-        `perturb` should change a batch in one way, as real shifts do: `Shifts(share=1.0, together=True)`. `prior`
-        is the share of shifted samples to expect outside of an alarm; a larger one guards single samples more and
-        costs more on clean data. Without it the largest one is taken that costs at most 0.1 % of the NLL of clean
-        samples held back, by the upper 95 % bound.
+        `calib_data` is a loader, a Dataset or a pair of arrays. A loader must give samples in random order, not sorted
+        by class: neighbours form the windows to learn from. `perturb` should change a batch in one way, as real shifts
+        do: `Shifts(share=1.0, together=True)`. `prior` is the share of shifted samples to expect outside of an alarm; a
+        larger one guards single samples more and costs more on clean data. By default it is the largest one that costs
+        at most 0.1 % of the NLL of held-back clean samples, by the upper 95 % bound.
         """
         with seeded(seed, device_of(self)):
-            clean, perturbed = self.observe(calib_batches, perturb, views)
+            clean, perturbed = self.observe(calib_data, perturb, views)
         self.guard.fit(clean, perturbed, prior=prior, seed=seed)
         return self.eval()
 
     @torch.no_grad()
     def observe(
-        self, batches: Iterable[Any], perturb: Callable[[Any], Any] | None = None, views: int = VIEWS
+        self, calib_data: Any, perturb: Callable[[Any], Any] | None = None, views: int = VIEWS
     ) -> tuple[Observed, Observed | None]:
-        """Run the model over batches and perturbed copies of them, and keep what the guard learns from."""
+        """Run the model over calibration data and perturbed copies of it, and keep what the guard learns from."""
         if views < 1:
             raise ValueError(f"views must be at least 1, got {views}")
         clean: list[tuple[Tensor, ...]] = []
         perturbed: list[tuple[Tensor, ...]] = []
         n = 0
+        batches = calib_data if isinstance(calib_data, Iterator) else as_batches(calib_data, shuffle=True)
         with evaluating(self):
             for number, batch in enumerate(batches):
                 args, kwargs, labels, *_ = unpack(batch, device_of(self))
@@ -132,7 +133,7 @@ class ShiftGuard(nn.Module):
                     group = torch.full_like(samples, number * views + view)
                     perturbed.append(self._look(other, others, labels, group, samples))
         if not clean:
-            raise ValueError("calib_batches must hold at least one batch, got none")
+            raise ValueError("calib_data must hold at least one batch, got none")
         seen = [Observed(*(torch.cat(parts) for parts in zip(*rows))) for rows in (clean, perturbed) if rows]
         return seen[0], seen[1] if len(seen) > 1 else None
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import doublehead
-from doublehead.cli import calibrate, data, evaluate, export, report, train
+from doublehead.cli import calibrate, data, evaluate, export, report, shift, train
 from doublehead.cli.output import UserError
 
 app = typer.Typer(
@@ -68,7 +68,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     evaluate.evaluate,
     calibrate.calibrate,
     report.report,
-    data.shift,
+    shift.shift,
     train.train,
     train.compare,
     export.export,

@@ -12,8 +12,8 @@ import typer
 
 from doublehead import audit
 from doublehead.cli import options
-from doublehead.cli.data import read_features
 from doublehead.cli.output import UserError, show, show_counts, show_guesses, told_to_user
+from doublehead.cli.shift import read_features
 from doublehead.files.writing import check_file
 from doublehead.report_page.page import TITLE, build_page
 from doublehead.report_page.record import Record

@@ -27,7 +27,7 @@ from doublehead.files.readers import (
     to_numpy,
 )
 from doublehead.files.sources import ARROW, CSV, JSON_LINES, Source, TableError, content_of, explain, reading
-from doublehead.logprobs import holds_answers
+from doublehead.llm_answers import holds_answers
 from doublehead.system import require
 
 BLOCK = 1 << 20  # bytes of text parsed together

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from doublehead.files.sources import Array, Source, TableError, reading
-from doublehead.logprobs import read_answers
+from doublehead.llm_answers import read_answers
 from doublehead.system import require
 
 SIMPLE = ("float", "double")  # Arrow types of scores that need no conversion

@@ -22,7 +22,7 @@ from doublehead.files.formats import BOM, CsvReader, JsonReader, open_source
 from doublehead.files.readers import NpzReader
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
-from doublehead.logprobs import holds_answers, write_answers
+from doublehead.llm_answers import holds_answers, write_answers
 from doublehead.system import require
 
 Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)

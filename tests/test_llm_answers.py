@@ -13,7 +13,7 @@ from torch import Tensor
 import doublehead as dh
 from commands import call
 from doublehead import Predictions, metrics
-from doublehead.logprobs import option_logprobs, token_logprobs
+from doublehead.llm_answers import option_logprobs, token_logprobs
 from doublehead.system import require
 
 PLAIN = {"A": -0.1, "B": -2.5}
