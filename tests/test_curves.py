@@ -8,7 +8,6 @@ from doublehead import Bins, Predictions, curves
 from doublehead.curves import (
     class_gaps,
     confidence_histogram,
-    epoch_curves,
     reliability,
     risk_coverage_curve,
 )
@@ -115,20 +114,6 @@ def test_histogram_counts_match_numpy_and_the_last_bin_can_be_dropped() -> None:
     assert confidence_histogram(Bins.top(p, 60), 15).counts.tolist() == slow.tolist()
     with pytest.raises(ValueError, match="n_bins must be at least 2 to drop the last bin, got 1"):
         confidence_histogram(p, 1, drop_last=True)
-
-
-def test_epoch_curves_leave_out_what_was_not_measured() -> None:
-    rows = [
-        {"epoch": 1, "ece": 0.05, "nll": None},
-        {"epoch": 2, "nll": 0.3},
-        {"epoch": 3, "ece": 0.02, "nll": 0.2},
-    ]
-    curves_ = epoch_curves(rows, ["ece", "nll"])
-    assert [column.tolist() for column in curves_["ece"]] == [[1, 3], [0.05, 0.02]]
-    assert [column.tolist() for column in curves_["nll"]] == [[2, 3], [0.3, 0.2]]
-    assert epoch_curves([{"a": 1}, {"a": 4}], ["a"])["a"].epochs.tolist() == [0, 1]
-    with pytest.raises(ValueError, match=r"keys must name numbers .* \(ece, epoch, nll\), got 'acc'"):
-        epoch_curves(rows, ["acc"])
 
 
 def test_thinned_risk_coverage_keeps_points_of_the_whole_curve() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import erfc, sqrt
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -74,13 +73,6 @@ class Histogram:
         """(n_bins,) counts as shares of all samples."""
         shares: Array = self.counts / self.n
         return shares
-
-
-class EpochCurve(NamedTuple):
-    """One number over the epochs of a run, each (M,) float64."""
-
-    epochs: Array
-    values: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,26 +160,6 @@ def confidence_histogram(p: Predictions | Bins, n_bins: int = 15, drop_last: boo
         mean_confidence=float(bins.conf_sums.sum()) / UNIT / bins.n,
         accuracy=float(bins.correct_sums.sum()) / float(bins.counts.sum()),
     )
-
-
-def epoch_curves(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, EpochCurve]:
-    """One curve per key from a list with one dict per epoch, as a run writes it.
-
-    The epoch is `row["epoch"]`, or the row's place in the list where it has none. A row without a key, or with None
-    there, leaves that epoch out of that curve, so a number measured every fifth epoch gives a curve of those.
-
-    >>> epoch_curves([{"epoch": 1, "ece": 0.05}, {"epoch": 2}, {"epoch": 3, "ece": 0.02}], ["ece"])["ece"].epochs
-    array([1., 3.])
-    """
-    curves = {}
-    for key in keys:
-        points = [(row.get("epoch", i), row[key]) for i, row in enumerate(rows) if row.get(key) is not None]
-        if not points:
-            known = sorted({name for row in rows for name in row})
-            raise ValueError(f"keys must name numbers of the rows ({', '.join(known)}), got {key!r}")
-        epochs, values = np.asarray(points, dtype=np.float64).T
-        curves[key] = EpochCurve(epochs, values)
-    return curves
 
 
 def risk_coverage_curve(p: Predictions, n_points: int = 200) -> RiskCoverage:

@@ -13,14 +13,14 @@ thousands of runs leaks nothing. Put several into one figure by passing the axes
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from doublehead.curves import Histogram, Reliability, epoch_curves
+from doublehead.curves import Histogram, Reliability
 from doublehead.metrics import RiskCoverage
 from doublehead.system import require
 
@@ -80,29 +80,6 @@ def draw_confidence(histogram: Histogram, ax: Axes = None, *, title: str | None 
     return ax
 
 
-def draw_epochs(
-    rows: Sequence[Mapping[str, Any]],
-    keys: Sequence[str],
-    ax: Axes = None,
-    *,
-    labels: Mapping[str, str] | None = None,
-    ylabel: str | None = None,
-    percent: bool = False,
-    title: str | None = None,
-) -> Axes:
-    """Numbers of a run over its epochs, one line per key of the rows (one dict per epoch)."""
-    ax = _axes(ax, (4.6, 3.2))
-    for style, (key, curve) in zip(_styles(), epoch_curves(rows, keys).items()):
-        every = max(1, len(curve.epochs) // 8)
-        ax.plot(*curve, label=(labels or {}).get(key, key), markevery=every, **style)
-    ax.set(xlabel="epoch", ylabel=ylabel or (keys[0] if len(keys) == 1 else None), title=title)
-    if percent:
-        _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    ax.legend(fontsize="small", frameon=False)
-    return ax
-
-
 def draw_risk_coverage(
     curves: RiskCoverage | Mapping[str, RiskCoverage], ax: Axes = None, *, title: str | None = None
 ) -> Axes:
@@ -124,76 +101,6 @@ def draw_risk_coverage(
     _open_frame(ax)
     if any(named):
         ax.legend(fontsize="small", frameon=False, loc="upper left")
-    return ax
-
-
-def draw_sweep(
-    betas: Sequence[float],
-    values: Sequence[float] | Mapping[str, Sequence[float]],
-    ax: Axes = None,
-    *,
-    xlabel: str = r"$\beta_0$",
-    ylabel: str = "ECE",
-    percent: bool = True,
-    floor: tuple[float, float] | None = None,
-    ring: bool = True,
-    title: str | None = None,
-) -> Axes:
-    """A number (ECE, entropy, ...) against beta0, one line per name; `ring` marks each line's lowest point.
-
-    `floor` is the 5-95 % range of a perfectly calibrated model, drawn as a grey stripe. Pass `percent=False` for
-    what is no share.
-    """
-    ax = _axes(ax, (4.6, 3.2))
-    named = values if isinstance(values, Mapping) else {"": values}
-    order, x = np.argsort(betas), np.sort(np.asarray(betas, dtype=np.float64))
-    if floor is not None:
-        ax.axhspan(*floor, color=GREY, alpha=0.5, linewidth=0, label="perfect model, 5 to 95 %")
-    for style, (name, line) in zip(_styles(), named.items()):
-        y = np.asarray(line, dtype=np.float64)
-        if y.shape != x.shape:
-            raise ValueError(f"values must be as many as betas ({len(x)}), got shape {y.shape} for {name!r}")
-        y = y[order]
-        ax.plot(x, y, label=name, **style)
-        best = np.nanargmin(y, keepdims=True) if ring else slice(0)
-        ax.plot(x[best], y[best], "o", markersize=11, fillstyle="none", color=style["color"], label="_best")
-    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    if percent:
-        _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    if any(named) or floor is not None:
-        ax.legend(fontsize="small", frameon=False)
-    return ax
-
-
-def draw_histograms(
-    values: Mapping[str, Any],
-    ax: Axes = None,
-    *,
-    n_bins: int = 40,
-    xlabel: str = "gradient norm",
-    log: bool = True,
-    title: str | None = None,
-) -> Axes:
-    """Histograms of positive numbers (gradient norms) over common bins, one outline per name, medians as ticks.
-
-    With `log` the bins are even in the logarithm; zeros are then counted in the first bin.
-    """
-    ax = _axes(ax, (4.6, 3.2))
-    arrays = {name: np.asarray(array, dtype=np.float64).ravel() for name, array in values.items()}
-    edges = _common_edges(arrays, n_bins, log)
-    for style, (name, array) in zip(_styles(), arrays.items()):
-        shares = np.histogram(np.maximum(array, edges[0]), edges)[0] / len(array)
-        look = {"color": style["color"], "linestyle": style["linestyle"]}
-        ax.stairs(shares, edges, label=name, linewidth=1.6, **look)
-        ax.stairs(shares, edges, fill=True, alpha=0.12, color=style["color"], label="_fill")
-        ax.axvline(np.median(array), ymax=0.06, linewidth=3, color=style["color"], label="_median")
-    if log:
-        ax.set_xscale("log")
-    ax.set(xlim=(edges[0], edges[-1]), ylim=(0, None), xlabel=xlabel, ylabel="share", title=title)
-    _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    ax.legend(fontsize="small", frameon=False)
     return ax
 
 
@@ -274,14 +181,3 @@ def _note(ax: Axes, text: str, corner: str = "lower right") -> None:
 
 def _open_frame(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
-
-
-def _common_edges(arrays: Mapping[str, Any], n_bins: int, log: bool) -> Any:
-    pooled = np.concatenate(list(arrays.values()))
-    if pooled.size == 0 or not np.isfinite(pooled).all() or pooled.min() < 0:
-        raise ValueError("values must be finite numbers >= 0 and not empty")
-    positive = pooled[pooled > 0]
-    if not log or positive.size == 0:
-        return np.linspace(0, max(pooled.max(), 1e-12), n_bins + 1)
-    low, high = positive.min(), positive.max()
-    return np.geomspace(low, max(high, 1.01 * low) * (1 + 1e-9), n_bins + 1)
