@@ -26,7 +26,6 @@ def p() -> Predictions:
 DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {
     "reliability": lambda p, ax: plots.draw_reliability(reliability(p), ax=ax),
     "confidence": lambda p, ax: plots.draw_confidence(confidence_histogram(p), ax=ax),
-    "confidence, cut": lambda p, ax: plots.draw_confidence(confidence_histogram(p, drop_last=True), ax=ax),
     "risk": lambda p, ax: plots.draw_risk_coverage({"a": risk_coverage_curve(p)}, ax=ax),
 }
 
@@ -70,9 +69,6 @@ def test_confidence_bars_are_shares_of_all_samples(p: Predictions) -> None:
     assert sum(bar.get_height() for bar in whole.containers[0]) == pytest.approx(1)
     lines = [line.get_xdata()[0] for line in whole.lines]
     assert lines == pytest.approx([float(p.correct.double().mean()), float(p.confidence.mean())], abs=1e-6)
-    cut = plots.draw_confidence(confidence_histogram(p, 10, drop_last=True))
-    assert [b.get_height() for b in cut.containers[0]] == [b.get_height() for b in whole.containers[0]][:-1]
-    assert "without the last bin" in cut.texts[0].get_text()
 
 
 def test_lines_show_the_values_and_are_told_apart_without_colour(p: Predictions) -> None:

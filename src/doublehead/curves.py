@@ -55,23 +55,17 @@ class Reliability:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How often each confidence occurs; `dropped` samples lie in a last bin that was left out."""
+    """How often each confidence occurs."""
 
     edges: Array  # (n_bins + 1,)
     counts: Array  # (n_bins,) int64
-    dropped: int
-    mean_confidence: float  # of all samples, dropped ones included
+    mean_confidence: float
     accuracy: float
-
-    @property
-    def n(self) -> int:
-        """How many samples there are, dropped ones included."""
-        return int(self.counts.sum()) + self.dropped
 
     @property
     def shares(self) -> Array:
         """(n_bins,) counts as shares of all samples."""
-        shares: Array = self.counts / self.n
+        shares: Array = self.counts / self.counts.sum()
         return shares
 
 
@@ -143,20 +137,16 @@ def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Relia
     )
 
 
-def confidence_histogram(p: Predictions | Bins, n_bins: int = 15, drop_last: bool = False) -> Histogram:
-    """How the confidences in the predicted class are distributed; `drop_last` leaves the crowded last bin out.
+def confidence_histogram(p: Predictions | Bins, n_bins: int = 15) -> Histogram:
+    """How the confidences in the predicted class are distributed.
 
     >>> confidence_histogram(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 0]), n_bins=5).counts.tolist()
     [0, 0, 1, 0, 1]
     """
     bins = (p.coarsen(n_bins) if isinstance(p, Bins) else Bins.top(p, n_bins)).to("cpu")
-    if drop_last and n_bins < 2:
-        raise ValueError(f"n_bins must be at least 2 to drop the last bin, got {n_bins}")
-    kept = n_bins - 1 if drop_last else n_bins
     return Histogram(
-        edges=bins.edges[: kept + 1].numpy(),
-        counts=bins.mass[:kept].numpy(),
-        dropped=int(bins.mass[kept:].sum()),
+        edges=bins.edges.numpy(),
+        counts=bins.mass.numpy(),
         mean_confidence=float(bins.conf_sums.sum()) / UNIT / bins.n,
         accuracy=float(bins.correct_sums.sum()) / float(bins.counts.sum()),
     )

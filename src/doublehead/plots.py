@@ -52,7 +52,14 @@ def draw_reliability(curve: Reliability, ax: Axes = None, *, title: str | None =
     ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", ylabel="accuracy", title=title)
     ax.tick_params(labelbottom=False)
     _reliability_legend(ax)
-    _note(ax, f"ECE {_percent(curve.ece)}\nfloor {_floor(curve)}\nn = {curve.n:,}")
+    floor, *ends = (100 * value for value in curve.floor)
+    ax.text(
+        0.97,
+        0.03,
+        f"ECE {_percent(curve.ece)}\nfloor {floor:.2f} % ({ends[0]:.2f} to {ends[1]:.2f})\nn = {curve.n:,}",
+        transform=ax.transAxes, ha="right", va="bottom", fontsize="small", linespacing=1.4, zorder=5,
+        bbox={"facecolor": "white", "edgecolor": GREY, "alpha": 0.9, "boxstyle": "round,pad=0.35"},
+    )  # fmt: skip
     _counts_strip(ax, curve)
     return ax
 
@@ -64,17 +71,13 @@ def draw_confidence(histogram: Histogram, ax: Axes = None, *, title: str | None 
         histogram.edges[:-1], histogram.shares, np.diff(histogram.edges), align="edge", color=BLUE, alpha=0.45,
         edgecolor=INK, linewidth=0.7,
     )  # fmt: skip
-    ax.set(xlim=(0, histogram.edges[-1]), xlabel="confidence", ylabel="share of samples", title=title)
-    if histogram.dropped:
-        share = _percent(histogram.dropped / histogram.n)
-        _note(ax, f"without the last bin\n({share} of samples)", corner="upper left")
-    else:
-        accuracy, claimed = histogram.accuracy, histogram.mean_confidence
-        ax.axvline(accuracy, color=INK, linewidth=1.6, label=f"accuracy {_percent(accuracy)}")
-        ax.axvline(
-            claimed, color=ORANGE, linestyle="--", linewidth=1.6, label=f"mean confidence {_percent(claimed)}"
-        )
-        ax.legend(loc="upper left", fontsize="small", frameon=False)
+    ax.set(xlim=(0, 1), xlabel="confidence", ylabel="share of samples", title=title)
+    accuracy, claimed = histogram.accuracy, histogram.mean_confidence
+    ax.axvline(accuracy, color=INK, linewidth=1.6, label=f"accuracy {_percent(accuracy)}")
+    ax.axvline(
+        claimed, color=ORANGE, linestyle="--", linewidth=1.6, label=f"mean confidence {_percent(claimed)}"
+    )
+    ax.legend(loc="upper left", fontsize="small", frameon=False)
     _percent_axis(ax.yaxis)
     _open_frame(ax)
     return ax
@@ -160,23 +163,8 @@ def _percent(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
-def _floor(curve: Reliability) -> str:
-    mean, low, high = (100 * value for value in curve.floor)
-    return f"{mean:.2f} % ({low:.2f} to {high:.2f})"
-
-
 def _percent_axis(axis: Any) -> None:
     axis.set_major_formatter(require("matplotlib.ticker", extra="plots").PercentFormatter(1.0, symbol=" %"))
-
-
-def _note(ax: Axes, text: str, corner: str = "lower right") -> None:
-    x, y, across, up = {
-        "lower right": (0.97, 0.03, "right", "bottom"),
-        "upper left": (0.03, 0.97, "left", "top"),
-    }[corner]
-    box = {"facecolor": "white", "edgecolor": GREY, "alpha": 0.9, "boxstyle": "round,pad=0.35"}
-    look = {"fontsize": "small", "linespacing": 1.4, "bbox": box, "zorder": 5}
-    ax.text(x, y, text, transform=ax.transAxes, ha=across, va=up, **look)
 
 
 def _open_frame(ax: Axes) -> None:
