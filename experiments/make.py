@@ -21,6 +21,7 @@ import shift
 import tables
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from post_hoc import METHODS, PEERS, Numbers, ensemble_numbers, ensembles, run_numbers
 from results import COLUMNS, HERE, StoredRun, arguments, read_table, stored_runs, write_table
 from tables import REFERENCE, Runs, means, row_of, title_of
@@ -75,9 +76,11 @@ def epochs(table: pd.DataFrame, runs: Runs) -> Figure:
     found = StoredRun(REFERENCE).certificate["epochs"]
     figure = Figure(figsize=(9.6, 6.6), layout="constrained")
     for ax, (key, label) in zip(figure.subplots(2, 2).flat, PANELS.items()):
-        columns = {"epoch": found["epoch"], **{title: found[name][key] for name, title in HEADS.items()}}
-        lines = pd.DataFrame(columns).to_dict("records")
-        plots.draw_epochs(lines, list(HEADS.values()), ax, ylabel=label, percent=key in ("ece", "accuracy"))
+        columns = {title: found[name][key] for name, title in HEADS.items()}
+        lines = pd.DataFrame(columns, index=pd.Index(found["epoch"], name="epoch")).dropna(how="all")
+        lines.plot(ax=ax, ylabel=label, style=["-", "--", "-."], color=plots.COLOURS)
+        if key in ("ece", "accuracy"):
+            ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
         if key in TICKS:
             ticks = [f"{100 * tick:g} %" if key == "ece" else f"{tick:g}" for tick in TICKS[key]]
             ax.set_yscale("log")
@@ -93,9 +96,11 @@ def beta(table: pd.DataFrame, runs: Runs) -> Figure:
     found = means(table[table.run == run.name]).loc[row_of(run.name)].loc[names]
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    plots.draw_sweep(BETAS, {"paper's head": found.ece.tolist()}, left, ylabel="ECE")
-    entropy = {"paper's head": [run.certificate["entropy"][name] for name in names]}
-    plots.draw_sweep(BETAS, entropy, right, ylabel=PANELS["mean_entropy"], percent=False, ring=False)
+    entropy = [run.certificate["entropy"][name] for name in names]
+    for ax, key, values in ((left, "ece", found.ece), (right, "mean_entropy", entropy)):
+        ax.plot(BETAS, values, marker="o", color=plots.BLUE)
+        ax.set(xlabel=r"$\beta_0$", ylabel=PANELS[key])
+    left.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
     return figure
 
 
@@ -109,7 +114,11 @@ def gradients(table: pd.DataFrame, runs: Runs) -> Figure:
         for name, values in norms.items():
             late = values[round(0.3 * len(values)) :, step]
             shown[name.replace("mlp-", "beta0 ")] = late[np.isfinite(late)]
-        plots.draw_histograms(shown, ax, n_bins=16, log=False, title=f"{STEPS[step]} calibration step")
+        shares = [np.full(len(late), 1 / len(late)) for late in shown.values()]
+        ax.hist(list(shown.values()), 16, weights=shares, histtype="step", label=list(shown))
+        ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+        ax.set(title=f"{STEPS[step]} calibration step", xlabel="gradient norm", ylabel="share")
+        ax.legend(frameon=False)
     return figure
 
 

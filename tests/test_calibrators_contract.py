@@ -23,7 +23,6 @@ from samples import overconfident
 # Every class as it comes, and the variants that take another path.
 VARIANTS: dict[str, Calibrator] = {name: kind() for name, kind in CALIBRATORS.items()} | {
     "histogram one-vs-rest": HistogramBinning(kind="one-vs-rest"),
-    "histogram width": HistogramBinning(scheme="width"),
     "isotonic one-vs-rest": Isotonic(kind="one-vs-rest"),
     "spline as published": Spline(temper=False),
 }
@@ -138,7 +137,7 @@ def test_argmax_is_kept_where_promised(name: str) -> None:
 def test_which_calibrators_keep_the_argmax() -> None:
     keep = {name for name, calibrator in VARIANTS.items() if calibrator.keeps_argmax}
     assert keep == {
-        "none", "temperature", "temperature_grid", "ensemble_temperature", "histogram", "histogram width", "isotonic",
+        "none", "temperature", "temperature_grid", "ensemble_temperature", "histogram", "isotonic",
         "spline", "spline as published", "head", "per_label",
     }  # fmt: skip
 

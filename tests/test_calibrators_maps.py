@@ -170,7 +170,7 @@ def test_beta_of_several_classes_is_one_map_each_then_normalised() -> None:
 def test_histogram_by_hand() -> None:
     probs = [0.6, 0.6, 0.9, 0.9, 0.9, 0.9]  # of class 1, which is always predicted
     p = Predictions.from_binary(np.array(probs), [1, 0, 1, 1, 1, 0], are_probs=True)
-    plain = HistogramBinning(n_bins=2, smoothing=0, scheme="width").fit(p)  # one bin up to 1/2, one above
+    plain = HistogramBinning(n_bins=1, smoothing=0).fit(p)
     torch.testing.assert_close(plain.calibrate(p).confidence, torch.full((6,), 4 / 6, dtype=torch.float64))
     mass = HistogramBinning(n_bins=3, smoothing=0).fit(p)
     assert mass.calibrate(p).confidence.tolist() == pytest.approx([0.5] * 2 + [0.75] * 4)
@@ -182,23 +182,19 @@ def test_histogram_by_hand() -> None:
 
 def test_an_empty_bin_holds_its_middle() -> None:
     p = Predictions.from_binary(np.array([0.9, 0.8]), [1, 0], are_probs=True)
-    fitted = HistogramBinning(n_bins=4, scheme="width", kind="one-vs-rest", smoothing=0).fit(p)
-    assert fitted.values_[1].tolist() == pytest.approx([0.125, 0.375, 0.625, 0.5])
+    fitted = HistogramBinning(n_bins=4, kind="one-vs-rest", smoothing=0).fit(p)
+    between = 6 / 7  # odds 6, between 4 and 9 in their logarithms
+    assert fitted.values_[1].tolist() == pytest.approx([0.0, between, between, 1.0])
 
 
-@pytest.mark.parametrize("scheme", ["mass", "width"])
-def test_histogram_one_vs_rest_agrees_with_a_loop(scheme: str) -> None:
+def test_histogram_one_vs_rest_agrees_with_a_loop() -> None:
     p = several()
-    out = HistogramBinning(n_bins=7, kind="one-vs-rest", scheme=scheme, smoothing=0).fit(p).calibrate(p).probs
+    out = HistogramBinning(n_bins=7, kind="one-vs-rest", smoothing=0).fit(p).calibrate(p).probs
     expected = np.empty((300, 4))
     for k in range(4):
         probs, hits = p.probs[:, k].numpy(), (p.labels == k).double().numpy()
-        if scheme == "width":
-            which = np.ceil(probs * 7).clip(1, 7) - 1
-        else:
-            ranks = probs.argsort().argsort()
-            cuts = [round(i * 300 / 7) for i in range(1, 7)]
-            which = np.searchsorted(cuts, ranks, side="right")
+        cuts = [round(i * 300 / 7) for i in range(1, 7)]
+        which = np.searchsorted(cuts, probs.argsort().argsort(), side="right")
         for b in range(7):
             if (which == b).any():
                 expected[which == b, k] = hits[which == b].mean()
@@ -210,7 +206,6 @@ def test_histogram_one_vs_rest_agrees_with_a_loop(scheme: str) -> None:
     ("make", "params", "message"),
     [
         (HistogramBinning, {"kind": "all"}, "kind must be 'top' or 'one-vs-rest', got 'all'"),
-        (HistogramBinning, {"scheme": "equal"}, "scheme must be 'mass' or 'width', got 'equal'"),
         (HistogramBinning, {"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),
         (HistogramBinning, {"smoothing": -1}, "smoothing must be at least 0, got -1"),
         (Isotonic, {"kind": "irova"}, "kind must be 'shared' or 'one-vs-rest', got 'irova'"),

@@ -8,7 +8,6 @@ from doublehead import Bins, Predictions, curves
 from doublehead.curves import (
     class_gaps,
     confidence_histogram,
-    epoch_curves,
     reliability,
     risk_coverage_curve,
 )
@@ -100,35 +99,15 @@ def test_reliability_says_what_is_wrong() -> None:
         reliability(Bins.top(p, 16))
 
 
-def test_histogram_counts_match_numpy_and_the_last_bin_can_be_dropped() -> None:
+def test_histogram_counts_match_numpy() -> None:
     p = random_predictions()
-    whole, cut = confidence_histogram(p, 15), confidence_histogram(p, 15, drop_last=True)
+    whole = confidence_histogram(p, 15)
     slow = np.histogram(p.confidence.numpy(), np.arange(16) / 15)[0]  # no confidence lies on an edge
     assert whole.counts.tolist() == slow.tolist()
-    assert cut.counts.tolist() == slow[:-1].tolist()
-    assert cut.dropped == slow[-1]
-    assert cut.n == whole.n == len(p)
-    assert cut.edges[-1] == pytest.approx(14 / 15)
     assert whole.shares.sum() == pytest.approx(1)
-    assert whole.accuracy == cut.accuracy == float(p.correct.double().mean())
+    assert whole.accuracy == float(p.correct.double().mean())
     assert whole.mean_confidence == pytest.approx(float(p.confidence.mean()), abs=1e-9)
     assert confidence_histogram(Bins.top(p, 60), 15).counts.tolist() == slow.tolist()
-    with pytest.raises(ValueError, match="n_bins must be at least 2 to drop the last bin, got 1"):
-        confidence_histogram(p, 1, drop_last=True)
-
-
-def test_epoch_curves_leave_out_what_was_not_measured() -> None:
-    rows = [
-        {"epoch": 1, "ece": 0.05, "nll": None},
-        {"epoch": 2, "nll": 0.3},
-        {"epoch": 3, "ece": 0.02, "nll": 0.2},
-    ]
-    curves_ = epoch_curves(rows, ["ece", "nll"])
-    assert [column.tolist() for column in curves_["ece"]] == [[1, 3], [0.05, 0.02]]
-    assert [column.tolist() for column in curves_["nll"]] == [[2, 3], [0.3, 0.2]]
-    assert epoch_curves([{"a": 1}, {"a": 4}], ["a"])["a"].epochs.tolist() == [0, 1]
-    with pytest.raises(ValueError, match=r"keys must name numbers .* \(ece, epoch, nll\), got 'acc'"):
-        epoch_curves(rows, ["acc"])
 
 
 def test_thinned_risk_coverage_keeps_points_of_the_whole_curve() -> None:

@@ -188,7 +188,6 @@ def test_own_folders_of_images(tmp_path):
     images = readers.read_image_files(splits.test)
     assert images.images.shape == (8, 5, 6, 3)
     assert (images.images[:, 0, 0, 0] == images.labels).all()
-    assert readers.read_image_files(splits.test, (4, 3)).images.shape == (8, 4, 3, 3)
     flat = load(f"folder:{tmp_path / 'train'}")
     assert flat.sizes == (29, 3, 8)
     png(tmp_path / "test" / "cat" / "99.png", (0, 0, 0), (9, 9))

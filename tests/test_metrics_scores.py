@@ -1,4 +1,4 @@
-"""Proper scores: by hand, against scikit-learn, and the parts of the Brier score."""
+"""Proper scores and AUROC: by hand and against scikit-learn."""
 
 import math
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from doublehead import metrics
-from doublehead.bins import Bins
 from doublehead.predictions import Predictions
 from doublehead.summary import Summary
 from doublehead.system import require
@@ -60,32 +59,26 @@ def test_float32_logits_of_many_classes_keep_their_digits():
         assert metric(single) == pytest.approx(metric(double), rel=1e-5)
 
 
-def test_brier_parts_sum_up(p):
-    parts = metrics.brier_decomposition(p, n_bins=10)
-    assert parts.calibration + parts.refinement + parts.within_bins == pytest.approx(parts.brier)
-    assert parts.brier == metrics.brier(p)
-    bins = Bins.classwise(p, 10)
-    calibration = refinement = 0.0
-    for k in range(7):
-        for b in range(10):
-            n = int(bins.counts[k, b])
-            if n:
-                hit = float(bins.accuracy[k, b])
-                calibration += n / 400 * (float(bins.confidence[k, b]) - hit) ** 2
-                refinement += n / 400 * hit * (1 - hit)
-    assert parts.calibration == pytest.approx(calibration)
-    assert parts.refinement == pytest.approx(refinement)
-
-
-def test_brier_parts_by_hand():
-    """One probability per bin: nothing is left within bins."""
-    p = Predictions.from_probs([[0.75, 0.25]] * 4, [0, 0, 1, 1])
-    parts = metrics.brier_decomposition(p)
-    assert parts == pytest.approx((0.625, 2 * 0.0625, 2 * 0.25, 0.0))
-
-
 def test_every_public_name_is_there():
     for name in metrics.__all__:
         assert getattr(metrics, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = metrics.nothing
+
+
+def test_auroc_by_hand():
+    # pairs: 0.9 beats both, 0.8 ties one and beats one, 0.3 beats one
+    assert metrics.auroc([0.9, 0.8, 0.3], [0.8, 0.1]) == pytest.approx((2 + 1.5 + 1) / 6)
+    with pytest.raises(ValueError, match=r"negative must have shape \(N,\) with N >= 1, got \(0,\)"):
+        metrics.auroc([0.5], np.zeros(0))
+    with pytest.raises(ValueError, match="positive must be finite, got 1 non-finite values"):
+        metrics.auroc([np.nan], [0.5])
+
+
+@pytest.mark.parametrize("digits", [1, 9])
+def test_auroc_against_sklearn(digits):
+    sk, rng = require("sklearn.metrics", extra="sklearn"), np.random.default_rng(0)
+    positive, negative = (np.round(rng.normal(*side), digits) for side in ((0.8, 0.2, 300), (0.6, 0.3, 170)))
+    truth = np.r_[np.ones(300), np.zeros(170)]
+    want = sk.roc_auc_score(truth, np.r_[positive, negative])
+    assert metrics.auroc(positive, negative) == pytest.approx(want)

@@ -23,16 +23,10 @@ def p() -> Predictions:
     return Predictions(logits, torch.multinomial((logits / 2).softmax(1), 1, generator=generator)[:, 0])
 
 
-ROWS = [{"epoch": e, "ece": 0.05 / e, "accuracy": 1 - 0.1 / e} for e in range(1, 6)]
-
 DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {
     "reliability": lambda p, ax: plots.draw_reliability(reliability(p), ax=ax),
     "confidence": lambda p, ax: plots.draw_confidence(confidence_histogram(p), ax=ax),
-    "confidence, cut": lambda p, ax: plots.draw_confidence(confidence_histogram(p, drop_last=True), ax=ax),
-    "epochs": lambda p, ax: plots.draw_epochs(ROWS, ["ece", "accuracy"], ax=ax, percent=True),
     "risk": lambda p, ax: plots.draw_risk_coverage({"a": risk_coverage_curve(p)}, ax=ax),
-    "sweep": lambda p, ax: plots.draw_sweep([1.0, 1.2, 1.5], [0.02, 0.01, 0.03], ax=ax, floor=(0.004, 0.008)),
-    "histograms": lambda p, ax: plots.draw_histograms({"a": [0.1, 1.0, 2.0], "b": [0.0, 3.0]}, ax=ax),
 }
 
 
@@ -75,43 +69,15 @@ def test_confidence_bars_are_shares_of_all_samples(p: Predictions) -> None:
     assert sum(bar.get_height() for bar in whole.containers[0]) == pytest.approx(1)
     lines = [line.get_xdata()[0] for line in whole.lines]
     assert lines == pytest.approx([float(p.correct.double().mean()), float(p.confidence.mean())], abs=1e-6)
-    cut = plots.draw_confidence(confidence_histogram(p, 10, drop_last=True))
-    assert [b.get_height() for b in cut.containers[0]] == [b.get_height() for b in whole.containers[0]][:-1]
-    assert "without the last bin" in cut.texts[0].get_text()
 
 
 def test_lines_show_the_values_and_are_told_apart_without_colour(p: Predictions) -> None:
-    ax = plots.draw_epochs(ROWS, ["ece", "accuracy"], labels={"ece": "calibration error"})
-    assert ax.lines[0].get_ydata().tolist() == [row["ece"] for row in ROWS]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["calibration error", "accuracy"]
-    looks = {(line.get_linestyle(), line.get_marker()) for line in ax.lines}
-    assert len(looks) == 2
     curve = risk_coverage_curve(p)
-    risk = plots.draw_risk_coverage(curve)
-    assert risk.lines[0].get_ydata().tolist() == curve.risk.tolist()
-    assert risk.get_legend() is None
-
-
-def test_sweep_sorts_by_beta_and_rings_the_lowest() -> None:
-    ax = plots.draw_sweep([1.5, 1.0, 1.2], {"ECE": [0.03, 0.02, 0.01]})
-    line, ring = ax.lines
-    assert line.get_xdata().tolist() == [1.0, 1.2, 1.5]
-    assert line.get_ydata().tolist() == [0.02, 0.01, 0.03]
-    assert (ring.get_xdata().tolist(), ring.get_ydata().tolist()) == ([1.2], [0.01])
-    plain = plots.draw_sweep([1.0, 1.2], [0.1, 0.2], ring=False)
-    assert plain.lines[1].get_xdata().tolist() == []
-    with pytest.raises(ValueError, match=r"values must be as many as betas \(2\), got shape \(3,\) for ''"):
-        plots.draw_sweep([1.0, 1.2], [0.1, 0.2, 0.3])
-
-
-def test_histograms_share_their_bins_and_lose_nothing() -> None:
-    ax = plots.draw_histograms({"a": [0.01, 0.1, 1.0], "b": [0.0, 10.0]}, n_bins=12)
-    stairs = [patch.get_data() for patch in ax.patches if not patch.get_label().startswith("_")]
-    assert [values.sum() for values, *_ in stairs] == pytest.approx([1, 1])
-    np.testing.assert_array_equal(stairs[0].edges, stairs[1].edges)
-    assert stairs[1].values[0] == 0.5  # the zero is counted in the first bin
-    with pytest.raises(ValueError, match="values must be finite numbers >= 0 and not empty"):
-        plots.draw_histograms({"a": [1.0, float("nan")]})
+    ax = plots.draw_risk_coverage({"before": curve, "after": curve})
+    assert ax.lines[0].get_ydata().tolist() == curve.risk.tolist()
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["before", "after"]
+    assert len({(line.get_linestyle(), line.get_marker()) for line in ax.lines}) == 2
+    assert plots.draw_risk_coverage(curve).get_legend() is None
 
 
 def test_save_takes_figures_and_names_the_formats(tmp_path: Path) -> None:

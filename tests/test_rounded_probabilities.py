@@ -31,7 +31,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 METRICS = {
     name: getattr(metrics, name)
-    for name in ("accuracy", "adaptive_ece", "aurc", "brier", "debiased_ece", "ece", "ece2", "ece_sweep", "ks_error",
+    for name in ("accuracy", "adaptive_ece", "aurc", "brier", "debiased_ece", "ece", "ece2", "ks_error",
                  "mce", "mean_confidence", "mean_entropy", "mmce", "nll", "overconfidence", "smooth_ece")
 }  # fmt: skip
 

@@ -187,7 +187,8 @@ def slow_theorem2(confidence: list[float], correct: list[bool]) -> dict[str, flo
         entropy -= f * math.log(f)
     brier = sum((c - p) ** 2 for p, c in zip(confidence, correct)) / n
     constant = 3 - 2 * mean_log - mean_f
-    return {"ece2": ece2**0.5, "constant": constant, "shannon": entropy, "literal": -entropy, "brier": brier}
+    sides = {"squared_shannon": constant - 2 * entropy, "squared_literal": constant + 2 * entropy}
+    return {"ece2": ece2**0.5, "shannon": entropy, "brier": brier, **sides}
 
 
 def test_theorem2_against_a_slow_reference() -> None:
@@ -196,8 +197,6 @@ def test_theorem2_against_a_slow_reference() -> None:
     t = theorem2(confidence, correct)
     for name, want in slow_theorem2(confidence.tolist(), correct.tolist()).items():
         assert float(getattr(t, name)) == pytest.approx(want), name
-    assert float(t.squared_shannon) == pytest.approx(float(t.constant - 2 * t.shannon))
-    assert float(t.bound_literal) ** 2 == pytest.approx(float(t.constant - 2 * t.literal))
 
 
 def test_cells_merge_confidences_into_their_mean() -> None:
@@ -211,10 +210,9 @@ def test_cells_merge_confidences_into_their_mean() -> None:
 
 def test_theorem2_names_bad_input() -> None:
     for confidence, correct, n_values, message in (
-        ([], [], None, r"confidence must have shape \(N,\) with N >= 1, got \(0,\)"),
-        ([0.5, 0.6], [True], None, r"correct must have shape \(2,\) like confidence, got \(1,\)"),
-        ([0.5, 0.0], [True, False], None, "confidence must .* got 0.0 to 0.5"),
-        ([0.5], [2], None, "correct must be 0 or 1"),
+        (torch.zeros(0), torch.zeros(0, dtype=torch.bool), None, "confidence must .* got none"),
+        ([0.5, 0.6], [True], None, r"correct must have the shape of confidence \(2,\), got \(1,\)"),
+        ([0.5, 0.0], [True, False], None, "confidence must .* got 0.0"),
         ([0.5], [True], 0, "n_values must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):

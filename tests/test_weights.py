@@ -40,13 +40,11 @@ def test_a_weight_is_a_number_of_times(name: str) -> None:
     assert getattr(metrics, name)(weighted) == pytest.approx(getattr(metrics, name)(repeated), rel=1e-6)
 
 
-def test_all_components_and_parts() -> None:
+def test_all_components() -> None:
     weighted, repeated = twice()
     for components in ("classwise", "all"):
         one, other = (metrics.ece(p, components=components) for p in (weighted, repeated))
         assert one == pytest.approx(other, rel=1e-6)
-    one, other = map(metrics.brier_decomposition, (weighted, repeated))
-    assert one == pytest.approx(other, rel=1e-6)
 
 
 def test_bins_of_weights_add_up_exactly_and_with_whole_ones() -> None:

@@ -34,11 +34,11 @@ def norm_mlp(n_classes: int) -> nn.Module:
 
 
 def tiny_bert(folder: Path) -> nn.Module:
-    """A BERT of 120 rows, 64 features, two layers and texts of 32 pieces, saved as folder/model.safetensors."""
+    """A BERT of 120 rows, 64 features, two layers and texts of 32 pieces, saved in the folder."""
     import pytest  # not at the top: commands without it read this file
 
     pytest.importorskip("transformers")
-    transformers, safetensors = require("transformers", ""), pytest.importorskip("safetensors.torch")
+    transformers = require("transformers", "")
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=120, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96,
@@ -48,7 +48,7 @@ def tiny_bert(folder: Path) -> nn.Module:
     for name, parameter in network.named_parameters():
         if "LayerNorm" not in name:
             nn.init.normal_(parameter, std=0.3)
-    safetensors.save_file(network.state_dict(), folder / "model.safetensors")
+    network.save_pretrained(folder)
     return network
 
 

@@ -81,20 +81,12 @@ class Bins:
         cls, confidence: ArrayLike, correct: ArrayLike, n_bins: int = 15, weights: Tensor | None = None
     ) -> Bins:
         """Bin confidences (N,) in 0..1 and whether each was correct (N,), optionally with weights (N,)."""
-        confidence = _check_confidence(confidence)
-        correct = _check_correct(correct).to(confidence.device)
-        if correct.shape != confidence.shape:
-            raise ValueError(
-                f"correct must have the shape of confidence {tuple(confidence.shape)}, got {tuple(correct.shape)}"
-            )
-        states = in_threads(
-            lambda rows: _state_of(
-                confidence[rows], correct[rows], n_bins, None if weights is None else weights[rows]
-            ),
-            confidence.shape,
-            confidence.device,
-        )
-        return cls.from_state(_sum_of(states))
+        conf, right = check_outcomes(confidence, correct)
+
+        def state_of(rows: slice) -> Tensor:
+            return _state_of(conf[rows], right[rows], n_bins, None if weights is None else weights[rows])
+
+        return cls.from_state(_sum_of(in_threads(state_of, conf.shape, conf.device)))
 
     @classmethod
     def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
@@ -377,23 +369,23 @@ def _add_sifted(parts: list[Tensor], seen: list[tuple[Tensor, ...]]) -> None:
         sums.scatter_add_(0, place, entries).scatter_add_(0, first, -entries)
 
 
-def _check_confidence(values: ArrayLike) -> Tensor:
-    confidence = as_float_tensor(values, "confidence")
-    if confidence.ndim != 1:
-        raise ValueError(f"confidence must have shape (N,), got {tuple(confidence.shape)}")
-    if not bool(((confidence >= 0) & (confidence <= 1)).all()):
-        low, high = float(confidence.min()), float(confidence.max())
+def check_outcomes(confidence: ArrayLike, correct: ArrayLike) -> tuple[Tensor, Tensor]:
+    """Confidences (N,) in 0..1 and whether each was correct (N,), or an error that says what is wrong with them."""
+    conf, right = as_float_tensor(confidence, "confidence"), as_tensor(correct, "correct")
+    if conf.ndim != 1:
+        raise ValueError(f"confidence must have shape (N,), got {tuple(conf.shape)}")
+    if not bool(((conf >= 0) & (conf <= 1)).all()):
+        low, high = float(conf.min()), float(conf.max())
         raise ValueError(
             f"confidence must lie in 0..1 and be finite, got values from {low:.6g} to {high:.6g}"
         )
-    return confidence
-
-
-def _check_correct(values: ArrayLike) -> Tensor:
-    correct = as_tensor(values, "correct")
     want = "correct must be bool or whole numbers 0 and 1"
-    if correct.is_floating_point() or correct.is_complex():
-        raise TypeError(f"{want}, got {str(correct.dtype).removeprefix('torch.')}")
-    if correct.dtype != torch.bool and not bool(((correct == 0) | (correct == 1)).all()):
-        raise ValueError(f"{want}, got {int(correct[(correct != 0) & (correct != 1)][0])}")
-    return correct
+    if right.is_floating_point() or right.is_complex():
+        raise TypeError(f"{want}, got {str(right.dtype).removeprefix('torch.')}")
+    if right.dtype != torch.bool and not bool(((right == 0) | (right == 1)).all()):
+        raise ValueError(f"{want}, got {int(right[(right != 0) & (right != 1)][0])}")
+    if right.shape != conf.shape:
+        raise ValueError(
+            f"correct must have the shape of confidence {tuple(conf.shape)}, got {tuple(right.shape)}"
+        )
+    return conf, right.to(conf.device)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import erfc, sqrt
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -56,31 +55,18 @@ class Reliability:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How often each confidence occurs; `dropped` samples lie in a last bin that was left out."""
+    """How often each confidence occurs."""
 
     edges: Array  # (n_bins + 1,)
     counts: Array  # (n_bins,) int64
-    dropped: int
-    mean_confidence: float  # of all samples, dropped ones included
+    mean_confidence: float
     accuracy: float
-
-    @property
-    def n(self) -> int:
-        """How many samples there are, dropped ones included."""
-        return int(self.counts.sum()) + self.dropped
 
     @property
     def shares(self) -> Array:
         """(n_bins,) counts as shares of all samples."""
-        shares: Array = self.counts / self.n
+        shares: Array = self.counts / self.counts.sum()
         return shares
-
-
-class EpochCurve(NamedTuple):
-    """One number over the epochs of a run, each (M,) float64."""
-
-    epochs: Array
-    values: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,43 +137,19 @@ def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Relia
     )
 
 
-def confidence_histogram(p: Predictions | Bins, n_bins: int = 15, drop_last: bool = False) -> Histogram:
-    """How the confidences in the predicted class are distributed; `drop_last` leaves the crowded last bin out.
+def confidence_histogram(p: Predictions | Bins, n_bins: int = 15) -> Histogram:
+    """How the confidences in the predicted class are distributed.
 
     >>> confidence_histogram(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 0]), n_bins=5).counts.tolist()
     [0, 0, 1, 0, 1]
     """
     bins = (p.coarsen(n_bins) if isinstance(p, Bins) else Bins.top(p, n_bins)).to("cpu")
-    if drop_last and n_bins < 2:
-        raise ValueError(f"n_bins must be at least 2 to drop the last bin, got {n_bins}")
-    kept = n_bins - 1 if drop_last else n_bins
     return Histogram(
-        edges=bins.edges[: kept + 1].numpy(),
-        counts=bins.mass[:kept].numpy(),
-        dropped=int(bins.mass[kept:].sum()),
+        edges=bins.edges.numpy(),
+        counts=bins.mass.numpy(),
         mean_confidence=float(bins.conf_sums.sum()) / UNIT / bins.n,
         accuracy=float(bins.correct_sums.sum()) / float(bins.counts.sum()),
     )
-
-
-def epoch_curves(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, EpochCurve]:
-    """One curve per key from a list with one dict per epoch, as a run writes it.
-
-    The epoch is `row["epoch"]`, or the row's place in the list where it has none. A row without a key, or with None
-    there, leaves that epoch out of that curve, so a number measured every fifth epoch gives a curve of those.
-
-    >>> epoch_curves([{"epoch": 1, "ece": 0.05}, {"epoch": 2}, {"epoch": 3, "ece": 0.02}], ["ece"])["ece"].epochs
-    array([1., 3.])
-    """
-    curves = {}
-    for key in keys:
-        points = [(row.get("epoch", i), row[key]) for i, row in enumerate(rows) if row.get(key) is not None]
-        if not points:
-            known = sorted({name for row in rows for name in row})
-            raise ValueError(f"keys must name numbers of the rows ({', '.join(known)}), got {key!r}")
-        epochs, values = np.asarray(points, dtype=np.float64).T
-        curves[key] = EpochCurve(epochs, values)
-    return curves
 
 
 def risk_coverage_curve(p: Predictions, n_points: int = 200) -> RiskCoverage:

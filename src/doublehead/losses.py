@@ -271,11 +271,6 @@ class AdaFocal(nn.Module):
         gammas = (self.gammas * growth).clamp(self.min_gamma, self.max_gamma)
         self.gammas.copy_(torch.where(gammas.abs() < self.switch, -self.switch * gammas.sign(), gammas))
 
-    def extra_repr(self) -> str:
-        """The settings, for print(loss)."""
-        names = ("n_bins", "rate", "min_gamma", "max_gamma", "switch")
-        return ", ".join(f"{name}={getattr(self, name):g}" for name in names)
-
 
 class MixedLabels(NamedTuple):
     """The labels of a mixed batch: weight `share` for `first`, 1 - share for `second`."""

@@ -13,14 +13,14 @@ thousands of runs leaks nothing. Put several into one figure by passing the axes
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from doublehead.curves import Histogram, Reliability, epoch_curves
+from doublehead.curves import Histogram, Reliability
 from doublehead.metrics import RiskCoverage
 from doublehead.system import require
 
@@ -52,7 +52,14 @@ def draw_reliability(curve: Reliability, ax: Axes = None, *, title: str | None =
     ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", ylabel="accuracy", title=title)
     ax.tick_params(labelbottom=False)
     _reliability_legend(ax)
-    _note(ax, f"ECE {_percent(curve.ece)}\nfloor {_floor(curve)}\nn = {curve.n:,}")
+    floor, *ends = (100 * value for value in curve.floor)
+    ax.text(
+        0.97,
+        0.03,
+        f"ECE {_percent(curve.ece)}\nfloor {floor:.2f} % ({ends[0]:.2f} to {ends[1]:.2f})\nn = {curve.n:,}",
+        transform=ax.transAxes, ha="right", va="bottom", fontsize="small", linespacing=1.4, zorder=5,
+        bbox={"facecolor": "white", "edgecolor": GREY, "alpha": 0.9, "boxstyle": "round,pad=0.35"},
+    )  # fmt: skip
     _counts_strip(ax, curve)
     return ax
 
@@ -64,42 +71,15 @@ def draw_confidence(histogram: Histogram, ax: Axes = None, *, title: str | None 
         histogram.edges[:-1], histogram.shares, np.diff(histogram.edges), align="edge", color=BLUE, alpha=0.45,
         edgecolor=INK, linewidth=0.7,
     )  # fmt: skip
-    ax.set(xlim=(0, histogram.edges[-1]), xlabel="confidence", ylabel="share of samples", title=title)
-    if histogram.dropped:
-        share = _percent(histogram.dropped / histogram.n)
-        _note(ax, f"without the last bin\n({share} of samples)", corner="upper left")
-    else:
-        accuracy, claimed = histogram.accuracy, histogram.mean_confidence
-        ax.axvline(accuracy, color=INK, linewidth=1.6, label=f"accuracy {_percent(accuracy)}")
-        ax.axvline(
-            claimed, color=ORANGE, linestyle="--", linewidth=1.6, label=f"mean confidence {_percent(claimed)}"
-        )
-        ax.legend(loc="upper left", fontsize="small", frameon=False)
+    ax.set(xlim=(0, 1), xlabel="confidence", ylabel="share of samples", title=title)
+    accuracy, claimed = histogram.accuracy, histogram.mean_confidence
+    ax.axvline(accuracy, color=INK, linewidth=1.6, label=f"accuracy {_percent(accuracy)}")
+    ax.axvline(
+        claimed, color=ORANGE, linestyle="--", linewidth=1.6, label=f"mean confidence {_percent(claimed)}"
+    )
+    ax.legend(loc="upper left", fontsize="small", frameon=False)
     _percent_axis(ax.yaxis)
     _open_frame(ax)
-    return ax
-
-
-def draw_epochs(
-    rows: Sequence[Mapping[str, Any]],
-    keys: Sequence[str],
-    ax: Axes = None,
-    *,
-    labels: Mapping[str, str] | None = None,
-    ylabel: str | None = None,
-    percent: bool = False,
-    title: str | None = None,
-) -> Axes:
-    """Numbers of a run over its epochs, one line per key of the rows (one dict per epoch)."""
-    ax = _axes(ax, (4.6, 3.2))
-    for style, (key, curve) in zip(_styles(), epoch_curves(rows, keys).items()):
-        every = max(1, len(curve.epochs) // 8)
-        ax.plot(*curve, label=(labels or {}).get(key, key), markevery=every, **style)
-    ax.set(xlabel="epoch", ylabel=ylabel or (keys[0] if len(keys) == 1 else None), title=title)
-    if percent:
-        _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    ax.legend(fontsize="small", frameon=False)
     return ax
 
 
@@ -124,76 +104,6 @@ def draw_risk_coverage(
     _open_frame(ax)
     if any(named):
         ax.legend(fontsize="small", frameon=False, loc="upper left")
-    return ax
-
-
-def draw_sweep(
-    betas: Sequence[float],
-    values: Sequence[float] | Mapping[str, Sequence[float]],
-    ax: Axes = None,
-    *,
-    xlabel: str = r"$\beta_0$",
-    ylabel: str = "ECE",
-    percent: bool = True,
-    floor: tuple[float, float] | None = None,
-    ring: bool = True,
-    title: str | None = None,
-) -> Axes:
-    """A number (ECE, entropy, ...) against beta0, one line per name; `ring` marks each line's lowest point.
-
-    `floor` is the 5-95 % range of a perfectly calibrated model, drawn as a grey stripe. Pass `percent=False` for
-    what is no share.
-    """
-    ax = _axes(ax, (4.6, 3.2))
-    named = values if isinstance(values, Mapping) else {"": values}
-    order, x = np.argsort(betas), np.sort(np.asarray(betas, dtype=np.float64))
-    if floor is not None:
-        ax.axhspan(*floor, color=GREY, alpha=0.5, linewidth=0, label="perfect model, 5 to 95 %")
-    for style, (name, line) in zip(_styles(), named.items()):
-        y = np.asarray(line, dtype=np.float64)
-        if y.shape != x.shape:
-            raise ValueError(f"values must be as many as betas ({len(x)}), got shape {y.shape} for {name!r}")
-        y = y[order]
-        ax.plot(x, y, label=name, **style)
-        best = np.nanargmin(y, keepdims=True) if ring else slice(0)
-        ax.plot(x[best], y[best], "o", markersize=11, fillstyle="none", color=style["color"], label="_best")
-    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    if percent:
-        _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    if any(named) or floor is not None:
-        ax.legend(fontsize="small", frameon=False)
-    return ax
-
-
-def draw_histograms(
-    values: Mapping[str, Any],
-    ax: Axes = None,
-    *,
-    n_bins: int = 40,
-    xlabel: str = "gradient norm",
-    log: bool = True,
-    title: str | None = None,
-) -> Axes:
-    """Histograms of positive numbers (gradient norms) over common bins, one outline per name, medians as ticks.
-
-    With `log` the bins are even in the logarithm; zeros are then counted in the first bin.
-    """
-    ax = _axes(ax, (4.6, 3.2))
-    arrays = {name: np.asarray(array, dtype=np.float64).ravel() for name, array in values.items()}
-    edges = _common_edges(arrays, n_bins, log)
-    for style, (name, array) in zip(_styles(), arrays.items()):
-        shares = np.histogram(np.maximum(array, edges[0]), edges)[0] / len(array)
-        look = {"color": style["color"], "linestyle": style["linestyle"]}
-        ax.stairs(shares, edges, label=name, linewidth=1.6, **look)
-        ax.stairs(shares, edges, fill=True, alpha=0.12, color=style["color"], label="_fill")
-        ax.axvline(np.median(array), ymax=0.06, linewidth=3, color=style["color"], label="_median")
-    if log:
-        ax.set_xscale("log")
-    ax.set(xlim=(edges[0], edges[-1]), ylim=(0, None), xlabel=xlabel, ylabel="share", title=title)
-    _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    ax.legend(fontsize="small", frameon=False)
     return ax
 
 
@@ -253,35 +163,9 @@ def _percent(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
-def _floor(curve: Reliability) -> str:
-    mean, low, high = (100 * value for value in curve.floor)
-    return f"{mean:.2f} % ({low:.2f} to {high:.2f})"
-
-
 def _percent_axis(axis: Any) -> None:
     axis.set_major_formatter(require("matplotlib.ticker", extra="plots").PercentFormatter(1.0, symbol=" %"))
 
 
-def _note(ax: Axes, text: str, corner: str = "lower right") -> None:
-    x, y, across, up = {
-        "lower right": (0.97, 0.03, "right", "bottom"),
-        "upper left": (0.03, 0.97, "left", "top"),
-    }[corner]
-    box = {"facecolor": "white", "edgecolor": GREY, "alpha": 0.9, "boxstyle": "round,pad=0.35"}
-    look = {"fontsize": "small", "linespacing": 1.4, "bbox": box, "zorder": 5}
-    ax.text(x, y, text, transform=ax.transAxes, ha=across, va=up, **look)
-
-
 def _open_frame(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
-
-
-def _common_edges(arrays: Mapping[str, Any], n_bins: int, log: bool) -> Any:
-    pooled = np.concatenate(list(arrays.values()))
-    if pooled.size == 0 or not np.isfinite(pooled).all() or pooled.min() < 0:
-        raise ValueError("values must be finite numbers >= 0 and not empty")
-    positive = pooled[pooled > 0]
-    if not log or positive.size == 0:
-        return np.linspace(0, max(pooled.max(), 1e-12), n_bins + 1)
-    low, high = positive.min(), positive.max()
-    return np.geomspace(low, max(high, 1.01 * low) * (1 + 1e-9), n_bins + 1)

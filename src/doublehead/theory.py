@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from doublehead.bins import check_outcomes
 from doublehead.score_arrays import ArrayLike
 
 # Confidences and correctness: the smallest counterexample to theorem 2. With one or two distinct confidences its
@@ -55,7 +56,11 @@ def theorem1(logits: ArrayLike, beta: float) -> Theorem1:
     >>> [round(g, 3) for g in t.gamma.tolist()], bool(t.holds.all())
     ([0.64, 0.716, 0.434], True)
     """
-    z = _check_logits(logits)
+    z = torch.as_tensor(logits).detach().to(torch.float64)
+    if z.ndim not in (1, 2) or z.shape[-1] < 2:
+        raise ValueError(f"logits must have shape (K,) or (N, K) with K >= 2, got {tuple(z.shape)}")
+    if not bool(z.isfinite().all()):
+        raise ValueError("logits must be finite, got NaN or infinity")
     if not 0 < beta < float("inf"):
         raise ValueError(f"beta must be finite and > 0, got {beta}")
     label = z.argmax(-1)
@@ -96,11 +101,9 @@ class Theorem2(NamedTuple):
     """The two sides of theorem 2, squared, under both readings of H, and a bound that holds."""
 
     ece2: Tensor
-    constant: Tensor  # C = 3 - 2 E[log p] - E[f(p)]
     shannon: Tensor  # H as named in the text: the Shannon entropy -E[log f(p)], in nats
-    literal: Tensor  # H as printed in the formula: E[log f(p)], its negative
-    squared_shannon: Tensor  # C - 2 * shannon: may be negative
-    squared_literal: Tensor  # C - 2 * literal: never below 2
+    squared_shannon: Tensor  # C - 2 H with C = 3 - 2 E[log p] - E[f(p)]: may be negative
+    squared_literal: Tensor  # the same with H as printed in the formula, E[log f(p)]: never below 2
     brier: Tensor  # E[(correct - p)^2], the top-label Brier score: a valid bound on ECE2^2
 
     @property
@@ -118,11 +121,6 @@ class Theorem2(NamedTuple):
         """The claimed bound on ECE2; NaN if its square is negative."""
         return self.squared_shannon.sqrt()
 
-    @property
-    def bound_literal(self) -> Tensor:
-        """The claimed bound on ECE2 as printed; at least the root of 2."""
-        return self.squared_literal.sqrt()
-
 
 def theorem2(confidence: ArrayLike, correct: ArrayLike, n_values: int | None = None) -> Theorem2:
     """Both sides of theorem 2 for predictions with these confidences and correctness.
@@ -131,15 +129,17 @@ def theorem2(confidence: ArrayLike, correct: ArrayLike, n_values: int | None = N
     `n_values`, the confidences in each of that many equal cells of 0..1 are replaced by their mean.
 
     >>> t = theorem2(*COUNTEREXAMPLE)
-    >>> round(float(t.ece2), 3), round(float(t.bound_shannon), 3), round(float(t.bound_literal), 3)
-    (0.99, 0.7, 2.21)
+    >>> round(float(t.ece2), 3), round(float(t.bound_shannon), 3)
+    (0.99, 0.7)
     """
-    p, right = _check_outcomes(confidence, correct)
+    p, right = (values.double() for values in check_outcomes(confidence, correct))
+    if not bool((p > 0).all()) or len(p) == 0:
+        raise ValueError(
+            f"confidence must be one or more numbers > 0, got {float(p.min()) if len(p) else 'none'}"
+        )
     if n_values is not None and n_values < 1:
         raise ValueError(f"n_values must be at least 1, got {n_values}")
-    keys = (
-        p if n_values is None else (p * n_values).ceil().clamp(min=1)
-    )  # cells are right-closed, 0 in the first
+    keys = p if n_values is None else (p * n_values).ceil()  # cells are right-closed
     values, place, count = keys.unique(return_inverse=True, return_counts=True)
     mean = torch.zeros_like(values, dtype=p.dtype).scatter_add(0, place, p) / count
     accuracy = torch.zeros_like(mean).scatter_add(0, place, right) / count
@@ -162,39 +162,4 @@ def theorem2_of(values: Tensor, mass: Tensor, accuracy: Tensor) -> Theorem2:
     constant = 3 - 2 * (mass * log_p).sum(-1) - mass.square().sum(-1)
     squared = (mass * (accuracy - values).square()).sum(-1)
     brier = squared + (mass * accuracy * (1 - accuracy)).sum(-1)
-    return Theorem2(
-        ece2=squared.sqrt(),
-        constant=constant,
-        shannon=shannon,
-        literal=-shannon,
-        squared_shannon=constant - 2 * shannon,
-        squared_literal=constant + 2 * shannon,
-        brier=brier,
-    )
-
-
-def _check_logits(logits: ArrayLike) -> Tensor:
-    z = torch.as_tensor(logits).detach().to(torch.float64)
-    if z.ndim not in (1, 2) or z.shape[-1] < 2:
-        raise ValueError(f"logits must have shape (K,) or (N, K) with K >= 2, got {tuple(z.shape)}")
-    if not bool(z.isfinite().all()):
-        raise ValueError("logits must be finite, got NaN or infinity")
-    return z
-
-
-def _check_outcomes(confidence: ArrayLike, correct: ArrayLike) -> tuple[Tensor, Tensor]:
-    p = torch.as_tensor(confidence).detach().to(torch.float64)
-    right = torch.as_tensor(correct).detach().to(torch.float64)
-    if p.ndim != 1 or len(p) == 0:
-        raise ValueError(f"confidence must have shape (N,) with N >= 1, got {tuple(p.shape)}")
-    if right.shape != p.shape:
-        raise ValueError(
-            f"correct must have shape {tuple(p.shape)} like confidence, got {tuple(right.shape)}"
-        )
-    if not bool(((p > 0) & (p <= 1)).all()):
-        raise ValueError(f"confidence must lie in (0, 1], got {float(p.min())} to {float(p.max())}")
-    if not bool(((right == 0) | (right == 1)).all()):
-        raise ValueError(
-            f"correct must be 0 or 1 for each prediction, got {float(right.min())} to {float(right.max())}"
-        )
-    return p, right
+    return Theorem2(squared.sqrt(), shannon, constant - 2 * shannon, constant + 2 * shannon, brier)

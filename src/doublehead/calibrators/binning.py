@@ -58,9 +58,8 @@ class HistogramBinning(_OddsMap):
     """Replace probabilities by the frequencies of their bins (Zadrozny & Elkan 2001). Use it as a simple repair.
 
     `kind="top"` recalibrates only the confidence and keeps the predicted class; `"one-vs-rest"` every class, normalised
-    to sum to 1. `scheme="mass"` gives each bin as many samples, `"width"` cuts 0..1 evenly; bins are right-closed.
-    A bin counts `smoothing` samples of its own mean confidence more (the bin's middle if empty), so that no
-    probability becomes 0 or 1 by few samples.
+    to sum to 1. Each bin has as many samples; bins are right-closed. A bin counts `smoothing` samples of its own mean
+    confidence more (the bin's middle if empty), so that no probability becomes 0 or 1 by few samples.
 
     >>> p = Predictions.from_binary([0.8] * 4 + [0.3] * 4, [1, 1, 0, 0, 0, 0, 0, 1], are_probs=True)
     >>> h = HistogramBinning(n_bins=2, kind="one-vs-rest", smoothing=0).fit(p)
@@ -69,28 +68,19 @@ class HistogramBinning(_OddsMap):
     """
 
     def __init__(
-        self,
-        n_bins: int = 15,
-        kind: Literal["top", "one-vs-rest"] = "top",
-        scheme: Literal["mass", "width"] = "mass",
-        smoothing: float = 1.0,
+        self, n_bins: int = 15, kind: Literal["top", "one-vs-rest"] = "top", smoothing: float = 1.0
     ) -> None:
         super().__init__()
-        self.n_bins, self.kind, self.scheme, self.smoothing = n_bins, kind, scheme, smoothing
+        self.n_bins, self.kind, self.smoothing = n_bins, kind, smoothing
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
         check_n_bins(self.n_bins)
         if self.kind not in ("top", "one-vs-rest"):
             raise ValueError(f"kind must be 'top' or 'one-vs-rest', got {self.kind!r}")
-        if self.scheme not in ("mass", "width"):
-            raise ValueError(f"scheme must be 'mass' or 'width', got {self.scheme!r}")
         if not self.smoothing >= 0:
             raise ValueError(f"smoothing must be at least 0, got {self.smoothing}")
         odds, hits = _odds_and_hits(predictions, self.kind)
-        if self.scheme == "mass":
-            edges = _equal_mass(odds, self.n_bins)
-        else:
-            edges = (torch.arange(1, self.n_bins).to(odds) / self.n_bins).logit().repeat(len(odds), 1)
+        edges = _equal_mass(odds, self.n_bins)
         return {"edges_": edges, "values_": _frequencies(odds, hits, edges, self.smoothing)}
 
 

@@ -6,15 +6,14 @@ Beside it what is close to it: no change, a temperature from a grid, a mixture o
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.optimise import minimise
-from doublehead.metrics import ece, nll
+from doublehead.metrics import ece
 from doublehead.predictions import Predictions
 from doublehead.score_arrays import CHUNK_ENTRIES, Target
 
@@ -77,37 +76,17 @@ class Temperature(Calibrator):
 
 
 class TemperatureGrid(Temperature):
-    """Temperature from a grid, by validation ECE or NLL. Only to reproduce published tables; else use Temperature.
+    """Temperature from a grid, by validation ECE. Only to reproduce published tables; else use Temperature.
 
-    The default is the protocol of the focal-loss papers: 0.1, 0.2, ..., 10.0 by the ECE of 15 right-closed bins, the
-    first of equals.
+    This is the protocol of the focal-loss papers: 0.1, 0.2, ..., 10.0 by the ECE of 15 right-closed bins, the first of
+    equals.
     """
 
     learned = ("temperature_",)
 
-    def __init__(
-        self,
-        by: Literal["ece", "nll"] = "ece",
-        low: float = 0.1,
-        high: float = 10.0,
-        step: float = 0.1,
-        n_bins: int = 15,
-    ) -> None:
-        super().__init__()
-        self.by, self.low, self.high, self.step, self.n_bins = by, low, high, step, n_bins
-
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        if self.by not in ("ece", "nll"):
-            raise ValueError(f"by must be 'ece' or 'nll', got {self.by!r}")
-        if not 0 < self.low <= self.high or self.step <= 0:
-            raise ValueError(
-                f"the grid needs 0 < low <= high and step > 0, got {self.low}, {self.high}, {self.step}"
-            )
-        steps = int((self.high - self.low) / self.step + 1e-9) + 1
-        grid = self.low + self.step * torch.arange(steps, dtype=torch.float64)
-        score = partial(ece, n_bins=self.n_bins) if self.by == "ece" else nll
-        logits = predictions.logits.double()
-        scores = [score(predictions.with_logits(logits / t)) for t in grid]
+        grid, logits = torch.arange(1, 101, dtype=torch.float64) / 10, predictions.logits.double()
+        scores = [ece(predictions.with_logits(logits / t)) for t in grid]
         return {"temperature_": grid[scores.index(min(scores))]}
 
 

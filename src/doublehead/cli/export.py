@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,6 @@ from doublehead.calibration_head import HeadBank, HeadSpec
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import UserError, notes, results, told_to_user
 from doublehead.data import Images, Normalise, Texts, Trees
-from doublehead.data.corruptions import FAMILIES
 from doublehead.integrations.export import ALONE, FILES, export_model, model_card
 from doublehead.models import build
 from doublehead.network import Reader
@@ -24,18 +24,9 @@ from doublehead.predictions import Predictions
 from doublehead.saving import rebuild, under
 from doublehead.shift_guard import ShiftGuard
 from doublehead.system import require
-from doublehead.training.config import LEFT_OUT, Config
+from doublehead.training.config import Config
 from doublehead.training.run import Inputs, word_vectors
 from doublehead.training.run_folder import RunError, RunFolder
-
-HOW = {
-    "mlp": "with logits of its own",
-    "temperature": "that gives each sample its own temperature, so that no prediction changes",
-}
-TEACHERS = {  # the parts of `guards` that are not families of corruption, see doublehead.data.perturb
-    "noise": "Gaussian noise",
-    "broad": "changes of geometry and of channels, erasing, mixing, posterising, shuffled patches",
-}
 
 
 def export(
@@ -191,7 +182,7 @@ def card(found: RunModel) -> str:
         config.name,
         dataset=config.data,
         data=f"{config.data}: {counts}; inputs are {pixels if images else words}.",
-        method=" ".join([trained, _about_head(found), *([_about_guard(found)] if found.guard else [])]),
+        method=" ".join([trained, *_calibration(found)]),
         test=found.test,
         before=found.main,
         classes=found.classes,
@@ -201,37 +192,22 @@ def card(found: RunModel) -> str:
     )
 
 
-def _about_head(found: RunModel) -> str:
+def _calibration(found: RunModel) -> Iterator[str]:
+    """What calibrates the network, a sentence or two each."""
     if found.spec is None:
-        return (
+        yield (
             "Its logits are calibrated by doublehead's staged head ('auto'), fitted to calibration data that the "
             "network never saw, with a second opinion from five heads that were trained beside it."
         )
-    annealed = found.spec.beta0 != 1
-    beta0 = f", its logits annealed from beta0 = {found.spec.beta0:g} to 1 in each epoch" if annealed else ""
-    every = found.config.every_of.get(found.head, found.config.every)
-    return (
-        f"Beside it stands a calibration head ('{found.head}') {HOW[found.spec.kind]}. It learned from calibration "
-        f"data that the network never saw, one step for every {every} of the network{beta0} (Annealing Double-Head)."
-    )
-
-
-def _about_guard(found: RunModel) -> str:
-    assert found.guard is not None
-    return (
-        f"Round that stands a shift guard ('{found.head}'). It measures how far what the network's normalisation "
-        "layers see lies from the calibration data's, and lowers the confidence where that is far; it changes no "
-        "prediction, and leaves nine tenths of the calibration data alone. It was taught by perturbed calibration "
-        "images: "
-        f"{_taught_by(found.guard, coloured=found.example.shape[1] == 3)}. On other shifts it may help less."
-    )
-
-
-def _taught_by(name: str, coloured: bool) -> str:
-    """The perturbations behind a name in `guards`, in words."""
-    kind, _, left_out = name.partition("-")
-    if kind != "shifts":
-        return ", ".join(TEACHERS[part] for part in name.split("+"))
-    absent = {*LEFT_OUT.get(left_out, ()), *(() if coloured else ("saturate",))}
-    families = [family.replace("_", " ") for family in FAMILIES if family not in absent]
-    return f"{', '.join(families)}, as in CIFAR-10-C, severities 1 to 5"
+    else:
+        every = found.config.every_of.get(found.head, found.config.every)
+        yield (
+            f"A calibration head ('{found.head}': {found.spec.kind}, beta0 = {found.spec.beta0:g}) learned beside it "
+            f"from calibration data that the network never saw, one step for every {every} of the network."
+        )
+    if found.guard:
+        yield (
+            f"A shift guard ('{found.head}') lowers the confidence where the inputs of the network's layers "
+            "lie far from the calibration data's. It changes no prediction. It learned from calibration images that "
+            f"were perturbed by {found.guard!r} (see `doublehead.data`); on other shifts it may help less."
+        )

@@ -185,7 +185,7 @@ class CropFlip:
 class DeviceBatches(Batches):
     """Batches of images (B, C, H, W) and labels (B,) from uint8 images (N, H, W, C) kept whole on `device`.
 
-    Images come out as `dtype`, in 0..1, or normalised if `normalise` is given; `channels_last` sets their memory
+    Images come out as float32, in 0..1, or normalised if `normalise` is given; `channels_last` sets their memory
     format. `augment` is drawn for each image in each epoch. Augmentation is one gather per 2,048 images and does not
     synchronise with the host.
 
@@ -205,7 +205,6 @@ class DeviceBatches(Batches):
         train: bool = False,
         augment: CropFlip | None = None,
         normalise: Normalise | None = None,
-        dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
         seed: int = 0,
     ) -> None:
@@ -219,8 +218,7 @@ class DeviceBatches(Batches):
                 f"labels must have one entry for each of the {len(pixels)} images, got {len(labels)}"
             )
         super().__init__(len(pixels), batch_size, train=train, seed=seed)
-        self.device, self.augment, self.dtype = torch.device(device), augment, dtype
-        self.channels_last = channels_last
+        self.device, self.augment, self.channels_last = torch.device(device), augment, channels_last
         self.labels = torch.as_tensor(labels).to(self.device, torch.int64)
         self.height, self.width, n_channels = pixels.shape[1:]
         # (N, H + 2p, W + 2p, C)
@@ -253,7 +251,7 @@ class DeviceBatches(Batches):
     def _images(self, plan: Tensor) -> Tensor:
         """(B, C, H, W) the images of some columns of the plan."""
         pixels = self._cropped(plan) if self.augment else self.pixels[plan[0]]  # (B, H, W, C) uint8
-        images = torch.mul(pixels, self._scale).add_(self._shift).to(self.dtype).permute(0, 3, 1, 2)
+        images = torch.mul(pixels, self._scale).add_(self._shift).permute(0, 3, 1, 2)
         return images if self.channels_last else images.contiguous()
 
     def _cropped(self, plan: Tensor) -> Tensor:

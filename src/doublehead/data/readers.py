@@ -121,20 +121,16 @@ def read_image_folder(
     return ImageFiles(tuple(files), np.array(labels, np.int64)), names
 
 
-def read_image_files(samples: ImageFiles, size: tuple[int, int] | None = None) -> Images:
-    """Decode image files into memory as RGB, resized to `size` (height, width); without it all must have one size."""
+def read_image_files(samples: ImageFiles) -> Images:
+    """Decode image files of one size into memory as RGB."""
     pillow = require("PIL.Image", extra="data")
     images = []
     for file in samples.files:
         with naming(file), pillow.open(file) as image:
-            colour = image.convert("RGB")
-            images.append(
-                np.asarray(colour.resize(size[::-1], pillow.Resampling.BILINEAR) if size else colour)
-            )
+            images.append(np.asarray(image.convert("RGB")))
         if images[-1].shape != images[0].shape:
             raise ValueError(
-                f"images must have one shape unless size is given, got {images[-1].shape} in {file} "
-                f"after {images[0].shape}"
+                f"images must have one shape, got {images[-1].shape} in {file} after {images[0].shape}"
             )
     return Images(np.stack(images), samples.labels)
 

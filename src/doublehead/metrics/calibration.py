@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -15,7 +14,6 @@ from doublehead.score_arrays import BITS
 from doublehead.torch_tools import one_thread
 
 Components: TypeAlias = Literal["top", "all", "classwise"]
-Norm: TypeAlias = Literal["l1", "l2"]
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 MESH = 1 << 15  # intervals of 0..1 on which smooth ECE is worked out
@@ -79,35 +77,17 @@ def adaptive_ece(p: Predictions, n_bins: int = 15) -> float:
     return float(excess.abs().sum() / counts.sum())
 
 
-def debiased_ece(p: Predictions, n_bins: int = 15, norm: Norm = "l2") -> float:
+def debiased_ece(p: Predictions, n_bins: int = 15) -> float:
     """Calibration error with the part removed that chance alone puts into equal-mass bins (Kumar et al. 2019).
 
-    Use it to compare models on test sets of different or small size. "l2" subtracts from each squared gap the
-    variance of the bin's accuracy and takes the root (0 where noise explains everything; compare with `ece2`).
-    "l1" subtracts the mean rise of |gap| under normal noise of that variance (compare with `adaptive_ece`).
+    Use it to compare models on test sets of different or small size, beside `ece2`. The variance of a bin's accuracy
+    is subtracted from its squared gap, and the root is taken of their mean: 0 where noise explains everything.
     """
     counts, excess, right = _equal_mass(*_cumulative(*p.top_label()), n_bins)
     gap, hit = excess / counts, right / counts
-    spread = hit * (1 - hit)
-    if _check_norm(norm) == "l2":
-        # A bin of one sample says nothing about its own variance and counts as 0.
-        squares = (gap.square() - spread / (counts - 1)).where(counts > 1, 0.0)
-        return float(((counts * squares).sum() / counts.sum()).clamp(min=0).sqrt())
-    noisy = _mean_folded_normal(gap, (spread / counts).sqrt())
-    return float((counts * (2 * gap.abs() - noisy)).sum() / counts.sum())
-
-
-def ece_sweep(p: Predictions, norm: Norm = "l1") -> float:
-    """ECE over the largest number of equal-mass bins whose accuracies still rise with confidence (Roelofs et al. 2022).
-
-    Use it when no number of bins is given by custom: the data choose it, which lowers the bias of a fixed choice.
-    The sweep starts at one bin and stops before the first number of bins that breaks monotony.
-    """
-    sums = _cumulative(*p.top_label())
-    counts, excess, _ = _equal_mass(*sums, _sweep(*sums))
-    if _check_norm(norm) == "l2":
-        return float(((excess.square() / counts).sum() / counts.sum()).sqrt())
-    return float(excess.abs().sum() / counts.sum())
+    # A bin of one sample says nothing about its own variance and counts as 0.
+    squares = (gap.square() - hit * (1 - hit) / (counts - 1)).where(counts > 1, 0.0)
+    return float(((counts * squares).sum() / counts.sum()).clamp(min=0).sqrt())
 
 
 # --- without bins
@@ -206,32 +186,6 @@ def _equal_mass(confidence_sums: Tensor, correct_sums: Tensor, n_bins: int) -> t
     edges = torch.arange(n_bins + 1) * n // n_bins
     right = correct_sums[edges].diff()
     return edges.diff().double(), confidence_sums[edges].diff() - right, right
-
-
-def _sweep(confidence_sums: Tensor, correct_sums: Tensor) -> int:
-    """The largest number of equal-mass bins up to which accuracies never fall from one bin to the next."""
-    n = len(correct_sums) - 1
-    slack = 1e-9  # running sums of up to 1e7 samples round by less
-    if bool((correct_sums.diff().diff() >= -slack).all()):
-        return n
-    for n_bins in range(2, n + 1):
-        counts, _, right = _equal_mass(confidence_sums, correct_sums, n_bins)
-        if bool(((right / counts).diff() < -slack).any()):
-            return n_bins - 1
-    return n
-
-
-def _mean_folded_normal(mean: Tensor, deviation: Tensor) -> Tensor:
-    """The mean of |X| for normal X; |mean| where the deviation is 0."""
-    ratio = mean / deviation.clamp(min=1e-300)
-    height: Tensor = math.sqrt(2 / math.pi) * deviation * (-0.5 * ratio.square()).exp()
-    return height + mean * torch.erf(ratio / math.sqrt(2))
-
-
-def _check_norm(norm: Norm) -> Norm:
-    if norm not in ("l1", "l2"):
-        raise ValueError(f"norm must be 'l1' or 'l2', got {norm!r}")
-    return norm
 
 
 def _sorted_excess(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:

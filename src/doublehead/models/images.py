@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -51,14 +50,9 @@ class SmallCNN(nn.Module):
         self.hidden = nn.Sequential(nn.Linear(channels[-1] * height * width, hidden), nn.ReLU())
         self.classifier = nn.Linear(hidden, n_classes)
 
-    def features(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, hidden)."""
-        features: Tensor = self.hidden(self.maps(images).flatten(1))
-        return features
-
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> logits (B, K)."""
-        logits: Tensor = self.classifier(self.features(images))
+        logits: Tensor = self.classifier(self.hidden(self.maps(images).flatten(1)))
         return logits
 
 
@@ -89,51 +83,38 @@ def from_torchvision(
         setattr(stem, first, layer)
     if small:
         setattr(stem, pool, nn.Identity())
-    return _loaded(network, arch, weights, last="classifier" if dense else "fc")
-
-
-def _loaded(network: nn.Module, arch: str, weights: str | None, last: str) -> nn.Module:
-    """Load `weights`; a last layer for another number of classes keeps its fresh values."""
-    if weights is None:
-        return network
-    state = _read(arch, weights)
-    own = network.state_dict()
-    if f"{last}.weight" in state and state[f"{last}.weight"].shape != own[f"{last}.weight"].shape:
-        state |= {name: own[name] for name in (f"{last}.weight", f"{last}.bias")}
-    unlike = [name for name in sorted(own.keys() | state.keys()) if _shape(own, name) != _shape(state, name)]
-    if unlike:
-        name = unlike[0]
-        raise ValueError(
-            f"weights must fit {arch}, got {len(unlike)} tensors in {weights!r} that do not, first {name!r} "
-            f"(network: {_shape(own, name)}, weights: {_shape(state, name)}); ImageNet weights need an input above "
-            "64x64 with 3 channels"
-        )
-    network.load_state_dict(state)
+    if weights is not None:
+        _load(network, arch, weights, last="classifier" if dense else "fc")
     return network
 
 
-def _shape(state: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(state[name].shape) if name in state else None
+def _load(network: nn.Module, arch: str, weights: str, last: str) -> None:
+    """Load `weights`; a last layer for another number of classes keeps its fresh values."""
+    state, own = _read(arch, weights), network.state_dict()
+    if f"{last}.weight" in state and state[f"{last}.weight"].shape != own[f"{last}.weight"].shape:
+        state |= {name: own[name] for name in (f"{last}.weight", f"{last}.bias")}
+    try:
+        network.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(
+            f"weights must fit {arch}, got {weights!r}; ImageNet weights need an input above 64x64 with 3 channels. "
+            f"{error}"
+        ) from error
 
 
 def _read(arch: str, weights: str) -> dict[str, Tensor]:
     if weights.endswith(".safetensors"):
         if not Path(weights).is_file():
             raise FileNotFoundError(f"weights must be an existing file, got {weights!r}")
-        state: dict[str, Tensor] = require("safetensors.torch", extra="train").load_file(weights)
-        return state
+        return dict(require("safetensors.torch", extra="train").load_file(weights))
     known = require("torchvision.models", extra="models").get_model_weights(arch)
     if weights not in known.__members__:
         raise ValueError(
             f"weights must be a .safetensors file or one of {list(known.__members__)} for {arch}, "
             f"got {weights!r}"
         )
-    return _download(known[weights].url)
-
-
-def _download(url: str) -> dict[str, Tensor]:
-    """Download torchvision's file, check it against the hash in its name, and load it without running code."""
-    state = torch.hub.load_state_dict_from_url(url, map_location="cpu", check_hash=True, weights_only=True)
+    # torchvision's file is checked against the hash in its name, and loaded without running code
+    state = known[weights].get_state_dict(map_location="cpu", check_hash=True, weights_only=True)
     # Old DenseNet files have norm.1 instead of norm1.
     return {re.sub(r"\.(norm|conv)\.([12])\.", r".\1\2.", name): tensor for name, tensor in state.items()}
 
@@ -171,14 +152,10 @@ class WideResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(self.classifier.bias)
 
-    def features(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, 64 * width)."""
-        maps = self.group3(self.group2(self.group1(self.stem(images))))
-        return F.relu(self.norm(maps)).mean((2, 3))
-
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> logits (B, K)."""
-        logits: Tensor = self.classifier(self.features(images))
+        maps = self.group3(self.group2(self.group1(self.stem(images))))
+        logits: Tensor = self.classifier(F.relu(self.norm(maps)).mean((2, 3)))
         return logits
 
 

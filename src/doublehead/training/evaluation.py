@@ -208,8 +208,7 @@ def shift_numbers(
                 shifted, clean = (Predictions(q.logits * scale, q.labels) for q in (p, test[output]))
                 few = epoch_numbers({"": shifted})[""]
                 numbers = few if labelled else {"mean_confidence": few["mean_confidence"]}
-                with algorithms(deterministic=False):  # as in `final_numbers`
-                    auroc = float(metrics.auroc(clean.confidence, shifted.confidence))
+                auroc = metrics.auroc(clean.confidence, shifted.confidence)
                 made[name][output + suffix] = {**numbers, "auroc": auroc}
     return made
 
