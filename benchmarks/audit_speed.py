@@ -12,25 +12,19 @@ prints, which has intervals, the floor and the tests besides.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import records
 from pyarrow import csv, parquet
 
-import doublehead
-
-RESULTS = Path(__file__).parent / "results" / "audit_speed.json"
 PEER = """
 import sys, numpy as np, pandas as pd
 from sklearn.metrics import accuracy_score, log_loss
@@ -104,13 +98,10 @@ def measured(command: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.arguments(__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -142,15 +133,9 @@ def main() -> None:
             "start": start,
             "rounds": options.rounds,
             "results": found,
-            "cpu": platform.processor() or platform.machine(),
-            "load": os.getloadavg()[0],
-            "versions": {
-                "doublehead": doublehead.__version__,
-                **{package: version(package) for package in ("torch", "pyarrow", "pandas", "scikit-learn")},
-            },
-            "date": datetime.now(timezone.utc).date().isoformat(),
         }
-        RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+        packages = ("doublehead", "pyarrow", "pandas", "scikit-learn")
+        records.save("audit_speed", facts | records.about(packages))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ in memory ("loader"), or are slices of these tensors ("slices"), for which the b
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import time
-from pathlib import Path
 
+import records
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -78,9 +76,8 @@ def measure(name: str, source: str, duration: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = records.arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=25, help="for each network and source")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {
@@ -90,14 +87,11 @@ def main() -> None:
     result = {
         "what": "CPU time per step of the loop alone and with DoubleHead.step(), every=10, one thread",
         "results": found,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "machine": platform.machine(),
-        "date": time.strftime("%Y-%m-%d"),
+        **records.about(),
     }
     print(json.dumps(result, indent=1))
     if options.save:
-        path = Path(__file__).parent / "results" / "companion_overhead.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        records.save("companion_overhead", result)
 
 
 if __name__ == "__main__":

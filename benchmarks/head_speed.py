@@ -10,19 +10,10 @@ was fitted to, so it compares solvers, not methods.
 
 from __future__ import annotations
 
-import temperature_speed  # isort: skip
-import argparse
-import json
-import math
-import os
-import platform
+import records  # isort: skip
 import sys
-import time
 import warnings
-from collections.abc import Callable
-from datetime import datetime, timezone
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +24,7 @@ from doublehead import metrics
 from doublehead.calibrators import Head, Temperature
 from doublehead.predictions import Predictions
 
-RESULTS = Path(__file__).parent / "results" / "head_speed.json"
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
-Fit = Callable[[Predictions], Predictions]
 
 
 def stored(run: str) -> Predictions:
@@ -77,53 +66,33 @@ def structured_matrix(p: Predictions) -> Predictions:
 
 
 def measure(p: Predictions, rounds: int) -> dict[str, dict[str, Any]]:
-    fits: dict[str, Fit] = {
-        "temperature": lambda p: Temperature().fit(p).calibrate(p),
-        "staged head": lambda p: Head().fit(p).calibrate(p),
-        "probmetrics sms": structured_matrix,
+    fits = {
+        "temperature": lambda: Temperature().fit(p).calibrate(p),
+        "staged head": lambda: Head().fit(p).calibrate(p),
+        "probmetrics sms": lambda: structured_matrix(p),
     }
-    found: dict[str, dict[str, Any]] = {name: {"seconds": math.inf} for name in fits}
-    for _ in range(rounds):
-        for name, fit in fits.items():
-            start = time.process_time()
-            try:
-                out = fit(p)
-            except Exception as error:  # peers fail in many ways
-                found[name]["error"] = f"{type(error).__name__}: {error}"[:200]
-                continue
-            seconds = min(found[name]["seconds"], time.process_time() - start)
-            found[name] = {"seconds": round(seconds, 3), "nll": round(float(metrics.nll(out)), 5)}
-    return found
+    return {
+        name: {"error": row["error"]}
+        if "error" in row
+        else {"seconds": round(row["cpu"], 3), "nll": round(float(metrics.nll(row["value"])), 5)}
+        for name, row in records.take_turns(fits, rounds).items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    record: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "rounds": options.rounds,
-        "python": platform.python_version(),
-        "device": f"{temperature_speed.cpu_name()}, 1 thread",
-        "load": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("torch", "numpy", "probmetrics")},
-        "works": {},
-    }
+    record: dict[str, Any] = {**records.about(["probmetrics"]), "rounds": options.rounds, "works": {}}
     for name, (p, goal) in works().items():
         found = measure(p, options.rounds)
         record["works"][name] = {"goal": goal, "results": found}
         for method, row in found.items():
-            print(
-                f"{name:16s}{method:18s}{row['seconds']:9.3f} s  {row.get('nll', row.get('error'))}",
-                flush=True,
-            )
+            print(f"{name:16s}{method:18s}{row}", flush=True)
     if options.save:
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        records.save("head_speed", record)
 
 
 if __name__ == "__main__":

@@ -18,28 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import records
 import torch
 
 from doublehead import metrics
 from doublehead.bins import Bins
 from doublehead.predictions import Predictions
-from doublehead.system import require
 
 Candidate = Callable[[], Any]
-RESULTS = Path(__file__).parent / "results" / "metrics_speed.json"
 INSTRUCTION_SETS = {  # the environment that holds torch to a set of instructions
     "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -71,19 +66,6 @@ def make_logits(rows: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     other = torch.randint(classes, (rows,), generator=generator)
     labels = torch.where(torch.rand(rows, generator=generator) < 0.75, logits.argmax(1), other)
     return logits, labels
-
-
-def installed(wanted: list[str]) -> dict[str, Any]:
-    """The peers that can be imported; the reason is printed for each that cannot."""
-    peers = {}
-    for module, package in PACKAGES.items():
-        if wanted and package not in wanted:
-            continue
-        try:
-            peers[module] = require(module, extra="dev")
-        except Exception as error:  # peers fail in many ways
-            print(f"skipped {package}: {type(error).__name__}: {error}", file=sys.stderr)
-    return peers
 
 
 def sklearn_ece(confidence: np.ndarray, correct: np.ndarray, strategy: str) -> float:
@@ -203,26 +185,12 @@ def adaptive(peers: dict[str, Any], probs: torch.Tensor, labels: torch.Tensor) -
 
 
 def measure(candidates: dict[str, Candidate], rounds: int) -> dict[str, dict[str, Any]]:
-    """The fastest of some rounds of each candidate, in which all take turns, and the number it gave."""
-    results: dict[str, dict[str, Any]] = {
-        name: {"cpu": float("inf"), "wall": float("inf")} for name in candidates
-    }
-    for round_ in range(rounds):
-        for name, candidate in candidates.items():
-            row = results[name]
-            if "error" in row or (round_ and row["cpu"] > 2):
-                continue
-            wall, cpu = time.perf_counter(), time.process_time()
-            try:
-                row["value"] = float(candidate())
-            except Exception as error:  # a peer that fails is a result too
-                row.update(cpu=None, wall=None, error=f"{type(error).__name__}: {error}"[:200])
-                continue
-            row["cpu"] = min(row["cpu"], time.process_time() - cpu)
-            row["wall"] = min(row["wall"], time.perf_counter() - wall)
+    """`records.take_turns`, and the ratios to our own times."""
+    results = records.take_turns(candidates, rounds, once=2)
     ours = results["doublehead"]
     for row in results.values():
         if "error" not in row:
+            row["value"] = float(row["value"])
             row["cpu_ratio"], row["wall_ratio"] = row["cpu"] / ours["cpu"], row["wall"] / ours["wall"]
     return results
 
@@ -261,7 +229,9 @@ def run_setting(arguments: argparse.Namespace) -> dict[str, Any]:
     """All works under the setting that the parent process put into the environment."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads[0])
-    peers = installed(arguments.peers)
+    wanted = {m: name for m, name in PACKAGES.items() if not arguments.peers or name in arguments.peers}
+    found = records.installed(wanted)
+    peers = {module: found[name] for module, name in wanted.items() if name in found}
     logits, labels = make_logits(arguments.rows, arguments.classes)
     dtype = getattr(torch, arguments.types[0])
     logits, probs = logits.to(dtype), logits.softmax(1).to(dtype)
@@ -280,15 +250,13 @@ def run_setting(arguments: argparse.Namespace) -> dict[str, Any]:
         wanted = {name: candidate for name, candidate in candidates.items() if name not in skip}
         measured[work] = measure(wanted, arguments.rounds)
         show(work, measured[work])
-    versions = {name: version(name) for name in ["torch", "numpy", *(PACKAGES[module] for module in peers)]}
     return {
         "set": arguments.sets[0],
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": arguments.threads[0],
         "type": arguments.types[0],
-        "load": os.getloadavg()[0],
         "works": measured,
-        "versions": versions,
+        "about": records.about(found, f"{os.cpu_count()} cores"),
         "streaming_state_bytes": streaming_state(peers, logits, labels),
     }
 
@@ -345,16 +313,8 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.arguments(__doc__)
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--classes", type=int, default=1_000)
     parser.add_argument("--rounds", type=int, default=9)
@@ -366,7 +326,6 @@ def main() -> None:
     parser.add_argument(
         "--slow", action="store_true", help="also run the peers that take over five seconds each"
     )
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inner:
@@ -387,22 +346,19 @@ def main() -> None:
 
 
 def write(arguments: argparse.Namespace, settings: list[dict[str, Any]], measured_at: str) -> None:
+    loads = [{**setting, "load": setting["about"]["load"]} for setting in settings]
     record = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **{key: value for key, value in settings[-1]["about"].items() if key != "load"},
         "commit": measured_at,
         "rows": arguments.rows,
         "classes": arguments.classes,
         "rounds": arguments.rounds,
         "seconds": "cpu: of all threads of the process; wall: passed; each the fastest round",
-        "python": platform.python_version(),
-        "device": f"{cpu_name()}, {os.cpu_count()} cores",
         "note": "the machine was shared while this ran: compare within a setting, not between them",
-        "versions": settings[0]["versions"],
         "lowest": lowest(settings),
-        "settings": [{k: v for k, v in setting.items() if k != "versions"} for setting in settings],
+        "settings": [{k: v for k, v in setting.items() if k != "about"} for setting in loads],
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    records.save("metrics_speed", record)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,10 @@ packages (probmetrics also needs numba and relplot, which it does not name).
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import sys
 import warnings
 from collections.abc import Callable
-from datetime import datetime, timezone
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -27,15 +23,14 @@ from typing import Any, NamedTuple
 
 import definitions as by
 import numpy as np
+import records
 import torch
 
 from doublehead import metrics
 from doublehead.calibrators import Temperature
 from doublehead.predictions import Predictions
-from doublehead.system import require
 
-ROOT = Path(__file__).parent
-RESULTS, DOCS = ROOT / "results" / "peers_agreement.json", ROOT.parent / "docs" / "peers.md"
+DOCS = Path(__file__).parents[1] / "docs" / "peers.md"
 MARKS = ("<!-- written by benchmarks/peers_agreement.py -->", "<!-- end -->")
 SAME = 2e-6  # float32 probabilities of 10,000 samples leave about 1e-7
 PEERS = {
@@ -316,30 +311,14 @@ def as_markdown(rows: list[dict[str, Any]], installed: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def find_peers() -> dict[str, str]:
-    """The peers that can be imported, with their versions; the reason is printed for each that cannot."""
-    found = {}
-    for module, package in PEERS.items():
-        try:
-            require(module, extra="dev")
-            import_module(
-                {"netcal": "netcal.scaling", "probmetrics": "probmetrics.metrics"}.get(module, module)
-            )
-            found[module] = version(package)
-        except Exception as error:
-            print(f"skipped {package}: {type(error).__name__}: {error}", file=sys.stderr)
-    return found
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.arguments(__doc__)
     parser.add_argument("file", type=Path, help=".npz with val_logits, val_labels, test_logits, test_labels")
-    parser.add_argument("--save", action="store_true", help="write the JSON and the table in docs/peers.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    installed = find_peers()
+    parts = {"netcal": "netcal.scaling", "probmetrics": "probmetrics.metrics"}
+    found = records.installed({parts.get(module, module): name for module, name in PEERS.items()})
+    installed = {module: version(name) for module, name in PEERS.items() if name in found}
     arrays = np.load(arguments.file)
     val = Predictions(arrays["val_logits"], arrays["val_labels"].astype(np.int64))
     test = Predictions(arrays["test_logits"], arrays["test_labels"].astype(np.int64))
@@ -366,14 +345,9 @@ def main() -> int:
 
 
 def save(table: list[dict[str, Any]], text: str, installed: dict[str, str], name: str) -> None:
-    about = {
-        "file": name,
-        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "versions": {"torch": version("torch"), "numpy": version("numpy"), **installed},
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({**about, "rows": table}, indent=2) + "\n", encoding="utf-8")
+    about = records.about()
+    versions = about["versions"] | installed
+    records.save("peers_agreement", {"file": name, **about, "versions": versions, "rows": table})
     page = DOCS.read_text(encoding="utf-8")
     before, _, rest = page.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])

@@ -9,13 +9,13 @@ images and measured on its 10,000 test images. Nothing is downloaded; it takes a
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import records
 import torch
 from torch import Tensor
 
@@ -48,10 +48,7 @@ def cell(method: str, form: str, splits: list[Predictions]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--save", action="store_true")
+    parser = records.arguments(__doc__)
     options = parser.parse_args()
     torch.set_num_threads(1)
     from results import StoredRun

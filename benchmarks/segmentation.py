@@ -10,23 +10,22 @@ keeps the confidence of every pixel.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-RESULT = Path(__file__).parent / "results" / "segmentation.json"
+import records
+
 HEIGHT, WIDTH, CLASSES, IGNORED = 1024, 2048, 19, 255
 
 
 def main() -> None:
     """Print a table, or with --library one row of it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = records.arguments(__doc__)
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--library", choices=LIBRARIES)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     if options.library:
         print(json.dumps(measure(options.library, options.images)))
@@ -42,12 +41,9 @@ def main() -> None:
         cells = f"{row['seconds']:.2f} | {row['mib']:.0f} | {row['ece']:.5f}"
         print(f"| {library} | {options.images} | {cells} |", flush=True)
     if options.save:
-        import torch
-
-        from doublehead.training.run_folder import environment
-
-        found = {"images": options.images, "rows": rows, "environment": environment(torch.device("cpu"))}
-        RESULT.write_text(json.dumps(found, indent=1) + "\n")
+        records.save(
+            "segmentation", {"images": options.images, "rows": rows, **records.about(["torchmetrics"])}
+        )
 
 
 def measure(library: str, n_images: int) -> dict[str, float]:

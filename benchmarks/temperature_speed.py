@@ -10,26 +10,14 @@ at a candidate's temperature lies above the lowest one, that of a golden-section
 told from 0 below about 1e-15.
 """
 
-# ruff: noqa: E402 (the number of threads is set before numpy and torch are loaded)
 from __future__ import annotations
 
-import os
-
-for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-    os.environ[name] = "1"
-
-import argparse
-import json
+import records  # isort: skip
 import logging
 import math
-import platform
-import sys
-import time
 import warnings
 from collections.abc import Callable
-from datetime import datetime, timezone
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +28,8 @@ from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators import Temperature
 from doublehead.predictions import Predictions
-from doublehead.system import require
 
 Candidate = Callable[[], float]  # a temperature
-RESULTS = Path(__file__).parent / "results" / "temperature_speed.json"
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 PACKAGES = {  # what is imported -> what is installed
     "sklearn.calibration": "scikit-learn",
@@ -77,18 +63,6 @@ def arrays() -> dict[str, tuple[Tensor, Tensor]]:
         with np.load(path) as real:
             both = torch.from_numpy(real["logits"]).float(), torch.from_numpy(real["labels"]).long()
         found["ResNet-50 on ImageNet, 5,000 x 1,000"] = both
-    return found
-
-
-def peers() -> dict[str, Any]:
-    """The peers that can be imported; the reason is printed for each that cannot."""
-    found = {}
-    for module, package in PACKAGES.items():
-        try:
-            require("torchvision", extra="models")
-            found[package] = import_module(module)
-        except Exception as error:  # peers fail in many ways
-            print(f"skipped {package}: {type(error).__name__}: {error}", file=sys.stderr)
     return found
 
 
@@ -147,25 +121,14 @@ def lowest_nll(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 def measure(logits: Tensor, labels: Tensor, found: dict[str, Any], rounds: int) -> dict[str, Any]:
     optimum, lowest = lowest_nll(logits, labels)
-    work: dict[str, Any] = {"optimal_temperature": optimum, "lowest_nll": lowest, "results": {}}
-    for _ in range(rounds):
-        for name, candidate in candidates(found, logits, labels).items():
-            row = work["results"].setdefault(name, {"seconds": math.inf})
-            if "error" in row:
-                continue
-            start = time.process_time()
-            try:
-                temperature = candidate()
-            except Exception as error:  # a peer that fails is a result too
-                row.update(seconds=None, error=f"{type(error).__name__}: {error}")
-                continue
-            row["seconds"] = min(row["seconds"], time.process_time() - start)
-            row["temperature"] = temperature
-            row["above"] = mean_nll(logits, labels, 1 / temperature) - lowest
-    for row in work["results"].values():
-        if row["seconds"] is not None:
-            row["ratio"] = row["seconds"] / work["results"]["doublehead"]["seconds"]
-    return work
+    rows = records.take_turns(candidates(found, logits, labels), rounds)
+    for row in rows.values():
+        row["seconds"] = row.pop("cpu")
+        if "error" not in row:
+            row["temperature"] = row.pop("value")
+            row["above"] = mean_nll(logits, labels, 1 / row["temperature"]) - lowest
+            row["ratio"] = row["seconds"] / rows["doublehead"]["seconds"]
+    return {"optimal_temperature": optimum, "lowest_nll": lowest, "results": rows}
 
 
 def show(name: str, work: dict[str, Any]) -> None:
@@ -181,38 +144,20 @@ def show(name: str, work: dict[str, Any]) -> None:
         print(f"  {peer:36s}{numbers}")
 
 
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
-    found = peers()
-    record: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "rounds": arguments.rounds,
-        "python": platform.python_version(),
-        "device": f"{cpu_name()}, 1 thread",
-        "load": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ["torch", "numpy", *found]},
-        "works": {},
-    }
+    found = records.installed(PACKAGES)
+    record: dict[str, Any] = {**records.about(found), "rounds": arguments.rounds, "works": {}}
     for name, (logits, labels) in arrays().items():
         record["works"][name] = measure(logits, labels, found, arguments.rounds)
         show(name, record["works"][name])
     if arguments.save:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        records.save("temperature_speed", record)
 
 
 if __name__ == "__main__":

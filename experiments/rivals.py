@@ -18,10 +18,9 @@ classes are cats and dogs, and animals and vehicles.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import blind
 import numpy as np
@@ -52,25 +51,21 @@ LEVEL = 5e-5  # differences of the NLL that are level whatever their interval: n
 JUDGED = 5000
 EPOCHS = 40  # of the paper's head on ImageNet
 DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages"]
+SUMMARY = ["worse", "worst", "temperature_worse", "temperature_worst", "opened"]
+Case = tuple[
+    str, Splits, Tensor | None
+]  # name, and the test logits of another head than the staged one on logits
 
 
 # --- classifiers
 
 
-class Case(NamedTuple):
-    """One classifier; `head` gives the test logits of another head than the staged one on logits."""
-
-    name: str
-    splits: Splits
-    head: Callable[[], Tensor] | None = None
-
-
-def resnet110(shared: Path) -> Case:
+def resnet110(shared: Path) -> tuple[str, Splits]:
     """A published ResNet-110 on CIFAR-10."""
     with np.load(shared / "logits" / "resnet110_c10.npz") as file:
-        arrays = {name: torch.from_numpy(file[name]) for name in file}
-    splits = [Split(arrays[f"{s}_labels"].long(), arrays[f"{s}_logits"].float()) for s in ("val", "test")]
-    return Case("cifar10-resnet110", Splits(*splits))
+        parts = [(file[f"{s}_labels"], file[f"{s}_logits"]) for s in ("val", "test")]
+    splits = (Split(torch.from_numpy(y).long(), torch.from_numpy(z).float()) for y, z in parts)
+    return "cifar10-resnet110", Splits(*splits)
 
 
 def imagenet(shared: Path) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,29 +85,23 @@ def imagenet_halves(shared: Path) -> Iterator[Case]:
     for seed in range(HALVES):
         order = torch.rand(1000, 5, generator=torch.Generator().manual_seed(seed)).argsort(1)
         chosen = by_class.gather(1, order)
-        calib, test = chosen[:, :2].reshape(-1), chosen[:, 2:4].reshape(-1)
-        splits = Splits(*(Split(labels[rows], logits[rows]) for rows in (calib, test)))
-        heads = {"": None, ", features": partial(features_head, layer)}
+        halves = chosen[:, :2].reshape(-1), chosen[:, 2:4].reshape(-1)
+        splits = Splits(*(Split(labels[rows], logits[rows]) for rows in halves))
+        calib, test = (features[rows] for rows in halves)
+        name, head = f"imagenet-resnet50, half {seed}", Head()
+        yield name, splits, None
+        head.fit(splits.calib.predictions, features=calib, last_layer=layer)
+        with torch.no_grad():
+            yield f"{name}, features", splits, head(splits.test.main, test)
         if seed == 0:  # it is far behind
-            heads[", paper's head"] = paper_head
-        for what, head in heads.items():
-            own = None if head is None else partial(head, *splits, features[calib], features[test])
-            yield Case(f"imagenet-resnet50, half {seed}{what}", splits, own)
+            yield f"{name}, paper's head", splits, paper_head(splits, calib, test)
 
 
-def features_head(
-    layer: Tensor, calib: Split, test: Split, features: Tensor, test_features: Tensor
-) -> Tensor:
-    """Test logits (N, K) of the staged head that reads features and the last layer."""
-    head = Head().fit(calib.predictions, features=features, last_layer=layer)
-    with torch.no_grad():
-        return head(test.main, test_features)
-
-
-def paper_head(calib: Split, test: Split, features: Tensor, test_features: Tensor) -> Tensor:
+def paper_head(splits: Splits, features: Tensor, test_features: Tensor) -> Tensor:
     """Test logits (N, K) of the paper's head, trained on the finished network with a cosine schedule."""
+    calib, logits = splits.calib, splits.test.main
     torch.manual_seed(0)
-    bank, rate = HeadBank(features.shape[1], test.main.shape[1], [PAPER]), torch.zeros(1, requires_grad=True)
+    bank, rate = HeadBank(features.shape[1], logits.shape[1], [PAPER]), torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([rate], lr=1.0)  # holds the schedule
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     training, none = HeadTraining(bank, follow=optimizer), torch.zeros_like(calib.labels)
@@ -123,7 +112,7 @@ def paper_head(calib: Split, test: Split, features: Tensor, test_features: Tenso
         optimizer.step()
         schedule.step()
     with evaluating(bank), torch.no_grad():
-        return bank(test.main, test_features)[0]
+        return bank(logits, test_features)[0]
 
 
 # --- versus
@@ -131,44 +120,39 @@ def paper_head(calib: Split, test: Split, features: Tensor, test_features: Tenso
 
 def versus(shared: Path | None) -> None:
     """Measure all classifiers that are at hand; rows of others are kept."""
-    cases = {} if shared is None else {"development": [resnet110(shared), *imagenet_halves(shared)]}
-    files = [file for file in blind.files() if file.exists()]
-    cases["after"] = [Case(file.stem, blind.load(file)) for file in files]
-    rows = {(row["part"], row["name"]): row for row in pd.read_csv(VERSUS).to_dict("records")}
-    for part, (name, splits, head) in [(part, case) for part, own in cases.items() for case in own]:
+    cases = [] if shared is None else [("development", (*resnet110(shared), None))]
+    cases += [] if shared is None else [("development", case) for case in imagenet_halves(shared)]
+    cases += [("after", (file.stem, blind.load(file), None)) for file in blind.files() if file.exists()]
+    table = pd.read_csv(VERSUS)
+    rows = {(row["part"], row["name"]): row for row in table.to_dict("records")}
+    for part, (name, splits, logits) in cases:
         scores = {method: METHODS[method](splits) for method in ("none", *RIVALS, "head")}
-        if head is not None:
-            scores["head"] = Scores.of(Predictions(head(), splits.test.labels))
+        if logits is not None:
+            scores["head"] = Scores.of(Predictions(logits, splits.test.labels))
         numbers = scores["head"].numbers(scores["none"], scores["temperature"]) | against(splits, scores)
         made = {"part": part, "name": name, "calib": len(splits.calib.labels)} | numbers
         rows[part, name] = made | {f"nll_{method}": float(one.nll.mean()) for method, one in scores.items()}
         print(name, f"{numbers['nll']:.4f}", flush=True)
-    columns = pd.read_csv(VERSUS, nrows=0).columns
-    pd.DataFrame(list(rows.values()))[columns].to_csv(VERSUS, index=False, float_format="%.6g")
+    pd.DataFrame(list(rows.values()))[table.columns].to_csv(VERSUS, index=False, float_format="%.6g")
 
 
 # --- small calibration sets
 
 
 def networks(shared: Path | None) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, logits (N, K) and labels (N,)."""
-    cases = [Case(name, StoredRun(name).splits) for name in DRAWN]
-    for name, (calib, test), _ in cases + ([] if shared is None else [resnet110(shared)]):
+    """Name, logits (N, K) and labels (N,); of CIFAR-10 two classes, and two groups of classes, as well."""
+    cases = [(name, StoredRun(name).splits) for name in DRAWN] + ([resnet110(shared)] if shared else [])
+    for name, (calib, test) in cases:
         logits, labels = torch.cat([calib.main, test.main]), torch.cat([calib.labels, test.labels])
         yield name, logits, labels
         if name in (DRAWN[0], "cifar10-resnet110"):
-            yield from two_classes(name, logits, labels)
+            rows = torch.isin(labels, torch.tensor(CAT_DOG))
+            yield f"{name}, cat or dog", logits[rows][:, CAT_DOG], (labels[rows] == CAT_DOG[1]).long()
+            groups = torch.stack([logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
+            yield f"{name}, vehicle or animal", groups, torch.isin(labels, torch.tensor(ANIMALS)).long()
     if shared is not None:
         logits, _, labels = imagenet(shared)
         yield "imagenet-resnet50", logits, labels
-
-
-def two_classes(name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Two problems of two classes made from CIFAR-10: two of the classes, and two groups of classes."""
-    rows = torch.isin(labels, torch.tensor(CAT_DOG))
-    yield f"{name}, cat or dog", logits[rows][:, CAT_DOG], (labels[rows] == CAT_DOG[1]).long()
-    groups = torch.stack([logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
-    yield f"{name}, vehicle or animal", groups, torch.isin(labels, torch.tensor(ANIMALS)).long()
 
 
 def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[object, ...]]:
@@ -189,27 +173,16 @@ def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """By number of classes and samples: the share of draws with a loss above 0.002, and the largest loss."""
-    best = table[["raw", "temperature"]].min(axis=1)
-    worst, temperature_worst = table["head"] - best, table["temperature"] - best
-    found = table.assign(
-        worse=worst > WORSE,
-        worst=worst,
-        temperature_worse=temperature_worst > WORSE,
-        temperature_worst=temperature_worst,
-        opened=table.stages != "temperature",
-    )
+    best, found = table[["raw", "temperature"]].min(axis=1), table.copy()
+    for name, prefix in (("head", ""), ("temperature", "temperature_")):
+        found[f"{prefix}worst"] = table[name] - best
+        found[f"{prefix}worse"] = found[f"{prefix}worst"] > WORSE
+    found["opened"] = table.stages != "temperature"
     groups = found.groupby(["classes", "n"])
-    shares = groups[["worse", "temperature_worse", "opened"]].mean()
-    made = shares.join(groups[["worst", "temperature_worst"]].max())
-    made["draws"], made["gain"] = groups.size(), 1 - groups["head"].mean() / groups["temperature"].mean()
-    order = ["draws", "worse", "worst", "temperature_worse", "temperature_worst", "opened", "gain"]
-    return made[order].reset_index()
-
-
-def safety(shared: Path | None, draws: int) -> None:
-    """Draw small calibration sets from every network and write the summary."""
-    rows = [row for network in networks(shared) for seed in range(draws) for row in draw(seed, *network)]
-    summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
+    made = groups[SUMMARY].agg({name: "max" if name.endswith("worst") else "mean" for name in SUMMARY})
+    made.insert(0, "draws", groups.size())
+    made["gain"] = 1 - groups["head"].mean() / groups["temperature"].mean()
+    return made.reset_index()
 
 
 # --- tables
@@ -296,8 +269,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.what == "versus":
         versus(options.shared)
-    else:
-        safety(options.shared, options.draws)
+        return
+    rows = [
+        row for one in networks(options.shared) for seed in range(options.draws) for row in draw(seed, *one)
+    ]
+    summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from post_hoc import mean_of
 from results import HERE, Z, arguments, where_computed
 from shift_sets import KINDS, Seen, read
-from tables import SETS, Tables, markdown, publish
+from tables import SETS, Tables, markdown, percent, publish
 from torch import Tensor
 
 from doublehead import Predictions, metrics, plots
@@ -156,11 +156,6 @@ def density_aware(logits: Tensor, labels: Tensor, far: Tensor) -> Callable[[Tens
         kept[weights[:-1].argmax()] = False
 
 
-def short(run: str) -> str:
-    """Data set and network of a run."""
-    return run.partition("-cross")[0]
-
-
 def cells_of(split: str, kind: str) -> list[str]:
     """The names of the sets with one kind of shift."""
     return [f"{split}/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
@@ -202,18 +197,13 @@ def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def confidence(logits: Tensor) -> Tensor:
-    """(N,) the probability of each prediction."""
-    return logits.softmax(1).amax(1)
-
-
 def aurocs(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
     """How well confidence tells clean test images from noisy ones and from house numbers."""
     for output in ("none", "temperature", "head"):
         method = fitted(sets["calib/clean"].logits, sets["calib/clean"].labels, output)
-        clean = confidence(method(sets["test/clean"].logits))
+        sure = {name: method(sets[name].logits).softmax(1).amax(1) for name in ("test/clean", *SETS)}
         for name in SETS:
-            found = metrics.auroc(clean, confidence(method(sets[name].logits)))
+            found = metrics.auroc(sure["test/clean"], sure[name])
             yield {"run": run, "output": output, "set": name, "auroc": found}
 
 
@@ -237,8 +227,8 @@ def alarms(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
             guard.reset()
             guard(one.far[rows], one.logits[rows])
             raised += guard.shift.alarm
-        row = {"run": run, "left_out": "all", "method": "alarm-64", "cell": name.partition("/")[2]}
-        yield row | {"alarms": raised / n}
+        cell = name.partition("/")[2]
+        yield {"run": run, "left_out": "all", "method": "alarm-64", "cell": cell, "alarms": raised / n}
 
 
 # --- figures
@@ -269,7 +259,8 @@ def shift_table() -> str:
         ("*clean windows of 64 with an alarm*", clean),
     ):
         shown.loc[title] = shares.map("{:.1%}".format).str.replace("%", " %")
-    return markdown(shown.rename(columns=short).rename_axis("method").reset_index())
+    shown.columns = shown.columns.str.partition("-cross").get_level_values(0)
+    return markdown(shown.rename_axis("method").reset_index())
 
 
 def frontier(table: pd.DataFrame) -> Figure:
@@ -288,7 +279,7 @@ def frontier(table: pd.DataFrame) -> Figure:
             ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label.strip("*"), markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
-        ax.set(title=short(run), ylim=(0, 1.15), xlim=(-40, 40))
+        ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
         ax.set(xticks=TICKS, xticklabels=TICKS)
         ax.tick_params(labelbottom=True, labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
@@ -311,7 +302,7 @@ def stream(sets: Sets) -> Figure:
     correct = (whole.logits.argmax(1) == whole.labels).double()
     ax.plot(pd.Series(correct).rolling(64).mean(), color=plots.INK, label="accuracy")
     for name, label in (("temperature", "temperature scaling"), ("window-64", "guard")):
-        sure = confidence(methods[name]("stream")).double()
+        sure = methods[name]("stream").softmax(1).amax(1).double()
         ax.plot(pd.Series(sure).rolling(64).mean(), label=f"confidence, {label}")
     guard, alarm = guard_of(sets["calib/clean"]), []
     for far, z in zip(whole.far.split(1), whole.logits.split(1)):
@@ -367,16 +358,12 @@ def simulate(kind: str, samples: int, sets: int) -> Iterator[dict[str, Any]]:
 
 def alarms_table() -> str:
     """False alarms of simulated guards, in percent."""
-    lines = []
-    for (kind, samples), own in pd.read_csv(ALARMS).groupby(["stages", "samples"], sort=False):
-        line = {"stages": kind, "samples": f"{samples:,}", "false alarms": f"{100 * own.false.mean():.2f}"}
-        line |= {"in 95 % of sets at most": f"{100 * own.false.quantile(0.95):.2f}"}
-        line |= {
-            "alarms": f"{100 * own.seen.mean():.0f}",
-            "of a perfect test": f"{100 * own.known.mean():.0f}",
-        }
-        lines.append(line)
-    return markdown(lines)
+    groups = pd.read_csv(ALARMS).groupby(["stages", "samples"], sort=False)
+    made = pd.DataFrame({"false alarms": groups.false.mean().map(percent)})
+    made["in 95 % of sets at most"] = groups.false.quantile(0.95).map(percent)
+    made["alarms"] = groups.seen.mean().map("{:.0%}".format).str.rstrip("%")
+    made["of a perfect test"] = groups.known.mean().map("{:.0%}".format).str.rstrip("%")
+    return markdown(made.reset_index().assign(samples=lambda found: found.samples.map("{:,}".format)))
 
 
 # --- everything
@@ -393,8 +380,8 @@ def draw() -> None:
 @torch.no_grad()
 def write_measured(files: Sequence[Path], members: Sequence[Path]) -> None:
     """shift.csv and its certificate, auroc.csv, and the figure of a stream."""
-    about = {"runs": [path.stem for path in files], "members": [path.stem for path in members]}
-    about["environment"] = where_computed()
+    names = {"runs": [path.stem for path in files], "members": [path.stem for path in members]}
+    about = names | {"environment": where_computed()}
     measure(files, members).round(6).to_csv(TABLE, index=False)
     TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
     images = [path for path in files if path.stem.startswith("cifar10-")]

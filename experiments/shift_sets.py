@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from results import arguments
+from results import arguments, write_npz
 from run import reopened
 from torch import Tensor
 
@@ -75,8 +75,7 @@ def write(file: Path, sets: dict[str, Seen]) -> None:
         logits = (seen.logits * 64).round().clamp(-32000, 32000).short()
         small = seen._replace(logits=logits, far=seen.far.half())
         arrays |= {f"{name}/{field}": part.numpy() for field, part in small._asdict().items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(file, **arrays)
+    write_npz(file, arrays)
 
 
 def read(file: Path) -> dict[str, Seen]:
@@ -126,7 +125,14 @@ def text_sets(run: Run, root: str) -> Iterator[Set]:
                 rng = np.random.default_rng([level, number, split == "test"])
                 changed = [change(words[row], family, SHARES[level - 1], pool, rng) for row in rows]
                 yield _text_set(run, f"{split}/{family}/{level}", changed, labels[rows], rows)
-    for name, samples in _other_texts(run.config.data, root).items():
+    unknown = {}  # posts or sentences of the other data set; neutral sentences for a network of good and bad ones
+    if not run.config.data.startswith("20newsgroups"):
+        posts = load_test("20newsgroups-bydate", root)
+        unknown["20newsgroups"] = posts.take(np.random.default_rng(0).permutation(len(posts))[: 2 * N_TEXTS])
+    if run.config.data != "sst-fine":
+        sentences = load_test("sst-fine", root)
+        unknown["sst-neutral"] = sentences.take(np.flatnonzero(sentences.labels == 2))
+    for name, samples in unknown.items():
         words = [words[:50] for words in tokens_of(samples) if words][:N_TEXTS]
         yield _text_set(run, f"unknown/{name}", words, np.full(len(words), UNKNOWN))
 
@@ -167,18 +173,6 @@ def _text_set(run: Run, name: str, words: list[Words], labels: Any, rows: Any = 
     return name, batches, labels[order], rows[order]
 
 
-def _other_texts(data: str, root: str) -> dict[str, Any]:
-    """Neutral sentences for a network of good and bad ones, and posts or sentences of the other data set."""
-    found: dict[str, Any] = {}
-    if not data.startswith("20newsgroups"):
-        posts = load_test("20newsgroups-bydate", root)
-        found["20newsgroups"] = posts.take(np.random.default_rng(0).permutation(len(posts))[: 2 * N_TEXTS])
-    if data != "sst-fine":
-        sentences = load_test("sst-fine", root)
-        found["sst-neutral"] = sentences.take(np.flatnonzero(sentences.labels == 2))
-    return found
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
@@ -186,11 +180,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("seen"))
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
-    for path in options.folders:
-        folder = RunFolder(path)
-        write(
-            options.output / f"{folder.config.name}.npz", observe(folder, options.root, options.accelerator)
-        )
+    for folder in map(RunFolder, options.folders):
+        sets = observe(folder, options.root, options.accelerator)
+        write(options.output / f"{folder.config.name}.npz", sets)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_save_and_load(name: str, tmp_path) -> None:
 
 
 @every
-def test_float64_agrees_with_float32(name: str) -> None:
+def test_float64_agrees_with_float32_and_half_precision_is_widened(name: str) -> None:
     p = suited(name)
     wide = Predictions(p.logits.double(), p.labels)
     calibrator = new(name).fit(wide)
@@ -104,16 +104,12 @@ def test_float64_agrees_with_float32(name: str) -> None:
     assert all(v.dtype == torch.float64 for v in calibrator.state_dict().values() if v.is_floating_point())
     assert fitted(name)(p.logits).dtype == torch.float32
     torch.testing.assert_close(out.softmax(1).float(), fitted(name)(p.logits).softmax(1), rtol=0, atol=2e-4)
-
-
-@every
-def test_half_precision_is_widened(name: str) -> None:
-    logits = suited(name, seed=1).logits.bfloat16()
+    logits = p.logits.bfloat16()
     assert torch.equal(fitted(name)(logits), fitted(name)(logits.float()))
 
 
 @every
-def test_output_is_finite_and_of_the_same_shape(name: str) -> None:
+def test_output_is_finite_of_the_same_shape_and_keeps_the_argmax_where_promised(name: str) -> None:
     k = suited(name).n_classes
     ends = 300 * torch.eye(k), torch.zeros(1, k), -1e4 * torch.eye(k)
     logits = torch.cat([suited(name, seed=2).logits, *ends])
@@ -122,16 +118,10 @@ def test_output_is_finite_and_of_the_same_shape(name: str) -> None:
     assert torch.isfinite(out).all()
     stacked = logits[:40].reshape(2, 20, k)
     torch.testing.assert_close(fitted(name)(stacked).reshape(40, k), out[:40])
-
-
-@every
-def test_argmax_is_kept_where_promised(name: str) -> None:
-    calibrator = fitted(name)
-    k = suited(name).n_classes
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(2000, k, generator=generator) * torch.logspace(-3, 2, 2000)[:, None]
-    if calibrator.keeps_argmax:
-        assert torch.equal(calibrator(logits).argmax(1), logits.argmax(1))
+    if fitted(name).keeps_argmax:
+        assert torch.equal(fitted(name)(logits).argmax(1), logits.argmax(1))
 
 
 def test_which_calibrators_keep_the_argmax() -> None:
@@ -171,15 +161,10 @@ def test_overconfidence_is_repaired_on_new_data(name: str) -> None:
 
 
 @every
-def test_scikit_learn_clones_it(name: str) -> None:
-    base = pytest.importorskip("sklearn.base")
-    copy = base.clone(fitted(name))
+def test_parameters_are_set_by_name_and_cloned(name: str) -> None:
+    copy = pytest.importorskip("sklearn.base").clone(fitted(name))
     assert copy.get_params() == VARIANTS[name].get_params()
     assert not copy.is_fitted
-
-
-@every
-def test_parameters_are_set_by_name(name: str) -> None:
     calibrator = new(name)
     params = calibrator.get_params()
     assert calibrator.set_params(**params) is calibrator
@@ -216,15 +201,10 @@ def test_it_compiles_without_breaks(name: str) -> None:
 
 
 @every
-def test_a_wrong_number_of_classes_is_refused(name: str) -> None:
-    calibrator = fitted(name)
-    if calibrator._n_classes() is not None:
+def test_a_fit_wants_predictions_and_a_call_logits_of_as_many_classes(name: str) -> None:
+    if fitted(name)._n_classes() is not None:
         with pytest.raises(ValueError, match=r"logits must have shape \(\.\.\., \d\).* got \(3, 7\)"):
-            calibrator(torch.zeros(3, 7))
-
-
-@every
-def test_a_fit_wants_predictions_and_a_call_logits(name: str) -> None:
+            fitted(name)(torch.zeros(3, 7))
     with pytest.raises(TypeError, match="predictions must be a Predictions, got Tensor"):
         new(name).fit(torch.zeros(3, 2))
     with pytest.raises(TypeError, match=r"logits must be a tensor .*, got Predictions; calibrate\(\) takes"):

@@ -129,7 +129,7 @@ def test_what_is_wrong_is_one_sentence(arguments: list[str], said: str, tmp_path
     assert not any(tmp_path.iterdir())
 
 
-def test_missing_data(tmp_path: Path) -> None:
+def test_missing_data_and_wrong_methods(tmp_path: Path) -> None:
     for arguments in (["train"], ["compare"], ["data", "check", "cifar10"]):
         data = [] if arguments[0] == "data" else ["--data", "cifar10", "-o", tmp_path / "runs"]
         sentence = refused(*arguments, *data, "--root", tmp_path)
@@ -138,9 +138,6 @@ def test_missing_data(tmp_path: Path) -> None:
     sentence = refused("train", "--data", "fashio", "-o", tmp_path / "runs")
     assert "data set must be one of fashion, " in sentence
     assert "got 'fashio'; did you mean fashion?" in sentence
-
-
-def test_compare_refuses_what_belongs_to_a_method(tmp_path: Path) -> None:
     assert "--set takes NAME=VALUE" in refused("compare", *SMALL, "--set", "mixup=0.3", "-o", tmp_path)
     assert "--methods must name at least one of" in refused("compare", "--methods", ",", "-o", tmp_path)
     assert "got 'magic'" in refused("compare", *SMALL, "--methods", "brier,magic", "-o", tmp_path)
@@ -171,15 +168,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert read.Scalars("train_loss")[0].value == pytest.approx(row["train_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "command", [["train"], ["compare"], ["demo"], ["data"], ["data", "list"], ["data", "check"]]
-)
-def test_help(command: list[str]) -> None:
-    result = call(*command, "--help")
-    assert "Usage: " in result.stdout
-
-
 def test_help_lists_methods_and_settings() -> None:
+    for command in ("train", "compare", "demo", "data", "data list", "data check"):
+        assert "Usage: " in call(*command.split(), "--help").stdout
     shown = " ".join(call("train", "--help").stdout.replace("│", " ").split())
     for name in (
         "annealing-double-head",
@@ -235,22 +226,13 @@ def test_recipes_by_the_kind_of_data() -> None:
 
 def test_settings_are_read_as_what_they_are() -> None:
     asked = METHODS["mixup"]
-    given = [
-        "lr=1",
-        "n_train=None",
-        "n_test=7",
-        "milestones=0.3,0.6",
-        "shift=svhn,fog:2",
-        "compile=True",
-        "deterministic=true",
-        "mixup=0.4",
-    ]
-    config = change(asked.apply(Config()), given, asked)
-    assert (config.lr, config.n_train, config.n_test) == (1.0, None, 7)
-    assert (config.milestones, config.shift) == ((0.3, 0.6), ("svhn", "fog:2"))
-    assert config.compile is True
-    assert config.deterministic is True
-    assert config.mixup == 0.4
+    given = {
+        "lr=1": 1.0, "n_train=None": None, "n_test=7": 7, "milestones=0.3,0.6": (0.3, 0.6), "mixup=0.4": 0.4,
+        "shift=svhn,fog:2": ("svhn", "fog:2"), "compile=True": True, "deterministic=true": True,
+    }  # fmt: skip
+    config = change(asked.apply(Config()), list(given), asked)
+    for setting, want in given.items():
+        assert getattr(config, setting.partition("=")[0]) == want
     assert change(Config(), ["calib_clip=inf", "augment=none"]).calib_clip == float("inf")
 
 

@@ -166,10 +166,3 @@ def test_no_class_of_a_calibrated_model_is_called_off_however_many_there_are() -
         labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
         called += bool(class_gaps(Predictions(logits, labels)).off.any())
     assert called <= 3  # 5 % of 20, and chance
-
-
-def test_real_predictions(resnet110: dict[str, Predictions]) -> None:
-    curve = reliability(resnet110["test"])
-    assert curve.ece == pytest.approx(0.04750, abs=1e-5)  # published
-    assert curve.outside[-1]
-    assert curve.counts.sum() == 10_000

@@ -200,7 +200,7 @@ def images_of(batches):
     return torch.cat([x for x, _ in batches])
 
 
-def test_files_in_evaluation_are_cropped_at_the_centre(samples):
+def test_files_in_evaluation_are_cropped_at_the_centre_and_normalised(samples):
     batches = FileBatches(samples, 5, size=14)
     images = images_of(batches)
     assert images.shape == (12, 3, 14, 14)
@@ -210,12 +210,9 @@ def test_files_in_evaluation_are_cropped_at_the_centre(samples):
         expected = np.asarray(image.resize((16, 16), pillow.Resampling.BILINEAR))[1:15, 1:15]
     np.testing.assert_allclose(images[4].permute(1, 2, 0).numpy(), expected / 255, atol=1e-6)
     assert torch.cat([y for _, y in batches]).tolist() == list(range(12))
-
-
-def test_files_normalised(samples):
     normalise = Normalise((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
-    plain, found = (images_of(FileBatches(samples, 12, size=8, normalise=one)) for one in (None, normalise))
-    torch.testing.assert_close(found, normalise(plain))
+    found = images_of(FileBatches(samples, 12, size=14, normalise=normalise))
+    torch.testing.assert_close(found, normalise(images))
 
 
 def test_crops_of_files_differ_by_epoch_and_belong_to_their_image(samples):

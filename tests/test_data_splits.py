@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from doublehead.data import DATASETS, load, split_off
+from doublehead.data import DATASETS, split_off
 from doublehead.data.readers import complete
 from doublehead.data.splits import (
     Images,
@@ -116,11 +116,6 @@ def test_duplicates_are_counted():
 def test_bad_samples_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_unknown_name():
-    with pytest.raises(ValueError, match="fashion, cifar10, .* got 'mnist'"):
-        load("mnist")
 
 
 def rows_of(*parts):

@@ -100,14 +100,6 @@ def write_trees_and_vectors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(doublehead.data.DATASETS, "sst-fine", replace(spec, sizes=(50, 50, 50)))
 
 
-def test_serving_takes_ten_lines() -> None:
-    text = text_of(DOCS / "tutorials/export.md").split("## Serve the ONNX file")[1]
-    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    lines = [line for line in block.group(1).splitlines() if line.strip()]
-    assert len(lines) <= 10
-    assert not any("import torch" in line or "doublehead" in line for line in lines)
-
-
 def test_examples_in_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     require("torchvision", extra="models")

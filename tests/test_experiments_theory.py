@@ -49,5 +49,7 @@ def test_numbers_and_pictures_are_made_from_logits(tmp_path: Path, monkeypatch: 
     assert min((tmp_path / f"theorem{number}.png").stat().st_size for number in (1, 2)) > 20_000
     found = json.loads((tmp_path / "theory.json").read_text())
     assert found["theorem1"]["random"]["violated"] == found["theorem1"]["real"]["violated"] == 0
-    violated = found["theorem2"]["confidences_from_a_half"]["violated_shannon"]
-    assert 0.5 < violated / script.N_RANDOM < 0.9
+    assert found["theorem1"]["real"]["appendix_violated"] > 0
+    random = found["theorem2"]["confidences_from_a_half"]
+    assert 0.5 < random["violated_shannon"] / script.N_RANDOM < 0.9
+    assert random["negative_right_side"] > random["violated_literal"] == random["violated_brier"] == 0

@@ -67,9 +67,6 @@ def test_moments_by_hand() -> None:
     assert moments(tokens.mT, torch.tensor([[1, 1, 0]]))[0].tolist() == pytest.approx(wanted)
     vectors = torch.tensor([[1.0, -2.0], [0.5, 4.0]])  # one place each: no deviation
     assert moments(vectors).tolist() == [[1, -2, 0, 0], [0.5, 4, 0, 0]]
-
-
-def test_moments_of_half_precision_and_of_nothing() -> None:
     maps = torch.full((1, 1, 100, 100), 60000.0, dtype=torch.float16)  # their sum overflows in half precision
     with torch.autocast("cpu", torch.bfloat16):
         assert moments(maps).tolist() == [[60000, 0]]
@@ -527,18 +524,6 @@ def test_a_guard_round_a_guard() -> None:
     ShiftGuard(guard.model)
 
 
-def test_bad_settings() -> None:
-    guard = ShiftGuard(small_net())
-    for options, said in (
-        ({"views": 0}, "views must be at least 1, got 0"),
-        ({"prior": 1.0}, "prior must lie in 0..1 and be below 1, got 1.0"),
-        ({"prior": math.nan}, "prior must lie in 0..1 and be below 1, got nan"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            guard.fit(some_batches(1), noisy, **options)
-    assert not len(guard.guard.null)  # as before
-
-
 def test_calibration_data_in_any_form() -> None:
     """What `calibrate` takes, shuffled where it is not a loader; and an iterator, which is read once."""
     (x, y), torch_data = some_batches(1)[0], torch.utils.data
@@ -554,20 +539,22 @@ def test_calibration_data_in_any_form() -> None:
     assert len(ShiftGuard(small_net()).fit(iter([(x, y)])).guard.null)
 
 
-def test_bad_data() -> None:
+def test_bad_settings_and_data() -> None:
     guard, ((x, y),) = ShiftGuard(small_net()), some_batches(1)
-    for batches, said in (
-        ([], "calib_data must hold at least one batch, got none"),
-        ([(x, y + 4)], "labels must lie in 0..3"),
-        ([(x[:0], y[:0])], "logits must have at least one row"),
-        ([(x * math.nan, y)], "logits must be finite"),
-        ([x], r"a calibration batch must be \(inputs, labels\)"),
+    for batches, options, said in (
+        ([(x, y)], {"views": 0}, "views must be at least 1, got 0"),
+        ([(x, y)], {"prior": 1.0}, "prior must lie in 0..1 and be below 1, got 1.0"),
+        ([(x, y)], {"prior": math.nan}, "prior must lie in 0..1 and be below 1, got nan"),
+        ([], {}, "calib_data must hold at least one batch, got none"),
+        ([(x, y + 4)], {}, "labels must lie in 0..3"),
+        ([(x[:0], y[:0])], {}, "logits must have at least one row"),
+        ([(x * math.nan, y)], {}, "logits must be finite"),
+        ([x], {}, r"a calibration batch must be \(inputs, labels\)"),
+        ([(x, y)], {"perturb": lambda images: images * math.nan}, "logits must be finite"),
     ):
         with pytest.raises((ValueError, TypeError), match=said):
-            guard.fit(batches, noisy)
-    with pytest.raises(ValueError, match="logits must be finite"):  # of perturbed data
-        guard.fit([(x, y)], lambda images: images * math.nan)
-    assert not len(guard.guard.null)
+            guard.fit(batches, **{"perturb": noisy} | options)
+    assert not len(guard.guard.null)  # as before
     hidden = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     hidden.forward = lambda x: hidden[1](hidden[0](x).nan_to_num())
     with pytest.raises(ValueError, match="the inputs of the model's layers must be finite"):

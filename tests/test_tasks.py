@@ -43,11 +43,22 @@ class OneLogit(nn.Module):
         return out[:, 0] if self.squeeze else out
 
 
-def train(net: nn.Module, x: Tensor, y: Tensor, steps: int = 150, double: Any = None) -> None:
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+def binary_loss(out: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(out, y.float().reshape(out.shape))
+
+
+def train(
+    net: nn.Module,
+    x: Any,
+    y: Any,
+    steps: int = 150,
+    double: Any = None,
+    loss: Any = binary_loss,
+    lr: float = 0.01,
+) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), lr)
     for _ in range(steps):
-        out = net(x)
-        F.binary_cross_entropy_with_logits(out, y.float().reshape(out.shape)).backward()
+        loss(net(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         if double is not None:
@@ -69,9 +80,7 @@ def test_one_logit_is_calibrated_and_keeps_its_shape(squeeze: bool, kind: Any, t
         torch.testing.assert_close(heads.calib.exp()[:, 1], logit.sigmoid().flatten())
         torch.testing.assert_close(heads.main.exp()[:, 1], net(x[350:]).sigmoid().flatten())
         assert torch.equal(logit > 0, net(x[350:]) > 0)
-        target = y[350:].float().reshape(shape)
-        loss = F.binary_cross_entropy_with_logits
-        assert loss(logit, target) < loss(net(x[350:]), target)  # an overfitted network gets better
+        assert binary_loss(logit, y[350:]) < binary_loss(net(x[350:]), y[350:])  # it was overfitted
         model.save(tmp_path)
         assert torch.equal(dh.load(tmp_path, OneLogit(squeeze)).eval()(x), model(x))
 
@@ -277,7 +286,7 @@ def test_a_missing_label_has_no_weight() -> None:
     assert not torch.equal(models[0](x), dh.calibrate(net, (x, y), method="temperature")(x))
 
 
-def test_bad_labels_in_memory_are_found_at_once() -> None:
+def test_bad_labels_in_memory_and_heads_that_cannot_read_several_are_found_at_once() -> None:
     x, y = segments()
     bad = y.clone()
     bad[-1, 3] = torch.nan
@@ -293,6 +302,9 @@ def test_bad_labels_in_memory_are_found_at_once() -> None:
         dh.DoubleHead(segment_net(), (x, classes), batch_size=10)
     with pytest.raises(ValueError, match=r"weights must be one for each of 10 samples, got shape \(10, 7\)"):
         dh.DoubleHead(segment_net(), (x, torch.eye(7)[classes % 7], torch.ones(len(x), 7)), batch_size=10)
+    for spec in (dh.HeadSpec(reads="statistics"), dh.HeadSpec(kind="temperature", reads="features")):
+        with pytest.raises(ValueError, match="reads must not hold"):
+            dh.DoubleHead(segment_net(), (x, y), heads=spec)
 
 
 def test_heads_learn_several_labels_beside_the_network(tmp_path: Path) -> None:
@@ -354,14 +366,6 @@ def test_one_head_of_several_labels_is_used_as_trained(spec: dh.HeadSpec, tmp_pa
     assert model(x).shape == (1797, 7)
     model.save(tmp_path)
     assert torch.equal(dh.load(tmp_path, segment_net())(x), model(x))
-
-
-@pytest.mark.parametrize(
-    "spec", [dh.HeadSpec(reads="statistics"), dh.HeadSpec(kind="temperature", reads="features")]
-)
-def test_heads_that_cannot_read_several_labels_are_refused(spec: dh.HeadSpec) -> None:
-    with pytest.raises(ValueError, match="reads must not hold"):
-        dh.DoubleHead(segment_net(), segments(), heads=spec)
 
 
 def test_several_labels_in_lightning(tmp_path: Path) -> None:
@@ -507,13 +511,8 @@ def inked_digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def trained_pixels() -> tuple[nn.Module, Tensor, Tensor]:
-    x, y = inked_digits()
-    net = Pixels()
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    for _ in range(60):
-        F.cross_entropy(net(x[:100]), y[:100], ignore_index=255).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    (x, y), net = inked_digits(), Pixels()
+    train(net, x[:100], y[:100], 60, loss=partial(F.cross_entropy, ignore_index=255), lr=0.02)
     return net, x, y
 
 
@@ -556,20 +555,15 @@ def test_masks_of_one_logit(tmp_path: Path, channel: bool) -> None:
     y = (y < 10).float()  # ink, pale pixels without
     y = y[:, None] if channel else y
     net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 1, 1))
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    double = dh.DoubleHead(net, (x[100:500], y[100:500]), every=3, follow=optimizer)
+    double = dh.DoubleHead(net, (x[100:500], y[100:500]), every=3)
     assert (double.reader.task, double.reader.n_features) == ("pixels", 16)
-    for _ in range(15):
-        optimizer.zero_grad()
-        F.binary_cross_entropy_with_logits(net(x[:100]), y[:100].view(-1, 1, 8, 8)).backward()
-        optimizer.step()
-        double.step()
+    train(net, x[:100], y[:100], 15, double, lr=0.02)
     assert double.skipped == 0
     model = double.finish(positions=4000)
     with torch.no_grad():
         out, before = model(x[500:]), net(x[500:])
     assert out.shape == (400, 1, 8, 8)
-    nlls = [F.binary_cross_entropy_with_logits(values, y[500:].view(-1, 1, 8, 8)) for values in (out, before)]
+    nlls = [binary_loss(values, y[500:]) for values in (out, before)]
     assert nlls[0] < nlls[1]
     p = dh.Predictions.positions(out, y[500:])
     assert dh.metrics.nll(p) == pytest.approx(float(nlls[0]), abs=1e-5)

@@ -34,14 +34,11 @@ def twice(n: int = 400) -> tuple[Predictions, Predictions]:
 SCALARS = "accuracy nll brier mean_entropy mean_confidence overconfidence ece mce ece2".split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("name", SCALARS)
-def test_a_weight_is_a_number_of_times(name: str) -> None:
+def test_a_weight_is_a_number_of_times() -> None:
     weighted, repeated = twice()
-    assert getattr(metrics, name)(weighted) == pytest.approx(getattr(metrics, name)(repeated), rel=1e-6)
-
-
-def test_all_components() -> None:
-    weighted, repeated = twice()
+    for name in SCALARS:
+        metric = getattr(metrics, name)
+        assert metric(weighted) == pytest.approx(metric(repeated), rel=1e-6), name
     for components in ("classwise", "all"):
         one, other = (metrics.ece(p, components=components) for p in (weighted, repeated))
         assert one == pytest.approx(other, rel=1e-6)
@@ -56,6 +53,8 @@ def test_bins_of_weights_add_up_exactly_and_with_whole_ones() -> None:
     assert Bins.top(ones) == Bins.top(plain).weighted()
     assert Bins.zeros(15) + Bins.top(p) == Bins.top(p)
     assert float(Bins.top(p).n) == pytest.approx(float(p.weights.sum()))
+    parts = Tally.of(p[:150]) + Tally.of(p[150:])
+    assert parts.summary().to_dict() == Tally.of(p).summary().to_dict()
 
 
 def test_weights_of_one_change_nothing_in_a_summary() -> None:
@@ -79,12 +78,6 @@ def test_uneven_weights_widen_intervals_and_raise_the_floor() -> None:
     assert heavy.floor.mean > 2 * plain.floor.mean
 
 
-def test_a_stream_of_weighted_batches_equals_the_whole() -> None:
-    p, _ = twice()
-    parts = Tally.of(p[:150]) + Tally.of(p[150:])
-    assert parts.summary().to_dict() == Tally.of(p).summary().to_dict()
-
-
 @pytest.mark.parametrize("method", ["temperature", "head", "temperature_grid"])
 def test_calibrators_take_weights(method: str) -> None:
     weighted, repeated = twice(2000)
@@ -105,14 +98,11 @@ def soft() -> tuple[Predictions, Predictions]:
     return Predictions(logits, q), Predictions(logits[rows], torch.arange(3).repeat(300), q.flatten())
 
 
-@pytest.mark.parametrize("name", SCALARS)
-def test_a_soft_label_is_its_classes_by_their_share(name: str) -> None:
+def test_a_soft_label_is_its_classes_by_their_share(tmp_path: Path) -> None:
     p, spread = soft()
-    assert getattr(metrics, name)(p) == pytest.approx(getattr(metrics, name)(spread), rel=1e-5)
-
-
-def test_soft_labels_in_temperature_head_and_summary(tmp_path: Path) -> None:
-    p, spread = soft()
+    for name in SCALARS:
+        metric = getattr(metrics, name)
+        assert metric(p) == pytest.approx(metric(spread), rel=1e-5), name
     one, other = (dh.calibrate(q, method="temperature") for q in (p, spread))
     torch.testing.assert_close(one.temperature_, other.temperature_, rtol=1e-4, atol=0)
     assert metrics.nll(dh.calibrate(p).calibrate(p)) < metrics.nll(p)
@@ -122,18 +112,12 @@ def test_soft_labels_in_temperature_head_and_summary(tmp_path: Path) -> None:
     assert torch.equal(again.weights, spread.weights)
 
 
-@pytest.mark.parametrize(
-    "method", sorted(set(CALIBRATORS) - {"none", "temperature", "temperature_grid", "head", "per_label"})
-)
-def test_other_calibrators_refuse(method: str) -> None:
-    for p in (twice()[0], soft()[0]):
+@pytest.mark.parametrize("p", [twice()[0], soft()[0]], ids=["weights", "soft labels"])
+def test_other_calibrators_and_metrics_refuse(p: Predictions) -> None:
+    for method in set(CALIBRATORS) - {"none", "temperature", "temperature_grid", "head", "per_label"}:
         with pytest.raises((TypeError, ValueError), match="neither sample weights nor soft labels|2 classes"):
             make(method).fit(p)
-
-
-@pytest.mark.parametrize("name", ["adaptive_ece", "debiased_ece", "smooth_ece", "ks_error", "mmce", "aurc"])
-def test_other_metrics_refuse(name: str) -> None:
-    for p in (twice()[0], soft()[0]):
+    for name in ("adaptive_ece", "debiased_ece", "smooth_ece", "ks_error", "mmce", "aurc"):
         with pytest.raises(TypeError, match="class labels and no weights here, got"):
             getattr(metrics, name)(p)
 
