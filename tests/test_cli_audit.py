@@ -421,6 +421,43 @@ def test_fitting_and_applying_the_same_file_warns(val: Path, tmp_path: Path) -> 
     assert "share a file" in fitted_to_itself(val, tmp_path / "out.csv").stderr
 
 
+@pytest.mark.parametrize(
+    ("header", "labels"),  # of the classes b and a
+    [
+        ("label,b,a", "01"),  # numbers beside columns with names
+        ("truth,PROB_A,PROB_B", "BA"),
+        ("label,prob_a,prob_b", "ba"),
+        ("label,b,a", ["", ""]),  # no labels after all
+    ],
+)
+def test_classes_of_the_fit_are_found_by_name(header: str, labels: Any, tmp_path: Path) -> None:
+    scores, truth = np.array([(0.75, 0.25), (0.125, 0.875), (0.625, 0.375)] * 20), [0, 1, 1] * 20
+    fit, new, own, out = (tmp_path / f"{name}.csv" for name in ("fit", "new", "own", "out"))
+    order = [1, 0] if header.lower().endswith("b") else [0, 1]
+    for path, first, names, columns in (
+        (fit, "label,b,a", "01", scores),
+        (new, header, labels, scores[:, order]),
+    ):
+        lines = [f"{names[y]},{p},{q}" for y, (p, q) in zip(truth, columns)]
+        path.write_text("\n".join([first, *lines]) + "\n")
+    how = ("calibrate", "--fit", fit, "--method", "vector", "--json")
+    wanted, found = (
+        json.loads(call(*how, "--apply", path, "-o", to).stdout) for path, to in ((fit, own), (new, out))
+    )
+    assert found["before"] == (wanted["before"] if labels[0] else None)
+    mine, theirs = (np.loadtxt(path, delimiter=",", skiprows=1, usecols=(1, 2)) for path in (own, out))
+    assert np.array_equal(theirs[:, order], mine)
+
+
+def test_windows_text_is_written_back_as_utf_8(tmp_path: Path) -> None:
+    text = "label,caf\xe9,dog\n" + "caf\xe9,0.75,0.25\ndog,0.5,0.5\n" * 10
+    (tmp_path / "a.csv").write_bytes(text.encode("cp1252"))
+    fitted_to_itself(tmp_path / "a.csv", tmp_path / "out.csv")
+    lines = (tmp_path / "out.csv").read_text(encoding="utf-8-sig").splitlines()
+    assert lines[0] == "label,caf\xe9,dog"
+    assert lines[1].startswith("caf\xe9,")
+
+
 def test_decimal_commas_are_written_back(tmp_path: Path) -> None:
     rows = "cat;0,75;0,25\ndog;0,5;0,5\ndog;0,25;0,75\n" * 20
     file, out = tmp_path / "in.csv", tmp_path / "out.csv"

@@ -185,10 +185,13 @@ def test_semicolons_byte_order_mark_and_categories(tmp_path: Path) -> None:
     assert read_predictions(file, kind="probs").load().labels.tolist() == [1, 0]
 
 
-def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
-    for text in ("label,caf\xe9,dog\n0,0.5,0.5\n", "label,cat,dog\nth\xe9,0.5,0.5\n"):
-        (tmp_path / "a.csv").write_bytes(text.encode("latin-1"))
-        refused("a.csv must be UTF-8 text", tmp_path / "a.csv", kind="probs")
+def test_text_that_windows_wrote(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("label;caf\xe9;dog\ncaf\xe9;0,75;0,25\n".encode("cp1252"))
+    table = read_predictions(tmp_path / "a.csv")
+    assert table.layout.classes == ("caf\xe9", "dog")
+    assert table.load().labels.tolist() == [0]
+    (tmp_path / "b.csv").write_bytes(b"label,cat,dog\n\x00\x81,0.5,0.5\n")
+    refused("b.csv must be text", tmp_path / "b.csv", kind="probs")
 
 
 def test_where_and_by(tmp_path: Path) -> None:
@@ -208,11 +211,13 @@ def test_where_and_by(tmp_path: Path) -> None:
 
 def test_a_kind_is_asked_for_only_where_it_is_not_certain(tmp_path: Path) -> None:
     file = write_csv(tmp_path / "a.csv", "label,cat,dog", "cat,-1.5,4.5")
-    refused(r"lie in -1.5..4.5 and rows do not sum to 1, .* looks like logits; give --logits", file)
+    refused(r"lie in -1.5..4.5 and rows do not sum to 1; .* looks like logits; give --logits", file)
     certain = {"cat,0.25,0.75": "probs", "cat,-0.693147,-0.693147": "logits"}
     for row, kind in certain.items():
         assert read_predictions(write_csv(tmp_path / "b.csv", "label,cat,dog", row)).kind == kind
     assert read_predictions(simple_csv(tmp_path / "c.csv")).kind == "logits"  # by the names of the columns
+    file = write_csv(tmp_path / "d.csv", "label,prob", "0,0.25", "1,0.5")
+    assert read_predictions(file).kind == "probs"
 
 
 def test_an_empty_file_of_a_folder_does_not_describe_it(tmp_path: Path) -> None:
@@ -243,7 +248,7 @@ BAD_LOGITS = {  # text -> message
     "label,name\n1,x": "no columns that look like scores: name them with --scores",
     "label,name,confidence\n1,x,0.5": "rename the column of the class that 'confidence' is about",
     Z_HEADER + "0,1,2\n1,abc,2": "a.csv, column 'logit_0', row 2 must hold .*got 'abc'",
-    "label,cat,dog\ncat,1.5,2.5\nmouse,1,2": "row 2 must hold one of the classes cat, dog, got 'mouse'",
+    "label,cat,dog\ncat,1.5,2.5\nmouse,1,2": "row 2 must hold one of the classes 'cat', 'dog', got 'mouse'",
     Z_HEADER + "0,1,2\n1,,2": "column 'logit_0', row 2 must .* nothing or nan",
     Z_HEADER + "0,1,inf": "column 'logit_1', row 1 must hold a finite number, got inf",
     Z_HEADER + "0,1,2\n,1,2": "column 'label', row 2 must hold a class .* got nothing",
@@ -278,6 +283,23 @@ BAD_CSV = [
         "cat,0.0,0.0,1.0\ndog,0.0,1.0,0.0",
         "'label', row 1 must hold a class .a whole number., got 'cat'",
     ),
+    (None, "label,prob_0,prob_2,prob_3\n0,0.5,0.25,0.25\n1,0.5,0.25,0.25", "row 2 .* '0', '2', '3', got '1'"),
+    (None, "label,prob\n0,25.5\n1,75.5", "must lie in 0..1, got 25.5 .*; divide percentages by 100"),
+    (None, "label,score\n0,25.5\n1,75.5", "divide percentages by 100, or give --logits"),
+    (None, "label,cat,dog\ncat,25.5%,74.5%", "column 'cat' must hold numbers: divide percentages by 100"),
+    (
+        None,
+        "label,a_prob,b_prob\na,25.5%,74.5%",
+        "must hold a number, got '25.5%'; divide percentages by 100",
+    ),
+    (
+        None,
+        "label,m_a,m_b,n_a,n_b\na,0.75,0.25,0.5,0.5",
+        "rows do not sum to 1; name the columns of all .* --scores",
+    ),
+    (None, "label,score\nham,0.25\nspam,0.5", "labels of a single score .* got 'ham', 'spam' .* prob_X"),
+    (None, "label,prob\n" + "0,0.75\n1,0.5\n" * 10, "no score in 'prob' is below 0.5.* 'predicted'"),
+    ("probs", "<html><body>404</body></html>", "a.csv has no rows"),
     (None, HEADER + "0,0.25,0.75\n" * 20 + "1,1.5,-0.5", "row 21: .* got -0.5; remove it if it is a total"),
 ]
 
@@ -311,8 +333,9 @@ def test_parquet_text_column_and_missing_column_in_a_later_file(tmp_path: Path) 
 def test_places_that_are_not_tables(tmp_path: Path) -> None:
     refused("nowhere.csv does not exist", tmp_path / "nowhere.csv", kind="logits")
     refused("holds no file that ends in one of .csv", tmp_path, kind="logits")
-    (tmp_path / "a.txt").write_text("x")
-    refused("a.txt must end in one of", tmp_path / "a.txt", kind="logits")
+    refused("name of a file is empty", "", kind="logits")
+    (tmp_path / "a.pt").write_text("x")
+    refused("a.pt must end in one of", tmp_path / "a.pt", kind="logits")
     simple_csv(tmp_path / "a.csv")
     as_parquet(tmp_path / "a.parquet")
     refused("mixes files of .csv and .parquet", tmp_path, kind="logits")

@@ -25,6 +25,18 @@ TEXTS = {
     "no header": "0,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
     "no header, label last": "0.75,0.25,0\n0.125,0.875,1\n0.5,0.5,1\n",
     "bars": "label|a|b\na|0.75|0.25\nb|0.125|0.875\nb|0.5|0.5\n",
+    "blanks": "label a b\na 0.75 0.25\nb 0.125 0.875\nb 0.5 0.5\n",
+    "Excel's first line": "sep=;\nlabel;a;b\na;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n",
+    "R's row names": '"label" "a" "b"\n"1" "a" 0.75 0.25\n"2" "b" 0.125 0.875\n"3" "b" 0.5 0.5\n',
+    "other case": "label,Cat,dog\nCAT ,0.75,0.25\nDog,0.125,0.875\ndog,0.5,0.5\n",
+    "prefixes": "label,net_a,net_b\na,0.75,0.25\nb,0.125,0.875\nb,0.5,0.5\n",
+    "numbers as names": "label,prob_1,prob_7\n1,0.75,0.25\n7,0.125,0.875\n7,0.5,0.5\n",
+    "negative numbers": "label,-1,1\n-1,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
+    "numbers in disorder": "label,40,7\n40,0.75,0.25\n7,0.125,0.875\n7,0.5,0.5\n",
+    "one probability": "label,prob\nFalse,0.25\nTrue,0.875\nTrue,0.5\n",
+    "yes and no": "label,p\nNo,0.25\nYes,0.875\nYes,0.5\n",
+    "one named probability": "y_true,p_spam\nham,0.25\nspam,0.875\nspam,0.5\n",
+    "one-hot": "y_a,y_b,p_a,p_b\n1,0,0.75,0.25\n0,1,0.125,0.875\n0,1,0.5,0.5\n",
     "ids": "row_id,gt,prob_a,prob_b\n7,a,0.75,0.25\n8,b,0.125,0.875\n9,b,0.5,0.5\n",
     "long": "id,label,class,prob\n"
     + "".join(
@@ -39,9 +51,17 @@ TEXTS = {
 @pytest.mark.parametrize("case", TEXTS)
 def test_text_layouts_without_a_flag(case: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(TEXTS[case])
-    p = read_predictions(tmp_path / "a.csv").load()
+    label = "y_*" if case == "one-hot" else None
+    p = read_predictions(tmp_path / "a.csv", label=label).load()
     assert p.probs.tolist() == PROBS
     assert p.labels.tolist() == LABELS
+
+
+def test_labels_of_several_belong_to_the_scores_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("y_b,y_a,p_a,p_b\n1,0,0.75,0.25\n1,1,0.5,0.5\n")
+    table = read_predictions(tmp_path / "a.csv", label="y_*", kind="probs")
+    assert table.layout.labels == ("y_a", "y_b")
+    assert table.load().labels.tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("label", ["gt", "actual", "category", "True Class", "y_true", "Ground Truth"])
@@ -82,7 +102,33 @@ def as_arrow() -> bytes:
     return sink.getvalue()
 
 
+def as_npz(**arrays: Any) -> bytes:
+    sink = io.BytesIO()
+    np.savez(sink, **arrays)
+    return sink.getvalue()
+
+
+def as_pipeline() -> bytes:
+    """A line of {"truth": "b", "scores": [{"label": "b", "score": 0.875}, ...]} per sample, the likeliest first."""
+    lines = []
+    for y, p in zip(LABELS, PROBS):
+        pairs = sorted(({"label": c, "score": s} for c, s in zip("ab", p)), key=lambda pair: -pair["score"])
+        lines.append(json.dumps({"truth": "ab"[y], "scores": pairs}) + "\n")
+    return "".join(lines).encode()
+
+
 CONTENTS = {
+    "table.txt": plain,
+    "old mac.csv": lambda: plain().replace(b"\n", b"\r"),
+    "list.json": lambda: b"[" + b",".join(as_json_lines(False).splitlines()) + b"]",
+    "nested.jsonl": lambda: b"".join(
+        json.dumps({"label": "ab"[y], "out": {"id": 1, "probs": dict(zip("ab", p))}}).encode() + b"\n"
+        for y, p in zip(LABELS, PROBS)
+    ),
+    "pipeline.jsonl": as_pipeline,
+    "columns.npz": lambda: as_npz(probs=PROBS, labels=np.array(LABELS)[:, None]),
+    "one-hot.npz": lambda: as_npz(probs=PROBS, labels=np.eye(2)[LABELS]),
+    "classes.npz": lambda: as_npz(probs=PROBS, labels=np.array(list("abb")), classes=np.array(["a", "b"])),
     "gzip by content.csv": lambda: gzip.compress(plain()),
     "utf-16.csv": lambda: plain().decode().encode("utf-16"),
     "big endian.csv": lambda: b"\xfe\xff" + plain().decode().encode("utf-16-be"),
@@ -114,6 +160,7 @@ def test_standard_input(content: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 TOP_LABEL = {
+    "pipeline": "label,score,true_label\na,0.75,a\na,0.5,b\nb,0.875,b\n",
     "predicted": "label,predicted,confidence\na,a,0.75\nb,a,0.5\nb,b,0.875\n",
     "numbers": "y_true,y_pred,conf\n1,1,0.75\n2,1.0,0.5\n2,2,0.875\n",
     "correct": "correct,confidence\n1,0.75\n0,0.5\n1,0.875\n",

@@ -171,6 +171,7 @@ def test_compare_is_paired() -> None:
     assert found.nll.high - found.nll.low == pytest.approx(2 * half, rel=0.01)
     assert (found.n_changed, found.n, found.is_clear) == (0, 400, True)
     assert not compare(before, before).is_clear
+    assert not compare(before[:1], after[:1]).is_clear  # one sample shows nothing
     flipped = Predictions(before.logits.flip(1), before.labels)
     assert compare(before, flipped).n_changed == int((flipped.predicted != before.predicted).sum())
     with pytest.raises(ValueError, match="same labels in the same order, got 400 and 100 samples"):
@@ -198,6 +199,8 @@ def test_classes_and_groups_that_deviate_take_the_badge() -> None:
     whole = doublehead.evaluate(confidence, labels)
     assert whole.p_value > 0.05
     assert (whole.n_classes_off, whole.grade.word) == (2, "calibrated overall, not in every class")
+    one_class = doublehead.evaluate(confidence[: n // 2], labels[: n // 2])
+    assert one_class.n_classes_off == 0  # the same test as that of all samples
     groups = np.where(np.arange(n) < n // 2, "a", "b")
     by = doublehead.evaluate(confidence, labels, by=groups)
     assert by.groups_off == ["a", "b"]

@@ -21,6 +21,7 @@ from doublehead.predictions import Predictions
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
+MIN_SAMPLES = 10  # below it nothing is judged
 MAX_SAMPLES = 200_000
 NORMAL = 1.959963984540054  # 97.5 % of a standard normal lie below
 
@@ -94,8 +95,8 @@ class Comparison(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval of the difference leaves out 0."""
-        return self.nll.low > 0 or self.nll.high < 0
+        """Whether the interval of the difference leaves out 0, of enough samples for an interval."""
+        return self.n >= MIN_SAMPLES and (self.nll.low > 0 or self.nll.high < 0)
 
 
 def compare(before: Predictions, after: Predictions) -> Comparison:

@@ -19,7 +19,7 @@ from doublehead.bins import Bins
 from doublehead.calibrators.choose import Scores, score_table
 from doublehead.curves import ClassGaps, class_gaps_of, reliability
 from doublehead.metrics import Floor, Interval, ThresholdChoice, choose_threshold
-from doublehead.outcomes import Outcomes
+from doublehead.outcomes import MIN_SAMPLES, Outcomes
 from doublehead.predictions import Predictions
 from doublehead.system import require
 
@@ -27,7 +27,6 @@ from doublehead.system import require
 # 95 % may as well be 90 %.
 SLIGHT, SEVERE = 0.01, 0.05
 LEVEL = 0.05  # p-values above it are called chance
-MIN_SAMPLES = 10  # below it nothing is judged
 MIN_SAMPLES_CALIBRATED = 100  # below it nothing is called calibrated
 
 
@@ -134,8 +133,13 @@ class Summary:
 
     @property
     def n_classes_off(self) -> int:
-        """How many classes deviate by more than chance explains (5 % for all classes together)."""
-        return 0 if self.classes is None else int(self.classes.off.sum())
+        """How many classes deviate by more than chance explains (5 % for all classes together).
+
+        Where one class alone is predicted, the test of all samples is the test of that class.
+        """
+        if self.classes is None or int((self.classes.counts > 0).sum()) < 2:
+            return 0
+        return int(self.classes.off.sum())
 
     @property
     def group_gaps(self) -> ClassGaps | None:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,10 +24,11 @@ from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.calibrators.choose import score_table
 from doublehead.cli import options
 from doublehead.cli.output import UserError, notes, progress, show, show_counts, show_guesses, told_to_user
+from doublehead.files.columns import with_scores
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
-from doublehead.files.sources import TableError, find_sources
+from doublehead.files.sources import Source, TableError, find_sources
 from doublehead.files.writing import check_output, write_calibrated
-from doublehead.outcomes import Comparison, Drawn, Outcomes, compare_all
+from doublehead.outcomes import MIN_SAMPLES, Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
 from doublehead.summary import Summary, side_by_side
@@ -127,24 +129,50 @@ def _check_method(method: str) -> None:
 def _open_like(learn: PredictionTable, paths: list[str], how: dict[str, Any]) -> PredictionTable:
     """The table to calibrate: with the columns of `learn` where it has them; the classes must agree."""
     learn.require_scores()
-    how = {**how, "kind": how["kind"] or learn.kind}
-    table = read_predictions(paths, label_needed=False, like=learn, **how)
-    table.require_scores()
-    ours, theirs = learn.layout.classes, table.layout.classes
-    if ours and theirs and ours != theirs:
-        difference = [
-            f"{what} {_few([name for name in one if name not in set(other)])}"
-            for what, one, other in (("lacks", ours, theirs), ("also has", theirs, ours))
-            if set(one) - set(other)
-        ]
+    sources, how = find_sources(paths), {**how, "label_needed": False, "like": learn}
+    if how["kind"] is None:
+        _check_kind(sources, how, learn.kind, f"{learn.name} holds")
+    table = read_predictions(sources, **{**how, "kind": how["kind"] or learn.kind})
+    if table.layout.independent != learn.layout.independent:
         raise TableError(
-            f"the classes of {table.sources[0]} must be those of {learn.sources[0]} in the same order, but it "
-            f"{' and '.join(difference) or 'has another order'}: name the columns with --scores"
+            f"{table.name} and {learn.name} must both have one label per sample, or both several"
         )
+    table = _with_classes(table, learn.layout.classes, learn.name)
     show_guesses(learn)
     if table.layout.scores != learn.layout.scores:
         show_guesses(table)
     return table
+
+
+def _check_kind(sources: Sequence[Source], how: dict[str, Any], reads: str, fitted: str) -> None:
+    """Refuse files that certainly hold the other kind of scores than the calibrator is fitted on."""
+    with suppress(TableError):  # where it is not certain
+        holds = read_predictions(sources, **{**how, "kind": None}).kind
+        if holds != reads:
+            raise UserError(
+                f"{fitted} {reads}, but {sources[0]} holds {holds}: fit a calibrator on {holds} with --fit"
+            )
+
+
+def _with_classes(table: PredictionTable, classes: Sequence[str], fitted: str) -> PredictionTable:
+    """The table with its columns in the order of the classes of the fit, by their names."""
+    table.require_scores()
+    layout = table.layout
+    if not classes or not layout.classes or tuple(classes) == layout.classes:
+        return table
+    ours, theirs = ({name.casefold(): name for name in names} for names in (classes, layout.classes))
+    if {*ours} == {*theirs} and len(ours) == len(classes) == len(layout.scores) == len(theirs):
+        columns = dict(zip(map(str.casefold, layout.classes), layout.scores))
+        return replace(table, layout=with_scores(layout, tuple(columns[name] for name in ours), told=False))
+    difference = [
+        f"{what} {_few([name for key, name in one.items() if key not in other])}"
+        for what, one, other in (("lacks", ours, theirs), ("also has", theirs, ours))
+        if {*one} - {*other}
+    ]
+    raise TableError(
+        f"the classes of {table.sources[0]} must be those of {fitted} in the same order, but it "
+        f"{' and '.join(difference) or 'has another order'}: name the columns with --scores"
+    )
 
 
 def _few(names: Sequence[str]) -> str:
@@ -219,20 +247,10 @@ def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionT
         )
     several = isinstance(calibrator, calibrators.PerLabel)
     sources, how = find_sources(paths), {**how, "label_needed": False, "independent": several}
-    with suppress(TableError):  # where it is not certain
-        holds = read_predictions(sources, **{**how, "kind": None}).kind
-        if holds != reads:
-            raise UserError(
-                f"{use} was fitted on {reads}, but {sources[0]} holds {holds}: fit a calibrator to {holds} with --fit"
-            )
-    table = read_predictions(sources, **{**how, "kind": reads})
-    table.require_scores()
+    _check_kind(sources, how, reads, f"{use} was fitted on")
+    table = _with_classes(read_predictions(sources, **{**how, "kind": reads}), classes, str(use))
     if table.layout.independent and not several:
         raise UserError(f"{use} was fitted on one label per sample, but {table.name} has several")
-    if classes and table.layout.classes and classes != table.layout.classes:
-        raise UserError(
-            f"the classes of {table.name} must be those of {use} in the same order: {', '.join(classes)}"
-        )
     show_guesses(table)
     why = f"Using {about['method']} from {use}."
     return table, Fitted(about["method"], calibrator, why, n_classes, about, saves=False)
@@ -283,7 +301,9 @@ def _paired(found: Comparison) -> str:
     nll = found.nll
     text = f"NLL after minus before: {nll.estimate:+.4f} (95 % interval {nll.low:+.4f} to {nll.high:+.4f}, paired by "
     if not found.is_clear:
-        return text + "sample), which is within chance."
+        return (
+            text + f"sample), {'which is within chance' if found.n >= MIN_SAMPLES else 'too few to judge'}."
+        )
     return text + f"sample): {'better' if nll.estimate < 0 else 'worse'} by more than chance."
 
 

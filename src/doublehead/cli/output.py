@@ -61,7 +61,8 @@ def show_guesses(table: PredictionTable) -> None:
 def show_counts(table: PredictionTable) -> None:
     """Say what was changed in the numbers as they were read."""
     if clipped := table.counts.get("clipped"):
-        what = f"{table.name}: {clipped:,} rows hold probabilities a rounding error outside 0..1, which were clipped"
+        rows = f"{clipped:,} row{'s' if clipped > 1 else ''}"
+        what = f"{table.name}: probabilities in {rows} lie a rounding error outside 0..1 and were clipped"
         notes().print(escape(what), style="dim")
 
 

@@ -10,9 +10,9 @@ from functools import cache
 
 from doublehead.files.sources import TableError
 
-LABELS = (
-    "label", "labels", "target", "targets", "y_true", "y", "true_label", "truth", "ground_truth", "true_class", "gt",
-    "actual", "gold", "y_test", "true", "category", "class", "human_label", "human", "expected",
+LABELS = (  # a `label` beside a `true_label` is the predicted one
+    "y_true", "true_label", "truth", "ground_truth", "true_class", "gt", "gold", "human_label",
+    "label", "labels", "target", "targets", "y", "actual", "y_test", "true", "category", "class", "human", "expected",
 )  # fmt: skip
 SEVERAL = ("matrix", "labels")  # what a column of lists of labels may hold
 LOGITS = ("logit", "logits")
@@ -26,6 +26,7 @@ PREDICTED = (
     r"|(pred(icted|iction)?|class|label|top|rank)_?1(_?(class|label|pred|name))?"
 )
 CONFIDENCE = rf"conf(idence)?|(max|top|pred(icted)?)_{PROBABILITY}|msp|((top|rank)_?1_?)?{PROBABILITY}_?1?"
+WHOLE = re.compile(r"-?\d+")
 LAST_NUMBER, FIRST_NUMBER = re.compile(r"(\d+)[)\]]?$"), re.compile(r"(\d+)[_\-. ]")
 BETWEEN_WORDS = re.compile(r"[\s\-.]+")
 CORRECT = r"(is_)?correct|is_right|hit"
@@ -38,7 +39,8 @@ class Layout:
 
     `scores` are K columns of one number each, one column of lists of K numbers, one column of a binary model's
     single score, or the confidence in the predicted class where nothing else is known. `classes` are the names of the
-    classes where the columns have names, else empty. `base` is the label of the first class where labels are numbers.
+    classes where the columns have names, else empty. `base` is the label of the first class where labels are numbers,
+    None where numbers are names of classes: columns 10, 20, 30.
     Where samples have several labels the scores are `independent`, one for each label, which is 0 or 1: in as many
     columns `labels`, or in lists in `label`.
     """
@@ -46,7 +48,7 @@ class Layout:
     label: str | None
     scores: tuple[str, ...]
     classes: tuple[str, ...]
-    base: int
+    base: int | None
     guesses: tuple[str, ...] = ()
     binary: bool = False  # one column of a binary model's single score, of class 1
     unnamed: bool = False  # the scores are all columns of decimal numbers, for want of telling names
@@ -54,6 +56,7 @@ class Layout:
     correct: str | None = None  # the score is the confidence of an answer that was right or not
     labels: tuple[str, ...] = ()
     independent: bool = False
+    one_hot: bool = False  # the labels are 0 or 1 for each class, and 1 for one of them
 
     @property
     def top_only(self) -> bool:
@@ -121,12 +124,21 @@ def with_scores(
     layout: Layout, scores: tuple[str, ...], base: int | None = None, told: bool = True
 ) -> Layout:
     """The layout with other score columns; where they are guessed it is `told`."""
-    classes, first = _classes(scores)
     guesses = [guess for guess in layout.guesses if not guess.startswith("score column")]
     guesses += [f"score {_told(scores)}"] if told else []
-    return replace(
-        layout, scores=scores, classes=classes, base=first if base is None else base, guesses=tuple(guesses)
-    )
+    return with_classes(replace(layout, scores=scores, guesses=tuple(guesses)), class_names(scores), base)
+
+
+def with_classes(layout: Layout, classes: tuple[str, ...], base: int | None = None) -> Layout:
+    """The layout with these classes; their names may be numbers, which labels are then too, unless `base` is given."""
+    for names in (layout.labels, without_prefix(layout.labels)):
+        if names and sorted(names) == sorted(classes):  # each label belongs to the score of its name
+            layout = replace(layout, labels=tuple(layout.labels[names.index(name)] for name in classes))
+    numbers = [int(name) for name in classes if WHOLE.fullmatch(name)]
+    first: int | None = 0
+    if numbers:
+        first = numbers[0] if numbers == [*range(numbers[0], numbers[0] + len(classes))] else None
+    return replace(layout, classes=classes, base=first if base is None else base)
 
 
 def label_columns(
@@ -167,6 +179,8 @@ def _top_label(columns: Mapping[str, str], where: str, kind: str | None, label: 
         next((name for name, short in names.items() if re.fullmatch(pattern, short)), None)
         for pattern in (CONFIDENCE, PREDICTED, CORRECT)
     )
+    if label is not None and {"label", "score"} <= {*columns}:  # as pipelines of Transformers answer
+        predicted, confidence = predicted or "label", confidence or "score"
     if confidence is None or columns[confidence] not in ("number", "whole"):
         return None
     ranked = predicted is not None and "1" in predicted
@@ -219,11 +233,10 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
     known = PREFIXES[kind]
     if (found := score_family(columns, where, kind)) is not None:
         return found
-    single = [
-        name
-        for name, holds in columns.items()
-        if name.lower().rstrip("_1") in known[:-1] and holds == "number"
-    ]
+    decimal = [name for name, holds in columns.items() if holds == "number"]
+    single = [name for name in decimal if name.lower().rstrip("_1") in known[:-1]]
+    if len(decimal) == 1 and split_score(decimal[0], kind)[0] in (*LOGITS, *PROBS):
+        single = decimal  # prob_yes
     if len(single) == 1:
         return (single[0],)
     places = [i for i, holds in enumerate(columns.values()) if holds == "number"]
@@ -249,7 +262,7 @@ def _families(
     named: dict[str, list[str]] = {}
     for name in columns:
         prefix, of_class = split_score(name, kind)
-        if of_class is not None and of_class.isdecimal():
+        if of_class is not None and WHOLE.fullmatch(of_class):
             numbered.setdefault(prefix, {})[name] = int(of_class)
         elif of_class is not None:
             named.setdefault(prefix, []).append(name)
@@ -258,6 +271,8 @@ def _families(
         for prefix, numbers in numbered.items()
         if _consecutive(numbers.values())
     }
+    for prefix in numbered.keys() - in_order.keys() - {""}:  # names of classes that happen to be numbers
+        named[prefix] = [*numbered[prefix], *named.get(prefix, [])]
     return in_order, {prefix: names for prefix, names in named.items() if len(names) >= 2}
 
 
@@ -265,7 +280,7 @@ def _families(
 def _score_pattern(kind: str | None) -> re.Pattern[str]:
     words = "|".join(sorted(filter(None, PREFIXES[kind]), key=len, reverse=True))
     forms = (
-        r"(?P<number>\d+)",
+        r"(?P<number>-?\d+)",
         rf"(?P<p>{words})[(\[](?:\w+\s*=\s*)?(?P<bracketed>.+)[)\]]",
         rf"(?P<q>{words})(?:[_\-. ]|(?=\d))(?P<after>.+)",
         rf"(?P<before>.+)[_\-. ](?P<r>{words})",
@@ -288,6 +303,8 @@ def split_score(name: str, kind: str | None) -> tuple[str, str | None]:
 
 def _number(name: str) -> int | None:
     """3 from "logit_3", "Prob(3)" or "3_prob"."""
+    if WHOLE.fullmatch(name):
+        return int(name)
     found = LAST_NUMBER.search(name) or FIRST_NUMBER.match(name)
     return int(found[1]) if found else None
 
@@ -303,34 +320,49 @@ def _consecutive(numbers: Iterable[int | None]) -> bool:
     return len(found) >= 2 and found == list(range(found[0], found[0] + len(found)))
 
 
-def _classes(scores: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-    """The names of the classes, a common prefix taken off, and the label of the first one."""
+def class_names(scores: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the classes: those of the columns, a known prefix taken off."""
     if len(scores) == 1:
-        return (), 0
+        return ()
     numbers = [_number(name) for name in scores]
     same = len({re.sub(r"\d+(?=\D*$)", "", name) for name in scores}) == 1  # but for the number
     if same and None not in numbers and _consecutive(numbers):
-        return tuple(map(str, numbers)), numbers[0] or 0
+        return tuple(map(str, numbers))
     split = [split_score(name, None) for name in scores]
     classes = [of_class for _, of_class in split if of_class is not None]
     if len(classes) == len(scores) and len({prefix for prefix, _ in split}) == 1:
-        return tuple(classes), 0
+        return tuple(classes)
     if len({name.rpartition(".")[0] for name in scores}) == 1:  # entries of a nested object
-        return tuple(name.rpartition(".")[2] for name in scores), 0
-    return scores, 0
+        return tuple(name.rpartition(".")[2] for name in scores)
+    return scores
+
+
+def without_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names without what all begin with, up to a separator: a and b from y_a and y_b."""
+    if len(names) < 2:
+        return names
+    first, last = min(names), max(names)
+    shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
+    end = max(first.rfind(mark, 0, shared) for mark in "_-. :/") + 1
+    return tuple(name[end:] for name in names)
 
 
 def _told(scores: tuple[str, ...]) -> str:
     if len(scores) == 1:
-        return f"column {scores[0]!r}"
+        return f"column {quoted(scores[0])}"
     if len(scores) <= 4 and not _consecutive(map(_number, scores)):
-        return f"columns {', '.join(map(repr, scores))} ({len(scores)} classes)"
-    return f"columns {scores[0]!r} .. {scores[-1]!r} ({len(scores)} classes)"
+        return f"columns {', '.join(map(quoted, scores))} ({len(scores)} classes)"
+    return f"columns {quoted(scores[0])} .. {quoted(scores[-1])} ({len(scores)} classes)"
 
 
 def listed(columns: Mapping[str, str]) -> str:
     """The names of the columns, the first ten where there are many."""
-    names = [repr(name) for name in columns]
+    names = [quoted(name) for name in columns]
     return (
         ", ".join(names if len(names) <= 12 else [*names[:10], f"... ({len(names)} columns)"]) or "no columns"
     )
+
+
+def quoted(name: str) -> str:
+    """A name in a message; the beginning of a long one."""
+    return repr(name if len(name) <= 60 else f"{name[:57]}...")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from doublehead.files.readers import (
     AnswersReader,
@@ -26,7 +29,17 @@ from doublehead.files.readers import (
     TableReader,
     to_numpy,
 )
-from doublehead.files.sources import ARROW, CSV, JSON_LINES, Source, TableError, content_of, explain, reading
+from doublehead.files.sources import (
+    ARROW,
+    CSV,
+    JSON_LINES,
+    Array,
+    Source,
+    TableError,
+    content_of,
+    explain,
+    reading,
+)
 from doublehead.llm_answers import holds_answers
 from doublehead.system import require
 
@@ -35,6 +48,7 @@ WIDEST_BLOCK = 1 << 26  # where rows are long
 # Score columns from which on they are parsed as one long column: Arrow takes microseconds for each.
 WIDE = 1000
 WIDE_BLOCK = 1 << 22  # bytes of such text parsed together
+LABELS_AND_SCORES = "list<item: struct<label: string, score: double>>"  # as pipelines of Transformers answer
 BOM = b"\xef\xbb\xbf"
 DECIMAL = re.compile(r"-?\d*[.,]\d+([eE][-+]?\d+)?")
 NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?|[-+]?(nan|inf)", re.IGNORECASE)
@@ -75,10 +89,14 @@ class CsvReader(TableReader):
         self._zipped = zipped
         with reading(source):
             start = self._start()
-            self._encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf8"
-            self.has_bom = start.startswith(BOM) or self._encoding == "utf-16"
+            self._encoding = _encoding(start, source)
+            self.has_bom = start.startswith(BOM) or self._encoding != "utf8"
             lines = _first_lines(start, self._encoding)
+            self.before = int(lines[0].lower().startswith("sep="))  # a line that Excel puts before the header
+            lines = lines[self.before :][:2] or [""]
             self.delimiter = max("\t;|,", key=lines[0].count)
+            if self.delimiter not in lines[0] and " " in lines[0].strip():
+                self.delimiter = " "
             second = lines[min(1, len(lines) - 1)].split(self.delimiter)
             commas = self.delimiter != "," and any(
                 re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", x) for x in second
@@ -86,9 +104,15 @@ class CsvReader(TableReader):
             self.decimal_point = "," if commas else "."
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
-            self._names = self._header(lines[0])
+            if self._encoding == "cp1252":
+                self.guesses = ("Windows-1252 text",)
+            self._names = self._header(lines)
             self.empty = self.header == 1 and not "".join(lines[1:]).strip()
             self._describe(*self._columns_of(lines, start))
+            signs = [name for name, cell in zip(self.names, second) if cell.strip('" ').endswith("%")]
+            if signs and "number" not in self.columns.values():
+                problem = f"{source}, column {signs[0]!r} must hold numbers: divide percentages by 100"
+                self.mixed = signs[0], problem
 
     def _start(self) -> bytes:
         """The beginning of the text, with its first two lines where they are not too long."""
@@ -96,6 +120,8 @@ class CsvReader(TableReader):
         with self._open()[1] as stream:
             while start.count(b"\n") < 3 and len(start) < WIDEST_BLOCK and (more := stream.read(BLOCK)):
                 start += more
+        if len(start) >= WIDEST_BLOCK and b"\n" not in start and b"\r" not in start:
+            raise TableError(f"{self.source} has a line of more than {WIDEST_BLOCK >> 20} MB")
         return start
 
     def _columns_of(self, lines: list[str], start: bytes) -> tuple[list[str], list[Any]]:
@@ -123,7 +149,7 @@ class CsvReader(TableReader):
                 names, kinds = reader.schema.names, reader.schema.types
             text = [name for name, kind in zip(names, kinds) if name in types and kind != number]
             if text:
-                self.mixed = text[0], explain(str(error), self.source, names, self.header)
+                self.mixed = text[0], explain(str(error), self.source, names, self.header + self.before)
             return names, kinds
 
     def _other_types(self, names: list[str], types: dict[str, Any], start: bytes) -> dict[str, Any]:
@@ -141,8 +167,9 @@ class CsvReader(TableReader):
         batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {})
         return {names[i]: batch.column(names[i]).type for i in rest}
 
-    def _header(self, line: str) -> list[str] | None:
-        """Names for the columns where the file has none, or where its own are padded; else None."""
+    def _header(self, lines: list[str]) -> list[str] | None:
+        """Names for the columns where the file has none or one too few, or where its own are padded; else None."""
+        line = lines[0]
         cells = [cell.strip().strip('"').strip() for cell in line.rstrip("\r").split(self.delimiter)]
         numbers = [bool(NUMBER.fullmatch(cell)) for cell in cells]
         decimals = [bool(re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())) for cell in cells]
@@ -150,13 +177,17 @@ class CsvReader(TableReader):
             {cell for cell, one in zip(cells, numbers) if one}
         )  # no names of columns
         if len(cells) > 1 and (all(numbers) or sum(decimals) >= 2 or repeated):
-            self.header, self.guesses = 0, ("no header",)
+            self.header, self.guesses = 0, (*self.guesses, "no header")
             whole = [i for i, cell in enumerate(cells) if not re.search(r"[.,]\d", cell)]
             if len(whole) == 1 and whole[0] in (0, len(cells) - 1):
                 names = [f"score_{i - (i > whole[0])}" for i in range(len(cells))]
                 names[whole[0]] = "label"
                 return names
             return [f"column_{i + 1}" for i in range(len(cells))]
+        row = next(csv.reader(lines[1:], delimiter=self.delimiter), [])
+        names = next(csv.reader(lines, delimiter=self.delimiter), [])
+        if len(row) == len(names) + 1 and row[-1].strip():
+            return ["row", *(name.strip() for name in names)]  # R leaves out the name of the row names
         padded = [part for part in line.rstrip("\r").split(self.delimiter) if part != part.strip()]
         return cells if padded and '"' not in line else None
 
@@ -165,7 +196,7 @@ class CsvReader(TableReader):
     ) -> Iterator[tuple[Any, int]]:
         types = self._types(self.columns, scores, keep)
         with (
-            reading(self.source, self.names, self.header),
+            reading(self.source, self.names, self.header + self.before),
             self._reader(types, self._block, wanted) as reader,
         ):
             for batch in reader:
@@ -183,7 +214,8 @@ class CsvReader(TableReader):
         """Many score columns side by side are parsed as one; from the first row on that is not plain, as any file."""
         seen, first = 0, self.names.index(scores[0])
         together = self.names[first : first + len(scores)] == list(scores)
-        if together and len(scores) >= WIDE and self._encoding == "utf8" and not keep:
+        plain = self._encoding == "utf8" and not self.before and not keep
+        if together and len(scores) >= WIDE and plain:
             for raw in self._wide_batches(first, len(scores), others):
                 if raw is None:
                     break
@@ -256,7 +288,7 @@ class CsvReader(TableReader):
                 block_size=block,
                 encoding=self._encoding,
                 column_names=self._names,
-                skip_rows=1 if self._names and not self.guesses else 0,
+                skip_rows=self.before + (self.header if self._names else 0),
             ),
             parse_options=self._csv.ParseOptions(delimiter=self.delimiter),
             convert_options=self._csv.ConvertOptions(
@@ -268,19 +300,21 @@ class CsvReader(TableReader):
 class JsonReader(TableReader):
     """JSON Lines, an object per row, also gzipped; a list of numbers is a matrix column.
 
-    The entries of an object in a row, such as {"probs": {"cat": 0.9, "dog": 0.1}}, are columns `probs.cat`, ...
+    The entries of an object in a row, such as {"probs": {"cat": 0.9, "dog": 0.1}}, are columns `probs.cat`, ... So are
+    those of a list such as [{"label": "cat", "score": 0.9}, ...]. A file may also be one list of objects.
     """
 
     def __init__(self, source: Source, zipped: bool) -> None:
         super().__init__(source)
         self._json, self.arrow = require("pyarrow.json", extra="tables"), require("pyarrow", extra="tables")
         self._zipped = zipped
+        self.nested: set[str] = set()  # names of objects in a row
         with reading(source):
-            block = next(self._blocks(), (b"", 0))[0]
-            first = self._parsed(block, None)
-            self._schema, flat = first.schema, first.flatten().schema
+            with self._stream()[1] as stream:
+                self.is_list = stream.read(BLOCK).lstrip().startswith(b"[")
+            first = self._parsed(next(self._blocks(), (b"", 0))[0], None)
+            self._schema, flat = first.schema, self._flat(first).schema
             self._describe(flat.names, flat.types)
-        self.nested = set(self._schema.names) - set(flat.names)
 
     def _tables(
         self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
@@ -295,7 +329,7 @@ class JsonReader(TableReader):
         ]
         with reading(self.source):
             for block, done in self._blocks():
-                table = self._parsed(block, arrow.schema(fields)).flatten().select(wanted).combine_chunks()
+                table = self._flat(self._parsed(block, arrow.schema(fields))).select(wanted).combine_chunks()
                 for batch in table.to_batches(max_chunksize=rows):
                     yield batch, done
 
@@ -306,22 +340,68 @@ class JsonReader(TableReader):
         read = self._json.ReadOptions(use_threads=False, block_size=len(block) + 1)
         return self._json.read_json(self.arrow.BufferReader(block), read, options)
 
+    def _flat(self, table: Any) -> Any:
+        """The table with the entries of objects as columns of their own."""
+        types = require("pyarrow.types", extra="tables")
+        while objects := [field.name for field in table.schema if types.is_struct(field.type)]:
+            self.nested |= {*objects}
+            table = table.flatten()
+        for at, field in reversed([*enumerate(table.schema)]):
+            if str(field.type) == LABELS_AND_SCORES:
+                self.nested.add(field.name)
+                scores = self._by_label(table.column(at).combine_chunks(), field.name)
+                table = table.remove_column(at)
+                for name, column in reversed(scores.items()):
+                    table = table.add_column(at, name, self.arrow.array(column))
+        return table
+
+    def _by_label(self, lists: Any, name: str) -> dict[str, Array]:
+        """A column of scores for each label, from lists of pairs of a label and a score."""
+        lengths, (labels, scores) = np.diff(np.asarray(lists.offsets)), lists.flatten().flatten()
+        found, which = np.unique(np.asarray(labels, dtype=str), return_inverse=True)
+        table = np.full((len(lists), len(found)), np.nan)
+        table[np.repeat(np.arange(len(lists)), lengths), which] = np.asarray(scores)
+        return {f"{name}.{label}": table[:, i] for i, label in enumerate(found)}
+
+    def _stream(self) -> tuple[Any, Any]:
+        file = self.arrow.OSFile(os.fspath(self.source.path), "rb")
+        return file, self.arrow.CompressedInputStream(file, "gzip") if self._zipped else file
+
     def _blocks(self) -> Iterator[tuple[bytes, int]]:
         """Whole lines of text, and the bytes read so far."""
-        file = self.arrow.OSFile(os.fspath(self.source.path), "rb")
-        with file, self.arrow.CompressedInputStream(file, "gzip") if self._zipped else file as stream:
+        file, stream = self._stream()
+        with file, stream:
+            if self.is_list:
+                rows = json.loads(stream.read())
+                yield "".join(json.dumps(row) + "\n" for row in rows).encode(), self.n_bytes
+                return
             for block in _line_blocks(stream, BLOCK):
                 yield block, file.tell()
 
 
+def _encoding(start: bytes, source: Source) -> str:
+    """UTF-16 by its mark, UTF-8, or else what Windows writes in western Europe and America."""
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    if b"\0" in start:
+        raise TableError(f"{source} must be text, got binary data")
+    try:
+        start[: start.rfind(b"\n") + 1 or len(start)].decode("utf8")
+    except UnicodeDecodeError:
+        return "cp1252"
+    return "utf8"
+
+
 def _first_lines(start: bytes, encoding: str) -> list[str]:
-    """The header and the first row, as far as they were read."""
+    """The first three lines, as far as they were read."""
     if encoding == "utf-16":
         text = start[: len(start) // 2 * 2].decode("utf-16", errors="ignore")
     else:
-        lines = start.split(b"\n", 2)[:2]
-        text = b"\n".join(lines).decode("utf-8-sig")
-    return text.split("\n", 2)[:2]
+        lines = start.split(b"\n", 3)[:3]
+        text = b"\n".join(lines).decode("utf-8-sig" if encoding == "utf8" else encoding)
+    if "\n" not in text:
+        text = text.replace("\r", "\n")
+    return text.split("\n", 3)[:3]
 
 
 def _line_blocks(stream: Any, size: int) -> Iterator[bytes]:

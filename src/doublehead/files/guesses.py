@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from doublehead.files.columns import (
     Layout,
     find,
     plain,
+    quoted,
     score_family,
     split_score,
     with_scores,
@@ -24,14 +26,29 @@ from doublehead.files.columns import (
 from doublehead.files.formats import open_source
 from doublehead.files.readers import RawBatch, Reader
 from doublehead.files.sources import Array, Source, TableError
-from doublehead.files.values import OUTSIDE, PERCENTAGES, ROUNDED, recognise, to_text
+from doublehead.files.values import (
+    MISSING,
+    OUTSIDE,
+    PERCENTAGES,
+    ROUNDED,
+    WORDS,
+    Rows,
+    is_number,
+    recognise,
+    to_several_labels,
+    to_text,
+)
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
 SAMPLES = (
     "sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid",
 )  # fmt: skip
+NO_YES = (("no", "yes"), ("negative", "positive"), ("neg", "pos"), ("n", "y"))
+CALLED = "as they are called"
+NAMED: dict[Kind, tuple[str, ...]] = {"logits": LOGITS, "probs": PROBS}  # names that state a kind
 CLASSES = ("class", "class_name", "class_id", "candidate", "option", "choice", "category")
+MIN_ROWS = 20  # of a single score, to see that it is never below 0.5
 ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
 
 
@@ -117,12 +134,68 @@ def settle(
 ) -> tuple[Layout, Kind, str]:
     """What the first rows say: the layout, the kind of the scores, and why where it was not stated."""
     scores = raw.scores
+    if layout.binary and layout.label is not None and not layout.independent:
+        labels = to_text(raw.columns[layout.label])
+        layout = _binary_classes(labels, layout, source)
+        if layout.guesses and stated != "logits" and _is_confidence(scores, labels):
+            raise TableError(
+                f"{source}: no score in {layout.scores[0]!r} is below 0.5, so it looks like the confidence in the "
+                "predicted class: name the column of that class 'predicted', or give --scores if it is of class 1"
+            )
     if layout.unnamed:
         found = layout if stated == "logits" else _named_by_labels(raw, layout, tolerance)
         scores = scores[:, [layout.scores.index(name) for name in found.scores]]
         layout = found
         _check_unnamed(raw._replace(scores=scores), layout, stated, tolerance, source)
     return (layout, stated, "") if stated else (layout, *_certain_kind(scores, layout, tolerance, source))
+
+
+def without_labels(raw: RawBatch, layout: Layout) -> Layout:
+    """The layout without its label column where that holds nothing in the first rows."""
+    if layout.label is None or layout.top_only or not (to_text(raw.columns[layout.label]) == MISSING).all():
+        return layout
+    return replace(layout, label=None)
+
+
+def one_of_each(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source) -> Layout:
+    """The layout with one class for each row where the labels of the first rows are one-hot.
+
+    Not where the scores are probabilities of which each row does not sum to 1: those are of independent labels.
+    """
+    labels = to_several_labels(
+        raw.columns, layout, raw.scores.shape[1], Rows(source, np.arange(len(raw.scores)) + 1)
+    )
+    if labels is None or labels.shape[1] < 2 or (labels.sum(1) != 1).any():
+        return layout
+    if kind != "logits" and recognise(raw.scores, tolerance) not in ("probabilities", "log-probabilities"):
+        return layout
+    guesses = (*layout.guesses, "one-hot labels")
+    return replace(layout, independent=False, one_hot=True, guesses=guesses)
+
+
+def _is_confidence(scores: Array, labels: Array) -> bool:
+    """Whether enough samples of both classes have scores of 0.5 and more alone."""
+    low, high = np.nanmin(scores), np.nanmax(scores)
+    return len(labels) >= MIN_ROWS and low >= 0.5 and high <= 1 and len(set(labels.tolist()) - {MISSING}) > 1
+
+
+def _binary_classes(labels: Array, layout: Layout, source: Source) -> Layout:
+    """The layout with the names of no and yes where labels are words: yes is the class in the name of the column."""
+    names = {text.casefold(): text for text in set(labels.tolist()) if text != MISSING}
+    if all(text in WORDS or is_number(text) for text in names.values()):
+        return layout
+    named = (split_score(layout.scores[0], None)[1] or "").casefold()
+    if named in names and len(names) <= 2:
+        no = next((text for folded, text in names.items() if folded != named), f"not {names[named]}")
+        return replace(layout, classes=(no, names[named]))
+    for pair in NO_YES:
+        if {*names} <= {*pair}:
+            return replace(layout, classes=tuple(names.get(word, word) for word in pair))
+    got = ", ".join(map(quoted, sorted(names.values())[:5]))
+    raise TableError(
+        f"{source}: labels of a single score must be 0 and 1, got {got} in {layout.label!r}; to say which of them "
+        f"{layout.scores[0]!r} is the score of, call it prob_X with the name of the label for X"
+    )
 
 
 def check_groups(layout: Layout, names: Sequence[str]) -> None:
@@ -140,8 +213,8 @@ def _named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
     """The layout without the columns of decimal numbers that no label names, where the rows of the others sum to 1."""
     if not layout.unnamed or layout.label is None:
         return layout
-    labels = set(to_text(raw.columns[layout.label]).tolist())
-    places = [i for i, name in enumerate(layout.scores) if name in labels]
+    labels = {text.casefold() for text in to_text(raw.columns[layout.label]).tolist()}
+    places = [i for i, name in enumerate(layout.scores) if name.strip().casefold() in labels]
     if not 2 <= len(places) < len(layout.scores):
         return layout
     whole, part = (recognise(scores, tolerance) for scores in (raw.scores, raw.scores[:, places]))
@@ -163,8 +236,9 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     found = recognise(scores[usual] if usual.mean() > 0.9 else scores, tolerance) if several else ""
     if found == "probabilities":
         return "probs", "rows sum to 1"
-    if all(split_score(name, "logits")[0] in LOGITS or name in LOGITS for name in layout.scores):
-        return "logits", "as they are called"
+    for kind, names in NAMED.items():
+        if all(split_score(name, kind)[0] in names or name.lower() in names for name in layout.scores):
+            return kind, CALLED
     if found == "log-probabilities":
         return "logits", found
     if found == "percentages":
@@ -172,10 +246,14 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
     shape = f"the scores of {source} lie in {low:.4g}..{high:.4g}"
     shape += " and rows do not sum to 1" if several else ""
-    name = "logits" if several or low < 0 or high > 1 else "probs"
-    raise TableError(
-        f"say whether the scores are logits or probabilities: {shape}, which looks like {name}; give --{name} if so"
-    )
+    if several and low >= 0 and high <= 1:
+        does = "name the columns of all classes with --scores, or give --logits if these are logits"
+    elif low >= 0 and 1 < high <= 100:
+        does = "divide percentages by 100, or give --logits if these are logits"
+    else:
+        name = "logits" if low < 0 or high > 1 else "probs"
+        does = f"this looks like {name}; give --{name} if so"
+    raise TableError(f"say whether the scores are logits or probabilities: {shape}; {does}")
 
 
 def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
@@ -184,7 +262,7 @@ def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     if layout.top_only or not all(column.lower().startswith(other[:-1]) for column in layout.scores):
         return
     named = f"--{kind} --scores '{layout.scores[0][: len(other)]}*'"
-    if why and why != "as they are called":
+    if why and why != CALLED:
         does = f"but {why}: give {named} if they hold {kind}"
     else:
         does = f"but --{kind} was given: give --{other} ({other}:FILE in a report), or {named} if they hold {kind}"
@@ -204,7 +282,7 @@ def _check_unnamed(
         extra = [name for name in scores if name not in named] if enough or kind == "probs" else []
     else:
         numbers = [int(label) for label in set(labels.tolist()) if label.isdecimal()]
-        extra = list(scores[max(numbers) + 1 - layout.base :]) if numbers and enough else []
+        extra = list(scores[max(numbers) + 1 - (layout.base or 0) :]) if numbers and enough else []
     if extra and len(extra) < len(scores):
         raise TableError(
             f"{source}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from doublehead.files.columns import LABELS
 from doublehead.files.sources import Array, Source, TableError, reading
 from doublehead.llm_answers import read_answers
 from doublehead.system import require
 
 SIMPLE = ("float", "double")  # Arrow types of scores that need no conversion
+CLASS_LISTS = ("classes", "class_names", "label_names")
 MAX_UNPACKED = 1 << 30  # bytes of an .npz that compresses suspiciously well
 
 
@@ -42,6 +44,7 @@ class Reader:
         None  # a column that begins with decimal numbers but holds text, and where
     )
     empty: bool = False  # a header and no rows
+    classes: tuple[str, ...] = ()  # their names where the file lists them
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -59,7 +62,10 @@ class ArraysReader(Reader):
 
     def __init__(self, source: Source, arrays: dict[str, Array]) -> None:
         super().__init__(source)
-        self.arrays = arrays
+        self.arrays = arrays = {
+            name: array[:, 0] if array.ndim == 2 and array.shape[1] == 1 and name in LABELS else array
+            for name, array in arrays.items()
+        }
         lengths = {name: array.shape[0] if array.ndim else None for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in self.arrays.items())
@@ -98,6 +104,12 @@ class NpzReader(ArraysReader):
                 names = [name for name in file.files if name.startswith(prefix)]
                 self._check_parts(list(file.files), names)
                 arrays = {name.removeprefix(prefix): np.atleast_1d(file[name]) for name in names}
+                listed = [name for name in file.files if name in CLASS_LISTS]
+                if len(listed) == 1 and not any(
+                    len(arrays[n]) == len(file[listed[0]]) for n in arrays if n != listed[0]
+                ):
+                    self.classes = tuple(map(str, file[listed[0]].ravel().tolist()))
+                    arrays.pop(listed[0], None)
         super().__init__(source, arrays)
         kinds = [kind for kind in ("logits", "probs") if kind in arrays]
         self.states = kinds[0] if len(kinds) == 1 else None
@@ -122,11 +134,11 @@ class NpyReader(ArraysReader):
         for path in (source.path, source.partner):
             with reading(Source(path)):
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
-            arrays["scores" if array.dtype.kind == "f" else "labels"] = array
+            arrays["scores" if array.dtype.kind == "f" and array.ndim == 2 else "labels"] = array
         if len(arrays) < 2:
             raise TableError(
-                f"{source.path} and {source.partner} must be one array of scores (decimal numbers) and one of labels "
-                f"(whole numbers), got two of {next(iter(arrays))}"
+                f"{source.path} and {source.partner} must be scores (N, K) and labels (N,), got two "
+                f"of {next(iter(arrays))}"
             )
         super().__init__(source, arrays)
         self.n_bytes += source.partner.stat().st_size

@@ -17,16 +17,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from doublehead.files.columns import Layout, choose_layout, label_columns, listed, score_family
+from doublehead.files.columns import (
+    Layout,
+    choose_layout,
+    label_columns,
+    listed,
+    score_family,
+    with_classes,
+)
 from doublehead.files.formats import open_source
 from doublehead.files.guesses import (
     Kind,
     check_groups,
     check_names,
     from_long_form,
+    one_of_each,
     scores_like,
     settle,
     stated_kind,
+    without_labels,
 )
 from doublehead.files.readers import RawBatch, Reader
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
@@ -205,30 +214,40 @@ class PredictionTable:
         self, scores: torch.Tensor, columns: dict[str, Array], weights: Array | None, rows: Rows
     ) -> Predictions | None:
         layout, are_probs = self.layout, self.kind == "probs"
-        if layout.independent:
+        if layout.independent or layout.one_hot:
             several = to_several_labels(columns, layout, scores.shape[1], rows)
             if several is None:
                 return None
-            return Predictions.multilabel(scores, several, weights, are_probs=are_probs)
-        if layout.label is None:
+            if layout.independent:
+                return Predictions.multilabel(scores, several, weights, are_probs=are_probs)
+            labels = several.argmax(1)
+        elif layout.label is None:
             return None
-        labels = to_labels(columns[layout.label], layout, scores.shape[1], rows)
+        else:
+            labels = to_labels(columns[layout.label], layout, scores.shape[1], rows)
         if are_probs:
             tolerance = max(self.tolerance, ROUNDED)  # `to_scores` has looked closer
             return Predictions.from_probs(scores, labels, weights, tolerance=tolerance)
         return Predictions(scores, labels, weights)
 
-    def _settled(self, reader: Reader, stated: Kind | None, guessed: bool) -> PredictionTable:
-        """The table with what its first rows settle: which columns are scores, and of which kind they are."""
-        table, layout = self, self.layout
-        if stated is None or layout.unnamed:
-            with closing(self._raw(reader, keep=False)) as batches:
-                raw = next(batches, None)
-            if raw is None and stated is None:
-                raise NoRows(self._nothing(0, set()))
-            if raw is not None:
-                layout, certain, why = settle(raw, layout, stated, self.tolerance, self.sources[0])
-                table = replace(self, layout=layout, kind=certain, why=why)
+    def _settled(
+        self, reader: Reader, stated: Kind | None, guessed: bool, label_needed: bool, may_be_one_hot: bool
+    ) -> PredictionTable:
+        """The table with what its first rows settle: which columns are scores, of which kind, and what labels are."""
+        table, layout, source = self, self.layout, self.sources[0]
+        with closing(self._raw(reader, keep=False)) as batches:
+            raw = next(batches, None)
+        if raw is None and stated is None:
+            raise NoRows(self._nothing(0, set()))
+        if raw is not None:
+            if len(layout.classes) not in (0, width := max(raw.scores.shape[1], 2)):
+                raise TableError(f"{source} names {len(layout.classes)} classes, but has scores of {width}")
+            if not label_needed:
+                layout = without_labels(raw, layout)
+            if layout.independent and may_be_one_hot:
+                layout = one_of_each(raw, layout, stated, self.tolerance, source)
+            layout, certain, why = settle(raw, layout, stated, self.tolerance, source)
+            table = replace(self, layout=layout, kind=certain, why=why)
         if guessed:
             check_names(layout, table.kind, table.why, table.name)
         return table
@@ -261,11 +280,12 @@ def read_predictions(
     """Predictions in files of any format, in folders, or one set of an .npz (`file.npz:test`).
 
     `kind` says whether the scores are logits or probs. It may be left out where an .npz calls its array so, where rows
-    of numbers in 0..1 sum to 1, or where the columns are called logits.
+    of numbers in 0..1 sum to 1, or where the columns are called logits or probabilities.
     `label` and `scores` name columns (or arrays; * and ? stand for any characters); what is not named is guessed and
     recorded in `.layout.guesses`. Labels are whole numbers from `base` on (0, or the number of the first score
     column) or names of classes that match the score columns. Several columns of 0 and 1 (a list, or a name with * in
-    it), or lists of 0 and 1, are as many labels of each sample; `independent` states this of files without labels. A
+    it), or lists of 0 and 1, are one-hot labels where each row has a single 1 and its scores are of one class, else
+    as many labels of each sample; `independent` states the latter, also of files without labels. A
     file may also hold a row for each sample and class, the predicted class and its confidence alone, or answers of a
     language model. `where` keeps the rows with these values, `by` is a column of groups, which may be
     the name of folders called `by=value`, `weights` is one of sample weights; `extra` columns are read too. With
@@ -313,6 +333,7 @@ def read_predictions(
         named = score_family(reader.columns, str(reader.source), stated) is not None
         if not named and column not in (label, *labels, *others):
             raise TableError(f"{problem}; name the score columns with --scores if it is not one of them")
+    independent = independent or (like is not None and like.layout.independent)
     layout = choose_layout(
         reader.columns,
         str(reader.source),
@@ -323,15 +344,17 @@ def read_predictions(
         taken=others,
         label_needed=label_needed,
         labels=labels,
-        independent=independent or (like is not None and like.layout.independent),
+        independent=independent,
     )
+    if reader.classes and not layout.classes:
+        layout = with_classes(layout, reader.classes, base)
     layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
     check_groups(layout, [*where, *filter(None, [by])])
     table = PredictionTable(
         tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra), weights
     )
     table.opened[str(sources[0])] = reader
-    return table._settled(reader, stated, guessed=scores is None)
+    return table._settled(reader, stated, scores is None, label_needed, may_be_one_hot=not independent)
 
 
 def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str]) -> Array:

@@ -22,8 +22,8 @@ import numpy as np
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz")
+CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
+JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz")
 ARROW = (".arrow", ".feather")
 FORMATS = (*CSV, *JSON_LINES, ".parquet", *ARROW, ".xlsx", ".npz", ".npy")
 MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz"}
@@ -70,6 +70,8 @@ def find_sources(paths: Iterable[str | Path | Source]) -> list[Source]:
     found: dict[tuple[Path, str], Source] = {}
     ready = []
     for path in paths:
+        if path == "":
+            raise TableError("the name of a file is empty")
         if isinstance(path, Source):
             ready.append(path)
             continue
@@ -120,7 +122,7 @@ def reading(source: Source, names: Sequence[str] = (), header: int = 1) -> Itera
         raise TableError(f"{error.filename or source} cannot be read: permission denied") from error
     except UnicodeDecodeError as error:
         got = bytes(error.object[error.start : error.end])
-        raise TableError(f"{source} must be UTF-8 text, got {got!r}") from error
+        raise TableError(f"{source} must be UTF-8 text, got {got!r}; save it as such") from error
     except DAMAGED as error:
         raise TableError(explain(str(error), source, names, header)) from error
 
@@ -130,7 +132,8 @@ def explain(message: str, source: Source, names: Sequence[str], header: int) -> 
     message = " ".join(message.split())
     if cell := re.search(r"In CSV column #(\d+): Row #(\d+): .*invalid value '(.*)'", message):
         place = f"column {names[int(cell[1])]!r}, row {int(cell[2]) - header}"
-        return f"{source}, {place} must hold a number, got {cell[3]!r}"
+        hint = "; divide percentages by 100" if cell[3].rstrip().endswith("%") else ""
+        return f"{source}, {place} must hold a number, got {cell[3]!r}{hint}"
     if short := re.search(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+)", message):
         row = int(short[1]) - header
         return (
@@ -138,9 +141,9 @@ def explain(message: str, source: Source, names: Sequence[str], header: int) -> 
             "the file is truncated or has a wrong delimiter there"
         )
     if "Empty CSV file" in message:
-        return f"{source} is empty"
+        return f"{source} has no rows"
     if "UTF8" in message:
-        return f"{source} must be UTF-8 text"
+        return f"{source} must be UTF-8 text; save it as such"
     if "pickle" in message:
         return f"{source} must hold plain arrays, not pickled objects, which are not loaded"
     what = format_of(source.path).lstrip(".")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from doublehead.files.columns import Layout
+from doublehead.files.columns import WHOLE, Layout, quoted, without_prefix
 from doublehead.files.sources import Array, Source, TableError
 
 MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
@@ -136,6 +137,13 @@ def to_several_labels(columns: dict[str, Array], layout: Layout, n_labels: int, 
     column = int(wrong.any(0).argmax())
     name = names[min(column, len(names) - 1)]
     rows.refuse(wrong[:, column], name, lambda i: f" must hold 0 or 1, got {table[i, column]:g}")
+    if layout.one_hot:
+        counts = table.sum(1)
+        rows.refuse(
+            counts != 1,
+            None,
+            lambda i: f" must have one label, like the first rows of the file, got {counts[i]:g}",
+        )
     return table.astype(np.int64)
 
 
@@ -150,9 +158,10 @@ def to_weights(column: Array, name: str, rows: Rows) -> Array:
 def to_labels(column: Array, layout: Layout, n_classes: int, rows: Rows) -> Array:
     """(B,) int64 in 0..K-1 from whole numbers, or from names through the names of the score columns."""
     name = str(layout.label)
+    base = layout.base
+    if base is None or (column.dtype.kind in "OU" and _are_names(column, layout)):
+        return _labels_by_name(column, layout, rows)
     if column.dtype.kind in "OU":
-        if _are_names(column, layout):
-            return _labels_by_name(column, layout, rows)
         column = _numbers(column, name, rows)
     if column.ndim != 1 or column.dtype.kind not in "fiub":
         raise TableError(
@@ -167,12 +176,12 @@ def to_labels(column: Array, layout: Layout, n_classes: int, rows: Rows) -> Arra
             f" must hold a class (a whole number), got {'nothing' if np.isnan(number[i]) else f'{number[i]:g}'}"
         ),
     )
-    labels: Array = number.astype(np.int64) - layout.base
-    allowed = f"labels of {n_classes} classes must lie in {layout.base}..{layout.base + n_classes - 1}"
+    labels: Array = number.astype(np.int64) - base
+    allowed = f"labels of {n_classes} classes must lie in {base}..{base + n_classes - 1}"
     rows.refuse(
         (labels < 0) | (labels >= n_classes),
         name,
-        lambda i: f": {allowed}, got {labels[i] + layout.base}{_base_hint(labels, n_classes, layout.base)}",
+        lambda i: f": {allowed}, got {labels[i] + base}{_base_hint(labels, n_classes, base)}",
     )
     return labels
 
@@ -197,11 +206,35 @@ def _tell(value: object) -> str:
 
 
 def _are_names(column: Array, layout: Layout) -> bool:
-    """Whether labels in text are names of classes: columns have other names than numbers, or a label is a column."""
-    if not all(name.isdecimal() for name in layout.classes):
-        return True
-    labels = {str(value).strip() for value in column.tolist()[:1000]}
-    return len(layout.scores) > 1 and bool(labels & set(layout.scores))
+    """Whether labels in text are names of classes; numbers may be text too, in a file that is written back."""
+    if not layout.classes:
+        return False
+    places, counted = _places(layout), all(map(WHOLE.fullmatch, layout.classes))
+    labels = {str(value).strip() for value in column.tolist()[:1000] if value is not None}
+    words = {text for text in labels if text and not is_number(text)}
+    return any(text in places or not (counted or text in WORDS) for text in words)
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=8)
+def _places(layout: Layout) -> dict[str, int]:
+    """The number of each class by the names that labels may call it; the first ones go before the others."""
+    forms = [layout.classes, layout.scores, without_prefix(layout.scores)]
+    forms += [tuple(map(str.casefold, names)) for names in forms]
+    places: dict[str, int] = {}
+    for names in forms:
+        if len(set(names)) == len(names) > 1:  # no two classes that differ by case alone
+            for place, name in enumerate(names):
+                places.setdefault(name.strip(), place)
+    return places
 
 
 def _check_finite(table: Array, names: tuple[str, ...], rows: Rows) -> None:
@@ -228,7 +261,7 @@ def _check_logits(table: Array, layout: Layout, rows: Rows) -> None:
     if max(-low, high) > MAX_LOGIT:
         far = np.abs(table).max(1) > MAX_LOGIT
         rows.refuse(
-            far, None, lambda i: f": logits must lie within {MAX_LOGIT:g}, got {table[i].tolist()[:10]}"
+            far, None, lambda i: f": logits must lie within {MAX_LOGIT:g}, got {np.abs(table[i]).max():g}"
         )
     if layout.independent or low < 0:
         return
@@ -249,18 +282,24 @@ def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> 
             raise TableError(f"{rows.source}: {PERCENTAGES}")
         if found == "log-probabilities":
             raise TableError(f"{rows.source}: these are {found}: give --logits, which gives the same results")
+        hint = (
+            "; remove it if it is a total" if outside.mean() < 0.1 else "; give --logits if these are logits"
+        )
+        if layout.binary:  # the first column is the rest to 1
+            low = high = table[:, -1]
+            hint = hint if low.min() < 0 or high.max() > 100 else "; divide percentages by 100"
         rows.refuse(
             outside,
             None,
             lambda i: f": probabilities must lie in 0..1, got {low[i] if low[i] < 0 else high[i]:.6g}",
-            "; remove it if it is a total" if outside.mean() < 0.1 else "; give --logits if these are logits",
+            hint,
         )
     if not layout.independent:
         rows.refuse(
             np.abs(sums - 1) > np.maximum(tolerance + 1e-9, _rounding(table, np.abs(sums - 1) > tolerance)),
             None,
             lambda i: f": probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}",
-            "; a larger --tolerance allows it",
+            "; name the columns of all classes with --scores, or give a larger --tolerance",
         )
 
 
@@ -291,18 +330,15 @@ def _numbers(column: Array, name: str, rows: Rows, wanted: str = "a class (a who
 
 
 def _labels_by_name(column: Array, layout: Layout, rows: Rows) -> Array:
-    names = {name: i for i, name in enumerate(layout.scores) if len(layout.scores) > 1}
-    names.update({name: i for i, name in enumerate(layout.classes)})
+    names = _places(layout)
     found, at = np.unique(to_text(column), return_inverse=True)
-    index: Array = np.array([names.get(str(name), -1) for name in found], dtype=np.int64)[at]
-    classes = ", ".join(layout.classes[:10]) + (", ..." if len(layout.classes) > 10 else "")
-    wanted = f"one of the classes {classes}" if classes else "a whole number"
+    index: Array = np.array(
+        [names.get(name, names.get(name.casefold(), -1)) for name in found], dtype=np.int64
+    )[at]
+    classes = ", ".join(map(quoted, layout.classes[:10])) + (", ..." if len(layout.classes) > 10 else "")
+    got = ["nothing" if name == MISSING else quoted(name) for name in found]
     rows.refuse(
-        index < 0,
-        layout.label,
-        lambda i: (
-            f" must hold {wanted}, got {'nothing' if column[i] in (None, '') else repr(str(column[i]))}"
-        ),
+        index < 0, layout.label, lambda i: f" must hold one of the classes {classes}, got {got[at[i]]}"
     )
     return index
 

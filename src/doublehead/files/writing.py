@@ -135,6 +135,8 @@ def _write_text(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chun
                     file.write(_csv_header(batch.schema.names, reader))
                 file.write(_csv_lines(batch, reader.delimiter, reader.decimal_point))
             elif isinstance(reader, JsonReader):
+                if reader.is_list:
+                    raise TableError(f"{table.name} cannot be written back: save it as JSON Lines first")
                 rows = (_nested(row, reader.nested) for row in batch.to_pylist())
                 file.write("".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
             first = False
@@ -144,11 +146,10 @@ def _nested(row: dict[str, Any], parents: set[str]) -> dict[str, Any]:
     """{"probs": {"cat": 0.9}} from {"probs.cat": 0.9}, for the objects that the file had."""
     found: dict[str, Any] = {}
     for name, value in row.items():
-        parent, _, entry = name.partition(".")
-        if entry and parent in parents:
-            found.setdefault(parent, {})[entry] = value
-        else:
-            found[name] = value
+        inner, start = found, 0
+        while (dot := name.find(".", start)) >= 0 and name[:dot] in parents:
+            inner, start = inner.setdefault(name[start:dot], {}), dot + 1
+        inner[name[start:]] = value
     return found
 
 
