@@ -494,7 +494,7 @@ def test_models_that_cannot_be_guarded() -> None:
         (small_net(), {"layers": ["1", "fc"]}, r"must name .* such as \['1', '4', '7'\], got \['fc'\]"),
         (small_net(), {"layers": []}, r"layers must name .* got \[\]"),
         (small_net(), {"window": 1}, "window must be 0 or at least 2"),
-        (small_net(), {"rate": 0.0}, "rate must lie in 0.0001..1"),
+        (small_net(), {"rate": 0.0}, "rate must be at least 0.0001 and below 1"),
     ):
         with pytest.raises(ValueError, match=message):
             ShiftGuard(net, **options)
@@ -514,8 +514,8 @@ def test_a_guard_round_a_guard() -> None:
     guard = ShiftGuard(net)
     said = "model must be a classifier without a ShiftGuard, got "
     for model, got in (
-        (guard, "a ShiftGuard: guard what that one guards"),
-        (torch.compile(guard, backend="eager"), "a ShiftGuard: guard what that one guards"),
+        (guard, "a ShiftGuard: pass the model inside it"),
+        (torch.compile(guard, backend="eager"), "a ShiftGuard: pass the model inside it"),
         (nn.Sequential(nn.Identity(), guard), "Sequential with one as '1': "),
     ):
         with pytest.raises(ValueError, match=said + got):

@@ -4,9 +4,9 @@ A classifier is calibrated if it is correct 80 % of the time when it says 80 %. 
 command line (`doublehead evaluate | calibrate | report`):
 
 - `evaluate(probs, labels)` measures predictions: a `Summary` that prints as a table, with intervals and a verdict.
-- `calibrate(network, calib_data)` gives a `Calibrated`: network and calibration as one module, whose calls return
-  calibrated log-probabilities. Predictions are kept. `calibrate(predictions)` gives a fitted `Calibrator`.
-- `report({"before": p, "after": q}, "report.html")` writes a page that shows both.
+- `calibrate(network, calib_data)` returns a `Calibrated`: network and calibration as one module, whose calls return
+  calibrated log-probabilities. Predictions are kept. `calibrate(predictions)` returns a fitted `Calibrator`.
+- `report({"before": p, "after": q}, "report.html")` writes an HTML page that compares them.
 
 >>> import torch
 >>> import doublehead as dh
@@ -26,13 +26,13 @@ command line (`doublehead evaluate | calibrate | report`):
         double.step()   # every tenth call trains the heads once
     model = double.finish()
 
-`heads=PAPER` is the method of the paper alone: one `CalibrationHead`, whose settings are a `HeadSpec`.
+`heads=PAPER` is the paper's own method: one `CalibrationHead`, whose settings are a `HeadSpec`.
 
 Predictions are `Predictions` (logits and labels), arrays, DataFrames or files; logits or probabilities are stated,
 never guessed. A `Stream` measures outputs that come batch by batch; `Bins` are the counts behind every binned number.
-`Calibrated.save` and `load` keep a calibrated network, `ShiftGuard` lowers confidence under distribution shift,
-`choose` is the rule by which anything is chosen on held-back samples. `metrics`, `losses` and `calibrators` hold the
-parts; `doublehead.integrations` is for Lightning, Transformers, scikit-learn and exports.
+`Calibrated.save` and `load` keep a calibrated network. `ShiftGuard` raises an alarm and lowers the confidence under
+distribution shift. `choose` is the rule by which everything is chosen on held-back samples. `metrics`, `losses` and
+`calibrators` hold the parts; `doublehead.integrations` is for Lightning, Transformers, scikit-learn and exports.
 """
 
 from importlib import import_module

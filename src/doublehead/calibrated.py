@@ -57,7 +57,7 @@ class Calibrated(nn.Module):
         return Heads(answer.logits.float().log_softmax(-1), calib)
 
     def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Calibrated log-probabilities for logits and features of the network at hand."""
+        """Calibrated log-probabilities for given logits and features of the network."""
         return in_parts(self._calibrated, main, features, numbers)
 
     def _calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:

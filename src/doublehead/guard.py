@@ -3,10 +3,10 @@
 Stages are a mean and a deviation of each channel of some layers. Their distances from the calibration data's are used
 twice:
 
-- A single sample: how likely is it that it is shifted, by the share of shifted samples that costs nothing on clean
-  calibration data? Its logits are scaled down by that share of what perturbed calibration data taught.
-- A window of the last samples: their mean distances are tested against the calibration data's. Under an alarm the
-  logits are scaled by what perturbed windows taught. A window shows a shift that no single sample shows.
+- A single sample: the log scale learned from perturbed calibration data is multiplied by the probability that the
+  sample is shifted. The prior of that probability is the largest that costs next to nothing on clean data.
+- A window of the last samples: their mean distances are tested against the calibration data's. During an alarm the
+  logits get the scale learned from perturbed windows. A window shows a shift that no single sample shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from doublehead.torch_tools import StaysFloat32
 
 # Developed with whole kinds of corruption left out in turn (docs/results/notes/guard-settings.md).
 WINDOW = 64
-RATE = 1e-3  # share of clean windows that raise an alarm
+RATE = 1e-3  # largest share of clean windows that may raise an alarm
 LARGEST = 1e4  # deviations that enter a window: sums of larger ones would lose all others
 BOUND = 3.0  # deviations to which distances are clipped for the test: a few calibration samples do not show its tails
 LOW, HIGH = -3.0, 6.0  # deviations to which distances and statistics are clipped
@@ -109,7 +109,7 @@ class Guard(StaysFloat32):
         if window < 0 or window == 1:
             raise ValueError(f"window must be 0 or at least 2 samples, got {window}")
         if not 1 / DRAWS <= rate < 1:  # no p-value is smaller
-            raise ValueError(f"rate must lie in {1 / DRAWS}..1 and be below 1, got {rate}")
+            raise ValueError(f"rate must be at least {1 / DRAWS} and below 1, got {rate}")
         self.window, self.rate, self._alone = window, rate, False
         self.distances, self.n_far = Distances(widths), len(widths)
         for name in self.learned:
@@ -160,7 +160,7 @@ class Guard(StaysFloat32):
         return (values - self.mean) / self.deviation
 
     def _log_scale(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
-        """(B,) of single samples: what a shifted sample deserves, by how likely it is that it is one."""
+        """(B,) of single samples: the log scale of a shifted sample times the probability that it is one."""
         shifted = (_squares(rows[:, : self.n_far]) @ posterior).sigmoid()
         return shifted * (design(rows, self.n_far) @ single).clamp(-MOST, 0.0)
 
@@ -208,10 +208,10 @@ class Guard(StaysFloat32):
     ) -> None:
         """Learn from clean calibration data, and from perturbed copies of it unless only the alarm is wanted.
 
-        It starts anew each time: nothing of an earlier fit stays.
+        An earlier fit is discarded.
         """
         if prior is not None and not 0 <= prior < 1:
-            raise ValueError(f"prior must lie in 0..1 and be below 1, got {prior}")
+            raise ValueError(f"prior must be at least 0 and below 1, got {prior}")
         for observed in filter(None, (clean, perturbed)):
             Predictions(observed.logits, observed.labels)  # refuses what is empty, not finite, or mislabelled
             if not bool(torch.isfinite(observed.stages).all()):
@@ -278,15 +278,15 @@ class Guard(StaysFloat32):
         return single, odds.float()
 
     def _choose_prior(self, clean: Observed, perturbed: Observed, seed: int) -> float:
-        """The largest share of shifted samples whose cost on clean samples held back is surely next to nothing."""
+        """The largest prior whose cost on held-back clean samples is at most COST, by the upper 95 % bound."""
         base = F.cross_entropy(clean.logits.float(), clean.labels, reduction="none")
         fold = torch.randint(2, base.shape, generator=torch.Generator().manual_seed(seed)).to(base.device)
         costs = {prior: torch.zeros_like(base) for prior in PRIORS}
         for held in (0, 1):
             rows = fold[clean.samples] == held
             ours, rest = (Observed(*(part[which] for part in clean)) for which in (rows, ~rows))
-            taught = Observed(*(part[fold[perturbed.samples] != held] for part in perturbed))
-            single, odds = self._learn_single(rest, taught)
+            others = Observed(*(part[fold[perturbed.samples] != held] for part in perturbed))
+            single, odds = self._learn_single(rest, others)
             for prior, values in costs.items():
                 log_scale = self._log_scale(ours.stages, single, _with_prior(odds, prior))
                 logits = scaled(ours.logits, log_scale.exp()[:, None])
@@ -330,7 +330,7 @@ class Distances(nn.Module):
     def set_usual(self, stages: Tensor) -> Tensor:
         """Take (N, S) for what is usual; the distances of each row from all the others, (N, D).
 
-        From statistics that it is part of a row is nearer than a new one would be: with few rows by far.
+        A row is closer to statistics that include it than a new row would be, much closer if there are few rows.
         """
         values, n = stages.cpu().double(), len(stages)  # some devices have no float64
         mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=TINY)
@@ -384,7 +384,7 @@ def _squares(far: Tensor) -> Tensor:
 
 
 def _window_means(rows: Tensor, groups: Tensor, size: int) -> Tensor:
-    """(N, D + S) the mean of the window that each row is in: so many neighbouring rows of one group, at most."""
+    """(N, D + S) the mean of each row's window: up to `size` neighbouring rows of one group."""
     place = torch.arange(len(groups), device=groups.device)
     first = torch.searchsorted(groups, groups)  # where the row's group begins
     window = groups * (len(groups) + 1) + (place - first) // size

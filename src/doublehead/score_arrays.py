@@ -33,7 +33,7 @@ MAX_WEIGHT = 1e9  # of all samples together: bins count weights in units of 2^-3
 
 
 class Target(NamedTuple):
-    """The truth about N samples: classes (N,), optional probabilities (N, K) and weights (N,) of mean 1."""
+    """The labels of N samples: classes (N,), optional probabilities (N, K) and weights (N,) of mean 1."""
 
     labels: Tensor  # the likeliest class where there are probabilities
     probs: Tensor | None = None
@@ -44,7 +44,7 @@ class Target(NamedTuple):
         return Target(*(None if part is None else part[at] for part in self))  # type: ignore[arg-type]
 
     def split(self, size: int) -> list[Target]:
-        """So many samples at a time."""
+        """In parts of `size` samples."""
         return [self.rows(slice(at, at + size)) for at in range(0, len(self.labels), size)]
 
     def of(self, values: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Target(NamedTuple):
         return values[torch.arange(len(values), device=values.device), self.labels]
 
     def error(self, probs: Tensor) -> Tensor:
-        """Probabilities (N, K) minus the truth, times the weights; in place."""
+        """Probabilities (N, K) minus the labels', times the weights; in place."""
         if self.probs is not None:
             probs -= self.probs.to(probs.dtype)
         else:

@@ -57,7 +57,7 @@ class ShiftGuard(nn.Module):
             if isinstance(module, ShiftGuard):
                 got = f"{type(uncompiled(model)).__name__} with one as {name!r}" if name else "a ShiftGuard"
                 raise ValueError(
-                    f"model must be a classifier without a ShiftGuard, got {got}: guard what that one guards"
+                    f"model must be a classifier without a ShiftGuard, got {got}: pass the model inside it"
                 )
         self.model = model
         self.tap = StageTap(model, layers)
@@ -185,7 +185,7 @@ class StageTap:
             self._recording, self._inside = False, None
 
     def take(self, n: int) -> Tensor:
-        """The stages (n, S) of the last run, which was over `n` samples; they are let go."""
+        """Return the stages (n, S) of the last run, over `n` samples, and forget them."""
         caught, self._caught = self._caught, {}
         missing = [name for number, name in enumerate(self.layers) if number not in caught]
         if missing:

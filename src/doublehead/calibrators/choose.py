@@ -72,7 +72,7 @@ class Choice:
     def __str__(self) -> str:
         text = f"{self.chosen}: held-back NLL {self.nll:.4f} on {self.n:,} samples"
         if self.chosen != self.baseline:
-            text += f", {self.gain:.4f} (+- {self.gain_error:.4f}) below {self.baseline}"
+            text += f", {self.gain:.4f} below {self.baseline} (standard error {self.gain_error:.4f})"
         return f"{text}\n{score_table(self.scores)}" if self.scores else text
 
 

@@ -32,10 +32,14 @@ from doublehead.training.run_folder import RunError, RunFolder
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
     to: Annotated[str, typer.Option(help=f"One of {', '.join(FILES)}.")] = "onnx",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: RUN/export]")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write [default: RUN/export].")
+    ] = None,
     head: Annotated[
         str | None,
-        typer.Option(help="Which head, where the run has several [default of auto and guarded: guarded]."),
+        typer.Option(
+            help="Head to export if the run has several [default: guarded, if the run has a guard]."
+        ),
     ] = None,
     root: Annotated[
         Path | None, typer.Option(help="The folder that holds the data sets [default: data].")
@@ -202,12 +206,13 @@ def _calibration(found: RunModel) -> Iterator[str]:
     else:
         every = found.config.every_of.get(found.head, found.config.every)
         yield (
-            f"A calibration head ('{found.head}': {found.spec.kind}, beta0 = {found.spec.beta0:g}) learned beside it "
-            f"from calibration data that the network never saw, one step for every {every} of the network."
+            f"A calibration head ('{found.head}': {found.spec.kind}, beta0 = {found.spec.beta0:g}) was trained beside it "
+            f"on calibration data that the network never saw, one step for every {every} of the network."
         )
     if found.guard:
         yield (
             f"A shift guard ('{found.head}') lowers the confidence where the inputs of the network's layers "
-            "lie far from the calibration data's. It changes no prediction. It learned from calibration images that "
+            "lie far from the calibration data's. It changes no prediction. The exported guard judges each input by "
+            "itself and raises no alarm. It was fitted to calibration images that "
             f"were perturbed by {found.guard!r} (see `doublehead.data`); on other shifts it may help less."
         )

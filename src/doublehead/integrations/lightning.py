@@ -329,7 +329,7 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 
 def key_of_weights(model: nn.Module) -> int:
-    """A number that stands for a model's weights and buffers, on whatever device: another one for others.
+    """A hash of a model's weights and buffers, the same on every device.
 
     >>> model = nn.Linear(2, 2)
     >>> before = key_of_weights(model)

@@ -144,7 +144,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
             logger.info(f"calibration: {self.choice}")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        """Take in what the model just said, where it was told the labels."""
+        """Count the outputs of the last batch if the model was given its labels."""
         attachment = self._listener or attached_to(model)
         if self._seen is not None and attachment is not None:
             heads, labels = self._seen
