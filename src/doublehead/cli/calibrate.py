@@ -197,7 +197,7 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
                 calibrator, choice = calibrators.choose_calibrator(known, progress=_method_shown(status))
                 facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
                 failed = [f"{name}: {choice.notes[name]}" for name, nll in choice.nlls.items() if nll != nll]  # noqa: PLR0124
-                why = "; ".join([f"Of {len(choice.nlls)} methods {choice}", *failed]) + "."
+                why = "; ".join([f"Of {len(choice.nlls)} methods, the choice is {choice}", *failed]) + "."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
             calibrator = doublehead.calibrate(known, method=method)
         except (TypeError, ValueError) as error:
