@@ -543,8 +543,8 @@ def test_bad_settings_and_data() -> None:
     guard, ((x, y),) = ShiftGuard(small_net()), some_batches(1)
     for batches, options, said in (
         ([(x, y)], {"views": 0}, "views must be at least 1, got 0"),
-        ([(x, y)], {"prior": 1.0}, "prior must lie in 0..1 and be below 1, got 1.0"),
-        ([(x, y)], {"prior": math.nan}, "prior must lie in 0..1 and be below 1, got nan"),
+        ([(x, y)], {"prior": 1.0}, "prior must be at least 0 and below 1, got 1.0"),
+        ([(x, y)], {"prior": math.nan}, "prior must be at least 0 and below 1, got nan"),
         ([], {}, "calib_data must hold at least one batch, got none"),
         ([(x, y + 4)], {}, "labels must lie in 0..3"),
         ([(x[:0], y[:0])], {}, "logits must have at least one row"),

@@ -206,8 +206,8 @@ def _calibration(found: RunModel) -> Iterator[str]:
     else:
         every = found.config.every_of.get(found.head, found.config.every)
         yield (
-            f"A calibration head ('{found.head}': {found.spec.kind}, beta0 = {found.spec.beta0:g}) was trained beside it "
-            f"on calibration data that the network never saw, one step for every {every} of the network."
+            f"A calibration head ('{found.head}': {found.spec.kind}, beta0 = {found.spec.beta0:g}) was trained beside "
+            f"it on calibration data that the network never saw, one step for every {every} of the network."
         )
     if found.guard:
         yield (
