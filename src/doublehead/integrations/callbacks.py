@@ -160,12 +160,12 @@ class Attachment:
 # --- numbers
 
 
-class Watch:
+class RunningMetrics:
     """The `Summary` of the main and the calibration head over batches, in memory that does not grow.
 
     Rows whose logits are not finite are left out and counted in `n_broken`.
 
-    >>> watch = Watch()
+    >>> watch = RunningMetrics()
     >>> watch.add(Heads(torch.tensor([[4.0, 0.0]]), torch.tensor([[1.0, 0.0]])), torch.tensor([1]))
     >>> numbers = watch.numbers()
     >>> round(numbers["ece_main"], 3), round(numbers["ece_calib"], 3)
@@ -221,7 +221,7 @@ class Watch:
     def summary(self, head: int) -> Summary:
         """The summary of the main (0) or the calibration head (1)."""
         if not self._tallies:
-            raise ValueError("a Watch must have at least one sample, got none")
+            raise ValueError("running metrics must have at least one sample, got none")
         return self._tallies[head].summary()
 
     def numbers(self) -> dict[str, float]:
@@ -235,7 +235,7 @@ class Watch:
     def reliability(self) -> Reliability:
         """The reliability diagram of the calibration head."""
         if not self._tallies:
-            raise ValueError("a Watch must have at least one sample, got none")
+            raise ValueError("running metrics must have at least one sample, got none")
         return reliability(self._tallies[1].top, self.n_bins)
 
 

@@ -16,7 +16,7 @@ from doublehead.calibrate import fit
 from doublehead.calibrated import Calibrated, Heads, read
 from doublehead.calibration_data import ToPair, check_disjoint, n_shared, unpack
 from doublehead.double_head import DoubleHead
-from doublehead.integrations.callbacks import Attachment, CompanionCallback, Watch, log_reliability
+from doublehead.integrations.callbacks import Attachment, CompanionCallback, RunningMetrics, log_reliability
 from doublehead.saving import describe, rebuild
 from doublehead.system import require
 from doublehead.torch_tools import device_of, evaluating, from_every_process, n_processes, seeded
@@ -65,7 +65,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         self._fitted_to: int | None = None  # key of the weights to which the calibration was fitted
         self._loaded: dict[str, Any] = {}  # state of the DoubleHead from a checkpoint, until there is one
         self._attachment: Attachment | None = None
-        self._watch: Watch | None = None
+        self._watch: RunningMetrics | None = None
         self._seen: Heads | None = None
         self._global_step = 0
 
@@ -172,7 +172,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Read the network's outputs in validation, and leave them as they are."""
         if not trainer.sanity_checking:
-            self._watch = Watch(self.n_bins)
+            self._watch = RunningMetrics(self.n_bins)
             self._attach(replace=False)
 
     def on_validation_batch_end(

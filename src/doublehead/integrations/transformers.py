@@ -21,7 +21,7 @@ from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import (
     Attachment,
     CompanionCallback,
-    Watch,
+    RunningMetrics,
     for_transformers,
     log_reliability,
 )
@@ -79,7 +79,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
             )
         super().__init__(calib_data, figure=figure, n_bins=n_bins, **options)
         self._listener: Attachment | None = None
-        self._watch = Watch(n_bins)
+        self._watch = RunningMetrics(n_bins)
         self._seen: tuple[Heads, Tensor] | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
@@ -156,7 +156,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         self, args: Any, state: Any, control: Any, model: nn.Module, metrics: dict[str, float], **_: Any
     ) -> None:
         """Add the numbers of both heads to those of `evaluate`, and send them and the diagram to the trackers."""
-        watch, self._watch, self._seen = self._watch, Watch(self.n_bins), None
+        watch, self._watch, self._seen = self._watch, RunningMetrics(self.n_bins), None
         watch.gather()
         if watch.n == 0:
             return
