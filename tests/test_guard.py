@@ -139,6 +139,19 @@ def test_clean_windows_raise_no_more_alarms_than_stated(kind: str, n: int) -> No
     assert np.mean(rates) > 0.01 or n < 4000  # and is used, where there are many samples
 
 
+def test_a_clean_stream_raises_few_false_alarms() -> None:
+    """Windows overlap, so those with an alarm come in runs: about one run in 10,000 samples, at most."""
+    generator, runs = torch.Generator().manual_seed(0), []
+    for seed in range(4):
+        guard, new = Guard([10, 10]), stages_of("normal", 50_000, generator)
+        guard.fit(stages_of("normal", 5000, generator), seed=seed)
+        sums = guard.bounded(guard.numbers(new.stages, new.logits)).double().cumsum(0)
+        means = ((sums[guard.window :] - sums[: -guard.window]) / guard.window).float()
+        places = torch.nonzero(guard.p_values(means) <= guard.rate)[:, 0]
+        runs.append(int((places.diff() > guard.window).sum()) + bool(len(places)))
+    assert 0 < np.mean(runs) < 10  # a standard error is about 1.5
+
+
 def test_few_samples_of_wide_layers_raise_no_false_alarm() -> None:
     """New samples leave the few directions that the calibration samples span."""
     generator = torch.Generator().manual_seed(0)
