@@ -46,7 +46,7 @@ def test_vocabulary_order():
     samples = texts("b a a c", "a b d")
     vocabulary = Vocabulary.of(samples)
     assert vocabulary.words == ("a", "b", "c", "d")  # by count, then by alphabet
-    assert vocabulary.rows(["d", "a", "nope"]).tolist() == [5, 2, 1]
+    assert [rows.tolist() for rows in vocabulary.rows_of(texts("d a nope"))] == [[5, 2, 1]]
     assert "a" in vocabulary
     assert "nope" not in vocabulary
     with pytest.raises(ValueError, match="words must .* got 'a'"):

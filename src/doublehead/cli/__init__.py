@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data_app = typer.Typer(help="List, fetch, check and convert data sets.", no_args_is_help=True)
+data_app = typer.Typer(help="List, fetch and check data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 
@@ -74,7 +74,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     export.export,
     train.demo,
 )
-DATA_COMMANDS: tuple[Callable[..., None], ...] = (data.list_, data.get, data.check, data.convert)
+DATA_COMMANDS: tuple[Callable[..., None], ...] = (data.list_, data.get, data.check)
 for function in COMMANDS:
     command(function)
 for function in DATA_COMMANDS:

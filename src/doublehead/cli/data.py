@@ -1,4 +1,4 @@
-"""`doublehead data list | get | check | convert`."""
+"""`doublehead data list | get | check`."""
 
 from __future__ import annotations
 
@@ -52,15 +52,7 @@ def check(name: Name, root: Root = None) -> None:
         found = data.check(name, root)
     for note in found.notes:
         notes().print(f"note: {escape(note)}")
-    if not found.ok:
+    if found.problems:
         raise UserError("; ".join(found.problems))
     assert found.sizes is not None
     results().print(f"{name} is fine: {' / '.join(f'{n:,}' for n in found.sizes)} for train / calib / test")
-
-
-def convert(
-    name: Name, dest: Annotated[Path, typer.Argument(help="A folder for the plain files.")], root: Root = None
-) -> None:
-    """Write a data set as plain arrays or tables, which load faster."""
-    with told_to_user():
-        results().print(f"written to {data.convert(name, root, dest)}")

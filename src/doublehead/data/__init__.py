@@ -4,7 +4,6 @@ from doublehead.data.batches import CropFlip, DeviceBatches, FileBatches, Normal
 from doublehead.data.catalog import (
     DATASETS,
     check,
-    convert,
     fashion_subset,
     get,
     list_datasets,
@@ -40,7 +39,6 @@ __all__ = [
     "Vocabulary",
     "WordPieces",
     "check",
-    "convert",
     "corrupt",
     "corrupt_images",
     "count_duplicates",

@@ -6,7 +6,6 @@ Zalando SE, MIT licence; its text is next to the asset, which also names the row
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import tarfile
@@ -32,7 +31,7 @@ from doublehead.data.splits import (
     count_duplicates,
     split_samples,
 )
-from doublehead.system import did_you_mean, replacing, require
+from doublehead.system import did_you_mean, require
 
 Progress: TypeAlias = Callable[[str, int, int], None]  # file name, bytes so far, total bytes (0: unknown)
 ASSETS = Path(__file__).parent / "assets"
@@ -222,7 +221,7 @@ def fashion_subset() -> Splits:
     return Splits("fashion", train, calib, test, spec.class_names)
 
 
-# --- download, check and convert: `doublehead data get | check | convert`
+# --- download and check: `doublehead data get | check`
 
 
 def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
@@ -322,11 +321,6 @@ class Report:
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
-    @property
-    def ok(self) -> bool:
-        """Whether the data can be used."""
-        return not self.problems
-
 
 def check(name: str, root: str | os.PathLike[str] | None = None) -> Report:
     """Load a data set, compare sizes and checksums, and count duplicates across its splits."""
@@ -349,36 +343,3 @@ def check(name: str, root: str | os.PathLike[str] | None = None) -> Report:
         f"{n} of the {b} samples are also in {a}, byte for byte" for (a, b), n in duplicates.items() if n
     ]
     return Report(name, splits.sizes, tuple(problems), tuple(notes))
-
-
-def convert(name: str, root: str | os.PathLike[str] | None, dest: str | os.PathLike[str]) -> Path:
-    """Write the splits as plain files that `arrays:DEST` or `table:DEST` reads; a failure leaves no partial folder.
-
-    Images become `{train,calib,test}_{images,labels}.npy`, texts and trees `{train,calib,test}.csv` with the columns
-    text and label; `classes.json` has the class names. Image files must all have the same size.
-    """
-    splits, dest = load(name, root), Path(dest)
-    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise FileExistsError(f"{dest} must be empty or not exist")
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(dest) as temporary:
-        temporary.mkdir()
-        _write(splits, temporary)
-    return dest
-
-
-def _write(splits: Splits, folder: Path) -> None:
-    names = json.dumps(list(splits.class_names), ensure_ascii=False)
-    (folder / "classes.json").write_text(names, encoding="utf-8")
-    for split in ("train", "calib", "test"):
-        samples: Samples = getattr(splits, split)
-        if isinstance(samples, (Images, ImageFiles)):
-            images = samples if isinstance(samples, Images) else readers.read_image_files(samples)
-            np.save(folder / f"{split}_images.npy", images.images)
-            np.save(folder / f"{split}_labels.npy", images.labels)
-            continue
-        texts = samples.as_texts() if isinstance(samples, Trees) else samples
-        with (folder / f"{split}.csv").open("w", encoding="utf-8", newline="") as handle:
-            writer = csv.writer(handle)
-            writer.writerow(["text", "label"])
-            writer.writerows(zip(texts.texts, texts.labels.tolist()))

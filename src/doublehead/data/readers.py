@@ -121,20 +121,6 @@ def read_image_folder(
     return ImageFiles(tuple(files), np.array(labels, np.int64)), names
 
 
-def read_image_files(samples: ImageFiles) -> Images:
-    """Decode image files of one size into memory as RGB."""
-    pillow = require("PIL.Image", extra="data")
-    images = []
-    for file in samples.files:
-        with naming(file), pillow.open(file) as image:
-            images.append(np.asarray(image.convert("RGB")))
-        if images[-1].shape != images[0].shape:
-            raise ValueError(
-                f"images must have one shape, got {images[-1].shape} in {file} after {images[0].shape}"
-            )
-    return Images(np.stack(images), samples.labels)
-
-
 def read_sst(file: Path) -> Trees:
     """One file of Penn Treebank trees, one sentence per line, labelled 0..4 as a whole."""
     with naming(file):

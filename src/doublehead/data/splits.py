@@ -83,10 +83,6 @@ class Trees(_Labelled):
         found = {(p.tokens, int(p.labels[-1])): p for tree in self.trees for p in tree.phrases()}
         return Trees(tuple(found.values()), np.array([label for _, label in found], np.int64))
 
-    def as_texts(self) -> Texts:
-        """The sentences without their structure, tokens joined by spaces."""
-        return Texts(tuple(tree.text for tree in self.trees), self.labels)
-
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles(_Labelled):
@@ -275,7 +271,8 @@ def _digests(samples: Samples) -> list[bytes]:
         parts = (image.tobytes() for image in samples.images)
     elif isinstance(samples, ImageFiles):
         parts = (file.read_bytes() for file in samples.files)
+    elif isinstance(samples, Trees):
+        parts = (tree.text.encode() for tree in samples.trees)
     else:
-        texts = samples.as_texts().texts if isinstance(samples, Trees) else samples.texts
-        parts = (text.encode() for text in texts)
+        parts = (text.encode() for text in samples.texts)
     return [hashlib.sha256(part).digest() for part in parts]

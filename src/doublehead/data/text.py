@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,13 +86,9 @@ class Vocabulary:
         """The row of a word; 1 if it is unknown."""
         return self._rows.get(word, UNKNOWN)
 
-    def rows(self, tokens: Sequence[str]) -> npt.NDArray[np.int64]:
-        """The rows of several words."""
-        return np.array([self._rows.get(token, UNKNOWN) for token in tokens], np.int64)
-
     def rows_of(self, samples: Texts | Trees) -> list[npt.NDArray[np.int64]]:
         """The rows of the words of each sample."""
-        return [self.rows(tokens) for tokens in tokens_of(samples)]
+        return [np.array([self.row(token) for token in tokens], np.int64) for tokens in tokens_of(samples)]
 
     def __len__(self) -> int:
         return len(self.words) + 2
