@@ -156,8 +156,8 @@ def pooled(peers: dict[str, Any], probs: torch.Tensor, labels: torch.Tensor) -> 
         return torch.nn.functional.one_hot(labels, probs.shape[1]).flatten()
 
     found: dict[str, Candidate] = {
-        "doublehead": lambda: metrics.ece(
-            Predictions.from_probs(probs, labels), components="all", divide_by="entries"
+        "doublehead": lambda: (
+            metrics.ece(Predictions.from_probs(probs, labels), components="all") / probs.shape[1]
         )
     }
     if "torchmetrics" in peers:

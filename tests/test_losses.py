@@ -82,20 +82,18 @@ def test_losses_of_single_examples_by_hand() -> None:
 
 
 def test_the_published_mmce_divides_by_the_pair_counts_twice() -> None:
-    # Four equal confidences of 0.8, two right and two wrong: once 0.2 - 0.8, twice half of it.
+    # Four equal confidences of 0.8, two right and two wrong: half of 0.2 - 0.8.
     logits, labels = of_probs(*[[0.8, 0.2]] * 4), torch.tensor([0, 0, 1, 1])
     nll = cross_entropy(logits, labels)
-    close(mmce(logits, labels, weight=1.0, weighted=True) - nll, 0.6)
     close(mmce_published(logits, labels, weight=1.0) - nll, 0.3, 1e-8)
     close(mmce(logits, labels, weight=1.0) - nll, abs(0.5 - 0.8))
 
 
-def test_weighted_mmce_needs_both_kinds_of_predictions() -> None:
+def test_the_published_mmce_needs_both_kinds_of_predictions() -> None:
     logits = of_probs([0.9, 0.1], [0.6, 0.4])
     for labels in (torch.tensor([0, 0]), torch.tensor([1, 1])):
         nll = cross_entropy(logits, labels)
         close(mmce_published(logits, labels) - nll, 0.0)
-        close(mmce(logits, labels, weighted=True) - nll, 0.0)
         assert (mmce(logits, labels) - nll > 0.1).all()
 
 
@@ -149,8 +147,6 @@ def slow_mmce(data: list[tuple[list[float], int]], form: str) -> float:
     rr, ww, rw = pairs(r, r), pairs(w, w), pairs(r, w)
     if form == "plain":
         return math.sqrt((rr + ww - 2 * rw) / (m + n) ** 2)
-    if form == "weighted":
-        return math.sqrt(rr / m**2 + ww / n**2 - 2 * rw / (m * n))
     twice = rr / m**2 / (m**2 + 1e-5) + ww / n**2 / (n**2 + 1e-5) - 2 * rw / (m * n) / (m * n + 1e-5)
     return math.sqrt(twice + 1e-10)
 
@@ -174,7 +170,6 @@ def test_batch_terms_against_slow_references(n: int) -> None:
     logits, labels = batch(n)
     data, nll = rows(logits, labels), cross_entropy(logits, labels)
     close(mmce(logits, labels, weight=1.0) - nll, slow_mmce(data, "plain"), 1e-8)
-    close(mmce(logits, labels, weight=1.0, weighted=True) - nll, slow_mmce(data, "weighted"), 1e-8)
     close(mmce_published(logits, labels, weight=1.0) - nll, slow_mmce(data, "published"), 1e-5)
     close(soft_ece(logits, labels, n_bins=10, temperature=0.02) - nll, slow_soft_ece(data, 10, 0.02), 1e-8)
 

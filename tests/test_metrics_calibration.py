@@ -34,7 +34,6 @@ def test_components_by_hand():
     # pooled over two bins: low {0.25, 0.25, 0, 0} has one label; high {0.75, 0.75} one
     pooled = abs(0.5 - 1) + abs(1.5 - 1)
     assert metrics.ece(p, 2, "all") == pytest.approx(pooled / 2, abs=1e-9)
-    assert metrics.ece(p, 2, "all", divide_by="entries") == pytest.approx(pooled / 6, abs=1e-9)
     never = Predictions.from_probs([[0.5, 0.3, 0.2]] * 4, [0, 1, 0, 1])  # a class that does not occur counts
     assert metrics.ece(never, components="classwise") == pytest.approx((0.0 + 0.2 + 0.2) / 3, abs=1e-9)
 
@@ -108,7 +107,6 @@ def test_debiasing_removes_the_floor():
     ("call", "message"),
     [
         (lambda p: metrics.ece(p, components="both"), "must be 'top', 'all' or 'classwise', got 'both'"),
-        (lambda p: metrics.ece(p, divide_by="n"), "divide_by must be 'samples' or 'entries', got 'n'"),
         (lambda p: metrics.ece(p, n_bins=0), "n_bins must be a whole number >= 1, got 0"),
         (lambda p: metrics.adaptive_ece(p, n_bins=-1), "n_bins must be a whole number >= 1, got -1"),
         (lambda p: metrics.mmce(p, width=0), "width must be a number >= 0.002, got 0"),

@@ -113,15 +113,11 @@ def mse_logits(logits: Tensor, labels: Tensor, *, k: float = 1.0, m: float = 1.0
     return ((logits.to(true.dtype) - m * true).square() * (1 + (k - 1) * true)).mean(1)
 
 
-def mmce(
-    logits: Tensor, labels: Tensor, *, weight: float = 2.0, width: float = 0.4, weighted: bool = False
-) -> Tensor:
+def mmce(logits: Tensor, labels: Tensor, *, weight: float = 2.0, width: float = 0.4) -> Tensor:
     """Cross entropy + weight * MMCE, the maximum mean calibration error (Kumar et al. 2018).
 
     With confidence r, correctness c and the kernel k(a, b) = exp(-|a - b| / width), MMCE is the **root** of
-    sum_ij (c_i - r_i)(c_j - r_j) k(r_i, r_j) / B^2. `weighted=True` is their MMCE_w, which divides correct and wrong
-    predictions by their own counts. MMCE_w is not a calibration error: a calibrated model with confidence and
-    accuracy 0.9 scores |0.1 - 0.9|. It is 0 if a batch has only correct or only wrong predictions.
+    sum_ij (c_i - r_i)(c_j - r_j) k(r_i, r_j) / B^2.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])  # confidence 0.5 twice, correct once
     >>> mmce(logits, torch.tensor([0, 1])).mean()
@@ -129,21 +125,26 @@ def mmce(
     """
     _check("width", width, width > 0, "> 0")
     log_probs, labels = _prepare(logits, labels)
-    power = 1 if weighted else 0
-    term = _mmce_term(log_probs, labels, width=width, power=power, floor=FLOOR)
-    return _nll(log_probs, labels) + weight * term
+    confidence, rest, correct = _top(log_probs, labels)
+    gap = torch.where(correct, rest, -confidence)  # c - r
+    return _nll(log_probs, labels) + weight * _mmce_term(confidence, gap / len(gap), width, FLOOR)
 
 
 def mmce_published(logits: Tensor, labels: Tensor, *, weight: float = 2.0, width: float = 0.4) -> Tensor:
     """Cross entropy + weight * MMCE_w as the published code computes it: divided by the pair counts twice.
 
-    The code of Kumar et al. and of Mukhoti et al. averages over pairs and then divides by their number again.
-    Published MMCE results were trained with it. The term is weaker than `mmce(..., weighted=True)` by a factor of
-    about the number of wrong predictions in the batch.
+    MMCE_w divides correct and wrong predictions by their own counts. The code of Kumar et al. and of Mukhoti et al.
+    averages over pairs and then divides by their number again; published MMCE results were trained with it. The term
+    is not a calibration error, and is 0 if a batch has only correct or only wrong predictions.
     """
     _check("width", width, width > 0, "> 0")
     log_probs, labels = _prepare(logits, labels)
-    term = _mmce_term(log_probs, labels, width=width, power=2, floor=MMCE_PUBLISHED_FLOOR)
+    confidence, rest, correct = _top(log_probs, labels)
+    n_correct = correct.sum()
+    n_wrong = len(correct) - n_correct
+    n_alike = torch.where(correct, n_correct, n_wrong).to(confidence.dtype)
+    scaled = torch.where(correct, rest, -confidence) / n_alike.square()
+    term = _mmce_term(confidence, scaled, width, MMCE_PUBLISHED_FLOOR) * ((n_correct > 0) & (n_wrong > 0))
     return _nll(log_probs, labels) + weight * term
 
 
@@ -364,23 +365,11 @@ def _top(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return log_confidence.exp(), -log_confidence.expm1(), predicted == labels
 
 
-def _mmce_term(log_probs: Tensor, labels: Tensor, *, width: float, power: int, floor: float) -> Tensor:
-    """The root of sum_ij s_i s_j k(r_i, r_j).
-
-    s_i = (c_i - r_i) / B for power 0, else (c_i - r_i) / (number of correct or of wrong predictions)^power.
-    """
-    confidence, rest, correct = _top(log_probs, labels)
-    gap = torch.where(correct, rest, -confidence)  # c - r
-    n_correct = correct.sum()
-    n_wrong = len(gap) - n_correct
-    if power == 0:
-        scaled = gap / len(gap)
-    else:
-        scaled = gap / torch.where(correct, n_correct, n_wrong).to(gap.dtype).pow(power)
+def _mmce_term(confidence: Tensor, scaled: Tensor, width: float, floor: float) -> Tensor:
+    """The root of sum_ij s_i s_j k(r_i, r_j) for confidences r and scaled gaps s, (B,) each."""
     kernel = (-(confidence[:, None] - confidence).abs() / width).exp()  # (B, B)
     # Not a matrix product: autocast would use half precision.
-    root = ((scaled[:, None] * scaled * kernel).sum().clamp(min=0) + floor).sqrt()
-    return root if power == 0 else root * ((n_correct > 0) & (n_wrong > 0))
+    return ((scaled[:, None] * scaled * kernel).sum().clamp(min=0) + floor).sqrt()
 
 
 def _halfway(uncertainty: Tensor, correct: Tensor) -> Tensor:

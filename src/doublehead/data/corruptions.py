@@ -224,36 +224,19 @@ def _rand(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Ten
 
 
 def blur_matrix(size: int, sigma: float, truncate: float, border: Literal["nearest", "reflect"]) -> Tensor:
-    """(size, size): a Gaussian along one axis, cut at `truncate` standard deviations, with scipy.ndimage's borders.
+    """(size, size): a Gaussian along one axis, cut at `truncate` standard deviations, with scipy's borders.
 
     "nearest" repeats the last pixel, "reflect" mirrors the image including it (d c b a | a b c d | d c b a).
     """
-    radius = int(truncate * sigma + 0.5)
-    steps = torch.arange(-radius, radius + 1)
-    weights = (-0.5 * (steps / max(sigma, 1e-12)).double() ** 2).exp()
-    weights /= weights.sum()
-    source = torch.arange(size)[:, None] + steps  # (size, taps)
-    if border == "nearest":
-        source = source.clamp(0, size - 1)
-    else:
-        source = source % (2 * size)
-        source = torch.where(source < size, source, 2 * size - 1 - source)
-    matrix = torch.zeros(size, size, dtype=torch.float64)
-    return matrix.scatter_add_(1, source, weights.expand(size, -1))
+    blur = require("scipy.ndimage", extra="data").gaussian_filter1d
+    return torch.from_numpy(blur(np.eye(size), sigma, axis=0, mode=border, truncate=truncate))
 
 
 def box_matrix(old: int, new: int) -> Tensor:
     """(new, old): Pillow's box filter; a new pixel is the mean of the old ones whose centres it covers."""
-    scale = old / new
-    support = max(scale, 1.0) / 2
-    matrix = torch.zeros(new, old, dtype=torch.float64)
-    for i in range(new):
-        centre = (i + 0.5) * scale
-        low, high = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), old)
-        distance = (torch.arange(low, high) + 0.5 - centre) / max(scale, 1.0)
-        inside = ((distance > -0.5) & (distance <= 0.5)).double()
-        matrix[i, low:high] = inside / inside.sum()
-    return matrix
+    pillow = require("PIL.Image", extra="data")
+    identity = pillow.fromarray(np.eye(old, dtype=np.float32))
+    return torch.from_numpy(np.array(identity.resize((old, new), pillow.Resampling.BOX)))
 
 
 def disk_kernel(radius: float, sigma: float) -> Tensor:

@@ -19,36 +19,27 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 MESH = 1 << 15  # intervals of 0..1 on which smooth ECE is worked out
 
 
-def ece(
-    p: Predictions,
-    n_bins: int = 15,
-    components: Components = "top",
-    *,
-    divide_by: Literal["samples", "entries"] = "samples",
-) -> float:
+def ece(p: Predictions, n_bins: int = 15, components: Components = "top") -> float:
     """Expected calibration error: the mean |confidence - accuracy| over bins of equal width.
 
     "top" looks at the confidence in the predicted class: the number most papers report. "classwise" averages the
     errors of the K one-versus-rest problems: use it when each class's probability is used, not only the largest.
-    "all" pools all N*K probabilities into one set of bins; with `divide_by="samples"` the pooled error is divided
-    by N, as in the Annealing Double-Head paper's tables, with "entries" by N*K.
+    "all" pools all N*K probabilities into one set of bins and divides the pooled error by N, as in the Annealing
+    Double-Head paper's tables.
 
     A perfectly calibrated model does not score 0 on finite data: see `ece_floor`.
 
     >>> p = Predictions.from_probs([[0.75, 0.25], [0.75, 0.25]], [0, 1])
-    >>> ece(p), ece(p, components="all"), ece(p, components="all", divide_by="entries")
-    (0.25, 0.5, 0.25)
+    >>> ece(p), ece(p, components="all")
+    (0.25, 0.5)
     """
     if components not in ("top", "all", "classwise"):
         raise ValueError(f"components must be 'top', 'all' or 'classwise', got {components!r}")
-    if divide_by not in ("samples", "entries"):
-        raise ValueError(f"divide_by must be 'samples' or 'entries', got {divide_by!r}")
     if components == "top":
         return float(Bins.top(p, n_bins).ece())
     if components == "classwise":
         return float(Bins.classwise(p, n_bins).ece().mean())
-    pooled = float(Bins.pooled(p, n_bins).ece())
-    return pooled * p.n_classes if divide_by == "samples" else pooled
+    return float(Bins.pooled(p, n_bins).ece()) * p.n_classes
 
 
 def mce(p: Predictions, n_bins: int = 15) -> float:
