@@ -12,6 +12,7 @@ import torch
 
 from doublehead import HeadSpec, Predictions
 from doublehead.calibration_data import fold_of, unpack
+from doublehead.cli.export import open_run
 from doublehead.data import load
 from doublehead.data.trees import TreeBatch, parse_tree
 from doublehead.training.config import Config
@@ -111,6 +112,11 @@ def test_word_pieces_of_trees(trees: Path, tmp_path: Path) -> None:
     config = words(data="sst-fine", model="minilm", model_options={"weights": str(tmp_path)}, max_words=30)
     results = go(config, tmp_path / "run", root=str(trees))
     assert set(results["outputs"]) == {"main", "a", "b", "auto"}
+    found = open_run(tmp_path / "run", "auto", str(trees))
+    assert found.words == ()  # its tokenizer has them
+    again = found.model(found.example).detach()
+    saved = Predictions.load(tmp_path / "run/predictions/test-auto.npz").logits[: len(again)]
+    torch.testing.assert_close(again.softmax(1), saved.softmax(1), rtol=0, atol=2e-3)  # saved as float16
 
 
 @pytest.mark.parametrize("model", ["gp_cnn", "tree_lstm"])

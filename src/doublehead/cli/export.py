@@ -16,7 +16,7 @@ from doublehead.calibration_data import Batch, unpack
 from doublehead.calibration_head import HeadBank, HeadSpec
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import UserError, notes, results, told_to_user
-from doublehead.data import Images, Normalise, Texts, Trees
+from doublehead.data import Images, Normalise
 from doublehead.integrations.export import ALONE, FILES, export_model, model_card
 from doublehead.models import build
 from doublehead.network import Reader
@@ -25,7 +25,7 @@ from doublehead.saving import rebuild, under
 from doublehead.shift_guard import ShiftGuard
 from doublehead.system import require
 from doublehead.training.config import Config
-from doublehead.training.run import Inputs, word_vectors
+from doublehead.training.run import Inputs
 from doublehead.training.run_folder import RunError, RunFolder
 
 
@@ -109,7 +109,7 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
     config = folder.config
     name = _pick(config, head)
     inputs = Inputs(config, torch.device("cpu"), None, root)
-    net = build(config.model, inputs.splits.n_classes, **inputs.model_options)
+    net = build(config.model, inputs.splits.n_classes, **{**inputs.model_options, **config.model_options})
     weights = require("safetensors.torch", extra="train").load_file(folder.path / "model.safetensors")
     net.load_state_dict(under(weights, "model."))
     first = unpack(next(iter(inputs.make_eval(inputs.splits.test))), torch.device("cpu"))
@@ -133,12 +133,9 @@ def open_run(path: str | Path, head: str | None = None, root: str | None = None)
         )
     if isinstance(inputs.splits.test, Images) and inputs.normalise is not None:
         x = inputs.normalise.undo(x)
-    words: tuple[str, ...] = ()
-    if isinstance(inputs.splits.train, (Texts, Trees)):
-        words = word_vectors(config, inputs.splits)[0].words
     test, main = (Predictions.load(folder.path / f"predictions/test-{one}.npz") for one in (name, "main"))
     return RunModel(
-        model.eval(), name, spec, guard, x[:2].contiguous(), inputs.normalise, words, inputs.splits.class_names,
+        model.eval(), name, spec, guard, x[:2].contiguous(), inputs.normalise, inputs.words, inputs.splits.class_names,
         config, inputs.splits.sizes, test, main,
     )  # fmt: skip
 
@@ -181,6 +178,8 @@ def card(found: RunModel) -> str:
     trained = f"{config.model}, trained for {epochs} with {config.loss.replace('_', ' ')}."
     pixels = "pixels in 0..1, which the model normalises itself"
     words = "rows of vocabulary.txt: 0 is padding, 1 an unknown word, 2 the word in the first line"
+    if not found.words:
+        words = "word pieces of the network's own tokenizer, padded with 0"
     counts = f"{train:,} samples to train, {calib:,} to calibrate, {test:,} to test"
     return model_card(
         config.name,

@@ -38,6 +38,7 @@ class Form(NamedTuple):
     model_options: dict[str, Any]
     memory_format: torch.memory_format = torch.preserve_format
     normalise: data.Normalise | None = None  # of images
+    words: tuple[str, ...] = ()  # of a vocabulary made from the data
 
 
 class Inputs:
@@ -61,7 +62,8 @@ class Inputs:
         splits = replace(splits, train=train, calib=calib, test=_some(splits.test, config.n_test))
         self.config, self.device, self.splits = config, device, splits
         self.rank, self.world_size = rank, world_size
-        self._batches, self.model_options, self.memory_format, self.normalise = _form(config, splits)
+        form = _form(config, splits)
+        self._batches, self.model_options, self.memory_format, self.normalise, self.words = form
         for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
             self.perturbation(name)  # raises where this data cannot be perturbed
         self.train = self._part(splits.train, config.batch_size, train=True, seed=config.seed)
@@ -178,7 +180,7 @@ def _words(config: Config, splits: data.Splits) -> Form:
         crop = learns and config.augment != "none"
         return data.TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **how)
 
-    return Form(batches, options)
+    return Form(batches, options, words=getattr(vocabulary, "words", ()))
 
 
 def word_vectors(config: Config, splits: data.Splits) -> tuple[data.Vocabulary, Tensor]:
