@@ -144,7 +144,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load(tmp_path, network())
     for content in (b"", b"no model", pickle.dumps(Bomb(tmp_path / "exploded"))):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match="must be a file that model.save wrote"):
+        with pytest.raises(ValueError, match="must be a file that doublehead saved"):
             load(file, network())
     assert not (tmp_path / "exploded").exists()
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFitted, match="this Temperature is not fitted: there is nothing to save"):
         model.save(tmp_path)
     model.head = nn.Identity()
-    with pytest.raises(TypeError, match="head must be a CalibrationHead or a Calibrator, got Identity"):
+    with pytest.raises(TypeError, match="must be one of .* got Identity"):
         model.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -5,7 +5,6 @@ No pickle is written or read, and nothing in a file is executed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from doublehead import calibrators
 from doublehead.calibrated import Calibrated
 from doublehead.calibration_head import CalibrationHead, HeadSpec
-from doublehead.calibrators import CALIBRATORS, make
-from doublehead.calibrators.base import Calibrator, NotFitted
 from doublehead.network import VIEWS, Reader
 from doublehead.shift_guard import ShiftGuard
-from doublehead.system import replacing, require
+from doublehead.system import read_file, write_file
 from doublehead.tasks import LogitsOf
 from doublehead.torch_tools import device_of
 
-WEIGHTS, HEADER = "model.safetensors", "doublehead"
+WEIGHTS = "model.safetensors"
 FORM = ("layer", "outputs", "task", "n_classes", "n_features", "n_labels", "ignore_index")  # of a Reader
 
 
@@ -67,27 +65,11 @@ def load(path: str | Path, network: nn.Module, *, logits_of: LogitsOf | None = N
     if not file.is_file():
         raise FileNotFoundError(f"path must be a folder with {WEIGHTS}, as model.save writes it, got {path}")
     facts, tensors = read_file(file, device_of(network))
+    if not facts.keys() & {"head", "guard"}:
+        raise ValueError(f"{file} must be a file that model.save wrote, got that of a calibrator")
     model = rebuild(network, facts, logits_of)
     model.load_state_dict(tensors)
     return model.eval()
-
-
-def write_file(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Tensors, and in the header facts about them, in one safetensors file."""
-    with replacing(path) as file:
-        library = require("safetensors.torch", extra="export")
-        library.save_file(dict(tensors), file, {HEADER: json.dumps(facts)})
-
-
-def read_file(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The facts and tensors that `write_file` wrote."""
-    library = require("safetensors", extra="export")
-    try:
-        with library.safe_open(path, "pt", str(device)) as file:
-            facts = json.loads((file.metadata() or {})[HEADER])
-            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (library.SafetensorError, KeyError) as error:
-        raise ValueError(f"{path} must be a file that model.save wrote, got another: {error}") from error
 
 
 def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:
@@ -136,12 +118,7 @@ def _rebuild_calibrated(
 def _describe_head(head: nn.Module) -> dict[str, Any]:
     if isinstance(head, CalibrationHead):
         return {"heads": [asdict(spec) for spec in head.specs]}
-    names = [name for name, kind in CALIBRATORS.items() if type(head) is kind]
-    if not names or not isinstance(head, Calibrator):
-        raise TypeError(f"head must be a CalibrationHead or a Calibrator, got {type(head).__name__}")
-    if not head.is_fitted:
-        raise NotFitted(f"this {type(head).__name__} is not fitted: there is nothing to save")
-    return {"method": names[0], "params": head.get_params()}
+    return calibrators.describe(head)  # type: ignore[arg-type]
 
 
 def _rebuild_head(
@@ -150,7 +127,7 @@ def _rebuild_head(
     if "heads" in facts:
         specs = [HeadSpec(**{**spec, "reads": tuple(spec["reads"])}) for spec in facts["heads"]]
         return CalibrationHead(n_features, n_classes, *specs, n_labels=n_labels)
-    return make(facts["method"], **facts["params"])
+    return calibrators.make(facts["method"], **facts["params"])
 
 
 def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+HEADER = "doublehead"  # the entry of a safetensors header that holds facts as JSON
 # Packages that import torchvision if it is installed.
 IMPORT_TORCHVISION = ("torchvision", "timm", "torchmetrics", "lightning", "transformers")
 
@@ -102,3 +104,23 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+    """Tensors, and in the header facts about them as JSON, in one safetensors file."""
+    with replacing(path) as file:
+        library = require("safetensors.torch", extra="export")
+        library.save_file(dict(tensors), file, {HEADER: json.dumps(facts)})
+
+
+def read_file(
+    path: Path, device: torch.device | str = "cpu"
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The facts and tensors that `write_file` wrote."""
+    library = require("safetensors", extra="export")
+    try:
+        with library.safe_open(path, "pt", str(device)) as file:
+            facts = json.loads((file.metadata() or {})[HEADER])
+            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (library.SafetensorError, KeyError) as error:
+        raise ValueError(f"{path} must be a file that doublehead saved, got another: {error}") from error

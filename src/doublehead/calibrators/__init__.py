@@ -5,8 +5,6 @@ Here are all of them by name, and what is done by name: making one, choosing one
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +29,7 @@ from doublehead.calibrators.temperature import (
 )
 from doublehead.metrics import per_sample
 from doublehead.predictions import Predictions
-from doublehead.system import replacing, require
+from doublehead.system import read_file, write_file
 from doublehead.torch_tools import one_thread
 
 __all__ = [
@@ -83,7 +81,6 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
     "per_label": PerLabel,
 }
 MAX_CLASSES = 100  # beyond, these learn too much from too little: K * K weights, or a map for every class
-FORMAT = "doublehead calibrator 1"
 BEHIND = 5.0  # standard errors of the difference from the best after which a candidate is given up
 _FOR_FEW_CLASSES = ("matrix", "dirichlet", "beta", "bbq")
 
@@ -185,57 +182,36 @@ def _held_out_nll(
     return losses, f"did not converge in {short} of {folds} folds" if short else ""
 
 
-# --- files: tensors as safetensors, name and parameters as JSON beside them, no pickle
+# --- files: one safetensors file, with name and parameters as JSON in its header, no pickle
 
 
-def save(calibrator: Calibrator, path: str | os.PathLike[str]) -> Path:
-    """Write `path` (.safetensors) and the .json of the same name; each appears whole or not at all.
-
-    The JSON carries the digest of the tensors, so files of two different calibrators are never taken for one.
-    """
-    path = _check_path(path)
-    names = [name for name, kind in CALIBRATORS.items() if type(calibrator) is kind]
-    if not names:
-        raise TypeError(f"calibrator must be one of {sorted(CALIBRATORS)}, got a {type(calibrator).__name__}")
-    if not calibrator.is_fitted:
-        raise NotFitted(f"this {type(calibrator).__name__} is not fitted: there is nothing to save")
-    state = {
-        name: value.detach().cpu().contiguous().clone() for name, value in calibrator.state_dict().items()
-    }
-    tensors: bytes = require("safetensors.torch", extra="export").save(state)
-    about = {
-        "format": FORMAT,
-        "method": names[0],
-        "params": calibrator.get_params(),
-        "sha256": hashlib.sha256(tensors).hexdigest(),
-    }
+def save(
+    calibrator: Calibrator, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a fitted calibrator, and `facts` of your own that JSON knows, into one safetensors file."""
+    about = {**describe(calibrator), **(facts or {})}
+    state = {name: value.detach().cpu().contiguous() for name, value in calibrator.state_dict().items()}
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    description = (json.dumps(about, indent=2) + "\n").encode()
-    for file, content in ((path, tensors), (path.with_suffix(".json"), description)):
-        with replacing(file) as temporary:
-            temporary.write_bytes(content)
+    write_file(path, state, about)
     return path
 
 
 def load(path: str | os.PathLike[str]) -> Calibrator:
     """The calibrator that `save` wrote to `path`, fitted."""
-    path = _check_path(path)
-    description, tensors = path.with_suffix(".json"), path.read_bytes()
-    try:
-        about = json.loads(description.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{description} is not JSON: {error}") from error
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"{description} must describe a saved calibrator (format {FORMAT!r})")
-    if hashlib.sha256(tensors).hexdigest() != about.get("sha256"):
-        raise ValueError(f"{path} and {description.name} do not belong together: save it again")
+    about, tensors = read_file(Path(path))
+    if "method" not in about:
+        raise ValueError(f"{path} must be a file of a calibrator, got that of a network")
     calibrator = make(about["method"], **about["params"])
-    calibrator.load_state_dict(require("safetensors.torch", extra="export").load(tensors))
+    calibrator.load_state_dict(tensors)
     return calibrator
 
 
-def _check_path(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ValueError(f"path must end in .safetensors, got {path.name!r}")
-    return path
+def describe(calibrator: Calibrator) -> dict[str, Any]:
+    """Name and parameters of a fitted calibrator; its `state_dict` is the rest."""
+    names = [name for name, kind in CALIBRATORS.items() if type(calibrator) is kind]
+    if not names:
+        raise TypeError(f"calibrator must be one of {sorted(CALIBRATORS)}, got {type(calibrator).__name__}")
+    if not calibrator.is_fitted:
+        raise NotFitted(f"this {type(calibrator).__name__} is not fitted: there is nothing to save")
+    return {"method": names[0], "params": calibrator.get_params()}

@@ -32,7 +32,7 @@ from doublehead.outcomes import MIN_SAMPLES, Comparison, Drawn, Outcomes, compar
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
 from doublehead.summary import Summary, side_by_side
-from doublehead.system import replacing
+from doublehead.system import read_file, replacing
 
 
 def calibrate(
@@ -236,8 +236,7 @@ def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
 def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionTable, Fitted]:
     """A calibrator written by this command and the table to apply it to."""
     try:
-        calibrator = calibrators.load(use)
-        about = json.loads(use.with_suffix(".json").read_bytes())
+        calibrator, (about, _) = calibrators.load(use), read_file(use)
         n_classes, reads, classes = int(about["n_classes"]), about["reads"], tuple(about["classes"])
     except (ValueError, KeyError) as error:
         raise UserError(f"{use} is not a calibrator written by this command: {error}") from error
@@ -352,7 +351,7 @@ def _write(
 
 
 def _save(repair: PredictionTable, fitted: Fitted, output: Path, measured: Measured | None) -> list[str]:
-    """The calibrator beside the output, its .json with the facts about it."""
+    """The calibrator beside the output with the facts about it, which its .json shows to people."""
     stem = re.sub(r"\.(csv|tsv|jsonl|ndjson|parquet|arrow|feather|npz|npy)(\.gz)?$", "", output.name)
     weights = output.with_name(f"{stem}.calibrator.safetensors")
     description = weights.with_suffix(".json")
@@ -363,10 +362,10 @@ def _save(repair: PredictionTable, fitted: Fitted, output: Path, measured: Measu
         **_numbers(measured),
         "versions": {"doublehead": doublehead.__version__, "torch": torch.__version__},
     }
-    with replacing(weights) as tensors, replacing(description) as text:
-        calibrators.save(fitted.calibrator, tensors)
-        about = json.loads(tensors.with_suffix(".json").read_bytes())
-        text.write_text(json.dumps({**about, **facts}, indent=2) + "\n", encoding="utf-8")
+    with replacing(description) as text:
+        about = {**calibrators.describe(fitted.calibrator), **facts}
+        text.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        calibrators.save(fitted.calibrator, weights, facts)
     return [str(weights), str(description)]
 
 

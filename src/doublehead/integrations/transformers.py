@@ -25,8 +25,8 @@ from doublehead.integrations.callbacks import (
     for_transformers,
     log_reliability,
 )
-from doublehead.saving import describe, read_file, rebuild, write_file
-from doublehead.system import require
+from doublehead.saving import describe, rebuild
+from doublehead.system import read_file, require, write_file
 from doublehead.tasks import SUPPORTED
 from doublehead.torch_tools import (
     StaysFloat32,
