@@ -202,10 +202,7 @@ def test_which_head_is_exported() -> None:
     assert _pick(Config(heads={"a": HeadSpec()}), None) == "a"
     for config, names in (
         (replace(asked, heads={"a": HeadSpec()}), "a, auto, guarded"),
-        (
-            Config(auto=True, guards=("shifts-noises",)),
-            "auto, guarded@shifts-noises",
-        ),  # not what a method asks for
+        (Config(auto=True, guards=("noise",)), "auto, guarded@noise"),  # not what a method asks for
         (Config(auto=True, guards=("shifts", "noise")), "auto, guarded, guarded@noise"),
     ):
         with pytest.raises(RunError, match=f"several heads, name one with --head: {names}$"):

@@ -162,9 +162,9 @@ def test_the_saved_weights_give_the_saved_predictions(tmp_path: Path) -> None:
 
 def test_guards(tmp_path: Path) -> None:
     usual = {"model": "tiny_networks:norm_mlp", "auto": True, "shift": ("contrast:5",)}
-    several = small(guards=("shifts", "shifts-noises", "noise+broad"), **usual)
+    several = small(guards=("shifts", "noise", "noise+broad"), **usual)
     results = run(several, tmp_path / "several")
-    names = ["guarded", "guarded@shifts-noises", "guarded@noise+broad"]
+    names = ["guarded", "guarded@noise", "guarded@noise+broad"]
     assert [*results["outputs"]] == ["main", "auto", *names]
     assert set(names) < set(results["shift"]["contrast:5"])
     outputs = results["outputs"]
@@ -193,7 +193,7 @@ def test_guards(tmp_path: Path) -> None:
         if key not in ("recent", "seen", "since", "last"):  # the state of the stream
             torch.testing.assert_close(value, by_hand.guard.state_dict()[key], rtol=1e-2, atol=5e-3, msg=key)
 
-    run(small(guards=("shifts-noises",), **usual), tmp_path / "alone")
+    run(small(guards=("noise",), **usual), tmp_path / "alone")
     # A guard knows nothing of the others: neither weights nor families they saw.
     assert torch.equal(logits_of(tmp_path / "alone", names[1]), saved[names[1]])
 

@@ -340,9 +340,8 @@ def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Ten
         high = torch.from_numpy(np.flatnonzero(array > array.dtype.type(edge)))  # (M,)
         np.copyto(units, array)
         np.add(units, ROUNDING, out=units)
-        totals = torch.from_numpy(
-            np.add.reduce(units.view(np.int64), axis=0)
-        )  # (K,) overflow is undone below
+        # (K,) overflow is undone below
+        totals = torch.from_numpy(np.add.reduce(units.view(np.int64), axis=0))
     else:
         high = (probs > edge).view(-1).nonzero()[:, 0]
         totals = wide.copy_(probs).add_(ROUNDING).view(torch.int64).sum(0)

@@ -183,9 +183,8 @@ class Guard(StaysFloat32):
         windowed = (design(means, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
         unbounded = hotelling(means[-1:, : self.n_far], self.precision)[0]
         with torch.no_grad():  # the window moves on
-            quiet = torch.where(
-                alarm, -1, torch.arange(n, device=rows.device)
-            ).amax()  # the last without an alarm
+            # the last sample without an alarm
+            quiet = torch.where(alarm, -1, torch.arange(n, device=rows.device)).amax()
             began = torch.where((quiet < 0) & (self.since >= 0), self.since, self.seen + quiet + 1)
             self.since.copy_(torch.where(quiet == n - 1, -1, began))
             self.recent.copy_(past[n:])

@@ -64,9 +64,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         for module in training:
             object.__setattr__(module, "training", True)
         for model in models:
-            if hasattr(
-                model, "reshard"
-            ):  # a forward without a backward leaves the weights of FSDP2's root gathered
+            # A forward without a backward leaves the weights of FSDP2's root gathered.
+            if hasattr(model, "reshard"):
                 model.reshard()  # type: ignore[operator]
 
 

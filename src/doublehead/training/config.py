@@ -18,15 +18,8 @@ from doublehead.losses import LOSSES, AdaFocal
 from doublehead.network import VIEWS
 from doublehead.system import did_you_mean
 
-# Families of corruption to leave out of "shifts", so that a guard can be tested on a kind it was not fitted to.
-LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "noises": ("gaussian_noise", "shot_noise", "impulse_noise", "speckle_noise"),
-    "blurs": ("gaussian_blur", "defocus_blur", "motion_blur"),
-    "colours": ("contrast", "brightness", "saturate"),
-    "digital": ("jpeg_compression", "pixelate", "elastic_transform"),
-}
 ADAPTIVE = {"adafocal": AdaFocal}  # losses that are updated from the calibration data after each epoch
-PERTURBATIONS = ("", "noise", "broad", "noise+broad", "shifts", *(f"shifts-{name}" for name in LEFT_OUT))
+PERTURBATIONS = ("", "noise", "broad", "noise+broad", "shifts")
 RESERVED = ("main", "auto", "opinion", "guarded")  # outputs that are not in `heads`
 BOUNDS = {  # smallest allowed values
     "epochs": 1, "batch_size": 1, "every": 1, "calib_batch_size": 1, "max_words": 1, "image_size": 1,

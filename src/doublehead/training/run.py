@@ -25,7 +25,7 @@ from doublehead.models.text import weights_folder
 from doublehead.network import Reader
 from doublehead.shift_guard import StageTap, layers_to_read
 from doublehead.torch_tools import from_every_process, get_random, n_processes, rank, set_random
-from doublehead.training.config import ADAPTIVE, LEFT_OUT, Config, corruptions_of
+from doublehead.training.config import ADAPTIVE, Config, corruptions_of
 
 EVAL_BATCH = 500
 
@@ -104,9 +104,8 @@ class Inputs:
             raise ValueError(f"calib_augment is for images, {self.config.data} holds words: leave it empty")
         if name == "noise":
             return data.GaussianNoise(share=share, normalise=self.normalise)
-        kind, _, left_out = name.partition("-")
-        if kind == "shifts":  # a guard, which sees perturbed batches whole, learns from each as from a shift
-            return data.Shifts(share, self.normalise, LEFT_OUT.get(left_out, ()), together=share == 1)
+        if name == "shifts":  # a guard, which sees perturbed batches whole, learns from each as from a shift
+            return data.Shifts(share, self.normalise, together=share == 1)
         return data.Broad(share, self.normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
 
 
