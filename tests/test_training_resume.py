@@ -20,7 +20,7 @@ import pytest
 from doublehead import HeadSpec
 from doublehead.data import Images, Splits
 from doublehead.training.config import Config
-from doublehead.training.run_folder import RunError
+from doublehead.training.run_folder import RunError, RunFolder
 from training_helpers import assert_same, fashion, run, small
 
 pytest.importorskip("typer")
@@ -211,6 +211,16 @@ def test_goes_on_before_and_between_rare_calibration_steps(tmp_path: Path) -> No
         stop_after(config, tmp_path / "stopped", epochs=epochs)
     run(config, tmp_path / "stopped")
     assert_same(tmp_path / "calm", tmp_path / "stopped")
+
+
+def test_checkpoints_may_be_rarer_than_epochs(tmp_path: Path) -> None:
+    config = small(epochs=4, model="tiny_networks:dropout_mlp")
+    run(config, tmp_path / "calm")
+    stop_after(config, tmp_path / "rare", epochs=3, checkpoint_seconds=1e9)
+    assert not (tmp_path / "rare" / "checkpoint.pt").exists()
+    assert len(RunFolder(tmp_path / "rare").lines()) == 3  # written, and to be written again
+    run(config, tmp_path / "rare", checkpoint_seconds=1e9)
+    assert_same(tmp_path / "calm", tmp_path / "rare")
 
 
 def stop_after(config: Config, folder: Path, epochs: int, **options: Any) -> None:

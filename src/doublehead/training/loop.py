@@ -62,14 +62,15 @@ def train(
     devices: int = 1,
     nodes: int = 1,
     accelerator: str = "auto",
+    checkpoint_seconds: float = 0.0,
     report: Report | None = None,
     tick: Tick | None = None,
 ) -> dict[str, Any]:
     """Train a config into `folder`, or resume where it stopped; return the content of results.json.
 
     `report` gets each line of metrics, `tick` the epoch, step and steps per epoch. A finished run is not trained again.
-    A checkpoint is written after each epoch. With several `devices` each has a process of its own, which runs your
-    script (or command) from its beginning; all must see the same folder.
+    A checkpoint is written after each epoch, at most every `checkpoint_seconds`. With several `devices` each has a
+    process of its own, which runs your script (or command) from its beginning; all must see the same folder.
     """
     if folder.finished:
         folder.check(config)
@@ -90,10 +91,14 @@ def train(
         on_first_process(fabric, take)
         run = set_up(config, fabric, splits, root)
         _resume(run, folder)
+        saved = time.perf_counter()
         while run.epoch < config.epochs:
             row = run_epoch(run, tick)
             on_first_process(fabric, partial(folder.append_line, "metrics.jsonl", row))
-            on_first_process(fabric, partial(folder.save_checkpoint, run.state_dict()))
+            due = run.epoch == config.epochs or time.perf_counter() - saved >= checkpoint_seconds
+            if fabric.broadcast(due):
+                on_first_process(fabric, partial(folder.save_checkpoint, run.state_dict()))
+                saved = time.perf_counter()
             if report and fabric.is_global_zero:
                 report(row)
         return finish(run, folder)
