@@ -93,8 +93,9 @@ def evaluate(
             }
             print(json.dumps({**facts, **summary.to_dict()}, indent=2))
             return
-    weighted = f", weighted by {weights!r}" if weights else ""
-    show(f"{table.name} ({table.kind}{weighted}): {summary}")
+    about = f", weighted by {weights!r}" if weights else ""
+    about += f", {len(summary.groups)} labels of each sample" if table.layout.independent and not by else ""
+    show(f"{table.name} ({table.kind}{about}): {summary}")
     if choice is not None:
         show(f"\n{choice}" + (f" {GUARANTEE}" if choice.threshold is not None else ""))
     show(METHOD.format(cells=fine_bins(bins)), style="dim")
