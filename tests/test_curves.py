@@ -156,7 +156,7 @@ def test_worst_class_first_and_never_predicted_last() -> None:
     assert gaps.off.tolist() == [False, True, False, False]
     assert gaps.p_value[2] == pytest.approx(0.2, abs=1e-6)  # both sides
     assert gaps.worst_first().tolist() == [1, 2, 0, 3]
-    right = class_gaps(Predictions.from_probs([[0.9, 0.1]] * 3 + [[0.3, 0.7]] * 3, [0] * 3 + [1] * 3))
+    right = class_gaps(Predictions.from_probs([[0.9, 0.1]] * 3 + [[0.2, 0.8]] * 3, [0] * 3 + [1] * 3))
     assert right.p_value[0] == right.p_value[1] == 1
     assert right.worst_first().tolist() == [1, 0]  # by the gap
 

@@ -30,7 +30,6 @@ from doublehead.files.values import (
     MISSING,
     OUTSIDE,
     PERCENTAGES,
-    ROUNDED,
     WORDS,
     Rows,
     is_number,
@@ -38,6 +37,7 @@ from doublehead.files.values import (
     to_several_labels,
     to_text,
 )
+from doublehead.score_arrays import ROUNDED
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
