@@ -144,7 +144,8 @@ def settle(
             )
     if layout.unnamed:
         found = layout if stated == "logits" else _named_by_labels(raw, layout, tolerance)
-        scores = scores[:, [layout.scores.index(name) for name in found.scores]]
+        named = set(found.scores)
+        scores = scores[:, [name in named for name in layout.scores]]
         layout = found
         _check_unnamed(raw._replace(scores=scores), layout, stated, tolerance, source)
     return (layout, stated, "") if stated else (layout, *_certain_kind(scores, layout, tolerance, source))
