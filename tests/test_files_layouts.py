@@ -235,6 +235,10 @@ def test_excel(tmp_path: Path) -> None:
         book.active.append(row)
     book.save(tmp_path / "a.xlsx")
     assert read_predictions(tmp_path / "a.xlsx").load().probs.tolist() == PROBS
+    book.active["B3"] = None
+    book.save(tmp_path / "a.xlsx")
+    with pytest.raises(TableError, match="'prob_0', row 2 must hold a finite number, got nothing"):
+        read_predictions(tmp_path / "a.xlsx").load()
 
 
 def wide_lines(scores: Any, texts: list[str]) -> list[str]:
