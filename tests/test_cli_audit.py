@@ -284,6 +284,7 @@ BAD_CALLS = {
     "calibrate --fit val.csv --apply nan.csv --logits -o out.csv": "'logit_2', row 300 must hold a finite number",
     "calibrate --fit val.csv --apply three.csv --logits -o out.csv": "in the same order, but it lacks 3",
     "calibrate --fit three.csv --apply test.csv --logits -o out.csv": "in the same order, but it also has 3",
+    "calibrate --fit list.json --apply list.json -o out.json": "list.json cannot be written back",
     "calibrate --use nowhere.safetensors --apply test.csv --logits -o out.csv": "nowhere",
 }
 
@@ -295,6 +296,9 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_csv(folder / "val.csv", 0)
     lines = good.splitlines()
     (folder / "top.csv").write_text("label,predicted,confidence\ncat,cat,0.75\ndog,cat,0.5\n")
+    (folder / "list.json").write_text(
+        '[{"label": "a", "a": 0.75, "b": 0.25}, {"label": "b", "a": 0.5, "b": 0.5}]'
+    )
     (folder / "cut.csv").write_text("\n".join(lines[:-1]) + "\n0599,1")
     for name, cell in (("text", "oops"), ("nan", "nan")):
         row = lines[300].split(",")

@@ -156,6 +156,16 @@ def test_worst_class_first_and_never_predicted_last() -> None:
     assert gaps.off.tolist() == [False, True, False, False]
     assert gaps.p_value[2] == pytest.approx(0.2, abs=1e-6)  # both sides
     assert gaps.worst_first().tolist() == [1, 2, 0, 3]
+    right = class_gaps(Predictions.from_probs([[0.9, 0.1]] * 3 + [[0.2, 0.8]] * 3, [0] * 3 + [1] * 3))
+    assert right.p_value[0] == right.p_value[1] == 1
+    assert right.worst_first().tolist() == [1, 0]  # by the gap
+
+
+def test_one_class_alone_is_not_tested_again() -> None:
+    gaps = class_gaps(Predictions.from_probs([[0.75, 0.25]] * 2000, [0] * 1700 + [1] * 300))
+    assert gaps.p_value[0] == pytest.approx(0, abs=1e-9)
+    assert gaps.p_value[0] >= 0
+    assert not gaps.off.any()
 
 
 def test_no_class_of_a_calibrated_model_is_called_off_however_many_there_are() -> None:

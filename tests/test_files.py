@@ -299,6 +299,12 @@ BAD_CSV = [
     ),
     (None, "label,score\nham,0.25\nspam,0.5", "labels of a single score .* got 'ham', 'spam' .* prob_X"),
     (None, "label,prob\n" + "0,0.75\n1,0.5\n" * 10, "no score in 'prob' is below 0.5.* 'predicted'"),
+    (
+        None,
+        "target,predicted,confidence\n" + "0,no,0.75\n1,yes,0.5\n" * 10,
+        "must call the classes by the same names",
+    ),
+    (None, "label,cat,dog\ncat,0.75,0.25\n,,", "column 'cat', row 2 must hold a finite number, got nothing"),
     ("probs", "<html><body>404</body></html>", "a.csv has no rows"),
     (None, HEADER + "0,0.25,0.75\n" * 20 + "1,1.5,-0.5", "row 21: .* got -0.5; remove it if it is a total"),
 ]

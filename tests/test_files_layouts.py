@@ -27,6 +27,7 @@ TEXTS = {
     "bars": "label|a|b\na|0.75|0.25\nb|0.125|0.875\nb|0.5|0.5\n",
     "blanks": "label a b\na 0.75 0.25\nb 0.125 0.875\nb 0.5 0.5\n",
     "Excel's first line": "sep=;\nlabel;a;b\na;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n",
+    "blank lines first": "\n\nlabel,a,b\na,0.75,0.25\nb,0.125,0.875\nb,0.5,0.5\n",
     "R's row names": '"label" "a" "b"\n"1" "a" 0.75 0.25\n"2" "b" 0.125 0.875\n"3" "b" 0.5 0.5\n',
     "other case": "label,Cat,dog\nCAT ,0.75,0.25\nDog,0.125,0.875\ndog,0.5,0.5\n",
     "prefixes": "label,net_a,net_b\na,0.75,0.25\nb,0.125,0.875\nb,0.5,0.5\n",
@@ -235,6 +236,10 @@ def test_excel(tmp_path: Path) -> None:
         book.active.append(row)
     book.save(tmp_path / "a.xlsx")
     assert read_predictions(tmp_path / "a.xlsx").load().probs.tolist() == PROBS
+    book.active["B3"] = None
+    book.save(tmp_path / "a.xlsx")
+    with pytest.raises(TableError, match="'prob_0', row 2 must hold a finite number, got nothing"):
+        read_predictions(tmp_path / "a.xlsx").load()
 
 
 def wide_lines(scores: Any, texts: list[str]) -> list[str]:

@@ -160,10 +160,21 @@ def test_groups_times_errors_and_provenance(folder: Path) -> None:
     (errors,) = re.findall(r"The most confident errors.*?</table>", page, re.DOTALL)
     first = re.findall(r"<td.*?</td>", errors)[:6]
     assert f"<bdi>img{worst}.png</bdi>" in first[5]
-    assert first[3] == f"<td>{worst + 1}</td>"
+    assert f"<bdi>{('south', 'north')[worst % 2]}</bdi>" in first[4]
+    assert first[0] == f"<td>{worst + 1}</td>"
     assert hashlib.sha256(file.read_bytes()).hexdigest() in page
     assert "time in &#39;taken&#39;" not in page
     assert "must be numbers or dates" in run("test.csv", "--time", "site", code=2)
+
+
+def test_several_labels_are_told_apart(folder: Path) -> None:
+    rows = [f"{i % 2},{i % 3 == 0:d},0.{3 + i % 5},0.{1 + i % 7}" for i in range(60)]
+    (folder / "several.csv").write_text("\n".join(["y_red,y_new,p_red,p_new", *rows]) + "\n")
+    run("several.csv", "--label", "y_*")
+    page = text_of("report.html")
+    assert "60 samples, 2 labels of each" in page
+    (errors,) = re.findall(r"The most confident errors.*?</table>", page, re.DOTALL)
+    assert {"y_red", "y_new"} <= set(re.findall(r"<bdi>(\w+)</bdi>", errors))
 
 
 def test_confidences_alone_make_a_page(folder: Path) -> None:

@@ -144,7 +144,9 @@ def provenance(inputs: Inputs, command: str = "") -> list[tuple[str, str]]:
     facts = [
         (str(path), _fingerprint(path)) for path in sorted(files - {None}, key=str) if path and path.is_file()
     ]
-    facts += [(name, f"{record.tally.n:,} samples") for name, record in inputs.methods.items()]
+    facts += [
+        (name, f"{record.tally.n // record.several:,} samples") for name, record in inputs.methods.items()
+    ]
     facts += [("Command", command)] if command else []
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return [*facts, ("Made", f"{now}, doublehead {doublehead.__version__}")]

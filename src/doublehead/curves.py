@@ -95,15 +95,21 @@ class ClassGaps:
 
     @property
     def off(self) -> Array:
-        """(K,) bool: off by more than chance explains, with 5 % for all classes together (Bonferroni)."""
-        off: Array = self.p_value < LEVEL / max(1, int((self.counts > 0).sum()))
+        """(K,) bool: off by more than chance explains, with 5 % for all classes together (Bonferroni).
+
+        A class that alone has samples is never off: the test of all samples is about it.
+        """
+        n = int((self.counts > 0).sum())
+        off: Array = self.p_value < (LEVEL / n if n > 1 else 0)
         return off
 
     def worst_first(self) -> Array:
-        """(K,) classes that are off by falling |gap|, then the rest by rising p-value, never predicted ones last."""
-        p_value = np.nan_to_num(self.p_value, nan=2.0)
-        size = np.where(self.off, -np.abs(self.gap), p_value)
-        order: Array = np.lexsort((np.arange(len(size)), size, ~self.off))
+        """(K,) classes that are off by falling |gap|, then the rest by rising p-value, never predicted ones last.
+
+        Classes of one p-value are ordered by falling |gap|.
+        """
+        p_value, size = np.nan_to_num(self.p_value, nan=2.0), np.nan_to_num(np.abs(self.gap))
+        order: Array = np.lexsort((-size, np.where(self.off, 0, p_value), ~self.off))
         return order
 
 
@@ -259,7 +265,7 @@ def _exact(size: Array, chance: Array, right: int) -> tuple[float, float, float]
     below = np.clip(np.fft.irfft(np.conj(np.exp(logs)), n + 1), 0, None).cumsum()  # P(X <= 0..n)
     low, high = np.searchsorted(below, np.array(BAND) - 1e-12)
     above = 1 - (below[right - 1] if right else 0.0)
-    return float(low), float(min(high, n)), float(min(1.0, 2 * min(below[right], above)))
+    return float(low), float(min(high, n)), float(np.clip(2 * min(below[right], above), 0, 1))
 
 
 def _normal(size: Array, chance: Array, right: int) -> tuple[float, float, float]:

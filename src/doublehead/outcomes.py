@@ -23,6 +23,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 MIN_SAMPLES = 10  # below it nothing is judged
 MAX_SAMPLES = 200_000
+MAX_PARTS = 8  # of samples drawn, before they are joined
 NORMAL = 1.959963984540054  # 97.5 % of a standard normal lie below
 
 
@@ -151,7 +152,8 @@ class Drawn:
     def add(self, found: Outcomes, times: Array | None = None) -> None:
         """Draw from some more samples, which may have times."""
         self._keep(self._rng.random(len(found)), found, times)
-        if sum(len(part) for _, part, _ in self._parts) > 1.25 * MAX_SAMPLES:
+        # small parts that are kept between large chunks that are freed leave holes in the memory
+        if len(self._parts) > MAX_PARTS or sum(len(part) for _, part, _ in self._parts) > 1.25 * MAX_SAMPLES:
             self._join()
 
     def joined(self, floor: float) -> tuple[Outcomes, Array | None]:

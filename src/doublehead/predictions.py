@@ -79,7 +79,7 @@ class Predictions:
         *,
         tolerance: float = 1e-3,
     ) -> Predictions:
-        """Take class probabilities (N, K): in 0..1, each row summing to 1 within `tolerance`.
+        """Take class probabilities (N, K): in 0..1, each row summing to 1 within `tolerance`, or as rounding explains.
 
         The probabilities are kept as they came, so a confidence that lies on the edge of a bin stays there.
         Rows that sum to 1 only roughly (rounded files, half precision) are not rescaled. What a 0 stands for in a

@@ -133,13 +133,8 @@ class Summary:
 
     @property
     def n_classes_off(self) -> int:
-        """How many classes deviate by more than chance explains (5 % for all classes together).
-
-        Where one class alone is predicted, the test of all samples is the test of that class.
-        """
-        if self.classes is None or int((self.classes.counts > 0).sum()) < 2:
-            return 0
-        return int(self.classes.off.sum())
+        """How many classes deviate by more than chance explains (5 % for all classes together)."""
+        return 0 if self.classes is None else int(self.classes.off.sum())
 
     @property
     def group_gaps(self) -> ClassGaps | None:

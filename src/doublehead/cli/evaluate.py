@@ -28,8 +28,8 @@ def evaluate(
     files: Annotated[
         list[str],
         typer.Argument(
-            help="Predictions: .csv, .tsv, .jsonl (also .gz), .parquet, .arrow, .feather, .xlsx, .npz, pairs of .npy, "
-            "or folders of them; - is standard input. One set of an .npz that holds several: file.npz:test.",
+            help="Predictions: .csv, .tsv, .txt, .json, .jsonl (also .gz), .parquet, .arrow, .feather, .xlsx, .npz, pairs "
+            "of .npy, or folders of them; - is standard input. One set of an .npz that holds several: file.npz:test.",
             metavar="FILE",
             show_default=False,
         ),
@@ -93,8 +93,9 @@ def evaluate(
             }
             print(json.dumps({**facts, **summary.to_dict()}, indent=2))
             return
-    weighted = f", weighted by {weights!r}" if weights else ""
-    show(f"{table.name} ({table.kind}{weighted}): {summary}")
+    about = f", weighted by {weights!r}" if weights else ""
+    about += f", {len(summary.groups)} labels of each sample" if table.layout.independent and not by else ""
+    show(f"{table.name} ({table.kind}{about}): {summary}")
     if choice is not None:
         show(f"\n{choice}" + (f" {GUARANTEE}" if choice.threshold is not None else ""))
     show(METHOD.format(cells=fine_bins(bins)), style="dim")

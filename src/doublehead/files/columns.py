@@ -125,7 +125,7 @@ def with_scores(
 ) -> Layout:
     """The layout with other score columns; where they are guessed it is `told`."""
     guesses = [guess for guess in layout.guesses if not guess.startswith("score column")]
-    guesses += [f"score {_told(scores)}"] if told else []
+    guesses += [f"score {_told(scores, 'labels' if layout.independent else 'classes')}"] if told else []
     return with_classes(replace(layout, scores=scores, guesses=tuple(guesses)), class_names(scores), base)
 
 
@@ -347,12 +347,12 @@ def without_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name[end:] for name in names)
 
 
-def _told(scores: tuple[str, ...]) -> str:
+def _told(scores: tuple[str, ...], what: str) -> str:
     if len(scores) == 1:
         return f"column {quoted(scores[0])}"
     if len(scores) <= 4 and not _consecutive(map(_number, scores)):
-        return f"columns {', '.join(map(quoted, scores))} ({len(scores)} classes)"
-    return f"columns {quoted(scores[0])} .. {quoted(scores[-1])} ({len(scores)} classes)"
+        return f"columns {', '.join(map(quoted, scores))} ({len(scores)} {what})"
+    return f"columns {quoted(scores[0])} .. {quoted(scores[-1])} ({len(scores)} {what})"
 
 
 def listed(columns: Mapping[str, str]) -> str:

@@ -91,9 +91,13 @@ class CsvReader(TableReader):
             start = self._start()
             self._encoding = _encoding(start, source)
             self.has_bom = start.startswith(BOM) or self._encoding != "utf8"
-            lines = _first_lines(start, self._encoding)
-            self.before = int(lines[0].lower().startswith("sep="))  # a line that Excel puts before the header
-            lines = lines[self.before :][:2] or [""]
+            self.before = start[: len(start) - len(start.lstrip(b"\r\n"))].count(
+                b"\n"
+            )  # lines above the header
+            lines = _first_lines(start.lstrip(b"\r\n"), self._encoding)
+            if lines[0].lower().startswith("sep="):  # as Excel writes it
+                self.before, lines = self.before + 1, lines[1:]
+            lines = lines[:2] or [""]
             self.delimiter = max("\t;|,", key=lines[0].count)
             if self.delimiter not in lines[0] and " " in lines[0].strip():
                 self.delimiter = " "

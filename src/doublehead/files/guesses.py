@@ -30,7 +30,6 @@ from doublehead.files.values import (
     MISSING,
     OUTSIDE,
     PERCENTAGES,
-    ROUNDED,
     WORDS,
     Rows,
     is_number,
@@ -38,6 +37,7 @@ from doublehead.files.values import (
     to_several_labels,
     to_text,
 )
+from doublehead.score_arrays import ROUNDED
 
 Kind: TypeAlias = Literal["logits", "probs"]
 
@@ -48,7 +48,7 @@ NO_YES = (("no", "yes"), ("negative", "positive"), ("neg", "pos"), ("n", "y"))
 CALLED = "as they are called"
 NAMED: dict[Kind, tuple[str, ...]] = {"logits": LOGITS, "probs": PROBS}  # names that state a kind
 CLASSES = ("class", "class_name", "class_id", "candidate", "option", "choice", "category")
-MIN_ROWS = 20  # of a single score, to see that it is never below 0.5
+MIN_ROWS = 20  # to see that a single score is never below 0.5, or that no answer is right
 ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
 
 
@@ -134,17 +134,17 @@ def settle(
 ) -> tuple[Layout, Kind, str]:
     """What the first rows say: the layout, the kind of the scores, and why where it was not stated."""
     scores = raw.scores
-    if layout.binary and layout.label is not None and not layout.independent:
+    if layout.label is not None and layout.predicted is not None:
+        _check_predicted(raw, layout.label, layout.predicted, source)
+    elif layout.label is not None and layout.binary and not layout.independent:
         labels = to_text(raw.columns[layout.label])
         layout = _binary_classes(labels, layout, source)
-        if layout.guesses and stated != "logits" and _is_confidence(scores, labels):
-            raise TableError(
-                f"{source}: no score in {layout.scores[0]!r} is below 0.5, so it looks like the confidence in the "
-                "predicted class: name the column of that class 'predicted', or give --scores if it is of class 1"
-            )
+        if layout.guesses and stated != "logits":
+            _check_binary(scores, labels, layout.scores[0], source)
     if layout.unnamed:
         found = layout if stated == "logits" else _named_by_labels(raw, layout, tolerance)
-        scores = scores[:, [layout.scores.index(name) for name in found.scores]]
+        named = set(found.scores)
+        scores = scores[:, [name in named for name in layout.scores]]
         layout = found
         _check_unnamed(raw._replace(scores=scores), layout, stated, tolerance, source)
     return (layout, stated, "") if stated else (layout, *_certain_kind(scores, layout, tolerance, source))
@@ -173,10 +173,24 @@ def one_of_each(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: flo
     return replace(layout, independent=False, one_hot=True, guesses=guesses)
 
 
-def _is_confidence(scores: Array, labels: Array) -> bool:
-    """Whether enough samples of both classes have scores of 0.5 and more alone."""
+def _check_predicted(raw: RawBatch, label: str, predicted: str, source: Source) -> None:
+    """Refuse labels and predicted classes that have no name in common."""
+    true, said = ({*to_text(raw.columns[name])} for name in (label, predicted))
+    if len(raw.scores) >= MIN_ROWS and not true & said:
+        raise TableError(
+            f"{source}: {label!r} and {predicted!r} must call the classes by the same names, got {quoted(min(true))} "
+            f"and {quoted(min(said))}"
+        )
+
+
+def _check_binary(scores: Array, labels: Array, name: str, source: Source) -> None:
+    """Refuse a single score that is 0.5 and more for samples of both classes: it is not that of class 1."""
     low, high = np.nanmin(scores), np.nanmax(scores)
-    return len(labels) >= MIN_ROWS and low >= 0.5 and high <= 1 and len(set(labels.tolist()) - {MISSING}) > 1
+    if len(labels) >= MIN_ROWS and low >= 0.5 and high <= 1 and len(set(labels.tolist()) - {MISSING}) > 1:
+        raise TableError(
+            f"{source}: no score in {name!r} is below 0.5, so it looks like the confidence in the "
+            "predicted class: call it 'confidence' and that class 'predicted', or give --scores if it is of class 1"
+        )
 
 
 def _binary_classes(labels: Array, layout: Layout, source: Source) -> Layout:
@@ -228,6 +242,8 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     if layout.top_only:
         return "probs", "a confidence"
     several = scores.shape[1] > 1 and not layout.independent
+    whole = ~np.isnan(scores).any(1)  # the others are refused when they are read
+    scores = scores[whole] if whole.any() else scores
     known = np.nan_to_num(scores)
     usual = (np.abs(known.sum(1, dtype=np.float64) - 1) <= max(tolerance, ROUNDED)) & (
         known.min(1) >= -OUTSIDE

@@ -274,8 +274,10 @@ class ArrowReader(TableReader):
 
 def _column(values: list[Any]) -> Array:
     """Numbers as float64 or int64 where all are, else text."""
-    if all(isinstance(value, int | float) for value in values):
-        return np.array(values, dtype=None if all(isinstance(value, int) for value in values) else np.float64)
+    known = [value for value in values if value is not None]
+    if known and all(isinstance(value, int | float) for value in known):
+        whole = len(known) == len(values) and all(isinstance(value, int) for value in known)
+        return np.array(values, dtype=None if whole else np.float64)  # None becomes nan
     return np.array([None if value is None else str(value) for value in values], dtype=object)
 
 

@@ -40,7 +40,6 @@ from doublehead.files.guesses import (
 from doublehead.files.readers import RawBatch, Reader
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
 from doublehead.files.values import (
-    ROUNDED,
     Rows,
     to_correct,
     to_labels,
@@ -51,6 +50,7 @@ from doublehead.files.values import (
 )
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
+from doublehead.score_arrays import ROUNDED
 from doublehead.stream import Tally, row_groups
 from doublehead.system import require
 

@@ -12,10 +12,10 @@ import torch
 
 from doublehead.files.columns import WHOLE, Layout, quoted, without_prefix
 from doublehead.files.sources import Array, Source, TableError
+from doublehead.score_arrays import ROUNDED, rounding_error
 
 MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
 MISSING = "(missing)"
-ROUNDED = 0.05  # how far from 1 rows of probabilities may sum by rounding to two digits
 OUTSIDE = 1e-3  # how far outside 0..1 a probability may lie by rounding, at most
 PERCENTAGES = "each row sums to 100, so these are percentages: divide them by 100"
 GIVE = {"probabilities": "give --probs", "percentages": "divide them by 100 and give --probs"}  # for logits
@@ -295,24 +295,15 @@ def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> 
             hint,
         )
     if not layout.independent:
+        off = np.abs(sums - 1)
+        wrong = off > tolerance + 1e-9
+        wrong[wrong] = off[wrong] > rounding_error(table[wrong])
         rows.refuse(
-            np.abs(sums - 1) > np.maximum(tolerance + 1e-9, _rounding(table, np.abs(sums - 1) > tolerance)),
+            wrong,
             None,
             lambda i: f": probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}",
             "; name the columns of all classes with --scores, or give a larger --tolerance",
         )
-
-
-def _rounding(table: Array, rows: Array) -> Array:
-    """(B,) how far from 1 rounding to 1 to 4 digits may have moved the sums of some `rows` (B,), at most ROUNDED."""
-    moved = np.zeros(len(table))
-    places = np.flatnonzero(rows)
-    for digits in (1, 2, 3, 4):
-        scaled = table[places].astype(np.float64) * 10**digits
-        rounded = np.abs(scaled - scaled.round()).max(1, initial=0.0) < 1e-3  # float32 is off by less
-        moved[places[rounded]] = min(ROUNDED, 0.5 * table.shape[1] / 10**digits + 1e-6)
-        places = places[~rounded]
-    return moved
 
 
 def _numbers(column: Array, name: str, rows: Rows, wanted: str = "a class (a whole number)") -> Array:

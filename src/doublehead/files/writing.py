@@ -46,6 +46,10 @@ def check_output(out: Path, table: PredictionTable, *others: PredictionTable, fo
         check_writable(out)
         return
     wanted = format_of(table.sources[0].path)
+    if wanted == ".xlsx" or (
+        wanted in JSON_LINES and getattr(open_source(table.sources[0]), "is_list", False)
+    ):
+        raise TableError(f"{table.name} cannot be written back: save it as CSV or JSON Lines first")
     check_file(out, force)
     if not out.name.lower().endswith(wanted):
         raise TableError(
@@ -117,8 +121,6 @@ def _write_source(
     elif suffix in JSON_LINES and holds_answers(source.path):
         probs = torch.cat([probs for _, probs in pairs]).numpy()
         write_answers(source.path, target, table.layout.scores, probs)
-    elif suffix == ".xlsx":
-        raise TableError(f"{source} cannot be written back as .xlsx: save it as CSV first")
     else:
         _write_text(one, target, pairs)
 
@@ -135,8 +137,6 @@ def _write_text(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chun
                     file.write(_csv_header(batch.schema.names, reader))
                 file.write(_csv_lines(batch, reader.delimiter, reader.decimal_point))
             elif isinstance(reader, JsonReader):
-                if reader.is_list:
-                    raise TableError(f"{table.name} cannot be written back: save it as JSON Lines first")
                 rows = (_nested(row, reader.nested) for row in batch.to_pylist())
                 file.write("".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
             first = False

@@ -96,7 +96,7 @@
         cell(row, count.toLocaleString("en"));
         cell(row, known(claims));
         cell(row, known(right));
-        const told = gap === null ? "" : `${gap > 0 ? "+" : ""}${gap.toFixed(1)}`;
+        const told = gap === null ? "" : `${gap >= 0.05 ? "+" : ""}${gap.toFixed(1).replace(/^-0.0$/, "0.0")}`;
         const shownGap = cell(row, off ? "" : told, "nowrap");
         if (off) {
           shownGap.append(Object.assign(document.createElement("strong"), { textContent: told }),

@@ -95,7 +95,7 @@ def build_page(
             "groups": any(m.summary.groups for m in methods),
             "times": any(m.periods is not None for m in methods),
             "errors": any(m.record.errors for m in methods),
-            "rows": any(error.source for m in methods for error in m.record.errors),
+            "rows": any(len({error.source for error in m.record.errors}) > 1 for m in methods),
             "shown": any(error.shown for m in methods for error in m.record.errors),
         },
         "overlay": charts.overlay_chart(methods),
@@ -278,9 +278,16 @@ def _meta(methods: Sequence[Method]) -> str:
         low, high = min(values), max(values)
         return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
-    n, k = each([m.summary.n for m in methods]), each([m.summary.n_classes for m in methods])
+    n, k = (
+        each([m.summary.n // m.record.several for m in methods]),
+        each([m.summary.n_classes for m in methods]),
+    )
+    several = max(m.record.several for m in methods)
+    if several > 1:
+        k = "0"
     return (
         f"{n} samples"
+        + (f", {several} labels of each" if several > 1 else "")
         + (", weighted" if any(m.record.outcomes.weights is not None for m in methods) else "")
         + ("" if k == "0" else f", {k} classes")
         + (f", {len(methods)} methods" if len(methods) > 1 else "")

@@ -63,6 +63,7 @@ class ErrorRow(NamedTuple):
     row: int  # of the file, from 1
     source: str
     shown: str  # the text, path or id of the sample, where the file has one
+    group: str  # or the label, of a sample that has several
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,7 @@ class Record:
     wrong: Array  # (T,) and how many of these are wrong
     errors: tuple[ErrorRow, ...] = ()
     times: Array | None = None  # numbers or dates of the drawn samples
+    several: int = 1  # labels of each sample, which are counted as samples in everything else
 
     @classmethod
     def of(
@@ -84,7 +86,9 @@ class Record:
         several = p.n_labels or 1
         rows = np.arange(len(p)) // several + 1
         times = None if times is None else np.repeat(times, several)
-        return _gathered([_Part(p, row_groups(p, by), rows, "", None, times)], n_bins)
+        return replace(
+            _gathered([_Part(p, row_groups(p, by), rows, "", None, times)], n_bins), several=several
+        )
 
     @classmethod
     def of_table(
@@ -96,7 +100,10 @@ class Record:
     ) -> Record:
         """The record of files, which are streamed; `time` and `shown` are among the extra columns of the table."""
 
+        several = 1
+
         def parts() -> Iterable[_Part]:
+            nonlocal several
             for chunk in table.chunks():
                 if chunk.predictions is None:
                     raise TableError(f"{table.sources[0]} has no labels to measure by")
@@ -109,7 +116,7 @@ class Record:
                 rows, source = np.repeat(chunk.numbers, several), str(chunk.source)
                 yield _Part(chunk.predictions, chunk.groups, rows, source, texts, times)
 
-        return _gathered(parts(), n_bins)
+        return replace(_gathered(parts(), n_bins), several=several)
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number of the method."""
@@ -180,6 +187,7 @@ def _errors(found: Outcomes, part: _Part) -> list[ErrorRow]:
             int(part.rows[i]),
             part.source,
             "" if part.shown is None else str(part.shown[i]),
+            "" if part.groups is None else str(part.groups[i]),
         )
         for i in worst.tolist()
     ]

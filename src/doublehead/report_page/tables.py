@@ -33,7 +33,7 @@ ROWS = (
 )  # fmt: skip
 OWN_ROWS = {
     "floor": Metric("ECE floor", True, 0, "ECE of a perfectly calibrated model"),
-    "p_value": Metric("p-value", False, 0, "chance that a perfectly calibrated model has this ECE"),
+    "p_value": Metric("p-value", False, 0, "chance that a perfectly calibrated model has an ECE this large"),
 }
 PAIRED = ("ece", "overconfidence", "ece_classwise", "nll", "brier", "aurc", "accuracy")
 LONGEST_NAME = 100
@@ -180,6 +180,7 @@ def error_rows(method: Method, names: Sequence[str] | None) -> list[dict[str, An
             "label": class_name(int(error.label), names) if error.label else "",
             "row": f"{error.row:,}",
             "source": clean(error.source),
+            "group": clean(error.group),
             "shown": clean(error.shown, 300),
         }
         for error in method.record.errors
@@ -314,7 +315,8 @@ def _best(values: Sequence[float], better: int) -> int | None:
 def _known(value: float, digits: int = 1, signed: bool = False) -> str:
     if not isfinite(value):
         return "unknown" if not signed else ""
-    return f"{100 * value:+.{digits}f}" if signed else number(value, digits)
+    rounded = round(100 * value, digits)
+    return f"{rounded:+.{digits}f}" if signed and rounded else number(value if rounded else 0.0, digits)
 
 
 def _threshold(value: float) -> str:
