@@ -52,6 +52,8 @@ def test_bins_of_weights_add_up_exactly_and_with_whole_ones() -> None:
     ones = Predictions(p.logits, p.labels, torch.ones(len(p)))
     assert Bins.top(ones) == Bins.top(plain).weighted()
     assert Bins.zeros(15) + Bins.top(p) == Bins.top(p)
+    mixed = Bins.classwise(plain).add_classwise_(p)  # samples without weights, then samples with weights
+    assert mixed == Bins.classwise(plain).weighted() + Bins.classwise(p)
     assert float(Bins.top(p).n) == pytest.approx(float(p.weights.sum()))
     parts = Tally.of(p[:150]) + Tally.of(p[150:])
     assert parts.summary().to_dict() == Tally.of(p).summary().to_dict()
