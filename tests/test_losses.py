@@ -88,10 +88,7 @@ def test_the_published_mmce_divides_by_the_pair_counts_twice() -> None:
     close(mmce(logits, labels, weight=1.0, weighted=True) - nll, 0.6)
     close(mmce_published(logits, labels, weight=1.0) - nll, 0.3, 1e-8)
     close(mmce(logits, labels, weight=1.0) - nll, abs(0.5 - 0.8))
-
-
-def test_weighted_mmce_needs_both_kinds_of_predictions() -> None:
-    logits = of_probs([0.9, 0.1], [0.6, 0.4])
+    logits = of_probs([0.9, 0.1], [0.6, 0.4])  # the weighted one needs both kinds of predictions
     for labels in (torch.tensor([0, 0]), torch.tensor([1, 1])):
         nll = cross_entropy(logits, labels)
         close(mmce_published(logits, labels) - nll, 0.0)
