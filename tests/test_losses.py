@@ -33,7 +33,7 @@ from doublehead.losses import (
 from doublehead.predictions import Predictions
 from doublehead.training import loop
 from samples import binary
-from training_helpers import assert_same, run, small
+from training_helpers import assert_same, run, small, stop_after
 
 EITHER_SIGN = AdaFocal(n_bins=3)
 EITHER_SIGN.gammas.copy_(torch.tensor([2.5, -1.5, 0.3]))
@@ -411,16 +411,7 @@ def test_adafocal_in_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypat
     monkeypatch.setattr(AdaFocal, "update", lambda self, calib: (seen.append(calib), update(self, calib))[1])
     run(config, tmp_path / "whole")
     assert [len(calib) for calib in seen] == [240] * 4  # the calibration images, once an epoch
-
-    class Stopped(Exception):
-        pass
-
-    def stop(line: dict[str, Any]) -> None:
-        if line["epoch"] == 1:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        run(config, tmp_path / "stopped", report=stop)
+    stop_after(config, tmp_path / "stopped", epochs=2)
     run(config, tmp_path / "stopped")
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 

@@ -19,9 +19,8 @@ import pytest
 
 from doublehead import HeadSpec
 from doublehead.data import Images, Splits
-from doublehead.training.config import Config
 from doublehead.training.run_folder import RunError
-from training_helpers import assert_same, fashion, run, small
+from training_helpers import Killed, assert_same, fashion, run, small, stop_after
 
 pytest.importorskip("typer")
 if not sys.platform.startswith("linux"):
@@ -133,10 +132,6 @@ def test_killed_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
     assert_same(calm, killed)
 
 
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches a signal."""
-
-
 @pytest.mark.slow
 def test_stopped_at_each_change_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files appear by os.replace: stop before or after the first one, then the second one, ... of each attempt."""
@@ -211,17 +206,6 @@ def test_goes_on_before_and_between_rare_calibration_steps(tmp_path: Path) -> No
         stop_after(config, tmp_path / "stopped", epochs=epochs)
     run(config, tmp_path / "stopped")
     assert_same(tmp_path / "calm", tmp_path / "stopped")
-
-
-def stop_after(config: Config, folder: Path, epochs: int, **options: Any) -> None:
-    """Train until an epoch has passed and its checkpoint is written, then stop without a word."""
-
-    def tick(epoch: int, step: int, n_steps: int) -> None:
-        if epoch == epochs:
-            raise Killed
-
-    with pytest.raises(Killed):
-        run(config, folder, tick=tick, **options)
 
 
 def part_of(images: Any) -> Images:
