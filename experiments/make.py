@@ -165,7 +165,7 @@ def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.D
     return write_table(both[~both.index.duplicated()])
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--run", action="append", default=[], metavar="NAME")
@@ -178,7 +178,3 @@ def main() -> None:
     for figure in (gains, epochs, beta, gradients, reliability):
         plots.save(figure(table, runs), OUTPUT / "figures" / f"{figure.__name__}.png", dpi=90)
     shift.draw()
-
-
-if __name__ == "__main__":
-    main()

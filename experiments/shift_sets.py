@@ -175,7 +175,7 @@ def _text_set(run: Run, name: str, words: list[Words], labels: Any, rows: Any = 
     return name, batches, labels[order], rows[order]
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--root")
@@ -185,7 +185,3 @@ def main() -> None:
     for folder in map(RunFolder, options.folders):
         sets = observe(folder, options.root, options.accelerator)
         write(options.output / f"{folder.config.name}.npz", sets)
-
-
-if __name__ == "__main__":
-    main()

@@ -100,7 +100,7 @@ def rows(runs: Runs) -> dict[str, StoredRun]:
 
 def networks(runs: Runs) -> dict[str, StoredRun]:
     """The first run of every row of cross entropy."""
-    return {row: run for row, run in rows(runs).items() if run.config.loss == "cross_entropy"}
+    return rows([run for run in runs if run.config.loss == "cross_entropy"])
 
 
 def title_of(run: StoredRun, epochs: bool = False) -> str:
@@ -268,10 +268,8 @@ def periods_table(table: pd.DataFrame, runs: Runs) -> str:
     """The paper's Table 3."""
     found, lines = means(table[table.run == REFERENCE]).loc[row_of(REFERENCE)], []
     for (_, _, name), printed in paper(3).iterrows():
-        line = {
-            "k": name.partition("-k")[2] or "10",
-            "ECE, percent / the paper's": _beside(found, name, printed.before),
-        }
+        line = {"k": name.partition("-k")[2] or "10"}
+        line["ECE, percent / the paper's"] = _beside(found, name, printed.before)
         line |= {"NLL": f"{found.nll[name]:.4f}", "the paper's overhead, percent": f"{printed.after:.2f}"}
         lines.append(line)
     return markdown(lines)

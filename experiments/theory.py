@@ -211,12 +211,8 @@ def write(path: Path, output: Path = RESULTS) -> None:
     draw(p, half, output)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.npz")
     torch.set_num_threads(1)
     write(parser.parse_args().file)
-
-
-if __name__ == "__main__":
-    main()

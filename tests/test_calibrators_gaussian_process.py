@@ -16,6 +16,7 @@ from doublehead.calibrators.smooth import (
     _posterior,
 )
 from doublehead.predictions import Predictions
+from samples import overconfident
 
 
 def test_sums_over_classes_give_the_likelihood_of_all_entries() -> None:
@@ -106,9 +107,7 @@ def test_it_learns_a_bend_that_a_temperature_cannot() -> None:
 
 
 def test_it_leaves_what_is_already_right() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(4000, 3, generator=generator, dtype=torch.float64)
-    p = Predictions(logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0])
+    p = overconfident(4000, 3, factor=1.0, spread=2.0, dtype=torch.float64)
     change = GaussianProcess().fit(p).calibrate(p).probs - p.probs
     assert float(change.abs().mean()) < 0.01
 

@@ -74,12 +74,9 @@ def test_band_of_unequal_confidences_against_simulation_and_the_normal_form() ->
 
 
 def test_band_covers_nine_in_ten_bins_of_calibrated_models_and_misses_overconfident_ones() -> None:
-    generator = torch.Generator().manual_seed(2)
     inside, bins = 0, 0
-    for _ in range(25):
-        logits = 1.5 * torch.randn(2000, 3, generator=generator)
-        p = Predictions(logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0])
-        curve = reliability(p, n_bins=10)
+    for seed in range(25):
+        curve = reliability(overconfident(2000, 3, factor=1.0, seed=seed), n_bins=10)
         full = curve.counts > 50  # with few samples accuracies are coarse and the band covers more
         inside, bins = inside + int((~curve.outside & full).sum()), bins + int(full.sum())
     assert 0.87 < inside / bins < 0.95
@@ -169,10 +166,5 @@ def test_one_class_alone_is_not_tested_again() -> None:
 
 
 def test_no_class_of_a_calibrated_model_is_called_off_however_many_there_are() -> None:
-    generator = torch.Generator().manual_seed(3)
-    called = 0
-    for _ in range(20):
-        logits = 2 * torch.randn(1500, 200, generator=generator)
-        labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-        called += bool(class_gaps(Predictions(logits, labels)).off.any())
-    assert called <= 3  # 5 % of 20, and chance
+    models = (overconfident(1500, 200, factor=1.0, spread=2.0, seed=seed) for seed in range(20))
+    assert sum(bool(class_gaps(p).off.any()) for p in models) <= 3  # 5 % of 20, and chance

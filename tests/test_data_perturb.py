@@ -83,10 +83,16 @@ def test_erased_rectangle_is_one_grey_and_the_rest_is_kept():
 
 
 def test_rotation_by_the_largest_angle(monkeypatch):
-    draws = iter([torch.tensor(math.pi / 2), torch.tensor(0.0), torch.tensor(1.0)])
-    monkeypatch.setattr(perturb, "_uniform", lambda p, low, high: next(draws).view(1, 1, 1, 1))
+    draws, ranges = iter([torch.tensor(math.pi / 2), torch.tensor(0.0), torch.tensor(1.0)]), []
+
+    def uniform(pixels, low, high):
+        ranges.append((low, high))
+        return next(draws).view(1, 1, 1, 1)
+
+    monkeypatch.setattr(perturb, "_uniform", uniform)
     clean = images(1)
     torch.testing.assert_close(perturb.rotate_shear_scale(clean), clean.rot90(1, (2, 3)), atol=1e-5, rtol=0)
+    assert ranges == [(-math.radians(30), math.radians(30)), (-0.3, 0.3), (0.7, 1.3)]
 
 
 def test_every_perturbation_gets_its_turn():

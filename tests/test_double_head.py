@@ -287,9 +287,10 @@ def test_bad_batches_never_stop_the_users_training() -> None:
         (x,),
     ]
     double = DoubleHead(small_net(), broken, every=1)
-    with pytest.warns(UserWarning, match="calibration step was skipped"):
+    with pytest.warns(UserWarning, match="calibration step was skipped") as caught:
         for _ in range(5):
             double.step()
+    assert caught[0].filename == __file__  # the user's own line
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # warned about once
         for _ in range(5):

@@ -1,5 +1,6 @@
 """Committed results: what is stored, what is made from it, and that both agree."""
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,12 @@ def test_an_ensemble_is_of_equal_runs_and_equal_samples() -> None:
 # --- what is committed
 
 
+def heads_of(run: StoredRun) -> set[str]:
+    """The names of `run.heads`, without unpacking their scores."""
+    with np.load(run.file) as arrays:
+        return {key.split("/")[1] for key in arrays if key.endswith("/correct")}
+
+
 def test_every_run_has_arrays_and_a_certificate() -> None:
     logits = {file.stem: file.stat().st_size for file in results.LOGITS.glob("*.npz")}
     assert set(logits) == {run.name for run in RUNS}
@@ -154,9 +161,11 @@ def test_every_run_has_arrays_and_a_certificate() -> None:
     for run in RUNS:
         assert run.name == run.config.name
         assert {"commit", "torch", "device", "time"} <= set(run.certificate["environment"])
-        assert run.certificate["sizes"][1:] == [len(run.calib.labels), len(run.test.labels)]
+        with np.load(run.file) as arrays:
+            sizes = [len(arrays[f"{part}/labels"]) for part in ("calib", "test")]
+        assert run.certificate["sizes"][1:] == sizes
         heads = run.config.heads
-        assert {name for name in heads if "@" not in name} <= set(run.heads)
+        assert {name for name in heads if "@" not in name} <= heads_of(run)
         if "annealing-double-head" in heads:
             assert heads["annealing-double-head"] == PAPER
 
@@ -180,7 +189,7 @@ def test_the_table_has_every_run_and_method() -> None:
     assert not table.duplicated(["run", "output", "metric"]).any()
     for run in RUNS:
         outputs = set(table.output[table.run == run.name])
-        assert {"none", "temperature", "head", *run.heads} <= outputs
+        assert {"none", "temperature", "head", *heads_of(run)} <= outputs
     assert set(table.run) == {run.name for run in RUNS} | {name for name, _ in post_hoc.ensembles(RUNS)}
 
 
@@ -271,3 +280,59 @@ def test_a_run_is_kept_whole(finished: RunFolder, tmp_path: Path) -> None:
     outputs = post_hoc.all_scores(run, ["none", "temperature", "head", "head+opinion", "head+mirror"])
     assert len(outputs) == 5 + 2
     assert {"epochs", "entropy", "gradients"} <= set(run.certificate)
+
+
+# --- the paper's tables as experiments have them, against its LaTeX
+
+DATA = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "SVHN": "svhn", "ImageNet": "imagenet",
+        "SST Fine Grained": "sst-fine", "SST Binary": "sst-binary", "20 Newsgroups": "20newsgroups"}  # fmt: skip
+MODELS = {"ResNet 50": "resnet50", "ResNet 101": "resnet101", "ResNet 152": "resnet152",
+          "DenseNet 121": "densenet121", "Wide ResNet 28-10": "wide_resnet28_10", "TreeLSTM": "tree_lstm",
+          "GP CNN": "gp_cnn"}  # fmt: skip
+
+
+def printed(source: str, label: str) -> dict[tuple[str, str], list[float]]:
+    """All numbers of each line of a table in the paper's LaTeX, read without knowing what they mean."""
+    start = source.rindex(r"\begin{tabular}", 0, source.index(rf"\label{{tab: {label}}}"))
+    found, data = {}, ""
+    for line in source[start : source.index(r"\end{tabular}", start)].split(r"\\"):
+        cells = [re.sub(r"\\(midrule|toprule)", "", cell).strip() for cell in line.split("&")]
+        if len(cells) == 12 and cells[1] in MODELS:
+            data = re.sub(r"\\multirow\{\d\}\{\*\}\s*\{(.*)\}", r"\1", cells[0], flags=re.DOTALL) or data
+            words = " ".join(cells[2:])
+            found[DATA[data.strip()], MODELS[cells[1]]] = [float(n) for n in re.findall(r"\d+\.\d+", words)]
+    return found
+
+
+@pytest.mark.parametrize(("number", "label", "rows"), [(1, "ece_max", 17), (4, "ece_all", 15)])
+def test_every_cell_of_tables_1_and_4_is_the_papers(shared: Path, number: int, label: str, rows: int) -> None:
+    copied = pd.read_csv(results.HERE / "paper.csv")
+    copied = copied[copied.table == number]
+    assert set(copied.groupby(["data", "model"]).size()) == {6}
+    numbers = {
+        key: [x for x in some[["before", "after", "temperature"]].to_numpy().flat if x == x]
+        for key, some in copied.groupby(["data", "model"], sort=False)
+    }
+    assert len(numbers) == rows
+    assert numbers == printed((shared / "paper.tex").read_text(), label)
+
+
+def test_the_cells_of_table_2_are_the_papers(shared: Path) -> None:
+    source = (shared / "paper.tex").read_text()
+    parts = dict(zip(tables.SETS, ("CIFAR-10-C", "CIFAR-10/SVHN")))
+    copied = tables.paper(2).before.groupby(level=["data", "model"], sort=False)
+    assert len(copied) == 4
+    for (shift, model), wanted in copied:
+        name = next(printed for printed, ours in MODELS.items() if ours == model)
+        place = source.index(name, source.index(parts[shift], source.index("tab: ece_max")))
+        found = [float(n) for n in re.findall(r"\d+\.\d+", source[place : source.index(r"\\", place)])]
+        assert [*found[:2], found[8]] == wanted.to_list()
+
+
+def test_every_cell_of_table_3_is_the_papers(shared: Path) -> None:
+    source = (shared / "paper.tex").read_text()
+    lines = source[source.index("Calibration Period &") :].split(r"\\")[:3]
+    numbers = [[float(n) for n in re.findall(r"[\d.]+", line)] for line in lines]
+    copied = tables.paper(3)
+    periods = [float(name.partition("-k")[2] or 10) for name in copied.index.get_level_values("method")]
+    assert numbers == [periods, copied.before.to_list(), copied.after.to_list()]

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from doublehead import DoubleHead, Predictions
+from doublehead import DoubleHead
 from doublehead.curves import Reliability, reliability
 from doublehead.integrations.callbacks import for_transformers, log_figure, log_reliability
 from doublehead.system import require
+from samples import overconfident
 from tiny_networks import assert_same
 
 
@@ -144,9 +145,7 @@ def test_main_network_is_bit_identical(loop: Any, precision: str, accumulate: in
 
 @pytest.fixture(scope="module")
 def curve() -> Reliability:
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(300, 4)
-    return reliability(Predictions(logits, torch.multinomial(logits.softmax(1), 1)[:, 0]))
+    return reliability(overconfident(300, 4))
 
 
 def test_each_tracker_gets_the_figure_its_own_way(curve: Reliability, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from doublehead.losses import (
 from doublehead.predictions import Predictions
 from doublehead.training import loop
 from samples import binary
-from training_helpers import assert_same, run, small
+from training_helpers import assert_same, run, small, stop_after
 
 EITHER_SIGN = AdaFocal(n_bins=3)
 EITHER_SIGN.gammas.copy_(torch.tensor([2.5, -1.5, 0.3]))
@@ -87,10 +87,7 @@ def test_the_published_mmce_divides_by_the_pair_counts_twice() -> None:
     nll = cross_entropy(logits, labels)
     close(mmce_published(logits, labels, weight=1.0) - nll, 0.3, 1e-8)
     close(mmce(logits, labels, weight=1.0) - nll, abs(0.5 - 0.8))
-
-
-def test_the_published_mmce_needs_both_kinds_of_predictions() -> None:
-    logits = of_probs([0.9, 0.1], [0.6, 0.4])
+    logits = of_probs([0.9, 0.1], [0.6, 0.4])  # the weighted one needs both kinds of predictions
     for labels in (torch.tensor([0, 0]), torch.tensor([1, 1])):
         nll = cross_entropy(logits, labels)
         close(mmce_published(logits, labels) - nll, 0.0)
@@ -409,16 +406,7 @@ def test_adafocal_in_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypat
     monkeypatch.setattr(AdaFocal, "update", lambda self, calib: (seen.append(calib), update(self, calib))[1])
     run(config, tmp_path / "whole")
     assert [len(calib) for calib in seen] == [240] * 4  # the calibration images, once an epoch
-
-    class Stopped(Exception):
-        pass
-
-    def stop(line: dict[str, Any]) -> None:
-        if line["epoch"] == 1:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        run(config, tmp_path / "stopped", report=stop)
+    stop_after(config, tmp_path / "stopped", epochs=2)
     run(config, tmp_path / "stopped")
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 

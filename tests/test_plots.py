@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from doublehead import Predictions, plots
 from doublehead.curves import confidence_histogram, reliability, risk_coverage_curve
+from samples import overconfident
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402
@@ -18,9 +18,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 @pytest.fixture(scope="module")
 def p() -> Predictions:
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(800, 4, generator=generator)
-    return Predictions(logits, torch.multinomial((logits / 2).softmax(1), 1, generator=generator)[:, 0])
+    return overconfident(800, 4, factor=2.0)
 
 
 DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {

@@ -138,54 +138,6 @@ def test_one_logit_in_exports_and_scikit_learn(tmp_path: Path) -> None:
     assert (found == np.where(y[350:] == 1, "benign", "malignant")).mean() > 0.85
 
 
-def fit_with_lightning(
-    net: nn.Module, loss: Any, parts: list[tuple[Tensor, Tensor]], folder: Path, **options: Any
-) -> tuple[Any, Any, Any]:
-    """The trainer, the module and the callback, if `options` for one are given, after five epochs.
-
-    `parts` are training, calibration and validation data.
-    """
-    lightning = require("lightning", extra="lightning")
-    from doublehead.integrations.lightning import DoubleHeadCallback
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.tested = net, []
-
-        def training_step(self, batch: Any, _: int) -> Tensor:
-            out: Tensor = loss(self.net(batch[0]), batch[1])
-            return out
-
-        def validation_step(self, batch: Any, _: int) -> None:
-            self.net(batch[0])
-
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.tested.append(self.net(batch[0]))
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), 0.01)
-
-    loaders = [DataLoader(TensorDataset(x.clone(), y.clone()), 64) for x, y in parts]
-    callback = DoubleHeadCallback(loaders[1], figure=False, **options) if options else None
-    trainer = lightning.Trainer(
-        max_epochs=5, callbacks=[callback] if callback else [], logger=False, enable_checkpointing=False,
-        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
-    )  # fmt: skip
-    module = Module()
-    trainer.fit(module, loaders[0], loaders[2])
-    return trainer, module, callback
-
-
-def test_one_logit_in_lightning(tmp_path: Path) -> None:
-    x, y = tumours()
-    parts = [(x[rows], y[rows].float()) for rows in (slice(150), slice(150, 350), slice(350, None))]
-    loss = F.binary_cross_entropy_with_logits
-    trainer, _, callback = fit_with_lightning(OneLogit(squeeze=True), loss, parts, tmp_path, every=2)
-    assert trainer.callback_metrics["val_accuracy_calib"] > 0.8
-    assert callback.model(x).shape == (569,)
-
-
 def test_tasks_are_recognised_by_shapes_or_refused() -> None:
     b = torch.randn(4, 3)
     for values, labels, task in (
@@ -366,22 +318,6 @@ def test_one_head_of_several_labels_is_used_as_trained(spec: dh.HeadSpec, tmp_pa
     assert model(x).shape == (1797, 7)
     model.save(tmp_path)
     assert torch.equal(dh.load(tmp_path, segment_net())(x), model(x))
-
-
-def test_several_labels_in_lightning(tmp_path: Path) -> None:
-    x, y = segments()
-    parts = [(x[rows], y[rows]) for rows in (slice(300), slice(300, 1000), slice(1000, None))]
-    loss = F.binary_cross_entropy_with_logits
-    trainer, module, callback = fit_with_lightning(segment_net(), loss, parts, tmp_path, every=2)
-    _, plain, _ = fit_with_lightning(segment_net(), loss, parts, tmp_path)
-    assert_same(module.net.state_dict(), plain.net.state_dict())
-    (numbers,) = trainer.validate(module, trainer.val_dataloaders, verbose=False)
-    with torch.no_grad():
-        outs = {"main": module.net(x[1000:]), "calib": callback.model(x[1000:])}
-    for name, out in outs.items():  # of all pairs of a sample and a label
-        assert numbers[f"val_nll_{name}"] == pytest.approx(float(loss(out, y[1000:])), abs=1e-4)
-    trainer.test(module, trainer.val_dataloaders, verbose=False)
-    torch.testing.assert_close(torch.cat(module.tested), outs["calib"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_summary_of_several_labels_has_each_of_them() -> None:
@@ -579,23 +515,79 @@ def test_masks_of_one_logit(tmp_path: Path, channel: bool) -> None:
     assert reader.outputs == "logits"  # a layer's, whatever their range
 
 
-def test_pixels_in_lightning(tmp_path: Path) -> None:
-    x, y = inked_digits()
-    parts = [(x[rows], y[rows]) for rows in (slice(200), slice(200, 600), slice(600, 900))]
-    loss = partial(F.cross_entropy, ignore_index=255)
-    trainer, module, callback = fit_with_lightning(Pixels(), loss, parts, tmp_path, every=2, ignore_index=255)
-    _, plain, _ = fit_with_lightning(Pixels(), loss, parts, tmp_path)
+def tumours_as_floats() -> tuple[Tensor, Tensor]:
+    x, y = tumours()
+    return x, y.float()
+
+
+def whole_labels(logits: Tensor, labels: Tensor) -> dh.Predictions:
+    return dh.Predictions.from_binary(logits, labels.long())
+
+
+pixel_loss = partial(F.cross_entropy, ignore_index=255)
+pixel_predictions = partial(dh.Predictions.positions, ignore_index=255)
+
+
+@pytest.mark.parametrize(
+    ("data", "make", "loss", "predictions", "options"),
+    [
+        (tumours_as_floats, partial(OneLogit, squeeze=True), binary_loss, whole_labels, {}),
+        (segments, segment_net, binary_loss, dh.Predictions.multilabel, {}),
+        (inked_digits, Pixels, pixel_loss, pixel_predictions, {"ignore_index": 255}),
+    ],
+    ids=["one logit", "several labels", "pixels"],
+)
+def test_in_lightning(
+    data: Any, make: Any, loss: Any, predictions: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    lightning = require("lightning", extra="lightning")
+    from doublehead.integrations.lightning import DoubleHeadCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.tested = make(), []
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            out: Tensor = loss(self.net(batch[0]), batch[1])
+            return out
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.net(batch[0])
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.tested.append(self.net(batch[0]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    x, y = data()
+    parts = [(x[i::3], y[i::3]) for i in range(3)]  # to train on, to calibrate and to validate with
+    loaders = [DataLoader(TensorDataset(*part), 64) for part in parts]
+    callback, plain, module = (
+        DoubleHeadCallback(loaders[1], figure=False, every=2, **options), Module(), Module()
+    )  # fmt: skip
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    for one, callbacks in ((plain, []), (module, [callback])):
+        how = {"max_epochs": 5, "enable_checkpointing": False, "default_root_dir": tmp_path, **quiet}
+        trainer = lightning.Trainer(callbacks=callbacks, **how)
+        trainer.fit(one, loaders[0], loaders[2])
     assert_same(module.net.state_dict(), plain.net.state_dict())
-    images, labels = parts[2]
-    (numbers,) = trainer.validate(module, trainer.val_dataloaders, verbose=False)
+    (numbers,) = trainer.validate(module, loaders[2], verbose=False)
     with torch.no_grad():
-        outs = {"main": module.net(images), "calib": callback.model(images)}
-    for name, out in outs.items():  # pixels that do not count are left out
-        p = dh.Predictions.positions(out, labels, ignore_index=255)
+        outs = {"main": module.net(parts[2][0]), "calib": callback.model(parts[2][0])}
+    assert outs["calib"].shape == outs["main"].shape
+    for name, out in outs.items():  # of all pairs of a sample and a label, or pixels that count
+        p = predictions(out, parts[2][1])
         assert numbers[f"val_nll_{name}"] == pytest.approx(dh.metrics.nll(p), abs=1e-4)
         assert numbers[f"val_accuracy_{name}"] == pytest.approx(dh.metrics.accuracy(p))
     assert numbers["val_nll_calib"] <= numbers["val_nll_main"] + 0.01
-    trainer.test(module, trainer.val_dataloaders, verbose=False)
+    trainer.test(module, loaders[2], verbose=False)
     torch.testing.assert_close(torch.cat(module.tested), outs["calib"], rtol=1e-4, atol=1e-5)
 
 
@@ -612,12 +604,12 @@ def test_large_images_are_calibrated_in_parts(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("limit", [10_000_000, 3000])
 def test_a_stream_counts_what_the_whole_counts(limit: int) -> None:
-    net, x, y = trained_pixels()
+    net, x, y = (part[:450] if isinstance(part, Tensor) else part for part in trained_pixels())
     with torch.no_grad():
         out = net(x)
     stream = dh.Stream(ignore_index=255, sample=limit)
-    for i in range(0, len(x), 300):
-        stream.add(out[i : i + 300], y[i : i + 300], group=f"part {i // 600}")
+    for i in range(0, len(x), 150):
+        stream.add(out[i : i + 150], y[i : i + 150], group=f"part {i // 300}")
     p = dh.Predictions.positions(out, y, ignore_index=255)
     found, want = stream.summary(), dh.evaluate(p)
     assert found.n == want.n == len(p)
@@ -627,10 +619,10 @@ def test_a_stream_counts_what_the_whole_counts(limit: int) -> None:
     for name in ("ece_classwise", "smooth_ece", "aurc"):
         assert found.values[name] == pytest.approx(want.values[name], abs=1e-4 if limit > len(p) else 0.03)
     assert found.classes.counts.tolist() == want.classes.counts.tolist()
-    assert [group.n for group in found.groups.values()] == [int((part != 255).sum()) for part in y.split(600)]
+    assert [group.n for group in found.groups.values()] == [int((part != 255).sum()) for part in y.split(300)]
     assert len(stream.sample) == len(stream.groups) == min(limit, len(p))
     if limit > len(p):  # in the order in which they came
-        part = dh.Predictions.positions(out[:600], y[:600], ignore_index=255)
+        part = dh.Predictions.positions(out[:300], y[:300], ignore_index=255)
         torch.testing.assert_close(stream.sample.labels[stream.groups == "part 0"], part.labels)
     by_image = dh.evaluate(stream.sample, by=stream.groups)
     assert set(by_image.groups) == set(found.groups)

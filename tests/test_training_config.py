@@ -14,7 +14,6 @@ from doublehead.training.config import (
     RECIPES,
     Config,
     learning_rate,
-    method,
     runs_for,
 )
 
@@ -155,8 +154,3 @@ def test_guards_of_methods_and_config_join() -> None:
     assert names == ["cross-entropy", "auto", "guarded", "double-head"]
     assert config.guards == ("shifts",)
     assert METHODS["auto"].apply(config).guards == ("shifts",)
-
-
-def test_unknown_method_gets_a_hint() -> None:
-    with pytest.raises(ValueError, match=r"cross-entropy, .* got 'focl'; did you mean focal or adafocal\?"):
-        method("focl")

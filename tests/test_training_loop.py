@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 import tiny_networks
-from doublehead import Calibrated, HeadSpec, Predictions, ShiftGuard
+from doublehead import Calibrated, HeadSpec, Predictions, ShiftGuard, metrics
 from doublehead.data import Images, corrupt
 from doublehead.guard import scaled
 from doublehead.saving import rebuild
@@ -228,21 +228,6 @@ def inputs_of(config: Config) -> Any:
     return loop.set_up(config, loop.make_fabric(config, accelerator="cpu", devices=1), fashion(), None).inputs
 
 
-def ece(confidence: np.ndarray, correct: np.ndarray, n_bins: int = 15) -> float:
-    total = 0.0
-    for b in range(n_bins):
-        inside = (confidence > b / n_bins) & (confidence <= (b + 1) / n_bins)
-        if inside.any():
-            total += inside.mean() * abs(confidence[inside].mean() - correct[inside].mean())
-    return total
-
-
-def auroc(clean: np.ndarray, shifted: np.ndarray) -> float:
-    """The chance that a clean sample is the more confident one, pair by pair."""
-    wins = (clean[:, None] > shifted) + 0.5 * (clean[:, None] == shifted)
-    return float(wins.mean())
-
-
 def test_shift_against_a_direct_computation(tmp_path: Path) -> None:
     random = np.random.RandomState(0)
     others = Images(random.randint(0, 256, (50, 28, 28, 1)).astype(np.uint8), np.arange(50))  # other classes
@@ -261,21 +246,20 @@ def test_shift_against_a_direct_computation(tmp_path: Path) -> None:
     net.load_state_dict(weights(tmp_path / "run"))
     temperature = results["outputs"]["main"]["temperature"]
     for suffix, divisor in (("", 1.0), ("+T", temperature)):
-        probs = {}
-        for name, images in (("clean", pixels), ("noisy", noisy), ("unseen", unseen)):
-            with torch.no_grad():
-                logits = net(((images - train.mean()) / train.std()).float()) / divisor
-            probs[name] = logits.softmax(1).numpy()
-        confidence = {name: p.max(1) for name, p in probs.items()}
-        correct = probs["noisy"].argmax(1) == fashion().test.labels
+        sets = {"clean": pixels, "noisy": noisy, "unseen": unseen}
+        with torch.no_grad():
+            logits = {k: net(((x - train.mean()) / train.std()).float()) / divisor for k, x in sets.items()}
+        confidence = {name: z.softmax(1).amax(1) for name, z in logits.items()}
+        p = Predictions(logits["noisy"], fashion().test.labels)
         got = results["shift"]["gaussian_noise:3"][f"main{suffix}"]
-        assert got["accuracy"] == pytest.approx(correct.mean(), abs=1e-6)
-        assert got["ece"] == pytest.approx(ece(confidence["noisy"], correct), abs=1e-4)
-        assert got["auroc"] == pytest.approx(auroc(confidence["clean"], confidence["noisy"]), abs=1e-3)
+        assert got["accuracy"] == pytest.approx(metrics.accuracy(p), abs=1e-6)
+        assert got["ece"] == pytest.approx(metrics.ece(p), abs=1e-4)
+        noise, strange = (metrics.auroc(confidence["clean"], confidence[k]) for k in ("noisy", "unseen"))
+        assert got["auroc"] == pytest.approx(noise, abs=1e-3)
         other = results["shift"][f"ood:{elsewhere}"][f"main{suffix}"]
         assert set(other) == {"mean_confidence", "auroc"}
-        assert other["mean_confidence"] == pytest.approx(confidence["unseen"].mean(), abs=1e-4)
-        assert other["auroc"] == pytest.approx(auroc(confidence["clean"], confidence["unseen"]), abs=1e-3)
+        assert other["mean_confidence"] == pytest.approx(float(confidence["unseen"].mean()), abs=1e-4)
+        assert other["auroc"] == pytest.approx(strange, abs=1e-3)
 
 
 def test_saturation_is_for_colours(tmp_path: Path) -> None:

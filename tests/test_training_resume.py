@@ -19,9 +19,8 @@ import pytest
 
 from doublehead import HeadSpec
 from doublehead.data import Images, Splits
-from doublehead.training.config import Config
 from doublehead.training.run_folder import RunError, RunFolder
-from training_helpers import assert_same, fashion, run, small
+from training_helpers import Killed, assert_same, fashion, run, small, stop_after
 
 pytest.importorskip("typer")
 if not sys.platform.startswith("linux"):
@@ -133,10 +132,6 @@ def test_killed_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
     assert_same(calm, killed)
 
 
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches a signal."""
-
-
 @pytest.mark.slow
 def test_stopped_at_each_change_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files appear by os.replace: stop before or after the first one, then the second one, ... of each attempt."""
@@ -221,17 +216,6 @@ def test_checkpoints_may_be_rarer_than_epochs(tmp_path: Path) -> None:
     assert len(RunFolder(tmp_path / "rare").lines()) == 3  # written, and to be written again
     run(config, tmp_path / "rare", checkpoint_seconds=1e9)
     assert_same(tmp_path / "calm", tmp_path / "rare")
-
-
-def stop_after(config: Config, folder: Path, epochs: int, **options: Any) -> None:
-    """Train until an epoch has passed and its checkpoint is written, then stop without a word."""
-
-    def tick(epoch: int, step: int, n_steps: int) -> None:
-        if epoch == epochs:
-            raise Killed
-
-    with pytest.raises(Killed):
-        run(config, folder, tick=tick, **options)
 
 
 def part_of(images: Any) -> Images:

@@ -14,14 +14,13 @@ from doublehead.bins import Bins
 from doublehead.calibrators import CALIBRATORS, make
 from doublehead.stream import Tally
 from doublehead.summary import Summary
+from samples import overconfident
 
 
 def sample(n: int = 400, k: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Overconfident logits, labels, and whole weights 0 to 3."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(n, k, generator=generator)
-    labels = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
-    return 2.5 * logits, labels, torch.randint(4, (n,), generator=generator).double()
+    p, generator = overconfident(n, k, 2.5, spread=2.0, seed=seed), torch.Generator().manual_seed(seed)
+    return p.logits, p.labels, torch.randint(4, (n,), generator=generator).double()
 
 
 def twice(n: int = 400) -> tuple[Predictions, Predictions]:
@@ -52,6 +51,8 @@ def test_bins_of_weights_add_up_exactly_and_with_whole_ones() -> None:
     ones = Predictions(p.logits, p.labels, torch.ones(len(p)))
     assert Bins.top(ones) == Bins.top(plain).weighted()
     assert Bins.zeros(15) + Bins.top(p) == Bins.top(p)
+    mixed = Bins.classwise(plain).add_classwise_(p)  # samples without weights, then samples with weights
+    assert mixed == Bins.classwise(plain).weighted() + Bins.classwise(p)
     assert float(Bins.top(p).n) == pytest.approx(float(p.weights.sum()))
     parts = Tally.of(p[:150]) + Tally.of(p[150:])
     assert parts.summary().to_dict() == Tally.of(p).summary().to_dict()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from doublehead.data import Splits, fashion_subset
 from doublehead.training.config import Config
@@ -30,6 +31,21 @@ def small(**settings: Any) -> Config:
 
 def run(config: Config, folder: Path, **options: Any) -> dict[str, Any]:
     return train(config, RunFolder(folder), options.pop("splits", fashion()), accelerator="cpu", **options)
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a signal."""
+
+
+def stop_after(config: Config, folder: Path, epochs: int, **options: Any) -> None:
+    """Train until an epoch has passed and its checkpoint is written, then stop without a word."""
+
+    def tick(epoch: int, step: int, n_steps: int) -> None:
+        if epoch == epochs:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(config, folder, tick=tick, **options)
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -190,13 +190,13 @@ class DoubleHead:
 
     def _note_failure(self, what: str, in_a_row: int) -> None:
         if self._failed + self.training.skipped == 1:
-            warnings.warn(f"a calibration step was skipped: {what}; further ones are counted", stacklevel=4)
+            warnings.warn(f"a calibration step was skipped: {what}; further ones are counted", stacklevel=3)
         if in_a_row >= PATIENCE and self.active:
             self.active = False
             warnings.warn(
                 f"{in_a_row} calibration steps in a row were skipped ({what}): the calibration heads are no longer "
                 "trained, and finish() will calibrate without them",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def opinion(self, readings: Readings) -> Tensor:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from test_layout import USE
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 ENVIRON |= {"PYTHONNOUSERSITE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "COLUMNS": "120"}
@@ -29,16 +31,6 @@ names += [["data"], *(["data", f.__name__.strip("_")] for f in cli.DATA_COMMANDS
 for name in [[], *names]:
     print("##", *name)
     cli.app([*name, "--help"], standalone_mode=False)
-"""
-USE = """
-import doublehead, torch
-from torch import nn
-x, y = torch.randn(300, 4), torch.arange(300) % 3
-double = doublehead.DoubleHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (x, y), every=1)
-double.step()
-p = doublehead.Predictions(double.finish()(x), y)
-assert 0 <= doublehead.evaluate(p).values["ece"] <= 1
-doublehead.calibrators.Temperature().fit(p).calibrate(p)
 """
 
 
@@ -155,7 +147,7 @@ def check_report(made: Environment) -> None:
 
 def test_bare(base: Path, work: Path, wheel: Path) -> None:
     made = environment(base, work, wheel, "")
-    made.run("python", "-c", USE)
+    made.run("python", "-c", f"import doublehead, torch\n{USE}")
     for command in (["doublehead"], ["python", "-m", "doublehead", "--help"]):
         done = made.run(*command, code=2)
         assert done.stdout == ""
