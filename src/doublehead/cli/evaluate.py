@@ -29,7 +29,8 @@ def evaluate(
         list[str],
         typer.Argument(
             help="Predictions: .csv, .tsv, .txt, .json, .jsonl (also .gz), .parquet, .arrow, .feather, .xlsx, .npz, "
-            "pairs of .npy, or folders of them; - is standard input. One set of an .npz that holds several: file.npz:test.",
+            "pairs of .npy, or folders of them; - is standard input. One set of an .npz that holds several: "
+            "file.npz:test.",
             metavar="FILE",
             show_default=False,
         ),
