@@ -72,6 +72,7 @@ def test_adaptive_against_slow(ties, n, n_bins):
     confidence, correct, p = some(n, ties=ties)
     want = sum(k * abs(c - r) for k, c, r in slow_equal_mass(confidence, correct, n_bins)) / n
     assert metrics.adaptive_ece(p, n_bins) == pytest.approx(want, abs=1e-12)
+    assert n_bins != 15 or metrics.adaptive_ece(p) == metrics.adaptive_ece(p, 15)
 
 
 @pytest.mark.parametrize("metric", [metrics.adaptive_ece, metrics.debiased_ece, metrics.ks_error])
