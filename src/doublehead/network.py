@@ -16,7 +16,6 @@ from doublehead.tasks import (
     IGNORE_INDEX,
     SUPPORTED,
     LogitsOf,
-    Output,
     Outputs,
     Reservoir,
     Task,
@@ -186,13 +185,13 @@ class Reader:
         none = logits.new_empty(logits.shape[0], 0)  # not len(logits), which would fix an export's batch size
         return Answer(output, features, logits, none)
 
-    def replaced(self, output: Output, log_probs: Tensor) -> Output | Tensor:
+    def replaced(self, output: Any, log_probs: Tensor) -> Any:
         """The output with log-probabilities (N, K) in place of its logits, in their form.
 
         Where the network gives one logit, or one per label, the log-odds stand in its place.
         """
-        shape = find_logits(output, self.logits_of).shape
-        return with_logits(output, in_form(log_probs, shape, self.task))
+        old = find_logits(output, self.logits_of)
+        return with_logits(output, in_form(log_probs, old.shape, self.task), old)
 
     def targets(self, labels: Tensor, *, check: bool = True) -> Tensor:
         """`tasks.targets_of` for this network."""

@@ -17,12 +17,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-Output = TypeVar("Output")
 LogitsOf = Callable[[Any], Tensor]
 Outputs = Literal["logits", "log_probs", "probs"]
 Task = Literal["classes", "binary", "labels", "tokens", "pixels"]
@@ -133,6 +132,8 @@ def targets_of(
         if check and bool((labels != labels.round()).any()):
             raise ValueError("labels of pixels must be whole numbers, got fractions")
         labels = labels.round().long()
+    if task == "classes" and labels.ndim == 2:  # rows of probabilities, or of 0 and 1
+        labels = labels.float()
     if labels.is_floating_point():
         return _soft_targets(labels, n_classes) if check else labels
     if task in ("tokens", "pixels"):
@@ -199,15 +200,24 @@ def find_logits(output: Any, logits_of: LogitsOf | None = None) -> Tensor:
     return logits
 
 
-def with_logits(output: Output, logits: Tensor) -> Output | Tensor:
-    """The same output with other logits; the original is not changed."""
-    if not isinstance(output, Mapping) and not hasattr(output, "logits"):
+def with_logits(output: Any, logits: Tensor, old: Tensor) -> Any:
+    """The same output with other logits in place of the `old` ones; the original is not changed.
+
+    An output from which `logits_of` took something that has no name in it gives the logits alone.
+    """
+    if isinstance(output, Mapping):
+        name = next((key for key, value in output.items() if value is old), "logits")
+        if name not in output:
+            return logits
+        changed: Any = copy.copy(output)
+        changed[name] = logits
+        return changed
+    if not hasattr(output, "logits"):
         return logits
+    if hasattr(output, "_replace"):  # a named tuple
+        return output._replace(logits=logits)
     changed = copy.copy(output)
-    if isinstance(changed, Mapping):
-        changed["logits"] = logits  # type: ignore[index]
-    else:
-        changed.logits = logits
+    object.__setattr__(changed, "logits", logits)  # a dataclass may be frozen
     return changed
 
 
