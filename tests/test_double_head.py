@@ -20,6 +20,7 @@ from doublehead import PAPER, DoubleHead, HeadSpec, calibrate
 from doublehead.calibrated import read
 from doublehead.calibration_data import as_batches, fold_of, unpack
 from doublehead.system import require
+from doublehead.tasks import find_logits
 from tiny_networks import assert_same
 
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -462,16 +463,8 @@ class Named(NamedTuple):
     more: int = 3
 
 
-@pytest.mark.parametrize(
-    ("form", "logits_of"),
-    [
-        (Frozen, lambda output: output.logits),
-        (Named, lambda output: output.logits),
-        (lambda logits: {"out": logits, "aux": -logits}, lambda output: output["out"]),
-        (lambda logits: {"all": (logits, -logits)}, None),
-    ],
-)
-def test_calibrated_logits_take_the_place_of_the_networks(form: Any, logits_of: Any) -> None:
+@pytest.mark.parametrize("form", [Frozen, Named, lambda logits: {"out": logits, "aux": -logits}])
+def test_calibrated_logits_take_the_place_of_the_networks(form: Any) -> None:
     class Formed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -481,14 +474,10 @@ def test_calibrated_logits_take_the_place_of_the_networks(form: Any, logits_of: 
             return form(self.net(x))
 
     x, y = some_data(8, 1)[:]
-    double = DoubleHead(
-        Formed(), (x, y), heads=PAPER, logits_of=logits_of or (lambda output: output["all"][0])
-    )
-    output = double.finish()(x)
-    if logits_of is not None:
-        assert type(output) is type(form(x))
-        output = logits_of(output)
-    torch.testing.assert_close(output.exp().sum(1), torch.ones(8))
+    logits_of = None if isinstance(form, type) else (lambda output: output["out"])
+    output = DoubleHead(Formed(), (x, y), heads=PAPER, logits_of=logits_of).finish()(x)
+    assert type(output) is (form if isinstance(form, type) else Tensor)
+    torch.testing.assert_close(find_logits(output).exp().sum(1), torch.ones(8))
 
 
 def test_labels_may_be_rows_of_zeros_and_ones() -> None:

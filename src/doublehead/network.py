@@ -190,8 +190,8 @@ class Reader:
 
         Where the network gives one logit, or one per label, the log-odds stand in its place.
         """
-        old = find_logits(output, self.logits_of)
-        return with_logits(output, in_form(log_probs, old.shape, self.task), old)
+        shape = find_logits(output, self.logits_of).shape
+        return with_logits(output, in_form(log_probs, shape, self.task))
 
     def targets(self, labels: Tensor, *, check: bool = True) -> Tensor:
         """`tasks.targets_of` for this network."""

@@ -77,7 +77,7 @@ class ShiftGuard(nn.Module):
         if self.training:
             return self.model(*args, **kwargs)
         output, logits, stages = self._run(self.model, args, kwargs)
-        return with_logits(output, scaled(logits, self.guard(stages, logits)), logits)
+        return with_logits(output, scaled(logits, self.guard(stages, logits)))
 
     def _run(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[Any, Tensor, Tensor]:
         """The model's output, its logits (B, K) and stages (B, S)."""

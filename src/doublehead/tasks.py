@@ -200,24 +200,17 @@ def find_logits(output: Any, logits_of: LogitsOf | None = None) -> Tensor:
     return logits
 
 
-def with_logits(output: Any, logits: Tensor, old: Tensor) -> Any:
-    """The same output with other logits in place of the `old` ones; the original is not changed.
-
-    An output from which `logits_of` took something that has no name in it gives the logits alone.
-    """
-    if isinstance(output, Mapping):
-        name = next((key for key, value in output.items() if value is old), "logits")
-        if name not in output:
-            return logits
-        changed: Any = copy.copy(output)
-        changed[name] = logits
-        return changed
-    if not hasattr(output, "logits"):
+def with_logits(output: Any, logits: Tensor) -> Any:
+    """The same output with other `logits`; the original is not changed. Where it has none, the logits alone."""
+    if "logits" not in output if isinstance(output, Mapping) else not hasattr(output, "logits"):
         return logits
     if hasattr(output, "_replace"):  # a named tuple
         return output._replace(logits=logits)
     changed = copy.copy(output)
-    object.__setattr__(changed, "logits", logits)  # a dataclass may be frozen
+    if isinstance(changed, Mapping):
+        changed["logits"] = logits  # type: ignore[index]
+    else:
+        object.__setattr__(changed, "logits", logits)  # a dataclass may be frozen
     return changed
 
 
