@@ -77,12 +77,14 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
 
 
 def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
-    fits = weights.shape in (labels.shape[:1], labels.shape)
-    if not fits or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+    if weights.shape not in (labels.shape[:1], labels.shape):
         raise ValueError(
-            f"weights must be finite and >= 0, one for each of {len(labels)} samples or one for each label, got shape "
+            f"weights must be one for each of {len(labels)} samples or one for each label, got shape "
             f"{tuple(weights.shape)} for labels of shape {tuple(labels.shape)}"
         )
+    bad = weights[~(torch.isfinite(weights) & (weights >= 0))]
+    if len(bad):
+        raise ValueError(f"weights must be finite and >= 0, got {float(bad[0]):g}")
     return weights
 
 

@@ -218,7 +218,7 @@ class DoubleHead:
             return in_parts(answer, main, features)
 
     def finish(self, **options: Any) -> Calibrated:
-        """Network and calibration as one module, in evaluation mode; the network itself is left as it is.
+        """Network and calibration as one module, put into evaluation mode; no weight of the network changes.
 
         The paper's head answers as it was trained. The second opinion is judged on all calibration data and
         pooled with the staged head where that is better; `options` are those of `calibrate`. Where several processes

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,9 @@ class Reader:
         as two classes; "labels", several such logits; "tokens" and "pixels", where labels of `ignore_index` do not
         count. `logits_of` takes the logits out of an output that is no tensor and has no `logits`.
         """
+        for name, given, known in (("task", task, get_args(Task)), ("outputs", outputs, get_args(Outputs))):
+            if given not in (None, *known):
+                raise ValueError(f"{name} must be one of {known}, got {given!r}")
         inner = unwrapped(network)
         modules = dict(inner.named_modules())
         output, run = _watched(inner, modules, first)
