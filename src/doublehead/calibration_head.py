@@ -116,7 +116,7 @@ class CalibrationHead(StaysFloat32):
         if "features" in self.reads and n_features == 0:
             raise ValueError(
                 "this head reads features, and none were found that belong to the network's logits: name the last "
-                "layer with layer='...', give heads=HeadSpec(reads='logits'), or calibrate after training"
+                "layer with layer='...', give heads=HeadSpec(kind='temperature'), or calibrate after training"
             )
         self.specs, self.n_features, self.n_classes, self.size = (
             specs, n_features, n_classes, sum(sizes[part] for part in self.reads)
