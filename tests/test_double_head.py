@@ -5,9 +5,9 @@ import math
 import random
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from doublehead import PAPER, DoubleHead, HeadSpec, calibrate
 from doublehead.calibrated import read
 from doublehead.calibration_data import as_batches, fold_of, unpack
+from doublehead.system import require
+from doublehead.tasks import find_logits
 from tiny_networks import assert_same
 
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -203,6 +205,9 @@ def test_resume_is_exact(loader: str, heads: Any, tmp_path: Path) -> None:
     assert_same(double.bank.state_dict(), again.bank.state_dict())
     velocities = (one.training.state_dict()["velocity"] for one in (double, again))
     assert all(torch.equal(a, b) for a, b in zip(*velocities))
+    other = DoubleHead(small_net(), some_data(16, 2), heads=heads, batch_size=16)
+    with pytest.raises(ValueError, match="must be those of the saved state, got fewer than its 2 batches"):
+        other.load_state_dict(double.state_dict())
 
 
 def test_heads_do_not_depend_on_the_default_dtype() -> None:
@@ -394,6 +399,10 @@ def test_what_is_wrong_is_said_at_construction() -> None:
         (iter([(x, y)]), "read again and again"),
         (3, "read again and again, got int"),
         ((x, y[:3]), "equally long, got 4 and 3"),
+        (x, "pair of arrays .* got Tensor"),
+        ("calib.csv", "pair of arrays .* got str"),
+        ((x, np.array(list("abcd"))), "must hold numbers, got <U1"),
+        (list(zip(x, y)), r"got one of shape \(\); put single samples into batches"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             DoubleHead(net, data)
@@ -405,6 +414,8 @@ def test_what_is_wrong_is_said_at_construction() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             DoubleHead(net, (x, y), **options)
+    with pytest.raises(TypeError, match="network must be a plain classifier, got function"):
+        DoubleHead(small_net, (x, y))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"give its \.network"):
         DoubleHead(calibrate(net, some_data(120, 1)), (x, y))
     with pytest.raises(ValueError, match="at least one batch"):
@@ -438,6 +449,42 @@ def test_other_forms_of_data_and_outputs() -> None:
     with pytest.raises(TypeError, match="give logits_of="):
         DoubleHead(Tupled(), (x, y))
     assert DoubleHead(small_net(), (x.numpy(), y.numpy()), every=1).step() is not None
+    series = require("pandas", extra="tables").Series(y.numpy())
+    assert DoubleHead(small_net(), (x, series), every=1).step() is not None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    more: int = 3
+
+
+@pytest.mark.parametrize("form", [Frozen, Named, lambda logits: {"out": logits, "aux": -logits}])
+def test_calibrated_logits_take_the_place_of_the_networks(form: Any) -> None:
+    class Formed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x: Tensor) -> Any:
+            return form(self.net(x))
+
+    x, y = some_data(8, 1)[:]
+    logits_of = None if isinstance(form, type) else (lambda output: output["out"])
+    output = DoubleHead(Formed(), (x, y), heads=PAPER, logits_of=logits_of).finish()(x)
+    assert type(output) is (form if isinstance(form, type) else Tensor)
+    torch.testing.assert_close(find_logits(output).exp().sum(1), torch.ones(8))
+
+
+def test_labels_may_be_rows_of_zeros_and_ones() -> None:
+    x, y = some_data(300, 1)[:]
+    net = small_net()
+    models = [DoubleHead(net, (x, labels)).finish(method="temperature") for labels in (y, F.one_hot(y, 4))]
+    torch.testing.assert_close(models[0](x), models[1](x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_plain_loader_of_tensors_is_read_as_rows() -> None:

@@ -86,6 +86,28 @@ def test_views_of_your_own_travel_in_a_program(tmp_path: Path) -> None:
         model.export(tmp_path / "weights", x[:2], "safetensors")
 
 
+def test_an_output_that_is_no_tensor(tmp_path: Path) -> None:
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"out": self.net(x)}
+
+    def logits_of(output: Any) -> Any:
+        return output["out"]
+
+    model, x = calibrate(Keyed(), data(), logits_of=logits_of), data()[0][:9]
+    with torch.no_grad():
+        want = model(x).exp()
+    model.export(tmp_path, x[:2], "torch-export")
+    check(load_program(tmp_path)(x), want)
+    file = model.export(tmp_path / "weights", x[:2], "safetensors")
+    with torch.no_grad():
+        assert torch.equal(load(file, Keyed(), logits_of=logits_of)(x).exp(), want)
+
+
 def test_words_of_any_length_by_keyword(tmp_path: Path) -> None:
     class Keyed(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,13 @@ def test_tasks_are_recognised_by_shapes_or_refused() -> None:
     assert recognise(torch.zeros(4, 1), "binary") == "logits"  # a last layer of zeros
     with pytest.raises(ValueError, match=r"task 'labels' does not fit outputs of shape \(8, 3\) and labels"):
         dh.calibrate(nn.Linear(5, 3), (torch.randn(8, 5), torch.arange(8) % 2), task="labels")
+    data = torch.randn(8, 5), torch.arange(8) % 3
+    for name in ("task", "outputs"):
+        with pytest.raises(ValueError, match=f"{name} must be one of .*, got 'multiclass'"):
+            dh.calibrate(nn.Linear(5, 3), data, **{name: "multiclass"})
+    for weight in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"weights must be finite and >= 0, got {weight:g}"):
+            dh.calibrate(nn.Linear(5, 3), (*data, torch.full((8,), weight)))
 
 
 @pytest.mark.parametrize(

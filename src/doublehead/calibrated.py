@@ -32,9 +32,9 @@ class Calibrated(nn.Module):
     The output keeps its form: (B, T, K) for tokens, (B, K, H, W) for pixels. A network with one logit, or one per
     label, gives calibrated logits of the same shape: their sigmoid is the calibrated probability. An output that
     carries `logits`, as those of Hugging Face models do, comes back in the same form with the new ones in their
-    place. `head` maps main logits and features to calibrated logits: a CalibrationHead, or any Calibrator. `opinion`
-    are heads that were trained beside the network, pooled by the staged head.
-    The network's own answer is `model.network(x)`, both are `model.heads(x)`.
+    place; any other comes back as a tensor. `head` maps main logits and features to calibrated logits: a
+    CalibrationHead, or any Calibrator. `opinion` are heads that were trained beside the network, pooled by the
+    staged head. The network's own answer is `model.network(x)`, both are `model.heads(x)`.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,12 +77,14 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
 
 
 def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
-    fits = weights.shape in (labels.shape[:1], labels.shape)
-    if not fits or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+    if weights.shape not in (labels.shape[:1], labels.shape):
         raise ValueError(
-            f"weights must be finite and >= 0, one for each of {len(labels)} samples or one for each label, got shape "
+            f"weights must be one for each of {len(labels)} samples or one for each label, got shape "
             f"{tuple(weights.shape)} for labels of shape {tuple(labels.shape)}"
         )
+    bad = weights[~(torch.isfinite(weights) & (weights >= 0))]
+    if len(bad):
+        raise ValueError(f"weights must be finite and >= 0, got {float(bad[0]):g}")
     return weights
 
 
@@ -91,7 +94,10 @@ def _check_labels(labels: Any) -> Tensor:
     if isinstance(labels, Tensor) and labels.ndim >= 1:
         return labels
     got = f"one of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-    raise TypeError(f"labels of a calibration batch must be a tensor of shape (B,) or (B, ...), got {got}")
+    raise TypeError(
+        f"labels of a calibration batch must be a tensor of shape (B,) or (B, ...), got {got}; "
+        "put single samples into batches with a DataLoader"
+    )
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -113,7 +119,7 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     [2, 2, 1]
     """
     if _is_pair_of_arrays(data):
-        arrays = [torch.as_tensor(part) for part in data]
+        arrays = [_as_tensor(part) for part in data]
         if len({len(part) for part in arrays}) > 1:
             lengths = " and ".join(str(len(part)) for part in arrays)
             raise ValueError(f"calibration data (inputs, labels) must be equally long, got {lengths}")
@@ -125,12 +131,19 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
         return Rows(data.dataset.tensors, data.batch_size, shuffle, drop_last=data.drop_last)
     if isinstance(data, Dataset) and hasattr(data, "__len__"):
         return DataLoader(data, batch_size, shuffle=shuffle)
-    if isinstance(data, Iterator) or not hasattr(data, "__iter__"):
+    if isinstance(data, (Iterator, str, Tensor, np.ndarray)) or not hasattr(data, "__iter__"):
         raise TypeError(
             "calibration data must be a loader, a Dataset or a pair of arrays that can be read again and again, "
             f"got {type(data).__name__}"
         )
     return data  # type: ignore[no-any-return]
+
+
+def _as_tensor(array: Any) -> Tensor:
+    try:
+        return torch.as_tensor(array if isinstance(array, Tensor) else np.require(array, requirements="W"))
+    except TypeError as error:
+        raise TypeError(f"arrays of calibration data must hold numbers, got {array.dtype}") from error
 
 
 def first_of(batches: Iterable[Any]) -> Any:
@@ -197,7 +210,7 @@ def _takes_rows(data: Any) -> bool:
 def _is_pair_of_arrays(data: Any) -> bool:
     """Whether data are arrays (inputs, labels), optionally with weights as a third."""
     is_arrays = isinstance(data, (tuple, list)) and all(
-        isinstance(part, (Tensor, np.ndarray)) for part in data
+        hasattr(part, "__array__") and hasattr(part, "ndim") for part in data
     )
     return is_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1
 
@@ -246,8 +259,10 @@ class Endless:
             self.randomness.state = self.start
             with self.randomness:
                 self.iterator = iter(self.batches)
-                for _ in range(self.taken):
-                    next(self.iterator)
+                if sum(1 for _ in islice(self.iterator, self.taken)) < self.taken:
+                    raise ValueError(
+                        f"calibration data must be those of the saved state, got fewer than its {self.taken} batches"
+                    )
 
 
 # --- folds

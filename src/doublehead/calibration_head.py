@@ -115,7 +115,8 @@ class CalibrationHead(StaysFloat32):
             raise ValueError(f"reads must not hold {other!r} for kind {spec.kind!r} and several labels")
         if "features" in self.reads and n_features == 0:
             raise ValueError(
-                "this head reads features, and the network has none: name the last layer with layer='...'"
+                "this head reads features, and none were found that belong to the network's logits: name the last "
+                "layer with layer='...', give heads=HeadSpec(kind='temperature'), or calibrate after training"
             )
         self.specs, self.n_features, self.n_classes, self.size = (
             specs, n_features, n_classes, sum(sizes[part] for part in self.reads)

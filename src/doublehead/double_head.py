@@ -102,8 +102,9 @@ class DoubleHead:
         for name, value in (("every", every), ("steps", 1 if steps is None else steps)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if isinstance(network, Calibrated):
-            raise TypeError("network must be a plain classifier, got a Calibrated: give its .network")
+        if isinstance(network, Calibrated) or not isinstance(network, nn.Module):
+            hint = ": give its .network" if isinstance(network, Calibrated) else ""
+            raise TypeError(f"network must be a plain classifier, got {type(network).__name__}{hint}")
         meet("DoubleHead")
         self.network, self.calib_data, self.augment = network, calib_data, augment
         self.to_pair, self.every, self.steps, self.seed = to_pair, every, steps, seed
@@ -217,7 +218,7 @@ class DoubleHead:
             return in_parts(answer, main, features)
 
     def finish(self, **options: Any) -> Calibrated:
-        """Network and calibration as one module, in evaluation mode; the network itself is left as it is.
+        """Network and calibration as one module, put into evaluation mode; no weight of the network changes.
 
         The paper's head answers as it was trained. The second opinion is judged on all calibration data and
         pooled with the staged head where that is better; `options` are those of `calibrate`. Where several processes

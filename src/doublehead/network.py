@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from doublehead.tasks import (
     IGNORE_INDEX,
     SUPPORTED,
     LogitsOf,
-    Output,
     Outputs,
     Reservoir,
     Task,
@@ -130,6 +129,9 @@ class Reader:
         as two classes; "labels", several such logits; "tokens" and "pixels", where labels of `ignore_index` do not
         count. `logits_of` takes the logits out of an output that is no tensor and has no `logits`.
         """
+        for name, given, known in (("task", task, get_args(Task)), ("outputs", outputs, get_args(Outputs))):
+            if given not in (None, *known):
+                raise ValueError(f"{name} must be one of {known}, got {given!r}")
         inner = unwrapped(network)
         modules = dict(inner.named_modules())
         output, run = _watched(inner, modules, first)
@@ -186,7 +188,7 @@ class Reader:
         none = logits.new_empty(logits.shape[0], 0)  # not len(logits), which would fix an export's batch size
         return Answer(output, features, logits, none)
 
-    def replaced(self, output: Output, log_probs: Tensor) -> Output | Tensor:
+    def replaced(self, output: Any, log_probs: Tensor) -> Any:
         """The output with log-probabilities (N, K) in place of its logits, in their form.
 
         Where the network gives one logit, or one per label, the log-odds stand in its place.

@@ -17,12 +17,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-Output = TypeVar("Output")
 LogitsOf = Callable[[Any], Tensor]
 Outputs = Literal["logits", "log_probs", "probs"]
 Task = Literal["classes", "binary", "labels", "tokens", "pixels"]
@@ -133,6 +132,8 @@ def targets_of(
         if check and bool((labels != labels.round()).any()):
             raise ValueError("labels of pixels must be whole numbers, got fractions")
         labels = labels.round().long()
+    if task == "classes" and labels.ndim == 2:  # rows of probabilities, or of 0 and 1
+        labels = labels.float()
     if labels.is_floating_point():
         return _soft_targets(labels, n_classes) if check else labels
     if task in ("tokens", "pixels"):
@@ -199,15 +200,17 @@ def find_logits(output: Any, logits_of: LogitsOf | None = None) -> Tensor:
     return logits
 
 
-def with_logits(output: Output, logits: Tensor) -> Output | Tensor:
-    """The same output with other logits; the original is not changed."""
-    if not isinstance(output, Mapping) and not hasattr(output, "logits"):
+def with_logits(output: Any, logits: Tensor) -> Any:
+    """The same output with other `logits`; the original is not changed. Where it has none, the logits alone."""
+    if "logits" not in output if isinstance(output, Mapping) else not hasattr(output, "logits"):
         return logits
+    if hasattr(output, "_replace"):  # a named tuple
+        return output._replace(logits=logits)
     changed = copy.copy(output)
     if isinstance(changed, Mapping):
         changed["logits"] = logits  # type: ignore[index]
     else:
-        changed.logits = logits
+        object.__setattr__(changed, "logits", logits)  # a dataclass may be frozen
     return changed
 
 

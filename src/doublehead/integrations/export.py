@@ -28,7 +28,7 @@ from doublehead.saving import WEIGHTS, load, save
 from doublehead.shift_guard import ShiftGuard
 from doublehead.summary import METRICS, Summary, shown, shown_interval
 from doublehead.system import require
-from doublehead.tasks import Task, class_scores, find_logits
+from doublehead.tasks import LogitsOf, Task, class_scores, find_logits
 from doublehead.torch_tools import device_of, evaluating, uncompiled
 
 Form: TypeAlias = Literal["onnx", "torch-export", "safetensors"]
@@ -196,8 +196,10 @@ def _to_weights(model: _Answering, inputs: tuple[Tensor, ...], file: Path) -> No
     save(model.model, file.parent)
     network: nn.Module = model.model
     network = network.model if isinstance(network, ShiftGuard) else network
-    network = network.network if isinstance(network, Calibrated) else network
-    again = load(file, copy.deepcopy(network))
+    logits_of: LogitsOf | None = None
+    if isinstance(network, Calibrated):
+        logits_of, network = network.reader.logits_of, network.network
+    again = load(file, copy.deepcopy(network), logits_of=logits_of)
     alone = again.guard.alone() if isinstance(again, ShiftGuard) else nullcontext()
     with alone:
         _compare(model, _Answering(again, model.prepare, model.names).eval(), inputs, "safetensors")
