@@ -218,6 +218,8 @@ def test_a_kind_is_asked_for_only_where_it_is_not_certain(tmp_path: Path) -> Non
     assert read_predictions(simple_csv(tmp_path / "c.csv")).kind == "logits"  # by the names of the columns
     file = write_csv(tmp_path / "d.csv", "label,prob", "0,0.25", "1,0.5")
     assert read_predictions(file).kind == "probs"
+    high = write_csv(tmp_path / "e.csv", "label,prob", *["0,0.75", "1,0.5"] * 10)
+    assert read_predictions(high, scores=["prob"]).load().labels.tolist() == [0, 1] * 10  # never below 0.5
 
 
 def test_an_empty_file_of_a_folder_does_not_describe_it(tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ def settle(
     elif layout.label is not None and layout.binary and not layout.independent:
         labels = to_text(raw.columns[layout.label])
         layout = _binary_classes(labels, layout, source)
-        if layout.guesses and stated != "logits":
+        guessed = any(guess.startswith("score column") for guess in layout.guesses)
+        if guessed and stated != "logits":
             _check_binary(scores, labels, layout.scores[0], source)
     if layout.unnamed:
         found = layout if stated == "logits" else _named_by_labels(raw, layout, tolerance)
