@@ -131,6 +131,26 @@ def test_calibrate_prints_held_back_numbers_before_and_after(val: Path, test: Pa
     assert again.read_text() == (tmp_path / "fixed.csv").read_text()
 
 
+def test_keep_best_may_change_predicted_classes(tmp_path: Path) -> None:
+    honest, labels = overconfident(0)
+    logits = honest / 3 + torch.tensor([2.0, 0, 0, 0])  # the first class is predicted too often
+    Predictions(logits, labels).save(tmp_path / "a.npz")
+    found = {}
+    for keep in ("predictions", "best"):
+        words = ("--keep", keep, "--json")
+        result = fitted_to_itself(tmp_path / "a.npz", tmp_path / f"{keep}.npz", *words, method="head")
+        found[keep] = json.loads(result.stdout)
+    before, kept, best = (
+        one["metrics"]["accuracy"]["value"]
+        for one in (found["best"]["before"], found["predictions"]["after"], found["best"]["after"])
+    )
+    assert before == kept < best - 0.05
+    for words, method in ((("--keep", "all"), "head"), (("--keep", "best"), "temperature")):
+        refused = call("calibrate", "--fit", tmp_path / "a.npz", "--apply", tmp_path / "a.npz", "--method", method,
+                       "-o", tmp_path / "c.npz", *words, code=2)  # fmt: skip
+        assert "--keep must be" in refused.output
+
+
 def test_calibrator_beside_the_output_can_be_loaded_and_used(val: Path, test: Path, tmp_path: Path) -> None:
     out = tmp_path / "fixed.csv"
     call("calibrate", "--fit", val, "--apply", test, "--logits", "-o", out, "--method", "vector")

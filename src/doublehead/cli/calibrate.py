@@ -58,6 +58,13 @@ def calibrate(
             autocompletion=lambda: ["auto", *CALIBRATORS],
         ),
     ] = "head",
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="predictions, or best: the head may change predicted classes if that does not lower the accuracy.",
+            autocompletion=lambda: ["predictions", "best"],
+        ),
+    ] = "predictions",
     logits: options.Logits = False,
     probs: options.Probs = False,
     label: options.Label = None,
@@ -86,6 +93,8 @@ def calibrate(
     how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
     with told_to_user():
         _check_method(method)
+        if keep not in ("predictions", "best") or (keep == "best" and (method != "head" or use is not None)):
+            raise UserError(f"--keep must be predictions, or best with --fit and --method head, got {keep!r}")
         if (fit is None or not fit) == (use is None):
             raise UserError(
                 "give either --fit FILE (predictions to fit on) or --use FILE (a saved calibrator)"
@@ -103,7 +112,7 @@ def calibrate(
                 typer.echo(
                     "Warning: --fit and --apply share a file, so the numbers after are too good", err=True
                 )
-            fitted = _fit(method, learn)
+            fitted = _fit(method, learn, keep)
         _repair(repair, fitted, output, bins, as_json)
 
 
@@ -179,7 +188,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 5 else [*names[:4], "..."])
 
 
-def _fit(method: str, learn: PredictionTable) -> Fitted:
+def _fit(method: str, learn: PredictionTable, keep: str) -> Fitted:
     known = learn.load()
     show_counts(learn)
     facts: dict[str, Any] = {
@@ -199,7 +208,8 @@ def _fit(method: str, learn: PredictionTable) -> Fitted:
                 failed = [f"{name}: {choice.notes[name]}" for name, nll in choice.nlls.items() if nll != nll]  # noqa: PLR0124
                 why = "; ".join([f"Of {len(choice.nlls)} methods, the choice is {choice}", *failed]) + "."
                 return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
-            calibrator = doublehead.calibrate(known, method=method)
+            kept = {"keep": keep} if method == "head" else {}
+            calibrator = doublehead.calibrate(known, method=method, **kept)
         except (TypeError, ValueError) as error:
             raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
     learned = calibrator.in_words()
