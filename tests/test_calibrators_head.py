@@ -178,8 +178,8 @@ def test_features_bring_distances_to_the_class_means() -> None:
     weights = torch.randn(8, 4, generator=generator)
     logits = features @ weights  # a network that uses its features badly
     fit, test = slice(0, 2500), slice(2500, None)
-    head = Head().fit(Predictions(logits[fit], labels[fit]), features=features[fit])
-    plain = Head().fit(Predictions(logits[fit], labels[fit]))
+    head = Head("best").fit(Predictions(logits[fit], labels[fit]), features=features[fit])
+    plain = Head("best").fit(Predictions(logits[fit], labels[fit]))
     with_features = nll(Predictions(head(logits[test], features[test]), labels[test]))
     without = nll(Predictions(plain(logits[test]), labels[test]))
     assert float(with_features) < float(without) - 0.1
@@ -353,7 +353,8 @@ def test_last_layer_is_asked_about_damped_features() -> None:
     one = damped_answer(torch.tensor([[3.0, -3.0]]), torch.eye(2), torch.tensor(1.0))
     assert one.tolist() == [pytest.approx([math.log(4), -math.log(4)])]
     p = Predictions(logits, labels)
-    without, head = Head().fit(p, features=features), Head().fit(p, features=features, last_layer=layer)
+    without = Head("best").fit(p, features=features)
+    head = Head("best").fit(p, features=features, last_layer=layer)
     assert "pool" in head.choice.chosen
     assert head.choice.nll < without.choice.nll - 0.02
     again = Head()
@@ -413,3 +414,16 @@ def test_better_than_temperature_scaling_on_a_published_network(resnet110: dict[
     assert float(nll(scaled)) == pytest.approx(0.2093, abs=2e-4)
     assert float(nll(staged)) < 0.202  # structured matrix scaling: 0.2031
     assert Tensor.equal(staged.predicted, test.predicted)
+
+
+def test_stages_that_contradict_kept_predictions_are_not_used() -> None:
+    """The features know the class and the logits do not."""
+    labels = torch.arange(600) % 3
+    features = torch.randn(600, 4) + 3 * torch.nn.functional.one_hot(labels, 4)
+    p = Predictions(torch.randn(600, 3), labels)
+    kept, free = (Head(keep).fit(p, features=features) for keep in ("predictions", "best"))
+    assert kept.choice.chosen == "temperature"
+    assert "keep='best'" in str(kept.choice)
+    assert free.choice.chosen != "temperature"
+    before, after = (one.choice.scores[one.choice.chosen].accuracy for one in (kept, free))
+    assert before < 0.5 < after

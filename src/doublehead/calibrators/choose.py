@@ -61,7 +61,7 @@ class Choice:
     gain: float
     gain_error: float
     n: int
-    notes: dict[str, str]  # by candidate: what went wrong
+    notes: dict[str, str]  # by candidate: what went wrong, or why it is not used
     scores: dict[str, Scores] = field(default_factory=dict)
 
     @property
@@ -73,7 +73,10 @@ class Choice:
         text = f"{self.chosen}: held-back NLL {self.nll:.4f} on {self.n:,} samples"
         if self.chosen != self.baseline:
             text += f", {self.gain:.4f} below {self.baseline} (standard error {self.gain_error:.4f})"
-        return f"{text}\n{score_table(self.scores)}" if self.scores else text
+        parts = [text, score_table(self.scores)] if self.scores else [text]
+        return "\n".join(
+            [*parts, *(f"{name}: {self.notes[name]}" for name in self.scores if name in self.notes)]
+        )
 
 
 def choose(

@@ -43,6 +43,7 @@ MAX_REFITTED = 2000  # samples up to which the stages are judged by whole fits w
 WARN_SAMPLES = 100  # below, a warning says that this is little data
 MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
 MAX_ENTRIES = 25_000_000  # of logits that are fitted to
+MAX_ECE_RISE = 0.05  # above the temperature's, each less its floor, that keeping predictions may cause
 PER_CLASS = 20  # samples per class from which maps of the classes and distances to their means are tried
 
 Opinion = Tensor | Sequence[Tensor] | None  # one (N, K), or several
@@ -309,6 +310,13 @@ class _Fit:
             title: Scores.of(self._predictions(held_back[title]))
             for title in dict.fromkeys(("none", "temperature", choice.chosen))
         }
+        kept, tempered = (
+            scores[title].ece - scores[title].ece_floor for title in (choice.chosen, "temperature")
+        )
+        if self.head.keep == "predictions" and kept > tempered + MAX_ECE_RISE:
+            note = "not used: predictions that these stages contradict would be kept with too high a confidence; "
+            note += "keep='best' lets them change"
+            choice = replace(choice, chosen="temperature", gain=0.0, gain_error=0.0, notes={last: note})
         self.head.choice = replace(
             choice, nlls=dict(sorted(means.items(), key=lambda item: item[1])), scores=scores
         )
