@@ -10,8 +10,9 @@
 5. curve: a function of the log-probability, the same for all classes.
 
 Every stage is fitted to outputs of the stages before it on samples that those were not fitted to. Together they replace
-the temperature unless their NLL on held-back samples is higher by more than a standard error. With too little data
-nothing but the temperature is fitted, and it falls below 1 only where that clearly pays.
+the temperature unless their NLL on held-back samples is higher by more than a standard error, or keeping predictions
+that they contradict would raise the ECE by five points. With too little data nothing but the temperature is fitted, and
+it falls below 1 only where that clearly pays.
 """
 
 from __future__ import annotations
