@@ -137,6 +137,19 @@ def test_either_exp_gives_the_probabilities(monkeypatch, dtype):
             assert torch.equal(p[rows].probs, p.probs[rows])
 
 
+@pytest.mark.parametrize("classes", [2, 17, 1001, module.EINSUM_BUFFER, 9001])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_row_alone_has_the_bits_that_it_has_among_others(dtype, classes):
+    logits = (torch.randn(12, classes, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    logits[::3] += 60
+    labels = torch.zeros(12, dtype=torch.int64)
+    p = Predictions(logits, labels)
+    for row in range(12):
+        alone = Predictions(logits[row : row + 1].clone(), labels[:1])
+        assert torch.equal(alone.confidence, p.confidence[row : row + 1])
+        assert torch.equal(alone.probs, p.probs[row : row + 1])
+
+
 def test_extreme_logits_stay_finite():
     p = Predictions([[3e38, -3e38], [-1e4, 1e4]], [0, 1])
     assert p.confidence.tolist() == [1.0, 1.0]

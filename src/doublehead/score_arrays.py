@@ -26,6 +26,7 @@ PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 
 # Where numpy's exp takes less time than torch's, often half, by torch's instruction set and the type.
 FAST_NUMPY_EXP = {("AVX512", torch.float32), ("AVX512", torch.float64), ("AVX2", torch.float32)}
+EINSUM_BUFFER = 8192  # entries, numpy's default
 BITS = {4: np.uint32, 8: np.uint64}  # by bytes
 FAR = 40.0  # exp neither overflows nor loses anything while the largest logit lies within -FAR..FAR
 ROUNDED = 0.05  # how far from 1 rows of probabilities may sum by rounding to few digits
@@ -393,7 +394,8 @@ def _exp_and_sum(scores: Tensor, predicted: Tensor, exps: Tensor) -> Array:
         np.exp(array, out=out)
     else:
         torch.exp(torch.from_numpy(array), out=exps)
-    sums: Array = np.einsum("nk->n", out)
+    # einsum is faster, but adds up a longer row in parts where it is alone
+    sums: Array = np.einsum("nk->n", out) if out.shape[1] <= EINSUM_BUFFER else np.add.reduce(out, axis=1)
     return sums
 
 
