@@ -117,17 +117,17 @@ def test_chunks_and_threads_give_the_same_bits(monkeypatch, dtype, are_probs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_either_softmax_gives_the_probabilities(monkeypatch, dtype):
-    """torch's, and exp and sums, with logits near and far from 0 in one chunk."""
+def test_either_exp_gives_the_probabilities(monkeypatch, dtype):
+    """torch's and numpy's, with logits near and far from 0 in one chunk."""
     logits = torch.randn(300, 12, generator=torch.Generator().manual_seed(0), dtype=dtype) * 3
     logits += torch.tensor([0.0, 60.0, -60.0, 800.0, -2000.0], dtype=dtype).repeat(60)[:, None]
     labels = torch.zeros(300, dtype=torch.int64)
     want = logits.double().softmax(1)
     ulp = torch.finfo(dtype).eps
     for fast in (set(), {(torch.backends.cpu.get_cpu_capability(), dtype)}):
-        monkeypatch.setattr(module, "FAST_SOFTMAX", fast)
+        monkeypatch.setattr(module, "FAST_NUMPY_EXP", fast)
         p = Predictions(logits, labels)
-        # exp of a logit l is off by |l| ulp where l - max was rounded, and the softmax of torch by up to 20 more
+        # exp of a logit l is off by |l| ulp where l - max was rounded, and by a few more
         torch.testing.assert_close(p.probs.double(), want, rtol=3000 * ulp, atol=1e-30)
         torch.testing.assert_close(p.probs.sum(1), torch.ones(300, dtype=dtype), rtol=0, atol=50 * ulp)
         assert torch.equal(p.confidence, p.probs.gather(1, p.predicted[:, None])[:, 0])
@@ -135,6 +135,19 @@ def test_either_softmax_gives_the_probabilities(monkeypatch, dtype):
         for rows in (slice(1, 2), slice(7, 20), slice(3, 4)):
             assert torch.equal(p[rows].confidence, p.confidence[rows])
             assert torch.equal(p[rows].probs, p.probs[rows])
+
+
+@pytest.mark.parametrize("classes", [2, 17, 1001, module.EINSUM_BUFFER, 9001])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_row_alone_has_the_bits_that_it_has_among_others(dtype, classes):
+    logits = (torch.randn(12, classes, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    logits[::3] += 60
+    labels = torch.zeros(12, dtype=torch.int64)
+    p = Predictions(logits, labels)
+    for row in range(12):
+        alone = Predictions(logits[row : row + 1].clone(), labels[:1])
+        assert torch.equal(alone.confidence, p.confidence[row : row + 1])
+        assert torch.equal(alone.probs, p.probs[row : row + 1])
 
 
 def test_extreme_logits_stay_finite():

@@ -96,7 +96,8 @@ class Bins:
             piece = predictions[rows]
             return _state_of(piece.confidence, piece.correct, n_bins, piece.weights)
 
-        shape = (len(predictions), predictions.n_classes)
+        # what is known of each row is quickly binned
+        shape = (len(predictions), 1 if predictions.are_probs else predictions.n_classes)
         return cls.from_state(_sum_of(in_threads(state_of, shape, predictions.device)))
 
     @classmethod
@@ -104,7 +105,8 @@ class Bins:
         """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
         size = 4 if predictions.weights is not None or predictions.are_soft else 3
         shape = (size, predictions.n_classes, check_n_bins(n_bins))
-        made = cls.from_state(torch.zeros(shape, dtype=torch.int64, device=predictions.device))
+        with one_thread():  # else the threads that share the zeros wait for more in a busy loop
+            made = cls.from_state(torch.zeros(shape, dtype=torch.int64, device=predictions.device))
         return made.add_classwise_(predictions)
 
     def add_classwise_(self, predictions: Predictions) -> Bins:
@@ -338,8 +340,10 @@ def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Ten
     if probs.device.type == "cpu":  # by numpy: torch takes several times as long without AVX2
         array, units = probs.numpy(), wide.numpy()
         high = torch.from_numpy(np.flatnonzero(array > array.dtype.type(edge)))  # (M,)
-        np.copyto(units, array)
-        np.add(units, ROUNDING, out=units)
+        if array.dtype != np.float64:
+            np.copyto(units, array)
+            array = units
+        np.add(array, ROUNDING, out=units)
         # (K,) overflow is undone below
         totals = torch.from_numpy(np.add.reduce(units.view(np.int64), axis=0))
     else:

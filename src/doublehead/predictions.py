@@ -341,7 +341,7 @@ class Predictions:
             spare = confidence.new_empty(0)
             predicted, to_fill = self._predicted[rows], confidence[rows]
             for part, scores in chunks(self._scores[rows]):
-                to_fill[part] = top_probability(scores, predicted[part], spare.resize_(scores.shape))
+                to_fill[part] = top_probability(scores, predicted[part], self._beside(scores, spare))
 
         in_threads(fill, self._scores.shape, self.device)
         return confidence
@@ -363,8 +363,12 @@ class Predictions:
             if self._are_probs:
                 yield scores, self._truth[part]
             else:
-                probs = softmax_of(scores, self._predicted[part], spare.resize_(scores.shape))
+                probs = softmax_of(scores, self._predicted[part], self._beside(scores, spare))
                 yield probs, self._truth[part]
+
+    def _beside(self, chunk: Tensor, spare: Tensor) -> Tensor:
+        """Where to write what becomes of a chunk (B, K): to itself where it was widened, else to `spare`."""
+        return chunk if chunk.dtype != self._scores.dtype else spare.resize_(chunk.shape)
 
     def score_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The logits (or probs, as they came in) and labels of some rows after the other, as `probs_chunks`."""

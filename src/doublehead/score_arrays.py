@@ -17,16 +17,16 @@ from torch import Tensor
 from doublehead.torch_tools import one_thread
 
 T = TypeVar("T")
+Array: TypeAlias = "np.ndarray[Any, Any]"
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
-CHUNK_ENTRIES = 3 << 17  # entries looked at together: 1.5 MiB of float32, for a core's cache and few calls
+CHUNK_ENTRIES = 1 << 19  # entries looked at together: 2 MiB of float32, about a core's cache, and few calls
 CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
 PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 
-# Where torch's softmax is faster than exp, a sum and a division: by instruction set and type. Without AVX2 it takes
-# up to three times as long as they do.
-FAST_SOFTMAX = {("AVX512", torch.float32), ("AVX2", torch.float32)}
-FAST_NUMPY_EXP = {("AVX512", torch.float64)}  # half the time of torch's exp; without AVX-512 more than twice
+# Where numpy's exp takes less time than torch's, often half, by torch's instruction set and the type.
+FAST_NUMPY_EXP = {("AVX512", torch.float32), ("AVX512", torch.float64), ("AVX2", torch.float32)}
+EINSUM_BUFFER = 8192  # entries, numpy's default
 BITS = {4: np.uint32, 8: np.uint64}  # by bytes
 FAR = 40.0  # exp neither overflows nor loses anything while the largest logit lies within -FAR..FAR
 ROUNDED = 0.05  # how far from 1 rows of probabilities may sum by rounding to few digits
@@ -255,7 +255,7 @@ def in_threads(work: Callable[[slice], T], shape: Sequence[int], device: torch.d
     if device.type != "cpu":
         return [work(slice(0, n))]
     threads = torch.get_num_threads()
-    pieces = min(4 * threads, entries // (PIECE_CHUNKS * CHUNK_ENTRIES), n) if threads > 1 else 1
+    pieces = min(2 * threads, entries // (PIECE_CHUNKS * CHUNK_ENTRIES), n) if threads > 1 else 1
     with one_thread():
         if pieces < 2:
             return [work(slice(0, n))]
@@ -303,13 +303,13 @@ def _look_at(scores: Tensor, are_probs: bool) -> Look:
 
     So the search for the largest entries of probabilities finds the negative ones as well, without another pass.
     """
-    classes, rows = np.empty(len(scores), dtype=np.intp), np.arange(_rows_at_once(scores))
+    classes = np.empty(len(scores), dtype=np.intp)
     tops, sums = torch.empty(2, len(scores), dtype=read_as(scores)).numpy()
     for part, chunk in chunks(scores):
         array, places = chunk.numpy(), classes[part]
+        np.einsum("nk->n", array, out=sums[part])  # first: it waits less for the memory
         (array.view(BITS[array.itemsize]) if are_probs else array).argmax(1, out=places)
-        tops[part] = array[rows[: len(array)], places]
-        np.einsum("nk->n", array, out=sums[part])
+        tops[part] = _at(array, places)
     if are_probs and np.signbit(tops).any():
         return _look_at(scores, are_probs=False)._replace(low=min(0.0, float(scores.min())))
     return Look(torch.from_numpy(classes), torch.from_numpy(tops), torch.from_numpy(sums), 0.0)
@@ -368,36 +368,38 @@ def at_classes(scores: Tensor, classes: Tensor) -> Tensor:
 def softmax_of(scores: Tensor, predicted: Tensor, out: Tensor) -> Tensor:
     """`out`, filled with the probabilities of logits (B, K) whose largest classes are given (B,).
 
-    The bits of a row depend on this row alone, not on its batch.
+    The bits of a row depend on this row alone, not on its batch. `out` may be `scores`.
     """
-    if _softmax_is_fast(scores):
+    if scores.device.type != "cpu":
         return torch.softmax(scores, 1, out=out)
-    return out.div_(_exp_and_sum(scores, predicted, out)[:, None])
+    return out.div_(torch.from_numpy(_exp_and_sum(scores, predicted, out))[:, None])
 
 
 def top_probability(scores: Tensor, predicted: Tensor, spare: Tensor) -> Tensor:
     """(B,) the largest entry of each row of `softmax_of`, to the bit; `spare` (B, K) is written to."""
-    if _softmax_is_fast(scores):
+    if scores.device.type != "cpu":
         return at_classes(torch.softmax(scores, 1, out=spare), predicted)
     sums = _exp_and_sum(scores, predicted, spare)
-    return at_classes(spare, predicted) / sums
+    return torch.from_numpy(_at(spare.numpy(), predicted.numpy()) / sums)
 
 
-def _exp_and_sum(scores: Tensor, predicted: Tensor, exps: Tensor) -> Tensor:
+def _exp_and_sum(scores: Tensor, predicted: Tensor, exps: Tensor) -> Array:
     """(B,) sums of exp(scores), which are written to `exps` (B, K); rows with a large maximum are shifted by it."""
-    largest = at_classes(scores, predicted)
-    shift = largest.where(largest.abs() > FAR, 0.0)
-    shifted = torch.sub(scores, shift[:, None], out=exps) if bool(shift.any()) else scores
-    if _setting(scores) in FAST_NUMPY_EXP:
-        np.exp(shifted.numpy(), out=exps.numpy())
+    array, out = scores.numpy(), exps.numpy()
+    largest = _at(array, predicted.numpy())
+    far = np.abs(largest) > FAR
+    if far.any():
+        array = np.subtract(array, np.where(far, largest, 0)[:, None], out=out)
+    if (torch.backends.cpu.get_cpu_capability(), scores.dtype) in FAST_NUMPY_EXP:
+        np.exp(array, out=out)
     else:
-        torch.exp(shifted, out=exps)
-    return torch.from_numpy(np.add.reduce(exps.numpy(), axis=1))
+        torch.exp(torch.from_numpy(array), out=exps)
+    # einsum is faster, but adds up a longer row in parts where it is alone
+    sums: Array = np.einsum("nk->n", out) if out.shape[1] <= EINSUM_BUFFER else np.add.reduce(out, axis=1)
+    return sums
 
 
-def _softmax_is_fast(scores: Tensor) -> bool:
-    return scores.device.type != "cpu" or _setting(scores) in FAST_SOFTMAX
-
-
-def _setting(scores: Tensor) -> tuple[str, torch.dtype]:
-    return torch.backends.cpu.get_cpu_capability(), scores.dtype
+def _at(array: Array, classes: Array) -> Array:
+    """`at_classes` of arrays, which takes less time for few rows."""
+    found: Array = array[np.arange(len(array)), classes]
+    return found
