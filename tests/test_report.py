@@ -20,13 +20,12 @@ from doublehead import Predictions, metrics
 pytest.importorskip("jinja2")
 from doublehead import outcomes as outcomes_module
 from doublehead import report
+from doublehead.curves import class_gaps
 from doublehead.outcomes import Drawn, Outcomes, compare_all
-from doublehead.report_page import charts
 from doublehead.report_page import page as page_module
-from doublehead.report_page.charts import shortened
 from doublehead.report_page.page import build_page, page_verdict
 from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, compare_methods, measure
-from doublehead.report_page.tables import class_rows, classes_off, guaranteed_table, metrics_table
+from doublehead.report_page.tables import metrics_table
 from samples import overconfident
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
@@ -46,9 +45,13 @@ def named() -> dict[str, Predictions]:
     return {"sharp": made(sharpness=3), "honest": made()}
 
 
+def measured(named: dict[str, Predictions]) -> list[Method]:
+    return [measure(i, name, p, 15, 0) for i, (name, p) in enumerate(named.items())]
+
+
 @pytest.fixture(scope="module")
 def methods(named: dict[str, Predictions]) -> list[Method]:
-    return [measure(name, p, 15, 0) for name, p in named.items()]
+    return measured(named)
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +144,10 @@ def test_hostile_names_stay_text_everywhere() -> None:
     assert page.count("alert(1)") > 20  # it is shown, as text
 
 
-def test_svg_escapes_texts_tooltips_and_attributes() -> None:
-    assert charts.text(0, 0, "<b>&") == '<text x="0" y="0">&lt;b&gt;&amp;</text>'
-    assert charts.tooltip("</title><b>") == "<title>&lt;/title&gt;&lt;b&gt;</title>"
-    assert (
-        charts.picture(1, 2, '"><b>')
-        == '<svg viewBox="0 0 1 2" role="img" aria-label="&quot;&gt;&lt;b&gt;"/>'
-    )
+def test_svg_escapes_texts_and_tooltips() -> None:
     page = build({"<i>m</i>": made(80)}, shift={"<u>s</u>": {"<i>m</i>": made(80)}})
     assert not {"i", "u"} & {tag for tag, _ in Elements(page).tags}
+    assert "<title>&lt;i&gt;m&lt;/i&gt;, &lt;u&gt;s&lt;/u&gt;: ECE " in page
 
 
 def test_embedded_json_cannot_end_its_element() -> None:
@@ -165,8 +163,6 @@ def test_very_long_names_are_cut() -> None:
         ValueError, match="names of methods must differ in their first 99 printable characters"
     ):
         build({"a" * 200: made(50), "a" * 201: made(50)})
-    assert shortened("gaussian noise, severity 5") == "gaussian …verity 5"
-    assert shortened("fog") == "fog"
 
 
 def test_page_stays_small_with_many_methods_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +170,8 @@ def test_page_stays_small_with_many_methods_and_classes(monkeypatch: pytest.Monk
     p = Predictions(
         torch.randn(2000, 1000, generator=generator), torch.randint(1000, (2000,), generator=generator)
     )
-    one = measure("one", p, 15, 0)
-    monkeypatch.setattr(page_module, "measure", lambda name, *_: replace(one, name=name))
+    one = measure(0, "one", p, 15, 0)
+    monkeypatch.setattr(page_module, "measure", lambda i, name, *_: replace(one, index=i, name=name))
     page = build({f"method number {i}": p for i in range(12)})
     assert len(page.encode()) < 1_000_000
     assert "The 20 worst of 1000 classes" in page
@@ -227,7 +223,7 @@ def test_of_many_samples_every_method_keeps_the_same(
     named: dict[str, Predictions], methods: list[Method], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outcomes_module, "MAX_SAMPLES", 400)
-    drawn = [measure(name, p, 15, 0) for name, p in named.items()]
+    drawn = measured(named)
     sums = ("accuracy", "ece", "nll", "brier", "ece_classwise", "p_value")
     for one, whole in zip(drawn, methods):
         assert len(one.record.outcomes) == 400
@@ -276,27 +272,27 @@ def test_star_marks_the_best_of_a_row_and_no_one_where_all_are_equal(methods: li
     assert not any(cell["best"] for row in metrics_table(methods[:1]) for cell in row["cells"])
 
 
-def test_guarantees_are_those_of_choose_threshold(
-    named: dict[str, Predictions], methods: list[Method]
-) -> None:
-    table = guaranteed_table(methods)
-    assert [row["limit"] for row in table] == ["5", "2", "1", "0.1"]
+def test_guarantees_are_those_of_choose_threshold(html: str, named: dict[str, Predictions]) -> None:
+    rows = re.findall(r'<th scope="row">([\d.]+) %</th>(<td data-method.*?)</tr>', html)
+    assert [limit for limit, _ in rows] == ["5", "2", "1", "0.1"]
     choice = metrics.choose_threshold(named["honest"], 0.05)
-    cell = table[0]["cells"][1]
-    assert cell["more"] == f"answers {100 * choice.coverage:.1f} %"
-    printed = float(cell["text"].removeprefix("≥ ").removesuffix(" %")) / 100
-    assert choice.threshold - 1e-6 <= printed < choice.threshold + 0.002
-    assert table[3]["cells"][0]["text"] == "none"
+    (printed,) = re.findall(rf"≥ ([\d.]+) %</span>[^/]*answers {100 * choice.coverage:.1f} %", rows[0][1])
+    assert choice.threshold - 1e-6 <= float(printed) / 100 < choice.threshold + 0.002
+    assert ">none</span>" in rows[3][1].partition("</td>")[0]
 
 
-def test_classes_come_worst_first_with_their_names(methods: list[Method]) -> None:
-    found = class_rows(methods[0], [f"name {k}" for k in range(5)], 3)
-    order = methods[0].classes.worst_first()[:3]
-    assert [row["name"] for row in found] == [f"name {k}" for k in order]
-    assert all(row["off"] for row in found)
-    assert classes_off(methods[0]).startswith("5 of 5 predicted classes")
-    assert classes_off(methods[1]).startswith("No class")
-    assert class_rows(methods[0], None, 1)[0]["name"] == f"class {order[0]}"
+def test_classes_come_worst_first_with_their_names(named: dict[str, Predictions]) -> None:
+    for names in ([f"name {k}" for k in range(5)], None):
+        page = build(named, classes=names, max_classes=3)
+        tables = re.findall(
+            r'(The 3 worst of 5 classes.*?)<tbody data-class-rows="\d">(.*?)</tbody>', page, re.DOTALL
+        )
+        order = class_gaps(named["sharp"]).worst_first()[:3]
+        shown = re.findall(r'<td class="name"><bdi>(.*?)</bdi>', tables[0][1])
+        assert shown == [f"name {k}" if names else f"class {k}" for k in order]
+        assert tables[0][1].count("<strong>") == 3
+        assert "5 of 5 predicted classes deviate" in tables[0][0]
+        assert "No class deviates" in tables[1][0]
 
 
 def test_a_class_never_predicted_is_no_trouble() -> None:

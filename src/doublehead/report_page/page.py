@@ -7,6 +7,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import groupby
+from math import isfinite
 from typing import Any, NamedTuple, TypeAlias
 
 import doublehead
@@ -14,23 +16,25 @@ from doublehead.bins import check_n_bins
 from doublehead.guard import Shift as Window
 from doublehead.outcomes import Comparison
 from doublehead.predictions import Predictions
-from doublehead.report_page import charts, tables
+from doublehead.report_page import tables
 from doublehead.report_page.record import (
+    ERROR_LIMITS,
     THRESHOLDS,
     Method,
     Record,
-    Shifted,
     compare_methods,
     measure,
     measure_shift,
 )
 from doublehead.report_page.tables import clean
+from doublehead.summary import shown_interval, span
 from doublehead.system import require
 
 Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Record | Mapping[str, float]]]"
 
 TITLE = "Can these confidences be trusted?"
 MAX_METHODS = 12
+MAX_GROUPS = 200  # in a table
 START = 0.9  # where the slider stands at first
 
 
@@ -68,12 +72,17 @@ def build_page(
     """
     named = _check(named_predictions, classes, shift)
     check_n_bins(n_bins)
-    methods = [measure(name, p, n_bins, seed) for name, p in named.items()]
+    methods = [measure(i, name, p, n_bins, seed) for i, (name, p) in enumerate(named.items())]
     pairs = compare_methods(methods)
     shifts = _measure_shifts(methods, shift or {}, n_bins, seed)
     names = [clean(name) for name in classes] if classes is not None else None
     verdict = page_verdict(methods, pairs)
     style, script = _asset("page.css"), _asset("page.js")
+    errors = [error for m in methods for error in m.record.errors]
+
+    def class_name(k: int | str) -> str:
+        return str(k) and (names[int(k)] if names is not None else f"class {k}")
+
     content = {
         "title": clean(title),
         "policy": _policy(style, script),
@@ -81,35 +90,57 @@ def build_page(
         "script": script,
         "version": doublehead.__version__,
         "data": _embed(_live_data(methods, pairs, names)),
-        "verdict": _unbroken(verdict),
+        "verdict": verdict,
         "meta": _meta(methods),
-        "many": len(methods) > 1,
         "shape": " single" if len(methods) == 1 else " pairs" if len(methods) % 3 == 1 else "",
-        "methods": [_method(i, m, names, max_classes) for i, m in enumerate(methods)],
+        "methods": methods,
+        "class_name": class_name,
+        "max_classes": max_classes,
+        "max_groups": MAX_GROUPS,
         "table": tables.metrics_table(methods),
         "pair": (0, _best(methods) or len(methods) - 1),
         "pair_rows": tables.pair_rows(methods),
-        "provenance": [(clean(what), clean(which, 1000)) for what, which in provenance],
-        "has": {
-            "classes": any(m.classes is not None for m in methods),
-            "groups": any(m.summary.groups for m in methods),
-            "times": any(m.periods is not None for m in methods),
-            "errors": any(m.record.errors for m in methods),
-            "rows": any(len({error.source for error in m.record.errors}) > 1 for m in methods),
-            "shown": any(error.shown for m in methods for error in m.record.errors),
-        },
-        "overlay": charts.overlay_chart(methods),
-        "risk": charts.risk_chart(methods),
-        "guaranteed": tables.guaranteed_table(methods),
+        "provenance": provenance,
+        "show_files": any(len({error.source for error in m.record.errors}) > 1 for m in methods),
+        "show_samples": any(error.shown for error in errors),
+        "error_limits": ERROR_LIMITS,
         "n_thresholds": len(THRESHOLDS),
         "threshold_start": int(abs(THRESHOLDS - START).argmin()),
-        "shift": _shift(methods, shifts),
-        "alarm": {"now": windows[-1].sentence, "rows": tables.window_rows(windows)} if windows else None,
+        "shifts": shifts,
+        "shift_ticks": tables.nice_ticks(
+            1.02 * max(one["ece"] for _, row in shifts for one in row if one and isfinite(one["ece"]))
+        )
+        if shifts
+        else [],
+        "windows": windows,
+        "stretches": [(alarm, list(group)) for alarm, group in groupby(windows, lambda one: one.alarm)][
+            -MAX_GROUPS:
+        ],
         "n_bins": n_bins,
     }
+    return Page(_environment().get_template("page.html.j2").render(content), verdict)
+
+
+def _environment() -> Any:
     jinja2 = require("jinja2", extra="report")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return Page(str(environment.from_string(_asset("page.html.j2")).render(content)), verdict)
+    made = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=tables.pixels,
+    )
+    made.filters.update(tables.FILTERS)
+    used = (
+        tables.Frame,
+        tables.at_least,
+        tables.confused_classes,
+        tables.corrected_p,
+        tables.drift,
+        tables.nice_ticks,
+    )
+    made.globals.update({one.__name__: one for one in (*used, tables.risk_ticks, tables.time_ticks)})
+    made.globals.update(shown_interval=shown_interval, span=span, widest=tables.widest)
+    return made
 
 
 def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison | None]]) -> str:
@@ -170,58 +201,17 @@ def _check(
 
 def _measure_shifts(
     methods: Sequence[Method], shift: Shift, n_bins: int, seed: int
-) -> dict[str, list[Shifted | None]]:
-    """Per shifted set one entry per method, None where a method was not run on it."""
-    found: dict[str, list[Shifted | None]] = {}
+) -> list[tuple[str, list[dict[str, float] | None]]]:
+    """The numbers of each method on its own data, then on each shifted set, None where it was not run on it."""
+    found: list[tuple[str, list[dict[str, float] | None]]] = []
     for data, by_method in shift.items():
         known = {clean(method): value for method, value in by_method.items()}
-        found[clean(data)] = [
+        row = [
             measure_shift(m.record.outcomes, known[m.name], n_bins, seed) if m.name in known else None
             for m in methods
         ]
-    return found
-
-
-def _method(i: int, method: Method, names: Sequence[str] | None, max_classes: int) -> dict[str, Any]:
-    histogram = method.histogram
-    shown = min(max_classes, method.summary.n_classes)
-    return {
-        "index": i,
-        "name": method.name,
-        "grade": method.summary.grade,
-        "sentence": _unbroken(method.summary.verdict),
-        "swatch": charts.swatch(i),
-        "reliability": charts.reliability_chart(method),
-        "bins": tables.bins_table(method),
-        "confidence": charts.confidence_chart(method),
-        "confidence_cut": charts.confidence_chart(method, drop_last=True),
-        "claimed": charts.number(histogram.mean_confidence),
-        "right": charts.number(histogram.accuracy),
-        "last_bin": charts.number(histogram.shares[-1], 1),
-        "notes": [_unbroken(note) for note in (*method.summary.notes, *method.record.notes)],
-        "classes": tables.class_rows(method, names, shown),
-        "groups": tables.group_rows(method.summary),
-        "groups_off": len(method.summary.groups_off),
-        "n_groups": len(method.summary.groups),
-        "time_chart": charts.time_chart(method) if method.periods is not None else "",
-        "times": tables.group_rows(method.periods, sort=False),
-        "drift": _unbroken(tables.drift(method.periods)),
-        "times_off": 0 if method.periods is None else len(method.periods.groups_off),
-        "errors": tables.error_rows(method, names),
-        "confused": tables.confused_rows(method, names),
-        "classes_off": tables.classes_off(method),
-        "classes_caption": f"The {shown} worst of {method.summary.n_classes} classes"
-        if shown < method.summary.n_classes
-        else "Classes",
-    }
-
-
-def _shift(
-    methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted | None]]
-) -> dict[str, Any] | None:
-    if not shifts:
-        return None
-    return {"chart": charts.shift_chart(methods, shifts), "rows": tables.shift_rows(methods, shifts)}
+        found.append((clean(data), row))
+    return [("own test data", [{"ece": m.curve.ece} for m in methods]), *found] if found else []
 
 
 def _live_data(
@@ -247,7 +237,7 @@ def _live_data(
                 "accepted": m.record.accepted.tolist(),
                 "wrong": m.record.wrong.tolist(),
                 "values": {row["key"]: m.summary.values[row["key"]] for row in rows},
-                "classes": tables.class_data(m),
+                "classes": tables.class_data(m.summary.classes),
             }
             for m in methods
         ],
@@ -297,11 +287,6 @@ def _meta(methods: Sequence[Method]) -> str:
 def _best(methods: Sequence[Method]) -> int:
     """The method with the lowest NLL."""
     return min(range(len(methods)), key=lambda i: methods[i].summary.values.get("nll", 0.0))
-
-
-def _unbroken(sentence: str) -> str:
-    """With no line break before a percent sign."""
-    return sentence.replace(" %", "\u00a0%")
 
 
 def _asset(name: str) -> str:

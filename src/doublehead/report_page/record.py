@@ -15,7 +15,6 @@ from torch import Tensor
 
 from doublehead import metrics
 from doublehead.curves import (
-    ClassGaps,
     Histogram,
     Reliability,
     confidence_histogram,
@@ -48,6 +47,7 @@ SHOWN = (
     "name",
     "url",
 )
+SHIFTED = ("accuracy", "ece", "ece_floor_high", "mean_confidence", "auroc")  # measured on shifted data
 ERROR_LIMITS = (0.05, 0.02, 0.01, 0.001)  # for which a guaranteed threshold is searched
 
 # The thresholds of the slider: fine where most confidences lie.
@@ -248,6 +248,7 @@ def shown_column(columns: Sequence[str], taken: Sequence[str]) -> str | None:
 class Method:
     """One set of predictions: its summary and what the pictures show."""
 
+    index: int
     name: str
     summary: Summary
     record: Record
@@ -258,29 +259,19 @@ class Method:
     guaranteed: tuple[ThresholdChoice, ...]  # one per ERROR_LIMITS; none with sample weights
 
     @property
-    def classes(self) -> ClassGaps | None:
-        """The class-wise gaps; None where only confidences are known."""
-        return self.summary.classes
+    def filled(self) -> Array:
+        """The bins that hold samples."""
+        return np.flatnonzero(self.curve.counts)
 
 
-@dataclass(frozen=True)
-class Shifted:
-    """One method on one shifted set; nan where a number is not known."""
-
-    accuracy: float
-    ece: float
-    floor_high: float
-    mean_confidence: float
-    auroc: float
-
-
-def measure(name: str, p: Predictions | Record, n_bins: int, seed: int) -> Method:
+def measure(index: int, name: str, p: Predictions | Record, n_bins: int, seed: int) -> Method:
     """Everything about one set of predictions; a second or so for 10,000 samples."""
     record = Record.of(p, n_bins) if isinstance(p, Predictions) else p
     summary = record.summary(seed)
     assert summary.bins is not None
     confidences: Any = record.outcomes  # all that the curve reads
     return Method(
+        index=index,
         name=name,
         summary=summary,
         record=record,
@@ -323,17 +314,11 @@ def _of_all(pair: Comparison | None, one: Method, other: Method) -> Comparison |
 
 def measure_shift(
     own: Outcomes, shifted: Predictions | Record | Mapping[str, float], n_bins: int, seed: int
-) -> Shifted:
-    """One method on shifted data: from predictions, or from numbers by name that were measured before."""
+) -> dict[str, float]:
+    """One method on shifted data: from predictions, or numbers that were measured before; nan where not known."""
     if isinstance(shifted, Mapping):
-        known = {key: float(shifted.get(key, np.nan)) for key in Shifted.__dataclass_fields__}
-        return Shifted(**known)
+        return {key: float(shifted.get(key, np.nan)) for key in SHIFTED}
     record = shifted if isinstance(shifted, Record) else Record.of(shifted, n_bins)
-    values = record.tally.summary(seed).values
-    return Shifted(
-        accuracy=values["accuracy"],
-        ece=values["ece"],
-        floor_high=values["ece_floor_high"],
-        mean_confidence=values["mean_confidence"],
-        auroc=metrics.auroc(own.confidence, record.outcomes.confidence),
-    )
+    auroc = metrics.auroc(own.confidence, record.outcomes.confidence)
+    values = {**record.tally.summary(seed).values, "auroc": auroc}
+    return {key: values[key] for key in SHIFTED}
