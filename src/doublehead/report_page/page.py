@@ -7,8 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import groupby
-from math import isfinite
 from typing import Any, NamedTuple, TypeAlias
 
 import doublehead
@@ -27,15 +25,12 @@ from doublehead.report_page.record import (
     measure_shift,
 )
 from doublehead.report_page.tables import clean
-from doublehead.summary import shown_interval, span
 from doublehead.system import require
 
 Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Record | Mapping[str, float]]]"
 
 TITLE = "Can these confidences be trusted?"
 MAX_METHODS = 12
-MAX_GROUPS = 200  # in a table
-START = 0.9  # where the slider stands at first
 
 
 class Page(NamedTuple):
@@ -53,8 +48,6 @@ def build_page(
     shift: Shift | None = None,
     windows: Sequence[Window] = (),
     n_bins: int = 15,
-    max_classes: int = 20,
-    seed: int = 0,
     provenance: Sequence[tuple[str, str]] = (),
 ) -> Page:
     """The report as one HTML page without outside resources, the same for the same input.
@@ -62,9 +55,9 @@ def build_page(
     `named_predictions` are the methods by name, the one to improve on first, as predictions or as the record of a
     stream. `classes` are the names of the classes. `shift[data][method]` are predictions of the same methods on shifted
     data, or numbers measured before ("accuracy", "ece", "mean_confidence", "auroc"). `windows` say whether new data are
-    like the calibration data: those of `shift_guard.watch`, or `[guard.shift]`. The class table shows the
-    `max_classes` worst at first. `provenance` says where the numbers come from, as pairs of what and which. Besides the
-    most confident errors only binned numbers enter the page, so its size does not depend on the number of samples.
+    like the calibration data: those of `shift_guard.watch`, or `[guard.shift]`.
+    `provenance` says where the numbers come from, as pairs of what and which. Besides the most confident errors only
+    binned numbers enter the page, so its size does not depend on the number of samples.
 
     >>> page = build_page({"main": Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1])}, title="Two samples")
     >>> page.html.startswith("<!doctype html>"), "http://" in page.html
@@ -72,75 +65,41 @@ def build_page(
     """
     named = _check(named_predictions, classes, shift)
     check_n_bins(n_bins)
-    methods = [measure(i, name, p, n_bins, seed) for i, (name, p) in enumerate(named.items())]
+    methods = [measure(i, name, p, n_bins) for i, (name, p) in enumerate(named.items())]
     pairs = compare_methods(methods)
-    shifts = _measure_shifts(methods, shift or {}, n_bins, seed)
+    shifts = _measure_shifts(methods, shift or {}, n_bins)
     names = [clean(name) for name in classes] if classes is not None else None
     verdict = page_verdict(methods, pairs)
     style, script = _asset("page.css"), _asset("page.js")
-    errors = [error for m in methods for error in m.record.errors]
-
-    def class_name(k: int | str) -> str:
-        return str(k) and (names[int(k)] if names is not None else f"class {k}")
-
-    content = {
-        "title": clean(title),
-        "policy": _policy(style, script),
-        "style": style,
-        "script": script,
-        "version": doublehead.__version__,
-        "data": _embed(_live_data(methods, pairs, names)),
-        "verdict": verdict,
-        "meta": _meta(methods),
-        "shape": " single" if len(methods) == 1 else " pairs" if len(methods) % 3 == 1 else "",
-        "methods": methods,
-        "class_name": class_name,
-        "max_classes": max_classes,
-        "max_groups": MAX_GROUPS,
-        "table": tables.metrics_table(methods),
-        "pair": (0, _best(methods) or len(methods) - 1),
-        "pair_rows": tables.pair_rows(methods),
-        "provenance": provenance,
-        "show_files": any(len({error.source for error in m.record.errors}) > 1 for m in methods),
-        "show_samples": any(error.shown for error in errors),
-        "error_limits": ERROR_LIMITS,
-        "n_thresholds": len(THRESHOLDS),
-        "threshold_start": int(abs(THRESHOLDS - START).argmin()),
-        "shifts": shifts,
-        "shift_ticks": tables.nice_ticks(
-            1.02 * max(one["ece"] for _, row in shifts for one in row if one and isfinite(one["ece"]))
-        )
-        if shifts
-        else [],
-        "windows": windows,
-        "stretches": [(alarm, list(group)) for alarm, group in groupby(windows, lambda one: one.alarm)][
-            -MAX_GROUPS:
-        ],
-        "n_bins": n_bins,
-    }
-    return Page(_environment().get_template("page.html.j2").render(content), verdict)
-
-
-def _environment() -> Any:
     jinja2 = require("jinja2", extra="report")
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=tables.pixels,
     )
-    made.filters.update(tables.FILTERS)
-    used = (
-        tables.Frame,
-        tables.at_least,
-        tables.confused_classes,
-        tables.corrected_p,
-        tables.drift,
-        tables.nice_ticks,
+    for shown in (environment.globals, environment.filters):  # the templates use the functions of `tables`
+        shown.update({name: value for name, value in vars(tables).items() if not name.startswith("_")})
+    html = environment.get_template("page.html.j2").render(
+        title=clean(title),
+        policy=_policy(style, script),
+        style=style,
+        script=script,
+        version=doublehead.__version__,
+        data=_embed(_live_data(methods, pairs, names)),
+        verdict=verdict,
+        meta=_meta(methods),
+        methods=methods,
+        names=names,
+        best=_best(methods),
+        provenance=provenance,
+        thresholds=THRESHOLDS,
+        error_limits=ERROR_LIMITS,
+        shifts=shifts,
+        windows=windows,
+        n_bins=n_bins,
     )
-    made.globals.update({one.__name__: one for one in (*used, tables.risk_ticks, tables.time_ticks)})
-    made.globals.update(shown_interval=shown_interval, span=span, widest=tables.widest)
-    return made
+    return Page(str(html), verdict)
 
 
 def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison | None]]) -> str:
@@ -200,14 +159,14 @@ def _check(
 
 
 def _measure_shifts(
-    methods: Sequence[Method], shift: Shift, n_bins: int, seed: int
+    methods: Sequence[Method], shift: Shift, n_bins: int
 ) -> list[tuple[str, list[dict[str, float] | None]]]:
     """The numbers of each method on its own data, then on each shifted set, None where it was not run on it."""
     found: list[tuple[str, list[dict[str, float] | None]]] = []
     for data, by_method in shift.items():
         known = {clean(method): value for method, value in by_method.items()}
         row = [
-            measure_shift(m.record.outcomes, known[m.name], n_bins, seed) if m.name in known else None
+            measure_shift(m.record.outcomes, known[m.name], n_bins) if m.name in known else None
             for m in methods
         ]
         found.append((clean(data), row))
@@ -268,20 +227,14 @@ def _meta(methods: Sequence[Method]) -> str:
         low, high = min(values), max(values)
         return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
-    n, k = (
-        each([m.summary.n // m.record.several for m in methods]),
-        each([m.summary.n_classes for m in methods]),
-    )
     several = max(m.record.several for m in methods)
-    if several > 1:
-        k = "0"
-    return (
-        f"{n} samples"
-        + (f", {several} labels of each" if several > 1 else "")
-        + (", weighted" if any(m.record.outcomes.weights is not None for m in methods) else "")
-        + ("" if k == "0" else f", {k} classes")
-        + (f", {len(methods)} methods" if len(methods) > 1 else "")
-    )
+    n_classes = [m.summary.n_classes for m in methods]
+    parts = [f"{each([m.summary.n // m.record.several for m in methods])} samples"]
+    parts += [f"{several} labels of each"] if several > 1 else []
+    parts += ["weighted"] if any(m.record.outcomes.weights is not None for m in methods) else []
+    parts += [f"{each(n_classes)} classes"] if several == 1 and max(n_classes) else []
+    parts += [f"{len(methods)} methods"] if len(methods) > 1 else []
+    return ", ".join(parts)
 
 
 def _best(methods: Sequence[Method]) -> int:

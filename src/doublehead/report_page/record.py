@@ -35,18 +35,8 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 MAX_ERRORS = 25  # the most confident ones are listed
 MAX_PERIODS = 24
 SHOWN = (
-    "text",
-    "sentence",
-    "question",
-    "image",
-    "path",
-    "file",
-    "filename",
-    "file_name",
-    "id",
-    "name",
-    "url",
-)
+    "text", "sentence", "question", "image", "path", "file", "filename", "file_name", "id", "name", "url",
+)  # fmt: skip
 SHIFTED = ("accuracy", "ece", "ece_floor_high", "mean_confidence", "auroc")  # measured on shifted data
 ERROR_LIMITS = (0.05, 0.02, 0.01, 0.001)  # for which a guaranteed threshold is searched
 
@@ -118,9 +108,9 @@ class Record:
 
         return replace(_gathered(parts(), n_bins), several=several)
 
-    def summary(self, seed: int = 0) -> Summary:
+    def summary(self) -> Summary:
         """Every number of the method."""
-        summary = self.tally.summary(seed)
+        summary = self.tally.summary()
         return summary if self.outcomes.weights is not None else add_sample_metrics(summary, self.outcomes)
 
     @property
@@ -133,17 +123,16 @@ class Record:
             f"{len(self.outcomes):,} samples drawn at random, all other numbers those of all {self.tally.n:,}."
         ]
 
-    def periods(self, summary: Summary, seed: int = 0) -> Summary | None:
+    def periods(self, summary: Summary) -> Summary | None:
         """The summary with periods as its groups, at most MAX_PERIODS; None without times."""
         if self.times is None:
             return None
         names, which = _periods(self.times)
         groups = {
-            name: Tally.of(self.outcomes[np.flatnonzero(which == i)], self.tally.n_bins)
+            name: Tally.of(self.outcomes[np.flatnonzero(which == i)], self.tally.n_bins).summary()
             for i, name in enumerate(names)
         }
-        found = {name: group.summary(seed) for name, group in groups.items()}
-        return replace(summary, groups=found)
+        return replace(summary, groups=groups)
 
 
 class _Part(NamedTuple):
@@ -264,10 +253,10 @@ class Method:
         return np.flatnonzero(self.curve.counts)
 
 
-def measure(index: int, name: str, p: Predictions | Record, n_bins: int, seed: int) -> Method:
+def measure(index: int, name: str, p: Predictions | Record, n_bins: int) -> Method:
     """Everything about one set of predictions; a second or so for 10,000 samples."""
     record = Record.of(p, n_bins) if isinstance(p, Predictions) else p
-    summary = record.summary(seed)
+    summary = record.summary()
     assert summary.bins is not None
     confidences: Any = record.outcomes  # all that the curve reads
     return Method(
@@ -275,8 +264,8 @@ def measure(index: int, name: str, p: Predictions | Record, n_bins: int, seed: i
         name=name,
         summary=summary,
         record=record,
-        periods=record.periods(summary, seed),
-        curve=reliability(summary.bins, n_bins, seed),
+        periods=record.periods(summary),
+        curve=reliability(summary.bins, n_bins),
         histogram=confidence_histogram(summary.bins, n_bins),
         risk=risk_coverage_curve(confidences),
         guaranteed=tuple(
@@ -313,12 +302,12 @@ def _of_all(pair: Comparison | None, one: Method, other: Method) -> Comparison |
 
 
 def measure_shift(
-    own: Outcomes, shifted: Predictions | Record | Mapping[str, float], n_bins: int, seed: int
+    own: Outcomes, shifted: Predictions | Record | Mapping[str, float], n_bins: int
 ) -> dict[str, float]:
     """One method on shifted data: from predictions, or numbers that were measured before; nan where not known."""
     if isinstance(shifted, Mapping):
         return {key: float(shifted.get(key, np.nan)) for key in SHIFTED}
     record = shifted if isinstance(shifted, Record) else Record.of(shifted, n_bins)
     auroc = metrics.auroc(own.confidence, record.outcomes.confidence)
-    values = {**record.tally.summary(seed).values, "auroc": auroc}
+    values = {**record.tally.summary().values, "auroc": auroc}
     return {key: values[key] for key in SHIFTED}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from math import floor, isfinite, log10
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from doublehead.curves import ClassGaps
+from doublehead.guard import Shift
 from doublehead.metrics import Interval
 from doublehead.report_page.record import Array, Method
 from doublehead.summary import (
@@ -21,8 +23,11 @@ from doublehead.summary import (
     percent,
     shown,
     shown_interval,
+    span,
     without_interval,
 )
+
+__all__ = ["span"]  # for the templates
 
 ROWS = (
     "accuracy", "ece", "floor", "p_value", "overconfidence", "adaptive_ece", "ece_classwise", "mce", "nll", "brier",
@@ -36,6 +41,9 @@ PAIRED = ("ece", "overconfidence", "ece_classwise", "nll", "brier", "aurc", "acc
 LONGEST_NAME = 100
 MAX_CLASSES = 2000  # in the table that can be sorted, the worst ones
 MAX_PAIRS = 15
+MAX_GROUPS = 200
+WORST = 20  # classes that the table shows at first, also in the script
+START = 0.9  # where the slider stands at first
 
 
 def metrics_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -126,6 +134,16 @@ def confused_classes(method: Method) -> list[dict[str, Any]]:
     ]
 
 
+def class_name(k: int | str, names: Sequence[str] | None) -> str:
+    """The name of a class, or its number; nothing where it is not known."""
+    return str(k) and (names[int(k)] if names is not None else f"class {k}")
+
+
+def stretches(windows: Sequence[Shift]) -> list[list[Shift]]:
+    """Successive windows with an alarm, or without."""
+    return [list(group) for _, group in groupby(windows, lambda one: one.alarm)][-MAX_GROUPS:]
+
+
 def widest(gaps: ClassGaps, order: Array) -> float:
     """The largest gap of some classes or groups, for the bars."""
     return float(np.nan_to_num(np.abs(gaps.gap[np.asarray(order)])).max(initial=0.0))
@@ -170,6 +188,11 @@ def number(value: float, digits: int = 2, signed: bool = False) -> str:
         return "" if signed else "unknown"
     rounded = round(100 * float(value), digits) or 0.0  # not -0.0
     return f"{rounded:+.{digits}f}" if signed and rounded else f"{rounded:.{digits}f}"
+
+
+def count(value: float) -> str:
+    """1,500."""
+    return f"{value:,.0f}"
 
 
 def tick(value: float) -> str:
@@ -257,13 +280,12 @@ def risk_ticks(methods: Sequence[Method]) -> list[float]:
     return nice_ticks(1.05 * max(0.001, *(float(m.risk.risk[m.risk.coverage >= 0.1].max()) for m in methods)))
 
 
+def shift_ticks(shifts: Sequence[tuple[str, Any]]) -> list[float]:
+    """Up to the largest ECE of any method on any data."""
+    return nice_ticks(1.02 * np.nanmax([one["ece"] for _, row in shifts for one in row if one]))
+
+
 def time_ticks(gaps: ClassGaps) -> list[float]:
     """From 1 down to the lowest number that is shown."""
     lowest = np.nanmin([gaps.accuracy, gaps.confidence, gaps.band_low])
     return [1 - value for value in nice_ticks(1 - float(lowest), 4) if value <= 1]
-
-
-FILTERS: Mapping[str, Any] = {
-    "clean": clean, "count": "{:,.0f}".format, "log": lambda n: log10(1 + int(n)), "number": number,
-    "rounded_up": rounded_up, "shortened": shortened, "tick": tick, "unbroken": unbroken,
-}  # fmt: skip
