@@ -293,7 +293,7 @@ BAD_CALLS = {
     "evaluate text.csv --logits": "text.csv, column 'logit_2', row 300 must hold a number, got 'oops'",
     "evaluate test.csv --logits --cluster tcp://127.0.0.1:1": "no Dask scheduler answers",
     "calibrate --apply test.csv --logits -o out.csv": "give either --fit FILE",
-    f"{FIT} -o out.csv --method temprature": "did you mean temperature?",
+    f"{FIT} -o out.csv --method temprature": "did you mean temperature",
     f"{FIT} -o out.csv --method platt": "platt cannot be fitted on val.csv: Platt needs predictions of 2 classes",
     f"{FIT} -o three.csv": "three.csv exists: give another name to --output, or --force to replace it",
     "calibrate --fit top.csv --apply three.csv -o out.csv": "a score for every class is needed",

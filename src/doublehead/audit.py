@@ -107,16 +107,7 @@ def report(
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
     inputs = collect(list(named.items()), n_bins=n_bins, by=by, time=time, **reading)
-    page = build_page(
-        inputs.methods,
-        title=title or TITLE,
-        classes=classes or inputs.classes or None,
-        shift={**inputs.shift, **(shift or {})},
-        windows=windows,
-        n_bins=n_bins,
-        provenance=provenance(inputs),
-    )
-    return write_page(path, page)
+    return write_page(path, inputs.page(title, classes, shift or {}, windows, n_bins))
 
 
 def summaries(
@@ -134,22 +125,6 @@ def summaries(
     if path is not None:
         report(methods, path, **options)
     return Summaries({name: Summary.of(p, options.get("n_bins", 15)) for name, p in methods.items()})
-
-
-def provenance(inputs: Inputs, command: str = "") -> list[tuple[str, str]]:
-    """Where the numbers of a page come from: files with their sizes and hashes, command, version, date."""
-    files = {
-        path for table in inputs.tables for source in table.sources for path in (source.path, source.partner)
-    }
-    facts = [
-        (str(path), _fingerprint(path)) for path in sorted(files - {None}, key=str) if path and path.is_file()
-    ]
-    facts += [
-        (name, f"{record.tally.n // record.several:,} samples") for name, record in inputs.methods.items()
-    ]
-    facts += [("Command", command)] if command else []
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return [*facts, ("Made", f"{now}, doublehead {doublehead.__version__}")]
 
 
 def _fingerprint(path: Path) -> str:
@@ -183,6 +158,33 @@ class Inputs:
     classes: tuple[str, ...] = ()
     shift: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: list[PredictionTable] = field(default_factory=list)
+
+    def page(
+        self,
+        title: str | None,
+        classes: Sequence[str] | None,
+        shift: Shift,
+        windows: Sequence[Window],
+        n_bins: int,
+        command: str = "",
+    ) -> Page:
+        """The report, with where its numbers come from: files with their sizes and hashes, command, version, date."""
+        sources = [source for table in self.tables for source in table.sources]
+        files = {path for source in sources for path in (source.path, source.partner) if path is not None}
+        facts = [(str(path), _fingerprint(path)) for path in sorted(files) if path.is_file()]
+        for name, record in self.methods.items():
+            facts.append((name, f"{record.tally.n // record.several:,} samples"))
+        facts += [("Command", command)] if command else []
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return build_page(
+            self.methods,
+            title=title or TITLE,
+            classes=classes or self.classes or None,
+            shift={**self.shift, **shift},
+            windows=windows,
+            n_bins=n_bins,
+            provenance=[*facts, ("Made", f"{now}, doublehead {doublehead.__version__}")],
+        )
 
 
 def collect(named: Sequence[tuple[str, Data]], **reading: Any) -> Inputs:

@@ -337,16 +337,11 @@ def without_interval(value: float) -> Interval:
     return Interval(value, math.nan, math.nan)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Text columns: the first and any column of meanings to the left, numbers to the right."""
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[str] = ("", "group", "method", "meaning")) -> str:
+    """Text columns, the header first; those whose title is in `left` to the left, numbers to the right."""
+    signs = ["<" if title in left else ">" for title in rows[0]]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    left = {0, *(i for i, title in enumerate(rows[0]) if title == "meaning")}
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    ]
+    lines = ("  ".join(f"{cell:{s}{w}}" for cell, s, w in zip(row, signs, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 

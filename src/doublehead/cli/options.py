@@ -9,8 +9,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from doublehead.cli.output import UserError
-
 Logits = Annotated[
     bool,
     typer.Option(
@@ -86,7 +84,7 @@ def how_to_read(
 def stated_kind(logits: bool, probs: bool) -> Literal["logits", "probs"] | None:
     """What the flags state; None where neither is given."""
     if logits and probs:
-        raise UserError("give one of --logits and --probs, not both")
+        raise ValueError("give one of --logits and --probs, not both")
     return "logits" if logits else "probs" if probs else None
 
 
@@ -96,7 +94,7 @@ def parse_where(filters: Sequence[str]) -> dict[str, str]:
     for text in filters:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise UserError(f"--where must read COLUMN=VALUE, got {text!r}")
+            raise ValueError(f"--where must read COLUMN=VALUE, got {text!r}")
         pairs[name] = value
     return pairs
 
