@@ -9,9 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,26 +19,17 @@ from doublehead.files.readers import (
     AnswersReader,
     ArraysReader,
     ArrowReader,
-    ExcelReader,
     NpyReader,
     NpzReader,
     ParquetReader,
     RawBatch,
     Reader,
     TableReader,
+    Wanted,
+    excel_reader,
     to_numpy,
 )
-from doublehead.files.sources import (
-    ARROW,
-    CSV,
-    JSON_LINES,
-    Array,
-    Source,
-    TableError,
-    content_of,
-    explain,
-    reading,
-)
+from doublehead.files.sources import CSV, JSON_LINES, Array, Source, TableError, content_of, explain, reading
 from doublehead.llm_answers import holds_answers
 from doublehead.system import require
 
@@ -68,14 +58,13 @@ def open_source(source: Source) -> Reader:
         with reading(source):
             answers = holds_answers(source.path)
         return AnswersReader(source) if answers else JsonReader(source, zipped)
-    readers: dict[str, Any] = {
+    readers: dict[str, Callable[[Source], Reader]] = {
         ".parquet": ParquetReader,
         ".npz": NpzReader,
         ".npy": NpyReader,
-        ".xlsx": ExcelReader,
+        ".xlsx": excel_reader,
     }
-    found: Reader = ArrowReader(source) if suffix in ARROW else readers[suffix](source)
-    return found
+    return readers.get(suffix, ArrowReader)(source)
 
 
 class CsvReader(TableReader):
@@ -84,9 +73,8 @@ class CsvReader(TableReader):
     is_text = True
 
     def __init__(self, source: Source, zipped: bool) -> None:
-        super().__init__(source)
-        self._csv, self._arrow = require("pyarrow.csv", extra="tables"), require("pyarrow", extra="tables")
-        self._zipped = zipped
+        super().__init__(source, zipped)
+        self._csv = require("pyarrow.csv", extra="tables")
         with reading(source):
             start = self._start()
             self._encoding = _encoding(start, source)
@@ -129,32 +117,26 @@ class CsvReader(TableReader):
         return start
 
     def _columns_of(self, lines: list[str], start: bytes) -> tuple[list[str], list[Any]]:
-        """The names of the columns, and their types by the beginning of the text.
-
-        Arrow finds them, but for those that begin with a decimal number: it is slow at it.
-        """
-        number, types = self._arrow.float64(), {}
+        """The names of the columns, and their types by the beginning of the text."""
+        number = self._arrow.float64()
         names = self._names or next(csv.reader(lines[:1], delimiter=self.delimiter), [])
         first = lines[-1].split(self.delimiter)
-        if len(names) == len(first):
-            types = {name: number for name, cell in zip(names, first) if DECIMAL.fullmatch(cell.strip())}
-        if len(names) >= WIDE and types:  # zeros among them may be written as 0
-            places = [i for i, name in enumerate(names) if name in types]
-            between = range(places[0], places[-1])
-            types |= {names[i]: number for i in between if NUMBER.fullmatch(first[i].strip())}
-        if len(types) >= WIDE and len(set(names)) == len(names):
+        places = [i for i, cell in enumerate(first) if DECIMAL.fullmatch(cell.strip())]
+        if len(set(names)) == len(names) == len(first) >= WIDE and len(places) > 1:
+            # all numbers from the first to the last decimal one: zeros may be written as 0
+            scores = range(places[0], places[-1] + 1)
+            types = {names[i]: number for i in scores if NUMBER.fullmatch(first[i].strip())}
             types |= self._other_types(names, types, start)
             return names, [types[name] for name in names]
-        try:
-            with self._reader(types, len(start)) as reader:
-                return reader.schema.names, reader.schema.types
-        except (ValueError, LookupError) as error:
-            with self._reader({}, len(start)) as reader:
-                names, kinds = reader.schema.names, reader.schema.types
-            text = [name for name, kind in zip(names, kinds) if name in types and kind != number]
-            if text:
+        with self._reader({}, len(start)) as reader:
+            names, kinds = reader.schema.names, reader.schema.types
+        text = [names[i] for i in places if len(names) == len(first) and kinds[i] != number]
+        if text:
+            try:
+                self._reader({text[0]: number}, len(start)).close()
+            except ValueError as error:
                 self.mixed = text[0], explain(str(error), self.source, names, self.header + self.before)
-            return names, kinds
+        return names, kinds
 
     def _other_types(self, names: list[str], types: dict[str, Any], start: bytes) -> dict[str, Any]:
         """The types of the columns that have none yet; Arrow sees them alone: it needs kilobytes for each column."""
@@ -195,13 +177,11 @@ class CsvReader(TableReader):
         padded = [part for part in line.rstrip("\r").split(self.delimiter) if part != part.strip()]
         return cells if padded and '"' not in line else None
 
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
-        types = self._types(self.columns, scores, keep)
+    def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
+        types = self._types(self.columns, wanted.scores, wanted.keep)
         with (
             reading(self.source, self.names, self.header + self.before),
-            self._reader(types, self._block, wanted) as reader,
+            self._reader(types, self._block, names) as reader,
         ):
             for batch in reader:
                 yield batch, self._file.tell()
@@ -212,22 +192,20 @@ class CsvReader(TableReader):
         numeric = () if keep else ("number", "whole")
         return {name: number if name in kept or self.columns[name] in numeric else text for name in names}
 
-    def batches(
-        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
+    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
         """Many score columns side by side are parsed as one; from the first row on that is not plain, as any file."""
-        seen, first = 0, self.names.index(scores[0])
-        together = self.names[first : first + len(scores)] == list(scores)
-        plain = self._encoding == "utf8" and not self.before and not keep
-        if together and len(scores) >= WIDE and plain:
-            for raw in self._wide_batches(first, len(scores), others):
+        seen, first, width = 0, self.names.index(wanted.scores[0]), len(wanted.scores)
+        together = self.names[first : first + width] == list(wanted.scores)
+        plain = self._encoding == "utf8" and not self.before and not wanted.keep
+        if together and width >= WIDE and plain:
+            for raw in self._wide_batches(first, width, wanted.others):
                 if raw is None:
                     break
                 seen += len(raw.scores)
                 yield raw
             else:
                 return
-        for raw in super().batches(scores, others, rows, keep):
+        for raw in super().batches(wanted):
             skip = min(seen, len(raw.scores))
             seen -= skip
             if skip < len(raw.scores):
@@ -264,11 +242,6 @@ class CsvReader(TableReader):
             return None
         columns = self._others(batch, others, len(rows))
         return RawBatch(to_numpy(table.column(0)).reshape(-1, width), columns, None, 0)
-
-    def _open(self) -> tuple[Any, Any]:
-        # Arrow's own file: its reading threads never need Python, which may be on its way out after an error.
-        file = self._arrow.OSFile(os.fspath(self.source.path), "rb")
-        return file, self._arrow.CompressedInputStream(file, "gzip") if self._zipped else file
 
     def _parsed(self, text: bytes, names: list[str], types: dict[str, Any]) -> Any:
         """Lines without a header as one Arrow batch."""
@@ -309,32 +282,25 @@ class JsonReader(TableReader):
     """
 
     def __init__(self, source: Source, zipped: bool) -> None:
-        super().__init__(source)
-        self._json, self.arrow = require("pyarrow.json", extra="tables"), require("pyarrow", extra="tables")
-        self._zipped = zipped
+        super().__init__(source, zipped)
+        self._json = require("pyarrow.json", extra="tables")
         self.nested: set[str] = set()  # names of objects in a row
         with reading(source):
-            with self._stream()[1] as stream:
+            with self._open()[1] as stream:
                 self.is_list = stream.read(BLOCK).lstrip().startswith(b"[")
             first = self._parsed(next(self._blocks(), (b"", 0))[0], None)
             self._schema, flat = first.schema, self._flat(first).schema
             self._describe(flat.names, flat.types)
 
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
-        arrow = self.arrow
-        fields = [
-            arrow.field(
-                field.name,
-                arrow.float64() if field.name in set(scores) and field.type == "int64" else field.type,
-            )
-            for field in self._schema
-        ]
+    def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
+        schema, number = self._schema, self._arrow.float64()
+        for i, field in enumerate(schema):
+            if field.name in wanted.scores and field.type == "int64":
+                schema = schema.set(i, field.with_type(number))
         with reading(self.source):
             for block, done in self._blocks():
-                table = self._flat(self._parsed(block, arrow.schema(fields))).select(wanted).combine_chunks()
-                for batch in table.to_batches(max_chunksize=rows):
+                table = self._flat(self._parsed(block, schema)).select(names).combine_chunks()
+                for batch in table.to_batches(max_chunksize=wanted.rows):
                     yield batch, done
 
     def _parsed(self, block: bytes, schema: Any) -> Any:
@@ -342,7 +308,7 @@ class JsonReader(TableReader):
             explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
         )
         read = self._json.ReadOptions(use_threads=False, block_size=len(block) + 1)
-        return self._json.read_json(self.arrow.BufferReader(block), read, options)
+        return self._json.read_json(self._arrow.BufferReader(block), read, options)
 
     def _flat(self, table: Any) -> Any:
         """The table with the entries of objects as columns of their own."""
@@ -356,7 +322,7 @@ class JsonReader(TableReader):
                 scores = self._by_label(table.column(at).combine_chunks(), field.name)
                 table = table.remove_column(at)
                 for name, column in reversed(scores.items()):
-                    table = table.add_column(at, name, self.arrow.array(column))
+                    table = table.add_column(at, name, self._arrow.array(column))
         return table
 
     def _by_label(self, lists: Any, name: str) -> dict[str, Array]:
@@ -367,13 +333,9 @@ class JsonReader(TableReader):
         table[np.repeat(np.arange(len(lists)), lengths), which] = np.asarray(scores)
         return {f"{name}.{label}": table[:, i] for i, label in enumerate(found)}
 
-    def _stream(self) -> tuple[Any, Any]:
-        file = self.arrow.OSFile(os.fspath(self.source.path), "rb")
-        return file, self.arrow.CompressedInputStream(file, "gzip") if self._zipped else file
-
     def _blocks(self) -> Iterator[tuple[bytes, int]]:
         """Whole lines of text, and the bytes read so far."""
-        file, stream = self._stream()
+        file, stream = self._open()
         with file, stream:
             if self.is_list:
                 rows = json.loads(stream.read())

@@ -24,7 +24,7 @@ from doublehead.files.columns import (
     with_scores,
 )
 from doublehead.files.formats import open_source
-from doublehead.files.readers import RawBatch, Reader
+from doublehead.files.readers import RawBatch, Reader, Wanted
 from doublehead.files.sources import Array, Source, TableError
 from doublehead.files.values import (
     MISSING,
@@ -71,7 +71,8 @@ def from_long_form(
         return None
     assert score is not None
     wanted = list(dict.fromkeys([sample, of_class, label, *others]))
-    parts = [batch for source in sources for batch in open_source(source).batches([score], wanted, 1 << 18)]
+    what = Wanted([score], wanted, 1 << 18)
+    parts = [batch for source in sources for batch in open_source(source).batches(what)]
     if not parts:
         return None
     found = {name: np.concatenate([to_text(part.columns[name]) for part in parts]) for name in wanted}

@@ -37,7 +37,7 @@ from doublehead.files.guesses import (
     stated_kind,
     without_labels,
 )
-from doublehead.files.readers import RawBatch, Reader
+from doublehead.files.readers import RawBatch, Reader, Wanted
 from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
 from doublehead.files.values import (
     Rows,
@@ -185,7 +185,7 @@ class PredictionTable:
         if reader.columns[self.layout.scores[0]] == "matrix":
             width = 1000  # not known before reading; enough for small chunks of wide rows
         rows = min(max(1, CHUNK_ENTRIES // width), MAX_ROWS)
-        return reader.batches(self.layout.scores, list(dict.fromkeys(others)), rows, keep)
+        return reader.batches(Wanted(self.layout.scores, list(dict.fromkeys(others)), rows, keep))
 
     def _chunk(self, raw: RawBatch, rows: Array, first: int, source: Source) -> Chunk:
         layout, numbers = self.layout, first + rows + 1  # as in messages
