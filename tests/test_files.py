@@ -366,7 +366,7 @@ def test_chunks_do_not_change_the_tally(tmp_path: Path, monkeypatch: pytest.Monk
     file = as_parquet(tmp_path / "a.parquet", table, row_group_size=64)
     monkeypatch.setattr("doublehead.files.reading.CHUNK_ENTRIES", 7 * 50)
     source = read_predictions(file, kind="logits")
-    sizes = [len(chunk.scores) for chunk in source]
+    sizes = [len(chunk.scores) for chunk in source.chunks()]
     assert max(sizes) == 50
     told: list[int] = []
     found = source.tally(advance=told.append)

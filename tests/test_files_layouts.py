@@ -258,7 +258,7 @@ def test_wide_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = tmp_path / "a.csv"
     file.write_bytes(gzip.compress(content) if case == "zipped" else content)
     table = read_predictions(file, by="site", extra=["text"])
-    chunks = list(table)
+    chunks = list(table.chunks())
     assert np.array_equal(np.concatenate([chunk.scores for chunk in chunks]), scores)
     texts = np.concatenate([chunk.raw.columns["text"] for chunk in chunks]).tolist()
     assert texts[9] == odd.strip('"')

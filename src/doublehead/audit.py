@@ -22,9 +22,8 @@ import numpy as np
 import doublehead
 from doublehead.calibrators import Temperature
 from doublehead.files.formats import open_source
-from doublehead.files.guesses import Kind
 from doublehead.files.reading import PredictionTable, read_predictions
-from doublehead.files.sources import Source, TableError, find_sources
+from doublehead.files.sources import Kind, Source, TableError, find_sources
 from doublehead.guard import Shift as Window
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page

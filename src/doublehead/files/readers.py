@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from doublehead.files.columns import LABELS
-from doublehead.files.sources import Array, Source, TableError, reading
+from doublehead.files.sources import Array, Kind, Source, TableError, reading
 from doublehead.llm_answers import read_answers
 from doublehead.system import require
 
@@ -45,7 +45,7 @@ class Reader:
 
     # name -> "number" (decimal), "whole", "text", "matrix" (of decimals), "labels" (a matrix of whole numbers), "other"
     columns: dict[str, str]
-    states: str | None = None  # "logits" or "probs" where the file itself says it
+    states: Kind | None = None  # "logits" or "probs" where the file itself says it
     first_row: int = 0  # of the file, where only some row groups are read
     scores: tuple[str, ...] | None = None  # the score columns where the file itself names them
     guesses: tuple[str, ...] = ()  # about the file as a whole
@@ -118,7 +118,8 @@ class NpzReader(ArraysReader):
                         self.classes = tuple(map(str, classes.ravel().tolist()))
                         arrays.pop(name, None)
         super().__init__(source, arrays)
-        kinds = [kind for kind in ("logits", "probs") if kind in arrays]
+        known: tuple[Kind, ...] = ("logits", "probs")
+        kinds = [kind for kind in known if kind in arrays]
         self.states = kinds[0] if len(kinds) == 1 else None
 
 
@@ -147,7 +148,7 @@ class NpyReader(ArraysReader):
 class AnswersReader(ArraysReader):
     """Log-probabilities of options, which are logits, in the answers of a language model."""
 
-    states = "logits"
+    states: Kind | None = "logits"
 
     def __init__(self, source: Source) -> None:
         with reading(source):

@@ -27,7 +27,6 @@ from doublehead.files.columns import (
 )
 from doublehead.files.formats import open_source
 from doublehead.files.guesses import (
-    Kind,
     check_groups,
     check_names,
     from_long_form,
@@ -38,7 +37,7 @@ from doublehead.files.guesses import (
     without_labels,
 )
 from doublehead.files.readers import RawBatch, Reader, Wanted
-from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
+from doublehead.files.sources import Array, Kind, NoRows, Source, TableError, find_sources
 from doublehead.files.values import (
     Rows,
     to_correct,
@@ -100,9 +99,6 @@ class PredictionTable:
         whole = [s for s in self.sources if s.row_groups is None and s.arrays is None]
         sizes = [path.stat().st_size for s in whole for path in (s.path, s.partner) if path is not None]
         return sum(sizes) + sum(open_source(s).n_bytes for s in self.sources if s.row_groups is not None)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return self.chunks()
 
     def chunks(self, advance: Callable[[int], None] | None = None, keep: bool = False) -> Iterator[Chunk]:
         """Checked chunks; `advance` receives the bytes read since the last one, `keep` keeps every column."""
@@ -371,11 +367,7 @@ def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str])
 def _tally_on(
     cluster: Any, table: PredictionTable, n_bins: int, advance: Callable[[int], None] | None
 ) -> Tally:
-    """`PredictionTable.tally` by the workers of a cluster, which take some row groups of Parquet, or a file, each.
-
-    Dask and not Ray: its scheduler and workers are pure Python (2.5 MB of wheels against 79 MB), run on every Python
-    and system that torch does, and start on SLURM, Kubernetes, SSH or one machine.
-    """
+    """`PredictionTable.tally` by the workers of a cluster, which take some row groups of Parquet, or a file, each."""
     distributed = require("distributed", extra="cluster")
     found: Tally | None = None
     with _connect(cluster) as client:
@@ -400,22 +392,16 @@ def _connect(cluster: Any) -> Iterator[Any]:
     distributed = require("distributed", extra="cluster")
     if isinstance(cluster, distributed.Client):
         yield cluster
-    elif cluster == "local":
-        workers = os.cpu_count() or 1
-        with (
-            distributed.LocalCluster(
-                n_workers=workers, threads_per_worker=1, dashboard_address=None, silence_logs=logging.ERROR
-            ) as local,
-            distributed.Client(local) as client,
-        ):
-            yield client
-    else:
-        try:
-            client = distributed.Client(cluster, timeout=CONNECT_SECONDS)
-        except (OSError, ValueError) as error:
-            raise ConnectionError(f"no Dask scheduler answers at {cluster!r}") from error
-        with client:
-            yield client
+        return
+    how = {"address": cluster, "timeout": CONNECT_SECONDS}
+    if cluster == "local":
+        how = {"n_workers": os.cpu_count() or 1, "threads_per_worker": 1, "dashboard_address": None}
+    try:
+        client = distributed.Client(**how, silence_logs=logging.ERROR)
+    except (OSError, ValueError) as error:
+        raise ConnectionError(f"no Dask scheduler answers at {cluster!r}") from error
+    with client:
+        yield client
 
 
 def _tally_piece(piece: PredictionTable, n_bins: int) -> tuple[int, Tally | None]:

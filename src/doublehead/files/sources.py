@@ -16,11 +16,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+Kind: TypeAlias = Literal["logits", "probs"]
 
 CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz")
