@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import NamedTuple
 
-from doublehead.files.sources import TableError
+from doublehead.files.sources import Kind, TableError
 
 LABELS = (  # a `label` beside a `true_label` is the predicted one
     "y_true", "true_label", "truth", "ground_truth", "true_class", "gt", "gold", "human_label",
@@ -70,54 +72,59 @@ class Layout:
         return [*named, *self.labels]
 
 
-def choose_layout(
-    columns: Mapping[str, str],
-    where: str,
-    *,
-    kind: str | None,
-    label: str | None,
-    scores: Sequence[str] | None,
-    base: int | None,
-    taken: Sequence[str] = (),
-    label_needed: bool = True,
-    labels: tuple[str, ...] = (),
-    independent: bool = False,
-) -> Layout:
-    """The layout of a file called `where` with these columns (name -> what it holds); `taken` are no scores.
+class Given(NamedTuple):
+    """What the caller says about the columns of a file."""
 
-    >>> found = choose_layout({"id": "whole", "y": "whole", "logit_1": "number", "logit_0": "number"}, "a.csv",
-    ...     kind="logits", label=None, scores=None, base=None)
+    kind: Kind | None = None
+    label: str | None = None
+    labels: tuple[str, ...] = ()
+    scores: Sequence[str] | None = None
+    base: int | None = None
+    taken: Sequence[str] = ()  # columns that are no scores
+    label_needed: bool = True
+    independent: bool = False
+
+
+def choose_layout(columns: Mapping[str, str], where: str, given: Given) -> Layout:
+    """The layout of a file called `where` with these columns (name -> what it holds).
+
+    >>> found = choose_layout(
+    ...     {"id": "whole", "y": "whole", "logit_1": "number", "logit_0": "number"}, "a.csv", Given("logits")
+    ... )
     >>> found.label, found.scores, found.guesses
     ('y', ('logit_0', 'logit_1'), ("label column 'y'", "score columns 'logit_0' .. 'logit_1' (2 classes)"))
     """
-    guesses: list[str] = []
+    kind, label, labels, independent = given.kind, given.label, given.labels, given.independent
+    guesses: tuple[str, ...] = ()
     if label is None and not labels:
         label = find([name for name in columns if not independent or columns[name] in SEVERAL], LABELS)
         if label is not None and label != "labels":
-            guesses.append(f"label column {label!r}")
+            guesses = (f"label column {label!r}",)
     elif label is not None and label not in columns:
-        if label_needed:
+        if given.label_needed:
             raise TableError(f"{where} has no column {label!r} for the label, it has {listed(columns)}")
         label = None
     independent = independent or bool(labels) or columns.get(label or "") in SEVERAL
-    left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *taken)}
-    top_only = None
-    if not independent and scores is None:  # also of files that are grouped by the predicted class
-        top_only = _top_label({name: columns[name] for name in columns if name != label}, where, kind, label)
-    if top_only is not None and kind != "logits":
-        return top_only
-    if label is None and label_needed and not labels:
+    if (
+        not independent and given.scores is None and kind != "logits"
+    ):  # also where grouped by the predicted class
+        rest = {name: columns[name] for name in columns if name != label}
+        if (top_only := _top_label(rest, where, kind, label)) is not None:
+            return top_only
+    if label is None and given.label_needed and not labels:
         raise TableError(
             f"{where} has no column that looks like the label: name it with --label, it has {listed(columns)}"
         )
-    layout = Layout(label, (), (), 0, tuple(guesses), labels=labels, independent=independent)
-    if scores is not None:
-        layout = with_scores(layout, named_columns(scores, left, where, "scores"), base, told=False)
+    left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *given.taken)}
+    layout = Layout(label, (), (), 0, guesses, labels=labels, independent=independent)
+    if given.scores is not None:
+        names = named_columns(given.scores, left, where, "scores")
+        layout = with_scores(layout, names, given.base, told=False)
     else:
         names = _guess_scores(left, where, kind)
         unnamed = len(names) > 1 and score_family(left, where, kind) is None
-        layout = with_scores(replace(layout, unnamed=unnamed), names, base, told=names != (kind,))
-    return replace(layout, binary=len(layout.scores) == 1 and columns[layout.scores[0]] != "matrix")
+        layout = with_scores(replace(layout, unnamed=unnamed), names, given.base, told=names != (kind,))
+    return replace(layout, binary=len(names) == 1 and columns[names[0]] != "matrix")
 
 
 def with_scores(
@@ -231,24 +238,20 @@ def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tu
 
 def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> tuple[str, ...]:
     known = PREFIXES[kind]
-    if (found := score_family(columns, where, kind)) is not None:
-        return found
+    if (family := score_family(columns, where, kind)) is not None:
+        return family
     decimal = [name for name, holds in columns.items() if holds == "number"]
     single = [name for name in decimal if name.lower().rstrip("_1") in known[:-1]]
     if len(decimal) == 1 and split_score(decimal[0], kind)[0] in (*LOGITS, *PROBS):
         single = decimal  # prob_yes
     if len(single) == 1:
         return (single[0],)
-    places = [i for i, holds in enumerate(columns.values()) if holds == "number"]
-    if (
-        len(places) >= 2
-    ):  # whole numbers between them are scores too: a class may have zeros alone, written as 0
-        among = list(columns)[places[0] : places[-1] + 1]
+    if len(decimal) >= 2:  # whole numbers between them are scores too: zeros alone are written as 0
+        names = list(columns)
+        among = names[names.index(decimal[0]) : names.index(decimal[-1]) + 1]
         return tuple(name for name in among if columns[name] in ("number", "whole"))
-    confidence = next((name for name in columns if re.fullmatch(CONFIDENCE, plain(name))), None)
-    hint = (
-        f"; rename the column of the class that {confidence!r} is about to 'predicted'" if confidence else ""
-    )
+    found = [name for name in columns if re.fullmatch(CONFIDENCE, plain(name))]
+    hint = f"; rename the column of the class that {found[0]!r} is about to 'predicted'" if found else ""
     raise TableError(
         f"{where} has no columns that look like scores: name them with --scores, it has {listed(columns)}{hint}"
     )
@@ -339,11 +342,8 @@ def class_names(scores: tuple[str, ...]) -> tuple[str, ...]:
 
 def without_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
     """The names without what all begin with, up to a separator: a and b from y_a and y_b."""
-    if len(names) < 2:
-        return names
-    first, last = min(names), max(names)
-    shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
-    end = max(first.rfind(mark, 0, shared) for mark in "_-. :/") + 1
+    shared = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071
+    end = max(shared.rfind(mark) for mark in "_-. :/") + 1
     return tuple(name[end:] for name in names)
 
 

@@ -150,10 +150,11 @@ def one_of_each(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: flo
 
     Not where the scores are probabilities of which each row does not sum to 1: those are of independent labels.
     """
-    labels = to_several_labels(
-        raw.columns, layout, raw.scores.shape[1], Rows(source, np.arange(len(raw.scores)) + 1)
-    )
-    if labels is None or labels.shape[1] < 2 or (labels.sum(1) != 1).any():
+    if layout.label is None and not layout.labels:
+        return layout
+    rows = Rows(source, np.arange(len(raw.scores)) + 1)
+    labels = to_several_labels(raw.columns, layout, raw.scores.shape[1], rows)
+    if labels.shape[1] < 2 or (labels.sum(1) != 1).any():
         return layout
     if kind != "logits" and recognise(raw.scores, tolerance) not in ("probabilities", "log-probabilities"):
         return layout

@@ -17,36 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from doublehead.files.columns import (
-    Layout,
-    choose_layout,
-    label_columns,
-    listed,
-    score_family,
-    with_classes,
-)
+from doublehead.files import columns, guesses, values
 from doublehead.files.formats import open_source
-from doublehead.files.guesses import (
-    check_groups,
-    check_names,
-    from_long_form,
-    one_of_each,
-    scores_like,
-    settle,
-    stated_kind,
-    without_labels,
-)
 from doublehead.files.readers import RawBatch, Reader, Wanted
 from doublehead.files.sources import Array, Kind, NoRows, Source, TableError, find_sources
-from doublehead.files.values import (
-    Rows,
-    to_correct,
-    to_labels,
-    to_scores,
-    to_several_labels,
-    to_text,
-    to_weights,
-)
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
 from doublehead.score_arrays import ROUNDED
@@ -77,7 +51,7 @@ class PredictionTable:
 
     sources: tuple[Source, ...]
     kind: Kind
-    layout: Layout
+    layout: columns.Layout
     by: str | None
     where: Mapping[str, str]
     tolerance: float
@@ -104,14 +78,14 @@ class PredictionTable:
         """Checked chunks; `advance` receives the bytes read since the last one, `keep` keeps every column."""
         seen = kept = 0
         self.counts["clipped"] = 0
-        values: set[str] = set()
+        other: set[str] = set()  # values of the rows that the filter leaves out
         for source in self.sources:
             reader = self.opened.pop(str(source), None) or open_source(source)
             done, first = 0, reader.first_row
             with closing(self._raw(reader, keep)) as batches:  # whatever is wrong in a chunk
                 for raw in batches:
                     n = len(raw.scores)
-                    rows = _matching(raw, self.where, n, values)
+                    rows = _matching(raw, self.where, n, other)
                     seen, kept = seen + n, kept + len(rows)
                     if len(rows):
                         yield self._chunk(raw, rows, first, source)
@@ -120,7 +94,7 @@ class PredictionTable:
                         advance(raw.bytes_done - done)
                         done = raw.bytes_done
         if not kept:
-            raise NoRows(self._nothing(seen, values))
+            raise NoRows(self._nothing(seen, other))
 
     def load(self) -> Predictions:
         """All of it in memory; it must have labels."""
@@ -184,43 +158,37 @@ class PredictionTable:
         return reader.batches(Wanted(self.layout.scores, list(dict.fromkeys(others)), rows, keep))
 
     def _chunk(self, raw: RawBatch, rows: Array, first: int, source: Source) -> Chunk:
-        layout, numbers = self.layout, first + rows + 1  # as in messages
+        layout, place = self.layout, values.Rows(source, first + rows + 1)  # as in messages
         table = raw.scores if len(rows) == len(raw.scores) else raw.scores[rows]
-        columns = {name: column[rows] for name, column in raw.columns.items()}
-        place = Rows(source, numbers)
-        scores, clipped = to_scores(table, layout, place, self.kind, self.tolerance)
+        found = {name: column[rows] for name, column in raw.columns.items()}
+        scores, clipped = values.to_scores(table, layout, place, self.kind, self.tolerance)
         self.counts["clipped"] += clipped
-        predictions: Predictions | Outcomes | None = None
         weights = None
         if self.weights is not None:
-            weights = to_weights(columns[self.weights], self.weights, place)
+            weights = torch.from_numpy(values.to_weights(found[self.weights], self.weights, place))
+        groups = None if self.by is None else values.to_text(found[self.by])
+        predictions: Predictions | Outcomes | None
         if layout.top_only:
-            correct = to_correct(columns, layout, place)
-            predictions = Outcomes(
-                scores[:, 0], correct, weights=None if weights is None else torch.from_numpy(weights)
-            )
+            predictions = Outcomes(scores[:, 0], values.to_correct(found, layout, place), weights=weights)
         else:
-            predictions = self._predictions(scores, columns, weights, place)
-        groups = None if self.by is None else to_text(columns[self.by])
+            predictions = self._predictions(scores, found, weights, place)
         if isinstance(predictions, Predictions):
             groups = row_groups(predictions, groups, layout.labels)
-        return Chunk(scores, predictions, groups, raw, rows, source, numbers)
+        return Chunk(scores, predictions, groups, raw, rows, source, place.numbers)
 
     def _predictions(
-        self, scores: torch.Tensor, columns: dict[str, Array], weights: Array | None, rows: Rows
+        self, scores: torch.Tensor, found: dict[str, Array], weights: torch.Tensor | None, rows: values.Rows
     ) -> Predictions | None:
         layout, are_probs = self.layout, self.kind == "probs"
-        if layout.independent or layout.one_hot:
-            several = to_several_labels(columns, layout, scores.shape[1], rows)
-            if several is None:
-                return None
-            if layout.independent:
-                return Predictions.multilabel(scores, several, weights, are_probs=are_probs)
-            labels = several.argmax(1)
-        elif layout.label is None:
+        if layout.label is None and not layout.labels:
             return None
+        if layout.independent or layout.one_hot:
+            labels = values.to_several_labels(found, layout, scores.shape[1], rows)
+            if layout.independent:
+                return Predictions.multilabel(scores, labels, weights, are_probs=are_probs)
+            labels = labels.argmax(1)
         else:
-            labels = to_labels(columns[layout.label], layout, scores.shape[1], rows)
+            labels = values.to_labels(found[str(layout.label)], layout, scores.shape[1], rows)
         if are_probs:
             tolerance = max(self.tolerance, ROUNDED)  # `to_scores` has looked closer
             return Predictions.from_probs(scores, labels, weights, tolerance=tolerance)
@@ -239,21 +207,21 @@ class PredictionTable:
             if len(layout.classes) not in (0, width := max(raw.scores.shape[1], 2)):
                 raise TableError(f"{source} names {len(layout.classes)} classes, but has scores of {width}")
             if not label_needed:
-                layout = without_labels(raw, layout)
+                layout = guesses.without_labels(raw, layout)
             if layout.independent and may_be_one_hot:
-                layout = one_of_each(raw, layout, stated, self.tolerance, source)
-            layout, certain, why = settle(raw, layout, stated, self.tolerance, source)
+                layout = guesses.one_of_each(raw, layout, stated, self.tolerance, source)
+            layout, certain, why = guesses.settle(raw, layout, stated, self.tolerance, source)
             table = replace(self, layout=layout, kind=certain, why=why)
         if guessed:
-            check_names(layout, table.kind, table.why, table.name)
+            guesses.check_names(layout, table.kind, table.why, table.name)
         return table
 
-    def _nothing(self, seen: int, values: set[str]) -> str:
+    def _nothing(self, seen: int, other: set[str]) -> str:
         wanted = " and ".join(f"{name}={value}" for name, value in self.where.items())
         if not seen:
             there = f"{self.name} {'has' if len(self.sources) == 1 else 'have'} no rows"
             return there + (f" with {wanted}" if wanted else "")
-        found = ", ".join(sorted(values)[:10])
+        found = ", ".join(sorted(other)[:10])
         return f"none of the {seen} rows of {self.name} has {wanted}; the values there are {found}"
 
 
@@ -316,36 +284,32 @@ def read_predictions(
     others = [*where, *filter(None, (by, weights)), *extra]
     for name in others:
         if name not in reader.columns:
-            raise TableError(f"{reader.source} has no column {name!r}, it has {listed(reader.columns)}")
-    label, labels = label_columns(label, reader.columns, str(reader.source), label_needed)
-    if scores is None and not labels and (made := from_long_form(sources, reader, label, others)) is not None:
+            raise TableError(
+                f"{reader.source} has no column {name!r}, it has {columns.listed(reader.columns)}"
+            )
+    label, labels = columns.label_columns(label, reader.columns, str(reader.source), label_needed)
+    if (
+        scores is None
+        and not labels
+        and (made := guesses.from_long_form(sources, reader, label, others)) is not None
+    ):
         sources, reader = [made], open_source(made)
-    stated = stated_kind(sources, reader, kind)
+    stated = guesses.stated_kind(sources, reader, kind)
     scores = reader.scores if scores is None else scores
     if scores is None and like is not None:
-        scores = scores_like(like.layout, reader, stated)
+        scores = guesses.scores_like(like.layout, reader, stated)
     if scores is None and reader.mixed is not None:
         column, problem = reader.mixed
-        named = score_family(reader.columns, str(reader.source), stated) is not None
+        named = columns.score_family(reader.columns, str(reader.source), stated) is not None
         if not named and column not in (label, *labels, *others):
             raise TableError(f"{problem}; name the score columns with --scores if it is not one of them")
     independent = independent or (like is not None and like.layout.independent)
-    layout = choose_layout(
-        reader.columns,
-        str(reader.source),
-        kind=stated,
-        label=label,
-        scores=scores,
-        base=base,
-        taken=others,
-        label_needed=label_needed,
-        labels=labels,
-        independent=independent,
-    )
+    given = columns.Given(stated, label, labels, scores, base, others, label_needed, independent)
+    layout = columns.choose_layout(reader.columns, str(reader.source), given)
     if reader.classes and not layout.classes:
-        layout = with_classes(layout, reader.classes, base)
+        layout = columns.with_classes(layout, reader.classes, base)
     layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
-    check_groups(layout, [*where, *filter(None, [by])])
+    guesses.check_groups(layout, [*where, *filter(None, [by])])
     table = PredictionTable(
         tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra), weights
     )
@@ -353,13 +317,13 @@ def read_predictions(
     return table._settled(reader, stated, scores is None, label_needed, may_be_one_hot=not independent)
 
 
-def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str]) -> Array:
+def _matching(raw: RawBatch, where: Mapping[str, str], n: int, other: set[str]) -> Array:
     """The rows of a batch that pass the filter; up to 1000 values of its first column are remembered for an error."""
     keep = np.ones(n, dtype=bool)
     for i, (name, wanted) in enumerate(where.items()):
-        found = to_text(raw.columns[name])
-        if i == 0 and len(values) < 1000:
-            values.update(np.unique(found)[:1000].tolist())
+        found = values.to_text(raw.columns[name])
+        if i == 0 and len(other) < 1000:
+            other.update(np.unique(found)[:1000].tolist())
         keep &= found == wanted
     return np.flatnonzero(keep)
 

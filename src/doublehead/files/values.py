@@ -120,11 +120,9 @@ def to_correct(columns: dict[str, Array], layout: Layout, rows: Rows) -> torch.T
     return torch.from_numpy(np.asarray(texts[0] == texts[1], dtype=bool))
 
 
-def to_several_labels(columns: dict[str, Array], layout: Layout, n_labels: int, rows: Rows) -> Array | None:
-    """(B, L) int64, 0 or 1; None where the file has no labels."""
-    names = layout.labels or (() if layout.label is None else (layout.label,))
-    if not names:
-        return None
+def to_several_labels(columns: dict[str, Array], layout: Layout, n_labels: int, rows: Rows) -> Array:
+    """(B, L) int64, 0 or 1."""
+    names = layout.labels or (str(layout.label),)
     table = columns[names[0]]
     if layout.labels:
         table = np.stack([_numbers(columns[name], name, rows) for name in names], 1)
