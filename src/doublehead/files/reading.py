@@ -74,6 +74,12 @@ class PredictionTable:
         sizes = [path.stat().st_size for s in whole for path in (s.path, s.partner) if path is not None]
         return sum(sizes) + sum(open_source(s).n_bytes for s in self.sources if s.row_groups is not None)
 
+    @property
+    def reader(self) -> Reader:
+        """That of the first file."""
+        source = self.sources[0]
+        return self.opened.get(str(source)) or open_source(source)
+
     def chunks(self, advance: Callable[[int], None] | None = None, keep: bool = False) -> Iterator[Chunk]:
         """Checked chunks; `advance` receives the bytes read since the last one, `keep` keeps every column."""
         seen = kept = 0

@@ -81,15 +81,13 @@ class Record:
         )
 
     @classmethod
-    def of_table(
-        cls,
-        table: PredictionTable,
-        n_bins: int = 15,
-        time: str | None = None,
-        shown: str | None = None,
-    ) -> Record:
-        """The record of files, which are streamed; `time` and `shown` are among the extra columns of the table."""
-
+    def of_table(cls, table: PredictionTable, n_bins: int = 15, time: str | None = None) -> Record:
+        """The record of files, which are streamed; `time` is among the extra columns of the table."""
+        columns, layout = table.reader.columns, table.layout
+        taken = {*layout.scores, *layout.others, table.by, table.weights, time}
+        names = {name.lower(): name for name in columns if name not in taken}
+        shown = next((names[name] for name in SHOWN if name in names), None)  # tells which sample a row is
+        table = replace(table, extra=(*table.extra, *filter(None, [shown])))
         several = 1
 
         def parts() -> Iterable[_Part]:
@@ -98,11 +96,11 @@ class Record:
                 if chunk.predictions is None:
                     raise TableError(f"{table.sources[0]} has no labels to measure by")
                 several = len(chunk.predictions) // len(chunk.rows)  # labels of each row
-                columns = {
+                found = {
                     name: np.repeat(chunk.raw.columns[name][chunk.rows], several) for name in table.extra
                 }
-                texts = None if shown is None else to_text(columns[shown])
-                times = None if time is None else as_times(columns[time], time, str(chunk.source))
+                texts = None if shown is None else to_text(found[shown])
+                times = None if time is None else as_times(found[time], time, str(chunk.source))
                 rows, source = np.repeat(chunk.numbers, several), str(chunk.source)
                 yield _Part(chunk.predictions, chunk.groups, rows, source, texts, times)
 
@@ -225,12 +223,6 @@ def _periods(times: Array) -> tuple[list[str], Array]:
 
 def _told(value: Any) -> str:
     return f"{value:g}" if isinstance(value, np.floating) else str(value).replace("T", " ")
-
-
-def shown_column(columns: Sequence[str], taken: Sequence[str]) -> str | None:
-    """The column that tells a reader which sample a row is."""
-    names = {name.lower(): name for name in columns if name not in taken}
-    return next((names[name] for name in SHOWN if name in names), None)
 
 
 @dataclass(frozen=True, eq=False)
