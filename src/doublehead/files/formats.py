@@ -79,28 +79,25 @@ class CsvReader(TableReader):
             start = self._start()
             self._encoding = _encoding(start, source)
             self.has_bom = start.startswith(BOM) or self._encoding != "utf8"
-            self.before = start[: len(start) - len(start.lstrip(b"\r\n"))].count(
-                b"\n"
-            )  # lines above the header
-            lines = _first_lines(start.lstrip(b"\r\n"), self._encoding)
+            text = start.decode(self._encoding, errors="ignore").removeprefix("\ufeff")
+            self.before = text[: len(text) - len(text.lstrip("\r\n"))].count("\n")  # lines above the header
+            lines = re.split(r"\r\n?|\n", text.lstrip("\r\n"), maxsplit=3)[:3]
             if lines[0].lower().startswith("sep="):  # as Excel writes it
                 self.before, lines = self.before + 1, lines[1:]
             lines = lines[:2] or [""]
             self.delimiter = max("\t;|,", key=lines[0].count)
             if self.delimiter not in lines[0] and " " in lines[0].strip():
                 self.delimiter = " "
-            second = lines[min(1, len(lines) - 1)].split(self.delimiter)
-            commas = self.delimiter != "," and any(
-                re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", x) for x in second
-            )
-            self.decimal_point = "," if commas else "."
+            second = lines[-1].split(self.delimiter)
+            commas = any(re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", cell) for cell in second)
+            self.decimal_point = "," if commas and self.delimiter != "," else "."
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
             if self._encoding == "cp1252":
                 self.guesses = ("Windows-1252 text",)
             self._names = self._header(lines)
             self.empty = self.header == 1 and not "".join(lines[1:]).strip()
-            self._describe(*self._columns_of(lines, start))
+            self._describe(*self._columns_of(lines, text, len(start)))
             signs = [name for name, cell in zip(self.names, second) if cell.strip('" ').endswith("%")]
             if signs and "number" not in self.columns.values():
                 problem = f"{source}, column {signs[0]!r} must hold numbers: divide percentages by 100"
@@ -116,7 +113,7 @@ class CsvReader(TableReader):
             raise TableError(f"{self.source} has a line of more than {WIDEST_BLOCK >> 20} MB")
         return start
 
-    def _columns_of(self, lines: list[str], start: bytes) -> tuple[list[str], list[Any]]:
+    def _columns_of(self, lines: list[str], text: str, block: int) -> tuple[list[str], list[Any]]:
         """The names of the columns, and their types by the beginning of the text."""
         number = self._arrow.float64()
         names = self._names or next(csv.reader(lines[:1], delimiter=self.delimiter), [])
@@ -126,43 +123,38 @@ class CsvReader(TableReader):
             # all numbers from the first to the last decimal one: zeros may be written as 0
             scores = range(places[0], places[-1] + 1)
             types = {names[i]: number for i in scores if NUMBER.fullmatch(first[i].strip())}
-            types |= self._other_types(names, types, start)
+            types |= self._other_types(names, types, text)
             return names, [types[name] for name in names]
-        with self._reader({}, len(start)) as reader:
+        with self._reader({}, block) as reader:
             names, kinds = reader.schema.names, reader.schema.types
-        text = [names[i] for i in places if len(names) == len(first) and kinds[i] != number]
-        if text:
+        mixed = [names[i] for i in places if len(names) == len(first) and kinds[i] != number]
+        if mixed:
             try:
-                self._reader({text[0]: number}, len(start)).close()
+                self._reader({mixed[0]: number}, block).close()
             except ValueError as error:
-                self.mixed = text[0], explain(str(error), self.source, names, self.header + self.before)
+                self.mixed = mixed[0], explain(str(error), self.source, names, self.header + self.before)
         return names, kinds
 
-    def _other_types(self, names: list[str], types: dict[str, Any], start: bytes) -> dict[str, Any]:
+    def _other_types(self, names: list[str], types: dict[str, Any], text: str) -> dict[str, Any]:
         """The types of the columns that have none yet; Arrow sees them alone: it needs kilobytes for each column."""
         rest = [i for i, name in enumerate(names) if name not in types]
         if not rest:
             return {}
-        text = io.StringIO()
-        lines = start.decode(self._encoding, errors="ignore").splitlines()
+        lines, cut = text.splitlines(), io.StringIO()
         whole = lines[self.header : max(len(lines) - 1, self.header + 1)]
-        rows = csv.reader(whole, delimiter=self.delimiter)
-        csv.writer(text, delimiter=self.delimiter).writerows(
-            [row[i] for i in rest] for row in rows if len(row) == len(names)
-        )
-        batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {})
+        rows = (row for row in csv.reader(whole, delimiter=self.delimiter) if len(row) == len(names))
+        csv.writer(cut, delimiter=self.delimiter).writerows([row[i] for i in rest] for row in rows)
+        batch = self._parsed(cut.getvalue().encode(), [names[i] for i in rest], {})
         return {names[i]: batch.column(names[i]).type for i in rest}
 
     def _header(self, lines: list[str]) -> list[str] | None:
         """Names for the columns where the file has none or one too few, or where its own are padded; else None."""
-        line = lines[0]
-        cells = [cell.strip().strip('"').strip() for cell in line.rstrip("\r").split(self.delimiter)]
-        numbers = [bool(NUMBER.fullmatch(cell)) for cell in cells]
-        decimals = [bool(re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())) for cell in cells]
-        repeated = sum(numbers) > len(
-            {cell for cell, one in zip(cells, numbers) if one}
-        )  # no names of columns
-        if len(cells) > 1 and (all(numbers) or sum(decimals) >= 2 or repeated):
+        parts = lines[0].split(self.delimiter)
+        cells = [part.strip().strip('"').strip() for part in parts]
+        numbers = [cell for cell in cells if NUMBER.fullmatch(cell)]
+        decimals = [cell for cell in cells if re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())]
+        repeated = len(numbers) > len(set(numbers))  # no names of columns
+        if len(cells) > 1 and (numbers == cells or len(decimals) >= 2 or repeated):
             self.header, self.guesses = 0, (*self.guesses, "no header")
             whole = [i for i, cell in enumerate(cells) if not re.search(r"[.,]\d", cell)]
             if len(whole) == 1 and whole[0] in (0, len(cells) - 1):
@@ -174,8 +166,8 @@ class CsvReader(TableReader):
         names = next(csv.reader(lines, delimiter=self.delimiter), [])
         if len(row) == len(names) + 1 and row[-1].strip():
             return ["row", *(name.strip() for name in names)]  # R leaves out the name of the row names
-        padded = [part for part in line.rstrip("\r").split(self.delimiter) if part != part.strip()]
-        return cells if padded and '"' not in line else None
+        padded = any(part != part.strip() for part in parts)
+        return cells if padded and '"' not in lines[0] else None
 
     def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
         types = self._types(self.columns, wanted.scores, wanted.keep)
@@ -356,18 +348,6 @@ def _encoding(start: bytes, source: Source) -> str:
     except UnicodeDecodeError:
         return "cp1252"
     return "utf8"
-
-
-def _first_lines(start: bytes, encoding: str) -> list[str]:
-    """The first three lines, as far as they were read."""
-    if encoding == "utf-16":
-        text = start[: len(start) // 2 * 2].decode("utf-16", errors="ignore")
-    else:
-        lines = start.split(b"\n", 3)[:3]
-        text = b"\n".join(lines).decode("utf-8-sig" if encoding == "utf8" else encoding)
-    if "\n" not in text:
-        text = text.replace("\r", "\n")
-    return text.split("\n", 3)[:3]
 
 
 def _line_blocks(stream: Any, size: int) -> Iterator[bytes]:

@@ -202,8 +202,9 @@ def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Ch
         probs = probs[:, 0]
     with target.open("wb") as file:
         if isinstance(reader, NpzReader):
-            arrays: dict[str, Any] = {key: array for key, array in reader.arrays.items() if key != name}
-            np.savez_compressed(file, **{probs_name(name, table): probs}, **arrays)
+            arrays: dict[str, Any] = {probs_name(name, table): probs}
+            arrays |= {key: array for key, array in reader.arrays.items() if key != name}
+            np.savez_compressed(file, **arrays)
         else:
             np.save(file, probs, allow_pickle=False)
 
