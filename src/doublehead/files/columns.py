@@ -208,7 +208,9 @@ def named_columns(names: Sequence[str], columns: Mapping[str, str], where: str, 
     """The columns named, a name with * or ? standing for all that match it, in the order of their numbers."""
     found: list[str] = []
     for name in names:
-        matches = [name] if name in columns else _by_number([c for c in columns if fnmatchcase(c, name)])
+        matches = [name] if name in columns else [c for c in columns if fnmatchcase(c, name)]
+        numbers = {match: _number(match) for match in matches}
+        matches.sort(key=lambda match: (numbers[match] is None, numbers[match] or 0))
         if not matches:
             raise TableError(f"{where} has no column {name!r} for the {what}, it has {listed(columns)}")
         found += matches
@@ -222,9 +224,21 @@ def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tu
     fitting = [name for name in matrices if name.lower() in known] or matrices
     if len(fitting) == 1:
         return (fitting[0],)
-    numbered, named = _families(columns, kind)
-    # one that says what it holds goes before "score_0", "class_0" or a bare number
+    classes: dict[str, dict[str, str]] = {}  # by prefix and column
+    for name in columns:
+        prefix, of_class = split_score(name, kind)
+        if of_class is not None:
+            classes.setdefault(prefix, {})[name] = of_class
+    numbered, named = {}, {}
+    for prefix, found in classes.items():
+        numbers = {name: int(text) for name, text in found.items() if WHOLE.fullmatch(text)}
+        if _consecutive(numbers.values()):
+            numbered[prefix] = tuple(sorted(numbers, key=numbers.__getitem__))
+        others = [name for name in found if prefix not in numbered or name not in numbers]
+        if len(others) >= 2 and prefix:
+            named[prefix] = tuple(others)
     for family in (numbered, named):
+        # one that says what it holds goes before "score_0", "class_0" or a bare number
         prefixes = [p for p in known if p in family and p not in SCORES] or [p for p in known if p in family]
         if len(prefixes) > 1:
             raise TableError(
@@ -232,7 +246,7 @@ def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tu
                 "name one with --scores, such as --scores 'prob_*'"
             )
         if prefixes:
-            return tuple(family[prefixes[0]])
+            return family[prefixes[0]]
     return None
 
 
@@ -255,28 +269,6 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
     raise TableError(
         f"{where} has no columns that look like scores: name them with --scores, it has {listed(columns)}{hint}"
     )
-
-
-def _families(
-    columns: Mapping[str, str], kind: str | None
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Columns such as logit_0, logit_1, ... and cat_prob, dog_prob, ..., by their known prefix; two or more each."""
-    numbered: dict[str, dict[str, int]] = {}
-    named: dict[str, list[str]] = {}
-    for name in columns:
-        prefix, of_class = split_score(name, kind)
-        if of_class is not None and WHOLE.fullmatch(of_class):
-            numbered.setdefault(prefix, {})[name] = int(of_class)
-        elif of_class is not None:
-            named.setdefault(prefix, []).append(name)
-    in_order = {
-        prefix: sorted(numbers, key=numbers.__getitem__)
-        for prefix, numbers in numbered.items()
-        if _consecutive(numbers.values())
-    }
-    for prefix in numbered.keys() - in_order.keys() - {""}:  # names of classes that happen to be numbers
-        named[prefix] = [*numbered[prefix], *named.get(prefix, [])]
-    return in_order, {prefix: names for prefix, names in named.items() if len(names) >= 2}
 
 
 @cache
@@ -312,11 +304,6 @@ def _number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _by_number(names: list[str]) -> list[str]:
-    numbers = {name: _number(name) for name in names}
-    return sorted(names, key=lambda name: (numbers[name] is None, numbers[name] or 0))
-
-
 def _consecutive(numbers: Iterable[int | None]) -> bool:
     """Whether the numbers, in any order, are all from the smallest to the largest; a None is left out."""
     found = sorted(number for number in numbers if number is not None)
@@ -350,17 +337,16 @@ def without_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
 def _told(scores: tuple[str, ...], what: str) -> str:
     if len(scores) == 1:
         return f"column {quoted(scores[0])}"
-    if len(scores) <= 4 and not _consecutive(map(_number, scores)):
-        return f"columns {', '.join(map(quoted, scores))} ({len(scores)} {what})"
-    return f"columns {quoted(scores[0])} .. {quoted(scores[-1])} ({len(scores)} {what})"
+    few = len(scores) <= 4 and not _consecutive(map(_number, scores))
+    names = ", ".join(map(quoted, scores)) if few else f"{quoted(scores[0])} .. {quoted(scores[-1])}"
+    return f"columns {names} ({len(scores)} {what})"
 
 
 def listed(columns: Mapping[str, str]) -> str:
     """The names of the columns, the first ten where there are many."""
     names = [quoted(name) for name in columns]
-    return (
-        ", ".join(names if len(names) <= 12 else [*names[:10], f"... ({len(names)} columns)"]) or "no columns"
-    )
+    few = names if len(names) <= 12 else [*names[:10], f"... ({len(names)} columns)"]
+    return ", ".join(few) or "no columns"
 
 
 def quoted(name: str) -> str:

@@ -11,16 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from torch import Tensor
 
 from doublehead import metrics
-from doublehead.curves import (
-    Histogram,
-    Reliability,
-    confidence_histogram,
-    reliability,
-    risk_coverage_curve,
-)
+from doublehead.curves import Reliability, reliability, risk_coverage_curve
 from doublehead.files.reading import PredictionTable
 from doublehead.files.sources import TableError
 from doublehead.files.values import to_text
@@ -76,9 +69,8 @@ class Record:
         several = p.n_labels or 1
         rows = np.arange(len(p)) // several + 1
         times = None if times is None else np.repeat(times, several)
-        return replace(
-            _gathered([_Part(p, row_groups(p, by), rows, "", None, times)], n_bins), several=several
-        )
+        part = _Part(p, row_groups(p, by), rows, "", None, times)
+        return replace(_gathered([part], n_bins), several=several)
 
     @classmethod
     def of_table(cls, table: PredictionTable, n_bins: int = 15, time: str | None = None) -> Record:
@@ -161,22 +153,15 @@ def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
 
 def _errors(found: Outcomes, part: _Part) -> list[ErrorRow]:
     wrong = (~found.correct).nonzero()[:, 0]
-    worst = wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]]
-
-    def class_of(classes: Tensor | None, i: int) -> str:
-        return "" if classes is None else str(int(classes[i]))
-
+    worst = wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]].numpy()
+    texts = [
+        [""] * len(worst) if column is None else [str(value) for value in np.asarray(column)[worst].tolist()]
+        for column in (found.labels, found.predicted, part.shown, part.groups)
+    ]
+    confidence, rows = found.confidence[worst].tolist(), part.rows[worst].tolist()
     return [
-        ErrorRow(
-            float(found.confidence[i]),
-            class_of(found.labels, i),
-            class_of(found.predicted, i),
-            int(part.rows[i]),
-            part.source,
-            "" if part.shown is None else str(part.shown[i]),
-            "" if part.groups is None else str(part.groups[i]),
-        )
-        for i in worst.tolist()
+        ErrorRow(confidence, label, predicted, row, part.source, shown, group)
+        for confidence, row, label, predicted, shown, group in zip(confidence, rows, *texts)
     ]
 
 
@@ -184,23 +169,20 @@ def as_times(column: Array, name: str, source: str) -> Array:
     """Numbers as they are, text as dates (ISO 8601)."""
     if column.dtype.kind in "iuf":
         times: Array = column.astype(np.float64)
-        missing = np.isnan(times)
     elif column.dtype.kind == "M":
-        times, missing = column.astype("datetime64[s]"), np.isnat(column)
+        times = column.astype("datetime64[s]")
     else:
-        texts = [str(value).strip() for value in column.tolist()]
-        different = list(set(texts))  # seldom many: parsing is slow
+        texts, which = np.unique([str(value).strip() for value in column.tolist()], return_inverse=True)
         try:
-            dates = np.array(different, dtype="datetime64[s]")
+            times = np.array(texts, dtype="datetime64[s]")[
+                which
+            ]  # parsing is slow, and texts are seldom many
         except ValueError as error:
             raise TableError(
                 f"{source}: the times in {name!r} must be numbers or dates such as 2024-12-31, got {error}"
             ) from error
-        known = dict(zip(different, range(len(different))))
-        times = dates[[known[text] for text in texts]]
-        missing = np.isnat(times)
-    if missing.any():
-        raise TableError(f"{source}: the time in {name!r} is missing in {int(missing.sum())} rows")
+    if missing := int(np.isnan(times).sum()):
+        raise TableError(f"{source}: the time in {name!r} is missing in {missing} rows")
     return times
 
 
@@ -235,7 +217,6 @@ class Method:
     record: Record
     periods: Summary | None  # its groups are periods
     curve: Reliability
-    histogram: Histogram
     risk: RiskCoverage
     guaranteed: tuple[ThresholdChoice, ...]  # one per ERROR_LIMITS; none with sample weights
 
@@ -243,6 +224,12 @@ class Method:
     def filled(self) -> Array:
         """The bins that hold samples."""
         return np.flatnonzero(self.curve.counts)
+
+    @property
+    def shares(self) -> Array:
+        """The share of samples in each bin."""
+        shares: Array = self.curve.counts / self.curve.counts.sum()
+        return shares
 
 
 def measure(index: int, name: str, p: Predictions | Record, n_bins: int) -> Method:
@@ -258,7 +245,6 @@ def measure(index: int, name: str, p: Predictions | Record, n_bins: int) -> Meth
         record=record,
         periods=record.periods(summary),
         curve=reliability(summary.bins, n_bins),
-        histogram=confidence_histogram(summary.bins, n_bins),
         risk=risk_coverage_curve(confidences),
         guaranteed=tuple(
             summary.abstain(max_error) for max_error in ERROR_LIMITS if summary.answers is not None
@@ -281,16 +267,12 @@ def at_thresholds(p: Outcomes, thresholds: Array) -> tuple[Array, Array]:
 def compare_methods(methods: Sequence[Method]) -> list[list[Comparison | None]]:
     """Every method (row) with every other (column), see `outcomes.compare_all`."""
     pairs = compare_all([m.record.outcomes for m in methods])
-    return [
-        [_of_all(pair, one, other) for pair, other in zip(row, methods)] for row, one in zip(pairs, methods)
-    ]
-
-
-def _of_all(pair: Comparison | None, one: Method, other: Method) -> Comparison | None:
-    n = one.record.tally.n
-    if pair is None or n != other.record.tally.n:
-        return None
-    return pair.of_all(n, other.summary.values["nll"] - one.summary.values["nll"])
+    for row, one in zip(pairs, methods):
+        for j, (pair, other) in enumerate(zip(row, methods)):
+            n, nlls = one.record.tally.n, [m.summary.values.get("nll", np.nan) for m in (one, other)]
+            if pair is not None:
+                row[j] = pair.of_all(n, nlls[1] - nlls[0]) if n == other.record.tally.n else None
+    return pairs
 
 
 def measure_shift(
