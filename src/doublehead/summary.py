@@ -168,15 +168,15 @@ class Summary:
             return f"{capital(grade.word)}: {ece} on {n}; {perfect}."
         if grade is CALIBRATED:
             return f"Calibrated: no miscalibration can be shown on {n}; {ece}, {perfect} ({chance})."
-        classes = ""
-        if self.n_classes_off:
-            n_predicted = int((self.classes.counts > 0).sum()) if self.classes is not None else 0
-            classes = f"{self.n_classes_off} of {n_predicted} predicted classes deviate by more than chance; "
-        groups = ""
+        parts = [] if grade in (CLASSES_OFF, GROUPS_OFF) else [self._direction()]
+        if self.classes is not None and self.n_classes_off:
+            n_predicted = int((self.classes.counts > 0).sum())
+            parts.append(
+                f"{self.n_classes_off} of {n_predicted} predicted classes deviate by more than chance"
+            )
         if self.groups_off:
-            groups = f"{len(self.groups_off)} of {len(self.groups)} groups deviate by more than chance; "
-        direction = "" if grade in (CLASSES_OFF, GROUPS_OFF) else f"{self._direction()}; "
-        return f"{capital(grade.word)}: {direction}{classes}{groups}{ece}, {perfect} ({chance})."
+            parts.append(f"{len(self.groups_off)} of {len(self.groups)} groups deviate by more than chance")
+        return f"{capital(grade.word)}: {'; '.join([*parts, ece])}, {perfect} ({chance})."
 
     @property
     def notes(self) -> list[str]:
@@ -196,11 +196,7 @@ class Summary:
             "n_classes": self.n_classes,
             "n_bins": self.n_bins,
             "metrics": {
-                name: {
-                    "value": value.estimate,
-                    "low": None if math.isnan(value.low) else value.low,
-                    "high": None if math.isnan(value.high) else value.high,
-                }
+                name: {key: None if math.isnan(x) else x for key, x in zip(("value", "low", "high"), value)}
                 for name, value in self.metrics.items()
             },
             "ece_floor": self.floor._asdict(),
@@ -240,27 +236,16 @@ class Summary:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        tables = [
-            summary_rows({"value": self}, meanings=True),
-            *([self._group_rows()] if self.groups else []),
-        ]
-        sentences = "".join(f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes))
-        return "".join(html_table(rows) for rows in tables) + sentences
+        html = html_table(summary_rows({"value": self}, meanings=True))
+        html += html_table(self._group_rows()) if self.groups else ""
+        return html + "".join(f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes))
 
     def _group_rows(self) -> list[list[str]]:
         """A row per group; p-values of the overconfidence are corrected for the number of groups."""
         scores = [key for key in ("nll", "brier") if key in self.metrics]
-        titles = [
-            "group",
-            "n",
-            "accuracy",
-            "ECE",
-            "95 % interval",
-            "ECE floor",
-            "overconfidence",
-            "corrected p",
-        ]
-        rows = [[*titles, *(METRICS[key].title for key in scores)]]
+        ece = ["ECE", "95 % interval", "ECE floor"]
+        rows = [["group", "n", "accuracy", *ece, "overconfidence", "corrected p"]]
+        rows[0] += [METRICS[key].title for key in scores]
         gaps = self.group_gaps
         chances = [1.0] * len(self.groups) if gaps is None else gaps.p_value * len(self.groups)
         for (name, group), chance in zip(self.groups.items(), chances):
@@ -312,24 +297,19 @@ def side_by_side(summaries: Mapping[str, Summary], *, meanings: bool = False) ->
 
 def summary_rows(summaries: Mapping[str, Summary], meanings: bool) -> list[list[str]]:
     """The cells of `side_by_side`, the header first."""
-    header = [""]
-    for name in summaries:
-        header += [name, "95 % interval"]
-    rows = [[*header, "meaning"] if meanings else header]
-    first = next(iter(summaries.values()))
+    found = list(summaries.values())
+    rows = [["", *(title for name in summaries for title in (name, "95 % interval")), "meaning"]]
     for key, metric in METRICS.items():
-        if any(key not in summary.metrics for summary in summaries.values()):
+        if any(key not in summary.metrics for summary in found):
             continue
-        row = [f"{metric.title} ({first.n_bins} bins)" if key == "ece" else metric.title]
-        for summary in summaries.values():
-            value = summary.metrics[key]
+        row = [f"{metric.title} ({found[0].n_bins} bins)" if key == "ece" else metric.title]
+        for value in (summary.metrics[key] for summary in found):
             row += [shown(value.estimate, metric.is_share), shown_interval(value, metric.is_share)]
-        rows.append([*row, metric.meaning] if meanings else row)
+        rows.append([*row, metric.meaning])
         if key == "ece":
-            floors = [[percent(s.floor.mean), span(*s.floor[1:])] for s in summaries.values()]
-            meaning = ["ECE of a perfectly calibrated model, mean and 5 to 95 %"] if meanings else []
-            rows.append(["ECE floor", *(cell for pair in floors for cell in pair), *meaning])
-    return rows
+            floors = [text for s in found for text in (percent(s.floor.mean), span(*s.floor[1:]))]
+            rows.append(["ECE floor", *floors, "ECE of a perfectly calibrated model, mean and 5 to 95 %"])
+    return rows if meanings else [row[:-1] for row in rows]
 
 
 def without_interval(value: float) -> Interval:

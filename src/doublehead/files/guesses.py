@@ -8,34 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from doublehead.files.columns import (
-    CORRECT,
-    LABELS,
-    LOGITS,
-    PROBS,
-    SCORES,
-    Layout,
-    find,
-    plain,
-    quoted,
-    score_family,
-    split_score,
-    with_scores,
-)
+from doublehead.files import columns, values
+from doublehead.files.columns import LABELS, LOGITS, PROBS, SCORES, Layout, quoted, score_family, with_scores
 from doublehead.files.formats import open_source
 from doublehead.files.readers import RawBatch, Reader, Wanted
 from doublehead.files.sources import Array, Kind, Source, TableError
-from doublehead.files.values import (
-    MISSING,
-    OUTSIDE,
-    PERCENTAGES,
-    WORDS,
-    Rows,
-    is_number,
-    recognise,
-    to_several_labels,
-    to_text,
-)
+from doublehead.files.values import MISSING, recognise, to_text
 from doublehead.score_arrays import ROUNDED
 
 SAMPLES = (
@@ -56,13 +34,13 @@ def from_long_form(
 
     Files are long when they have a column of samples whose values repeat, one of classes and one of scores.
     """
-    columns = reader.columns
-    sample, of_class = find(columns, SAMPLES), find([name for name in columns if name != label], CLASSES)
-    label = label or find([name for name in columns if name != of_class], LABELS)
-    score = find(columns, (*PROBS, *LOGITS, *SCORES[:-1]))
+    there, find = reader.columns, columns.find
+    sample, of_class = find(there, SAMPLES), find([name for name in there if name != label], CLASSES)
+    label = label or find([name for name in there if name != of_class], LABELS)
+    score = find(there, (*PROBS, *LOGITS, *SCORES[:-1]))
     if sample is None or of_class is None or label is None or score is None or score == of_class:
         return None
-    rest = {name: kind for name, kind in columns.items() if name != of_class}
+    rest = {name: kind for name, kind in there.items() if name != of_class}
     if score_family(rest, str(reader.source), None):
         return None
     wanted = Wanted([score], list(dict.fromkeys([sample, of_class, label, *others])), 1 << 18)
@@ -152,8 +130,8 @@ def one_of_each(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: flo
     """
     if layout.label is None and not layout.labels:
         return layout
-    rows = Rows(source, np.arange(len(raw.scores)) + 1)
-    labels = to_several_labels(raw.columns, layout, raw.scores.shape[1], rows)
+    rows = values.Rows(source, np.arange(len(raw.scores)) + 1)
+    labels = values.to_several_labels(raw.columns, layout, raw.scores.shape[1], rows)
     if labels.shape[1] < 2 or (labels.sum(1) != 1).any():
         return layout
     if kind != "logits" and recognise(raw.scores, tolerance) not in ("probabilities", "log-probabilities"):
@@ -175,9 +153,9 @@ def _check_binary(scores: Array, labels: Array, name: str, source: Source) -> No
 def _binary_classes(labels: Array, layout: Layout, source: Source) -> Layout:
     """The layout with the names of no and yes where labels are words: yes is the class in the name of the column."""
     names = {text.casefold(): text for text in set(labels.tolist()) if text != MISSING}
-    if all(text in WORDS or is_number(text) for text in names.values()):
+    if all(text in values.WORDS or values.is_number(text) for text in names.values()):
         return layout
-    named = (split_score(layout.scores[0], None)[1] or "").casefold()
+    named = (columns.split_score(layout.scores[0], None)[1] or "").casefold()
     if named in names and len(names) <= 2:
         no = next((text for folded, text in names.items() if folded != named), f"not {names[named]}")
         return replace(layout, classes=(no, names[named]))
@@ -193,7 +171,8 @@ def _binary_classes(labels: Array, layout: Layout, source: Source) -> Layout:
 
 def check_groups(layout: Layout, names: Sequence[str]) -> None:
     """Refuse to select or group rows by their label, or by whether they are right."""
-    known = {layout.label, *layout.labels, *(name for name in names if re.fullmatch(CORRECT, plain(name)))}
+    right = [name for name in names if re.fullmatch(columns.CORRECT, columns.plain(name))]
+    known = {layout.label, *layout.labels, *right}
     if grouped := known & {*names}:
         raise TableError(
             f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class, "
@@ -211,19 +190,21 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     scores = scores[whole] if whole.any() else scores
     known = np.nan_to_num(scores)
     usual = (np.abs(known.sum(1, dtype=np.float64) - 1) <= max(tolerance, ROUNDED)) & (
-        known.min(1) >= -OUTSIDE
+        known.min(1) >= -values.OUTSIDE
     )
     # a few other rows, such as one of totals, are refused when they are read
     found = recognise(scores[usual] if usual.mean() > 0.9 else scores, tolerance) if several else ""
     if found == "probabilities":
         return "probs", "rows sum to 1"
     for kind, names in NAMED.items():
-        if all(split_score(name, kind)[0] in names or name.lower() in names for name in layout.scores):
+        if all(
+            columns.split_score(name, kind)[0] in names or name.lower() in names for name in layout.scores
+        ):
             return kind, CALLED
     if found == "log-probabilities":
         return "logits", found
     if found == "percentages":
-        raise TableError(f"{source}: {PERCENTAGES}")
+        raise TableError(f"{source}: {values.PERCENTAGES}")
     low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
     shape = f"the scores of {source} lie in {low:.4g}..{high:.4g}"
     shape += " and rows do not sum to 1" if several else ""
