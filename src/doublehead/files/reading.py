@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,9 +70,8 @@ class PredictionTable:
     @property
     def n_bytes(self) -> int:
         """The size of all files."""
-        whole = [s for s in self.sources if s.row_groups is None and s.arrays is None]
-        sizes = [path.stat().st_size for s in whole for path in (s.path, s.partner) if path is not None]
-        return sum(sizes) + sum(open_source(s).n_bytes for s in self.sources if s.row_groups is not None)
+        files = [path for s in self.sources if s.arrays is None for path in (s.path, s.partner)]
+        return sum(path.stat().st_size for path in files if path is not None)
 
     @property
     def reader(self) -> Reader:
@@ -278,12 +277,10 @@ def read_predictions(
     if by == "":
         raise TableError("by (--by) must name a column, got an empty name")
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
-    reader = open_source(sources[0])
-    while reader.empty:  # it does not say what its columns hold
+    while (reader := open_source(sources[0])).empty:  # it does not say what its columns hold
         if len(sources) == 1:
             raise NoRows(f"{sources[0]} has no rows")
         sources = sources[1:]
-        reader = open_source(sources[0])
     where = dict(where or {})
     if not label_needed and weights not in reader.columns:
         weights = None
@@ -294,12 +291,10 @@ def read_predictions(
                 f"{reader.source} has no column {name!r}, it has {columns.listed(reader.columns)}"
             )
     label, labels = columns.label_columns(label, reader.columns, str(reader.source), label_needed)
-    if (
-        scores is None
-        and not labels
-        and (made := guesses.from_long_form(sources, reader, label, others)) is not None
-    ):
-        sources, reader = [made], open_source(made)
+    if scores is None and not labels:
+        made = guesses.from_long_form(sources, reader, label, others)
+        if made is not None:
+            sources, reader = [made], open_source(made)
     stated = guesses.stated_kind(sources, reader, kind)
     scores = reader.scores if scores is None else scores
     if scores is None and like is not None:
@@ -316,9 +311,8 @@ def read_predictions(
         layout = columns.with_classes(layout, reader.classes, base)
     layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
     guesses.check_groups(layout, [*where, *filter(None, [by])])
-    table = PredictionTable(
-        tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra), weights
-    )
+    how = (by, where, tolerance, tuple(extra), weights)
+    table = PredictionTable(tuple(sources), stated or "logits", layout, *how)
     table.opened[str(sources[0])] = reader
     return table._settled(reader, stated, scores is None, label_needed, may_be_one_hot=not independent)
 
@@ -375,8 +369,9 @@ def _connect(cluster: Any) -> Iterator[Any]:
 
 
 def _tally_piece(piece: PredictionTable, n_bins: int) -> tuple[int, Tally | None]:
-    """Runs on a worker. A piece may be empty; only a table may not."""
-    try:
-        return piece.n_bytes, piece.tally(n_bins)
-    except NoRows:
-        return piece.n_bytes, None
+    """Runs on a worker; also returns the bytes read. A piece may be empty; only a table may not."""
+    told: list[int] = []
+    found = None
+    with suppress(NoRows):
+        found = piece.tally(n_bins, told.append)
+    return sum(told), found
