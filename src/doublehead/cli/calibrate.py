@@ -27,7 +27,7 @@ from doublehead.files.writing import check_output, write_calibrated
 from doublehead.outcomes import MIN_SAMPLES, Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
-from doublehead.summary import Summary, side_by_side
+from doublehead.summary import side_by_side
 from doublehead.system import did_you_mean, read_file, replacing
 
 
@@ -226,44 +226,58 @@ def _load(use: Path) -> Fitted:
 
 
 def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, as_json: bool) -> None:
-    """Write everything, then show what changed."""
-    measured, changed, written = _write(repair, fitted, output, n_bins)
+    """Write all files or none, then show what changed."""
+    sides: dict[str, tuple[Drawn, list[Tally]]] = {"before": (Drawn(), []), "after": (Drawn(), [])}
+    changed = n_zero = n = 0
+
+    def calibrated(chunk: Chunk) -> torch.Tensor:
+        nonlocal changed, n_zero, n
+        probs = _apply(fitted, chunk.scores, repair)
+        n, n_zero = n + len(probs), n_zero + int((chunk.scores == 0).any(1).sum())
+        old, new = _answers(chunk.scores, repair, repair.kind), _answers(probs, repair, "probs")
+        changed += int((old != new).any(1).sum())
+        if isinstance(known := chunk.predictions, Predictions):
+            labels, weights = known.labels, known.weights
+            if repair.layout.independent:
+                fixed = Predictions.from_binary(probs.flatten(), labels, weights, are_probs=True)
+            else:
+                fixed = Predictions.from_probs(probs, labels, weights)
+            for p, (drawn, tallies) in zip((known, fixed), sides.values()):
+                tallies[:] = [Tally.of(p, n_bins, chunk.groups, onto=tallies[0] if tallies else None)]
+                drawn.add(Outcomes.of(p))
+        return probs
+
+    with replacing(output) as table:
+        with progress("calibrating", repair.n_bytes) as advance:
+            write_calibrated(repair, table, calibrated, advance)
+        show_counts(repair)
+        if repair.kind == "probs":
+            _say_zeros(n_zero, n, fitted.facts["zero_floor"], repair.name)
+        found = {name: tallies[0].summary() for name, (_, tallies) in sides.items() if tallies}
+        numbers: dict[str, Any] = {"before": None, "after": None, "nll_difference": None}  # without labels
+        if found:
+            samples = [drawn.joined(tallies[0].zero_floor)[0] for drawn, tallies in sides.values()]
+            pair, (before, after) = compare_all(samples)[0][1], found.values()
+            assert pair is not None  # of the same samples
+            paired = pair.of_all(before.n, after.values["nll"] - before.values["nll"])
+            numbers = {name: summary.to_dict() for name, summary in found.items()}
+            numbers["nll_difference"] = dict(zip(("value", "low", "high"), paired.nll))
+        written = [str(output), *(_save(repair, fitted, output, numbers) if fitted.saves else [])]
     if as_json:
         facts = {"method": fitted.method, "why": fitted.why, **fitted.facts}
-        found = {"changed": changed, "written": written, **_numbers(measured)}
-        print(json.dumps({**facts, **found}, indent=2))
+        print(json.dumps({**facts, "changed": changed, "written": written, **numbers}, indent=2))
         return
     show(fitted.why)
-    if measured is None:
-        show(f"{repair.name} has no labels, so nothing is measured.")
-    else:
-        before, after, difference = measured
-        table = side_by_side({"before": before, "after": after})
-        said = "\n".join(
-            " ".join([f"{when}:", one.verdict, *one.notes])
-            for when, one in (("Before", before), ("After", after))
-        )
+    if found:
         weighted = f", weighted by {repair.weights!r}" if repair.weights else ""
-        show(f"\n{repair.name}: {before.n:,} predictions{weighted}\n\n{table}\n\n{said}")
-        show(_paired(difference))
+        show(f"\n{repair.name}: {before.n:,} predictions{weighted}\n\n{side_by_side(found)}\n")
+        for name, one in found.items():
+            show(" ".join([f"{name.capitalize()}:", one.verdict, *one.notes]))
+        show(_paired(paired))
+    else:
+        show(f"{repair.name} has no labels, so nothing is measured.")
     show(f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed.")
     show("Wrote " + ", ".join(written))
-
-
-class Measured(NamedTuple):
-    """The numbers of the applied file, and the paired difference of its NLL."""
-
-    before: Summary
-    after: Summary
-    difference: Comparison
-
-
-def _numbers(measured: Measured | None) -> dict[str, Any]:
-    """For JSON; None where the file has no labels."""
-    if measured is None:
-        return {"before": None, "after": None, "nll_difference": None}
-    nll = dict(zip(("value", "low", "high"), measured.difference.nll))
-    return {"before": measured.before.to_dict(), "after": measured.after.to_dict(), "nll_difference": nll}
 
 
 def _paired(found: Comparison) -> str:
@@ -276,51 +290,7 @@ def _paired(found: Comparison) -> str:
     return f"NLL after minus before: {nll.estimate:+.4f} ({interval}): {judged}."
 
 
-def _write(
-    repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int
-) -> tuple[Measured | None, int, list[str]]:
-    """Write all files or none; returns what was measured, the changed rows and the names of the files."""
-    tallies: dict[str, Tally] = {}
-    changed = n_zero = n = 0
-    drawn = {"before": Drawn(), "after": Drawn()}
-
-    def calibrated(chunk: Chunk) -> torch.Tensor:
-        nonlocal changed, n_zero, n
-        probs = _apply(fitted, chunk.scores, repair)
-        n, n_zero = n + len(probs), n_zero + int((chunk.scores == 0).any(1).sum())
-        changed += int(
-            (_answers(probs, repair, "probs") != _answers(chunk.scores, repair, repair.kind)).any(1).sum()
-        )
-        if isinstance(chunk.predictions, Predictions):
-            known = chunk.predictions
-            if repair.layout.independent:
-                fixed = Predictions.from_binary(probs.flatten(), known.labels, known.weights, are_probs=True)
-            else:
-                fixed = Predictions.from_probs(probs, known.labels, known.weights)
-            for name, p in (("before", known), ("after", fixed)):
-                tallies[name] = Tally.of(p, n_bins, chunk.groups, onto=tallies.get(name))
-                drawn[name].add(Outcomes.of(p))
-        return probs
-
-    with replacing(output) as table:
-        with progress("calibrating", repair.n_bytes) as advance:
-            write_calibrated(repair, table, calibrated, advance)
-        show_counts(repair)
-        if repair.kind == "probs":
-            _say_zeros(n_zero, n, fitted.facts["zero_floor"], repair.name)
-        measured = None
-        if tallies:
-            before, after = (tally.summary() for tally in tallies.values())
-            samples = [drawn[name].joined(tally.zero_floor)[0] for name, tally in tallies.items()]
-            pair = compare_all(samples)[0][1]
-            assert pair is not None  # of the same samples
-            difference = after.values["nll"] - before.values["nll"]
-            measured = Measured(before, after, pair.of_all(before.n, difference))
-        written = _save(repair, fitted, output, measured) if fitted.saves else []
-    return measured, changed, [str(output), *written]
-
-
-def _save(repair: PredictionTable, fitted: Fitted, output: Path, measured: Measured | None) -> list[str]:
+def _save(repair: PredictionTable, fitted: Fitted, output: Path, numbers: dict[str, Any]) -> list[str]:
     """The calibrator beside the output with the facts about it, which its .json shows to people."""
     stem = re.sub(r"\.(csv|tsv|jsonl|ndjson|parquet|arrow|feather|npz|npy)(\.gz)?$", "", output.name)
     weights = output.with_name(f"{stem}.calibrator.safetensors")
@@ -329,7 +299,7 @@ def _save(repair: PredictionTable, fitted: Fitted, output: Path, measured: Measu
         **fitted.facts,
         "why": fitted.why,
         "applied_to": [str(source) for source in repair.sources],
-        **_numbers(measured),
+        **numbers,
         "versions": {"doublehead": doublehead.__version__, "torch": torch.__version__},
     }
     with replacing(description) as text:

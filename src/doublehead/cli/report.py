@@ -105,10 +105,8 @@ def report(
 
 def _split_name(text: str) -> tuple[str, str]:
     """(name, input) from [NAME=]INPUT; a path that exists is taken as it is."""
-    if Path(text).exists() or "=" not in text:
-        return "", text
-    name, _, rest = text.partition("=")
-    return name, rest
+    name, equals, rest = text.partition("=")
+    return ("", text) if Path(text).exists() or not equals else (name, rest)
 
 
 def _read_classes(file: Path) -> list[str]:

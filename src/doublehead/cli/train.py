@@ -186,19 +186,15 @@ def recipe(data: str, model: str | None = None) -> Config:
 def change(config: Config, settings: list[str] | None, asked: Method | None = None) -> Config:
     """The config with settings changed, each given as "name=value"; settings of a method only where `asked` is one."""
     fixed = {*NOT_SET, *(OF_THE_METHOD if asked is None else ())}
-    if asked is not None and not asked.mixup:
-        fixed.add("mixup")
-    if asked is not None and asked.guards:
-        fixed.add("guards")
+    if asked is not None:
+        fixed |= {*([] if asked.mixup else ["mixup"]), *(["guards"] if asked.guards else [])}
     known = {f.name: getattr(config, f.name) for f in fields(Config) if f.name not in fixed}
     changes: dict[str, Any] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals or name not in known:
-            hint = did_you_mean(name, known)
-            raise ValueError(
-                f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {setting!r}{hint}"
-            )
+            got = f"{setting!r}{did_you_mean(name, known)}"
+            raise ValueError(f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {got}")
         changes[name] = _parse(value, known[name])
     return replace(config, **changes)
 
@@ -250,13 +246,12 @@ def watched(name: str, tensorboard: Path | None = None) -> Iterator[tuple[Callab
 
 
 def _epoch_line(row: dict[str, Any], epochs: int) -> str:
-    test = row.get("test", {})
-    shown = [
+    tests = [
         f"{name} ECE {100 * one['ece']:.2f} % acc {100 * one['accuracy']:.2f} %"
-        for name, one in list(test.items())[:3]
+        for name, one in row.get("test", {}).items()
     ]
-    more = [f"{len(test) - 3} more"] if len(test) > 3 else []
-    return f"epoch {row['epoch'] + 1}/{epochs}  loss {row['train_loss']:.4f}  {', '.join(shown + more)}"
+    tests[3:] = [f"{len(tests) - 3} more"] if len(tests) > 3 else []
+    return f"epoch {row['epoch'] + 1}/{epochs}  loss {row['train_loss']:.4f}  {', '.join(tests)}"
 
 
 def _tensorboard(folder: Path) -> Any:
@@ -268,12 +263,14 @@ def _tensorboard(folder: Path) -> Any:
 
 
 def _to_tensorboard(writer: Any, row: dict[str, Any]) -> None:
-    writer.add_scalar("train_loss", row["train_loss"], row["epoch"])
-    for name, beta in row["beta"].items():
-        writer.add_scalar(f"beta/{name}", beta, row["epoch"])
-    for name, numbers in row.get("test", {}).items():
-        for key, value in numbers.items():
-            writer.add_scalar(f"{key}/{name}", value, row["epoch"])
+    numbers = {
+        "train_loss": row["train_loss"],
+        **{f"beta/{name}": beta for name, beta in row["beta"].items()},
+    }
+    for name, test in row.get("test", {}).items():
+        numbers |= {f"{key}/{name}": value for key, value in test.items()}
+    for name, value in numbers.items():
+        writer.add_scalar(name, value, row["epoch"])
 
 
 def show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
