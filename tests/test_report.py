@@ -23,16 +23,20 @@ from doublehead import report
 from doublehead.curves import class_gaps
 from doublehead.outcomes import Drawn, Outcomes, compare_all
 from doublehead.report_page import page as page_module
-from doublehead.report_page.page import build_page, page_verdict
-from doublehead.report_page.record import THRESHOLDS, Method, at_thresholds, compare_methods, measure
+from doublehead.report_page.page import Page, build_page, page_verdict
+from doublehead.report_page.record import THRESHOLDS, Method, Record, at_thresholds, compare_methods, measure
 from doublehead.report_page.tables import metrics_table
 from samples import overconfident
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
 
 
+def page_of(named: Any, n_bins: int = 15, **options: Any) -> Page:
+    return build_page({name: Record.of(p, n_bins) for name, p in named.items()}, **options)
+
+
 def build(named: Any, **options: Any) -> str:
-    return build_page(named, **options).html
+    return page_of(named, **options).html
 
 
 def made(n: int = 1500, k: int = 5, sharpness: float = 1.0, seed: int = 1) -> Predictions:
@@ -46,7 +50,7 @@ def named() -> dict[str, Predictions]:
 
 
 def measured(named: dict[str, Predictions]) -> list[Method]:
-    return [measure(i, name, p, 15) for i, (name, p) in enumerate(named.items())]
+    return [measure(i, name, Record.of(p)) for i, (name, p) in enumerate(named.items())]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +162,7 @@ def test_page_stays_small_with_many_methods_and_classes(monkeypatch: pytest.Monk
     p = Predictions(
         torch.randn(2000, 1000, generator=generator), torch.randint(1000, (2000,), generator=generator)
     )
-    one = measure(0, "one", p, 15)
+    one = measure(0, "one", Record.of(p))
     monkeypatch.setattr(page_module, "measure", lambda i, name, *_: replace(one, index=i, name=name))
     page = build({f"method number {i}": p for i in range(12)})
     assert len(page.encode()) < 1_000_000
@@ -182,7 +186,7 @@ def test_counts_at_thresholds_against_a_loop() -> None:
 
 
 def verdict_of(*methods: tuple[str, Predictions]) -> str:
-    return build_page(dict(methods)).verdict
+    return page_of(dict(methods)).verdict
 
 
 def test_verdict_ranks_by_paired_differences_and_never_within_chance(named: dict[str, Predictions]) -> None:
@@ -286,7 +290,7 @@ def test_a_class_never_predicted_is_no_trouble() -> None:
 
 def test_one_sample_or_one_bin_makes_a_page() -> None:
     assert "Bins: 1 of equal width" in build({"a": made(60)}, n_bins=1)
-    one = build_page({"one": Predictions([[3.0, 0.0]], [0])})
+    one = page_of({"one": Predictions([[3.0, 0.0]], [0])})
     assert "Too few samples to judge" in one.verdict
     assert "too few samples to judge" in one.html
 
@@ -309,15 +313,14 @@ def test_shift_from_predictions_and_from_numbers(named: dict[str, Predictions]) 
             {"shift": {"blur": {"x": {}}}},
             r"shift\['blur'\] must be for the methods \['sharp', 'honest'\], got 'x'",
         ),
-        ({"named_predictions": {}}, "named_predictions must hold 1 to 12 methods, got 0"),
-        ({"named_predictions": {"a": [1]}}, r"named_predictions\['a'\] must be a Predictions, got list"),
+        ({"named": {}}, "a report must hold 1 to 12 methods, got 0"),
         ({"classes": ["a", "b"]}, "classes must be 5 names, one per class of 'sharp', got 2"),
         ({"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),
     ],
 )
 def test_bad_arguments_are_named(named: dict[str, Predictions], options: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        build_page(**{"named_predictions": named, **options})
+    with pytest.raises(ValueError, match=message):
+        build(**{"named": named, **options})
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def report(
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
     inputs = collect(list(named.items()), n_bins=n_bins, by=by, time=time, **reading)
-    return write_page(path, inputs.page(title, classes, shift or {}, windows, n_bins))
+    return write_page(path, inputs.page(title, classes, shift or {}, windows))
 
 
 def summaries(
@@ -164,7 +164,6 @@ class Inputs:
         classes: Sequence[str] | None,
         shift: Shift,
         windows: Sequence[Window],
-        n_bins: int,
         command: str = "",
     ) -> Page:
         """The report, with where its numbers come from: files with their sizes and hashes, command, version, date."""
@@ -181,7 +180,6 @@ class Inputs:
             classes=classes or self.classes or None,
             shift={**self.shift, **shift},
             windows=windows,
-            n_bins=n_bins,
             provenance=[*facts, ("Made", f"{now}, doublehead {doublehead.__version__}")],
         )
 

@@ -93,7 +93,6 @@ def report(
         classes=_read_classes(classes) if classes else None,
         shift=_read_shifts(shift or [], found.methods, {**how, "n_bins": bins}),
         windows=windows,
-        n_bins=bins,
         command=shlex.join(["doublehead", *sys.argv[1:]]),
     )
     audit.write_page(output, page)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeAlias
 
 import doublehead
-from doublehead.bins import check_n_bins
 from doublehead.guard import Shift as Window
 from doublehead.outcomes import Comparison
 from doublehead.predictions import Predictions
@@ -41,31 +39,30 @@ class Page(NamedTuple):
 
 
 def build_page(
-    named_predictions: Mapping[str, Predictions | Record],
+    records: Mapping[str, Record],
     *,
     title: str = TITLE,
     classes: Sequence[str] | None = None,
     shift: Shift | None = None,
     windows: Sequence[Window] = (),
-    n_bins: int = 15,
     provenance: Sequence[tuple[str, str]] = (),
 ) -> Page:
     """The report as one HTML page without outside resources, the same for the same input.
 
-    `named_predictions` are the methods by name, the one to improve on first, as predictions or as the record of a
-    stream. `classes` are the names of the classes. `shift[data][method]` are predictions of the same methods on shifted
-    data, or numbers measured before ("accuracy", "ece", "mean_confidence", "auroc"). `windows` say whether new data are
-    like the calibration data: those of `shift_guard.watch`, or `[guard.shift]`.
-    `provenance` says where the numbers come from, as pairs of what and which. Besides the most confident errors only
-    binned numbers enter the page, so its size does not depend on the number of samples.
+    `records` are the methods by name, the one to improve on first. `classes` are the names of the classes.
+    `shift[data][method]` are predictions of the same methods on shifted data, or numbers measured before ("accuracy",
+    "ece", "mean_confidence", "auroc"). `windows` say whether new data are like the calibration data: those of
+    `shift_guard.watch`, or `[guard.shift]`. `provenance` says where the numbers come from, as pairs of what and which.
+    Besides the most confident errors only binned numbers enter the page, so its size does not depend on the number of
+    samples.
 
-    >>> page = build_page({"main": Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1])}, title="Two samples")
+    >>> page = build_page({"main": Record.of(Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1]))}, title="Two samples")
     >>> page.html.startswith("<!doctype html>"), "http://" in page.html
     (True, False)
     """
-    named = _check(named_predictions, classes, shift)
-    check_n_bins(n_bins)
-    methods = [measure(i, name, p, n_bins) for i, (name, p) in enumerate(named.items())]
+    named = _check(records, classes, shift)
+    n_bins = next(iter(named.values())).tally.n_bins
+    methods = [measure(i, name, record) for i, (name, record) in enumerate(named.items())]
     pairs = compare_methods(methods)
     shifts = _measure_shifts(methods, shift or {}, n_bins)
     names = [clean(name) for name in classes] if classes is not None else None
@@ -78,6 +75,7 @@ def build_page(
         undefined=jinja2.StrictUndefined,
         finalize=tables.pixels,
     )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     for shown in (environment.globals, environment.filters):  # the templates use the functions of `tables`
         shown.update({name: value for name, value in vars(tables).items() if not name.startswith("_")})
     html = environment.get_template("page.html.j2").render(
@@ -86,7 +84,7 @@ def build_page(
         style=style,
         script=script,
         version=doublehead.__version__,
-        data=_embed(_live_data(methods, pairs, names)),
+        data=_live_data(methods, pairs, names),
         verdict=verdict,
         meta=_meta(methods),
         methods=methods,
@@ -134,18 +132,14 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
 
 
 def _check(
-    named: Mapping[str, Predictions | Record], classes: Sequence[str] | None, shift: Shift | None
-) -> dict[str, Predictions | Record]:
+    named: Mapping[str, Record], classes: Sequence[str] | None, shift: Shift | None
+) -> dict[str, Record]:
     if not 1 <= len(named) <= MAX_METHODS:
-        raise ValueError(f"named_predictions must hold 1 to {MAX_METHODS} methods, got {len(named)}")
-    for name, p in named.items():
-        if not isinstance(p, Predictions | Record):
-            raise TypeError(f"named_predictions[{name!r}] must be a Predictions, got {type(p).__name__}")
-        n_classes = p.n_classes if isinstance(p, Predictions) else p.tally.n_classes
-        if classes is not None and n_classes and len(classes) != n_classes:
-            raise ValueError(
-                f"classes must be {n_classes} names, one per class of {name!r}, got {len(classes)}"
-            )
+        raise ValueError(f"a report must hold 1 to {MAX_METHODS} methods, got {len(named)}")
+    for name, record in named.items():
+        n = record.tally.n_classes
+        if classes is not None and n and len(classes) != n:
+            raise ValueError(f"classes must be {n} names, one per class of {name!r}, got {len(classes)}")
     for data, found in (shift or {}).items():
         unknown = [method for method in found if method not in named]
         if unknown:
@@ -182,13 +176,7 @@ def _live_data(
         "thresholds": THRESHOLDS.tolist(),
         "rows": rows,
         "names": names,
-        "pairs": [
-            [
-                None if pair is None else {"nll": pair.nll, "changed": pair.n_changed, "n": pair.n}
-                for pair in row
-            ]
-            for row in pairs
-        ],
+        "pairs": [[pair and pair._asdict() for pair in row] for row in pairs],
         "methods": [
             {
                 "name": m.name,
@@ -201,13 +189,6 @@ def _live_data(
             for m in methods
         ],
     }
-
-
-def _embed(value: Any) -> str:
-    """JSON that cannot end its script element, for any names in it."""
-    # ASCII: no line separators of JavaScript
-    made = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return made.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(style: str, script: str) -> str:

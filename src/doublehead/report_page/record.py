@@ -232,9 +232,8 @@ class Method:
         return shares
 
 
-def measure(index: int, name: str, p: Predictions | Record, n_bins: int) -> Method:
+def measure(index: int, name: str, record: Record) -> Method:
     """Everything about one set of predictions; a second or so for 10,000 samples."""
-    record = Record.of(p, n_bins) if isinstance(p, Predictions) else p
     summary = record.summary()
     assert summary.bins is not None
     confidences: Any = record.outcomes  # all that the curve reads
@@ -244,7 +243,7 @@ def measure(index: int, name: str, p: Predictions | Record, n_bins: int) -> Meth
         summary=summary,
         record=record,
         periods=record.periods(summary),
-        curve=reliability(summary.bins, n_bins),
+        curve=reliability(summary.bins, summary.n_bins),
         risk=risk_coverage_curve(confidences),
         guaranteed=tuple(
             summary.abstain(max_error) for max_error in ERROR_LIMITS if summary.answers is not None
