@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import samples
 from commands import call
 from doublehead import Predictions, Summary, calibrators, metrics
 from doublehead.__main__ import main
@@ -33,11 +34,10 @@ def fitted_to_itself(file: Path, out: Path, *options: str, method: str = "temper
     return calibrate(file, file, out, "--method", method, *options)
 
 
-def overconfident(seed: int, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
+def overconfident(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits three times as large as the labels were drawn from."""
-    generator = torch.Generator().manual_seed(seed)
-    honest = 2 * torch.randn(n, K, generator=generator)
-    return 3 * honest, honest.softmax(1).multinomial(1, generator=generator)[:, 0]
+    p = samples.overconfident(N, K, spread=2.0, seed=seed)
+    return p.logits, p.labels
 
 
 def write_csv(path: Path, seed: int, names: str = "logit") -> Path:

@@ -208,7 +208,7 @@ def test_shift_files_and_folders(folder: Path) -> None:
     run("main.npz", "head.npz", "--shift", "blur=blur")
     assert "<bdi>blur</bdi>" in text_of("report.html")
     said = run("main.npz", "head.npz", "--shift", "noise=noisy.npz", code=2)
-    assert "with several methods give a folder" in said
+    assert "got one file: with several methods give a folder" in said
     made().save(folder / "wrong" / "other.npz")
     made().save(folder / "wrong" / "another.npz")
     said = run("main.npz", "head.npz", "--shift", "blur=wrong", code=2)

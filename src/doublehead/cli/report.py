@@ -127,10 +127,10 @@ def _read_shifts(
         if len(part) == 1 and len(methods) == 1:
             part = dict(zip(methods, part.values()))
         if not part.keys() & methods.keys():
+            got = ", ".join(filter(None, part)) or "one file"
             raise ValueError(
-                f"{path} must hold predictions of {', '.join(methods)} under these names, got {', '.join(part)}"
-                if any(part)
-                else f"--shift {name}: with several methods give a folder whose files are called like them, got {path}"
+                f"{path} must hold predictions of {', '.join(methods)} under these names, got {got}: with several "
+                "methods give a folder whose files are called like them"
             )
         shifts[name] = {method: p for method, p in part.items() if method in methods}
     return shifts

@@ -98,11 +98,6 @@ class Record:
 
         return replace(_gathered(parts(), n_bins), several=several)
 
-    def summary(self) -> Summary:
-        """Every number of the method."""
-        summary = self.tally.summary()
-        return summary if self.outcomes.weights is not None else add_sample_metrics(summary, self.outcomes)
-
     @property
     def notes(self) -> list[str]:
         """What a reader of the page must know about its numbers, in sentences."""
@@ -112,17 +107,6 @@ class Record:
             f"Equal-mass ECE, AURC, error by coverage, confused classes, changed predictions and periods are those of "
             f"{len(self.outcomes):,} samples drawn at random, all other numbers those of all {self.tally.n:,}."
         ]
-
-    def periods(self, summary: Summary) -> Summary | None:
-        """The summary with periods as its groups, at most MAX_PERIODS; None without times."""
-        if self.times is None:
-            return None
-        names, which = _periods(self.times)
-        groups = {
-            name: Tally.of(self.outcomes[np.flatnonzero(which == i)], self.tally.n_bins).summary()
-            for i, name in enumerate(names)
-        }
-        return replace(summary, groups=groups)
 
 
 class _Part(NamedTuple):
@@ -234,15 +218,23 @@ class Method:
 
 def measure(index: int, name: str, record: Record) -> Method:
     """Everything about one set of predictions; a second or so for 10,000 samples."""
-    summary = record.summary()
+    summary = record.tally.summary()
+    if record.outcomes.weights is None:
+        summary = add_sample_metrics(summary, record.outcomes)
     assert summary.bins is not None
+    periods = None
+    if record.times is not None:
+        names, which = _periods(record.times)
+        parts = [record.outcomes[np.flatnonzero(which == i)] for i in range(len(names))]
+        groups = {name: Tally.of(part, summary.n_bins).summary() for name, part in zip(names, parts)}
+        periods = replace(summary, groups=groups)
     confidences: Any = record.outcomes  # all that the curve reads
     return Method(
         index=index,
         name=name,
         summary=summary,
         record=record,
-        periods=record.periods(summary),
+        periods=periods,
         curve=reliability(summary.bins, summary.n_bins),
         risk=risk_coverage_curve(confidences),
         guaranteed=tuple(

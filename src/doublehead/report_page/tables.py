@@ -27,7 +27,7 @@ from doublehead.summary import (
     without_interval,
 )
 
-__all__ = ["span"]  # for the templates
+__all__ = ["percent", "span"]  # for the templates
 
 ROWS = (
     "accuracy", "ece", "floor", "p_value", "overconfidence", "adaptive_ece", "ece_classwise", "mce", "nll", "brier",
@@ -149,11 +149,6 @@ def widest(gaps: ClassGaps, order: Array) -> float:
     return float(np.nan_to_num(np.abs(gaps.gap[np.asarray(order)])).max(initial=0.0))
 
 
-def corrected_p(gaps: ClassGaps, k: int) -> str:
-    """The p-value of a group, multiplied by their number."""
-    return p_value_text(min(1.0, float(gaps.p_value[k]) * len(gaps.counts)))
-
-
 # --- texts
 
 
@@ -202,11 +197,6 @@ def tick(value: float) -> str:
     ('20', '0.5')
     """
     return f"{100 * value:.4g}"
-
-
-def at_least(share: float) -> str:
-    """97.31 %, or in words where rounding would claim certainty."""
-    return "at least 99.99 %" if share > 0.9999 else percent(share)
 
 
 def rounded_up(threshold: float) -> str:
