@@ -360,8 +360,9 @@ def _connect(cluster: Any) -> Iterator[Any]:
     how = {"address": cluster, "timeout": CONNECT_SECONDS}
     if cluster == "local":
         how = {"n_workers": os.cpu_count() or 1, "threads_per_worker": 1, "dashboard_address": None}
+        how["silence_logs"] = logging.ERROR
     try:
-        client = distributed.Client(**how, silence_logs=logging.ERROR)
+        client = distributed.Client(**how)
     except (OSError, ValueError) as error:
         raise ConnectionError(f"no Dask scheduler answers at {cluster!r}") from error
     with client:
