@@ -93,7 +93,7 @@ class Summary:
     metrics: dict[str, Interval]  # by the names of METRICS
     floor: Floor  # ECE of a perfectly calibrated model with the same confidences
     p_value: float  # of `metrics.calibration_test`
-    bins: Bins | None = None  # fine top-label bins, for `plot`
+    bins: Bins  # fine top-label bins
     classes: ClassGaps | None = None
     groups: dict[str, Summary] = field(default_factory=dict)
     n_zero_labels: int = 0  # samples whose label has a probability of exactly 0
@@ -139,10 +139,10 @@ class Summary:
     @property
     def group_gaps(self) -> ClassGaps | None:
         """What is claimed and how often it is right, group by group in the order of `groups`."""
-        bins = [group.bins.coarsen(self.n_bins) for group in self.groups.values() if group.bins is not None]
-        if not bins:
+        if not self.groups:
             return None
-        stacked = Bins.from_state(torch.stack([one.state() for one in bins], 1))
+        bins = [group.bins.coarsen(self.n_bins).state() for group in self.groups.values()]
+        stacked = Bins.from_state(torch.stack(bins, 1))
         return class_gaps_of(stacked, stacked)
 
     @property
@@ -221,8 +221,6 @@ class Summary:
         """Draw the reliability diagram; returns the matplotlib axes."""
         from doublehead.plots import draw_reliability
 
-        if self.bins is None:
-            raise ValueError("a summary made without bins cannot be drawn")
         return draw_reliability(reliability(self.bins, self.n_bins), ax, title=title)
 
     def __str__(self) -> str:

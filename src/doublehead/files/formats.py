@@ -15,20 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from doublehead.files.readers import (
-    AnswersReader,
-    ArraysReader,
-    ArrowReader,
-    NpyReader,
-    NpzReader,
-    ParquetReader,
-    RawBatch,
-    Reader,
-    TableReader,
-    Wanted,
-    excel_reader,
-    to_numpy,
-)
+from doublehead.files import readers
+from doublehead.files.readers import RawBatch, Reader, TableReader, Wanted, to_numpy
 from doublehead.files.sources import CSV, JSON_LINES, Array, Source, TableError, content_of, explain, reading
 from doublehead.llm_answers import holds_answers
 from doublehead.system import require
@@ -47,7 +35,7 @@ NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?|[-+]?(nan|inf)",
 def open_source(source: Source) -> Reader:
     """The reader of a source; only the beginning (or the footer) of the file is read here."""
     if source.arrays is not None:
-        return ArraysReader(source, source.arrays)
+        return readers.ArraysReader(source, source.arrays)
     with reading(source):
         if source.path.stat().st_size == 0:
             raise TableError(f"{source} is empty (0 bytes)")
@@ -57,14 +45,14 @@ def open_source(source: Source) -> Reader:
     if suffix in JSON_LINES:
         with reading(source):
             answers = holds_answers(source.path)
-        return AnswersReader(source) if answers else JsonReader(source, zipped)
-    readers: dict[str, Callable[[Source], Reader]] = {
-        ".parquet": ParquetReader,
-        ".npz": NpzReader,
-        ".npy": NpyReader,
-        ".xlsx": excel_reader,
+        return readers.AnswersReader(source) if answers else JsonReader(source, zipped)
+    binary: dict[str, Callable[[Source], Reader]] = {
+        ".parquet": readers.ParquetReader,
+        ".npz": readers.NpzReader,
+        ".npy": readers.NpyReader,
+        ".xlsx": readers.excel_reader,
     }
-    return readers.get(suffix, ArrowReader)(source)
+    return binary.get(suffix, readers.ArrowReader)(source)
 
 
 class CsvReader(TableReader):

@@ -221,7 +221,6 @@ def measure(index: int, name: str, record: Record) -> Method:
     summary = record.tally.summary()
     if record.outcomes.weights is None:
         summary = add_sample_metrics(summary, record.outcomes)
-    assert summary.bins is not None
     periods = None
     if record.times is not None:
         names, which = _periods(record.times)

@@ -105,7 +105,7 @@ def drift(periods: Summary) -> str:
     gaps = periods.group_gaps
     if gaps is None or len(gaps.counts) < 2:
         return ""
-    sizes = np.array([float(g.bins.effective.sum()) for g in periods.groups.values() if g.bins is not None])
+    sizes = np.array([float(g.bins.effective.sum()) for g in periods.groups.values()])
     right = (gaps.accuracy * sizes + 0.5) / (sizes + 1)  # never 0 or 1, so that no variance is 0
     weight = sizes / (right * (1 - right))
     excess = float((weight * (gaps.gap - np.average(gaps.gap, weights=weight)) ** 2).sum())
