@@ -247,6 +247,8 @@ def test_evaluate_takes_data_frames_and_paths(tmp_path) -> None:
     streamed = doublehead.evaluate(tmp_path / "a.csv", by="site")
     assert streamed.values["nll"] == pytest.approx(wanted["nll"])
     assert list(streamed.groups) == ["x", "y"]
+    with pytest.raises(ValueError, match="by must name a column of the files, got list"):
+        doublehead.evaluate(tmp_path / "a.csv", by=["x", "y"] * 45)
     p.save(tmp_path / "a.npz")  # states that it holds logits
     assert doublehead.evaluate(str(tmp_path / "a.npz")).values["nll"] == pytest.approx(metrics.nll(p))
 

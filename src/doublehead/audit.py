@@ -68,6 +68,8 @@ def evaluate(
     if not is_path(data) and not is_frame(data):
         return Summary.of(as_predictions(data, labels, kind or "probs", classes, weights), n_bins, by)
     column = by if isinstance(by, str) else None
+    if is_path(data) and by is not column:
+        raise ValueError(f"by must name a column of the files, got {type(by).__name__}")
     table = read_table(data, kind, labels, weights=weights, by=column, **reading)
     if is_path(data):
         return table.tally(n_bins, cluster=cluster).summary()
@@ -302,11 +304,11 @@ def read_table(data: Data, kind: Kind | None, labels: Any = None, **reading: Any
     arrays = {str(name): np.asarray(data[name]) for name in data.columns}
     columns = {"labels": labels, "weights": reading.pop("weights", None)}
     for what, given in columns.items():
-        names = isinstance(given, list) and {*map(str, given)} <= {*arrays}  # of columns of 0 and 1
         if given is None or isinstance(given, str):
             continue
+        names = isinstance(given, list) and {*map(str, given)} <= {*arrays}
         if names and all(np.isin(arrays[str(name)], (0, 1)).all() for name in given):
-            continue
+            continue  # several columns of labels
         if len(given) != len(data):
             raise ValueError(f"{what} must have {len(data)} entries, one per row, got {len(given)}")
         columns[what] = f"{what} given"
