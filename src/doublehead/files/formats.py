@@ -273,10 +273,10 @@ class JsonReader(TableReader):
             self._describe(flat.names, flat.types)
 
     def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
-        schema, number = self._schema, self._arrow.float64()
-        for i, field in enumerate(schema):
-            if field.name in wanted.scores and field.type == "int64":
-                schema = schema.set(i, field.with_type(number))
+        whole = {field.name for field in self._schema if field.type == "int64"} & {*wanted.scores}
+        number = self._arrow.float64()
+        fields = [field.with_type(number) if field.name in whole else field for field in self._schema]
+        schema = self._arrow.schema(fields)
         with reading(self.source):
             for block, done in self._blocks():
                 table = self._flat(self._parsed(block, schema)).select(names).combine_chunks()

@@ -27,9 +27,7 @@ MIN_ROWS = 20  # to see that a single score is never below 0.5, or that no answe
 ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
 
 
-def from_long_form(
-    sources: Sequence[Source], reader: Reader, label: str | None, others: Sequence[str]
-) -> Source | None:
+def from_long_form(sources: Sequence[Source], reader: Reader, label: str | None) -> Source | None:
     """The same predictions with a column of scores for each class, in memory; None where the files are not long.
 
     Files are long when they have a column of samples whose values repeat, one of classes and one of scores.
@@ -43,7 +41,7 @@ def from_long_form(
     rest = {name: kind for name, kind in there.items() if name != of_class}
     if score_family(rest, str(reader.source), None):
         return None
-    wanted = Wanted([score], list(dict.fromkeys([sample, of_class, label, *others])), 1 << 18)
+    wanted = Wanted([score], [name for name in there if name != score], 1 << 18)
     parts = [batch for source in sources for batch in open_source(source).batches(wanted)]
     if not parts:
         return None

@@ -292,7 +292,7 @@ def read_predictions(
             )
     label, labels = columns.label_columns(label, reader.columns, str(reader.source), label_needed)
     if scores is None and not labels:
-        made = guesses.from_long_form(sources, reader, label, others)
+        made = guesses.from_long_form(sources, reader, label)
         if made is not None:
             sources, reader = [made], open_source(made)
     stated = guesses.stated_kind(sources, reader, kind)
