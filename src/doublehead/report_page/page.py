@@ -14,7 +14,6 @@ from doublehead.outcomes import Comparison
 from doublehead.predictions import Predictions
 from doublehead.report_page import tables
 from doublehead.report_page.record import (
-    ERROR_LIMITS,
     THRESHOLDS,
     Method,
     Record,
@@ -92,7 +91,6 @@ def build_page(
         best=_best(methods),
         provenance=provenance,
         thresholds=THRESHOLDS,
-        error_limits=ERROR_LIMITS,
         shifts=shifts,
         windows=windows,
         n_bins=n_bins,

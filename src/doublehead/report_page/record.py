@@ -17,7 +17,7 @@ from doublehead.curves import Reliability, reliability, risk_coverage_curve
 from doublehead.files.reading import PredictionTable
 from doublehead.files.sources import TableError
 from doublehead.files.values import to_text
-from doublehead.metrics import RiskCoverage, ThresholdChoice
+from doublehead.metrics import RiskCoverage
 from doublehead.outcomes import Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally, row_groups
@@ -31,7 +31,6 @@ SHOWN = (
     "text", "sentence", "question", "image", "path", "file", "filename", "file_name", "id", "name", "url",
 )  # fmt: skip
 SHIFTED = ("accuracy", "ece", "ece_floor_high", "mean_confidence", "auroc")  # measured on shifted data
-ERROR_LIMITS = (0.05, 0.02, 0.01, 0.001)  # for which a guaranteed threshold is searched
 
 # The thresholds of the slider: fine where most confidences lie.
 THRESHOLDS = np.unique(np.r_[0:0.9:0.01, 0.9:0.99:0.001, 0.99:0.999:0.0005, 0.999, 0.9995, 0.9999].round(4))
@@ -202,7 +201,6 @@ class Method:
     periods: Summary | None  # its groups are periods
     curve: Reliability
     risk: RiskCoverage
-    guaranteed: tuple[ThresholdChoice, ...]  # one per ERROR_LIMITS; none with sample weights
 
     @property
     def filled(self) -> Array:
@@ -236,9 +234,6 @@ def measure(index: int, name: str, record: Record) -> Method:
         periods=periods,
         curve=reliability(summary.bins, summary.n_bins),
         risk=risk_coverage_curve(confidences),
-        guaranteed=tuple(
-            summary.abstain(max_error) for max_error in ERROR_LIMITS if summary.answers is not None
-        ),
     )
 
 
