@@ -10,7 +10,8 @@ import pytest
 
 from commands import call
 from doublehead.cli import train as demo_command
-from doublehead.cli.train import _shift_columns, change, is_first_process, recipe, show_rows, training_errors
+from doublehead.cli.output import is_first_process, told_to_user
+from doublehead.cli.train import _shift_columns, change, recipe, show_rows
 from doublehead.data import catalog
 from doublehead.training.config import IMAGENET, METHODS, RECIPES, TEXT, Config
 from doublehead.training.loop import NUMBERS
@@ -251,7 +252,7 @@ def test_only_the_first_process_speaks(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_our_warnings_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     place = "src/doublehead/training/run_folder.py"
-    with warnings.catch_warnings(), training_errors():
+    with warnings.catch_warnings(), told_to_user():
         warnings.simplefilter("always")
         warnings.warn_explicit("checkpoint.pt cannot be read", UserWarning, place, 7)
     assert capsys.readouterr().err == "Warning: checkpoint.pt cannot be read\n"

@@ -56,6 +56,8 @@ def test_the_same_bits_as_one_process(client: Any, folder: Path) -> None:
         assert found.groups[site].top == tally.top
         assert found.groups[site].sums == tally.sums
     assert found.summary().to_dict() == wanted.summary().to_dict()
+    by_address = table.tally(cluster=client.scheduler.address)
+    assert by_address.top == wanted.top
 
 
 def test_work_is_spread_over_processes(client: Any, folder: Path) -> None:

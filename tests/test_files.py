@@ -1,8 +1,10 @@
-"""Predictions in files: every format, which columns are guessed, what is refused, and the tally of a table."""
+"""Predictions in files: layouts, formats and encodings, which columns are guessed, what is refused, the tally."""
 
 import gzip
+import io
+import json
 import math
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,24 @@ import pytest
 import torch
 
 from doublehead import Predictions
-from doublehead.files import TableError, read_predictions
+from doublehead.files import TableError, formats, read_predictions
+from doublehead.outcomes import Outcomes
 from doublehead.stream import Tally
 from samples import random_predictions
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
+PROBS = [[0.75, 0.25], [0.125, 0.875], [0.5, 0.5]]
+TRUTH = [0, 1, 1]
+
 LOGITS = [[2.0, 0.5, -1.0], [0.0, 3.0, 0.25], [1.0, 1.5, 4.0], [-1.0, 2.0, 0.0]]
 LABELS = [0, 1, 2, 2]
+
+
+def as_npz(path: Path) -> Path:
+    np.savez(path, logits=np.array(LOGITS), labels=np.array(LABELS))
+    return path
 
 
 def write_csv(path: Path, header: str, *rows: str) -> Path:
@@ -46,34 +57,6 @@ def columns(dtype: str = "float32") -> dict[str, Any]:
 def as_parquet(path: Path, table: dict[str, Any] | None = None, **kwargs: Any) -> Path:
     parquet.write_table(pa.table(table or columns()), path, **kwargs)
     return path
-
-
-def as_npz(path: Path) -> Path:
-    np.savez(path, logits=np.array(LOGITS), labels=np.array(LABELS))
-    return path
-
-
-def as_gz(path: Path) -> Path:
-    plain = simple_csv(path.with_suffix(""))
-    path.write_bytes(gzip.compress(plain.read_bytes()))
-    return path
-
-
-FORMATS: dict[str, Callable[[Path], Path]] = {
-    "a.csv": simple_csv,
-    "a.csv.gz": as_gz,
-    "a.parquet": as_parquet,
-    "a.npz": as_npz,
-}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_reads_the_same(name: str, tmp_path: Path) -> None:
-    table = read_predictions(FORMATS[name](tmp_path / name), kind="logits")
-    p = table.load()
-    assert p.logits.tolist() == LOGITS
-    assert p.labels.tolist() == LABELS
-    assert table.kind == "logits"
 
 
 def test_npy_pair_in_either_order(tmp_path: Path) -> None:
@@ -146,52 +129,11 @@ def test_named_columns_with_patterns(tmp_path: Path) -> None:
     assert table.load().labels.tolist() == [2]  # the label 10 is the column m_10
 
 
-def test_labels_by_name_number_and_base(tmp_path: Path) -> None:
-    by_name = write_csv(tmp_path / "a.csv", "label,prob_cat,prob_dog", "dog,0.5,0.5", "prob_cat,0.5,0.5")
-    assert read_predictions(by_name, kind="probs").load().labels.tolist() == [1, 0]
-    numbered = write_csv(tmp_path / "b.csv", "label,prob_1,prob_2", "1,0.5,0.5", "2.0,0.5,0.5")
-    assert read_predictions(numbered, kind="probs").load().labels.tolist() == [0, 1]
+def test_labels_from_a_base_on_and_a_binary_score_in_an_array(tmp_path: Path) -> None:
     based = write_csv(tmp_path / "c.csv", "label,cat,dog", "1,0.5,0.5", "2,0.5,0.5")
     assert read_predictions(based, kind="probs", base=1).load().labels.tolist() == [0, 1]
-
-
-def test_binary_score_alone_is_class_one(tmp_path: Path) -> None:
-    file = write_csv(tmp_path / "a.csv", "label,prob", "true,0.75", "false,0.25")
-    p = read_predictions(file, kind="probs").load()
-    assert p.probs.tolist() == [[0.25, 0.75], [0.75, 0.25]]
-    assert p.labels.tolist() == [1, 0]
-    p = read_predictions(as_npz_binary(tmp_path / "b.npz")).load()
-    assert p.logits.tolist() == [[0.0, 2.0], [0.0, -1.0]]
-
-
-def as_npz_binary(path: Path) -> Path:
-    np.savez(path, logits=np.array([2.0, -1.0]), labels=np.array([1, 0]))
-    return path
-
-
-def test_lists_in_a_column(tmp_path: Path) -> None:
-    file = as_parquet(tmp_path / "a.parquet", {"label": LABELS, "logits": LOGITS})
-    assert read_predictions(file, kind="logits").load().logits.tolist() == LOGITS
-    ragged = as_parquet(tmp_path / "b.parquet", {"label": [0, 1], "logits": [[1.0, 2.0], [3.0]]})
-    refused(r"b.parquet, column 'logits', row 2 \(number 0 of the row\)", ragged, kind="logits")
-
-
-def test_semicolons_byte_order_mark_and_categories(tmp_path: Path) -> None:
-    file = tmp_path / "a.csv"
-    file.write_bytes("\ufefflabel;cat;dog\ncat;0.25;0.75\n".encode())
-    assert read_predictions(file, kind="probs").load().labels.tolist() == [0]
-    table = {"label": pa.array(["dog", "cat"]).dictionary_encode(), "cat": [0.5, 0.5], "dog": [0.5, 0.5]}
-    file = as_parquet(tmp_path / "a.parquet", table)
-    assert read_predictions(file, kind="probs").load().labels.tolist() == [1, 0]
-
-
-def test_text_that_windows_wrote(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes("label;caf\xe9;dog\ncaf\xe9;0,75;0,25\n".encode("cp1252"))
-    table = read_predictions(tmp_path / "a.csv")
-    assert table.layout.classes == ("caf\xe9", "dog")
-    assert table.load().labels.tolist() == [0]
-    (tmp_path / "b.csv").write_bytes(b"label,cat,dog\n\x00\x81,0.5,0.5\n")
-    refused("b.csv must be text", tmp_path / "b.csv", kind="probs")
+    np.savez(tmp_path / "b.npz", logits=np.array([2.0, -1.0]), labels=np.array([1, 0]))
+    assert read_predictions(tmp_path / "b.npz").load().logits.tolist() == [[0.0, 2.0], [0.0, -1.0]]
 
 
 def test_where_and_by(tmp_path: Path) -> None:
@@ -276,39 +218,32 @@ BAD_PROBS = {
     HEADER + "0,-0.693147,-0.693147\n1,-1.386294,-0.287682": "these are log-probabilities: give --logits",
     TOTAL: "row 21: probabilities must lie in 0..1.* if it is a total",
 }
+BAD_UNSTATED = {
+    TOTAL: "row 21: .* got 15; remove it if it is a total",
+    "cat,0.0,0.0,1.0\ndog,0.0,1.0,0.0": "'label', row 1 must hold a class .a whole number., got 'cat'",
+    "label,prob_0,prob_2,prob_3\n0,0.5,0.25,0.25\n1,0.5,0.25,0.25": "row 2 .* '0', '2', '3', got '1'",
+    "label,prob\n0,25.5\n1,75.5": "must lie in 0..1, got 25.5 .*; divide percentages by 100",
+    "label,score\n0,25.5\n1,75.5": "divide percentages by 100, or give --logits",
+    "label,cat,dog\ncat,25.5%,74.5%": "column 'cat' must hold numbers: divide percentages by 100",
+    "label,a_prob,b_prob\na,25.5%,74.5%": "must hold a number, got '25.5%'; divide percentages by 100",
+    "label,m_a,m_b,n_a,n_b\na,0.75,0.25,0.5,0.5": "rows do not sum to 1; name the columns of all .* --scores",
+    "label,score\nham,0.25\nspam,0.5": "labels of a single score .* got 'ham', 'spam' .* prob_X",
+    "label,prob\n" + "0,0.75\n1,0.5\n" * 10: "no score in 'prob' is below 0.5.* 'predicted'",
+    "target,predicted,confidence\n"
+    + "0,no,0.75\n1,yes,0.5\n" * 10: "must call the classes by the same names",
+    "label,cat,dog\ncat,0.75,0.25\n,,": "column 'cat', row 2 must hold a finite number, got nothing",
+    "<html><body>404</body></html>": "a.csv has no rows",
+    HEADER + "0,0.25,0.75\n" * 20 + "1,1.5,-0.5": "row 21: .* got -0.5; remove it if it is a total",
+    "correct,confidence\n1,75.0\n0,50.5": "row 1 must hold a confidence in 0..1, got 75",
+    "correct,confidence\n2,0.75": "must say whether the answer was right",
+    "label,predicted,confidence\na,,0.75": "column 'predicted', row 1 holds nothing",
+    "id,label,class,prob\n1,a,a,0.5\n1,a,b,0.5\n2,b,a,0.5": "must have 2 rows for each sample",
+    "id,label,class,prob\n1,a,a,0.5\n1,b,b,0.5": "one label for each sample",
+}
 BAD_CSV = [
-    *(("logits", text, message) for text, message in BAD_LOGITS.items()),
-    *(("probs", text, message) for text, message in BAD_PROBS.items()),
-    (None, TOTAL, "row 21: .* got 15; remove it if it is a total"),
-    (
-        None,
-        "cat,0.0,0.0,1.0\ndog,0.0,1.0,0.0",
-        "'label', row 1 must hold a class .a whole number., got 'cat'",
-    ),
-    (None, "label,prob_0,prob_2,prob_3\n0,0.5,0.25,0.25\n1,0.5,0.25,0.25", "row 2 .* '0', '2', '3', got '1'"),
-    (None, "label,prob\n0,25.5\n1,75.5", "must lie in 0..1, got 25.5 .*; divide percentages by 100"),
-    (None, "label,score\n0,25.5\n1,75.5", "divide percentages by 100, or give --logits"),
-    (None, "label,cat,dog\ncat,25.5%,74.5%", "column 'cat' must hold numbers: divide percentages by 100"),
-    (
-        None,
-        "label,a_prob,b_prob\na,25.5%,74.5%",
-        "must hold a number, got '25.5%'; divide percentages by 100",
-    ),
-    (
-        None,
-        "label,m_a,m_b,n_a,n_b\na,0.75,0.25,0.5,0.5",
-        "rows do not sum to 1; name the columns of all .* --scores",
-    ),
-    (None, "label,score\nham,0.25\nspam,0.5", "labels of a single score .* got 'ham', 'spam' .* prob_X"),
-    (None, "label,prob\n" + "0,0.75\n1,0.5\n" * 10, "no score in 'prob' is below 0.5.* 'predicted'"),
-    (
-        None,
-        "target,predicted,confidence\n" + "0,no,0.75\n1,yes,0.5\n" * 10,
-        "must call the classes by the same names",
-    ),
-    (None, "label,cat,dog\ncat,0.75,0.25\n,,", "column 'cat', row 2 must hold a finite number, got nothing"),
-    ("probs", "<html><body>404</body></html>", "a.csv has no rows"),
-    (None, HEADER + "0,0.25,0.75\n" * 20 + "1,1.5,-0.5", "row 21: .* got -0.5; remove it if it is a total"),
+    (kind, *case)
+    for kind, cases in (("logits", BAD_LOGITS), ("probs", BAD_PROBS), (None, BAD_UNSTATED))
+    for case in cases.items()
 ]
 
 
@@ -316,22 +251,23 @@ BAD_CSV = [
 def test_bad_csv_names_the_place(kind: Any, text: str, message: str, tmp_path: Path) -> None:
     file = write_csv(tmp_path / "a.csv", text)
     with pytest.raises(TableError, match=message):
-        read_predictions(file, kind=kind).load()
+        read_predictions(file, kind=kind).tally()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["plain.csv", "gzip.csv.gz", "a.parquet", "a.npz"])
 def test_cut_off_and_empty_files(name: str, tmp_path: Path) -> None:
-    file = FORMATS[name](tmp_path / name)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) - (8 if name == "a.csv" else len(whole) // 3)])
-    refused(rf"{name}.*truncated", file, kind="logits")
+    file, whole = tmp_path / name, CONTENTS[name]()
+    file.write_bytes(whole[: len(whole) - (8 if name == "plain.csv" else len(whole) // 3)])
+    refused(rf"{name}.*truncated", file, kind="probs")
     file.write_bytes(b"")
-    refused(rf"{name} is empty \(0 bytes\)", file, kind="logits")
+    refused(rf"{name} is empty \(0 bytes\)", file, kind="probs")
 
 
-def test_parquet_text_column_and_missing_column_in_a_later_file(tmp_path: Path) -> None:
+def test_columns_of_parquet_that_are_text_ragged_or_missing_in_a_later_file(tmp_path: Path) -> None:
     text = as_parquet(tmp_path / "t.parquet", {**columns(), "logit_1": ["1", "2", "x", "3"]})
     refused("t.parquet: column 'logit_1' must hold numbers, got text", text, kind="logits")
+    ragged = as_parquet(tmp_path / "r.parquet", {"label": [0, 1], "logits": [[1.0, 2.0], [3.0]]})
+    refused(r"r.parquet, column 'logits', row 2 \(number 0 of the row\)", ragged, kind="logits")
     short = columns()
     del short["logit_2"]
     files = [as_parquet(tmp_path / "a.parquet"), as_parquet(tmp_path / "b.parquet", short)]
@@ -366,7 +302,7 @@ def test_chunks_do_not_change_the_tally(tmp_path: Path, monkeypatch: pytest.Monk
     file = as_parquet(tmp_path / "a.parquet", table, row_group_size=64)
     monkeypatch.setattr("doublehead.files.reading.CHUNK_ENTRIES", 7 * 50)
     source = read_predictions(file, kind="logits")
-    sizes = [len(chunk.scores) for chunk in source]
+    sizes = [len(chunk.scores) for chunk in source.chunks()]
     assert max(sizes) == 50
     told: list[int] = []
     found = source.tally(advance=told.append)
@@ -423,32 +359,13 @@ def test_rows_are_not_chosen_by_their_label(tmp_path: Path) -> None:
         refused("cannot be selected or grouped by their label", file, kind="logits", **how)
 
 
-@pytest.mark.parametrize(
-    ("row", "is_rounded"), [("0.33,0.33,0.33", True), ("0.3,0.3,0.3", False), ("0.3333,0.33,0.33", False)]
-)
-def test_rows_that_rounding_moved_from_one(row: str, is_rounded: bool, tmp_path: Path) -> None:
-    file = write_csv(tmp_path / "a.csv", "label,a,b,c", "0,0.2,0.3,0.5", f"1,{row}")
-    if is_rounded:
-        assert len(read_predictions(file, kind="probs").load()) == 2
-    else:
-        refused("row 2: probabilities must sum to 1", file, kind="probs")
-
-
-def test_values_a_rounding_error_outside_are_clipped(tmp_path: Path) -> None:
-    file = write_csv(tmp_path / "a.csv", "label,prob_0,prob_1", "0,1.00001,-1e-9")
-    table = read_predictions(file, kind="probs")
-    assert table.load().probs.tolist() == [[1.0, 0.0]]
-    assert table.counts["clipped"] == 1
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["stage1", "stage2", "stage3"], ["class_0", "class_1", "class_2"], ["grade 1", "grade 2", "grade 3"]],
-)
-def test_labels_that_end_in_a_number_are_names(names: list[str], tmp_path: Path) -> None:
-    rows = [f"{name},0.5,0.25,0.25" for name in reversed(names)]
-    file = write_csv(tmp_path / "a.csv", ",".join(["label", *names]), *rows)
-    assert read_predictions(file, kind="probs").load().labels.tolist() == [2, 1, 0]
+def test_rows_that_rounding_moved_from_one(tmp_path: Path) -> None:
+    for row, is_rounded in (("0.33,0.33,0.33", True), ("0.3,0.3,0.3", False), ("0.3333,0.33,0.33", False)):
+        file = write_csv(tmp_path / "a.csv", "label,a,b,c", "0,0.2,0.3,0.5", f"1,{row}")
+        if is_rounded:
+            assert len(read_predictions(file, kind="probs").load()) == 2
+        else:
+            refused("row 2: probabilities must sum to 1", file, kind="probs")
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
@@ -457,6 +374,8 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     refused("must name a column", file, kind="logits", by="")
     np.savez(tmp_path / "none.npz", logits=np.zeros((4, 0)), labels=np.zeros(4, dtype=int))
     refused("at least one score per row", tmp_path / "none.npz")
+    (tmp_path / "b.csv").write_bytes(b"label,cat,dog\n\x00\x81,0.5,0.5\n")
+    refused("b.csv must be text", tmp_path / "b.csv", kind="probs")
 
 
 def test_dangerous_and_damaged_npz_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,3 +391,267 @@ def test_dangerous_and_damaged_npz_are_refused(tmp_path: Path, monkeypatch: pyte
     n = 200_000
     np.savez_compressed(tmp_path / "a.npz", logits=np.zeros((n, 2)), labels=np.zeros(n, dtype=int))
     refused("GiB unpacked", tmp_path / "a.npz")  # a small file that unpacks to much
+
+
+# --- files as people have them
+
+TEXTS = {
+    "decimal commas": "label;a;b\n0;0,75;0,25\n1;0,125;0,875\n1;0,5;0,5\n",
+    "decimal commas, no header": "0;0,75;0,25\n1;0,125;0,875\n1;0,5;0,5\n",
+    "spaces": "label, a, b\na, 0.75, 0.25\nb, 0.125, 0.875\nb, 0.5, 0.5\n",
+    "no header": "0,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
+    "no header, label last": "0.75,0.25,0\n0.125,0.875,1\n0.5,0.5,1\n",
+    "bars": "label|a|b\na|0.75|0.25\nb|0.125|0.875\nb|0.5|0.5\n",
+    "blanks": "label a b\na 0.75 0.25\nb 0.125 0.875\nb 0.5 0.5\n",
+    "Excel's first line": "sep=;\nlabel;a;b\na;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n",
+    "blank lines first": "\n\nlabel,a,b\na,0.75,0.25\nb,0.125,0.875\nb,0.5,0.5\n",
+    "R's row names": '"label" "a" "b"\n"1" "a" 0.75 0.25\n"2" "b" 0.125 0.875\n"3" "b" 0.5 0.5\n',
+    "other case": "label,Cat,dog\nCAT ,0.75,0.25\nDog,0.125,0.875\ndog,0.5,0.5\n",
+    "prefixes": "label,net_a,net_b\na,0.75,0.25\nb,0.125,0.875\nb,0.5,0.5\n",
+    "numbers as names": "label,prob_1,prob_7\n1,0.75,0.25\n7,0.125,0.875\n7,0.5,0.5\n",
+    "negative numbers": "label,-1,1\n-1,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
+    "numbers in disorder": "label,40,7\n40,0.75,0.25\n7,0.125,0.875\n7,0.5,0.5\n",
+    "one probability": "label,prob\nFalse,0.25\nTrue,0.875\nTrue,0.5\n",
+    "yes and no": "label,p\nNo,0.25\nYes,0.875\nYes,0.5\n",
+    "one named probability": "y_true,p_spam\nham,0.25\nspam,0.875\nspam,0.5\n",
+    "one-hot": "y_a,y_b,p_a,p_b\n1,0,0.75,0.25\n0,1,0.125,0.875\n0,1,0.5,0.5\n",
+    "ids": "row_id,gt,prob_a,prob_b\n7,a,0.75,0.25\n8,b,0.125,0.875\n9,b,0.5,0.5\n",
+    "long": "id,label,class,prob\n0,a,a,0.75\n0,a,b,0.25\n1,b,a,0.125\n1,b,b,0.875\n2,b,a,0.5\n2,b,b,0.5\n",
+    "names that end in a number": "label,stage1,stage2\nstage1,0.75,0.25\nstage2,0.125,0.875\nstage2,0.5,0.5\n",
+    "numbers after a blank": "label,grade 1,grade 2\ngrade 1,0.75,0.25\ngrade 2,0.125,0.875\nGRADE 2,0.5,0.5\n",
+    "names like class_0": "label,class_0,class_1\nclass_0,0.75,0.25\nclass_1,0.125,0.875\nclass_1,0.5,0.5\n",
+    "label is the name of a column": "label,p_a,p_b\np_a,0.75,0.25\np_b,0.125,0.875\nb,0.5,0.5\n",
+    "counted from 1": "label,prob_1,prob_2\n1,0.75,0.25\n2.0,0.125,0.875\n2,0.5,0.5\n",
+    "byte order mark": "\ufefflabel;a;b\na;0.75;0.25\nb;0.125;0.875\nb;0.5;0.5\n",
+    "long, mixed": "sample,class,prob,gt\nu,b,0.25,a\nt,a,0.125,b\nu,a,0.75,a\nt,b,0.875,b\ns,a,0.5,b\ns,b,0.5,b\n",
+}
+
+
+def test_labels_of_several_belong_to_the_scores_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("y_b,y_a,p_a,p_b\n1,0,0.75,0.25\n1,1,0.5,0.5\n")
+    table = read_predictions(tmp_path / "a.csv", label="y_*", kind="probs")
+    assert table.layout.labels == ("y_a", "y_b")
+    assert table.load().labels.tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("label", ["gt", "actual", "category", "True Class", "y_true", "Ground Truth"])
+@pytest.mark.parametrize(
+    "scores", ["{}_prob", "softmax_{}", "Prob({})", "prob_{}", "P(y={})", "{} probability"]
+)
+def test_names_that_are_guessed(label: str, scores: str, tmp_path: Path) -> None:
+    header = ",".join([label, scores.format("a"), "age", scores.format("b")])
+    rows = [f"{'ab'[y]},{p[0]},31.5,{p[1]}" for y, p in zip(TRUTH, PROBS)]
+    (tmp_path / "a.csv").write_text("\n".join([header, *rows]) + "\n")
+    table = read_predictions(tmp_path / "a.csv")
+    assert table.load().probs.tolist() == PROBS
+    assert table.layout.classes == ("a", "b")
+
+
+def plain() -> bytes:
+    rows = [f"{y},{p[0]},{p[1]}" for y, p in zip(TRUTH, PROBS)]
+    return "\n".join(["label,prob_0,prob_1", *rows, ""]).encode()
+
+
+def as_table() -> Any:
+    columns = {"label": TRUTH, "prob_0": [p[0] for p in PROBS], "prob_1": [p[1] for p in PROBS]}
+    return pa.table(columns)
+
+
+def as_json_lines(lists: bool) -> bytes:
+    rows: list[dict[str, Any]] = [
+        {"label": y, **({"probs": p} if lists else {"prob_0": p[0], "prob_1": p[1]})}
+        for y, p in zip(TRUTH, PROBS)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_arrow() -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, as_table().schema) as writer:
+        writer.write_table(as_table(), max_chunksize=2)
+    return sink.getvalue()
+
+
+def as_parquet_bytes(table: Any) -> bytes:
+    sink = io.BytesIO()
+    parquet.write_table(table, sink)
+    return sink.getvalue()
+
+
+def as_npz_bytes(**arrays: Any) -> bytes:
+    sink = io.BytesIO()
+    np.savez(sink, **arrays)
+    return sink.getvalue()
+
+
+def as_pipeline() -> bytes:
+    """A line of {"truth": "b", "scores": [{"label": "b", "score": 0.875}, ...]} per sample, the likeliest first."""
+    lines = []
+    for y, p in zip(TRUTH, PROBS):
+        pairs = sorted(({"label": c, "score": s} for c, s in zip("ab", p)), key=lambda pair: -pair["score"])
+        lines.append(json.dumps({"truth": "ab"[y], "scores": pairs}) + "\n")
+    return "".join(lines).encode()
+
+
+CONTENTS = {
+    **{f"{case}.csv": text.encode for case, text in TEXTS.items()},
+    "plain.csv": plain,
+    "table.txt": plain,
+    "gzip.csv.gz": lambda: gzip.compress(plain()),
+    "windows-1252.csv": lambda: "label;caf\xe9;b\ncaf\xe9;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n".encode(
+        "cp1252"
+    ),
+    "a.parquet": lambda: as_parquet_bytes(as_table()),
+    "lists.parquet": lambda: as_parquet_bytes(pa.table({"label": TRUTH, "probs": PROBS})),
+    "categories.parquet": lambda: as_parquet_bytes(
+        pa.table({"label": pa.array(list("abb")).dictionary_encode(), **dict(zip("ab", zip(*PROBS)))})
+    ),
+    "a.npz": lambda: as_npz_bytes(probs=PROBS, labels=TRUTH),
+    "old mac.csv": lambda: plain().replace(b"\n", b"\r"),
+    "list.json": lambda: b"[" + b",".join(as_json_lines(False).splitlines()) + b"]",
+    "nested.jsonl": lambda: b"".join(
+        json.dumps({"label": "ab"[y], "out": {"id": 1, "probs": dict(zip("ab", p))}}).encode() + b"\n"
+        for y, p in zip(TRUTH, PROBS)
+    ),
+    "pipeline.jsonl": as_pipeline,
+    "columns.npz": lambda: as_npz_bytes(probs=PROBS, labels=np.array(TRUTH)[:, None]),
+    "one-hot.npz": lambda: as_npz_bytes(probs=PROBS, labels=np.eye(2)[TRUTH]),
+    "classes.npz": lambda: as_npz_bytes(
+        probs=PROBS, labels=np.array(list("abb")), classes=np.array(["a", "b"])
+    ),
+    "gzip by content.csv": lambda: gzip.compress(plain()),
+    "utf-16.csv": lambda: plain().decode().encode("utf-16"),
+    "big endian.csv": lambda: b"\xfe\xff" + plain().decode().encode("utf-16-be"),
+    "windows.csv": lambda: plain().replace(b"\n", b"\r\n"),
+    "a.jsonl": lambda: as_json_lines(False),
+    "lists.ndjson": lambda: as_json_lines(True),
+    "gzip by content.jsonl": lambda: gzip.compress(as_json_lines(False)),
+    "a.jsonl.gz": lambda: gzip.compress(as_json_lines(True)),
+    "a.arrow": as_arrow,
+    "a.feather": as_arrow,
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_layouts_formats_and_encodings_without_a_flag(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(CONTENTS[name]())
+    p = read_predictions(tmp_path / name, label="y_*" if name == "one-hot.csv" else None).load()
+    assert p.probs.tolist() == PROBS
+    assert p.labels.tolist() == TRUTH
+
+
+@pytest.mark.parametrize(
+    "content", [plain, as_arrow, lambda: as_json_lines(True)], ids=["csv", "arrow", "jsonl"]
+)
+def test_standard_input(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content())))
+    assert read_predictions("-").load().probs.tolist() == PROBS
+
+
+TOP_LABEL = {
+    "pipeline": "label,score,true_label\na,0.75,a\na,0.5,b\nb,0.875,b\n",
+    "predicted": "label,predicted,confidence\na,a,0.75\nb,a,0.5\nb,b,0.875\n",
+    "numbers": "y_true,y_pred,conf\n1,1,0.75\n2,1.0,0.5\n2,2,0.875\n",
+    "correct": "correct,confidence\n1,0.75\n0,0.5\n1,0.875\n",
+    "words": "confidence,is_correct\n0.75,true\n0.5,False\n0.875,TRUE\n",
+    "top-k": "label,class_1,prob_1,class_2,prob_2\na,a,0.75,b,0.25\nb,a,0.5,b,0.5\nb,b,0.875,a,0.125\n",
+    "top1": "label,top1_class,top1_prob,top2_class,top2_prob\na,a,0.75,b,0.25\nb,a,0.5,b,0.5\nb,b,0.875,a,0.125\n",
+    "ranked": "label,pred_1,confidence_1,pred_2,confidence_2\na,a,0.75,b,0.25\nb,a,0.5,b,0.5\nb,b,0.875,a,0.125\n",
+}
+
+
+@pytest.mark.parametrize("case", TOP_LABEL)
+def test_the_confidence_in_the_predicted_class_alone(case: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(TOP_LABEL[case])
+    table = read_predictions(tmp_path / "a.csv")
+    (chunk,) = table.chunks()
+    assert isinstance(chunk.predictions, Outcomes)
+    assert chunk.predictions.confidence.tolist() == [0.75, 0.5, 0.875]
+    assert chunk.predictions.correct.tolist() == [True, False, True]
+    summary = table.tally().summary()
+    assert summary.values["accuracy"] == pytest.approx(2 / 3)
+    assert "nll" not in summary.metrics
+    assert "3 predictions" in str(summary)
+    with pytest.raises(TableError, match="a score for every class is needed"):
+        table.load()
+
+
+def test_groups_by_the_predicted_class_and_not_by_whether_it_is_right(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(TOP_LABEL["predicted"])
+    groups = read_predictions(tmp_path / "a.csv", by="predicted").tally().groups
+    assert {name: tally.n for name, tally in groups.items()} == {"a": 2, "b": 1}
+    (tmp_path / "a.csv").write_text(TOP_LABEL["correct"])
+    with pytest.raises(TableError, match="cannot be selected or grouped by their label .'correct'"):
+        read_predictions(tmp_path / "a.csv", by="correct")
+
+
+def test_folders_named_by_a_column(tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        (tmp_path / "new" / f"site={site}").mkdir(parents=True)
+        (tmp_path / "new" / f"site={site}" / "part.csv").write_bytes(plain())
+    groups = read_predictions(tmp_path / "new", by="site").tally().groups
+    assert {name: tally.n for name, tally in groups.items()} == {"north": 3, "south": 3}
+    assert read_predictions(tmp_path / "new", where={"site": "north"}).tally().n == 3
+
+
+def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes(plain())
+    (tmp_path / "link.csv").symlink_to(file)
+    assert read_predictions([file, str(file), tmp_path / "link.csv"]).tally().n == 3
+
+
+def test_excel(tmp_path: Path) -> None:
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    for row in [["label", "prob_0", "prob_1"], *([y, *p] for y, p in zip(TRUTH, PROBS))]:
+        book.active.append(row)
+    book.save(tmp_path / "a.xlsx")
+    assert read_predictions(tmp_path / "a.xlsx").load().probs.tolist() == PROBS
+    book.active["B3"] = None
+    book.save(tmp_path / "a.xlsx")
+    with pytest.raises(TableError, match="'prob_0', row 2 must hold a finite number, got nothing"):
+        read_predictions(tmp_path / "a.xlsx").load()
+
+
+def wide_lines(scores: Any, texts: list[str]) -> list[str]:
+    header = ",".join(["text", *(f"logit_{i}" for i in range(scores.shape[1])), "label", "site"])
+    rows = zip(texts, scores.tolist(), range(len(texts)))
+    return [header, *(",".join([text, *map(str, row), str(i), "ab"[i % 2]]) for text, row, i in rows)]
+
+
+@pytest.mark.parametrize("case", ["plain", "windows", "zipped", "quotes", "line break in quotes"])
+def test_wide_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "WIDE_BLOCK", 1 << 15)  # so that there are several
+    scores = np.random.default_rng(0).normal(size=(12, 2000)).round(4)
+    odd = {"quotes": '"x, y"', "line break in quotes": '"x\ny"'}.get(case, "")
+    text = "\n".join(wide_lines(scores, ["t"] * 9 + [odd] + ["t"] * 2)) + "\n"
+    content = text.replace("\n", "\r\n").encode() if case == "windows" else text.encode()
+    file = tmp_path / "a.csv"
+    file.write_bytes(gzip.compress(content) if case == "zipped" else content)
+    table = read_predictions(file, by="site", extra=["text"])
+    chunks = list(table.chunks())
+    assert np.array_equal(np.concatenate([chunk.scores for chunk in chunks]), scores)
+    texts = np.concatenate([chunk.raw.columns["text"] for chunk in chunks]).tolist()
+    assert texts[9] == odd.strip('"')
+    assert table.load().labels.tolist() == list(range(12))
+    assert {name: group.n for name, group in table.tally().groups.items()} == {"a": 6, "b": 6}
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("x", "column 'logit_1', row 10 must hold a number, got 'x'"),
+        ("", "column 'logit_1', row 10 must hold a finite number, got nothing"),
+        ("1.0,1.0", "row 10 has 2004 values where the header has 2003"),
+    ],
+)
+def test_wide_files_name_the_place(cell: str, message: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(formats, "WIDE_BLOCK", 1 << 15)
+    lines = wide_lines(np.random.default_rng(0).normal(size=(12, 2000)).round(4), ["t"] * 12)
+    cells = lines[10].split(",")
+    lines[10] = ",".join([*cells[:2], cell, *cells[3:]])
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    with pytest.raises(TableError, match=message):
+        read_predictions(tmp_path / "a.csv").tally()

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 import doublehead
 from doublehead import Predictions, Summary, metrics
+from doublehead.bins import Bins
 from doublehead.metrics import Floor, Interval
 from doublehead.outcomes import compare
 from doublehead.stream import Tally, exact_sum
@@ -110,7 +110,8 @@ def test_groups_are_summaries_of_their_rows() -> None:
 
 def graded(n: int, ece: float, floor: float, p_value: float, over: float = 0.0) -> Summary:
     numbers = {"ece": Interval(ece, 0, 1), "overconfidence": Interval(over, -1, 1)}
-    return Summary(n, 3, 15, numbers, Floor(floor, floor / 2, 2 * floor), p_value)
+    bins = Bins.of(torch.tensor([0.5]), torch.tensor([True]), 15)
+    return Summary(n, 3, 15, numbers, Floor(floor, floor / 2, 2 * floor), p_value, bins)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +158,6 @@ def test_shown_as_text_html_frame_json_and_picture() -> None:
     assert frame.loc["ece", "value"] == pytest.approx(metrics.ece(p))
     pytest.importorskip("matplotlib")
     assert found.plot(title="mine").get_title() == "mine"
-    with pytest.raises(ValueError, match="without bins"):
-        replace(found, bins=None).plot()
 
 
 def test_compare_is_paired() -> None:
@@ -248,6 +247,8 @@ def test_evaluate_takes_data_frames_and_paths(tmp_path) -> None:
     streamed = doublehead.evaluate(tmp_path / "a.csv", by="site")
     assert streamed.values["nll"] == pytest.approx(wanted["nll"])
     assert list(streamed.groups) == ["x", "y"]
+    with pytest.raises(ValueError, match="by must name a column of the files, got list"):
+        doublehead.evaluate(tmp_path / "a.csv", by=["x", "y"] * 45)
     p.save(tmp_path / "a.npz")  # states that it holds logits
     assert doublehead.evaluate(str(tmp_path / "a.npz")).values["nll"] == pytest.approx(metrics.nll(p))
 

@@ -22,13 +22,12 @@ import numpy as np
 import doublehead
 from doublehead.calibrators import Temperature
 from doublehead.files.formats import open_source
-from doublehead.files.guesses import Kind
 from doublehead.files.reading import PredictionTable, read_predictions
-from doublehead.files.sources import Source, TableError, find_sources
+from doublehead.files.sources import Kind, Source, TableError, find_sources
 from doublehead.guard import Shift as Window
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
-from doublehead.report_page.record import Record, as_times, shown_column
+from doublehead.report_page.record import Record, as_times
 from doublehead.stream import row_groups
 from doublehead.summary import Summaries, Summary
 from doublehead.system import replacing
@@ -61,25 +60,27 @@ def evaluate(
     >>> summary.n, summary.values["accuracy"], summary.grade.word
     (2, 1.0, 'too few samples to judge')
     """
-    data, kind = _one_of(probs, logits)
+    if (probs is None) == (logits is None):
+        given = "neither" if probs is None else "both"
+        raise ValueError(f"give probabilities as the first argument or logits=..., got {given}")
+    kind: Kind | None = None if logits is None else "logits"
+    data = probs if logits is None else logits
+    if not is_path(data) and not is_frame(data):
+        return Summary.of(as_predictions(data, labels, kind or "probs", classes, weights), n_bins, by)
+    column = by if isinstance(by, str) else None
+    if is_path(data) and by is not column:
+        raise ValueError(f"by must name a column of the files, got {type(by).__name__}")
+    table = read_table(data, kind, labels, weights=weights, by=column, **reading)
     if is_path(data):
-        table = _read_path(data, kind, labels, by=by, weights=weights, **reading)
         return table.tally(n_bins, cluster=cluster).summary()
-    if is_frame(data):
-        column = by if isinstance(by, str) else None
-        table = _read_frame(data, kind, labels, weights, by=column, **reading)
-        p, groups = table.load(), data[column] if column is not None else by
-        return Summary.of(p, n_bins, row_groups(p, groups, table.layout.labels))
-    return Summary.of(as_predictions(data, labels, kind or "probs", classes, weights), n_bins, by)
+    p, groups = table.load(), by if column is None else data[column]
+    return Summary.of(p, n_bins, row_groups(p, groups, table.layout.labels))
 
 
-def load_predictions(data: Data, labels: Any = None, **reading: Any) -> Predictions:
+def load_predictions(data: Data, labels: Any = None) -> Predictions:
     """`Predictions` of probabilities (N, K) and labels, of a DataFrame, or of paths, as for `evaluate`."""
-    if is_path(data):
-        return _read_path(data, None, labels, **reading).load()
-    if is_frame(data):
-        return _read_frame(data, None, labels, **reading).load()
-    return as_predictions(data, labels, **reading)
+    is_table = is_path(data) or is_frame(data)
+    return read_table(data, None, labels).load() if is_table else as_predictions(data, labels)
 
 
 def report(
@@ -107,16 +108,7 @@ def report(
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
     inputs = collect(list(named.items()), n_bins=n_bins, by=by, time=time, **reading)
-    page = build_page(
-        inputs.methods,
-        title=title or TITLE,
-        classes=classes or inputs.classes or None,
-        shift={**inputs.shift, **(shift or {})},
-        windows=windows,
-        n_bins=n_bins,
-        provenance=provenance(inputs),
-    )
-    return write_page(path, page)
+    return write_page(path, inputs.page(title, classes, shift or {}, windows))
 
 
 def summaries(
@@ -134,22 +126,6 @@ def summaries(
     if path is not None:
         report(methods, path, **options)
     return Summaries({name: Summary.of(p, options.get("n_bins", 15)) for name, p in methods.items()})
-
-
-def provenance(inputs: Inputs, command: str = "") -> list[tuple[str, str]]:
-    """Where the numbers of a page come from: files with their sizes and hashes, command, version, date."""
-    files = {
-        path for table in inputs.tables for source in table.sources for path in (source.path, source.partner)
-    }
-    facts = [
-        (str(path), _fingerprint(path)) for path in sorted(files - {None}, key=str) if path and path.is_file()
-    ]
-    facts += [
-        (name, f"{record.tally.n // record.several:,} samples") for name, record in inputs.methods.items()
-    ]
-    facts += [("Command", command)] if command else []
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return [*facts, ("Made", f"{now}, doublehead {doublehead.__version__}")]
 
 
 def _fingerprint(path: Path) -> str:
@@ -184,6 +160,31 @@ class Inputs:
     shift: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: list[PredictionTable] = field(default_factory=list)
 
+    def page(
+        self,
+        title: str | None,
+        classes: Sequence[str] | None,
+        shift: Shift,
+        windows: Sequence[Window],
+        command: str = "",
+    ) -> Page:
+        """The report, with where its numbers come from: files with their sizes and hashes, command, version, date."""
+        sources = [source for table in self.tables for source in table.sources]
+        files = {path for source in sources for path in (source.path, source.partner) if path is not None}
+        facts = [(str(path), _fingerprint(path)) for path in sorted(files) if path.is_file()]
+        for name, record in self.methods.items():
+            facts.append((name, f"{record.tally.n // record.several:,} samples"))
+        facts += [("Command", command)] if command else []
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return build_page(
+            self.methods,
+            title=title or TITLE,
+            classes=classes or self.classes or None,
+            shift={**self.shift, **shift},
+            windows=windows,
+            provenance=[*facts, ("Made", f"{now}, doublehead {doublehead.__version__}")],
+        )
+
 
 def collect(named: Sequence[tuple[str, Data]], **reading: Any) -> Inputs:
     """The methods of all inputs under unique names; an empty name is replaced by that of the file."""
@@ -208,7 +209,6 @@ def read_input(
     n_bins: int = 15,
     by: Any = None,
     time: Any = None,
-    weights: Any = None,
     **reading: Any,
 ) -> Inputs:
     """The methods of one input: one, or several where it is a folder of .npz files or of a run."""
@@ -216,42 +216,24 @@ def read_input(
         scores, labels = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         groups = None if by is None else np.asarray(by)
         times = None if time is None else as_times(np.asarray(time), "time", "predictions")
-        p = as_predictions(scores, labels, kind or "probs", weights=weights)
+        p = as_predictions(scores, labels, kind or "probs", weights=reading.get("weights"))
         return Inputs({"": Record.of(p, n_bins, groups, times)})
-    reading["weights"] = weights
-    if is_frame(data):
-        return _record(
-            _read_frame(data, kind, **_extra(list(data.columns), by, time), **reading),
-            n_bins,
-            time,
-        )
-    path, kind = split_kind(str(data), kind)
-    folder = Path(path)
-    inside = folder / "predictions" if (folder / "predictions").is_dir() else folder
-    files = sorted(inside.glob("*.npz")) if folder.is_dir() else []
-    tests = {file.stem.removeprefix("test-"): file for file in files if file.stem.startswith("test-")}
-    if tests:
-        return _read_run(folder, inside, tests, n_bins)
-    if files:
-        tables = {file.stem: _read_path(file, kind, **reading) for file in files}
-        records = {name: Record.of_table(table, n_bins) for name, table in tables.items()}
-        return Inputs(records, tables=list(tables.values()))
-    sources = find_sources([path])  # once: standard input cannot be read again
-    columns = list(open_source(sources[0]).columns)
-    table = _read_path(sources, kind, **_extra(columns, by, time), **reading)
-    return _record(table, n_bins, time)
-
-
-def _extra(columns: Sequence[str], by: str | None, time: str | None) -> dict[str, Any]:
-    """The columns to read besides: those of groups and times, and the one that tells which sample it is."""
-    shown = shown_column(columns, [name for name in (by, time) if name])
-    return {"by": by, "extra": [name for name in (time, shown) if name]}
-
-
-def _record(table: PredictionTable, n_bins: int, time: str | None) -> Inputs:
-    shown = next((name for name in table.extra if name != time), None)
+    if is_path(data):
+        path, kind = split_kind(str(data), kind)
+        folder = Path(path)
+        inside = folder / "predictions" if (folder / "predictions").is_dir() else folder
+        files = sorted(inside.glob("*.npz")) if folder.is_dir() else []
+        tests = {file.stem.removeprefix("test-"): file for file in files if file.stem.startswith("test-")}
+        if tests:
+            return _read_run(folder, inside, tests, n_bins)
+        if files:
+            tables = {file.stem: read_table(file, kind, **reading) for file in files}
+            records = {name: Record.of_table(table, n_bins) for name, table in tables.items()}
+            return Inputs(records, tables=list(tables.values()))
+        data = find_sources([path])  # once: standard input cannot be read again
+    table = read_table(data, kind, by=by, extra=[time] if time else [], **reading)
     classes = ("no", "yes") if table.layout.independent else table.layout.classes
-    return Inputs({"": Record.of_table(table, n_bins, time, shown)}, classes, tables=[table])
+    return Inputs({"": Record.of_table(table, n_bins, time)}, classes, tables=[table])
 
 
 def as_predictions(
@@ -266,17 +248,20 @@ def as_predictions(
         return data
     if labels is None:
         raise ValueError(f"labels must be given with an array of {kind}, got None")
-    numbers = np.asarray(labels)
-    if numbers.dtype.kind in "OUS":
-        if classes is None:
-            classes = sorted({str(label) for label in numbers.tolist()})
-            if len(classes) != np.shape(data)[-1]:
-                raise ValueError(
-                    "classes must name the columns where labels are names that do not all occur, "
-                    f"got {len(classes)} names for scores of shape {tuple(np.shape(data))}"
-                )
-        numbers = _class_numbers(numbers.astype(str), [str(name) for name in classes])
-        labels = numbers
+    names = np.asarray(labels)
+    if names.dtype.kind in "OUS":
+        names = names.astype(str)
+        if classes is None and len(np.unique(names)) != np.shape(data)[-1]:
+            raise ValueError(
+                "classes must name the columns where labels are names that do not all occur, "
+                f"got {len(np.unique(names))} names for scores of shape {tuple(np.shape(data))}"
+            )
+        known = {str(name): i for i, name in enumerate(np.unique(names) if classes is None else classes)}
+        if unknown := sorted({*names.tolist()} - known.keys()):
+            raise ValueError(
+                f"labels must be among the classes {', '.join([*known][:10])}, got {unknown[0]!r}"
+            )
+        labels = np.array([known[name] for name in names.tolist()])
     if getattr(data, "ndim", 2) > 2:
         return Predictions.positions(data, labels, are_probs=kind == "probs")
     if getattr(data, "ndim", 2) == 1:
@@ -291,11 +276,9 @@ def as_predictions(
 
 def split_kind(text: str, kind: Kind | None) -> tuple[str, Kind | None]:
     """(path, kind) from [logits:|probs:]PATH; a path that exists is taken as it is."""
-    if not Path(text).exists():
-        if text.startswith("logits:"):
-            return text.removeprefix("logits:"), "logits"
-        if text.startswith("probs:"):
-            return text.removeprefix("probs:"), "probs"
+    stated, colon, path = text.partition(":")
+    if colon and stated in ("logits", "probs") and not Path(text).exists():
+        return path, "logits" if stated == "logits" else "probs"
     return text, kind
 
 
@@ -310,42 +293,29 @@ def is_frame(data: Data) -> bool:
     return hasattr(data, "columns") and hasattr(data, "to_numpy")
 
 
-def _one_of(probs: Data, logits: Data) -> tuple[Data, Kind | None]:
-    if (probs is None) == (logits is None):
-        given = "neither" if probs is None else "both"
-        raise ValueError(f"give probabilities as the first argument or logits=..., got {given}")
-    return (probs, None) if logits is None else (logits, "logits")
-
-
-def _read_path(path: Data, kind: Kind | None, labels: Any = None, **reading: Any) -> PredictionTable:
-    """The table of files; an .npz that states what it holds is taken at its word."""
-    if isinstance(path, str):
-        path, kind = split_kind(path, kind)
-    sources = find_sources(path if isinstance(path, list) else [path])
-    stated: Any = open_source(sources[0]).states or kind
-    label = labels if labels is not None else reading.pop("label", None)
-    return read_predictions(sources, kind=stated, label=label, **reading)
-
-
-def _read_frame(
-    frame: Data, kind: Kind | None, labels: Any = None, weights: Any = None, **reading: Any
-) -> PredictionTable:
-    arrays = {str(name): np.asarray(frame[name]) for name in frame.columns}
-    names = {"labels": labels if labels is not None else reading.pop("label", None), "weights": weights}
-    for what, given in names.items():
-        if given is not None and not isinstance(given, str) and not _are_label_columns(given, arrays):
-            if len(given) != len(frame):
-                raise ValueError(f"{what} must have {len(frame)} entries, one per row, got {len(given)}")
-            names[what] = f"{what} given"
-            arrays[f"{what} given"] = np.asarray(given)
+def read_table(data: Data, kind: Kind | None, labels: Any = None, **reading: Any) -> PredictionTable:
+    """The table of paths or of a DataFrame; an .npz that states what it holds is taken at its word."""
+    labels = reading.pop("label", None) if labels is None else labels
+    if not is_frame(data):
+        if isinstance(data, str):
+            data, kind = split_kind(data, kind)
+        sources = find_sources(data if isinstance(data, list) else [data])
+        return read_predictions(sources, kind=open_source(sources[0]).states or kind, label=labels, **reading)
+    arrays = {str(name): np.asarray(data[name]) for name in data.columns}
+    columns = {"labels": labels, "weights": reading.pop("weights", None)}
+    for what, given in columns.items():
+        if given is None or isinstance(given, str):
+            continue
+        names = isinstance(given, list) and {*map(str, given)} <= {*arrays}
+        if names and all(np.isin(arrays[str(name)], (0, 1)).all() for name in given):
+            continue  # several columns of labels
+        if len(given) != len(data):
+            raise ValueError(f"{what} must have {len(data)} entries, one per row, got {len(given)}")
+        columns[what] = f"{what} given"
+        arrays[f"{what} given"] = np.asarray(given)
     source = Source(Path("DataFrame"), arrays=arrays)
-    return read_predictions([source], kind=kind, label=names["labels"], weights=names["weights"], **reading)
-
-
-def _are_label_columns(names: Any, arrays: Mapping[str, Any]) -> bool:
-    """Whether these are names of columns that hold 0 and 1."""
-    named = isinstance(names, list) and set(map(str, names)) <= set(arrays)
-    return named and all(np.isin(arrays[str(name)], (0, 1)).all() for name in names)
+    how = {"label": columns["labels"], "weights": columns["weights"]}
+    return read_predictions([source], kind=kind, **how, **reading)
 
 
 def _read_run(folder: Path, inside: Path, tests: Mapping[str, Path], n_bins: int) -> Inputs:
@@ -371,14 +341,13 @@ def _read_run(folder: Path, inside: Path, tests: Mapping[str, Path], n_bins: int
 
 def _unique_name(name: str, data: Data, inner: str, several: bool, taken: Mapping[str, Any]) -> str:
     """`inner` is the name inside a folder, empty for a single method."""
-    if not is_path(data):
-        candidates = [name or "predictions"]
-    else:
+    candidates = [name or "predictions"]
+    if is_path(data):
         path, _ = split_kind(str(data), None)
-        stem = Path(path.rstrip("/")).name
+        stem = Path(path).name
         if inner:
-            first = f"{name}/{inner}" if name else f"{stem}/{inner}" if several else inner
-            candidates = [first, f"{path}/{inner}"]
+            before = name or (stem if several else "")
+            candidates = [f"{before}/{inner}" if before else inner, f"{path}/{inner}"]
         else:
             shown = name or (stem.replace(".npz:", ":") if ".npz:" in stem else Path(path).stem)
             candidates = [shown, f"{Path(path).parent.name}/{shown}", path]
@@ -386,11 +355,3 @@ def _unique_name(name: str, data: Data, inner: str, several: bool, taken: Mappin
     if not free:
         raise ValueError(f"two inputs have the name {candidates[0]!r}: give them different ones as NAME=FILE")
     return free[0]
-
-
-def _class_numbers(labels: Any, classes: Sequence[str]) -> Any:
-    numbers = {name: i for i, name in enumerate(classes)}
-    unknown = sorted({str(label) for label in labels.tolist()} - numbers.keys())
-    if unknown:
-        raise ValueError(f"labels must be among the classes {', '.join(classes[:10])}, got {unknown[0]!r}")
-    return np.array([numbers[label] for label in labels.tolist()], dtype=np.int64)

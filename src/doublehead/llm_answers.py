@@ -44,22 +44,17 @@ def token_logprobs(answer: Any) -> dict[str, float]:
 def _innermost(answer: Any) -> Any:
     """What lies under `top_logprobs` or the like, of the first token where there are several."""
     keys = ("top_logprobs", "logprobs", "content", "completion_probabilities", "probs")
-    while True:
-        inner = None
-        if isinstance(answer, Mapping):
-            inner = next((answer[key] for key in keys if isinstance(answer.get(key), (Mapping, list))), None)
-        elif isinstance(answer, list) and answer and _holds_more(answer[0]):
-            inner = answer[0]
-        if inner is None:
-            return answer
-        answer = inner
-
-
-def _holds_more(first: Any) -> bool:
-    """Whether an entry of a list is a token with alternatives of its own, or a list or dict of alternatives."""
-    if isinstance(first, Mapping):
-        return "top_logprobs" in first or "probs" in first or not {"token", "tok_str"} & first.keys()
-    return isinstance(first, list)
+    inner = None
+    if isinstance(answer, Mapping):
+        inner = next((answer[key] for key in keys if isinstance(answer.get(key), (Mapping, list))), None)
+    elif isinstance(answer, list) and answer:
+        first = answer[0]  # a token with alternatives of its own, a list or dict of them, or just a token
+        if isinstance(first, list) or (
+            isinstance(first, Mapping)
+            and ({"top_logprobs", "probs"} & first.keys() or not {"token", "tok_str"} & first.keys())
+        ):
+            inner = first
+    return answer if inner is None else _innermost(inner)
 
 
 def _pairs(answer: Any) -> list[tuple[str, float]]:
@@ -68,19 +63,18 @@ def _pairs(answer: Any) -> list[tuple[str, float]]:
     try:
         if isinstance(answer, Mapping):
             return [(str(token), float(value)) for token, value in answer.items()]
-        return [_entry(entry) for entry in answer]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        found = []
+        for entry in answer:
+            token = next(
+                entry[key] for key in ("decoded_token", "token", "tok_str") if entry.get(key) is not None
+            )
+            value = entry["logprob"] if "logprob" in entry else math.log(max(float(entry["prob"]), SMALLEST))
+            found.append((str(token), float(value)))
+        return found
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
             f"log-probabilities of tokens must be a dict or a list of tokens with `logprob`, got {answer!r:.120}"
         ) from error
-
-
-def _entry(entry: Mapping[str, Any]) -> tuple[str, float]:
-    token = entry.get("decoded_token", entry.get("token", entry.get("tok_str")))
-    value = entry["logprob"] if "logprob" in entry else math.log(max(float(entry["prob"]), SMALLEST))
-    if token is None:
-        raise KeyError("token")
-    return str(token), float(value)
 
 
 def option_logprobs(
@@ -157,13 +151,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(
-                    f"{path}, line {i} must be a JSON object, got {line.strip()[:80]!r}"
-                ) from error
+                got = f"got {line.strip()[:80]!r}"
+                raise ValueError(f"{path}, line {i} must be a JSON object, {got}") from error
             if not isinstance(record, dict) or _answer(record) is None:
-                raise ValueError(
-                    f"{path}, line {i} must have {' or '.join(ANSWERS)}, got {line.strip()[:80]!r}"
-                )
+                got = f"got {line.strip()[:80]!r}"
+                raise ValueError(f"{path}, line {i} must have {' or '.join(ANSWERS)}, {got}")
             yield record
 
 

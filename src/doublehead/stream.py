@@ -114,19 +114,18 @@ class Tally:
         for name, tally in other.groups.items():
             groups[name] = groups[name] + tally if name in groups else tally
         check_groups(groups)
-        return Tally(
-            self.n_bins,
-            self.n_classes,
-            self.top + other.top,
-            _both(self.classwise, other.classwise),
-            _both(self.predicted, other.predicted),
-            self.n + other.n,
-            {name: self.sums[name] + other.sums[name] for name in self.sums},
-            {name: self.squares[name] + other.squares[name] for name in self.sums},
-            groups,
-            self.n_zero_labels + other.n_zero_labels,
-            min(self.zero_floor, other.zero_floor),
-            None if self.answers is None or other.answers is None else self.answers + other.answers,
+        return replace(
+            self,
+            top=self.top + other.top,
+            classwise=_both(self.classwise, other.classwise),
+            predicted=_both(self.predicted, other.predicted),
+            n=self.n + other.n,
+            sums={name: self.sums[name] + other.sums[name] for name in self.sums},
+            squares={name: self.squares[name] + other.squares[name] for name in self.sums},
+            groups=groups,
+            n_zero_labels=self.n_zero_labels + other.n_zero_labels,
+            zero_floor=min(self.zero_floor, other.zero_floor),
+            answers=_both(self.answers, other.answers),
         )
 
     def _add(self, p: Predictions | Outcomes, groups: Array | None) -> Tally:
@@ -182,7 +181,7 @@ class Tally:
         return found
 
 
-def _both(a: Bins | None, b: Bins | None) -> Bins | None:
+def _both(a: Any, b: Any) -> Any:
     return None if a is None or b is None else a + b
 
 

@@ -93,7 +93,7 @@ class Summary:
     metrics: dict[str, Interval]  # by the names of METRICS
     floor: Floor  # ECE of a perfectly calibrated model with the same confidences
     p_value: float  # of `metrics.calibration_test`
-    bins: Bins | None = None  # fine top-label bins, for `plot`
+    bins: Bins  # fine top-label bins
     classes: ClassGaps | None = None
     groups: dict[str, Summary] = field(default_factory=dict)
     n_zero_labels: int = 0  # samples whose label has a probability of exactly 0
@@ -139,10 +139,10 @@ class Summary:
     @property
     def group_gaps(self) -> ClassGaps | None:
         """What is claimed and how often it is right, group by group in the order of `groups`."""
-        bins = [group.bins.coarsen(self.n_bins) for group in self.groups.values() if group.bins is not None]
-        if not bins:
+        if not self.groups:
             return None
-        stacked = Bins.from_state(torch.stack([one.state() for one in bins], 1))
+        bins = [group.bins.coarsen(self.n_bins).state() for group in self.groups.values()]
+        stacked = Bins.from_state(torch.stack(bins, 1))
         return class_gaps_of(stacked, stacked)
 
     @property
@@ -168,15 +168,15 @@ class Summary:
             return f"{capital(grade.word)}: {ece} on {n}; {perfect}."
         if grade is CALIBRATED:
             return f"Calibrated: no miscalibration can be shown on {n}; {ece}, {perfect} ({chance})."
-        classes = ""
-        if self.n_classes_off:
-            n_predicted = int((self.classes.counts > 0).sum()) if self.classes is not None else 0
-            classes = f"{self.n_classes_off} of {n_predicted} predicted classes deviate by more than chance; "
-        groups = ""
+        parts = [] if grade in (CLASSES_OFF, GROUPS_OFF) else [self._direction()]
+        if self.classes is not None and self.n_classes_off:
+            n_predicted = int((self.classes.counts > 0).sum())
+            parts.append(
+                f"{self.n_classes_off} of {n_predicted} predicted classes deviate by more than chance"
+            )
         if self.groups_off:
-            groups = f"{len(self.groups_off)} of {len(self.groups)} groups deviate by more than chance; "
-        direction = "" if grade in (CLASSES_OFF, GROUPS_OFF) else f"{self._direction()}; "
-        return f"{capital(grade.word)}: {direction}{classes}{groups}{ece}, {perfect} ({chance})."
+            parts.append(f"{len(self.groups_off)} of {len(self.groups)} groups deviate by more than chance")
+        return f"{capital(grade.word)}: {'; '.join([*parts, ece])}, {perfect} ({chance})."
 
     @property
     def notes(self) -> list[str]:
@@ -196,11 +196,7 @@ class Summary:
             "n_classes": self.n_classes,
             "n_bins": self.n_bins,
             "metrics": {
-                name: {
-                    "value": value.estimate,
-                    "low": None if math.isnan(value.low) else value.low,
-                    "high": None if math.isnan(value.high) else value.high,
-                }
+                name: {key: None if math.isnan(x) else x for key, x in zip(("value", "low", "high"), value)}
                 for name, value in self.metrics.items()
             },
             "ece_floor": self.floor._asdict(),
@@ -225,8 +221,6 @@ class Summary:
         """Draw the reliability diagram; returns the matplotlib axes."""
         from doublehead.plots import draw_reliability
 
-        if self.bins is None:
-            raise ValueError("a summary made without bins cannot be drawn")
         return draw_reliability(reliability(self.bins, self.n_bins), ax, title=title)
 
     def __str__(self) -> str:
@@ -240,27 +234,16 @@ class Summary:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        tables = [
-            summary_rows({"value": self}, meanings=True),
-            *([self._group_rows()] if self.groups else []),
-        ]
-        sentences = "".join(f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes))
-        return "".join(html_table(rows) for rows in tables) + sentences
+        html = html_table(summary_rows({"value": self}, meanings=True))
+        html += html_table(self._group_rows()) if self.groups else ""
+        return html + "".join(f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes))
 
     def _group_rows(self) -> list[list[str]]:
         """A row per group; p-values of the overconfidence are corrected for the number of groups."""
         scores = [key for key in ("nll", "brier") if key in self.metrics]
-        titles = [
-            "group",
-            "n",
-            "accuracy",
-            "ECE",
-            "95 % interval",
-            "ECE floor",
-            "overconfidence",
-            "corrected p",
-        ]
-        rows = [[*titles, *(METRICS[key].title for key in scores)]]
+        ece = ["ECE", "95 % interval", "ECE floor"]
+        rows = [["group", "n", "accuracy", *ece, "overconfidence", "corrected p"]]
+        rows[0] += [METRICS[key].title for key in scores]
         gaps = self.group_gaps
         chances = [1.0] * len(self.groups) if gaps is None else gaps.p_value * len(self.groups)
         for (name, group), chance in zip(self.groups.items(), chances):
@@ -312,24 +295,19 @@ def side_by_side(summaries: Mapping[str, Summary], *, meanings: bool = False) ->
 
 def summary_rows(summaries: Mapping[str, Summary], meanings: bool) -> list[list[str]]:
     """The cells of `side_by_side`, the header first."""
-    header = [""]
-    for name in summaries:
-        header += [name, "95 % interval"]
-    rows = [[*header, "meaning"] if meanings else header]
-    first = next(iter(summaries.values()))
+    found = list(summaries.values())
+    rows = [["", *(title for name in summaries for title in (name, "95 % interval")), "meaning"]]
     for key, metric in METRICS.items():
-        if any(key not in summary.metrics for summary in summaries.values()):
+        if any(key not in summary.metrics for summary in found):
             continue
-        row = [f"{metric.title} ({first.n_bins} bins)" if key == "ece" else metric.title]
-        for summary in summaries.values():
-            value = summary.metrics[key]
+        row = [f"{metric.title} ({found[0].n_bins} bins)" if key == "ece" else metric.title]
+        for value in (summary.metrics[key] for summary in found):
             row += [shown(value.estimate, metric.is_share), shown_interval(value, metric.is_share)]
-        rows.append([*row, metric.meaning] if meanings else row)
+        rows.append([*row, metric.meaning])
         if key == "ece":
-            floors = [[percent(s.floor.mean), span(*s.floor[1:])] for s in summaries.values()]
-            meaning = ["ECE of a perfectly calibrated model, mean and 5 to 95 %"] if meanings else []
-            rows.append(["ECE floor", *(cell for pair in floors for cell in pair), *meaning])
-    return rows
+            floors = [text for s in found for text in (percent(s.floor.mean), span(*s.floor[1:]))]
+            rows.append(["ECE floor", *floors, "ECE of a perfectly calibrated model, mean and 5 to 95 %"])
+    return rows if meanings else [row[:-1] for row in rows]
 
 
 def without_interval(value: float) -> Interval:
@@ -337,16 +315,11 @@ def without_interval(value: float) -> Interval:
     return Interval(value, math.nan, math.nan)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Text columns: the first and any column of meanings to the left, numbers to the right."""
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[str] = ("", "group", "method", "meaning")) -> str:
+    """Text columns, the header first; those whose title is in `left` to the left, numbers to the right."""
+    signs = ["<" if title in left else ">" for title in rows[0]]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    left = {0, *(i for i, title in enumerate(rows[0]) if title == "meaning")}
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    ]
+    lines = ("  ".join(f"{cell:{s}{w}}" for cell, s, w in zip(row, signs, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 

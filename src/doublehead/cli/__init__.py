@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 import doublehead
 from doublehead.cli import calibrate, data, evaluate, export, report, shift, train
-from doublehead.cli.output import UserError
+from doublehead.cli.output import told_to_user
 
 app = typer.Typer(
     name="doublehead",
@@ -46,36 +44,24 @@ def _main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def command(function: Callable[..., None], to: typer.Typer = app) -> None:
-    """Register a command; its `UserError` becomes one sentence on standard error and exit code 2."""
+def guarded(function: Any) -> Any:
+    """The command, whose errors are told in one sentence."""
 
     @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
+    def call(*args: Any, **kwargs: Any) -> None:
+        with told_to_user():
             function(*args, **kwargs)
-            sys.stdout.flush()
-        except UserError as error:
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(2) from error
-        except BrokenPipeError as error:  # the reader of the output, such as `head`, has closed it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from error
 
-    to.command(function.__name__.strip("_"))(guarded)
+    return call
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (
-    evaluate.evaluate,
-    calibrate.calibrate,
-    report.report,
-    shift.shift,
-    train.train,
-    train.compare,
-    export.export,
-    train.demo,
-)
-DATA_COMMANDS: tuple[Callable[..., None], ...] = (data.list_, data.get, data.check)
-for function in COMMANDS:
-    command(function)
-for function in DATA_COMMANDS:
-    command(function, data_app)
+COMMANDS: dict[Any, list[Any]] = {
+    app: [
+        *(evaluate.evaluate, calibrate.calibrate, report.report, shift.shift, train.train, train.compare),
+        *(export.export, train.demo),
+    ],
+    data_app: [data.list_, data.get, data.check],
+}
+for group, functions in COMMANDS.items():
+    for function in functions:
+        group.command(function.__name__.strip("_"))(guarded(function))

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import difflib
 import json
+import math
 import re
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.markup import escape
-from rich.status import Status
 
 import doublehead
 from doublehead import calibrators
 from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.calibrators.choose import score_table
 from doublehead.cli import options
-from doublehead.cli.output import UserError, notes, progress, show, show_counts, show_guesses, told_to_user
+from doublehead.cli.output import note, notes, progress, show, show_counts, show_guesses
 from doublehead.files.columns import with_scores
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
-from doublehead.files.sources import Source, TableError, find_sources
+from doublehead.files.sources import TableError, find_sources
 from doublehead.files.writing import check_output, write_calibrated
 from doublehead.outcomes import MIN_SAMPLES, Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
-from doublehead.summary import Summary, side_by_side
-from doublehead.system import read_file, replacing
+from doublehead.summary import side_by_side
+from doublehead.system import did_you_mean, read_file, replacing
 
 
 def calibrate(
@@ -91,29 +87,38 @@ def calibrate(
         doublehead calibrate --use repaired.calibrator.safetensors --apply tomorrow.csv --logits -o tomorrow_fixed.csv
     """
     how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
-    with told_to_user():
-        _check_method(method)
-        if keep not in ("predictions", "best") or (keep == "best" and (method != "head" or use is not None)):
-            raise UserError(f"--keep must be predictions, or best with --fit and --method head, got {keep!r}")
-        if (fit is None or not fit) == (use is None):
-            raise UserError(
-                "give either --fit FILE (predictions to fit on) or --use FILE (a saved calibrator)"
+    names = ["auto", *CALIBRATORS]
+    if method not in names:
+        raise ValueError(
+            f"--method must be one of {', '.join(names)}, got {method!r}{did_you_mean(method, names)}"
+        )
+    if keep not in ("predictions", "best") or (keep == "best" and (method != "head" or use is not None)):
+        raise ValueError(f"--keep must be predictions, or best with --fit and --method head, got {keep!r}")
+    if bool(fit) == (use is not None):
+        raise ValueError("give either --fit FILE (predictions to fit on) or --use FILE (a saved calibrator)")
+    if use is not None:
+        fitted = _load(use)
+        reads, several = fitted.facts["reads"], isinstance(fitted.calibrator, calibrators.PerLabel)
+        if how["kind"] not in (None, reads):
+            raise ValueError(
+                f"{use} was fitted on {reads}, but --{how['kind']} was given: give --{reads}, or neither"
             )
-        if use is not None:
-            repair, fitted = _load(use, apply, how)
-            check_output(output, repair, force=force)
-        else:
-            learn = read_predictions(fit or [], **how)
-            repair = _open_like(learn, apply, how)
-            check_output(output, repair, learn, force=force)
-            if {source.path.resolve() for source in learn.sources} & {
-                s.path.resolve() for s in repair.sources
-            }:
-                typer.echo(
-                    "Warning: --fit and --apply share a file, so the numbers after are too good", err=True
-                )
-            fitted = _fit(method, learn, keep)
-        _repair(repair, fitted, output, bins, as_json)
+        how |= {"kind": None, "independent": several}
+        repair = _open(apply, how, str(use), reads, fitted.facts["classes"], several)
+        check_output(output, repair, force=force)
+    else:
+        learn = read_predictions(fit or [], **how)
+        learn.require_scores()
+        layout = learn.layout
+        repair = _open(
+            apply, {**how, "like": learn}, learn.name, learn.kind, layout.classes, layout.independent
+        )
+        show_guesses(learn)
+        check_output(output, repair, learn, force=force)
+        if {s.path.resolve() for s in learn.sources} & {s.path.resolve() for s in repair.sources}:
+            note("Warning: --fit and --apply share a file, so the numbers after are too good", style=None)
+        fitted = _fit(method, learn, keep)
+    _repair(repair, fitted, output, bins, as_json)
 
 
 class Fitted(NamedTuple):
@@ -122,45 +127,29 @@ class Fitted(NamedTuple):
     method: str
     calibrator: Calibrator
     why: str
-    n_classes: int
     facts: dict[str, Any]
     saves: bool = True
 
 
-def _check_method(method: str) -> None:
-    names = ["auto", *CALIBRATORS]
-    if method not in names:
-        near = difflib.get_close_matches(method, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--method must be one of {', '.join(names)}, got {method!r}{hint}")
-
-
-def _open_like(learn: PredictionTable, paths: list[str], how: dict[str, Any]) -> PredictionTable:
-    """The table to calibrate: with the columns of `learn` where it has them; the classes must agree."""
-    learn.require_scores()
-    sources, how = find_sources(paths), {**how, "label_needed": False, "like": learn}
+def _open(
+    paths: list[str], how: dict[str, Any], fitted: str, reads: str, classes: Sequence[str], several: bool
+) -> PredictionTable:
+    """The table to calibrate; kind, number of labels and classes must be those that `fitted` was fitted on."""
+    sources, how = find_sources(paths), {**how, "label_needed": False}
     if how["kind"] is None:
-        _check_kind(sources, how, learn.kind, f"{learn.name} holds")
-    table = read_predictions(sources, **{**how, "kind": how["kind"] or learn.kind})
-    if table.layout.independent != learn.layout.independent:
-        raise TableError(
-            f"{table.name} and {learn.name} must both have one label per sample, or both several"
-        )
-    table = _with_classes(table, learn.layout.classes, learn.name)
-    show_guesses(learn)
-    if table.layout.scores != learn.layout.scores:
+        with suppress(TableError):  # where it is not certain
+            holds = read_predictions(sources, **how).kind
+            if holds != reads:
+                raise ValueError(
+                    f"the calibrator of {fitted} was fitted on {reads}, but {sources[0]} holds {holds}: fit one on "
+                    f"{holds} with --fit"
+                )
+    table = read_predictions(sources, **{**how, "kind": how["kind"] or reads})
+    if table.layout.independent != several:
+        raise ValueError(f"{table.name} and {fitted} must both have one label per sample, or both several")
+    if "like" not in how or table.layout.scores != how["like"].layout.scores:
         show_guesses(table)
-    return table
-
-
-def _check_kind(sources: Sequence[Source], how: dict[str, Any], reads: str, fitted: str) -> None:
-    """Refuse files that certainly hold the other kind of scores than the calibrator is fitted on."""
-    with suppress(TableError):  # where it is not certain
-        holds = read_predictions(sources, **{**how, "kind": None}).kind
-        if holds != reads:
-            raise UserError(
-                f"{fitted} {reads}, but {sources[0]} holds {holds}: fit a calibrator on {holds} with --fit"
-            )
+    return _with_classes(table, classes, fitted)
 
 
 def _with_classes(table: PredictionTable, classes: Sequence[str], fitted: str) -> PredictionTable:
@@ -174,7 +163,7 @@ def _with_classes(table: PredictionTable, classes: Sequence[str], fitted: str) -
         columns = dict(zip(map(str.casefold, layout.classes), layout.scores))
         return replace(table, layout=with_scores(layout, tuple(columns[name] for name in ours), told=False))
     difference = [
-        f"{what} {_few([name for key, name in one.items() if key not in other])}"
+        f"{what} {', '.join([name for key, name in one.items() if key not in other][:5])}"
         for what, one, other in (("lacks", ours, theirs), ("also has", theirs, ours))
         if {*one} - {*other}
     ]
@@ -182,10 +171,6 @@ def _with_classes(table: PredictionTable, classes: Sequence[str], fitted: str) -
         f"the classes of {table.sources[0]} must be those of {fitted} in the same order, but it "
         f"{' and '.join(difference) or 'has another order'}: name the columns with --scores"
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 5 else [*names[:4], "..."])
 
 
 def _fit(method: str, learn: PredictionTable, keep: str) -> Fitted:
@@ -200,146 +185,66 @@ def _fit(method: str, learn: PredictionTable, keep: str) -> Fitted:
     }
     if known.are_probs:
         _say_zeros(int((known.probs == 0).any(1).sum()), len(known), known.zero_floor, learn.name)
-    with _convergence_warnings(), notes().status(f"fitting {method} on {len(known):,} predictions") as status:
+    with notes().status(f"fitting {method} on {len(known):,} predictions") as status:
         try:
             if method == "auto" and known.n_labels is None:
-                calibrator, choice = calibrators.choose_calibrator(known, progress=_method_shown(status))
-                facts["cross_validation"] = {"nll": _without_nan(choice.nlls), "notes": choice.notes}
-                failed = [f"{name}: {choice.notes[name]}" for name, nll in choice.nlls.items() if nll != nll]  # noqa: PLR0124
-                why = "; ".join([f"Of {len(choice.nlls)} methods, the choice is {choice}", *failed]) + "."
-                return Fitted(choice.chosen, calibrator, why, known.n_classes, facts)
+                calibrator, choice = calibrators.choose_calibrator(
+                    known,
+                    progress=lambda name, i, n: status.update(f"cross-validating {name} ({i + 1} of {n})"),
+                )
+                nlls = {name: None if math.isnan(nll) else nll for name, nll in choice.nlls.items()}
+                facts["cross_validation"] = {"nll": nlls, "notes": choice.notes}  # JSON has no nan
+                failed = [f"{name}: {choice.notes[name]}" for name, nll in nlls.items() if nll is None]
+                why = "; ".join([f"Of {len(nlls)} methods, the choice is {choice}", *failed]) + "."
+                return Fitted(choice.chosen, calibrator, why, facts)
             kept = {"keep": keep} if method == "head" else {}
             calibrator = doublehead.calibrate(known, method=method, **kept)
         except (TypeError, ValueError) as error:
-            raise UserError(f"{method} cannot be fitted on {learn.name}: {error}") from error
+            raise ValueError(f"{method} cannot be fitted on {learn.name}: {error}") from error
     learned = calibrator.in_words()
     why = f"Fitted {method} on {len(known):,} predictions" + (f": {learned}." if learned else ".")
     scores = getattr(getattr(calibrator, "choice", None), "scores", None)
     if scores:
         facts["held_back"] = {name: one._asdict() for name, one in scores.items()}
         why += f"\nHeld back, by cross-fitting:\n{score_table(scores)}"
-    return Fitted(method, calibrator, why, facts["n_classes"], facts)
-
-
-def _method_shown(status: Status) -> Callable[[str, int, int], None]:
-    """Show which method is being cross-validated, and the time left if the rest take as long on average."""
-    start = time.monotonic()
-
-    def show_method(name: str, i: int, n: int) -> None:
-        left = f", about {(time.monotonic() - start) / i * (n - i):.0f} s left" if i else ""
-        status.update(f"cross-validating {name} ({i + 1} of {n}{left})")
-
-    return show_method
+    return Fitted(method, calibrator, why, facts)
 
 
 def _say_zeros(n_rows: int, n: int, floor: float, name: str) -> None:
     if n_rows:
-        what = f"{n_rows:,} of {n:,} rows hold probabilities of 0, taken as {floor:.2g}"
-        notes().print(escape(f"{name}: {what}"), style="dim")
+        note(f"{name}: {n_rows:,} of {n:,} rows hold probabilities of 0, taken as {floor:.2g}")
 
 
-def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """For JSON, which has no nan: None instead."""
-    return {name: None if value != value else value for name, value in values.items()}  # noqa: PLR0124
-
-
-def _load(use: Path, paths: list[str], how: dict[str, Any]) -> tuple[PredictionTable, Fitted]:
-    """A calibrator written by this command and the table to apply it to."""
+def _load(use: Path) -> Fitted:
+    """A calibrator written by this command."""
     try:
         calibrator, (about, _) = calibrators.load(use), read_file(use)
-        n_classes, reads, classes = int(about["n_classes"]), about["reads"], tuple(about["classes"])
+        facts = {**about, "n_classes": int(about["n_classes"]), "classes": tuple(about["classes"])}
+        return Fitted(about["method"], calibrator, f"Using {about['method']} from {use}.", facts, saves=False)
     except (ValueError, KeyError) as error:
-        raise UserError(f"{use} is not a calibrator written by this command: {error}") from error
-    if how["kind"] not in (None, reads):
-        raise UserError(
-            f"{use} was fitted on {reads}, but --{how['kind']} was given: give --{reads}, or neither"
-        )
-    several = isinstance(calibrator, calibrators.PerLabel)
-    sources, how = find_sources(paths), {**how, "label_needed": False, "independent": several}
-    _check_kind(sources, how, reads, f"{use} was fitted on")
-    table = _with_classes(read_predictions(sources, **{**how, "kind": reads}), classes, str(use))
-    if table.layout.independent and not several:
-        raise UserError(f"{use} was fitted on one label per sample, but {table.name} has several")
-    show_guesses(table)
-    why = f"Using {about['method']} from {use}."
-    return table, Fitted(about["method"], calibrator, why, n_classes, about, saves=False)
+        raise ValueError(f"{use} is not a calibrator written by this command: {error}") from error
 
 
 def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, as_json: bool) -> None:
-    """Write everything, then show what changed."""
-    measured, changed, written = _write(repair, fitted, output, n_bins)
-    if as_json:
-        facts = {"method": fitted.method, "why": fitted.why, **fitted.facts}
-        found = {"changed": changed, "written": written, **_numbers(measured)}
-        print(json.dumps({**facts, **found}, indent=2))
-        return
-    show(fitted.why)
-    if measured is None:
-        show(f"{repair.name} has no labels, so nothing is measured.")
-    else:
-        before, after, difference = measured
-        table = side_by_side({"before": before, "after": after})
-        said = "\n".join(
-            " ".join([f"{when}:", one.verdict, *one.notes])
-            for when, one in (("Before", before), ("After", after))
-        )
-        weighted = f", weighted by {repair.weights!r}" if repair.weights else ""
-        show(f"\n{repair.name}: {before.n:,} predictions{weighted}\n\n{table}\n\n{said}")
-        show(_paired(difference))
-    show(f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed.")
-    show("Wrote " + ", ".join(written))
-
-
-class Measured(NamedTuple):
-    """The numbers of the applied file, and the paired difference of its NLL."""
-
-    before: Summary
-    after: Summary
-    difference: Comparison
-
-
-def _numbers(measured: Measured | None) -> dict[str, Any]:
-    """For JSON; None where the file has no labels."""
-    if measured is None:
-        return {"before": None, "after": None, "nll_difference": None}
-    nll = dict(zip(("value", "low", "high"), measured.difference.nll))
-    return {"before": measured.before.to_dict(), "after": measured.after.to_dict(), "nll_difference": nll}
-
-
-def _paired(found: Comparison) -> str:
-    nll = found.nll
-    text = f"NLL after minus before: {nll.estimate:+.4f} (95 % interval {nll.low:+.4f} to {nll.high:+.4f}, paired by "
-    if not found.is_clear:
-        return (
-            text + f"sample), {'which is within chance' if found.n >= MIN_SAMPLES else 'too few to judge'}."
-        )
-    return text + f"sample): {'better' if nll.estimate < 0 else 'worse'} by more than chance."
-
-
-def _write(
-    repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int
-) -> tuple[Measured | None, int, list[str]]:
-    """Write all files or none; returns what was measured, the changed rows and the names of the files."""
-    tallies: dict[str, Tally] = {}
+    """Write all files or none, then show what changed."""
+    sides: dict[str, tuple[Drawn, list[Tally]]] = {"before": (Drawn(), []), "after": (Drawn(), [])}
     changed = n_zero = n = 0
-    drawn = {"before": Drawn(), "after": Drawn()}
 
     def calibrated(chunk: Chunk) -> torch.Tensor:
         nonlocal changed, n_zero, n
         probs = _apply(fitted, chunk.scores, repair)
         n, n_zero = n + len(probs), n_zero + int((chunk.scores == 0).any(1).sum())
-        changed += int(
-            (_answers(probs, repair, "probs") != _answers(chunk.scores, repair, repair.kind)).any(1).sum()
-        )
-        if isinstance(chunk.predictions, Predictions):
-            known = chunk.predictions
+        old, new = _answers(chunk.scores, repair, repair.kind), _answers(probs, repair, "probs")
+        changed += int((old != new).any(1).sum())
+        if isinstance(known := chunk.predictions, Predictions):
+            labels, weights = known.labels, known.weights
             if repair.layout.independent:
-                fixed = Predictions.from_binary(probs.flatten(), known.labels, known.weights, are_probs=True)
+                fixed = Predictions.from_binary(probs.flatten(), labels, weights, are_probs=True)
             else:
-                fixed = Predictions.from_probs(probs, known.labels, known.weights)
-            for name, p in (("before", known), ("after", fixed)):
-                tallies[name] = Tally.of(p, n_bins, chunk.groups, onto=tallies.get(name))
-                drawn[name].add(Outcomes.of(p))
+                fixed = Predictions.from_probs(probs, labels, weights)
+            for p, (drawn, tallies) in zip((known, fixed), sides.values()):
+                tallies[:] = [Tally.of(p, n_bins, chunk.groups, onto=tallies[0] if tallies else None)]
+                drawn.add(Outcomes.of(p))
         return probs
 
     with replacing(output) as table:
@@ -348,19 +253,44 @@ def _write(
         show_counts(repair)
         if repair.kind == "probs":
             _say_zeros(n_zero, n, fitted.facts["zero_floor"], repair.name)
-        measured = None
-        if tallies:
-            before, after = (tally.summary() for tally in tallies.values())
-            samples = [drawn[name].joined(tally.zero_floor)[0] for name, tally in tallies.items()]
-            pair = compare_all(samples)[0][1]
+        found = {name: tallies[0].summary() for name, (_, tallies) in sides.items() if tallies}
+        numbers: dict[str, Any] = {"before": None, "after": None, "nll_difference": None}  # without labels
+        if found:
+            samples = [drawn.joined(tallies[0].zero_floor)[0] for drawn, tallies in sides.values()]
+            pair, (before, after) = compare_all(samples)[0][1], found.values()
             assert pair is not None  # of the same samples
-            difference = after.values["nll"] - before.values["nll"]
-            measured = Measured(before, after, pair.of_all(before.n, difference))
-        written = _save(repair, fitted, output, measured) if fitted.saves else []
-    return measured, changed, [str(output), *written]
+            paired = pair.of_all(before.n, after.values["nll"] - before.values["nll"])
+            numbers = {name: summary.to_dict() for name, summary in found.items()}
+            numbers["nll_difference"] = dict(zip(("value", "low", "high"), paired.nll))
+        written = [str(output), *(_save(repair, fitted, output, numbers) if fitted.saves else [])]
+    if as_json:
+        facts = {"method": fitted.method, "why": fitted.why, **fitted.facts}
+        print(json.dumps({**facts, "changed": changed, "written": written, **numbers}, indent=2))
+        return
+    show(fitted.why)
+    if found:
+        weighted = f", weighted by {repair.weights!r}" if repair.weights else ""
+        show(f"\n{repair.name}: {before.n:,} predictions{weighted}\n\n{side_by_side(found)}\n")
+        for name, one in found.items():
+            show(" ".join([f"{name.capitalize()}:", one.verdict, *one.notes]))
+        show(_paired(paired))
+    else:
+        show(f"{repair.name} has no labels, so nothing is measured.")
+    show(f"The predicted class changed in {changed:,} rows." if changed else "No predicted class changed.")
+    show("Wrote " + ", ".join(written))
 
 
-def _save(repair: PredictionTable, fitted: Fitted, output: Path, measured: Measured | None) -> list[str]:
+def _paired(found: Comparison) -> str:
+    nll = found.nll
+    interval = f"95 % interval {nll.low:+.4f} to {nll.high:+.4f}, paired by sample"
+    if found.is_clear:
+        judged = f"{'better' if nll.estimate < 0 else 'worse'} by more than chance"
+    else:
+        judged = "within chance" if found.n >= MIN_SAMPLES else "too few samples to judge"
+    return f"NLL after minus before: {nll.estimate:+.4f} ({interval}): {judged}."
+
+
+def _save(repair: PredictionTable, fitted: Fitted, output: Path, numbers: dict[str, Any]) -> list[str]:
     """The calibrator beside the output with the facts about it, which its .json shows to people."""
     stem = re.sub(r"\.(csv|tsv|jsonl|ndjson|parquet|arrow|feather|npz|npy)(\.gz)?$", "", output.name)
     weights = output.with_name(f"{stem}.calibrator.safetensors")
@@ -369,7 +299,7 @@ def _save(repair: PredictionTable, fitted: Fitted, output: Path, measured: Measu
         **fitted.facts,
         "why": fitted.why,
         "applied_to": [str(source) for source in repair.sources],
-        **_numbers(measured),
+        **numbers,
         "versions": {"doublehead": doublehead.__version__, "torch": torch.__version__},
     }
     with replacing(description) as text:
@@ -381,9 +311,9 @@ def _save(repair: PredictionTable, fitted: Fitted, output: Path, measured: Measu
 
 def _apply(fitted: Fitted, scores: torch.Tensor, table: PredictionTable) -> torch.Tensor:
     """Scores (B, K) as stated -> calibrated probs (B, K) in their own type, normalised in float64."""
-    if scores.shape[1] != fitted.n_classes:
+    if scores.shape[1] != (n := fitted.facts["n_classes"]):
         raise TableError(
-            f"{table.name} has scores of {scores.shape[1]} classes, the calibrator was fitted on {fitted.n_classes}"
+            f"{table.name} has scores of {scores.shape[1]} classes, the calibrator was fitted on {n}"
         )
     logits = scores
     if table.layout.independent:  # a row of no and yes for each label
@@ -403,16 +333,3 @@ def _answers(scores: torch.Tensor, table: PredictionTable, kind: str) -> torch.T
     if table.layout.independent:
         return scores > (0.5 if kind == "probs" else 0.0)
     return scores.argmax(1, keepdim=True)
-
-
-@contextmanager
-def _convergence_warnings() -> Iterator[None]:
-    """Print the warning of a fit that did not converge in one line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        if issubclass(warning.category, calibrators.NotConverged):
-            typer.echo(f"Warning: {warning.message}", err=True)
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from doublehead import data
-from doublehead.cli.output import UserError, notes, results, told_to_user
+from doublehead.cli.output import bar, note, show
+from doublehead.summary import aligned
 
 Name = Annotated[str, typer.Argument(help="A data set of `doublehead data list`.")]
 Root = Annotated[
@@ -21,38 +20,31 @@ Root = Annotated[
 
 def list_() -> None:
     """List the data sets: sizes of train, calib and test, and where their files must be."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("name", "kind", "classes", "train", "calib", "test", "files"):
-        table.add_column(title, justify="right" if title in ("classes", "train", "calib", "test") else "left")
+    rows = [["name", "kind", "classes", "train", "calib", "test", "files"]]
     for row in data.list_datasets():
         sizes = [f"{row[key]:,}" for key in ("train", "calib", "test")]
-        table.add_row(
-            str(row["name"]), str(row["kind"]), str(row["n_classes"]), *sizes, escape(str(row["layout"]))
-        )
-    results().print(table)
+        rows.append([str(row["name"]), str(row["kind"]), str(row["n_classes"]), *sizes, str(row["layout"])])
+    show(aligned(rows, left=("name", "kind", "files")))
 
 
 def get(name: Name, root: Root = None) -> None:
     """Download a data set and verify its checksums, or print where to put its files."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    hidden = not notes().is_terminal
-    with told_to_user(), Progress(*columns, console=notes(), transient=True, disable=hidden) as bar:
-        task = bar.add_task(name, total=None)
+    with bar(DownloadColumn(), TransferSpeedColumn()) as shown:
+        task = shown.add_task(name, total=None)
 
         def progress(file: str, done: int, total: int) -> None:
-            bar.update(task, description=file, completed=done, total=total or None)
+            shown.update(task, description=file, completed=done, total=total or None)
 
         place = data.get(name, root, progress)
-    results().print(f"{name} lies in {place}")
+    show(f"{name} lies in {place}")
 
 
 def check(name: Name, root: Root = None) -> None:
     """Read a data set, count its splits, and look for samples that are in two splits."""
-    with told_to_user():
-        found = data.check(name, root)
-    for note in found.notes:
-        notes().print(f"note: {escape(note)}")
+    found = data.check(name, root)
+    for text in found.notes:
+        note(f"note: {text}", style=None)
     if found.problems:
-        raise UserError("; ".join(found.problems))
+        raise ValueError("; ".join(found.problems))
     assert found.sizes is not None
-    results().print(f"{name} is fine: {' / '.join(f'{n:,}' for n in found.sizes)} for train / calib / test")
+    show(f"{name} is fine: {' / '.join(f'{n:,}' for n in found.sizes)} for train / calib / test")

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from doublehead.cli import options
-from doublehead.cli.output import UserError, progress, show, show_counts, show_guesses, told_to_user
+from doublehead.cli.output import progress, show, show_counts, show_guesses
 from doublehead.files.reading import read_predictions
-from doublehead.metrics import ThresholdChoice, fine_bins
+from doublehead.metrics import fine_bins
 
 METHOD = (
     "Intervals are 95 %: Poisson bootstrap over {cells} cells of confidence (1000 draws, seed 0, centred on the "
@@ -74,34 +74,29 @@ def evaluate(
         doublehead evaluate predictions/ --probs --cluster tcp://10.0.0.1:8786 --json
     """
     if abstain is not None and not 0 < abstain < 1:
-        raise UserError(f"--abstain must lie between 0 and 1 (0.01 is 1 %), got {abstain:g}")
-    with told_to_user():
-        how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
-        table = read_predictions(files, by=by, where=options.parse_where(where or []), **how)
-        show_guesses(table)
-        with progress("reading", table.n_bytes) as advance:
-            summary = table.tally(bins, advance, cluster).summary()
-        show_counts(table)
-        choice = None if abstain is None else summary.abstain(abstain)
-        if as_json:
-            facts = {
-                "files": [str(source) for source in table.sources],
-                "kind": table.kind,
-                "columns": {"label": table.layout.label, "scores": list(table.layout.scores)},
-                "by": table.by,
-                "clipped_rows": table.counts.get("clipped", 0),
-                **({} if choice is None else {"abstain": _plain(choice)}),
-            }
-            print(json.dumps({**facts, **summary.to_dict()}, indent=2))
-            return
+        raise ValueError(f"--abstain must lie between 0 and 1 (0.01 is 1 %), got {abstain:g}")
+    how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
+    table = read_predictions(files, by=by, where=options.parse_where(where or []), **how)
+    show_guesses(table)
+    with progress("reading", table.n_bytes) as advance:
+        summary = table.tally(bins, advance, cluster).summary()
+    show_counts(table)
+    choice = None if abstain is None else summary.abstain(abstain)
+    if as_json:
+        facts: dict[str, Any] = {
+            "files": [str(source) for source in table.sources],
+            "kind": table.kind,
+            "columns": {"label": table.layout.label, "scores": list(table.layout.scores)},
+            "by": table.by,
+            "clipped_rows": table.counts.get("clipped", 0),
+        }
+        if choice is not None:  # JSON has no nan
+            facts["abstain"] = {**asdict(choice), "error": choice.error if choice.n_accepted else None}
+        print(json.dumps({**facts, **summary.to_dict()}, indent=2))
+        return
     about = f", weighted by {weights!r}" if weights else ""
     about += f", {len(summary.groups)} labels of each sample" if table.layout.independent and not by else ""
     show(f"{table.name} ({table.kind}{about}): {summary}")
     if choice is not None:
         show(f"\n{choice}" + (f" {GUARANTEE}" if choice.threshold is not None else ""))
     show(METHOD.format(cells=fine_bins(bins)), style="dim")
-
-
-def _plain(choice: ThresholdChoice) -> dict[str, Any]:
-    """For JSON, which has no nan: None instead."""
-    return {**asdict(choice), "error": choice.error if choice.n_accepted else None}

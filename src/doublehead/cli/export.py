@@ -15,7 +15,7 @@ from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import Batch, unpack
 from doublehead.calibration_head import HeadBank, HeadSpec
 from doublehead.cli.options import importable_here
-from doublehead.cli.output import UserError, notes, results, told_to_user
+from doublehead.cli.output import note, show
 from doublehead.data import Images, Normalise
 from doublehead.integrations.export import ALONE, FILES, export_model, model_card
 from doublehead.models import build
@@ -51,29 +51,25 @@ def export(
     original.
     """
     if to not in FILES:
-        raise UserError(f"--to must be one of {', '.join(FILES)}, got {to!r}")
-    with told_to_user():
-        try:
-            if RunFolder(run).finished:
-                importable_here(RunFolder(run).config.model)
-            found = open_run(run, head, None if root is None else str(root))
-            path = export_model(
-                found.model,
-                output or run / "export",
-                found.example,
-                to,  # type: ignore[arg-type]
-                prepare=found.prepare,
-                card=card(found),
-                facts={"run": found.config.name, "head": found.head, "classes": list(found.classes)},
-            )
-        except (RunError, ValueError) as error:
-            raise UserError(str(error)) from error
+        raise ValueError(f"--to must be one of {', '.join(FILES)}, got {to!r}")
+    if RunFolder(run).finished:
+        importable_here(RunFolder(run).config.model)
+    found = open_run(run, head, None if root is None else str(root))
+    path = export_model(
+        found.model,
+        output or run / "export",
+        found.example,
+        to,  # type: ignore[arg-type]
+        prepare=found.prepare,
+        card=card(found),
+        facts={"run": found.config.name, "head": found.head, "classes": list(found.classes)},
+    )
     if found.words:
         (path.parent / "vocabulary.txt").write_text("\n".join(found.words) + "\n", encoding="utf-8")
-    results().print(str(path))
-    notes().print(f"head: {found.head}, model card: {path.parent / 'README.md'}", style="dim")
+    show(str(path))
+    note(f"head: {found.head}, model card: {path.parent / 'README.md'}")
     if found.guard and to != "safetensors":
-        notes().print(f"the shift guard {ALONE}", style="dim")
+        note(f"the shift guard {ALONE}")
 
 
 # --- a run folder as a model

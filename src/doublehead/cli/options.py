@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-
-from doublehead.cli.output import UserError
 
 Logits = Annotated[
     bool,
@@ -73,8 +71,10 @@ def how_to_read(
     tolerance: float,
 ) -> dict[str, Any]:
     """The options of `files.read_predictions` that every command has."""
+    if logits and probs:
+        raise ValueError("give one of --logits and --probs, not both")
     return {
-        "kind": stated_kind(logits, probs),
+        "kind": "logits" if logits else "probs" if probs else None,
         "label": label,
         "scores": None if scores is None else [name.strip() for name in scores.split(",") if name.strip()],
         "weights": weights,
@@ -83,22 +83,12 @@ def how_to_read(
     }
 
 
-def stated_kind(logits: bool, probs: bool) -> Literal["logits", "probs"] | None:
-    """What the flags state; None where neither is given."""
-    if logits and probs:
-        raise UserError("give one of --logits and --probs, not both")
-    return "logits" if logits else "probs" if probs else None
-
-
 def parse_where(filters: Sequence[str]) -> dict[str, str]:
     """{"site": "A"} from ["site=A"]."""
-    pairs = {}
     for text in filters:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise UserError(f"--where must read COLUMN=VALUE, got {text!r}")
-        pairs[name] = value
-    return pairs
+        if text.find("=") < 1:
+            raise ValueError(f"--where must read COLUMN=VALUE, got {text!r}")
+    return dict(text.split("=", 1) for text in filters)
 
 
 def importable_here(model: str | None) -> None:

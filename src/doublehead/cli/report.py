@@ -12,10 +12,9 @@ import typer
 
 from doublehead import audit
 from doublehead.cli import options
-from doublehead.cli.output import UserError, show, show_counts, show_guesses, told_to_user
+from doublehead.cli.output import show, show_counts, show_guesses
 from doublehead.cli.shift import read_features
 from doublehead.files.writing import check_file
-from doublehead.report_page.page import TITLE, build_page
 from doublehead.report_page.record import Record
 from doublehead.shift_guard import watch
 
@@ -81,26 +80,22 @@ def report(
 
         doublehead report runs/cifar10-resnet50 --title "ResNet-50 on CIFAR-10"
     """
-    with told_to_user():
-        audit.check_page_path(output, "--output")
-        check_file(output, force)
-        how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
-        named = [_split_name(text) for text in inputs]
-        found = audit.collect(named, n_bins=bins, by=by, time=time, **how)
-        for table in found.tables:
-            show_guesses(table)
-            show_counts(table)
-        windows = list(watch(read_features(features[0]), read_features(features[1]))) if features else []
-        page = build_page(
-            found.methods,
-            title=title or TITLE,
-            classes=_read_classes(classes) if classes else found.classes or None,
-            shift={**found.shift, **_read_shifts(shift or [], found.methods, {**how, "n_bins": bins})},
-            windows=windows,
-            n_bins=bins,
-            provenance=audit.provenance(found, shlex.join(["doublehead", *sys.argv[1:]])),
-        )
-        audit.write_page(output, page)
+    audit.check_page_path(output, "--output")
+    check_file(output, force)
+    how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
+    found = audit.collect([_split_name(text) for text in inputs], n_bins=bins, by=by, time=time, **how)
+    for table in found.tables:
+        show_guesses(table)
+        show_counts(table)
+    windows = list(watch(read_features(features[0]), read_features(features[1]))) if features else []
+    page = found.page(
+        title=title,
+        classes=_read_classes(classes) if classes else None,
+        shift=_read_shifts(shift or [], found.methods, {**how, "n_bins": bins}),
+        windows=windows,
+        command=shlex.join(["doublehead", *sys.argv[1:]]),
+    )
+    audit.write_page(output, page)
     show(page.verdict)
     if windows:
         show(windows[-1].sentence)
@@ -109,17 +104,15 @@ def report(
 
 def _split_name(text: str) -> tuple[str, str]:
     """(name, input) from [NAME=]INPUT; a path that exists is taken as it is."""
-    if Path(text).exists() or "=" not in text:
-        return "", text
-    name, _, rest = text.partition("=")
-    return name, rest
+    name, equals, rest = text.partition("=")
+    return ("", text) if Path(text).exists() or not equals else (name, rest)
 
 
 def _read_classes(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} must be a text file in UTF-8, one class per line: {error}") from error
+        raise ValueError(f"{file} must be a text file in UTF-8, one class per line: {error}") from error
 
 
 def _read_shifts(
@@ -129,15 +122,15 @@ def _read_shifts(
     for text in given:
         name, equals, path = text.partition("=")
         if not equals or not name:
-            raise UserError(f"--shift must read NAME=FILE, got {text!r}")
+            raise ValueError(f"--shift must read NAME=FILE, got {text!r}")
         part = audit.read_input(path, **how).methods
         if len(part) == 1 and len(methods) == 1:
             part = dict(zip(methods, part.values()))
         if not part.keys() & methods.keys():
-            raise UserError(
-                f"{path} must hold predictions of {', '.join(methods)} under these names, got {', '.join(part)}"
-                if any(part)
-                else f"--shift {name}: with several methods give a folder whose files are called like them, got {path}"
+            got = ", ".join(filter(None, part)) or "one file"
+            raise ValueError(
+                f"{path} must hold predictions of {', '.join(methods)} under these names, got {got}: with several "
+                "methods give a folder whose files are called like them"
             )
         shifts[name] = {method: p for method, p in part.items() if method in methods}
     return shifts

@@ -8,12 +8,12 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.table import Table
 from torch import Tensor
 
-from doublehead.cli.output import UserError, results, show, told_to_user
+from doublehead.cli.output import show
 from doublehead.guard import RATE, WINDOW
 from doublehead.shift_guard import watch
+from doublehead.summary import aligned
 from doublehead.system import require
 
 FORMATS = ".npy, .npz, .csv or .parquet"
@@ -34,16 +34,12 @@ def shift(
     Features are any numbers that describe an input: what goes into a network's last layer, an embedding, or the
     columns of a table.
     """
-    with told_to_user():
-        found = list(watch(read_features(calib), read_features(new), window, rate))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("rows", "alarm", "p-value", "strength"):
-        table.add_column(title, justify="right")
+    found = list(watch(read_features(calib), read_features(new), window, rate))
+    rows = [["rows", "alarm", "p-value", "strength"]]
     for one in found:
-        table.add_row(
-            f"{one.seen:,}", "ALARM" if one.alarm else "", f"{one.p_value:.2g}", f"{one.strength:.1f}"
-        )
-    results().print(table)
+        alarm = "ALARM" if one.alarm else ""
+        rows.append([f"{one.seen:,}", alarm, f"{one.p_value:.2g}", f"{one.strength:.1f}"])
+    show(aligned(rows, left=()))
     last, alarms = found[-1], sum(one.alarm for one in found)
     show(
         f"{alarms} of {len(found)} windows raise an alarm; at most {rate * len(found):.2g} are expected by chance."
@@ -59,14 +55,14 @@ def read_features(path: Path) -> Tensor:
         found = np.load(path, allow_pickle=False)
         if path.suffix == ".npz":
             if "features" not in found and len(found.files) != 1:
-                raise UserError(f"{path} must hold an array `features`, got {', '.join(found.files)}")
+                raise ValueError(f"{path} must hold an array `features`, got {', '.join(found.files)}")
             found = found["features" if "features" in found else found.files[0]]
     elif path.suffix in (".csv", ".parquet"):
         pandas = require("pandas", extra="tables")
         table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
         found = table.select_dtypes("number").to_numpy()
     else:
-        raise UserError(f"features must be in a {FORMATS} file, got {path.name}")
+        raise ValueError(f"features must be in a {FORMATS} file, got {path.name}")
     if found.ndim != 2 or not len(found):
-        raise UserError(f"{path} must hold a table of numbers, got shape {found.shape}")
+        raise ValueError(f"{path} must hold a table of numbers, got shape {found.shape}")
     return torch.from_numpy(np.ascontiguousarray(found, dtype=np.float32))

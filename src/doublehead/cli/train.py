@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -15,23 +13,23 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 from doublehead.cli.data import Root
 from doublehead.cli.options import importable_here
-from doublehead.cli.output import UserError, notes, results, told_to_user
+from doublehead.cli.output import bar, is_first_process, note, notes, show
 from doublehead.curves import reliability
 from doublehead.data import fashion_subset
 from doublehead.plots import draw_reliability, save
 from doublehead.predictions import Predictions
+from doublehead.summary import aligned
 from doublehead.system import did_you_mean
 from doublehead.training.config import IMAGENET, METHODS, RECIPES, TEXT, Config, Method
 from doublehead.training.config import method as method_called
 from doublehead.training.loop import compare as compare_methods
 from doublehead.training.loop import method_rows
 from doublehead.training.loop import train as train_run
-from doublehead.training.run_folder import RunError, RunFolder
+from doublehead.training.run_folder import RunFolder
 
 Data = Annotated[
     str,
@@ -83,19 +81,18 @@ def train(
     at the end. Settings come from a recipe for the data set (cifar10-paper has the paper's); --set changes them. The
     run folder holds the config, a line of metrics per epoch, predictions of every split and the weights.
     """
-    with training_errors():
-        asked = method_called(method)
-        config = change(asked.apply(recipe(data, model)), settings, asked)
-        folder = RunFolder(output / config.folder_name)
-        where: dict[str, Any] = {"devices": devices, "nodes": nodes, "accelerator": accelerator}
-        with watched(config.name, folder.path if tensorboard else None) as (started, tick, report):
-            started(config, [method], 0, 1)
-            made = train_run(config, folder, root=root, report=report, tick=tick, **where)
-        if is_first_process():
-            beside = ["cross-entropy"] if asked.heads or asked.auto else []  # the network of the heads
-            rows = [row for name in [*beside, method] for row in method_rows(name, made, folder.path)]
-            show_rows(rows, as_json)
-            notes().print(f"run folder: {escape(str(folder.path))}", style="dim")
+    asked = method_called(method)
+    config = change(asked.apply(recipe(data, model)), settings, asked)
+    folder = RunFolder(output / config.folder_name)
+    where: dict[str, Any] = {"devices": devices, "nodes": nodes, "accelerator": accelerator}
+    with watched(config.name, folder.path if tensorboard else None) as (started, tick, report):
+        started(config, [method], 0, 1)
+        made = train_run(config, folder, root=root, report=report, tick=tick, **where)
+    if is_first_process():
+        beside = ["cross-entropy"] if asked.heads or asked.auto else []  # the network of the heads
+        rows = [row for name in [*beside, method] for row in method_rows(name, made, folder.path)]
+        show_rows(rows, as_json)
+        note(f"run folder: {folder.path}")
 
 
 def compare(
@@ -117,17 +114,16 @@ def compare(
     Cross entropy and all heads come from one training run. Finished runs are not trained again, and the same command
     resumes one that was stopped.
     """
-    with training_errors():
-        config = change(recipe(data, model), settings)
-        names = [name.strip() for name in methods.split(",") if name.strip()]
-        if not names:
-            raise UserError(f"--methods must name at least one of {', '.join(METHODS)}, got {methods!r}")
-        where: dict[str, Any] = {"devices": devices, "nodes": nodes, "accelerator": accelerator}
-        with watched("starting") as (started, tick, _):
-            rows = compare_methods(config, names, output, root=root, started=started, tick=tick, **where)
-        if is_first_process():
-            show_rows(rows, as_json)
-            notes().print(f"run folders: {escape(str(output))}", style="dim")
+    config = change(recipe(data, model), settings)
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--methods must name at least one of {', '.join(METHODS)}, got {methods!r}")
+    where: dict[str, Any] = {"devices": devices, "nodes": nodes, "accelerator": accelerator}
+    with watched("starting") as (started, tick, _):
+        rows = compare_methods(config, names, output, root=root, started=started, tick=tick, **where)
+    if is_first_process():
+        show_rows(rows, as_json)
+        note(f"run folders: {output}")
 
 
 def demo(
@@ -146,21 +142,19 @@ def demo(
     """
     began = time.perf_counter()
     torch.set_num_threads(1)  # the network is small: two threads are slower than one
-    notes().print("Training a small network on 8,500 images of Fashion-MNIST, on the CPU ...")
-    with training_errors():
-        config = replace(
-            RECIPES["fashion"], epochs=epochs, seed=seed, evaluate_every=epochs, shift=("gaussian_noise:5",)
-        )
-        with watched("starting") as (started, tick, _):
-            where: dict[str, Any] = {"accelerator": "cpu", "started": started, "tick": tick}
-            rows = compare_methods(config, DEMO, output, fashion_subset(), **where)
+    note("Training a small network on 8,500 images of Fashion-MNIST, on the CPU ...", style=None)
+    config = replace(
+        RECIPES["fashion"], epochs=epochs, seed=seed, evaluate_every=epochs, shift=("gaussian_noise:5",)
+    )
+    with watched("starting") as (started, tick, _):
+        where: dict[str, Any] = {"accelerator": "cpu", "started": started, "tick": tick}
+        rows = compare_methods(config, DEMO, output, fashion_subset(), **where)
     rows = [{**row, "method": title} for row, title in zip(rows, ROWS, strict=True)]
     pictures = draw(rows, output)
     show_rows(rows, as_json)
-    notes().print(
-        f"\n{time.perf_counter() - began:.0f} s. An ECE within the brackets of its row is within chance."
-    )
-    notes().print(f"reliability diagrams: {pictures}\npredictions and runs:  {output}/", style="dim")
+    took = f"\n{time.perf_counter() - began:.0f} s."
+    note(f"{took} An ECE within the brackets of its row is within chance.", style=None)
+    note(f"reliability diagrams: {pictures}\npredictions and runs:  {output}/")
 
 
 # --- settings
@@ -192,19 +186,15 @@ def recipe(data: str, model: str | None = None) -> Config:
 def change(config: Config, settings: list[str] | None, asked: Method | None = None) -> Config:
     """The config with settings changed, each given as "name=value"; settings of a method only where `asked` is one."""
     fixed = {*NOT_SET, *(OF_THE_METHOD if asked is None else ())}
-    if asked is not None and not asked.mixup:
-        fixed.add("mixup")
-    if asked is not None and asked.guards:
-        fixed.add("guards")
+    if asked is not None:
+        fixed |= {*([] if asked.mixup else ["mixup"]), *(["guards"] if asked.guards else [])}
     known = {f.name: getattr(config, f.name) for f in fields(Config) if f.name not in fixed}
     changes: dict[str, Any] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals or name not in known:
-            hint = did_you_mean(name, known)
-            raise UserError(
-                f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {setting!r}{hint}"
-            )
+            got = f"{setting!r}{did_you_mean(name, known)}"
+            raise ValueError(f"--set takes NAME=VALUE with a NAME of {', '.join(known)}, got {got}")
         changes[name] = _parse(value, known[name])
     return replace(config, **changes)
 
@@ -224,49 +214,11 @@ def _parse(value: str, like: Any) -> Any:
 
 
 @contextmanager
-def training_errors() -> Iterator[None]:
-    """Bad settings, missing data and runs that cannot continue become one sentence, printed by the first process."""
-    try:
-        with told_to_user(), _own_warnings():
-            yield
-    except (UserError, RunError, ImportError, FloatingPointError) as error:
-        if not is_first_process():
-            raise typer.Exit(2) from error
-        raise UserError(str(error)) from error
-
-
-@contextmanager
-def _own_warnings() -> Iterator[None]:
-    """Show the package's own warnings in one line each, without their place in the code."""
-    usual = warnings.showwarning
-
-    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
-        if issubclass(category, UserWarning) and "doublehead" in str(place[0]):
-            notes().print(f"Warning: {escape(str(message))}")
-        else:
-            usual(message, category, *place)
-
-    warnings.showwarning = show  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        warnings.showwarning = usual
-
-
-def is_first_process() -> bool:
-    """Whether this is the only process, or the first of those that train together."""
-    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")
-    return all(os.environ.get(name, "0") == "0" for name in ranks)
-
-
-@contextmanager
 def watched(name: str, tensorboard: Path | None = None) -> Iterator[tuple[Callable[..., None], ...]]:
     """What `train` and `compare` call: a bar with the time left, a line per epoch, and TensorBoard where asked."""
     writer = _tensorboard(tensorboard) if tensorboard and is_first_process() else None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not (notes().is_terminal and is_first_process())
-    with Progress(*columns, console=notes(), transient=True, disable=hidden) as bar:
-        task, done, epochs = bar.add_task(escape(name), total=None), 0, 0
+    with bar(MofNCompleteColumn(), TimeRemainingColumn(), hidden=not is_first_process()) as drawn:
+        task, done, epochs = drawn.add_task(escape(name), total=None), 0, 0
         untold = ""  # the title of a run that begins, for logs without a bar
 
         def started(config: Config, group: list[str], number: int, n_runs: int) -> None:
@@ -274,17 +226,17 @@ def watched(name: str, tensorboard: Path | None = None) -> Iterator[tuple[Callab
             done, epochs = number * config.epochs, config.epochs
             what = f"{number + 1}/{n_runs} {', '.join(group)[:60]}" if n_runs > 1 else name
             untold = f"run {what}" if n_runs > 1 and not notes().is_terminal and is_first_process() else ""
-            bar.update(task, description=escape(what), total=n_runs * epochs, completed=done)
+            drawn.update(task, description=escape(what), total=n_runs * epochs, completed=done)
 
         def tick(epoch: int, step: int, n_steps: int) -> None:
             nonlocal untold
             if untold:
-                notes().print(escape(untold))
+                note(untold, style=None)
                 untold = ""
-            bar.update(task, completed=done + epoch + step / n_steps)
+            drawn.update(task, completed=done + epoch + step / n_steps)
 
         def report(row: dict[str, Any]) -> None:
-            bar.console.print(_epoch_line(row, epochs))
+            drawn.console.print(_epoch_line(row, epochs))
             if writer:
                 _to_tensorboard(writer, row)
 
@@ -294,54 +246,49 @@ def watched(name: str, tensorboard: Path | None = None) -> Iterator[tuple[Callab
 
 
 def _epoch_line(row: dict[str, Any], epochs: int) -> str:
-    test = row.get("test", {})
-    shown = [
+    tests = [
         f"{name} ECE {100 * one['ece']:.2f} % acc {100 * one['accuracy']:.2f} %"
-        for name, one in list(test.items())[:3]
+        for name, one in row.get("test", {}).items()
     ]
-    more = [f"{len(test) - 3} more"] if len(test) > 3 else []
-    return f"epoch {row['epoch'] + 1}/{epochs}  loss {row['train_loss']:.4f}  {', '.join(shown + more)}"
+    tests[3:] = [f"{len(tests) - 3} more"] if len(tests) > 3 else []
+    return f"epoch {row['epoch'] + 1}/{epochs}  loss {row['train_loss']:.4f}  {', '.join(tests)}"
 
 
 def _tensorboard(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
     return SummaryWriter(str(folder / "tensorboard"))
 
 
 def _to_tensorboard(writer: Any, row: dict[str, Any]) -> None:
-    writer.add_scalar("train_loss", row["train_loss"], row["epoch"])
-    for name, beta in row["beta"].items():
-        writer.add_scalar(f"beta/{name}", beta, row["epoch"])
-    for name, numbers in row.get("test", {}).items():
-        for key, value in numbers.items():
-            writer.add_scalar(f"{key}/{name}", value, row["epoch"])
+    numbers = {
+        "train_loss": row["train_loss"],
+        **{f"beta/{name}": beta for name, beta in row["beta"].items()},
+    }
+    for name, test in row.get("test", {}).items():
+        numbers |= {f"{key}/{name}": value for key, value in test.items()}
+    for name, value in numbers.items():
+        writer.add_scalar(name, value, row["epoch"])
 
 
 def show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     """The table of methods: percent for accuracy, ECE and AUROC; the ECE of a perfect model beside each ECE."""
     if as_json:
-        results().print_json(json.dumps(rows))
+        print(json.dumps(rows, indent=2))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
     shifts = _shift_columns(rows[0])
-    table.add_column("method")
-    for title in ("accuracy %", "ECE %", "perfect ECE %", "NLL", "Brier", *shifts):
-        table.add_column(title, justify="right")
+    table = [["method", "accuracy %", "ECE %", "perfect ECE %", "NLL", "Brier", *shifts]]
     for row in rows:
         floor = [f"{100 * row[key]:.2f}" for key in ("ece_floor", "ece_floor_low", "ece_floor_high")]
-        table.add_row(
-            row["method"],
-            f"{100 * row['accuracy']:.2f}",
-            f"{100 * row['ece']:.2f}",
-            f"{floor[0]} ({floor[1]}..{floor[2]})",
-            f"{row['nll']:.4f}",
-            f"{row['brier']:.4f}",
-            *(f"{100 * sum(row[key] for key in keys) / len(keys):.2f}" for keys in shifts.values()),
+        means = [sum(row[key] for key in keys) / len(keys) for keys in shifts.values()]
+        accuracy, ece, *shifted = (f"{100 * value:.2f}" for value in (row["accuracy"], row["ece"], *means))
+        scores = [f"{row['nll']:.4f}", f"{row['brier']:.4f}"]
+        table.append(
+            [row["method"], accuracy, ece, f"{floor[0]} ({floor[1]}..{floor[2]})", *scores, *shifted]
         )
-    results().print(table)
+    show(aligned(table))
 
 
 def _shift_columns(row: dict[str, Any]) -> dict[str, list[str]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import NamedTuple
 
-from doublehead.files.sources import TableError
+from doublehead.files.sources import Kind, TableError
 
 LABELS = (  # a `label` beside a `true_label` is the predicted one
     "y_true", "true_label", "truth", "ground_truth", "true_class", "gt", "gold", "human_label",
@@ -70,54 +72,59 @@ class Layout:
         return [*named, *self.labels]
 
 
-def choose_layout(
-    columns: Mapping[str, str],
-    where: str,
-    *,
-    kind: str | None,
-    label: str | None,
-    scores: Sequence[str] | None,
-    base: int | None,
-    taken: Sequence[str] = (),
-    label_needed: bool = True,
-    labels: tuple[str, ...] = (),
-    independent: bool = False,
-) -> Layout:
-    """The layout of a file called `where` with these columns (name -> what it holds); `taken` are no scores.
+class Given(NamedTuple):
+    """What the caller says about the columns of a file."""
 
-    >>> found = choose_layout({"id": "whole", "y": "whole", "logit_1": "number", "logit_0": "number"}, "a.csv",
-    ...     kind="logits", label=None, scores=None, base=None)
+    kind: Kind | None = None
+    label: str | None = None
+    labels: tuple[str, ...] = ()
+    scores: Sequence[str] | None = None
+    base: int | None = None
+    taken: Sequence[str] = ()  # columns that are no scores
+    label_needed: bool = True
+    independent: bool = False
+
+
+def choose_layout(columns: Mapping[str, str], where: str, given: Given) -> Layout:
+    """The layout of a file called `where` with these columns (name -> what it holds).
+
+    >>> found = choose_layout(
+    ...     {"id": "whole", "y": "whole", "logit_1": "number", "logit_0": "number"}, "a.csv", Given("logits")
+    ... )
     >>> found.label, found.scores, found.guesses
     ('y', ('logit_0', 'logit_1'), ("label column 'y'", "score columns 'logit_0' .. 'logit_1' (2 classes)"))
     """
-    guesses: list[str] = []
+    kind, label, labels, independent = given.kind, given.label, given.labels, given.independent
+    guesses: tuple[str, ...] = ()
     if label is None and not labels:
         label = find([name for name in columns if not independent or columns[name] in SEVERAL], LABELS)
         if label is not None and label != "labels":
-            guesses.append(f"label column {label!r}")
+            guesses = (f"label column {label!r}",)
     elif label is not None and label not in columns:
-        if label_needed:
+        if given.label_needed:
             raise TableError(f"{where} has no column {label!r} for the label, it has {listed(columns)}")
         label = None
     independent = independent or bool(labels) or columns.get(label or "") in SEVERAL
-    left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *taken)}
-    top_only = None
-    if not independent and scores is None:  # also of files that are grouped by the predicted class
-        top_only = _top_label({name: columns[name] for name in columns if name != label}, where, kind, label)
-    if top_only is not None and kind != "logits":
-        return top_only
-    if label is None and label_needed and not labels:
+    if (
+        not independent and given.scores is None and kind != "logits"
+    ):  # also where grouped by the predicted class
+        rest = {name: columns[name] for name in columns if name != label}
+        if (top_only := _top_label(rest, where, kind, label)) is not None:
+            return top_only
+    if label is None and given.label_needed and not labels:
         raise TableError(
             f"{where} has no column that looks like the label: name it with --label, it has {listed(columns)}"
         )
-    layout = Layout(label, (), (), 0, tuple(guesses), labels=labels, independent=independent)
-    if scores is not None:
-        layout = with_scores(layout, named_columns(scores, left, where, "scores"), base, told=False)
+    left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *given.taken)}
+    layout = Layout(label, (), (), 0, guesses, labels=labels, independent=independent)
+    if given.scores is not None:
+        names = named_columns(given.scores, left, where, "scores")
+        layout = with_scores(layout, names, given.base, told=False)
     else:
         names = _guess_scores(left, where, kind)
         unnamed = len(names) > 1 and score_family(left, where, kind) is None
-        layout = with_scores(replace(layout, unnamed=unnamed), names, base, told=names != (kind,))
-    return replace(layout, binary=len(layout.scores) == 1 and columns[layout.scores[0]] != "matrix")
+        layout = with_scores(replace(layout, unnamed=unnamed), names, given.base, told=names != (kind,))
+    return replace(layout, binary=len(names) == 1 and columns[names[0]] != "matrix")
 
 
 def with_scores(
@@ -201,7 +208,9 @@ def named_columns(names: Sequence[str], columns: Mapping[str, str], where: str, 
     """The columns named, a name with * or ? standing for all that match it, in the order of their numbers."""
     found: list[str] = []
     for name in names:
-        matches = [name] if name in columns else _by_number([c for c in columns if fnmatchcase(c, name)])
+        matches = [name] if name in columns else [c for c in columns if fnmatchcase(c, name)]
+        numbers = {match: _number(match) for match in matches}
+        matches.sort(key=lambda match: (numbers[match] is None, numbers[match] or 0))
         if not matches:
             raise TableError(f"{where} has no column {name!r} for the {what}, it has {listed(columns)}")
         found += matches
@@ -215,9 +224,21 @@ def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tu
     fitting = [name for name in matrices if name.lower() in known] or matrices
     if len(fitting) == 1:
         return (fitting[0],)
-    numbered, named = _families(columns, kind)
-    # one that says what it holds goes before "score_0", "class_0" or a bare number
+    classes: dict[str, dict[str, str]] = {}  # by prefix and column
+    for name in columns:
+        prefix, of_class = split_score(name, kind)
+        if of_class is not None:
+            classes.setdefault(prefix, {})[name] = of_class
+    numbered, named = {}, {}
+    for prefix, found in classes.items():
+        numbers = {name: int(text) for name, text in found.items() if WHOLE.fullmatch(text)}
+        if _consecutive(numbers.values()):
+            numbered[prefix] = tuple(sorted(numbers, key=numbers.__getitem__))
+        others = [name for name in found if prefix not in numbered or name not in numbers]
+        if len(others) >= 2 and prefix:
+            named[prefix] = tuple(others)
     for family in (numbered, named):
+        # one that says what it holds goes before "score_0", "class_0" or a bare number
         prefixes = [p for p in known if p in family and p not in SCORES] or [p for p in known if p in family]
         if len(prefixes) > 1:
             raise TableError(
@@ -225,55 +246,29 @@ def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tu
                 "name one with --scores, such as --scores 'prob_*'"
             )
         if prefixes:
-            return tuple(family[prefixes[0]])
+            return family[prefixes[0]]
     return None
 
 
 def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> tuple[str, ...]:
     known = PREFIXES[kind]
-    if (found := score_family(columns, where, kind)) is not None:
-        return found
+    if (family := score_family(columns, where, kind)) is not None:
+        return family
     decimal = [name for name, holds in columns.items() if holds == "number"]
     single = [name for name in decimal if name.lower().rstrip("_1") in known[:-1]]
     if len(decimal) == 1 and split_score(decimal[0], kind)[0] in (*LOGITS, *PROBS):
         single = decimal  # prob_yes
     if len(single) == 1:
         return (single[0],)
-    places = [i for i, holds in enumerate(columns.values()) if holds == "number"]
-    if (
-        len(places) >= 2
-    ):  # whole numbers between them are scores too: a class may have zeros alone, written as 0
-        among = list(columns)[places[0] : places[-1] + 1]
+    if len(decimal) >= 2:  # whole numbers between them are scores too: zeros alone are written as 0
+        names = list(columns)
+        among = names[names.index(decimal[0]) : names.index(decimal[-1]) + 1]
         return tuple(name for name in among if columns[name] in ("number", "whole"))
-    confidence = next((name for name in columns if re.fullmatch(CONFIDENCE, plain(name))), None)
-    hint = (
-        f"; rename the column of the class that {confidence!r} is about to 'predicted'" if confidence else ""
-    )
+    found = [name for name in columns if re.fullmatch(CONFIDENCE, plain(name))]
+    hint = f"; rename the column of the class that {found[0]!r} is about to 'predicted'" if found else ""
     raise TableError(
         f"{where} has no columns that look like scores: name them with --scores, it has {listed(columns)}{hint}"
     )
-
-
-def _families(
-    columns: Mapping[str, str], kind: str | None
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Columns such as logit_0, logit_1, ... and cat_prob, dog_prob, ..., by their known prefix; two or more each."""
-    numbered: dict[str, dict[str, int]] = {}
-    named: dict[str, list[str]] = {}
-    for name in columns:
-        prefix, of_class = split_score(name, kind)
-        if of_class is not None and WHOLE.fullmatch(of_class):
-            numbered.setdefault(prefix, {})[name] = int(of_class)
-        elif of_class is not None:
-            named.setdefault(prefix, []).append(name)
-    in_order = {
-        prefix: sorted(numbers, key=numbers.__getitem__)
-        for prefix, numbers in numbered.items()
-        if _consecutive(numbers.values())
-    }
-    for prefix in numbered.keys() - in_order.keys() - {""}:  # names of classes that happen to be numbers
-        named[prefix] = [*numbered[prefix], *named.get(prefix, [])]
-    return in_order, {prefix: names for prefix, names in named.items() if len(names) >= 2}
 
 
 @cache
@@ -309,11 +304,6 @@ def _number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _by_number(names: list[str]) -> list[str]:
-    numbers = {name: _number(name) for name in names}
-    return sorted(names, key=lambda name: (numbers[name] is None, numbers[name] or 0))
-
-
 def _consecutive(numbers: Iterable[int | None]) -> bool:
     """Whether the numbers, in any order, are all from the smallest to the largest; a None is left out."""
     found = sorted(number for number in numbers if number is not None)
@@ -339,28 +329,24 @@ def class_names(scores: tuple[str, ...]) -> tuple[str, ...]:
 
 def without_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
     """The names without what all begin with, up to a separator: a and b from y_a and y_b."""
-    if len(names) < 2:
-        return names
-    first, last = min(names), max(names)
-    shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
-    end = max(first.rfind(mark, 0, shared) for mark in "_-. :/") + 1
+    shared = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071
+    end = max(shared.rfind(mark) for mark in "_-. :/") + 1
     return tuple(name[end:] for name in names)
 
 
 def _told(scores: tuple[str, ...], what: str) -> str:
     if len(scores) == 1:
         return f"column {quoted(scores[0])}"
-    if len(scores) <= 4 and not _consecutive(map(_number, scores)):
-        return f"columns {', '.join(map(quoted, scores))} ({len(scores)} {what})"
-    return f"columns {quoted(scores[0])} .. {quoted(scores[-1])} ({len(scores)} {what})"
+    few = len(scores) <= 4 and not _consecutive(map(_number, scores))
+    names = ", ".join(map(quoted, scores)) if few else f"{quoted(scores[0])} .. {quoted(scores[-1])}"
+    return f"columns {names} ({len(scores)} {what})"
 
 
 def listed(columns: Mapping[str, str]) -> str:
     """The names of the columns, the first ten where there are many."""
     names = [quoted(name) for name in columns]
-    return (
-        ", ".join(names if len(names) <= 12 else [*names[:10], f"... ({len(names)} columns)"]) or "no columns"
-    )
+    few = names if len(names) <= 12 else [*names[:10], f"... ({len(names)} columns)"]
+    return ", ".join(few) or "no columns"
 
 
 def quoted(name: str) -> str:

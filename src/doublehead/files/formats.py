@@ -9,37 +9,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from doublehead.files.readers import (
-    AnswersReader,
-    ArraysReader,
-    ArrowReader,
-    ExcelReader,
-    NpyReader,
-    NpzReader,
-    ParquetReader,
-    RawBatch,
-    Reader,
-    TableReader,
-    to_numpy,
-)
-from doublehead.files.sources import (
-    ARROW,
-    CSV,
-    JSON_LINES,
-    Array,
-    Source,
-    TableError,
-    content_of,
-    explain,
-    reading,
-)
+from doublehead.files import readers
+from doublehead.files.readers import RawBatch, Reader, TableReader, Wanted, to_numpy
+from doublehead.files.sources import CSV, JSON_LINES, Array, Source, TableError, content_of, explain, reading
 from doublehead.llm_answers import holds_answers
 from doublehead.system import require
 
@@ -57,7 +35,7 @@ NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?|[-+]?(nan|inf)",
 def open_source(source: Source) -> Reader:
     """The reader of a source; only the beginning (or the footer) of the file is read here."""
     if source.arrays is not None:
-        return ArraysReader(source, source.arrays)
+        return readers.ArraysReader(source, source.arrays)
     with reading(source):
         if source.path.stat().st_size == 0:
             raise TableError(f"{source} is empty (0 bytes)")
@@ -67,15 +45,14 @@ def open_source(source: Source) -> Reader:
     if suffix in JSON_LINES:
         with reading(source):
             answers = holds_answers(source.path)
-        return AnswersReader(source) if answers else JsonReader(source, zipped)
-    readers: dict[str, Any] = {
-        ".parquet": ParquetReader,
-        ".npz": NpzReader,
-        ".npy": NpyReader,
-        ".xlsx": ExcelReader,
+        return readers.AnswersReader(source) if answers else JsonReader(source, zipped)
+    binary: dict[str, Callable[[Source], Reader]] = {
+        ".parquet": readers.ParquetReader,
+        ".npz": readers.NpzReader,
+        ".npy": readers.NpyReader,
+        ".xlsx": readers.excel_reader,
     }
-    found: Reader = ArrowReader(source) if suffix in ARROW else readers[suffix](source)
-    return found
+    return binary.get(suffix, readers.ArrowReader)(source)
 
 
 class CsvReader(TableReader):
@@ -84,35 +61,31 @@ class CsvReader(TableReader):
     is_text = True
 
     def __init__(self, source: Source, zipped: bool) -> None:
-        super().__init__(source)
-        self._csv, self._arrow = require("pyarrow.csv", extra="tables"), require("pyarrow", extra="tables")
-        self._zipped = zipped
+        super().__init__(source, zipped)
+        self._csv = require("pyarrow.csv", extra="tables")
         with reading(source):
             start = self._start()
             self._encoding = _encoding(start, source)
             self.has_bom = start.startswith(BOM) or self._encoding != "utf8"
-            self.before = start[: len(start) - len(start.lstrip(b"\r\n"))].count(
-                b"\n"
-            )  # lines above the header
-            lines = _first_lines(start.lstrip(b"\r\n"), self._encoding)
+            text = start.decode(self._encoding, errors="ignore").removeprefix("\ufeff")
+            self.before = text[: len(text) - len(text.lstrip("\r\n"))].count("\n")  # lines above the header
+            lines = re.split(r"\r\n?|\n", text.lstrip("\r\n"), maxsplit=3)[:3]
             if lines[0].lower().startswith("sep="):  # as Excel writes it
                 self.before, lines = self.before + 1, lines[1:]
             lines = lines[:2] or [""]
             self.delimiter = max("\t;|,", key=lines[0].count)
             if self.delimiter not in lines[0] and " " in lines[0].strip():
                 self.delimiter = " "
-            second = lines[min(1, len(lines) - 1)].split(self.delimiter)
-            commas = self.delimiter != "," and any(
-                re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", x) for x in second
-            )
-            self.decimal_point = "," if commas else "."
+            second = lines[-1].split(self.delimiter)
+            commas = any(re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", cell) for cell in second)
+            self.decimal_point = "," if commas and self.delimiter != "," else "."
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
             self.header = 1
             if self._encoding == "cp1252":
                 self.guesses = ("Windows-1252 text",)
             self._names = self._header(lines)
             self.empty = self.header == 1 and not "".join(lines[1:]).strip()
-            self._describe(*self._columns_of(lines, start))
+            self._describe(*self._columns_of(lines, text, len(start)))
             signs = [name for name, cell in zip(self.names, second) if cell.strip('" ').endswith("%")]
             if signs and "number" not in self.columns.values():
                 problem = f"{source}, column {signs[0]!r} must hold numbers: divide percentages by 100"
@@ -128,59 +101,48 @@ class CsvReader(TableReader):
             raise TableError(f"{self.source} has a line of more than {WIDEST_BLOCK >> 20} MB")
         return start
 
-    def _columns_of(self, lines: list[str], start: bytes) -> tuple[list[str], list[Any]]:
-        """The names of the columns, and their types by the beginning of the text.
-
-        Arrow finds them, but for those that begin with a decimal number: it is slow at it.
-        """
-        number, types = self._arrow.float64(), {}
+    def _columns_of(self, lines: list[str], text: str, block: int) -> tuple[list[str], list[Any]]:
+        """The names of the columns, and their types by the beginning of the text."""
+        number = self._arrow.float64()
         names = self._names or next(csv.reader(lines[:1], delimiter=self.delimiter), [])
         first = lines[-1].split(self.delimiter)
-        if len(names) == len(first):
-            types = {name: number for name, cell in zip(names, first) if DECIMAL.fullmatch(cell.strip())}
-        if len(names) >= WIDE and types:  # zeros among them may be written as 0
-            places = [i for i, name in enumerate(names) if name in types]
-            between = range(places[0], places[-1])
-            types |= {names[i]: number for i in between if NUMBER.fullmatch(first[i].strip())}
-        if len(types) >= WIDE and len(set(names)) == len(names):
-            types |= self._other_types(names, types, start)
+        places = [i for i, cell in enumerate(first) if DECIMAL.fullmatch(cell.strip())]
+        if len(set(names)) == len(names) == len(first) >= WIDE and len(places) > 1:
+            # all numbers from the first to the last decimal one: zeros may be written as 0
+            scores = range(places[0], places[-1] + 1)
+            types = {names[i]: number for i in scores if NUMBER.fullmatch(first[i].strip())}
+            types |= self._other_types(names, types, text)
             return names, [types[name] for name in names]
-        try:
-            with self._reader(types, len(start)) as reader:
-                return reader.schema.names, reader.schema.types
-        except (ValueError, LookupError) as error:
-            with self._reader({}, len(start)) as reader:
-                names, kinds = reader.schema.names, reader.schema.types
-            text = [name for name, kind in zip(names, kinds) if name in types and kind != number]
-            if text:
-                self.mixed = text[0], explain(str(error), self.source, names, self.header + self.before)
-            return names, kinds
+        with self._reader({}, block) as reader:
+            names, kinds = reader.schema.names, reader.schema.types
+        mixed = [names[i] for i in places if len(names) == len(first) and kinds[i] != number]
+        if mixed:
+            try:
+                self._reader({mixed[0]: number}, block).close()
+            except ValueError as error:
+                self.mixed = mixed[0], explain(str(error), self.source, names, self.header + self.before)
+        return names, kinds
 
-    def _other_types(self, names: list[str], types: dict[str, Any], start: bytes) -> dict[str, Any]:
+    def _other_types(self, names: list[str], types: dict[str, Any], text: str) -> dict[str, Any]:
         """The types of the columns that have none yet; Arrow sees them alone: it needs kilobytes for each column."""
         rest = [i for i, name in enumerate(names) if name not in types]
         if not rest:
             return {}
-        text = io.StringIO()
-        lines = start.decode(self._encoding, errors="ignore").splitlines()
+        lines, cut = text.splitlines(), io.StringIO()
         whole = lines[self.header : max(len(lines) - 1, self.header + 1)]
-        rows = csv.reader(whole, delimiter=self.delimiter)
-        csv.writer(text, delimiter=self.delimiter).writerows(
-            [row[i] for i in rest] for row in rows if len(row) == len(names)
-        )
-        batch = self._parsed(text.getvalue().encode(), [names[i] for i in rest], {})
+        rows = (row for row in csv.reader(whole, delimiter=self.delimiter) if len(row) == len(names))
+        csv.writer(cut, delimiter=self.delimiter).writerows([row[i] for i in rest] for row in rows)
+        batch = self._parsed(cut.getvalue().encode(), [names[i] for i in rest], {})
         return {names[i]: batch.column(names[i]).type for i in rest}
 
     def _header(self, lines: list[str]) -> list[str] | None:
         """Names for the columns where the file has none or one too few, or where its own are padded; else None."""
-        line = lines[0]
-        cells = [cell.strip().strip('"').strip() for cell in line.rstrip("\r").split(self.delimiter)]
-        numbers = [bool(NUMBER.fullmatch(cell)) for cell in cells]
-        decimals = [bool(re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())) for cell in cells]
-        repeated = sum(numbers) > len(
-            {cell for cell, one in zip(cells, numbers) if one}
-        )  # no names of columns
-        if len(cells) > 1 and (all(numbers) or sum(decimals) >= 2 or repeated):
+        parts = lines[0].split(self.delimiter)
+        cells = [part.strip().strip('"').strip() for part in parts]
+        numbers = [cell for cell in cells if NUMBER.fullmatch(cell)]
+        decimals = [cell for cell in cells if re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())]
+        repeated = len(numbers) > len(set(numbers))  # no names of columns
+        if len(cells) > 1 and (numbers == cells or len(decimals) >= 2 or repeated):
             self.header, self.guesses = 0, (*self.guesses, "no header")
             whole = [i for i, cell in enumerate(cells) if not re.search(r"[.,]\d", cell)]
             if len(whole) == 1 and whole[0] in (0, len(cells) - 1):
@@ -192,16 +154,14 @@ class CsvReader(TableReader):
         names = next(csv.reader(lines, delimiter=self.delimiter), [])
         if len(row) == len(names) + 1 and row[-1].strip():
             return ["row", *(name.strip() for name in names)]  # R leaves out the name of the row names
-        padded = [part for part in line.rstrip("\r").split(self.delimiter) if part != part.strip()]
-        return cells if padded and '"' not in line else None
+        padded = any(part != part.strip() for part in parts)
+        return cells if padded and '"' not in lines[0] else None
 
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
-        types = self._types(self.columns, scores, keep)
+    def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
+        types = self._types(self.columns, wanted.scores, wanted.keep)
         with (
             reading(self.source, self.names, self.header + self.before),
-            self._reader(types, self._block, wanted) as reader,
+            self._reader(types, self._block, names) as reader,
         ):
             for batch in reader:
                 yield batch, self._file.tell()
@@ -212,22 +172,20 @@ class CsvReader(TableReader):
         numeric = () if keep else ("number", "whole")
         return {name: number if name in kept or self.columns[name] in numeric else text for name in names}
 
-    def batches(
-        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
+    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
         """Many score columns side by side are parsed as one; from the first row on that is not plain, as any file."""
-        seen, first = 0, self.names.index(scores[0])
-        together = self.names[first : first + len(scores)] == list(scores)
-        plain = self._encoding == "utf8" and not self.before and not keep
-        if together and len(scores) >= WIDE and plain:
-            for raw in self._wide_batches(first, len(scores), others):
+        seen, first, width = 0, self.names.index(wanted.scores[0]), len(wanted.scores)
+        together = self.names[first : first + width] == list(wanted.scores)
+        plain = self._encoding == "utf8" and not self.before and not wanted.keep
+        if together and width >= WIDE and plain:
+            for raw in self._wide_batches(first, width, wanted.others):
                 if raw is None:
                     break
                 seen += len(raw.scores)
                 yield raw
             else:
                 return
-        for raw in super().batches(scores, others, rows, keep):
+        for raw in super().batches(wanted):
             skip = min(seen, len(raw.scores))
             seen -= skip
             if skip < len(raw.scores):
@@ -264,11 +222,6 @@ class CsvReader(TableReader):
             return None
         columns = self._others(batch, others, len(rows))
         return RawBatch(to_numpy(table.column(0)).reshape(-1, width), columns, None, 0)
-
-    def _open(self) -> tuple[Any, Any]:
-        # Arrow's own file: its reading threads never need Python, which may be on its way out after an error.
-        file = self._arrow.OSFile(os.fspath(self.source.path), "rb")
-        return file, self._arrow.CompressedInputStream(file, "gzip") if self._zipped else file
 
     def _parsed(self, text: bytes, names: list[str], types: dict[str, Any]) -> Any:
         """Lines without a header as one Arrow batch."""
@@ -309,32 +262,25 @@ class JsonReader(TableReader):
     """
 
     def __init__(self, source: Source, zipped: bool) -> None:
-        super().__init__(source)
-        self._json, self.arrow = require("pyarrow.json", extra="tables"), require("pyarrow", extra="tables")
-        self._zipped = zipped
+        super().__init__(source, zipped)
+        self._json = require("pyarrow.json", extra="tables")
         self.nested: set[str] = set()  # names of objects in a row
         with reading(source):
-            with self._stream()[1] as stream:
+            with self._open()[1] as stream:
                 self.is_list = stream.read(BLOCK).lstrip().startswith(b"[")
             first = self._parsed(next(self._blocks(), (b"", 0))[0], None)
             self._schema, flat = first.schema, self._flat(first).schema
             self._describe(flat.names, flat.types)
 
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
-        arrow = self.arrow
-        fields = [
-            arrow.field(
-                field.name,
-                arrow.float64() if field.name in set(scores) and field.type == "int64" else field.type,
-            )
-            for field in self._schema
-        ]
+    def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
+        whole = {field.name for field in self._schema if field.type == "int64"} & {*wanted.scores}
+        number = self._arrow.float64()
+        fields = [field.with_type(number) if field.name in whole else field for field in self._schema]
+        schema = self._arrow.schema(fields)
         with reading(self.source):
             for block, done in self._blocks():
-                table = self._flat(self._parsed(block, arrow.schema(fields))).select(wanted).combine_chunks()
-                for batch in table.to_batches(max_chunksize=rows):
+                table = self._flat(self._parsed(block, schema)).select(names).combine_chunks()
+                for batch in table.to_batches(max_chunksize=wanted.rows):
                     yield batch, done
 
     def _parsed(self, block: bytes, schema: Any) -> Any:
@@ -342,7 +288,7 @@ class JsonReader(TableReader):
             explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
         )
         read = self._json.ReadOptions(use_threads=False, block_size=len(block) + 1)
-        return self._json.read_json(self.arrow.BufferReader(block), read, options)
+        return self._json.read_json(self._arrow.BufferReader(block), read, options)
 
     def _flat(self, table: Any) -> Any:
         """The table with the entries of objects as columns of their own."""
@@ -356,7 +302,7 @@ class JsonReader(TableReader):
                 scores = self._by_label(table.column(at).combine_chunks(), field.name)
                 table = table.remove_column(at)
                 for name, column in reversed(scores.items()):
-                    table = table.add_column(at, name, self.arrow.array(column))
+                    table = table.add_column(at, name, self._arrow.array(column))
         return table
 
     def _by_label(self, lists: Any, name: str) -> dict[str, Array]:
@@ -367,13 +313,9 @@ class JsonReader(TableReader):
         table[np.repeat(np.arange(len(lists)), lengths), which] = np.asarray(scores)
         return {f"{name}.{label}": table[:, i] for i, label in enumerate(found)}
 
-    def _stream(self) -> tuple[Any, Any]:
-        file = self.arrow.OSFile(os.fspath(self.source.path), "rb")
-        return file, self.arrow.CompressedInputStream(file, "gzip") if self._zipped else file
-
     def _blocks(self) -> Iterator[tuple[bytes, int]]:
         """Whole lines of text, and the bytes read so far."""
-        file, stream = self._stream()
+        file, stream = self._open()
         with file, stream:
             if self.is_list:
                 rows = json.loads(stream.read())
@@ -394,18 +336,6 @@ def _encoding(start: bytes, source: Source) -> str:
     except UnicodeDecodeError:
         return "cp1252"
     return "utf8"
-
-
-def _first_lines(start: bytes, encoding: str) -> list[str]:
-    """The first three lines, as far as they were read."""
-    if encoding == "utf-16":
-        text = start[: len(start) // 2 * 2].decode("utf-16", errors="ignore")
-    else:
-        lines = start.split(b"\n", 3)[:3]
-        text = b"\n".join(lines).decode("utf-8-sig" if encoding == "utf8" else encoding)
-    if "\n" not in text:
-        text = text.replace("\r", "\n")
-    return text.split("\n", 3)[:3]
 
 
 def _line_blocks(stream: Any, size: int) -> Iterator[bytes]:

@@ -5,41 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
 
 import numpy as np
 
-from doublehead.files.columns import (
-    CORRECT,
-    LABELS,
-    LOGITS,
-    PROBS,
-    SCORES,
-    Layout,
-    find,
-    plain,
-    quoted,
-    score_family,
-    split_score,
-    with_scores,
-)
+from doublehead.files import columns, values
+from doublehead.files.columns import LABELS, LOGITS, PROBS, SCORES, Layout, quoted, score_family, with_scores
 from doublehead.files.formats import open_source
-from doublehead.files.readers import RawBatch, Reader
-from doublehead.files.sources import Array, Source, TableError
-from doublehead.files.values import (
-    MISSING,
-    OUTSIDE,
-    PERCENTAGES,
-    WORDS,
-    Rows,
-    is_number,
-    recognise,
-    to_several_labels,
-    to_text,
-)
+from doublehead.files.readers import RawBatch, Reader, Wanted
+from doublehead.files.sources import Array, Kind, Source, TableError
+from doublehead.files.values import MISSING, recognise, to_text
 from doublehead.score_arrays import ROUNDED
-
-Kind: TypeAlias = Literal["logits", "probs"]
 
 SAMPLES = (
     "sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid",
@@ -52,73 +27,59 @@ MIN_ROWS = 20  # to see that a single score is never below 0.5, or that no answe
 ROWS_PER_CLASS = 10  # from so many rows per class on, every class should have a label
 
 
-def from_long_form(
-    sources: Sequence[Source], reader: Reader, label: str | None, others: Sequence[str]
-) -> Source | None:
+def from_long_form(sources: Sequence[Source], reader: Reader, label: str | None) -> Source | None:
     """The same predictions with a column of scores for each class, in memory; None where the files are not long.
 
     Files are long when they have a column of samples whose values repeat, one of classes and one of scores.
     """
-    columns = reader.columns
-    sample, of_class = find(columns, SAMPLES), find([name for name in columns if name != label], CLASSES)
-    label = label or find([name for name in columns if name != of_class], LABELS)
-    score = find(columns, (*PROBS, *LOGITS, *SCORES[:-1]))
-    if sample is None or of_class is None or label is None or score in (None, of_class):
+    there, find = reader.columns, columns.find
+    sample, of_class = find(there, SAMPLES), find([name for name in there if name != label], CLASSES)
+    label = label or find([name for name in there if name != of_class], LABELS)
+    score = find(there, (*PROBS, *LOGITS, *SCORES[:-1]))
+    if sample is None or of_class is None or label is None or score is None or score == of_class:
         return None
-    if score_family(
-        {name: kind for name, kind in columns.items() if name != of_class}, str(reader.source), None
-    ):
+    rest = {name: kind for name, kind in there.items() if name != of_class}
+    if score_family(rest, str(reader.source), None):
         return None
-    assert score is not None
-    wanted = list(dict.fromkeys([sample, of_class, label, *others]))
-    parts = [batch for source in sources for batch in open_source(source).batches([score], wanted, 1 << 18)]
+    wanted = Wanted([score], [name for name in there if name != score], 1 << 18)
+    parts = [batch for source in sources for batch in open_source(source).batches(wanted)]
     if not parts:
         return None
-    found = {name: np.concatenate([to_text(part.columns[name]) for part in parts]) for name in wanted}
+    found = {name: np.concatenate([to_text(part.columns[name]) for part in parts]) for name in wanted.others}
     names, first, which = np.unique(found[sample], return_index=True, return_inverse=True)
     if len(names) == len(which):
         return None  # a row for each sample after all
-    classes, column = np.unique(found[of_class], return_inverse=True)
-    classes, column = _in_order(classes, column)
+    numbered = all(name.isdecimal() for name in set(found[of_class]))
+    classes = sorted(set(found[of_class]), key=int if numbered else str)
+    column = {name: k for k, name in enumerate(classes)}
     table = np.full((len(names), len(classes)), np.nan)
-    table[which, column] = np.concatenate([part.scores[:, 0] for part in parts])
+    table[which, [column[name] for name in found[of_class]]] = np.concatenate([p.scores[:, 0] for p in parts])
     place = f"{sources[0]} (a row for each {sample!r} and {of_class!r})"
     if len(which) != table.size or np.isnan(table).any():
-        at = int(np.bincount(which).argmin()) if len(which) < table.size else int(np.bincount(which).argmax())
+        counts = np.bincount(which)
+        at = int(counts.argmin() if len(which) < table.size else counts.argmax())
         raise TableError(
             f"{place} must have {len(classes)} rows for each sample, one per class, not so for {names[at]!r}"
         )
     if (found[label] != found[label][first][which]).any():
         raise TableError(f"{place} must have one label for each sample in {label!r}")
-    order = np.sort(first)  # samples as they first appear
-    rows = np.argsort(first)
-    arrays = {name: found[name][order] for name in wanted if name not in (sample, of_class)}
-    arrays |= {sample: found[sample][order]}
-    arrays |= {f"{score}_{name}": table[rows, k] for k, name in enumerate(classes)}
+    order = np.argsort(first)  # samples as they first appear
+    arrays = {name: found[name][first[order]] for name in wanted.others if name != of_class}
+    arrays |= {f"{score}_{name}": table[order, k] for k, name in enumerate(classes)}
     return Source(sources[0].path, arrays=arrays, name=place)
-
-
-def _in_order(classes: Array, column: Array) -> tuple[Array, Array]:
-    """Classes by number where all are numbers, else by name."""
-    if not all(name.isdecimal() for name in classes):
-        return classes, column
-    order = np.array(sorted(range(len(classes)), key=lambda i: int(classes[i])))
-    return classes[order], np.argsort(order)[column]
 
 
 def stated_kind(sources: Sequence[Source], reader: Reader, kind: Kind | None) -> Kind | None:
     """What the caller or the files state; they must not contradict each other."""
     for source in sources:
-        says = None
-        if source.path.suffix == ".npz":
-            says = (reader if source is reader.source else open_source(source)).states
-        if says is not None and kind is not None and says != kind:
+        if kind is None or source.path.suffix != ".npz":
+            continue
+        says = (reader if source is reader.source else open_source(source)).states
+        if says not in (None, kind):
             raise TableError(
                 f"{source} holds an array called {says!r}, but --{kind} was given: give --{says}, or neither"
             )
-    if kind is None and reader.states in ("logits", "probs"):
-        return "logits" if reader.states == "logits" else "probs"
-    return kind
+    return kind or reader.states
 
 
 def scores_like(layout: Layout, reader: Reader, kind: Kind | None) -> tuple[str, ...] | None:
@@ -135,19 +96,21 @@ def settle(
     """What the first rows say: the layout, the kind of the scores, and why where it was not stated."""
     scores = raw.scores
     if layout.label is not None and layout.predicted is not None:
-        _check_predicted(raw, layout.label, layout.predicted, source)
+        true, said = ({*to_text(raw.columns[name])} for name in (layout.label, layout.predicted))
+        if len(scores) >= MIN_ROWS and not true & said:
+            raise TableError(
+                f"{source}: {layout.label!r} and {layout.predicted!r} must call the classes by the same names, got "
+                f"{quoted(min(true))} and {quoted(min(said))}"
+            )
     elif layout.label is not None and layout.binary and not layout.independent:
         labels = to_text(raw.columns[layout.label])
         layout = _binary_classes(labels, layout, source)
         guessed = any(guess.startswith("score column") for guess in layout.guesses)
         if guessed and stated != "logits":
             _check_binary(scores, labels, layout.scores[0], source)
-    if layout.unnamed:
-        found = layout if stated == "logits" else _named_by_labels(raw, layout, tolerance)
-        named = set(found.scores)
-        scores = scores[:, [name in named for name in layout.scores]]
-        layout = found
-        _check_unnamed(raw._replace(scores=scores), layout, stated, tolerance, source)
+    if layout.unnamed and layout.label is not None:
+        before, layout = layout.scores, _without_others(raw, layout, stated, tolerance, source)
+        scores = scores[:, [before.index(name) for name in layout.scores]]
     return (layout, stated, "") if stated else (layout, *_certain_kind(scores, layout, tolerance, source))
 
 
@@ -163,25 +126,16 @@ def one_of_each(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: flo
 
     Not where the scores are probabilities of which each row does not sum to 1: those are of independent labels.
     """
-    labels = to_several_labels(
-        raw.columns, layout, raw.scores.shape[1], Rows(source, np.arange(len(raw.scores)) + 1)
-    )
-    if labels is None or labels.shape[1] < 2 or (labels.sum(1) != 1).any():
+    if layout.label is None and not layout.labels:
+        return layout
+    rows = values.Rows(source, np.arange(len(raw.scores)) + 1)
+    labels = values.to_several_labels(raw.columns, layout, raw.scores.shape[1], rows)
+    if labels.shape[1] < 2 or (labels.sum(1) != 1).any():
         return layout
     if kind != "logits" and recognise(raw.scores, tolerance) not in ("probabilities", "log-probabilities"):
         return layout
     guesses = (*layout.guesses, "one-hot labels")
     return replace(layout, independent=False, one_hot=True, guesses=guesses)
-
-
-def _check_predicted(raw: RawBatch, label: str, predicted: str, source: Source) -> None:
-    """Refuse labels and predicted classes that have no name in common."""
-    true, said = ({*to_text(raw.columns[name])} for name in (label, predicted))
-    if len(raw.scores) >= MIN_ROWS and not true & said:
-        raise TableError(
-            f"{source}: {label!r} and {predicted!r} must call the classes by the same names, got {quoted(min(true))} "
-            f"and {quoted(min(said))}"
-        )
 
 
 def _check_binary(scores: Array, labels: Array, name: str, source: Source) -> None:
@@ -197,9 +151,9 @@ def _check_binary(scores: Array, labels: Array, name: str, source: Source) -> No
 def _binary_classes(labels: Array, layout: Layout, source: Source) -> Layout:
     """The layout with the names of no and yes where labels are words: yes is the class in the name of the column."""
     names = {text.casefold(): text for text in set(labels.tolist()) if text != MISSING}
-    if all(text in WORDS or is_number(text) for text in names.values()):
+    if all(text in values.WORDS or values.is_number(text) for text in names.values()):
         return layout
-    named = (split_score(layout.scores[0], None)[1] or "").casefold()
+    named = (columns.split_score(layout.scores[0], None)[1] or "").casefold()
     if named in names and len(names) <= 2:
         no = next((text for folded, text in names.items() if folded != named), f"not {names[named]}")
         return replace(layout, classes=(no, names[named]))
@@ -215,27 +169,14 @@ def _binary_classes(labels: Array, layout: Layout, source: Source) -> Layout:
 
 def check_groups(layout: Layout, names: Sequence[str]) -> None:
     """Refuse to select or group rows by their label, or by whether they are right."""
-    known = {layout.label, *layout.labels, *(name for name in names if re.fullmatch(CORRECT, plain(name)))}
+    right = [name for name in names if re.fullmatch(columns.CORRECT, columns.plain(name))]
+    known = {layout.label, *layout.labels, *right}
     if grouped := known & {*names}:
         raise TableError(
             f"rows cannot be selected or grouped by their label ({grouped.pop()!r}): among the samples of one class, "
             "or those that are right, a calibrated model looks miscalibrated. Group by the predicted class; "
             "`doublehead report` has a table of classes"
         )
-
-
-def _named_by_labels(raw: RawBatch, layout: Layout, tolerance: float) -> Layout:
-    """The layout without the columns of decimal numbers that no label names, where the rows of the others sum to 1."""
-    if not layout.unnamed or layout.label is None:
-        return layout
-    labels = {text.casefold() for text in to_text(raw.columns[layout.label]).tolist()}
-    places = [i for i, name in enumerate(layout.scores) if name.strip().casefold() in labels]
-    if not 2 <= len(places) < len(layout.scores):
-        return layout
-    whole, part = (recognise(scores, tolerance) for scores in (raw.scores, raw.scores[:, places]))
-    if whole == "probabilities" or part != "probabilities":
-        return layout  # a class that no label names may have zeros alone
-    return with_scores(layout, tuple(layout.scores[i] for i in places))
 
 
 def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Source) -> tuple[Kind, str]:
@@ -247,19 +188,21 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     scores = scores[whole] if whole.any() else scores
     known = np.nan_to_num(scores)
     usual = (np.abs(known.sum(1, dtype=np.float64) - 1) <= max(tolerance, ROUNDED)) & (
-        known.min(1) >= -OUTSIDE
+        known.min(1) >= -values.OUTSIDE
     )
     # a few other rows, such as one of totals, are refused when they are read
     found = recognise(scores[usual] if usual.mean() > 0.9 else scores, tolerance) if several else ""
     if found == "probabilities":
         return "probs", "rows sum to 1"
     for kind, names in NAMED.items():
-        if all(split_score(name, kind)[0] in names or name.lower() in names for name in layout.scores):
+        if all(
+            columns.split_score(name, kind)[0] in names or name.lower() in names for name in layout.scores
+        ):
             return kind, CALLED
     if found == "log-probabilities":
         return "logits", found
     if found == "percentages":
-        raise TableError(f"{source}: {PERCENTAGES}")
+        raise TableError(f"{source}: {values.PERCENTAGES}")
     low, high = float(np.nanmin(scores)), float(np.nanmax(scores))
     shape = f"the scores of {source} lie in {low:.4g}..{high:.4g}"
     shape += " and rows do not sum to 1" if several else ""
@@ -286,22 +229,33 @@ def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     raise TableError(f"{name} has columns such as {layout.scores[0]!r}, {does}")
 
 
-def _check_unnamed(
+def _without_others(
     raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source
-) -> None:
-    """Refuse score columns without telling names where the labels of the first rows contradict them."""
-    if layout.label is None or (kind != "logits" and recognise(raw.scores, tolerance) == "probabilities"):
-        return
-    labels, scores = to_text(raw.columns[layout.label]), layout.scores
-    enough = len(labels) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
-    named = set(labels.tolist()) & set(scores)
-    if named:
+) -> Layout:
+    """Of score columns without telling names, those that labels name where their rows alone sum to 1.
+
+    Where the labels of the first rows contradict the columns, they are refused.
+    """
+
+    def are_probs(scores: Array) -> bool:
+        return kind != "logits" and recognise(scores, tolerance) == "probabilities"
+
+    if are_probs(raw.scores):
+        return layout  # a class that no label names may have zeros alone
+    labels, scores = set(to_text(raw.columns[str(layout.label)]).tolist()), layout.scores
+    folded = {label.casefold() for label in labels}
+    places = [i for i, name in enumerate(scores) if name.strip().casefold() in folded]
+    if 2 <= len(places) < len(scores) and are_probs(raw.scores[:, places]):
+        return with_scores(layout, tuple(scores[i] for i in places))
+    enough = len(raw.scores) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
+    if named := labels & set(scores):
         extra = [name for name in scores if name not in named] if enough or kind == "probs" else []
     else:
-        numbers = [int(label) for label in set(labels.tolist()) if label.isdecimal()]
+        numbers = [int(label) for label in labels if label.isdecimal()]
         extra = list(scores[max(numbers) + 1 - (layout.base or 0) :]) if numbers and enough else []
     if extra and len(extra) < len(scores):
         raise TableError(
             f"{source}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
             f"in {layout.label!r} stands for {', '.join(map(repr, extra[:12]))}: name the score columns with --scores"
         )
+    return layout

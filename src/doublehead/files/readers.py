@@ -6,14 +6,14 @@ import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from doublehead.files.columns import LABELS
-from doublehead.files.sources import Array, Source, TableError, reading
+from doublehead.files.sources import Array, Kind, Source, TableError, reading
 from doublehead.llm_answers import read_answers
 from doublehead.system import require
 
@@ -31,18 +31,25 @@ class RawBatch(NamedTuple):
     bytes_done: int
 
 
+class Wanted(NamedTuple):
+    """What is read of a file: some columns, about `rows` rows at a time."""
+
+    scores: Sequence[str]
+    others: Sequence[str]
+    rows: int
+    keep: bool = False  # the Arrow batches have every column
+
+
 class Reader:
     """The interface of every format."""
 
     # name -> "number" (decimal), "whole", "text", "matrix" (of decimals), "labels" (a matrix of whole numbers), "other"
     columns: dict[str, str]
-    states: str | None = None  # "logits" or "probs" where the file itself says it
+    states: Kind | None = None  # "logits" or "probs" where the file itself says it
     first_row: int = 0  # of the file, where only some row groups are read
     scores: tuple[str, ...] | None = None  # the score columns where the file itself names them
     guesses: tuple[str, ...] = ()  # about the file as a whole
-    mixed: tuple[str, str] | None = (
-        None  # a column that begins with decimal numbers but holds text, and where
-    )
+    mixed: tuple[str, str] | None = None  # a column that begins with decimal numbers but holds text; where
     empty: bool = False  # a header and no rows
     classes: tuple[str, ...] = ()  # their names where the file lists them
 
@@ -50,10 +57,8 @@ class Reader:
         self.source = source
         self.n_bytes = 0 if source.arrays is not None else source.path.stat().st_size
 
-    def batches(
-        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
-        """Up to about `rows` rows at a time of some columns; with `keep` the Arrow batch has every column."""
+    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
+        """One after the other."""
         raise NotImplementedError
 
 
@@ -68,31 +73,28 @@ class ArraysReader(Reader):
         }
         lengths = {name: array.shape[0] if array.ndim else None for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in self.arrays.items())
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise TableError(f"{self.source}: all arrays must have one length, got {shapes}")
-        self.columns = {name: _array_kind(array) for name, array in self.arrays.items()}
+        self.columns = {name: _array_kind(array) for name, array in arrays.items()}
 
-    def batches(
-        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
+    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
         """Slices of the arrays."""
+        for name in wanted.scores:
+            if self.arrays[name].dtype.kind not in "fiub":
+                raise TableError(f"{self.source}: {name!r} must hold numbers, got {self.arrays[name].dtype}")
         n = next(iter(self.arrays.values())).shape[0]
-        for first in range(0, n, rows):
-            last = min(n, first + rows)
-            parts = {name: np.asarray(self.arrays[name][first:last]) for name in (*scores, *others)}
-            for name in scores:
-                if parts[name].dtype.kind not in "fiub":
-                    raise TableError(f"{self.source}: {name!r} must hold numbers, got {parts[name].dtype}")
-            one = parts[scores[0]]
-            table = one if one.ndim == 2 else np.stack([parts[name] for name in scores], 1)
-            yield RawBatch(table, {name: parts[name] for name in others}, None, self.n_bytes * last // n)
+        for first in range(0, n, wanted.rows):
+            last = min(n, first + wanted.rows)
+            scores = [np.asarray(self.arrays[name][first:last]) for name in wanted.scores]
+            others = {name: np.asarray(self.arrays[name][first:last]) for name in wanted.others}
+            table = scores[0] if scores[0].ndim == 2 else np.stack(scores, 1)
+            yield RawBatch(table, others, None, self.n_bytes * last // n)
 
 
 class NpzReader(ArraysReader):
     """An .npz: arrays `labels` and `logits` or `probs`, or several sets of them (`val_logits`, `test_logits`)."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
         prefix = f"{source.part}_" if source.part else ""
         with reading(source):
             if not zipfile.is_zipfile(source.path):
@@ -102,24 +104,23 @@ class NpzReader(ArraysReader):
             with np.load(source.path, allow_pickle=False) as file:
                 _check_size(source.path, file.zip.infolist())
                 names = [name for name in file.files if name.startswith(prefix)]
-                self._check_parts(list(file.files), names)
+                parts = sorted(
+                    {m[1] for name in file.files if (m := re.fullmatch(r"(.+)_(?:logits|probs)", name))}
+                )
+                if not names or (not prefix and parts and not {"logits", "probs"} & set(names)):
+                    offer = " or ".join(f"{source.path}:{part}" for part in parts) or f"arrays {file.files}"
+                    wanted = f"arrays called {prefix}..." if prefix else "one set of predictions"
+                    raise TableError(f"{source.path} does not hold {wanted}, it holds {offer}")
                 arrays = {name.removeprefix(prefix): np.atleast_1d(file[name]) for name in names}
-                listed = [name for name in file.files if name in CLASS_LISTS]
-                if len(listed) == 1 and not any(
-                    len(arrays[n]) == len(file[listed[0]]) for n in arrays if n != listed[0]
-                ):
-                    self.classes = tuple(map(str, file[listed[0]].ravel().tolist()))
-                    arrays.pop(listed[0], None)
+                for name in [name for name in file.files if name in CLASS_LISTS]:
+                    classes = np.atleast_1d(file[name])
+                    if not any(len(arrays[other]) == len(classes) for other in arrays if other != name):
+                        self.classes = tuple(map(str, classes.ravel().tolist()))
+                        arrays.pop(name, None)
         super().__init__(source, arrays)
-        kinds = [kind for kind in ("logits", "probs") if kind in arrays]
+        known: tuple[Kind, ...] = ("logits", "probs")
+        kinds = [kind for kind in known if kind in arrays]
         self.states = kinds[0] if len(kinds) == 1 else None
-
-    def _check_parts(self, every: list[str], names: list[str]) -> None:
-        parts = sorted({m[1] for name in every if (m := re.fullmatch(r"(.+)_(?:logits|probs)", name))})
-        if not names or (not self.source.part and parts and not {"logits", "probs"} & set(every)):
-            offer = " or ".join(f"{self.source.path}:{part}" for part in parts) or f"arrays {every}"
-            wanted = f"arrays called {self.source.part}_..." if self.source.part else "one set of predictions"
-            raise TableError(f"{self.source.path} does not hold {wanted}, it holds {offer}")
 
 
 class NpyReader(ArraysReader):
@@ -144,27 +145,10 @@ class NpyReader(ArraysReader):
         self.n_bytes += source.partner.stat().st_size
 
 
-class ExcelReader(ArraysReader):
-    """The first sheet of an .xlsx workbook, its first row the header; needs openpyxl."""
-
-    def __init__(self, source: Source) -> None:
-        try:
-            import openpyxl  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        except ImportError as error:
-            raise TableError(
-                f"{source}: .xlsx is read with openpyxl (pip install openpyxl), or save it as CSV"
-            ) from error
-        with reading(source):
-            sheet = openpyxl.load_workbook(source.path, read_only=True, data_only=True).worksheets[0]
-            header, *rows = sheet.iter_rows(values_only=True)
-        names = unique([str(name) for name in header], source)
-        super().__init__(source, {name: _column([row[i] for row in rows]) for i, name in enumerate(names)})
-
-
 class AnswersReader(ArraysReader):
     """Log-probabilities of options, which are logits, in the answers of a language model."""
 
-    states = "logits"
+    states: Kind | None = "logits"
 
     def __init__(self, source: Source) -> None:
         with reading(source):
@@ -173,38 +157,54 @@ class AnswersReader(ArraysReader):
         self.scores = tuple(name for name in arrays if arrays[name].dtype.kind == "f")
 
 
+def excel_reader(source: Source) -> ArraysReader:
+    """The first sheet of an .xlsx workbook, its first row the header; pandas needs openpyxl for it."""
+    with reading(source):
+        frame = require("pandas", extra="tables").read_excel(source.path)
+    return ArraysReader(source, {str(name): frame[name].to_numpy() for name in frame.columns})
+
+
 class TableReader(Reader):
     """What the formats that Arrow reads have in common; `_tables` yields its batches and the bytes read so far."""
 
     names: list[str]
-    arrow: Any
     is_text = False  # then what must be a number is parsed as one
 
+    def __init__(self, source: Source, zipped: bool = False) -> None:
+        super().__init__(source)
+        self._zipped, self._arrow = zipped, require("pyarrow", extra="tables")
+
+    def _open(self) -> tuple[Any, Any]:
+        """The file, and the stream of what it holds."""
+        # Arrow's own file: its reading threads never need Python, which may be on its way out after an error.
+        file = self._arrow.OSFile(os.fspath(self.source.path), "rb")
+        return file, self._arrow.CompressedInputStream(file, "gzip") if self._zipped else file
+
     def _describe(self, names: list[str], types: list[Any]) -> None:
-        self.names = unique(names, self.source)
+        (name, count), *_ = Counter(names).most_common(1) or [("", 0)]
+        if count > 1:
+            raise TableError(f"{self.source} has more than one column called {name!r}")
+        self.names = names
         kinds = {kind: _arrow_kind(kind) for kind in set(types)}
         if self.is_text:
             kinds = {kind: "text" if str(kind) == "bool" else holds for kind, holds in kinds.items()}
         self.columns = {name: kinds[kind] for name, kind in zip(names, types)}
         self.columns |= {name: "text" for name, _ in self.source.folders}
 
-    def batches(
-        self, scores: Sequence[str], others: Sequence[str], rows: int, keep: bool = False
-    ) -> Generator[RawBatch, None, None]:
+    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
         """A text column among the scores is an error."""
-        for name in scores:
+        for name in wanted.scores:
             if self.columns[name] not in ("number", "whole", "matrix") and not self.is_text:
                 raise TableError(
                     f"{self.source}: column {name!r} must hold numbers, got {self.columns[name]}"
                 )
-        wanted = [*scores, *(name for name in others if name not in dict(self.source.folders))]
-        for batch, done in self._tables(
-            self.names if keep else list(dict.fromkeys(wanted)), scores, rows, keep
-        ):
+        others = [name for name in wanted.others if name not in dict(self.source.folders)]
+        names = self.names if wanted.keep else list(dict.fromkeys([*wanted.scores, *others]))
+        for batch, done in self._tables(names, wanted):
             with reading(self.source, self.names):
                 place = {name: i for i, name in enumerate(batch.schema.names)}
-                table = _score_table(batch.select([place[name] for name in scores]))
-                columns = self._others(batch, others, len(table))
+                table = _score_table(batch.select([place[name] for name in wanted.scores]))
+                columns = self._others(batch, wanted.others, len(table))
             yield RawBatch(table, columns, batch, done)
 
     def _others(self, batch: Any, names: Sequence[str], n: int) -> dict[str, Array]:
@@ -215,9 +215,7 @@ class TableReader(Reader):
             for name in names
         }
 
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
+    def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
         raise NotImplementedError
 
 
@@ -235,13 +233,11 @@ class ParquetReader(TableReader):
             self.n_bytes = self.n_bytes * len(self.groups) // max(1, self.file.num_row_groups)
             self.first_row = self._rows(range(self.groups.start))
 
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
+    def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
         total, done = self._rows(self.groups), 0
         with reading(self.source):
             for group in self.groups:
-                for batch in self.file.iter_batches(rows, row_groups=[group], columns=wanted):
+                for batch in self.file.iter_batches(wanted.rows, row_groups=[group], columns=names):
                     done += batch.num_rows
                     yield batch, self.n_bytes * done // max(total, 1)
 
@@ -255,30 +251,18 @@ class ArrowReader(TableReader):
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         with reading(source):
-            arrow = require("pyarrow", extra="tables")
-            self._map = arrow.memory_map(os.fspath(source.path))
+            self._map = self._arrow.memory_map(os.fspath(source.path))
             self.file = require("pyarrow.ipc", extra="tables").open_file(self._map)
             self._describe(self.file.schema.names, self.file.schema.types)
 
-    def _tables(
-        self, wanted: list[str], scores: Sequence[str], rows: int, keep: bool
-    ) -> Iterator[tuple[Any, int]]:
+    def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
         n = self.file.num_record_batches
         with reading(self.source):
             for i in range(n):
-                whole = self.file.get_batch(i).select(wanted)
+                whole = self.file.get_batch(i).select(names)
                 whole.validate(full=True)  # Arrow trusts the offsets in a file
-                for start in range(0, whole.num_rows, rows):
-                    yield whole.slice(start, rows), self.n_bytes * (i + 1) // n
-
-
-def _column(values: list[Any]) -> Array:
-    """Numbers as float64 or int64 where all are, else text."""
-    known = [value for value in values if value is not None]
-    if known and all(isinstance(value, int | float) for value in known):
-        whole = len(known) == len(values) and all(isinstance(value, int) for value in known)
-        return np.array(values, dtype=None if whole else np.float64)  # None becomes nan
-    return np.array([None if value is None else str(value) for value in values], dtype=object)
+                for start in range(0, whole.num_rows, wanted.rows):
+                    yield whole.slice(start, wanted.rows), self.n_bytes * (i + 1) // n
 
 
 def _check_size(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
@@ -290,23 +274,12 @@ def _check_size(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
         )
 
 
-def unique(names: Iterable[str], source: Source) -> list[str]:
-    """The names of the columns, which must differ."""
-    names = list(names)
-    (name, count), *_ = Counter(names).most_common(1) or [("", 0)]
-    if count > 1:
-        raise TableError(f"{source} has more than one column called {name!r}")
-    return names
-
-
 def _array_kind(array: Array) -> str:
-    if array.ndim == 2 and array.dtype.kind in "fiub":
-        return "matrix" if array.dtype.kind == "f" else "labels"
-    if array.ndim != 1:
-        return "other"
-    return {"f": "number", "i": "whole", "u": "whole", "b": "whole", "U": "text", "O": "text"}.get(
-        array.dtype.kind, "other"
-    )
+    kind = array.dtype.kind
+    if array.ndim == 2:
+        return "matrix" if kind == "f" else "labels" if kind in "iub" else "other"
+    kinds = {"f": "number", "i": "whole", "u": "whole", "b": "whole", "U": "text", "O": "text"}
+    return kinds.get(kind, "other") if array.ndim == 1 else "other"
 
 
 def _arrow_kind(kind: Any) -> str:

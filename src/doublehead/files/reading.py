@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,37 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from doublehead.files.columns import (
-    Layout,
-    choose_layout,
-    label_columns,
-    listed,
-    score_family,
-    with_classes,
-)
+from doublehead.files import columns, guesses, values
 from doublehead.files.formats import open_source
-from doublehead.files.guesses import (
-    Kind,
-    check_groups,
-    check_names,
-    from_long_form,
-    one_of_each,
-    scores_like,
-    settle,
-    stated_kind,
-    without_labels,
-)
-from doublehead.files.readers import RawBatch, Reader
-from doublehead.files.sources import Array, NoRows, Source, TableError, find_sources
-from doublehead.files.values import (
-    Rows,
-    to_correct,
-    to_labels,
-    to_scores,
-    to_several_labels,
-    to_text,
-    to_weights,
-)
+from doublehead.files.readers import RawBatch, Reader, Wanted
+from doublehead.files.sources import Array, Kind, NoRows, Source, TableError, find_sources
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
 from doublehead.score_arrays import ROUNDED
@@ -78,7 +51,7 @@ class PredictionTable:
 
     sources: tuple[Source, ...]
     kind: Kind
-    layout: Layout
+    layout: columns.Layout
     by: str | None
     where: Mapping[str, str]
     tolerance: float
@@ -97,25 +70,27 @@ class PredictionTable:
     @property
     def n_bytes(self) -> int:
         """The size of all files."""
-        whole = [s for s in self.sources if s.row_groups is None and s.arrays is None]
-        sizes = [path.stat().st_size for s in whole for path in (s.path, s.partner) if path is not None]
-        return sum(sizes) + sum(open_source(s).n_bytes for s in self.sources if s.row_groups is not None)
+        files = [path for s in self.sources if s.arrays is None for path in (s.path, s.partner)]
+        return sum(path.stat().st_size for path in files if path is not None)
 
-    def __iter__(self) -> Iterator[Chunk]:
-        return self.chunks()
+    @property
+    def reader(self) -> Reader:
+        """That of the first file."""
+        source = self.sources[0]
+        return self.opened.get(str(source)) or open_source(source)
 
     def chunks(self, advance: Callable[[int], None] | None = None, keep: bool = False) -> Iterator[Chunk]:
         """Checked chunks; `advance` receives the bytes read since the last one, `keep` keeps every column."""
         seen = kept = 0
         self.counts["clipped"] = 0
-        values: set[str] = set()
+        other: set[str] = set()  # values of the rows that the filter leaves out
         for source in self.sources:
             reader = self.opened.pop(str(source), None) or open_source(source)
             done, first = 0, reader.first_row
             with closing(self._raw(reader, keep)) as batches:  # whatever is wrong in a chunk
                 for raw in batches:
                     n = len(raw.scores)
-                    rows = _matching(raw, self.where, n, values)
+                    rows = _matching(raw, self.where, n, other)
                     seen, kept = seen + n, kept + len(rows)
                     if len(rows):
                         yield self._chunk(raw, rows, first, source)
@@ -124,7 +99,7 @@ class PredictionTable:
                         advance(raw.bytes_done - done)
                         done = raw.bytes_done
         if not kept:
-            raise NoRows(self._nothing(seen, values))
+            raise NoRows(self._nothing(seen, other))
 
     def load(self) -> Predictions:
         """All of it in memory; it must have labels."""
@@ -185,46 +160,40 @@ class PredictionTable:
         if reader.columns[self.layout.scores[0]] == "matrix":
             width = 1000  # not known before reading; enough for small chunks of wide rows
         rows = min(max(1, CHUNK_ENTRIES // width), MAX_ROWS)
-        return reader.batches(self.layout.scores, list(dict.fromkeys(others)), rows, keep)
+        return reader.batches(Wanted(self.layout.scores, list(dict.fromkeys(others)), rows, keep))
 
     def _chunk(self, raw: RawBatch, rows: Array, first: int, source: Source) -> Chunk:
-        layout, numbers = self.layout, first + rows + 1  # as in messages
+        layout, place = self.layout, values.Rows(source, first + rows + 1)  # as in messages
         table = raw.scores if len(rows) == len(raw.scores) else raw.scores[rows]
-        columns = {name: column[rows] for name, column in raw.columns.items()}
-        place = Rows(source, numbers)
-        scores, clipped = to_scores(table, layout, place, self.kind, self.tolerance)
+        found = {name: column[rows] for name, column in raw.columns.items()}
+        scores, clipped = values.to_scores(table, layout, place, self.kind, self.tolerance)
         self.counts["clipped"] += clipped
-        predictions: Predictions | Outcomes | None = None
         weights = None
         if self.weights is not None:
-            weights = to_weights(columns[self.weights], self.weights, place)
+            weights = torch.from_numpy(values.to_weights(found[self.weights], self.weights, place))
+        groups = None if self.by is None else values.to_text(found[self.by])
+        predictions: Predictions | Outcomes | None
         if layout.top_only:
-            correct = to_correct(columns, layout, place)
-            predictions = Outcomes(
-                scores[:, 0], correct, weights=None if weights is None else torch.from_numpy(weights)
-            )
+            predictions = Outcomes(scores[:, 0], values.to_correct(found, layout, place), weights=weights)
         else:
-            predictions = self._predictions(scores, columns, weights, place)
-        groups = None if self.by is None else to_text(columns[self.by])
+            predictions = self._predictions(scores, found, weights, place)
         if isinstance(predictions, Predictions):
             groups = row_groups(predictions, groups, layout.labels)
-        return Chunk(scores, predictions, groups, raw, rows, source, numbers)
+        return Chunk(scores, predictions, groups, raw, rows, source, place.numbers)
 
     def _predictions(
-        self, scores: torch.Tensor, columns: dict[str, Array], weights: Array | None, rows: Rows
+        self, scores: torch.Tensor, found: dict[str, Array], weights: torch.Tensor | None, rows: values.Rows
     ) -> Predictions | None:
         layout, are_probs = self.layout, self.kind == "probs"
-        if layout.independent or layout.one_hot:
-            several = to_several_labels(columns, layout, scores.shape[1], rows)
-            if several is None:
-                return None
-            if layout.independent:
-                return Predictions.multilabel(scores, several, weights, are_probs=are_probs)
-            labels = several.argmax(1)
-        elif layout.label is None:
+        if layout.label is None and not layout.labels:
             return None
+        if layout.independent or layout.one_hot:
+            labels = values.to_several_labels(found, layout, scores.shape[1], rows)
+            if layout.independent:
+                return Predictions.multilabel(scores, labels, weights, are_probs=are_probs)
+            labels = labels.argmax(1)
         else:
-            labels = to_labels(columns[layout.label], layout, scores.shape[1], rows)
+            labels = values.to_labels(found[str(layout.label)], layout, scores.shape[1], rows)
         if are_probs:
             tolerance = max(self.tolerance, ROUNDED)  # `to_scores` has looked closer
             return Predictions.from_probs(scores, labels, weights, tolerance=tolerance)
@@ -243,21 +212,21 @@ class PredictionTable:
             if len(layout.classes) not in (0, width := max(raw.scores.shape[1], 2)):
                 raise TableError(f"{source} names {len(layout.classes)} classes, but has scores of {width}")
             if not label_needed:
-                layout = without_labels(raw, layout)
+                layout = guesses.without_labels(raw, layout)
             if layout.independent and may_be_one_hot:
-                layout = one_of_each(raw, layout, stated, self.tolerance, source)
-            layout, certain, why = settle(raw, layout, stated, self.tolerance, source)
+                layout = guesses.one_of_each(raw, layout, stated, self.tolerance, source)
+            layout, certain, why = guesses.settle(raw, layout, stated, self.tolerance, source)
             table = replace(self, layout=layout, kind=certain, why=why)
         if guessed:
-            check_names(layout, table.kind, table.why, table.name)
+            guesses.check_names(layout, table.kind, table.why, table.name)
         return table
 
-    def _nothing(self, seen: int, values: set[str]) -> str:
+    def _nothing(self, seen: int, other: set[str]) -> str:
         wanted = " and ".join(f"{name}={value}" for name, value in self.where.items())
         if not seen:
             there = f"{self.name} {'has' if len(self.sources) == 1 else 'have'} no rows"
             return there + (f" with {wanted}" if wanted else "")
-        found = ", ".join(sorted(values)[:10])
+        found = ", ".join(sorted(other)[:10])
         return f"none of the {seen} rows of {self.name} has {wanted}; the values there are {found}"
 
 
@@ -308,62 +277,53 @@ def read_predictions(
     if by == "":
         raise TableError("by (--by) must name a column, got an empty name")
     sources = find_sources([paths] if isinstance(paths, str | Path) else paths)
-    reader = open_source(sources[0])
-    while reader.empty:  # it does not say what its columns hold
+    while (reader := open_source(sources[0])).empty:  # it does not say what its columns hold
         if len(sources) == 1:
             raise NoRows(f"{sources[0]} has no rows")
         sources = sources[1:]
-        reader = open_source(sources[0])
     where = dict(where or {})
     if not label_needed and weights not in reader.columns:
         weights = None
     others = [*where, *filter(None, (by, weights)), *extra]
     for name in others:
         if name not in reader.columns:
-            raise TableError(f"{reader.source} has no column {name!r}, it has {listed(reader.columns)}")
-    label, labels = label_columns(label, reader.columns, str(reader.source), label_needed)
-    if scores is None and not labels and (made := from_long_form(sources, reader, label, others)) is not None:
-        sources, reader = [made], open_source(made)
-    stated = stated_kind(sources, reader, kind)
+            raise TableError(
+                f"{reader.source} has no column {name!r}, it has {columns.listed(reader.columns)}"
+            )
+    label, labels = columns.label_columns(label, reader.columns, str(reader.source), label_needed)
+    if scores is None and not labels:
+        made = guesses.from_long_form(sources, reader, label)
+        if made is not None:
+            sources, reader = [made], open_source(made)
+    stated = guesses.stated_kind(sources, reader, kind)
     scores = reader.scores if scores is None else scores
     if scores is None and like is not None:
-        scores = scores_like(like.layout, reader, stated)
+        scores = guesses.scores_like(like.layout, reader, stated)
     if scores is None and reader.mixed is not None:
         column, problem = reader.mixed
-        named = score_family(reader.columns, str(reader.source), stated) is not None
+        named = columns.score_family(reader.columns, str(reader.source), stated) is not None
         if not named and column not in (label, *labels, *others):
             raise TableError(f"{problem}; name the score columns with --scores if it is not one of them")
     independent = independent or (like is not None and like.layout.independent)
-    layout = choose_layout(
-        reader.columns,
-        str(reader.source),
-        kind=stated,
-        label=label,
-        scores=scores,
-        base=base,
-        taken=others,
-        label_needed=label_needed,
-        labels=labels,
-        independent=independent,
-    )
+    given = columns.Given(stated, label, labels, scores, base, others, label_needed, independent)
+    layout = columns.choose_layout(reader.columns, str(reader.source), given)
     if reader.classes and not layout.classes:
-        layout = with_classes(layout, reader.classes, base)
+        layout = columns.with_classes(layout, reader.classes, base)
     layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
-    check_groups(layout, [*where, *filter(None, [by])])
-    table = PredictionTable(
-        tuple(sources), stated or "logits", layout, by, where, tolerance, tuple(extra), weights
-    )
+    guesses.check_groups(layout, [*where, *filter(None, [by])])
+    how = (by, where, tolerance, tuple(extra), weights)
+    table = PredictionTable(tuple(sources), stated or "logits", layout, *how)
     table.opened[str(sources[0])] = reader
     return table._settled(reader, stated, scores is None, label_needed, may_be_one_hot=not independent)
 
 
-def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str]) -> Array:
+def _matching(raw: RawBatch, where: Mapping[str, str], n: int, other: set[str]) -> Array:
     """The rows of a batch that pass the filter; up to 1000 values of its first column are remembered for an error."""
     keep = np.ones(n, dtype=bool)
     for i, (name, wanted) in enumerate(where.items()):
-        found = to_text(raw.columns[name])
-        if i == 0 and len(values) < 1000:
-            values.update(np.unique(found)[:1000].tolist())
+        found = values.to_text(raw.columns[name])
+        if i == 0 and len(other) < 1000:
+            other.update(np.unique(found)[:1000].tolist())
         keep &= found == wanted
     return np.flatnonzero(keep)
 
@@ -371,11 +331,7 @@ def _matching(raw: RawBatch, where: Mapping[str, str], n: int, values: set[str])
 def _tally_on(
     cluster: Any, table: PredictionTable, n_bins: int, advance: Callable[[int], None] | None
 ) -> Tally:
-    """`PredictionTable.tally` by the workers of a cluster, which take some row groups of Parquet, or a file, each.
-
-    Dask and not Ray: its scheduler and workers are pure Python (2.5 MB of wheels against 79 MB), run on every Python
-    and system that torch does, and start on SLURM, Kubernetes, SSH or one machine.
-    """
+    """`PredictionTable.tally` by the workers of a cluster, which take some row groups of Parquet, or a file, each."""
     distributed = require("distributed", extra="cluster")
     found: Tally | None = None
     with _connect(cluster) as client:
@@ -400,27 +356,23 @@ def _connect(cluster: Any) -> Iterator[Any]:
     distributed = require("distributed", extra="cluster")
     if isinstance(cluster, distributed.Client):
         yield cluster
-    elif cluster == "local":
-        workers = os.cpu_count() or 1
-        with (
-            distributed.LocalCluster(
-                n_workers=workers, threads_per_worker=1, dashboard_address=None, silence_logs=logging.ERROR
-            ) as local,
-            distributed.Client(local) as client,
-        ):
-            yield client
-    else:
-        try:
-            client = distributed.Client(cluster, timeout=CONNECT_SECONDS)
-        except (OSError, ValueError) as error:
-            raise ConnectionError(f"no Dask scheduler answers at {cluster!r}") from error
-        with client:
-            yield client
+        return
+    how = {"address": cluster, "timeout": CONNECT_SECONDS}
+    if cluster == "local":
+        how = {"n_workers": os.cpu_count() or 1, "threads_per_worker": 1, "dashboard_address": None}
+        how["silence_logs"] = logging.ERROR
+    try:
+        client = distributed.Client(**how)
+    except (OSError, ValueError) as error:
+        raise ConnectionError(f"no Dask scheduler answers at {cluster!r}") from error
+    with client:
+        yield client
 
 
 def _tally_piece(piece: PredictionTable, n_bins: int) -> tuple[int, Tally | None]:
-    """Runs on a worker. A piece may be empty; only a table may not."""
-    try:
-        return piece.n_bytes, piece.tally(n_bins)
-    except NoRows:
-        return piece.n_bytes, None
+    """Runs on a worker; also returns the bytes read. A piece may be empty; only a table may not."""
+    told: list[int] = []
+    found = None
+    with suppress(NoRows):
+        found = piece.tally(n_bins, told.append)
+    return sum(told), found

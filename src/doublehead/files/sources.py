@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import csv
-import os
 import re
 import shutil
 import struct
@@ -16,11 +15,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+Kind: TypeAlias = Literal["logits", "probs"]
 
 CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz")
@@ -75,7 +75,7 @@ def find_sources(paths: Iterable[str | Path | Source]) -> list[Source]:
         if isinstance(path, Source):
             ready.append(path)
             continue
-        for source in [_standard_input()] if str(path) == "-" else _inside(*_split_part(path)):
+        for source in [_standard_input()] if str(path) == "-" else _inside(Path(path)):
             found.setdefault((source.path.resolve(), source.part), source)
     files = list(found.values())
     if not files and not ready:
@@ -91,19 +91,23 @@ def find_sources(paths: Iterable[str | Path | Source]) -> list[Source]:
 
 def format_of(path: Path) -> str:
     """Which of FORMATS a file's name ends in."""
-    name = path.name.lower()
     for suffix in FORMATS:
-        if name.endswith(suffix):
+        if path.name.lower().endswith(suffix):
             return suffix
     raise TableError(f"{path} must end in one of {', '.join(FORMATS)}")
 
 
-def content_of(path: Path) -> tuple[str, bool]:
-    """The format of a file by its first bytes, else by its name; and whether it is compressed by gzip."""
+def magic_of(path: Path) -> tuple[str | None, bytes]:
+    """The format of a binary file by its first bytes, and these."""
     with path.open("rb") as file:
         start = file.read(8)
+    return next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), None), start
+
+
+def content_of(path: Path) -> tuple[str, bool]:
+    """The format of a file by its first bytes, else by its name; and whether it is compressed by gzip."""
+    suffix, start = magic_of(path)
     named = format_of(path)
-    suffix = next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), None)
     if suffix is not None and not (suffix == ".npz" and named == ".xlsx"):
         return suffix, False
     return named.removesuffix(".gz"), start.startswith(GZIP)
@@ -150,38 +154,29 @@ def explain(message: str, source: Source, names: Sequence[str], header: int) -> 
     return f"{source} cannot be read as {what}, it is truncated or damaged: {message[:200]}"
 
 
-def _split_part(path: str | Path) -> tuple[Path, str]:
-    """(`file.npz`, "test") from `file.npz:test`."""
-    found = re.fullmatch(r"(.+\.npz):(\w+)", str(path))
-    if found and not Path(path).exists():
-        return Path(found[1]), found[2]
-    return Path(path), ""
-
-
-def _inside(path: Path, part: str) -> list[Source]:
+def _inside(path: Path) -> list[Source]:
+    """A file, a part of an .npz, or the files in a folder."""
     if not path.exists():
+        if found := re.fullmatch(r"(.+\.npz):(\w+)", str(path)):
+            return [one._replace(part=found[2]) for one in _inside(Path(found[1]))]
         raise TableError(f"{path} does not exist")
     if not path.is_dir():
         format_of(path)
-        return [Source(path, part)]
-    files = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f.relative_to(path))]
-    files = [f for f in files if f.name.lower().endswith(FORMATS)]
-    kinds = sorted({format_of(f) for f in files})
+        return [Source(path)]
+    files = [
+        file for file in sorted(path.rglob("*")) if file.name.lower().endswith(FORMATS) and file.is_file()
+    ]
+    files = [file for file in files if not any(p[0] in "._" for p in file.relative_to(path).parts)]  # hidden
+    kinds = sorted({format_of(file) for file in files})
     if not files:
         raise TableError(f"{path} holds no file that ends in one of {', '.join(FORMATS)}")
     if len(kinds) > 1:
         raise TableError(f"{path} mixes files of {' and '.join(kinds)}: name the files to read")
-    return [Source(file, folders=_folders(file.relative_to(path).parent)) for file in files]
-
-
-def _folders(path: Path) -> tuple[tuple[str, str], ...]:
-    """(("site", "A"),) from `site=A`, as Hive, Spark and Arrow lay out tables."""
-    pairs = (part.split("=", 1) for part in path.parts if "=" in part[1:])
-    return tuple((name, value) for name, value in pairs)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
+    sources = []
+    for file in files:  # in folders called site=A, as Hive, Spark and Arrow lay out tables
+        pairs = (part.partition("=") for part in file.relative_to(path).parent.parts if "=" in part[1:])
+        sources.append(Source(file, folders=tuple((name, value) for name, _, value in pairs)))
+    return sources
 
 
 def _standard_input() -> Source:
@@ -191,9 +186,6 @@ def _standard_input() -> Source:
     path = folder / "input"
     with path.open("wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
-    with path.open("rb") as file:
-        start = file.read(8)
-    suffix = next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), None)
-    named = path.with_suffix(suffix or (".jsonl" if start.lstrip().startswith(b"{") else ".csv"))
-    os.replace(path, named)
-    return Source(named, name="standard input")
+    suffix, start = magic_of(path)
+    suffix = suffix or (".jsonl" if start.lstrip().startswith(b"{") else ".csv")
+    return Source(path.rename(path.with_suffix(suffix)), name="standard input")

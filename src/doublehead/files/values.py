@@ -16,6 +16,7 @@ from doublehead.score_arrays import ROUNDED, rounding_error
 
 MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
 MISSING = "(missing)"
+CLASS = "a class (a whole number)"
 OUTSIDE = 1e-3  # how far outside 0..1 a probability may lie by rounding, at most
 PERCENTAGES = "each row sums to 100, so these are percentages: divide them by 100"
 GIVE = {"probabilities": "give --probs", "percentages": "divide them by 100 and give --probs"}  # for logits
@@ -55,10 +56,20 @@ def to_scores(
         raise TableError(f"{rows.source} must have at least one score per row, got none")
     narrow = table.dtype in (np.float16, np.float32)
     table = table.astype(np.float32 if narrow else np.float64, copy=False)
-    _check_finite(table, layout.scores, rows)
-    clipped = 0
-    if kind == "probs":
-        table, clipped = _clip(table, tolerance)
+    wrong = ~np.isfinite(table)
+    if wrong.any():
+        i, j = (int(index[0]) for index in np.nonzero(wrong))
+        got, lists = (
+            "nothing or nan" if np.isnan(table[i, j]) else table[i, j],
+            len(layout.scores) < wrong.shape[1],
+        )
+        name, which = (layout.scores[0], f" (number {j} of the row)") if lists else (layout.scores[j], "")
+        rows.refuse(wrong.any(1), name, lambda _: f"{which} must hold a finite number, got {got}")
+    clipped, reach = 0, min(tolerance, OUTSIDE)
+    low, high = table.min(), table.max()
+    if kind == "probs" and (low < 0 or high > 1) and -reach <= low and high <= 1 + reach:
+        inside = np.clip(table, 0, 1)  # they are a rounding error outside
+        table, clipped = inside, int((inside != table).any(1).sum())
     if layout.top_only:
         confidence = table[:, 0]
         rows.refuse(
@@ -67,14 +78,13 @@ def to_scores(
             lambda i: f" must hold a confidence in 0..1, got {confidence[i]:.6g}",
             "; divide percentages by 100",
         )
-    else:
-        if table.shape[1] == 1 and not layout.independent:
-            other = 1 - table if kind == "probs" else np.zeros_like(table)
-            table = np.concatenate([other, table], 1)
-        elif kind == "logits":
-            _check_logits(table, layout, rows)
-        if kind == "probs":
-            _check_probs(table, layout, rows, tolerance)
+        return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
+    if table.shape[1] == 1 and not layout.independent:
+        table = np.concatenate([1 - table if kind == "probs" else np.zeros_like(table), table], 1)
+    elif kind == "logits":
+        _check_logits(table, layout, rows)
+    if kind == "probs":
+        _check_probs(table, layout, rows, tolerance)
     return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
 
 
@@ -87,9 +97,8 @@ def recognise(scores: Array, tolerance: float = 1e-3) -> str:
     low, high, reach = np.nanmin(scores), np.nanmax(scores), min(tolerance, OUTSIDE)
     scores = np.nan_to_num(scores)
     if high <= 1e-6:
-        return (
-            "log-probabilities" if _off_one(np.exp(scores, dtype=np.float64)) <= max(tolerance, 1e-2) else ""
-        )
+        off = _off_one(np.exp(scores, dtype=np.float64))
+        return "log-probabilities" if off <= max(tolerance, 1e-2) else ""
     if low < -reach:
         return ""
     if high <= 1 + reach and _off_one(scores) <= max(tolerance, ROUNDED):
@@ -120,11 +129,9 @@ def to_correct(columns: dict[str, Array], layout: Layout, rows: Rows) -> torch.T
     return torch.from_numpy(np.asarray(texts[0] == texts[1], dtype=bool))
 
 
-def to_several_labels(columns: dict[str, Array], layout: Layout, n_labels: int, rows: Rows) -> Array | None:
-    """(B, L) int64, 0 or 1; None where the file has no labels."""
-    names = layout.labels or (() if layout.label is None else (layout.label,))
-    if not names:
-        return None
+def to_several_labels(columns: dict[str, Array], layout: Layout, n_labels: int, rows: Rows) -> Array:
+    """(B, L) int64, 0 or 1."""
+    names = layout.labels or (str(layout.label),)
     table = columns[names[0]]
     if layout.labels:
         table = np.stack([_numbers(columns[name], name, rows) for name in names], 1)
@@ -157,32 +164,29 @@ def to_weights(column: Array, name: str, rows: Rows) -> Array:
 
 def to_labels(column: Array, layout: Layout, n_classes: int, rows: Rows) -> Array:
     """(B,) int64 in 0..K-1 from whole numbers, or from names through the names of the score columns."""
-    name = str(layout.label)
-    base = layout.base
-    if base is None or (column.dtype.kind in "OU" and _are_names(column, layout)):
+    name, base, is_text = str(layout.label), layout.base, column.dtype.kind in "OU"
+    if base is None or (is_text and _are_names(column, layout)):
         return _labels_by_name(column, layout, rows)
-    if column.dtype.kind in "OU":
-        column = _numbers(column, name, rows)
-    if column.ndim != 1 or column.dtype.kind not in "fiub":
+    if not is_text and (column.ndim != 1 or column.dtype.kind not in "fiub"):
         raise TableError(
             f"{rows.source}: labels in {name!r} must be whole numbers of shape (N,), "
             f"got {column.dtype} of shape {column.shape}"
         )
-    number = column.astype(np.float64)
+    number = _numbers(column, name, rows)
     rows.refuse(
         ~np.isfinite(number) | (number != np.floor(number)) | (np.abs(number) > 2**53),
         name,
-        lambda i: (
-            f" must hold a class (a whole number), got {'nothing' if np.isnan(number[i]) else f'{number[i]:g}'}"
-        ),
+        lambda i: f" must hold {CLASS}, got {'nothing' if np.isnan(number[i]) else f'{number[i]:g}'}",
     )
     labels: Array = number.astype(np.int64) - base
+    hint = ""  # where every label is one too high or one too low
+    low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+    if (low >= 1 and high == n_classes) or (low == -1 and high < n_classes - 1 and base > 0):
+        first = base + (1 if low >= 1 else -1)
+        hint = f"; if labels are counted from {first}, give --label-base {first}"
     allowed = f"labels of {n_classes} classes must lie in {base}..{base + n_classes - 1}"
-    rows.refuse(
-        (labels < 0) | (labels >= n_classes),
-        name,
-        lambda i: f": {allowed}, got {labels[i] + base}{_base_hint(labels, n_classes, base)}",
-    )
+    outside = (labels < 0) | (labels >= n_classes)
+    rows.refuse(outside, name, lambda i: f": {allowed}, got {labels[i] + base}{hint}")
     return labels
 
 
@@ -237,35 +241,11 @@ def _places(layout: Layout) -> dict[str, int]:
     return places
 
 
-def _check_finite(table: Array, names: tuple[str, ...], rows: Rows) -> None:
-    finite = np.isfinite(table)
-    if finite.all():
-        return
-    i, j = (int(index[0]) for index in np.nonzero(~finite))
-    got = "nothing or nan" if np.isnan(table[i, j]) else f"{table[i, j]}"
-    name, which = (names[j], "") if len(names) == table.shape[1] else (names[0], f" (number {j} of the row)")
-    rows.refuse((~finite).any(1), name, lambda _: f"{which} must hold a finite number, got {got}")
-
-
-def _clip(table: Array, tolerance: float) -> tuple[Array, int]:
-    """Probabilities a rounding error outside 0..1 moved onto the bound, and in how many rows there were such."""
-    low, high, reach = table.min(), table.max(), min(tolerance, OUTSIDE)
-    if low < -reach or high > 1 + reach or (low >= 0 and high <= 1):
-        return table, 0
-    clipped: Array = np.clip(table, 0, 1)
-    return clipped, int((clipped != table).any(1).sum())
-
-
 def _check_logits(table: Array, layout: Layout, rows: Rows) -> None:
-    low, high = table.min(), table.max()
-    if max(-low, high) > MAX_LOGIT:
-        far = np.abs(table).max(1) > MAX_LOGIT
-        rows.refuse(
-            far, None, lambda i: f": logits must lie within {MAX_LOGIT:g}, got {np.abs(table[i]).max():g}"
-        )
-    if layout.independent or low < 0:
-        return
-    found = recognise(table)
+    largest = np.abs(table).max(1)
+    far = f": logits must lie within {MAX_LOGIT:g}, got "
+    rows.refuse(largest > MAX_LOGIT, None, lambda i: f"{far}{largest[i]:g}")
+    found = "" if layout.independent or table.min() < 0 else recognise(table)
     if found in GIVE:
         total = 100 if found == "percentages" else 1
         raise TableError(
@@ -282,9 +262,8 @@ def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> 
             raise TableError(f"{rows.source}: {PERCENTAGES}")
         if found == "log-probabilities":
             raise TableError(f"{rows.source}: these are {found}: give --logits, which gives the same results")
-        hint = (
-            "; remove it if it is a total" if outside.mean() < 0.1 else "; give --logits if these are logits"
-        )
+        few = outside.mean() < 0.1
+        hint = f"; {'remove it if it is a total' if few else 'give --logits if these are logits'}"
         if layout.binary:  # the first column is the rest to 1
             low = high = table[:, -1]
             hint = hint if low.min() < 0 or high.max() > 100 else "; divide percentages by 100"
@@ -306,7 +285,7 @@ def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> 
         )
 
 
-def _numbers(column: Array, name: str, rows: Rows, wanted: str = "a class (a whole number)") -> Array:
+def _numbers(column: Array, name: str, rows: Rows, wanted: str = CLASS) -> Array:
     """(B,) float64, also from text: nan where there is none, 1 and 0 for true and false."""
     if column.dtype.kind not in "OU":
         return column.astype(np.float64)
@@ -323,23 +302,11 @@ def _numbers(column: Array, name: str, rows: Rows, wanted: str = "a class (a who
 def _labels_by_name(column: Array, layout: Layout, rows: Rows) -> Array:
     names = _places(layout)
     found, at = np.unique(to_text(column), return_inverse=True)
-    index: Array = np.array(
-        [names.get(name, names.get(name.casefold(), -1)) for name in found], dtype=np.int64
-    )[at]
+    known = [names.get(name, names.get(name.casefold(), -1)) for name in found]
+    index: Array = np.array(known, dtype=np.int64)[at]
     classes = ", ".join(map(quoted, layout.classes[:10])) + (", ..." if len(layout.classes) > 10 else "")
     got = ["nothing" if name == MISSING else quoted(name) for name in found]
     rows.refuse(
         index < 0, layout.label, lambda i: f" must hold one of the classes {classes}, got {got[at[i]]}"
     )
     return index
-
-
-def _base_hint(labels: Array, n_classes: int, base: int) -> str:
-    """What to try when every label is one too high or one too low."""
-    if labels.min() >= 1 and labels.max() == n_classes:
-        shift = 1
-    elif labels.min() == -1 and labels.max() < n_classes - 1 and base > 0:
-        shift = -1
-    else:
-        return ""
-    return f"; if labels are counted from {base + shift}, give --label-base {base + shift}"

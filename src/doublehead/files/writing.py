@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.files.formats import BOM, CsvReader, JsonReader, open_source
+from doublehead.files.formats import BOM, CsvReader, JsonReader
 from doublehead.files.readers import NpzReader
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
@@ -43,12 +43,10 @@ def check_output(out: Path, table: PredictionTable, *others: PredictionTable, fo
             raise TableError(
                 f"{out} must be a new or empty folder, because {len(table.sources)} files are written"
             )
-        check_writable(out)
+        _check_folder(out)
         return
     wanted = format_of(table.sources[0].path)
-    if wanted == ".xlsx" or (
-        wanted in JSON_LINES and getattr(open_source(table.sources[0]), "is_list", False)
-    ):
+    if wanted == ".xlsx" or getattr(table.reader, "is_list", False):
         raise TableError(f"{table.name} cannot be written back: save it as CSV or JSON Lines first")
     check_file(out, force)
     if not out.name.lower().endswith(wanted):
@@ -63,11 +61,10 @@ def check_file(out: Path, force: bool) -> None:
         raise TableError(f"{out} is a folder: give the name of a file to --output")
     if out.exists() and not force:
         raise TableError(f"{out} exists: give another name to --output, or --force to replace it")
-    check_writable(out)
+    _check_folder(out)
 
 
-def check_writable(out: Path) -> None:
-    """Refuse a path in whose folder nothing can be made."""
+def _check_folder(out: Path) -> None:
     if not out.parent.is_dir():
         raise TableError(f"{out} cannot be written: there is no folder {out.parent}")
     try:
@@ -99,9 +96,7 @@ def write_calibrated(
 
 def probs_name(column: str, table: PredictionTable) -> str:
     """The name of a score column once it holds probabilities: logit_3 becomes prob_3, other names stay."""
-    if table.kind == "probs":
-        return column
-    return re.sub("(?i)logit", "prob", column)
+    return column if table.kind == "probs" else re.sub("(?i)logit", "prob", column)
 
 
 def _write_source(
@@ -127,19 +122,21 @@ def _write_source(
 
 def _write_text(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
     """CSV and JSON Lines."""
-    arrow, reader = require("pyarrow", extra="tables"), open_source(table.sources[0])
-    first = True
+    arrow, reader = require("pyarrow", extra="tables"), table.reader
     with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
-        for chunk, probs in pairs:
+        for i, (chunk, probs) in enumerate(pairs):
             batch = _replaced(table, chunk, probs)
-            if isinstance(reader, CsvReader):
-                if first:
-                    file.write(_csv_header(batch.schema.names, reader))
-                file.write(_csv_lines(batch, reader.delimiter, reader.decimal_point))
-            elif isinstance(reader, JsonReader):
+            if isinstance(reader, JsonReader):
                 rows = (_nested(row, reader.nested) for row in batch.to_pylist())
                 file.write("".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
-            first = False
+            elif isinstance(reader, CsvReader):
+                if i == 0:
+                    header = io.StringIO()
+                    csv.writer(header, delimiter=reader.delimiter, lineterminator="\n").writerow(
+                        batch.schema.names
+                    )
+                    file.write((BOM if reader.has_bom else b"") + header.getvalue().encode())
+                file.write(_csv_lines(batch, reader.delimiter, reader.decimal_point))
 
 
 def _nested(row: dict[str, Any], parents: set[str]) -> dict[str, Any]:
@@ -151,12 +148,6 @@ def _nested(row: dict[str, Any], parents: set[str]) -> dict[str, Any]:
             inner, start = inner.setdefault(name[start:dot], {}), dot + 1
         inner[name[start:]] = value
     return found
-
-
-def _csv_header(names: list[str], reader: CsvReader) -> bytes:
-    line = io.StringIO()
-    csv.writer(line, delimiter=reader.delimiter, lineterminator="\n").writerow(names)
-    return (BOM if reader.has_bom else b"") + line.getvalue().encode()
 
 
 def _csv_lines(batch: Any, delimiter: str, decimal_point: str) -> bytes:
@@ -204,18 +195,18 @@ def _write_table(
 
 def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
     """An .npz of `probs` and all other arrays, or an .npy of probabilities alone."""
-    reader: Any = open_source(table.sources[0])
+    reader: Any = table.reader
     probs = torch.cat([_columns(table, part) for _, part in pairs]).numpy()
     name = table.layout.scores[0]
     if probs.shape[1] == 1 and reader.arrays[name].ndim == 1:
         probs = probs[:, 0]
     with target.open("wb") as file:
-        if not isinstance(reader, NpzReader):
+        if isinstance(reader, NpzReader):
+            arrays: dict[str, Any] = {probs_name(name, table): probs}
+            arrays |= {key: array for key, array in reader.arrays.items() if key != name}
+            np.savez_compressed(file, **arrays)
+        else:
             np.save(file, probs, allow_pickle=False)
-            return
-        others = {key: array for key, array in reader.arrays.items() if key != name}
-        arrays: dict[str, Any] = {probs_name(name, table): probs, **others}
-        np.savez_compressed(file, **arrays)
 
 
 def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
@@ -234,7 +225,9 @@ def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
                 f"{table.sources[0]} already has a column {new!r}, which the calibrated {name!r} would take"
             )
         if lists:
-            columns[at] = _lists(arrow, values, columns[at].type)
+            ends = np.arange(0, values.size + 1, values.shape[1])
+            made = arrow.LargeListArray.from_arrays(ends, values.reshape(-1))
+            columns[at] = made.cast(columns[at].type)
         else:
             columns[at] = arrow.array(values[:, i].astype(np.float32 if narrow else np.float64))
         names[at] = new
@@ -248,8 +241,3 @@ def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
 def _columns(table: PredictionTable, probs: Tensor) -> Tensor:
     """Probs (B, K) as the input has them: a binary model's single column is the probability of class 1."""
     return probs[:, 1:] if table.layout.binary else probs
-
-
-def _lists(arrow: Any, values: Any, kind: Any) -> Any:
-    offsets = np.arange(0, values.size + 1, values.shape[1])
-    return arrow.LargeListArray.from_arrays(offsets, values.reshape(-1)).cast(kind)

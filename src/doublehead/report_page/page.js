@@ -169,7 +169,7 @@
         ? `${a.name} and ${b.name} were measured on different samples.`
         : `NLL of ${b.name} minus that of ${a.name}: ${found.nll[0].toFixed(4)} (95\u00a0% interval ` +
           `${found.nll[1].toFixed(4)} to ${found.nll[2].toFixed(4)}, paired by sample). ` +
-          `${found.changed.toLocaleString("en")} of ${found.n.toLocaleString("en")} predicted classes differ.`;
+          `${found.n_changed.toLocaleString("en")} of ${found.n.toLocaleString("en")} predicted classes differ.`;
     };
     before.addEventListener("change", apply);
     after.addEventListener("change", apply);

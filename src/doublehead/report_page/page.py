@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeAlias
 
 import doublehead
-from doublehead.bins import check_n_bins
 from doublehead.guard import Shift as Window
 from doublehead.outcomes import Comparison
 from doublehead.predictions import Predictions
-from doublehead.report_page import charts, tables
+from doublehead.report_page import tables
 from doublehead.report_page.record import (
     THRESHOLDS,
     Method,
     Record,
-    Shifted,
     compare_methods,
     measure,
     measure_shift,
@@ -31,7 +28,6 @@ Shift: TypeAlias = "Mapping[str, Mapping[str, Predictions | Record | Mapping[str
 
 TITLE = "Can these confidences be trusted?"
 MAX_METHODS = 12
-START = 0.9  # where the slider stands at first
 
 
 class Page(NamedTuple):
@@ -42,74 +38,64 @@ class Page(NamedTuple):
 
 
 def build_page(
-    named_predictions: Mapping[str, Predictions | Record],
+    records: Mapping[str, Record],
     *,
     title: str = TITLE,
     classes: Sequence[str] | None = None,
     shift: Shift | None = None,
     windows: Sequence[Window] = (),
-    n_bins: int = 15,
-    max_classes: int = 20,
-    seed: int = 0,
     provenance: Sequence[tuple[str, str]] = (),
 ) -> Page:
     """The report as one HTML page without outside resources, the same for the same input.
 
-    `named_predictions` are the methods by name, the one to improve on first, as predictions or as the record of a
-    stream. `classes` are the names of the classes. `shift[data][method]` are predictions of the same methods on shifted
-    data, or numbers measured before ("accuracy", "ece", "mean_confidence", "auroc"). `windows` say whether new data are
-    like the calibration data: those of `shift_guard.watch`, or `[guard.shift]`. The class table shows the
-    `max_classes` worst at first. `provenance` says where the numbers come from, as pairs of what and which. Besides the
-    most confident errors only binned numbers enter the page, so its size does not depend on the number of samples.
+    `records` are the methods by name, the one to improve on first. `classes` are the names of the classes.
+    `shift[data][method]` are predictions of the same methods on shifted data, or numbers measured before ("accuracy",
+    "ece", "mean_confidence", "auroc"). `windows` say whether new data are like the calibration data: those of
+    `shift_guard.watch`, or `[guard.shift]`. `provenance` says where the numbers come from, as pairs of what and which.
+    Besides the most confident errors only binned numbers enter the page, so its size does not depend on the number of
+    samples.
 
-    >>> page = build_page({"main": Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1])}, title="Two samples")
+    >>> page = build_page({"main": Record.of(Predictions([[2.0, 0.0], [0.0, 1.0]], [0, 1]))}, title="Two samples")
     >>> page.html.startswith("<!doctype html>"), "http://" in page.html
     (True, False)
     """
-    named = _check(named_predictions, classes, shift)
-    check_n_bins(n_bins)
-    methods = [measure(name, p, n_bins, seed) for name, p in named.items()]
+    named = _check(records, classes, shift)
+    n_bins = next(iter(named.values())).tally.n_bins
+    methods = [measure(i, name, record) for i, (name, record) in enumerate(named.items())]
     pairs = compare_methods(methods)
-    shifts = _measure_shifts(methods, shift or {}, n_bins, seed)
+    shifts = _measure_shifts(methods, shift or {}, n_bins)
     names = [clean(name) for name in classes] if classes is not None else None
     verdict = page_verdict(methods, pairs)
     style, script = _asset("page.css"), _asset("page.js")
-    content = {
-        "title": clean(title),
-        "policy": _policy(style, script),
-        "style": style,
-        "script": script,
-        "version": doublehead.__version__,
-        "data": _embed(_live_data(methods, pairs, names)),
-        "verdict": _unbroken(verdict),
-        "meta": _meta(methods),
-        "many": len(methods) > 1,
-        "shape": " single" if len(methods) == 1 else " pairs" if len(methods) % 3 == 1 else "",
-        "methods": [_method(i, m, names, max_classes) for i, m in enumerate(methods)],
-        "table": tables.metrics_table(methods),
-        "pair": (0, _best(methods) or len(methods) - 1),
-        "pair_rows": tables.pair_rows(methods),
-        "provenance": [(clean(what), clean(which, 1000)) for what, which in provenance],
-        "has": {
-            "classes": any(m.classes is not None for m in methods),
-            "groups": any(m.summary.groups for m in methods),
-            "times": any(m.periods is not None for m in methods),
-            "errors": any(m.record.errors for m in methods),
-            "rows": any(len({error.source for error in m.record.errors}) > 1 for m in methods),
-            "shown": any(error.shown for m in methods for error in m.record.errors),
-        },
-        "overlay": charts.overlay_chart(methods),
-        "risk": charts.risk_chart(methods),
-        "guaranteed": tables.guaranteed_table(methods),
-        "n_thresholds": len(THRESHOLDS),
-        "threshold_start": int(abs(THRESHOLDS - START).argmin()),
-        "shift": _shift(methods, shifts),
-        "alarm": {"now": windows[-1].sentence, "rows": tables.window_rows(windows)} if windows else None,
-        "n_bins": n_bins,
-    }
     jinja2 = require("jinja2", extra="report")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return Page(str(environment.from_string(_asset("page.html.j2")).render(content)), verdict)
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=tables.pixels,
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    for shown in (environment.globals, environment.filters):  # the templates use the functions of `tables`
+        shown.update({name: value for name, value in vars(tables).items() if not name.startswith("_")})
+    html = environment.get_template("page.html.j2").render(
+        title=clean(title),
+        policy=_policy(style, script),
+        style=style,
+        script=script,
+        version=doublehead.__version__,
+        data=_live_data(methods, pairs, names),
+        verdict=verdict,
+        meta=_meta(methods),
+        methods=methods,
+        names=names,
+        best=_best(methods),
+        provenance=provenance,
+        thresholds=THRESHOLDS,
+        shifts=shifts,
+        windows=windows,
+        n_bins=n_bins,
+    )
+    return Page(str(html), verdict)
 
 
 def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison | None]]) -> str:
@@ -144,18 +130,14 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
 
 
 def _check(
-    named: Mapping[str, Predictions | Record], classes: Sequence[str] | None, shift: Shift | None
-) -> dict[str, Predictions | Record]:
+    named: Mapping[str, Record], classes: Sequence[str] | None, shift: Shift | None
+) -> dict[str, Record]:
     if not 1 <= len(named) <= MAX_METHODS:
-        raise ValueError(f"named_predictions must hold 1 to {MAX_METHODS} methods, got {len(named)}")
-    for name, p in named.items():
-        if not isinstance(p, Predictions | Record):
-            raise TypeError(f"named_predictions[{name!r}] must be a Predictions, got {type(p).__name__}")
-        n_classes = p.n_classes if isinstance(p, Predictions) else p.tally.n_classes
-        if classes is not None and n_classes and len(classes) != n_classes:
-            raise ValueError(
-                f"classes must be {n_classes} names, one per class of {name!r}, got {len(classes)}"
-            )
+        raise ValueError(f"a report must hold 1 to {MAX_METHODS} methods, got {len(named)}")
+    for name, record in named.items():
+        n = record.tally.n_classes
+        if classes is not None and n and len(classes) != n:
+            raise ValueError(f"classes must be {n} names, one per class of {name!r}, got {len(classes)}")
     for data, found in (shift or {}).items():
         unknown = [method for method in found if method not in named]
         if unknown:
@@ -169,59 +151,18 @@ def _check(
 
 
 def _measure_shifts(
-    methods: Sequence[Method], shift: Shift, n_bins: int, seed: int
-) -> dict[str, list[Shifted | None]]:
-    """Per shifted set one entry per method, None where a method was not run on it."""
-    found: dict[str, list[Shifted | None]] = {}
+    methods: Sequence[Method], shift: Shift, n_bins: int
+) -> list[tuple[str, list[dict[str, float] | None]]]:
+    """The numbers of each method on its own data, then on each shifted set, None where it was not run on it."""
+    found: list[tuple[str, list[dict[str, float] | None]]] = []
     for data, by_method in shift.items():
         known = {clean(method): value for method, value in by_method.items()}
-        found[clean(data)] = [
-            measure_shift(m.record.outcomes, known[m.name], n_bins, seed) if m.name in known else None
+        row = [
+            measure_shift(m.record.outcomes, known[m.name], n_bins) if m.name in known else None
             for m in methods
         ]
-    return found
-
-
-def _method(i: int, method: Method, names: Sequence[str] | None, max_classes: int) -> dict[str, Any]:
-    histogram = method.histogram
-    shown = min(max_classes, method.summary.n_classes)
-    return {
-        "index": i,
-        "name": method.name,
-        "grade": method.summary.grade,
-        "sentence": _unbroken(method.summary.verdict),
-        "swatch": charts.swatch(i),
-        "reliability": charts.reliability_chart(method),
-        "bins": tables.bins_table(method),
-        "confidence": charts.confidence_chart(method),
-        "confidence_cut": charts.confidence_chart(method, drop_last=True),
-        "claimed": charts.number(histogram.mean_confidence),
-        "right": charts.number(histogram.accuracy),
-        "last_bin": charts.number(histogram.shares[-1], 1),
-        "notes": [_unbroken(note) for note in (*method.summary.notes, *method.record.notes)],
-        "classes": tables.class_rows(method, names, shown),
-        "groups": tables.group_rows(method.summary),
-        "groups_off": len(method.summary.groups_off),
-        "n_groups": len(method.summary.groups),
-        "time_chart": charts.time_chart(method) if method.periods is not None else "",
-        "times": tables.group_rows(method.periods, sort=False),
-        "drift": _unbroken(tables.drift(method.periods)),
-        "times_off": 0 if method.periods is None else len(method.periods.groups_off),
-        "errors": tables.error_rows(method, names),
-        "confused": tables.confused_rows(method, names),
-        "classes_off": tables.classes_off(method),
-        "classes_caption": f"The {shown} worst of {method.summary.n_classes} classes"
-        if shown < method.summary.n_classes
-        else "Classes",
-    }
-
-
-def _shift(
-    methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted | None]]
-) -> dict[str, Any] | None:
-    if not shifts:
-        return None
-    return {"chart": charts.shift_chart(methods, shifts), "rows": tables.shift_rows(methods, shifts)}
+        found.append((clean(data), row))
+    return [("own test data", [{"ece": m.curve.ece} for m in methods]), *found] if found else []
 
 
 def _live_data(
@@ -233,13 +174,7 @@ def _live_data(
         "thresholds": THRESHOLDS.tolist(),
         "rows": rows,
         "names": names,
-        "pairs": [
-            [
-                None if pair is None else {"nll": pair.nll, "changed": pair.n_changed, "n": pair.n}
-                for pair in row
-            ]
-            for row in pairs
-        ],
+        "pairs": [[pair and pair._asdict() for pair in row] for row in pairs],
         "methods": [
             {
                 "name": m.name,
@@ -247,18 +182,11 @@ def _live_data(
                 "accepted": m.record.accepted.tolist(),
                 "wrong": m.record.wrong.tolist(),
                 "values": {row["key"]: m.summary.values[row["key"]] for row in rows},
-                "classes": tables.class_data(m),
+                "classes": tables.class_data(m.summary.classes),
             }
             for m in methods
         ],
     }
-
-
-def _embed(value: Any) -> str:
-    """JSON that cannot end its script element, for any names in it."""
-    # ASCII: no line separators of JavaScript
-    made = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return made.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(style: str, script: str) -> str:
@@ -278,30 +206,19 @@ def _meta(methods: Sequence[Method]) -> str:
         low, high = min(values), max(values)
         return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
-    n, k = (
-        each([m.summary.n // m.record.several for m in methods]),
-        each([m.summary.n_classes for m in methods]),
-    )
     several = max(m.record.several for m in methods)
-    if several > 1:
-        k = "0"
-    return (
-        f"{n} samples"
-        + (f", {several} labels of each" if several > 1 else "")
-        + (", weighted" if any(m.record.outcomes.weights is not None for m in methods) else "")
-        + ("" if k == "0" else f", {k} classes")
-        + (f", {len(methods)} methods" if len(methods) > 1 else "")
-    )
+    n_classes = [m.summary.n_classes for m in methods]
+    parts = [f"{each([m.summary.n // m.record.several for m in methods])} samples"]
+    parts += [f"{several} labels of each"] if several > 1 else []
+    parts += ["weighted"] if any(m.record.outcomes.weights is not None for m in methods) else []
+    parts += [f"{each(n_classes)} classes"] if several == 1 and max(n_classes) else []
+    parts += [f"{len(methods)} methods"] if len(methods) > 1 else []
+    return ", ".join(parts)
 
 
 def _best(methods: Sequence[Method]) -> int:
     """The method with the lowest NLL."""
     return min(range(len(methods)), key=lambda i: methods[i].summary.values.get("nll", 0.0))
-
-
-def _unbroken(sentence: str) -> str:
-    """With no line break before a percent sign."""
-    return sentence.replace(" %", "\u00a0%")
 
 
 def _asset(name: str) -> str:

@@ -11,21 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from torch import Tensor
 
 from doublehead import metrics
-from doublehead.curves import (
-    ClassGaps,
-    Histogram,
-    Reliability,
-    confidence_histogram,
-    reliability,
-    risk_coverage_curve,
-)
+from doublehead.curves import Reliability, reliability, risk_coverage_curve
 from doublehead.files.reading import PredictionTable
 from doublehead.files.sources import TableError
 from doublehead.files.values import to_text
-from doublehead.metrics import RiskCoverage, ThresholdChoice
+from doublehead.metrics import RiskCoverage
 from doublehead.outcomes import Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally, row_groups
@@ -36,19 +28,9 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 MAX_ERRORS = 25  # the most confident ones are listed
 MAX_PERIODS = 24
 SHOWN = (
-    "text",
-    "sentence",
-    "question",
-    "image",
-    "path",
-    "file",
-    "filename",
-    "file_name",
-    "id",
-    "name",
-    "url",
-)
-ERROR_LIMITS = (0.05, 0.02, 0.01, 0.001)  # for which a guaranteed threshold is searched
+    "text", "sentence", "question", "image", "path", "file", "filename", "file_name", "id", "name", "url",
+)  # fmt: skip
+SHIFTED = ("accuracy", "ece", "ece_floor_high", "mean_confidence", "auroc")  # measured on shifted data
 
 # The thresholds of the slider: fine where most confidences lie.
 THRESHOLDS = np.unique(np.r_[0:0.9:0.01, 0.9:0.99:0.001, 0.99:0.999:0.0005, 0.999, 0.9995, 0.9999].round(4))
@@ -86,20 +68,17 @@ class Record:
         several = p.n_labels or 1
         rows = np.arange(len(p)) // several + 1
         times = None if times is None else np.repeat(times, several)
-        return replace(
-            _gathered([_Part(p, row_groups(p, by), rows, "", None, times)], n_bins), several=several
-        )
+        part = _Part(p, row_groups(p, by), rows, "", None, times)
+        return replace(_gathered([part], n_bins), several=several)
 
     @classmethod
-    def of_table(
-        cls,
-        table: PredictionTable,
-        n_bins: int = 15,
-        time: str | None = None,
-        shown: str | None = None,
-    ) -> Record:
-        """The record of files, which are streamed; `time` and `shown` are among the extra columns of the table."""
-
+    def of_table(cls, table: PredictionTable, n_bins: int = 15, time: str | None = None) -> Record:
+        """The record of files, which are streamed; `time` is among the extra columns of the table."""
+        columns, layout = table.reader.columns, table.layout
+        taken = {*layout.scores, *layout.others, table.by, table.weights, time}
+        names = {name.lower(): name for name in columns if name not in taken}
+        shown = next((names[name] for name in SHOWN if name in names), None)  # tells which sample a row is
+        table = replace(table, extra=(*table.extra, *filter(None, [shown])))
         several = 1
 
         def parts() -> Iterable[_Part]:
@@ -108,20 +87,15 @@ class Record:
                 if chunk.predictions is None:
                     raise TableError(f"{table.sources[0]} has no labels to measure by")
                 several = len(chunk.predictions) // len(chunk.rows)  # labels of each row
-                columns = {
+                found = {
                     name: np.repeat(chunk.raw.columns[name][chunk.rows], several) for name in table.extra
                 }
-                texts = None if shown is None else to_text(columns[shown])
-                times = None if time is None else as_times(columns[time], time, str(chunk.source))
+                texts = None if shown is None else to_text(found[shown])
+                times = None if time is None else as_times(found[time], time, str(chunk.source))
                 rows, source = np.repeat(chunk.numbers, several), str(chunk.source)
                 yield _Part(chunk.predictions, chunk.groups, rows, source, texts, times)
 
         return replace(_gathered(parts(), n_bins), several=several)
-
-    def summary(self, seed: int = 0) -> Summary:
-        """Every number of the method."""
-        summary = self.tally.summary(seed)
-        return summary if self.outcomes.weights is not None else add_sample_metrics(summary, self.outcomes)
 
     @property
     def notes(self) -> list[str]:
@@ -132,18 +106,6 @@ class Record:
             f"Equal-mass ECE, AURC, error by coverage, confused classes, changed predictions and periods are those of "
             f"{len(self.outcomes):,} samples drawn at random, all other numbers those of all {self.tally.n:,}."
         ]
-
-    def periods(self, summary: Summary, seed: int = 0) -> Summary | None:
-        """The summary with periods as its groups, at most MAX_PERIODS; None without times."""
-        if self.times is None:
-            return None
-        names, which = _periods(self.times)
-        groups = {
-            name: Tally.of(self.outcomes[np.flatnonzero(which == i)], self.tally.n_bins)
-            for i, name in enumerate(names)
-        }
-        found = {name: group.summary(seed) for name, group in groups.items()}
-        return replace(summary, groups=found)
 
 
 class _Part(NamedTuple):
@@ -174,22 +136,15 @@ def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
 
 def _errors(found: Outcomes, part: _Part) -> list[ErrorRow]:
     wrong = (~found.correct).nonzero()[:, 0]
-    worst = wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]]
-
-    def class_of(classes: Tensor | None, i: int) -> str:
-        return "" if classes is None else str(int(classes[i]))
-
+    worst = wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]].numpy()
+    texts = [
+        [""] * len(worst) if column is None else [str(value) for value in np.asarray(column)[worst].tolist()]
+        for column in (found.labels, found.predicted, part.shown, part.groups)
+    ]
+    confidence, rows = found.confidence[worst].tolist(), part.rows[worst].tolist()
     return [
-        ErrorRow(
-            float(found.confidence[i]),
-            class_of(found.labels, i),
-            class_of(found.predicted, i),
-            int(part.rows[i]),
-            part.source,
-            "" if part.shown is None else str(part.shown[i]),
-            "" if part.groups is None else str(part.groups[i]),
-        )
-        for i in worst.tolist()
+        ErrorRow(confidence, label, predicted, row, part.source, shown, group)
+        for confidence, row, label, predicted, shown, group in zip(confidence, rows, *texts)
     ]
 
 
@@ -197,23 +152,20 @@ def as_times(column: Array, name: str, source: str) -> Array:
     """Numbers as they are, text as dates (ISO 8601)."""
     if column.dtype.kind in "iuf":
         times: Array = column.astype(np.float64)
-        missing = np.isnan(times)
     elif column.dtype.kind == "M":
-        times, missing = column.astype("datetime64[s]"), np.isnat(column)
+        times = column.astype("datetime64[s]")
     else:
-        texts = [str(value).strip() for value in column.tolist()]
-        different = list(set(texts))  # seldom many: parsing is slow
+        texts, which = np.unique([str(value).strip() for value in column.tolist()], return_inverse=True)
         try:
-            dates = np.array(different, dtype="datetime64[s]")
+            times = np.array(texts, dtype="datetime64[s]")[
+                which
+            ]  # parsing is slow, and texts are seldom many
         except ValueError as error:
             raise TableError(
                 f"{source}: the times in {name!r} must be numbers or dates such as 2024-12-31, got {error}"
             ) from error
-        known = dict(zip(different, range(len(different))))
-        times = dates[[known[text] for text in texts]]
-        missing = np.isnat(times)
-    if missing.any():
-        raise TableError(f"{source}: the time in {name!r} is missing in {int(missing.sum())} rows")
+    if missing := int(np.isnan(times).sum()):
+        raise TableError(f"{source}: the time in {name!r} is missing in {missing} rows")
     return times
 
 
@@ -238,59 +190,50 @@ def _told(value: Any) -> str:
     return f"{value:g}" if isinstance(value, np.floating) else str(value).replace("T", " ")
 
 
-def shown_column(columns: Sequence[str], taken: Sequence[str]) -> str | None:
-    """The column that tells a reader which sample a row is."""
-    names = {name.lower(): name for name in columns if name not in taken}
-    return next((names[name] for name in SHOWN if name in names), None)
-
-
 @dataclass(frozen=True, eq=False)
 class Method:
     """One set of predictions: its summary and what the pictures show."""
 
+    index: int
     name: str
     summary: Summary
     record: Record
     periods: Summary | None  # its groups are periods
     curve: Reliability
-    histogram: Histogram
     risk: RiskCoverage
-    guaranteed: tuple[ThresholdChoice, ...]  # one per ERROR_LIMITS; none with sample weights
 
     @property
-    def classes(self) -> ClassGaps | None:
-        """The class-wise gaps; None where only confidences are known."""
-        return self.summary.classes
+    def filled(self) -> Array:
+        """The bins that hold samples."""
+        return np.flatnonzero(self.curve.counts)
+
+    @property
+    def shares(self) -> Array:
+        """The share of samples in each bin."""
+        shares: Array = self.curve.counts / self.curve.counts.sum()
+        return shares
 
 
-@dataclass(frozen=True)
-class Shifted:
-    """One method on one shifted set; nan where a number is not known."""
-
-    accuracy: float
-    ece: float
-    floor_high: float
-    mean_confidence: float
-    auroc: float
-
-
-def measure(name: str, p: Predictions | Record, n_bins: int, seed: int) -> Method:
+def measure(index: int, name: str, record: Record) -> Method:
     """Everything about one set of predictions; a second or so for 10,000 samples."""
-    record = Record.of(p, n_bins) if isinstance(p, Predictions) else p
-    summary = record.summary(seed)
-    assert summary.bins is not None
+    summary = record.tally.summary()
+    if record.outcomes.weights is None:
+        summary = add_sample_metrics(summary, record.outcomes)
+    periods = None
+    if record.times is not None:
+        names, which = _periods(record.times)
+        parts = [record.outcomes[np.flatnonzero(which == i)] for i in range(len(names))]
+        groups = {name: Tally.of(part, summary.n_bins).summary() for name, part in zip(names, parts)}
+        periods = replace(summary, groups=groups)
     confidences: Any = record.outcomes  # all that the curve reads
     return Method(
+        index=index,
         name=name,
         summary=summary,
         record=record,
-        periods=record.periods(summary, seed),
-        curve=reliability(summary.bins, n_bins, seed),
-        histogram=confidence_histogram(summary.bins, n_bins),
+        periods=periods,
+        curve=reliability(summary.bins, summary.n_bins),
         risk=risk_coverage_curve(confidences),
-        guaranteed=tuple(
-            summary.abstain(max_error) for max_error in ERROR_LIMITS if summary.answers is not None
-        ),
     )
 
 
@@ -309,31 +252,21 @@ def at_thresholds(p: Outcomes, thresholds: Array) -> tuple[Array, Array]:
 def compare_methods(methods: Sequence[Method]) -> list[list[Comparison | None]]:
     """Every method (row) with every other (column), see `outcomes.compare_all`."""
     pairs = compare_all([m.record.outcomes for m in methods])
-    return [
-        [_of_all(pair, one, other) for pair, other in zip(row, methods)] for row, one in zip(pairs, methods)
-    ]
-
-
-def _of_all(pair: Comparison | None, one: Method, other: Method) -> Comparison | None:
-    n = one.record.tally.n
-    if pair is None or n != other.record.tally.n:
-        return None
-    return pair.of_all(n, other.summary.values["nll"] - one.summary.values["nll"])
+    for row, one in zip(pairs, methods):
+        for j, (pair, other) in enumerate(zip(row, methods)):
+            n, nlls = one.record.tally.n, [m.summary.values.get("nll", np.nan) for m in (one, other)]
+            if pair is not None:
+                row[j] = pair.of_all(n, nlls[1] - nlls[0]) if n == other.record.tally.n else None
+    return pairs
 
 
 def measure_shift(
-    own: Outcomes, shifted: Predictions | Record | Mapping[str, float], n_bins: int, seed: int
-) -> Shifted:
-    """One method on shifted data: from predictions, or from numbers by name that were measured before."""
+    own: Outcomes, shifted: Predictions | Record | Mapping[str, float], n_bins: int
+) -> dict[str, float]:
+    """One method on shifted data: from predictions, or numbers that were measured before; nan where not known."""
     if isinstance(shifted, Mapping):
-        known = {key: float(shifted.get(key, np.nan)) for key in Shifted.__dataclass_fields__}
-        return Shifted(**known)
+        return {key: float(shifted.get(key, np.nan)) for key in SHIFTED}
     record = shifted if isinstance(shifted, Record) else Record.of(shifted, n_bins)
-    values = record.tally.summary(seed).values
-    return Shifted(
-        accuracy=values["accuracy"],
-        ece=values["ece"],
-        floor_high=values["ece_floor_high"],
-        mean_confidence=values["mean_confidence"],
-        auroc=metrics.auroc(own.confidence, record.outcomes.confidence),
-    )
+    auroc = metrics.auroc(own.confidence, record.outcomes.confidence)
+    values = {**record.tally.summary().values, "auroc": auroc}
+    return {key: values[key] for key in SHIFTED}

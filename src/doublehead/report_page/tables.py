@@ -1,11 +1,11 @@
-"""The page's tables as plain dicts of text."""
+"""What the templates of the page show: tables, texts of numbers, and the frames of pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from math import isfinite
-from typing import Any
+from math import floor, isfinite, log10
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ import torch
 from doublehead.curves import ClassGaps
 from doublehead.guard import Shift
 from doublehead.metrics import Interval
-from doublehead.report_page.charts import gap_bar, number
-from doublehead.report_page.record import ERROR_LIMITS, Array, Method, Shifted
+from doublehead.report_page.record import Array, Method
 from doublehead.summary import (
     METRICS,
     Metric,
@@ -24,8 +23,11 @@ from doublehead.summary import (
     percent,
     shown,
     shown_interval,
+    span,
     without_interval,
 )
+
+__all__ = ["percent", "span"]  # for the templates
 
 ROWS = (
     "accuracy", "ece", "floor", "p_value", "overconfidence", "adaptive_ece", "ece_classwise", "mce", "nll", "brier",
@@ -38,127 +40,73 @@ OWN_ROWS = {
 PAIRED = ("ece", "overconfidence", "ece_classwise", "nll", "brier", "aurc", "accuracy")
 LONGEST_NAME = 100
 MAX_CLASSES = 2000  # in the table that can be sorted, the worst ones
-MAX_GROUPS = 200
 MAX_PAIRS = 15
+MAX_GROUPS = 200
+WORST = 20  # classes that the table shows at first, also in the script
+ERROR_LIMITS = (0.05, 0.02, 0.01, 0.001)  # for which a guaranteed threshold is searched
+START = 0.9  # where the slider stands at first
 
 
 def metrics_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
     """A row per metric, a cell per method."""
     table = []
-    known = [_numbers(method.summary) for method in methods]
+    known = [
+        {
+            **m.summary.metrics,
+            "floor": Interval(*m.summary.floor),
+            "p_value": without_interval(m.summary.p_value),
+        }
+        for m in methods
+    ]
     for key in ROWS:
         if any(key not in numbers for numbers in known):
             continue
         metric, found = OWN_ROWS.get(key) or METRICS[key], [numbers[key] for numbers in known]
         texts = [_value_text(key, one.estimate, metric.is_share) for one in found]
-        best = _best([one.estimate for one in found], metric.better) if len(set(texts)) > 1 else None
+        best = None
+        if metric.better and len(set(texts)) > 1:
+            best = texts[int(np.argmax([metric.better * one.estimate for one in found]))]
         cells = [
-            {
-                "text": text,
-                "interval": shown_interval(one, metric.is_share),
-                "best": best is not None and text == texts[best],
-            }
+            {"text": text, "interval": shown_interval(one, metric.is_share), "best": text == best}
             for one, text in zip(found, texts)
         ]
         table.append({"label": capital(metric.title), "hint": metric.meaning, "cells": cells})
     return table
 
 
-def _numbers(summary: Summary) -> dict[str, Interval]:
-    return {
-        **summary.metrics,
-        "floor": Interval(*summary.floor),
-        "p_value": without_interval(summary.p_value),
-    }
-
-
-def clean(name: str, longest: int = LONGEST_NAME) -> str:
-    """A name that can be encoded and printed: control characters and broken file names become U+FFFD."""
-    whole = "".join(c if c.isprintable() else "\ufffd" for c in str(name))
-    return whole if len(whole) <= longest else whole[: longest - 1] + "…"
+def _value_text(key: str, value: float, is_share: bool) -> str:
+    if key == "p_value":
+        return "< 0.001" if value < 0.001 else f"{value:.3f}"
+    return f"{100 * value:+.2f} %" if key == "overconfidence" else shown(value, is_share)
 
 
 def pair_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
     """The metrics of the comparison of two methods: those that all methods have."""
+    found = {key: METRICS[key] for key in PAIRED if all(key in m.summary.metrics for m in methods)}
     return [
-        {
-            "key": key,
-            "label": capital(METRICS[key].title),
-            "percent": METRICS[key].is_share,
-            "better": METRICS[key].better,
-        }
-        for key in PAIRED
-        if all(key in method.summary.metrics for method in methods)
+        {"key": key, "label": capital(metric.title), "percent": metric.is_share, "better": metric.better}
+        for key, metric in found.items()
     ]
 
 
-def bins_table(method: Method) -> list[dict[str, Any]]:
-    """A row per bin that holds samples."""
-    curve = method.curve
-    return [
-        {
-            "range": f"{number(curve.edges[i], 1)} to {number(curve.edges[i + 1], 1)}",
-            "count": f"{curve.counts[i]:,.0f}",
-            "confidence": number(curve.confidence[i], 1),
-            "accuracy": number(curve.accuracy[i], 1),
-            "band": f"{number(curve.band_low[i], 1)} to {number(curve.band_high[i], 1)}",
-            "outside": bool(curve.outside[i]),
-        }
-        for i in np.flatnonzero(curve.counts)
-    ]
-
-
-def class_name(k: int, names: Sequence[str] | None) -> str:
-    """The name of a class, or its number."""
-    return names[k] if names is not None else f"class {k}"
-
-
-def class_rows(method: Method, names: Sequence[str] | None, shown: int) -> list[dict[str, Any]]:
-    """The worst classes first."""
-    gaps = method.classes
-    if gaps is None:
-        return []
-    order = gaps.worst_first()[:shown]
-    return gap_rows(gaps, [class_name(k, names) for k in order], order)
-
-
-def class_data(method: Method) -> list[list[float | None]]:
+def class_data(gaps: ClassGaps | None) -> list[list[float | None]]:
     """The numbers of the class table for the page's script, worst first: class, samples, then percent."""
-    gaps = method.classes
     if gaps is None:
         return []
     columns = (gaps.confidence, gaps.accuracy, gaps.gap, gaps.band_low, gaps.band_high, gaps.ece)
+    shares = np.round(100 * np.stack(columns, 1), 2).tolist()
     return [
-        [int(k), int(gaps.counts[k]), int(gaps.off[k]), *(_percent(column[k]) for column in columns)]
+        [int(k), int(gaps.counts[k]), int(gaps.off[k]), *(v if isfinite(v) else None for v in shares[k])]
         for k in gaps.worst_first()[:MAX_CLASSES]
     ]
 
 
-def _percent(value: float) -> float | None:
-    return round(100 * float(value), 2) if isfinite(value) else None
-
-
-def group_rows(summary: Summary | None, sort: bool = True) -> list[dict[str, Any]]:
-    """A row per group or period with its ECE, interval and floor; the worst groups first."""
-    gaps = None if summary is None else summary.group_gaps
-    if summary is None or gaps is None:
-        return []
-    order = gaps.worst_first()[:MAX_GROUPS] if sort else np.arange(len(gaps.counts))
-    names, groups = list(summary.groups), list(summary.groups.values())
-    rows = gap_rows(gaps, [clean(names[i]) for i in order], order)
-    for row, i in zip(rows, order):
-        ece = groups[i].metrics["ece"]
-        row |= {"ece": number(ece.estimate), "interval": shown_interval(ece, True)}
-        row |= {"p": p_value_text(min(1.0, float(gaps.p_value[i]) * len(groups)))}
-    return rows
-
-
-def drift(periods: Summary | None) -> str:
+def drift(periods: Summary) -> str:
     """Whether the gap differs between periods by more than chance: a chi-squared test of equal gaps."""
-    gaps = None if periods is None else periods.group_gaps
-    if periods is None or gaps is None or len(gaps.counts) < 2:
+    gaps = periods.group_gaps
+    if gaps is None or len(gaps.counts) < 2:
         return ""
-    sizes = np.array([float(g.bins.effective.sum()) for g in periods.groups.values() if g.bins is not None])
+    sizes = np.array([float(g.bins.effective.sum()) for g in periods.groups.values()])
     right = (gaps.accuracy * sizes + 0.5) / (sizes + 1)  # never 0 or 1, so that no variance is 0
     weight = sizes / (right * (1 - right))
     excess = float((weight * (gaps.gap - np.average(gaps.gap, weights=weight)) ** 2).sum())
@@ -171,28 +119,7 @@ def drift(periods: Summary | None) -> str:
     )
 
 
-def error_rows(method: Method, names: Sequence[str] | None) -> list[dict[str, Any]]:
-    """The most confident errors, the worst first."""
-    return [
-        {
-            "confidence": at_least(error.confidence),
-            "said": class_name(int(error.predicted), names) if error.predicted else "",
-            "label": class_name(int(error.label), names) if error.label else "",
-            "row": f"{error.row:,}",
-            "source": clean(error.source),
-            "group": clean(error.group),
-            "shown": clean(error.shown, 300),
-        }
-        for error in method.record.errors
-    ]
-
-
-def at_least(share: float) -> str:
-    """97.31 %, or in words where rounding would claim certainty."""
-    return "at least 99.99 %" if share > 0.9999 else percent(share)
-
-
-def confused_rows(method: Method, names: Sequence[str] | None) -> list[dict[str, Any]]:
+def confused_classes(method: Method) -> list[dict[str, Any]]:
     """The pairs of classes that are mistaken for one another most often."""
     found = method.record.outcomes
     if found.labels is None or found.predicted is None:
@@ -202,125 +129,154 @@ def confused_rows(method: Method, names: Sequence[str] | None) -> list[dict[str,
     codes, which = np.unique((found.labels.long() * k + found.predicted)[wrong].numpy(), return_inverse=True)
     counts = np.bincount(which, weights[wrong].numpy(), minlength=len(codes))
     totals = np.bincount(found.labels.numpy(), weights.numpy(), minlength=k)
-    order = np.lexsort((codes, -counts))[:MAX_PAIRS]
     return [
-        {
-            "label": class_name(int(codes[i] // k), names),
-            "said": class_name(int(codes[i] % k), names),
-            "count": f"{counts[i]:,.0f}",
-            "share": number(counts[i] / totals[codes[i] // k], 1),
-        }
-        for i in order
+        {"label": code // k, "predicted": code % k, "count": count, "share": count / totals[code // k]}
+        for code, count in ((codes[i], counts[i]) for i in np.lexsort((codes, -counts))[:MAX_PAIRS])
     ]
 
 
-def gap_rows(gaps: ClassGaps, names: Sequence[str], order: Array) -> list[dict[str, Any]]:
-    """What is claimed and how often it is right: the rows of classes, groups and periods."""
-    widest = float(np.nan_to_num(np.abs(gaps.gap[order])).max(initial=0.0))
-    return [
-        {
-            "name": name,
-            "count": f"{gaps.counts[k]:,.0f}",
-            "confidence": _known(gaps.confidence[k]),
-            "accuracy": _known(gaps.accuracy[k]),
-            "gap": _known(gaps.gap[k], signed=True),
-            "off": bool(gaps.off[k]),
-            "bar": gap_bar(float(gaps.gap[k]), widest),
-            "band": f"{number(gaps.band_low[k], 1)} to {number(gaps.band_high[k], 1)}"
-            if gaps.counts[k]
-            else "",
-            "ece": number(gaps.ece[k]),
-        }
-        for name, k in zip(names, order)
-    ]
+def class_name(k: int | str, names: Sequence[str] | None) -> str:
+    """The name of a class, or its number; nothing where it is not known."""
+    return str(k) and (names[int(k)] if names is not None else f"class {k}")
 
 
-def classes_off(method: Method) -> str:
-    """How many classes deviate by more than chance explains."""
-    off, gaps = method.summary.n_classes_off, method.classes
-    n = 0 if gaps is None else int((gaps.counts > 0).sum())
-    if off == 0:
-        return "No class deviates by more than chance explains."
-    return f"{off} of {n} predicted classes deviate by more than chance explains: their gaps are bold."
+def stretches(windows: Sequence[Shift]) -> list[list[Shift]]:
+    """Successive windows with an alarm, or without."""
+    return [list(group) for _, group in groupby(windows, lambda one: one.alarm)][-MAX_GROUPS:]
 
 
-def guaranteed_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
-    """A row per limit of the error, a cell per method: the threshold and what it answers."""
-    table: list[dict[str, Any]] = []
-    if not all(m.guaranteed for m in methods):
-        return table
-    for i, limit in enumerate(ERROR_LIMITS):
-        cells = []
-        for choice in (m.guaranteed[i] for m in methods):
-            if choice.threshold is None:
-                more = f"at best {number(choice.bound)} %"
-                cells.append({"text": "none", "more": more})
-            else:
-                text = f"≥ {_threshold(choice.threshold)} %"
-                cells.append({"text": text, "more": f"answers {number(choice.coverage, 1)} %"})
-        table.append({"limit": f"{100 * limit:g}", "cells": cells})
-    return table
+def widest(gaps: ClassGaps, order: Array) -> float:
+    """The largest gap of some classes or groups, for the bars."""
+    return float(np.nan_to_num(np.abs(gaps.gap[np.asarray(order)])).max(initial=0.0))
 
 
-def shift_rows(
-    methods: Sequence[Method], shifts: Mapping[str, Sequence[Shifted | None]]
-) -> list[dict[str, Any]]:
-    """A row per shifted set and method."""
-    return [
-        {
-            "index": i,
-            "data": data,
-            "method": methods[i].name,
-            "ece": _known(found.ece, 2),
-            "floor": f"floor up to {number(found.floor_high)}" if isfinite(found.floor_high) else "",
-            "accuracy": _known(found.accuracy, 2),
-            "claimed": _known(found.mean_confidence, 2),
-            "auroc": _known(found.auroc),
-        }
-        for data, entries in shifts.items()
-        for i, found in enumerate(entries)
-        if found is not None
-    ]
+# --- texts
 
 
-def window_rows(windows: Sequence[Shift]) -> list[dict[str, Any]]:
-    """A row per stretch of windows with an alarm or without: the samples up to which it goes, and its extremes."""
-    rows = []
-    for alarm, group in groupby(windows, lambda one: one.alarm):
-        stretch = list(group)
-        rows.append(
-            {
-                "alarm": alarm,
-                "seen": f"{stretch[-1].seen:,}",
-                "windows": f"{len(stretch):,}",
-                "p_value": f"{min(one.p_value for one in stretch):.2g}",
-                "strength": f"{max(one.strength for one in stretch):.1f}",
-            }
-        )
-    return rows[-MAX_GROUPS:]
+def clean(name: str, longest: int = LONGEST_NAME) -> str:
+    """A name that can be encoded and printed: control characters and broken file names become U+FFFD."""
+    whole = "".join(c if c.isprintable() else "\ufffd" for c in str(name))
+    return whole if len(whole) <= longest else whole[: longest - 1] + "…"
 
 
-def _value_text(key: str, value: float, is_share: bool) -> str:
-    if key == "p_value":
-        return "< 0.001" if value < 0.001 else f"{value:.3f}"
-    return f"{100 * value:+.2f} %" if key == "overconfidence" else shown(value, is_share)
+def shortened(name: str, length: int = 18) -> str:
+    """A name that fits beside a picture: its beginning and its end.
+
+    >>> shortened("gaussian noise, severity 5"), shortened("fog")
+    ('gaussian …verity 5', 'fog')
+    """
+    half = length // 2
+    return name if len(name) <= length else f"{name[:half]}…{name[1 - half :]}"
 
 
-def _best(values: Sequence[float], better: int) -> int | None:
-    if not better:
-        return None
-    return int(np.argmax(values) if better > 0 else np.argmin(values))
+def unbroken(sentence: str) -> str:
+    """With no line break before a percent sign."""
+    return sentence.replace(" %", "\u00a0%")
 
 
-def _known(value: float, digits: int = 1, signed: bool = False) -> str:
+def number(value: float, digits: int = 2, signed: bool = False) -> str:
+    """A share as a number of percent, without the percent sign.
+
+    >>> number(0.0475), number(-1e-9, 1), number(0.02, 1, signed=True), number(float("nan"))
+    ('4.75', '0.0', '+2.0', 'unknown')
+    """
     if not isfinite(value):
-        return "unknown" if not signed else ""
-    rounded = round(100 * value, digits)
-    return f"{rounded:+.{digits}f}" if signed and rounded else number(value if rounded else 0.0, digits)
+        return "" if signed else "unknown"
+    rounded = round(100 * float(value), digits) or 0.0  # not -0.0
+    return f"{rounded:+.{digits}f}" if signed and rounded else f"{rounded:.{digits}f}"
 
 
-def _threshold(value: float) -> str:
-    """Rounded up, so that what is printed accepts no more than was tested."""
-    digits = next(d for d in range(1, 8) if d == 7 or 100 * (1 - value) >= 10.0 ** (1 - d))
+def count(value: float) -> str:
+    """1,500."""
+    return f"{value:,.0f}"
+
+
+def tick(value: float) -> str:
+    """A share as percent, with no more digits than it needs.
+
+    >>> tick(0.2), tick(0.005)
+    ('20', '0.5')
+    """
+    return f"{100 * value:.4g}"
+
+
+def rounded_up(threshold: float) -> str:
+    """A threshold in percent, so that what is printed accepts no more than was tested."""
+    digits = next(d for d in range(1, 8) if d == 7 or 100 * (1 - threshold) >= 10.0 ** (1 - d))
     scale = 10.0**digits
-    return f"{np.ceil(100 * value * scale - 1e-9) / scale:.{digits}f}"
+    return f"{np.ceil(100 * threshold * scale - 1e-9) / scale:.{digits}f}"
+
+
+# --- pictures
+
+
+def pixels(value: Any) -> Any:
+    """Numbers in the templates are pixels: to a tenth they are crisp enough, and short."""
+    if not isinstance(value, float):
+        return value
+    rounded = f"{value:.1f}".removesuffix(".0")
+    return "0" if rounded == "-0" else rounded
+
+
+class Frame(NamedTuple):
+    """The box of a plot in pixels and the numbers at its borders."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    x_start: float = 0.0
+    x_end: float = 1.0
+    y_start: float = 0.0
+    y_end: float = 1.0
+
+    def x(self, value: float) -> float:
+        """Pixels from the left."""
+        return self.left + self.width * (value - self.x_start) / (self.x_end - self.x_start)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        return self.top + self.height * (self.y_end - value) / (self.y_end - self.y_start)
+
+    @property
+    def bottom(self) -> float:
+        """Pixels from the top to the lower border."""
+        return self.top + self.height
+
+    @property
+    def right(self) -> float:
+        """Pixels from the left to the right border."""
+        return self.left + self.width
+
+    def path(self, xs: Iterable[float], ys: Iterable[float]) -> str:
+        """The `d` of a line through these points."""
+        points = [f"{pixels(float(self.x(x)))} {pixels(float(self.y(y)))}" for x, y in zip(xs, ys)]
+        return "M" + "L".join(points) if points else ""
+
+
+def nice_ticks(end: float, wanted: int = 5) -> list[float]:
+    """Round numbers from 0 on, the last one at or above `end`.
+
+    >>> nice_ticks(0.065)
+    [0.0, 0.02, 0.04, 0.06, 0.08]
+    """
+    rough = max(end, 1e-4) / wanted
+    size = 10.0 ** min(0, floor(log10(rough)))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
+    return [round(i * step, 10) for i in range(int(-(-max(end, 1e-4) // step)) + 1)]
+
+
+def risk_ticks(methods: Sequence[Method]) -> list[float]:
+    """Up to the largest error of a tenth of the samples or more: that of fewer is noise."""
+    return nice_ticks(1.05 * max(0.001, *(float(m.risk.risk[m.risk.coverage >= 0.1].max()) for m in methods)))
+
+
+def shift_ticks(shifts: Sequence[tuple[str, Any]]) -> list[float]:
+    """Up to the largest ECE of any method on any data."""
+    return nice_ticks(1.02 * np.nanmax([one["ece"] for _, row in shifts for one in row if one]))
+
+
+def time_ticks(gaps: ClassGaps) -> list[float]:
+    """From 1 down to the lowest number that is shown."""
+    lowest = np.nanmin([gaps.accuracy, gaps.confidence, gaps.band_low])
+    return [1 - value for value in nice_ticks(1 - float(lowest), 4) if value <= 1]
