@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MARGIN = -1.0  # the stages are used unless they are worse than the temperature by a standard error
-MIN_SAMPLES = 300  # below, only a temperature is fitted
+MIN_SAMPLES = 300  # below, head and curve are not fitted
 MIN_WRONG = 30  # likewise with fewer wrong predictions, which are too few to learn from
+MIN_MAPPED = 200  # below, only a temperature is fitted
 MAX_REFITTED = 2000  # samples up to which the stages are judged by whole fits without a fold
 WARN_SAMPLES = 100  # below, a warning says that this is little data
 MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
@@ -272,10 +273,14 @@ class _Fit:
             )
         wrong = int((self.logits.argmax(1) != self.labels).sum())  # by the likeliest class of soft labels
         self._add("temperature")
+        opened: Sequence[str] = ()
         if not self.head.judged or (self.n >= MIN_SAMPLES and wrong >= MIN_WRONG):
-            for name in STAGES[1:]:
-                if name in self.head.allowed and (name != "map" or self._fills_classes):
-                    self._add(name)
+            opened = STAGES[1:] if self._fills_classes else ("head", "pool", "curve")
+        elif self.n >= MIN_MAPPED and self._fills_classes and not self.evidence.opinions:
+            opened = ("map", "pool")  # the pool must not learn from few errors whom else to trust
+        for name in opened:
+            if name in self.head.allowed:
+                self._add(name)
         used = self._choose() if self.head.judged else list(self.outputs)[1:]
         fitted = stages.unused(self.logits, self.evidence)
         for name in used:
