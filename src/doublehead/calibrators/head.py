@@ -11,8 +11,8 @@
 
 Every stage is fitted to outputs of the stages before it on samples that those were not fitted to. Together they replace
 the temperature unless their NLL on held-back samples is higher by more than a standard error, or keeping predictions
-that they contradict would raise the ECE by five points. With too little data nothing but the temperature is fitted, and
-it falls below 1 only where that clearly pays.
+that they contradict would raise the ECE by five points. With few samples or few errors only temperature, map and pool are
+tried, with fewer only the temperature, which is fitted as if there were half an error more where it would fall below 1.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class _Fit:
         """What the head learns."""
         if self.n < WARN_SAMPLES:
             warnings.warn(
-                f"{self.n} calibration samples are little data: only a temperature is fitted, rarely below 1",
+                f"{self.n} calibration samples are little data: only a temperature is fitted",
                 UserWarning,
                 stacklevel=5,
             )
