@@ -11,8 +11,8 @@
 
 Every stage is fitted to outputs of the stages before it on samples that those were not fitted to. Together they replace
 the temperature unless their NLL on held-back samples is higher by more than a standard error, or keeping predictions
-that they contradict would raise the ECE by five points. With few samples or few errors only temperature, map and pool are
-tried, with fewer only the temperature, which is fitted as if there were half an error more where it would fall below 1.
+that they contradict would raise the ECE by five points. With few samples or few errors only temperature, map and pool
+are tried, with fewer only the temperature. Below 1 it is fitted as if there were half an error more.
 """
 
 from __future__ import annotations
