@@ -262,6 +262,26 @@ def test_few_samples_get_a_temperature_and_do_not_sharpen() -> None:
     assert float(Head().fit(clear).temperature_) < 0.7
 
 
+def test_a_sample_without_errors_is_read_as_if_it_had_half_of_one() -> None:
+    labels = torch.arange(60) % 2
+    predictions = Predictions(torch.eye(2)[labels], labels)  # all right, all with the odds of e to 1
+    with pytest.warns(UserWarning, match="60 calibration samples"):
+        head = Head().fit(predictions)
+    error = 1 - head(predictions.logits).softmax(1).amax(1)
+    assert error.tolist() == pytest.approx([0.5 / 60.5] * 60, rel=2e-2)
+
+
+def test_classes_are_mapped_with_few_errors_of_few_samples() -> None:
+    torch.manual_seed(0)
+    labels = (torch.rand(2250) < 0.06).long()  # one class is rare, and the network does not know it
+    logits = torch.stack([torch.zeros(2250), 4 * labels + torch.randn(2250) - 1.5], 1)
+    calib, test = Predictions(logits[:250], labels[:250]), Predictions(logits[250:], labels[250:])
+    assert int((calib.logits.argmax(1) != calib.labels).sum()) < 30
+    head = Head("best").fit(calib)
+    assert head.in_words().endswith("map + pool")
+    assert nll(head.calibrate(test)) < 0.9 * nll(Temperature().fit(calib).calibrate(test))
+
+
 @pytest.mark.parametrize("k", [2, 10])
 def test_small_calibration_sets_do_little_harm(k: int) -> None:
     test = overconfident(4000, k, factor=1.0, seed=99)

@@ -11,8 +11,8 @@
 
 Every stage is fitted to outputs of the stages before it on samples that those were not fitted to. Together they replace
 the temperature unless their NLL on held-back samples is higher by more than a standard error, or keeping predictions
-that they contradict would raise the ECE by five points. With too little data nothing but the temperature is fitted, and
-it falls below 1 only where that clearly pays.
+that they contradict would raise the ECE by five points. With few samples or few errors only map and pool are tried, and
+must win clearly; with fewer only a temperature is fitted. Below 1 it is fitted as if there were half an error more.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MARGIN = -1.0  # the stages are used unless they are worse than the temperature by a standard error
-MIN_SAMPLES = 300  # below, only a temperature is fitted
+MIN_SAMPLES = 300  # below, head and curve are not fitted
 MIN_WRONG = 30  # likewise with fewer wrong predictions, which are too few to learn from
+MIN_MAPPED = 200  # below, only a temperature is fitted
+MARGIN_FEW = 3.0  # standard errors by which map and pool must win where head and curve are not fitted
 MAX_REFITTED = 2000  # samples up to which the stages are judged by whole fits without a fold
 WARN_SAMPLES = 100  # below, a warning says that this is little data
 MAX_SAMPLES = 20_000  # more do not help a head of a few dozen weights
@@ -266,17 +268,22 @@ class _Fit:
         """What the head learns."""
         if self.n < WARN_SAMPLES:
             warnings.warn(
-                f"{self.n} calibration samples are little data: only a temperature is fitted, rarely below 1",
+                f"{self.n} calibration samples are little data: only a temperature is fitted",
                 UserWarning,
                 stacklevel=5,
             )
         wrong = int((self.logits.argmax(1) != self.labels).sum())  # by the likeliest class of soft labels
         self._add("temperature")
+        opened: Sequence[str] = ()
         if not self.head.judged or (self.n >= MIN_SAMPLES and wrong >= MIN_WRONG):
-            for name in STAGES[1:]:
-                if name in self.head.allowed and (name != "map" or self._fills_classes):
-                    self._add(name)
-        used = self._choose() if self.head.judged else list(self.outputs)[1:]
+            opened = STAGES[1:] if self._fills_classes else ("head", "pool", "curve")
+        elif self.n >= MIN_MAPPED and self._fills_classes and not self.evidence.opinions:
+            opened = ("map", "pool")  # the pool must not learn from few errors whom else to trust
+        for name in opened:
+            if name in self.head.allowed:
+                self._add(name)
+        margin = MARGIN if "curve" in opened else MARGIN_FEW
+        used = self._choose(margin) if self.head.judged else list(self.outputs)[1:]
         fitted = stages.unused(self.logits, self.evidence)
         for name in used:
             fitted |= self.params[name]
@@ -295,7 +302,7 @@ class _Fit:
             out[held] = stages.apply(name, params, [part[held] for part in read])
         self.outputs[name], self.params[name] = out, whole
 
-    def _choose(self) -> list[str]:
+    def _choose(self, margin: float) -> list[str]:
         """The stages that are used: all that were fitted, or the temperature alone."""
         names = list(self.outputs)[1:]
         last = " + ".join(names)
@@ -305,7 +312,7 @@ class _Fit:
         held_back["none"] = self.logits
         nlls = {title: stages.nlls(z, self.target) for title, z in held_back.items()}
         # Not candidates: what lies between, and no calibration, which the folds of a small sample favour.
-        choice = choose({title: nlls[title] for title in ("temperature", last)}, ["temperature"], MARGIN)
+        choice = choose({title: nlls[title] for title in ("temperature", last)}, ["temperature"], margin)
         means = {title: float(values.mean()) for title, values in nlls.items()}
         scores = {
             title: Scores.of(self._predictions(held_back[title]))

@@ -24,9 +24,10 @@ OWN = ("temperature", "map", "head")  # stages whose outputs are pooled
 STAGES = (*OWN, "pool", "curve")
 
 RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 30.0, 10.0, 30.0
-# Few samples hold few errors, so a fit to them tends to sharpen: a temperature below 1 is pulled towards 1 and must
-# gain this much log-likelihood in all. One above 1 is hardly pulled at all.
-RIDGE_SOFTEN, RIDGE_SHARPEN, GAIN_SHARPEN = 0.01, 10.0, 2.0
+RIDGE_TEMPERATURE = 0.01
+ERRORS_ADDED = (
+    0.5  # to a sample whose temperature is below 1: few samples hold few errors, or none (Jeffreys' prior)
+)
 MAP_FLOOR = -20.0  # log-probability: trees that say "never" must not outweigh all else
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
@@ -128,19 +129,31 @@ def nlls(z: Tensor, target: Target) -> Tensor:
 
 
 def _careful_temperature(z: Tensor, target: Target, start: Tensor | None) -> Tensor:
-    """One that sharpens only where this clearly pays."""
+    """One that sharpens no more than it would with half an error more."""
     ones = z.new_ones(len(z), 1)
     begin = None if start is None else -start.log()[None]
-    log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SOFTEN), begin)[0]
+    log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_TEMPERATURE), begin)[0]
     guessing = target.weighted(z.new_full((len(z),), math.log(z.shape[1]))).sum()
     if not log_scale > -MAX_LOG_SCALE or nlls(z * log_scale.exp(), target).sum() > guessing:
         # Logits of thousands: the fit sees no slope there.
         return z.new_tensor(1 / fit_inverse_temperature(z, target))
     if log_scale > 0:
-        log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_SHARPEN))[0]
-        gain = (nlls(z, target) - nlls(z * log_scale.exp(), target)).sum()
-        log_scale = log_scale * (gain > GAIN_SHARPEN)
+        more = _with_errors(z, target)
+        log_scale = fit_log_scale(z, more, ones, z.new_full((1,), RIDGE_TEMPERATURE))[0].clamp(min=0.0)
     return (-log_scale).exp()
+
+
+def _with_errors(z: Tensor, target: Target) -> Target:
+    """The labels, mixed with half an error that is shared equally by all samples.
+
+    It goes to other classes than the likeliest, as the logits (N, K) weigh them.
+    """
+    share, top = ERRORS_ADDED / (len(z) + ERRORS_ADDED), z.argmax(1, keepdim=True)
+    errors = z.scatter(1, top, -math.inf).softmax(1)
+    truth = target.probs
+    if truth is None:
+        truth = torch.zeros_like(z).scatter_(1, target.labels[:, None], 1.0)
+    return target._replace(probs=(1 - share) * truth + share * errors)
 
 
 # --- map
