@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit(tmp_path):
     _, path = saved(tmp_path, 3, input="224x224")
     with pytest.raises(ValueError, match=r"input above 64x64 .*(?s:.)*conv1.weight"):
         build("resnet18", 3, weights=path)
-    with pytest.raises(FileNotFoundError, match="weights must .* got 'no.safetensors'"):
+    with pytest.raises(FileNotFoundError, match="no.safetensors"):
         build("resnet18", 3, weights="no.safetensors")
     with pytest.raises(ValueError, match=r"one of .*IMAGENET1K_V1.* for resnet18, got 'BEST'"):
         build("resnet18", 3, weights="BEST")
