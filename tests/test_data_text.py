@@ -137,9 +137,9 @@ def test_phrases_are_subtrees_with_their_labels():
 
 def nested(tree: Tree, node: int):
     """The tree below a node as nested tuples: (label, word) or (label, left, right)."""
-    if tree.left[node] < 0:
+    if tree.words[node] >= 0:
         return (int(tree.labels[node]), tree.tokens[tree.words[node]])
-    return (int(tree.labels[node]), nested(tree, tree.left[node]), nested(tree, tree.right[node]))
+    return (int(tree.labels[node]), *(nested(tree, child) for child in tree.children[node]))
 
 
 def test_parsed_tree_by_hand():
@@ -147,7 +147,7 @@ def test_parsed_tree_by_hand():
     assert tree.text == "dull a film ."
     expected = (0, (1, (1, "dull"), (2, (2, "a"), (2, "film"))), (2, "."))
     assert nested(tree, len(tree) - 1) == expected
-    assert (tree.left < np.arange(len(tree))).all()  # children before their parents
+    assert (tree.children < np.arange(len(tree))[:, None]).all()  # children before their parents
     assert len(parse_tree("(2 8\u00a01\\/2)")) == 1  # a no-break space is part of the word
 
 
@@ -158,14 +158,14 @@ def test_batched_trees_are_the_same_trees():
     for level, (start, stop) in enumerate(zip(batch.levels, batch.levels[1:])):
         height[start:stop] = level
     for node in range(len(height)):
-        children = (int(batch.left[node]), int(batch.right[node]))
-        assert height[node] == (0 if children[0] < 0 else 1 + max(height[list(children)]))
+        children = batch.children[node].tolist()
+        assert height[node] == (0 if children[0] < 0 else 1 + max(height[children]))
 
     def unfold(node, tokens):
         label = int(batch.labels[node])
-        if batch.left[node] < 0:
+        if batch.words[node] >= 0:
             return (label, tokens[batch.words[node]])
-        return (label, unfold(int(batch.left[node]), tokens), unfold(int(batch.right[node]), tokens))
+        return (label, *(unfold(child, tokens) for child in batch.children[node].tolist()))
 
     for tree, root in zip(trees, batch.roots.tolist()):
         assert unfold(root, tree.tokens) == nested(tree, len(tree) - 1)

@@ -149,7 +149,7 @@ def binary_node(network: TreeLSTM, tree: Tree, node: int) -> tuple[Tensor, Tenso
         x = network.embedding.weight[word]
         c = w[d:] @ x + b[d:]
         return torch.sigmoid(w[:d] @ x + b[:d]) * torch.tanh(c), c
-    (hl, cl), (hr, cr) = (binary_node(network, tree, int(child[node])) for child in (tree.left, tree.right))
+    (hl, cl), (hr, cr) = (binary_node(network, tree, int(child)) for child in tree.children[node])
     u, b = network.cell.from_children.weight, network.cell.from_children.bias
 
     def gate(k: int) -> Tensor:

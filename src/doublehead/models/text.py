@@ -182,7 +182,7 @@ class TreeLSTM(TextNetwork):
         states = leaves.new_empty(len(batch.words), leaves.shape[1])
         states[: len(leaves)] = leaves
         for start, stop in zip(batch.levels[1:-1], batch.levels[2:]):
-            children = torch.cat([batch.left[start:stop], batch.right[start:stop]])
+            children = batch.children[start:stop].T.flatten()
             states[start:stop] = self.cell(*states.index_select(0, children).chunk(2))
         return states
 
