@@ -58,14 +58,12 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
         predictions["train"] = predict(run, run.inputs.make_eval(splits.train), heads=False)
     outputs = final_numbers(predictions["test"], predictions["calib"])
     temperatures = {name: one["temperature"] for name, one in outputs.items()}
-    train, (epochs, seconds) = predictions.get("train"), run.steady
-    samples = epochs * len(run.inputs.train) * run.config.batch_size
+    train = predictions.get("train")
     found = {
         "environment": environment(run.fabric.device),
         "processes": run.fabric.world_size,
         "sizes": splits.sizes,
         "train_seconds": run.seconds,
-        "samples_per_second": samples / seconds if epochs else None,  # after the first epoch, which warms up
         # How `auto` is put together again, and why its stages were chosen.
         "auto": None if run.auto is None else describe(run.auto),
         "choice": None if run.auto is None else run.auto.head.choice,
@@ -258,7 +256,7 @@ def _write(run: Run, folder: RunFolder, predictions: Mapping[str, Outputs], resu
     packed = require("safetensors.torch", extra="train").save(tensors)
     folder.write("model.safetensors", lambda file: file.write(packed))
     folder.write_json("results.json", results)
-    folder.drop_checkpoints()
+    folder.drop_checkpoint()
 
 
 def as_plain(value: Any) -> Any:

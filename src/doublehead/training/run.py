@@ -220,8 +220,7 @@ class Run:
     others: dict[str, Batches] = field(default_factory=dict)  # data sets that `shift` names
     epoch: int = 0
     seconds: float = 0.0  # spent in training steps
-    steady: tuple[int, float] = (0, 0.0)  # epochs, and seconds in them, without the first one of each process
-    warm: bool = False  # whether this process has run an epoch: the first one compiles and allocates
+    rows: list[dict[str, Any]] = field(default_factory=list)  # the metrics of each epoch
     gradients: list[Tensor] = field(default_factory=list)  # one per epoch: (steps, H)
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,7 +230,7 @@ class Run:
         return {
             "epoch": self.epoch,
             "seconds": self.seconds,
-            "steady": self.steady,
+            "rows": self.rows,
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "train": self.inputs.train.state_dict(),
@@ -243,7 +242,7 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
-        self.epoch, self.seconds, self.steady = state["epoch"], state["seconds"], tuple(state["steady"])
+        self.epoch, self.seconds, self.rows = state["epoch"], state["seconds"], state["rows"]
         self.gradients = state["gradients"]
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
