@@ -52,7 +52,6 @@ Devices = Annotated[int, typer.Option(help="Devices to train with on this machin
 Nodes = Annotated[int, typer.Option(help="Machines to train with: start the command on each by torchrun.")]
 Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best available.")]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", metavar="", help="Also write TensorBoard files.")]
 
 # Settings that a method decides.
 OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "guards", "heads", "augment_of", "every_of")
@@ -74,7 +73,6 @@ def train(
     devices: Devices = 1,
     nodes: Nodes = 1,
     accelerator: Accelerator = "auto",
-    tensorboard: TensorBoard = False,
     as_json: AsJson = False,
 ) -> None:
     """Train one method into a run folder. The same command again resumes a run that was stopped.
@@ -88,7 +86,7 @@ def train(
         config = change(asked.apply(recipe(data, model)), settings, asked)
         folder = RunFolder(output / config.folder_name)
         where: dict[str, Any] = {"devices": devices, "nodes": nodes, "accelerator": accelerator}
-        with watched(config.name, folder.path if tensorboard else None) as (started, tick, report):
+        with watched(config.name) as (started, tick, report):
             started(config, [method], 0, 1)
             made = train_run(config, folder, root=root, report=report, tick=tick, **where)
         if is_first_process():
@@ -225,19 +223,10 @@ def _parse(value: str, like: Any) -> Any:
 
 @contextmanager
 def training_errors() -> Iterator[None]:
-    """Bad settings, missing data and runs that cannot continue become one sentence, printed by the first process."""
-    try:
-        with told_to_user(), _own_warnings():
-            yield
-    except (UserError, RunError, ImportError, FloatingPointError) as error:
-        if not is_first_process():
-            raise typer.Exit(2) from error
-        raise UserError(str(error)) from error
+    """Bad settings, missing data and runs that cannot continue become one sentence, printed by the first process.
 
-
-@contextmanager
-def _own_warnings() -> Iterator[None]:
-    """Show the package's own warnings in one line each, without their place in the code."""
+    The package's own warnings are shown in one line each, without their place in the code.
+    """
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
@@ -246,11 +235,14 @@ def _own_warnings() -> Iterator[None]:
         else:
             usual(message, category, *place)
 
-    warnings.showwarning = show  # type: ignore[assignment]
     try:
-        yield
-    finally:
-        warnings.showwarning = usual
+        with told_to_user(), warnings.catch_warnings():
+            warnings.showwarning = show  # type: ignore[assignment]
+            yield
+    except (UserError, RunError, ImportError, FloatingPointError) as error:
+        if not is_first_process():
+            raise typer.Exit(2) from error
+        raise UserError(str(error)) from error
 
 
 def is_first_process() -> bool:
@@ -260,9 +252,8 @@ def is_first_process() -> bool:
 
 
 @contextmanager
-def watched(name: str, tensorboard: Path | None = None) -> Iterator[tuple[Callable[..., None], ...]]:
-    """What `train` and `compare` call: a bar with the time left, a line per epoch, and TensorBoard where asked."""
-    writer = _tensorboard(tensorboard) if tensorboard and is_first_process() else None
+def watched(name: str) -> Iterator[tuple[Callable[..., None], ...]]:
+    """What `train` and `compare` call: a bar with the time left, and a line per epoch."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = not (notes().is_terminal and is_first_process())
     with Progress(*columns, console=notes(), transient=True, disable=hidden) as bar:
@@ -284,40 +275,16 @@ def watched(name: str, tensorboard: Path | None = None) -> Iterator[tuple[Callab
             bar.update(task, completed=done + epoch + step / n_steps)
 
         def report(row: dict[str, Any]) -> None:
-            bar.console.print(_epoch_line(row, epochs))
-            if writer:
-                _to_tensorboard(writer, row)
+            test = row.get("test", {})
+            shown = [
+                f"{name} ECE {100 * one['ece']:.2f} % acc {100 * one['accuracy']:.2f} %"
+                for name, one in list(test.items())[:3]
+            ]
+            more = [f"{len(test) - 3} more"] if len(test) > 3 else []
+            numbers = f"loss {row['train_loss']:.4f}  {', '.join(shown + more)}"
+            bar.console.print(f"epoch {row['epoch'] + 1}/{epochs}  {numbers}")
 
         yield started, tick, report
-    if writer:
-        writer.close()
-
-
-def _epoch_line(row: dict[str, Any], epochs: int) -> str:
-    test = row.get("test", {})
-    shown = [
-        f"{name} ECE {100 * one['ece']:.2f} % acc {100 * one['accuracy']:.2f} %"
-        for name, one in list(test.items())[:3]
-    ]
-    more = [f"{len(test) - 3} more"] if len(test) > 3 else []
-    return f"epoch {row['epoch'] + 1}/{epochs}  loss {row['train_loss']:.4f}  {', '.join(shown + more)}"
-
-
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
-    return SummaryWriter(str(folder / "tensorboard"))
-
-
-def _to_tensorboard(writer: Any, row: dict[str, Any]) -> None:
-    writer.add_scalar("train_loss", row["train_loss"], row["epoch"])
-    for name, beta in row["beta"].items():
-        writer.add_scalar(f"beta/{name}", beta, row["epoch"])
-    for name, numbers in row.get("test", {}).items():
-        for key, value in numbers.items():
-            writer.add_scalar(f"{key}/{name}", value, row["epoch"])
 
 
 def show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
