@@ -244,104 +244,59 @@ def _sum(parts: list[list[Tally]]) -> list[Tally]:
     return [reduce(add, tallies) for tallies in zip(*(part for part in parts if part))]
 
 
-# --- trackers: Lightning and Transformers send numbers themselves. For figures each tracker has its own call, and a
-# logger is recognised by its methods: W&B (`log_image`), MLflow (`run_id` and `experiment.log_figure`), TensorBoard
-# (`experiment.add_figure`); any other logger with a folder gets a file. No tracker is imported here.
+# --- trackers: Lightning sends numbers itself, Transformers before they are known here. For figures each tracker has
+# its own call. No tracker is imported here.
 
 
 def log_reliability(
     loggers: Iterable[Any], curve: Reliability, name: str, step: int, title: str | None = None
-) -> int:
-    """Draw a reliability diagram once and send it to each logger; returns how many took it."""
+) -> None:
+    """Send a reliability diagram to Lightning's loggers, which are recognised by their methods."""
     loggers = list(loggers)
-    if not loggers:
-        return 0
-    figure = draw_reliability(curve, title=title).figure
-    return sum(log_figure(logger, name, figure, step) for logger in loggers)
+    figure = draw_reliability(curve, title=title).figure if loggers else None
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(logger, "log_image"):  # W&B; a step of its own, since its steps may only grow
+            logger.log_image(key=name, images=[figure])
+        elif hasattr(logger, "run_id") and hasattr(experiment, "log_figure"):  # MLflow
+            experiment.log_figure(logger.run_id, figure, f"{name}/{step:08d}.png")
+        elif hasattr(experiment, "add_figure"):  # TensorBoard
+            experiment.add_figure(name, figure, step)
+        elif getattr(logger, "log_dir", None):
+            save(figure, Path(logger.log_dir) / f"{name.replace('/', '_')}-{step:08d}.png", dpi=100)
 
 
-def log_figure(logger: Any, name: str, figure: Any, step: int) -> bool:
-    """Send a matplotlib figure to one logger (or bare SummaryWriter); False where it cannot take one."""
-    experiment = getattr(logger, "experiment", logger)
-    if hasattr(logger, "log_image"):  # W&B; a step of its own, since its steps may only grow
-        logger.log_image(key=name, images=[_pixels(figure)])
-    elif hasattr(logger, "run_id") and hasattr(experiment, "log_figure"):  # MLflow
-        experiment.log_figure(logger.run_id, figure, f"{name}/{step:08d}.png")
-    elif hasattr(experiment, "add_figure"):  # TensorBoard
-        experiment.add_figure(name, figure, step)
-    elif getattr(logger, "log_dir", None):
-        save(figure, Path(logger.log_dir) / f"{name.replace('/', '_')}-{step:08d}.png", dpi=100)
-    else:
-        return False
-    return True
-
-
-def for_transformers(args: Any) -> list[Any]:
-    """The trackers named in `TrainingArguments.report_to`, as loggers: its own callbacks hand over none.
+def log_to_trackers(
+    args: Any, numbers: dict[str, float], curve: Reliability | None, name: str, step: int
+) -> None:
+    """Send numbers and a reliability diagram to the trackers named in `TrainingArguments.report_to`.
 
     W&B and MLflow are asked for the run that the Trainer has opened; TensorBoard gets a second event file in the
     Trainer's folder.
     """
     asked = args.report_to or []
-    made: list[Any] = []
-    if "wandb" in asked and _open_run("wandb", "run"):
-        made.append(_Wandb(sys.modules["wandb"]))
-    if "mlflow" in asked and _open_run("mlflow", "active_run"):
-        made.append(_MLflow(sys.modules["mlflow"]))
+    figure = draw_reliability(curve).figure if curve is not None and asked else None
+    wandb, mlflow = (
+        sys.modules.get(package) for package in ("wandb", "mlflow")
+    )  # imported by who opened a run
+    if "wandb" in asked and wandb is not None and wandb.run is not None:
+        images = {} if figure is None else {name: wandb.Image(figure)}
+        wandb.run.log({**numbers, **images, "train/global_step": step})
+    if "mlflow" in asked and mlflow is not None and mlflow.active_run() is not None:
+        mlflow.log_metrics(numbers, step=step)
+        if figure is not None:
+            mlflow.log_figure(figure, f"{name}/{step:08d}.png")
     if "tensorboard" in asked:
-        made.append(_tensorboard(getattr(args, "logging_dir", None) or str(Path(args.output_dir) / "runs")))
-    return made
-
-
-def _open_run(package: str, name: str) -> bool:
-    run = getattr(sys.modules.get(package), name, None)  # whoever opened a run has imported it
-    return (run() if callable(run) else run) is not None
-
-
-class _Wandb:
-    def __init__(self, wandb: Any) -> None:
-        self.wandb = wandb
-
-    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
-        self.wandb.run.log({**numbers, "train/global_step": step})
-
-    def log_image(self, key: str, images: list[Any]) -> None:
-        self.wandb.run.log({key: [self.wandb.Image(image) for image in images]})
-
-
-class _MLflow:
-    def __init__(self, mlflow: Any) -> None:
-        self.mlflow, self.experiment, self.run_id = mlflow, self, mlflow.active_run().info.run_id
-
-    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
-        self.mlflow.log_metrics(numbers, step=step)
-
-    def log_figure(self, run_id: str, figure: Any, file: str) -> None:
-        self.mlflow.log_figure(figure, file)
+        writer = _writer(getattr(args, "logging_dir", None) or str(Path(args.output_dir) / "runs"))
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, step)
+        if figure is not None:
+            writer.add_figure(name, figure, step)
+        writer.flush()
 
 
 @lru_cache
-def _tensorboard(folder: str) -> _TensorBoard:
-    return _TensorBoard(folder)
+def _writer(folder: str) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
 
-
-class _TensorBoard:
-    def __init__(self, folder: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.experiment = SummaryWriter(folder)
-
-    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            self.experiment.add_scalar(name, value, step)
-        self.experiment.flush()
-
-
-def _pixels(figure: Any) -> Any:
-    """A figure as an array (H, W, 4) of bytes."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba()).copy()
+    return SummaryWriter(folder)

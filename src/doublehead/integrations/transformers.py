@@ -22,8 +22,7 @@ from doublehead.integrations.callbacks import (
     Attachment,
     CompanionCallback,
     RunningMetrics,
-    for_transformers,
-    log_reliability,
+    log_to_trackers,
 )
 from doublehead.saving import describe, rebuild
 from doublehead.system import read_file, require, write_file
@@ -166,11 +165,8 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         if state.log_history and f"{prefix}_loss" in state.log_history[-1]:
             state.log_history[-1].update(numbers)
         if state.is_world_process_zero:
-            trackers = for_transformers(args)
-            for tracker in trackers:
-                tracker.log_metrics(numbers, state.global_step)
-            if self.figure and trackers:
-                log_reliability(trackers, watch.reliability(), f"{prefix}_reliability", state.global_step)
+            curve = watch.reliability() if self.figure else None
+            log_to_trackers(args, numbers, curve, f"{prefix}_reliability", state.global_step)
 
     on_predict = on_evaluate
 
