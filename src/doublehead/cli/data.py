@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from doublehead import data
@@ -37,13 +37,24 @@ def get(name: Name, root: Root = None) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     hidden = not notes().is_terminal
     with told_to_user(), Progress(*columns, console=notes(), transient=True, disable=hidden) as bar:
-        task = bar.add_task(name, total=None)
-
-        def progress(file: str, done: int, total: int) -> None:
-            bar.update(task, description=file, completed=done, total=total or None)
-
-        place = data.get(name, root, progress)
+        place = data.get(name, root, _Bar(bar, bar.add_task(name, total=None)))
     results().print(f"{name} lies in {place}")
+
+
+class _Bar:
+    """Rich's bar as pooch uses it: it sets `total`, and calls `reset` and `update` with all of it at the end."""
+
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self.bar, self.task, self.total = bar, task, 0
+
+    def update(self, n: int) -> None:
+        self.bar.update(self.task, advance=n, total=self.total or None)
+
+    def reset(self) -> None:
+        self.bar.reset(self.task)
+
+    def close(self) -> None:
+        """Rich's bar closes itself."""
 
 
 def check(name: Name, root: Root = None) -> None:

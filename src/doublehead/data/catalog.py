@@ -11,11 +11,10 @@ import os
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,7 +32,6 @@ from doublehead.data.splits import (
 )
 from doublehead.system import did_you_mean, require
 
-Progress: TypeAlias = Callable[[str, int, int], None]  # file name, bytes so far, total bytes (0: unknown)
 ASSETS = Path(__file__).parent / "assets"
 ASSET = "fashion_mnist_subset.npz"
 
@@ -224,11 +222,12 @@ def fashion_subset() -> Splits:
 # --- download and check: `doublehead data get | check`
 
 
-def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
-    """Download a data set into root/<folder> and return that folder.
+def get(name: str, root: str | os.PathLike[str] | None = None, progress: Any = False) -> Path:
+    """Download a data set into root/<folder> with pooch and return that folder.
 
     Files that are already there are not downloaded again; a failed download leaves no partial files. A
-    ValueError describes the files to provide if the data set cannot be downloaded.
+    ValueError describes the files to provide if the data set cannot be downloaded. `progress` is pooch's: True for a
+    bar of tqdm, or an object with `total`, `update`, `reset` and `close`.
     """
     spec = find(name)
     folder = data_root(root) / spec.folder
@@ -240,76 +239,42 @@ def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progres
         if source.contains is None:
             download(source, folder, progress)
         elif not (folder / source.contains).exists():
-            archive = download(source, folder, progress)
-            unpack(archive, folder)
-            archive.unlink()
-            if not (folder / source.contains).exists():
-                raise ValueError(f"{source.url} must contain {source.contains}, but does not")
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".partial.", dir=folder) as temporary:
+                content = Path(temporary) / "content"
+                unpack(download(source, Path(temporary), progress), content)
+                if not (content / source.contains).exists():
+                    raise ValueError(f"{source.url} must contain {source.contains}, but does not")
+                for entry in sorted(content.iterdir()):
+                    os.replace(entry, folder / entry.name)
     return folder
 
 
-def download(source: Source, folder: Path, progress: Progress | None = None) -> Path:
+def download(source: Source, folder: Path, progress: Any = False) -> Path:
     """Download one file with pooch; it appears only when it is complete and its checksum is right."""
     pooch = require("pooch", extra="data")
     pooch.get_logger().setLevel("WARNING")
-    bar = _Bar(source.file, progress) if progress else False
+    http = pooch.HTTPDownloader(progressbar=progress, chunk_size=1 << 20, timeout=60)
     try:
-        file = pooch.retrieve(
-            source.url,
-            source.checksum,
-            source.file,
-            folder,
-            downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 20, timeout=60),
-        )
+        file = Path(pooch.retrieve(source.url, source.checksum, source.file, folder, downloader=http))
     except OSError as error:  # includes the errors of requests
         raise ConnectionError(f"{source.url} could not be downloaded: {error}") from error
     with suppress(PermissionError):  # the file is someone else's, from an earlier download
-        Path(file).chmod(0o644)  # pooch keeps the mode of its temporary file, 0600
-    return Path(file)
+        file.chmod(0o644)  # pooch keeps the mode of its temporary file, 0600
+    return file
 
 
-class _Bar:
-    """Passes pooch's progress on to a `Progress` function."""
-
-    def __init__(self, file: str, progress: Progress) -> None:
-        self.file, self.progress, self.total, self.done = file, progress, 0, 0
-
-    def update(self, n: int) -> None:
-        self.done += n  # pooch counts whole chunks, so the last one may exceed the total
-        self.progress(self.file, min(self.done, self.total or self.done), self.total)
-
-    def reset(self) -> None:
-        """Do nothing: pooch adds the total once more after the last chunk."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def unpack(archive: Path, folder: Path) -> list[str]:
-    """Unpack a .tar.* or .zip into `folder`; returns the names of the new entries.
-
-    A damaged archive leaves nothing behind, and no member can write outside the folder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial.", dir=folder) as temporary:
-        try:
-            if zipfile.is_zipfile(archive):
-                with zipfile.ZipFile(archive) as zipped:
-                    zipped.extractall(temporary)  # keeps members inside, makes no links, checks each CRC
-            else:
-                with tarfile.open(archive) as tar:
-                    tar.extractall(temporary, filter="data")  # refuses members and links that lead outside
-        except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-            raise ValueError(f"{archive} is truncated, damaged or unsafe: {error}") from error
-        names = sorted(os.listdir(temporary))
-        for name in names:
-            if (folder / name).exists():
-                raise FileExistsError(
-                    f"{folder / name} already exists; move it away to unpack {archive.name}"
-                )
-        for name in names:
-            os.replace(Path(temporary) / name, folder / name)
-    return names
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a .tar.* or .zip into `folder`; no member can write outside it."""
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as zipped:
+                zipped.extractall(folder)  # keeps members inside, makes no links, checks each CRC
+        else:
+            with tarfile.open(archive) as tar:
+                tar.extractall(folder, filter="data")  # refuses members and links that lead outside
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{archive.name} is truncated, damaged or unsafe: {error}") from error
 
 
 @dataclass(frozen=True)
