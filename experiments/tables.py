@@ -334,8 +334,8 @@ def kept_table(table: pd.DataFrame, runs: Runs) -> str:
     return markdown((own + " / " + free).rename(lambda run: f"`{run}`").reset_index())
 
 
-# --- the shift guard as it was measured. A row of shift.csv is a network, a kind of shift that was left out of the fit, a
-# method, and a family of shifts at a severity on 1,000 inputs.
+# --- the shift guard as it was measured. A row of shift.csv is a network, a kind of shift that was left out of the
+# fit, a method, and a family of shifts at a severity on 1,000 inputs.
 
 
 def guard_summary(table: pd.DataFrame) -> pd.DataFrame:

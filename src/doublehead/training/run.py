@@ -189,7 +189,6 @@ def word_vectors(config: Config, splits: data.Splits) -> tuple[data.Vocabulary, 
         return data.embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"embeddings must be glove, a file or random:SIZE, got {config.embeddings!r}")
-    assert isinstance(splits.train, (data.Texts, data.Trees))
     vocabulary = data.Vocabulary.of(splits.train)
     generator = torch.Generator().manual_seed(config.seed)
     # 0.4 is about the deviation of GloVe's entries; row 0 is padding
