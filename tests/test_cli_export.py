@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def probs_of(found: RunModel, inputs: Tensor) -> Any:
     with torch.no_grad():
-        return found.model(inputs if found.prepare is None else found.prepare(inputs)).softmax(1).numpy()
+        return found.model(found.inputs.normalise(inputs)).softmax(1).numpy()
 
 
 def test_export_command(run: Path, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str)
     auto = Predictions.load(guarded / "predictions/test-auto.npz")
     assert float((saved.probs - auto.probs).abs().max()) > 0.005  # the guard acts
     images, original = _test_images(300), open_run(guarded)
-    normalise = original.prepare
+    normalise = original.inputs.normalise
     strange = (images + torch.randn(images.shape)).clamp(0, 1)
     with torch.no_grad(), original.model.guard.alone():  # a program has no window
         under_noise = original.model(normalise(strange)).softmax(1)

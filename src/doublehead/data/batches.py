@@ -99,6 +99,11 @@ class Batches(ABC):
         """(N,) the sample numbers of this epoch, in the order of all processes together."""
         return torch.randperm(self.n, generator=generator) if self.train else torch.arange(self.n)
 
+    def _chosen(self, position: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """The sample numbers of each of this process's batches, from number `position` on."""
+        chosen: tuple[Tensor, ...] = self._own(self._order(generator)).split(self.batch_size)
+        return chosen[position:]
+
     def _own(self, values: Tensor) -> Tensor:
         """This process's part of `values`, which has one entry per sample in the order of the epoch."""
         if self.train:
@@ -292,10 +297,9 @@ class FileBatches(Batches):
         self.normalise = normalise
 
     def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self._own(self._order(self._generator()))[position * self.batch_size :]
         batches: DataLoader[tuple[Tensor, int]] = DataLoader(
             _Files(self.samples, self.size, self.augment, self._key),
-            batch_sampler=[chosen.tolist() for chosen in order.split(self.batch_size)],
+            batch_sampler=[chosen.tolist() for chosen in self._chosen(position, self._generator())],
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             # Workers draw their base seed from this generator; the default is the global one.

@@ -154,11 +154,11 @@ class TextBatches(Batches):
 
     def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = self._generator()
-        order, starts = self._own(self._order(generator)), self.starts
+        batches, starts = self._chosen(position, generator), self.starts
         if self.crop:
             drawn = torch.rand(self.n, generator=generator, dtype=torch.float64).numpy()
             starts = starts + (drawn * (self.spare + 1)).astype(np.int64)
-        for chosen in order[position * self.batch_size :].split(self.batch_size):
+        for chosen in batches:
             lengths, first = self.lengths[chosen.numpy()], starts[chosen.numpy()]
             place = np.arange(max(int(lengths.max()), self.min_length))
             inside = place < lengths[:, None]  # (B, L)
@@ -185,8 +185,7 @@ class TreeBatches(Batches):
         self.trees = [tree.index(lambda token: vocabulary.row(plain_token(token))) for tree in samples.trees]
 
     def _batches_from(self, position: int) -> Iterator[tuple[TreeBatch, Tensor]]:
-        order = self._own(self._order(self._generator()))
-        for chosen in order[position * self.batch_size :].split(self.batch_size):
+        for chosen in self._chosen(position, self._generator()):
             batch = TreeBatch.of([self.trees[i] for i in chosen.tolist()], self.nodes).to(self.device)
             yield batch, batch.target_labels
 

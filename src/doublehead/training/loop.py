@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from doublehead.data.splits import Splits
+from doublehead.losses import mixed, mixup
 from doublehead.tasks import find_logits
 from doublehead.torch_tools import average_over_processes
 from doublehead.training.config import Config, learning_rate, method, runs_for
 from doublehead.training.evaluation import epoch_numbers, finish, predict
-from doublehead.training.run import Run, objective, set_up
+from doublehead.training.run import Run, set_up
 from doublehead.training.run_folder import (
     RunError,
     RunFolder,
@@ -114,7 +115,7 @@ def _resume(run: Run, folder: RunFolder) -> None:
 def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
     """One pass over the training data with its calibration steps; returns a line of metrics."""
     config, n_steps = run.config, len(run.inputs.train)
-    prepare, loss_of = objective(config, run.loss)
+    loss_of = partial(mixed, run.loss) if config.mixup else run.loss  # per example
     run.net.train()
     started, total = time.perf_counter(), torch.zeros((), device=run.fabric.device)
     norms: dict[str, list[Tensor]] = {group: [] for group in config.head_groups()}
@@ -123,7 +124,7 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
         at = step / n_steps
         for group in run.optimizer.param_groups:
             group["lr"] = learning_rate(config, (run.epoch + at) / config.epochs)
-        x, y = prepare(*batch)
+        x, y = mixup(*batch, alpha=config.mixup) if config.mixup else batch
         if config.compile:
             torch.compiler.cudagraph_mark_step_begin()  # the last step's outputs may be overwritten
         with run.fabric.autocast():

@@ -19,7 +19,7 @@ from doublehead.data.batches import Batches
 from doublehead.data.splits import Samples, stratified_draw
 from doublehead.double_head import DoubleHead
 from doublehead.guard import Guard
-from doublehead.losses import LOSSES, mixed, mixup
+from doublehead.losses import LOSSES
 from doublehead.models import MODELS, build
 from doublehead.models.text import weights_folder
 from doublehead.network import Reader
@@ -309,29 +309,15 @@ def _companion(
     return companion
 
 
-def objective(
-    config: Config, loss: Callable[..., Tensor]
-) -> tuple[Callable[..., tuple[Any, Any]], Callable[[Tensor, Any], Tensor]]:
-    """What to do with a batch before the network sees it, and the loss per example of the logits."""
-    if config.mixup:
-        return partial(mixup, alpha=config.mixup), partial(mixed, loss)
-    return lambda x, y: (x, y), loss
-
-
 def _optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
+    usual: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     parameters = [p for p in net.parameters() if p.requires_grad]
     if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, config.lr, weight_decay=config.weight_decay, fused=True)
+        return torch.optim.Adam(parameters, **usual, fused=True)
     if config.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, config.lr, weight_decay=config.weight_decay)
-    return torch.optim.SGD(
-        parameters,
-        config.lr,
-        config.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=config.momentum > 0,
-        fused=True,
-    )
+        return torch.optim.Adagrad(parameters, **usual)
+    nesterov = config.momentum > 0
+    return torch.optim.SGD(parameters, **usual, momentum=config.momentum, nesterov=nesterov, fused=True)
 
 
 def _compiled(config: Config, net: nn.Module) -> nn.Module:
