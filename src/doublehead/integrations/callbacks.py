@@ -175,7 +175,6 @@ class RunningMetrics:
     def __init__(self, n_bins: int = 15) -> None:
         self.n_bins = n_bins
         self._tallies: list[Tally] = []  # of main and calib; empty before the first batch
-        self._noted = torch.zeros(2, dtype=torch.float64)  # sums of all inputs and of every other entry
         self.n_broken = 0
 
     @torch.no_grad()
@@ -193,25 +192,10 @@ class RunningMetrics:
         ]
         self._tallies = _sum([self._tallies, parts])
 
-    @torch.no_grad()
-    def note(self, inputs: Iterable[Any]) -> None:
-        """Add up the entries of a batch's tensors, so that `gather` recognises processes that saw the same data."""
-        for part in inputs:
-            if isinstance(part, Tensor):
-                flat = part.reshape(-1)
-                sums = [values.sum(dtype=torch.float64) for values in (flat, flat[::2])]
-                self._noted = self._noted.to(part.device) + torch.stack(sums)
-
     def gather(self) -> None:
-        """Sum over all processes; each then holds the whole. Every process must call it.
-
-        Where all of them noted exactly the same, they saw the same samples, and those of the first count.
-        """
+        """Sum over all processes; each then holds the whole. Every process must call it."""
         if n_processes() > 1:
-            every = from_every_process((self._noted.tolist(), self._tallies))
-            noted = [one for one, _ in every]
-            same = any(noted[0]) and all(one == noted[0] for one in noted)
-            self._tallies = every[0][1] if same else _sum([tallies for _, tallies in every])
+            self._tallies = _sum(from_every_process(self._tallies))
 
     @property
     def n(self) -> int:

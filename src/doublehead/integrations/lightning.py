@@ -19,7 +19,7 @@ from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import Attachment, CompanionCallback, RunningMetrics, log_reliability
 from doublehead.saving import describe, rebuild
 from doublehead.system import require
-from doublehead.torch_tools import device_of, evaluating, from_every_process, n_processes, seeded
+from doublehead.torch_tools import device_of, evaluating, from_every_process, seeded
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
 rank_zero_info: Any = require("lightning.pytorch.utilities.rank_zero", extra="lightning").rank_zero_info
@@ -38,8 +38,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
 
     Validation logs `val_ece_calib`, `val_ece_main`, `val_ece_floor`, NLL and accuracy of both heads, and sends the
     reliability diagram to the trainer's loggers. In several processes these are the numbers of all samples, each
-    counted once where Lightning distributes them, or where all processes see the same in the same order
-    (`use_distributed_sampler=False`).
+    counted once where Lightning distributes them.
 
     At the end of training the network is calibrated: `model` is the `Calibrated`, and `choice` says which stages were
     chosen and why. `trainer.test` and `trainer.predict` then see calibrated log-probabilities. If they, or
@@ -188,8 +187,6 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         if seen is None or len(seen.main) != len(targets):
             with trainer.precision_plugin.val_step_context():
                 seen = self._attachment.ask(args, kwargs)
-        if n_processes() > 1:
-            self._watch.note((*args, *kwargs.values(), labels))
         n = _n_own(_first_loader(trainer), batch_idx, len(labels)) * (len(targets) // len(labels))
         self._watch.add(Heads(seen.main[:n], seen.calib[:n]), targets[:n])
 
