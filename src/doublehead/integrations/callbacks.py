@@ -60,6 +60,25 @@ class CompanionCallback:
         self.figure, self.n_bins = figure, n_bins
         self.double: DoubleHead | None = None
         self._model: Calibrated | None = None
+        self._attachment: Attachment | None = None
+        self._seen: tuple[Heads, dict[str, Any]] | None = None  # of the last forward: answers and keywords
+
+    def _attach(self, replace: bool) -> None:
+        """Put hooks on the network that ask the finished calibration, or in training the heads as they are now."""
+        self._detach()
+        double = self.double
+        assert double is not None
+        answer = double.answer if self._model is None else self._model.calibrated
+        self._attachment = Attachment(double.network, double.reader, answer, replace=replace, seen=self._note)
+
+    def _detach(self) -> None:
+        self._seen = None
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment = None
+
+    def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
+        self._seen = heads, kwargs
 
     @property
     def model(self) -> Calibrated:
@@ -178,8 +197,9 @@ class RunningMetrics:
         self.n_broken = 0
 
     @torch.no_grad()
-    def add(self, heads: Heads, labels: Tensor) -> None:
-        """Add a batch: logits (B, K) of both heads and labels, as `Reader.targets` gives them."""
+    def add(self, heads: Heads, labels: Tensor, n: int | None = None) -> None:
+        """Add the first `n` rows of a batch: logits (B, K) of both heads and labels, as `Reader.targets` gives them."""
+        heads, labels = Heads(*(logits[:n] for logits in heads)), labels[:n]
         counts = labels >= 0 if labels.ndim == 1 else torch.ones_like(labels[:, 0], dtype=torch.bool)
         finite = torch.isfinite(heads.main).all(1) & torch.isfinite(heads.calib).all(1)
         self.n_broken += int((counts & ~finite).sum())

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from doublehead.calibrate import fit
-from doublehead.calibrated import Calibrated, Heads, read
+from doublehead.calibrated import Calibrated, read
 from doublehead.calibration_data import ToPair, check_disjoint, n_shared, unpack
 from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import Attachment, CompanionCallback, RunningMetrics, log_reliability
@@ -63,9 +63,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         self.classifier, self.to_pair = classifier, to_pair
         self._fitted_to: int | None = None  # key of the weights to which the calibration was fitted
         self._loaded: dict[str, Any] = {}  # state of the DoubleHead from a checkpoint, until there is one
-        self._attachment: Attachment | None = None
         self._watch: RunningMetrics | None = None
-        self._seen: Heads | None = None
         self._global_step = 0
 
     @property
@@ -178,17 +176,17 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count the answers of both heads in the forward that was just made, or make one."""
-        seen, self._seen = self._seen, None
+        heads, self._seen = self._seen[0] if self._seen else None, None
         if self._watch is None or dataloader_idx != 0:
             return
         args, kwargs, labels, *_ = unpack(batch, pl_module.device, self.to_pair)
         assert self._attachment is not None
         targets = self._attachment.reader.targets(labels)
-        if seen is None or len(seen.main) != len(targets):
+        if heads is None or len(heads.main) != len(targets):
             with trainer.precision_plugin.val_step_context():
-                seen = self._attachment.ask(args, kwargs)
+                heads = self._attachment.ask(args, kwargs)
         n = _n_own(_first_loader(trainer), batch_idx, len(labels)) * (len(targets) // len(labels))
-        self._watch.add(Heads(seen.main[:n], seen.calib[:n]), targets[:n])
+        self._watch.add(heads, targets, n)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the numbers, and the figure on the first process."""
@@ -221,23 +219,6 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the module as it was."""
         self._detach()
-
-    def _attach(self, replace: bool) -> None:
-        """Put hooks on the network that ask the finished calibration, or in training the heads as they are now."""
-        self._detach()
-        double = self.double
-        assert double is not None
-        answer = double.answer if self._model is None else self._model.calibrated
-        self._attachment = Attachment(double.network, double.reader, answer, replace=replace, seen=self._note)
-
-    def _detach(self) -> None:
-        self._seen = None
-        if self._attachment is not None:
-            self._attachment.detach()
-            self._attachment = None
-
-    def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
-        self._seen = heads
 
     # Checkpoints
 

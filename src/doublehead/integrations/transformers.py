@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from doublehead.calibrated import Calibrated, Heads
+from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import check_disjoint
 from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import (
@@ -77,9 +77,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
                 "logits_of must not be given: a model of transformers returns an object with `logits`"
             )
         super().__init__(calib_data, figure=figure, n_bins=n_bins, **options)
-        self._listener: Attachment | None = None
         self._watch = RunningMetrics(n_bins)
-        self._seen: tuple[Heads, Tensor] | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Raise an error for a model that cannot hold a calibration; hook one that already holds one."""
@@ -101,17 +99,14 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         """Make the companion, or go on with that of the checkpoint."""
         _check_classifier(model)
         check_disjoint(self.calib_data, train_dataloader)
-        if self._listener is not None:  # of a training that was stopped
-            self._listener.detach()
+        self._detach()  # of a training that was stopped
         detach(model)
         saved = _load(_checkpoint(args, state), device_of(model)) if state.global_step else None
         batches = self._batches(args, train_dataloader)
         self.double, self._model = DoubleHead(model, batches, follow=optimizer, **self.options), None
         if saved:
             self.double.load_state_dict(saved)
-        self._listener = Attachment(
-            model, self.double.reader, self.double.answer, replace=False, seen=self._note
-        )
+        self._attach(replace=False)
 
     def _batches(self, args: Any, train_dataloader: Any) -> Any:
         data: Any = self.calib_data
@@ -133,10 +128,9 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Calibrate the finished model and attach the calibration to it."""
-        if self.double is None or self._listener is None:
+        if self.double is None or self._attachment is None:
             return
-        self._listener.detach()
-        self._listener = None
+        self._detach()
         self._model = self.double.finish()
         attach(model, self._model).seen = self._note
         if self.choice is not None and state.is_world_process_zero:
@@ -144,12 +138,14 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Count the outputs of the last batch if the model was given its labels."""
-        attachment = self._listener or attached_to(model)
-        if self._seen is not None and attachment is not None:
-            heads, labels = self._seen
-            n = _n_own(len(labels)) * (len(heads.main) // len(labels))
-            self._watch.add(Heads(heads.main[:n], heads.calib[:n]), attachment.reader.targets(labels)[:n])
-            self._seen = None
+        attachment, seen = self._attachment or attached_to(model), self._seen
+        self._seen = None
+        labels = None if seen is None else seen[1].get("labels")
+        if attachment is None or seen is None or not isinstance(labels, Tensor):
+            return
+        rows, odd = divmod(len(seen[0].main), len(labels))
+        if not odd:
+            self._watch.add(seen[0], attachment.reader.targets(labels), _n_own(len(labels)) * rows)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, model: nn.Module, metrics: dict[str, float], **_: Any
@@ -180,11 +176,6 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
             file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"double": double, "places": places}, file)
-
-    def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
-        labels = kwargs.get("labels")
-        if isinstance(labels, Tensor) and len(heads.main) % len(labels) == 0:
-            self._seen = heads, labels
 
 
 def _check_classifier(model: nn.Module) -> None:
