@@ -56,15 +56,15 @@ def test_vocabulary_order():
 def test_padded_batches():
     samples = texts("a b c", "a", "", "c c c c c c", labels=[0, 1, 2, 3])
     words = Vocabulary(["a", "b", "c"])
-    (first, y1), (second, y2) = TextBatches(samples, words, 2, min_length=2, max_length=4)
+    (first, y1), (second, y2) = TextBatches(samples, words, 2, max_length=4)
     assert first.tolist() == [[2, 3, 4], [2, 0, 0]]
     assert second.tolist() == [[0, 0, 0, 0], [4, 4, 4, 4]]
     assert (y1.tolist(), y2.tolist()) == ([0, 1], [2, 3])
     assert first.dtype == torch.int64
-    shortest, _ = next(iter(TextBatches(samples, Vocabulary(["a"]), 2)))
-    assert shortest.shape == (2, 5)
-    with pytest.raises(ValueError, match=r"min_length must lie in 1..max_length, got 5 and 4"):
-        TextBatches(samples, Vocabulary(["a"]), 2, max_length=4)
+    ((empty, _),) = TextBatches(texts("", ""), words, 2)
+    assert empty.tolist() == [[0], [0]]
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        TextBatches(samples, words, 2, max_length=0)
 
 
 def test_text_batches_resume_and_shard():
@@ -86,11 +86,11 @@ def test_text_batches_resume_and_shard():
 
 def test_long_texts_are_cropped_at_a_random_place():
     samples = texts("a b c d e f", "a b")
-    batches = TextBatches(samples, Vocabulary("abcdef"), 2, min_length=1, max_length=3, crop=True)
+    batches = TextBatches(samples, Vocabulary("abcdef"), 2, max_length=3, crop=True)
     rows = [x.tolist() for _ in range(40) for x, _ in batches]
     assert {tuple(first) for first, _ in rows} == {(2, 3, 4), (3, 4, 5), (4, 5, 6), (5, 6, 7)}
     assert all(second == [2, 3, 0] for _, second in rows)
-    again = TextBatches(samples, Vocabulary("abcdef"), 2, min_length=1, max_length=3, crop=True)
+    again = TextBatches(samples, Vocabulary("abcdef"), 2, max_length=3, crop=True)
     assert [x.tolist() for _ in range(40) for x, _ in again] == rows
 
 

@@ -24,11 +24,9 @@ def list_() -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("name", "kind", "classes", "train", "calib", "test", "files"):
         table.add_column(title, justify="right" if title in ("classes", "train", "calib", "test") else "left")
-    for row in data.list_datasets():
-        sizes = [f"{row[key]:,}" for key in ("train", "calib", "test")]
-        table.add_row(
-            str(row["name"]), str(row["kind"]), str(row["n_classes"]), *sizes, escape(str(row["layout"]))
-        )
+    for one in data.DATASETS.values():
+        sizes = (f"{n:,}" for n in one.sizes)
+        table.add_row(one.name, one.kind, str(one.n_classes), *sizes, escape(one.layout))
     results().print(table)
 
 

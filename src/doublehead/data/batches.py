@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from doublehead.data.readers import naming
-from doublehead.data.splits import ImageFiles
+from doublehead.data.splits import ImageFiles, Images
 from doublehead.system import require
 
 B = TypeVar("B", bound="Batches")
@@ -194,16 +194,15 @@ class DeviceBatches(Batches):
     format. `augment` is drawn for each image in each epoch. Augmentation is one gather per 2,048 images and does not
     synchronise with the host.
 
-    >>> images, labels = np.zeros((10, 8, 8, 3), np.uint8), np.arange(10)
-    >>> batches = DeviceBatches(images, labels, 4, train=True, augment=CropFlip())
+    >>> samples = Images(np.zeros((10, 8, 8, 3), np.uint8), np.arange(10))
+    >>> batches = DeviceBatches(samples, 4, train=True, augment=CropFlip())
     >>> [tuple(x.shape) for x, y in batches]
     [(4, 3, 8, 8), (4, 3, 8, 8)]
     """
 
     def __init__(
         self,
-        images: npt.NDArray[np.uint8] | Tensor,
-        labels: npt.NDArray[Any] | Tensor,
+        samples: Images,
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
@@ -213,22 +212,14 @@ class DeviceBatches(Batches):
         channels_last: bool = False,
         seed: int = 0,
     ) -> None:
-        pixels = torch.as_tensor(images)
-        if pixels.dtype != torch.uint8 or pixels.ndim != 4:
-            raise ValueError(
-                f"images must be uint8 of shape (N, H, W, C), got {pixels.dtype} {tuple(pixels.shape)}"
-            )
-        if len(labels) != len(pixels):
-            raise ValueError(
-                f"labels must have one entry for each of the {len(pixels)} images, got {len(labels)}"
-            )
-        super().__init__(len(pixels), batch_size, train=train, seed=seed)
+        super().__init__(len(samples), batch_size, train=train, seed=seed)
         self.device, self.augment, self.channels_last = torch.device(device), augment, channels_last
-        self.labels = torch.as_tensor(labels).to(self.device, torch.int64)
-        self.height, self.width, n_channels = pixels.shape[1:]
+        self.labels = torch.from_numpy(samples.labels).to(self.device)
+        self.height, self.width, n_channels = samples.images.shape[1:]
         # (N, H + 2p, W + 2p, C)
         margin = (augment.padding if augment else 0,) * 4
-        self.pixels = F.pad(pixels, (0, 0, *margin)).contiguous().to(self.device)
+        pixels = torch.from_numpy(np.ascontiguousarray(samples.images))
+        self.pixels = F.pad(pixels, (0, 0, *margin)).to(self.device)
         mean, std = (normalise.mean, normalise.std) if normalise else ((0.0,), (1.0,))
         if normalise and len(mean) != n_channels:
             raise ValueError(f"normalise must have {n_channels} channels, got {len(mean)}")
@@ -255,7 +246,7 @@ class DeviceBatches(Batches):
 
     def _images(self, plan: Tensor) -> Tensor:
         """(B, C, H, W) the images of some columns of the plan."""
-        pixels = self._cropped(plan) if self.augment else self.pixels[plan[0]]  # (B, H, W, C) uint8
+        pixels = self.pixels[plan[0]] if self.augment is None else self._cropped(plan)  # (B, H, W, C) uint8
         images = torch.mul(pixels, self._scale).add_(self._shift).permute(0, 3, 1, 2)
         return images if self.channels_last else images.contiguous()
 

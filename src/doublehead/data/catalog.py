@@ -106,15 +106,6 @@ def data_root(root: str | os.PathLike[str] | None = None) -> Path:
     return Path(root if root is not None else os.environ.get("DOUBLEHEAD_DATA", "data"))
 
 
-def list_datasets() -> list[dict[str, object]]:
-    """One row per data set: name, about, kind, n_classes, train, calib, test, layout."""
-    rows: list[dict[str, object]] = []
-    for spec in DATASETS.values():
-        row = {name: getattr(spec, name) for name in ("name", "about", "kind", "n_classes")}
-        rows.append({**row, **dict(zip(("train", "calib", "test"), spec.sizes)), "layout": spec.layout})
-    return rows
-
-
 def find(name: str) -> DataSet:
     """The row of a data set by name."""
     if name not in DATASETS:

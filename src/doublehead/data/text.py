@@ -118,13 +118,13 @@ class WordPieces:
 class TextBatches(Batches):
     """Batches of vocabulary rows (B, L), padded with 0 at the end, and labels (B,).
 
-    L is the length of the longest text in the batch, but at least `min_length` (the widest filter of a TextCNN).
-    Of a longer text the first `max_length` tokens are taken or, with `crop`, in each epoch any that follow each other.
+    L is the length of the longest text in the batch. Of texts longer than `max_length` the first tokens are taken or,
+    with `crop`, in each epoch any that follow each other.
 
     >>> texts = Texts(("good film", "dull"), np.array([1, 0]))
-    >>> rows, labels = next(iter(TextBatches(texts, Vocabulary(["good", "film"]), 2, min_length=3)))
+    >>> rows, labels = next(iter(TextBatches(texts, Vocabulary(["good", "film"]), 2)))
     >>> rows.tolist()
-    [[2, 3, 0], [1, 0, 0]]
+    [[2, 3], [1, 0]]
     """
 
     def __init__(
@@ -136,14 +136,13 @@ class TextBatches(Batches):
         *,
         train: bool = False,
         max_length: int = 1000,
-        min_length: int = 5,
         crop: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(len(samples), batch_size, train=train, seed=seed)
-        if not 1 <= min_length <= max_length:
-            raise ValueError(f"min_length must lie in 1..max_length, got {min_length} and {max_length}")
-        self.device, self.min_length, self.crop = torch.device(device), min_length, crop
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        self.device, self.crop = torch.device(device), crop
         rows = vocabulary.rows_of(samples)
         lengths = np.array([len(r) for r in rows], np.int64)
         self.starts = np.cumsum(lengths) - lengths
@@ -160,7 +159,7 @@ class TextBatches(Batches):
             starts = starts + (drawn * (self.spare + 1)).astype(np.int64)
         for chosen in batches:
             lengths, first = self.lengths[chosen.numpy()], starts[chosen.numpy()]
-            place = np.arange(max(int(lengths.max()), self.min_length))
+            place = np.arange(max(int(lengths.max()), 1))
             inside = place < lengths[:, None]  # (B, L)
             rows = np.where(inside, self.rows[np.where(inside, first[:, None] + place, 0)], PADDING)
             yield torch.from_numpy(rows).to(self.device), self.labels[chosen].to(self.device)

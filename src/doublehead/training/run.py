@@ -137,7 +137,7 @@ def _images(config: Config, splits: data.Splits) -> Form:
 
     def batches(samples: data.Images, learns: bool, **how: Any) -> Batches:
         how |= {"augment": crop if learns else None, "normalise": normalise, "channels_last": True}
-        return data.DeviceBatches(samples.images, samples.labels, **how)
+        return data.DeviceBatches(samples, **how)
 
     return Form(batches, {"input": f"{height}x{width}x{n_channels}"}, torch.channels_last, normalise)
 
