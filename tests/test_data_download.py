@@ -185,28 +185,25 @@ def test_the_table_of_the_documentation_equals_the_code():
 
 
 def test_check_of_good_data():
-    report = check("fashion")
-    assert report.problems == ()
-    assert report.sizes == (8_500, 2_500, 6_000)
-    assert report.notes == ()
+    splits, notes = check("fashion")
+    assert splits.sizes == (8_500, 2_500, 6_000)
+    assert notes == []
 
 
 def test_check_of_missing_and_wrong_data(tmp_path):
     pytest.importorskip("pooch")
-    missing = check("svhn", tmp_path)
-    assert DATASETS["svhn"].layout in missing.problems[0]
-    (tmp_path / "train_32x32.mat").write_bytes(b"no matrix")
-    (tmp_path / "test_32x32.mat").write_bytes(b"no matrix")
-    problems = check("svhn", tmp_path).problems
-    assert sum("md5:" in problem for problem in problems) == 2  # both checksums, then the file that was read
-    assert "train_32x32.mat" in problems[2]
+    with pytest.raises(FileNotFoundError, match=re.escape(DATASETS["svhn"].layout)):
+        check("svhn", tmp_path)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}_32x32.mat").write_bytes(b"no matrix")
+    with pytest.raises(ValueError, match=r"train_32x32.mat must .* md5:.*; .*test_32x32.mat must .* md5:"):
+        check("svhn", tmp_path)
 
 
-def test_check_counts_sizes_and_duplicates(tmp_path):
+def test_check_counts_sizes_and_duplicates(tmp_path, monkeypatch):
     for part, line in (("train", "(3 (2 a) (3 b))"), ("dev", "(3 (2 a) (3 b))"), ("test", "(1 c)")):
         (tmp_path / f"{part}.txt").write_text(line + "\n")
-    report = check("sst-fine", tmp_path)
-    assert len(report.problems) == 1
-    assert "(8544, 1101, 2210), got (1, 1, 1)" in report.problems[0]
-    assert len(report.notes) == 1
-    assert report.notes[0].startswith("1 of the calib samples")
+    with pytest.raises(ValueError, match=r"\(8544, 1101, 2210\), got \(1, 1, 1\)"):
+        check("sst-fine", tmp_path)
+    monkeypatch.setitem(DATASETS, "sst-fine", replace(DATASETS["sst-fine"], sizes=(1, 1, 1)))
+    assert check("sst-fine", tmp_path)[1] == ["1 of the calib samples are also in train, byte for byte"]

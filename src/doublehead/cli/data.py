@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 from doublehead import data
-from doublehead.cli.output import UserError, notes, results, told_to_user
+from doublehead.cli.output import notes, results, told_to_user
 
 Name = Annotated[str, typer.Argument(help="A data set of `doublehead data list`.")]
 Root = Annotated[
@@ -58,10 +58,7 @@ class _Bar:
 def check(name: Name, root: Root = None) -> None:
     """Read a data set, count its splits, and look for samples that are in two splits."""
     with told_to_user():
-        found = data.check(name, root)
-    for note in found.notes:
+        splits, found = data.check(name, root)
+    for note in found:
         notes().print(f"note: {escape(note)}")
-    if found.problems:
-        raise UserError("; ".join(found.problems))
-    assert found.sizes is not None
-    results().print(f"{name} is fine: {' / '.join(f'{n:,}' for n in found.sizes)} for train / calib / test")
+    results().print(f"{name} is fine: {' / '.join(f'{n:,}' for n in splits.sizes)} for train / calib / test")

@@ -268,18 +268,11 @@ def unpack(archive: Path, folder: Path) -> None:
         raise ValueError(f"{archive.name} is truncated, damaged or unsafe: {error}") from error
 
 
-@dataclass(frozen=True)
-class Report:
-    """Result of `check`: sizes of the splits, problems that make the data unusable, and notes."""
+def check(name: str, root: str | os.PathLike[str] | None = None) -> tuple[Splits, list[str]]:
+    """A data set, and a note on each pair of its splits that share samples.
 
-    name: str
-    sizes: tuple[int, int, int] | None
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def check(name: str, root: str | os.PathLike[str] | None = None) -> Report:
-    """Load a data set, compare sizes and checksums, and count duplicates across its splits."""
+    A ValueError names files with a wrong checksum and splits of a wrong size.
+    """
     spec = DATASETS.get(name)
     problems = [
         f"{path} must have the checksum {known}: download it again"
@@ -287,15 +280,13 @@ def check(name: str, root: str | os.PathLike[str] | None = None) -> Report:
         for path in (data_root(root) / name / file, data_root(root) / file)
         if path.exists() and require("pooch", extra="data").file_hash(path, alg="md5") != known[4:]
     ]
-    try:
-        splits = load(name, root)
-    except (OSError, ValueError) as error:
-        return Report(name, None, (*problems, str(error)), ())
+    if problems:
+        raise ValueError("; ".join(problems))
+    splits = load(name, root)
     if spec and splits.sizes != spec.sizes:
-        problems.append(f"{name} must have train/calib/test of {spec.sizes}, got {splits.sizes}")
+        raise ValueError(f"{name} must have train/calib/test of {spec.sizes}, got {splits.sizes}")
     # Comparing a million image files would take hours.
     duplicates = {} if isinstance(splits.train, ImageFiles) else count_duplicates(splits)
-    notes = [
+    return splits, [
         f"{n} of the {b} samples are also in {a}, byte for byte" for (a, b), n in duplicates.items() if n
     ]
-    return Report(name, splits.sizes, tuple(problems), tuple(notes))

@@ -32,6 +32,7 @@ from doublehead.summary import Summary
 from doublehead.torch_tools import evaluating, from_every_process, n_processes
 
 Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits
+N_BINS = 15
 
 
 class CompanionCallback:
@@ -46,7 +47,7 @@ class CompanionCallback:
     TypeError: got an unexpected keyword argument 'evry'
     """
 
-    def __init__(self, calib_data: Any, *, figure: bool = True, n_bins: int = 15, **options: Any) -> None:
+    def __init__(self, calib_data: Any, *, figure: bool = True, **options: Any) -> None:
         super().__init__()
         inspect.signature(DoubleHead).bind(
             None, None, follow=None, steps=None, **options
@@ -56,8 +57,7 @@ class CompanionCallback:
             heads = HeadSpec(kind="temperature")
         if heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1:
             raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
-        self.calib_data, self.options = calib_data, {**options, "heads": heads}
-        self.figure, self.n_bins = figure, n_bins
+        self.calib_data, self.figure, self.options = calib_data, figure, {**options, "heads": heads}
         self.double: DoubleHead | None = None
         self._model: Calibrated | None = None
         self._attachment: Attachment | None = None
@@ -191,8 +191,7 @@ class RunningMetrics:
     (0.982, 0.731)
     """
 
-    def __init__(self, n_bins: int = 15) -> None:
-        self.n_bins = n_bins
+    def __init__(self) -> None:
         self._tallies: list[Tally] = []  # of main and calib; empty before the first batch
         self.n_broken = 0
 
@@ -207,7 +206,7 @@ class RunningMetrics:
         if not bool(finite.any()):
             return
         parts = [
-            Tally.of(Predictions(logits[finite].float(), labels[finite]), self.n_bins, per_class=False)
+            Tally.of(Predictions(logits[finite].float(), labels[finite]), N_BINS, per_class=False)
             for logits in heads
         ]
         self._tallies = _sum([self._tallies, parts])
@@ -240,7 +239,7 @@ class RunningMetrics:
         """The reliability diagram of the calibration head."""
         if not self._tallies:
             raise ValueError("running metrics must have at least one sample, got none")
-        return reliability(self._tallies[1].top, self.n_bins)
+        return reliability(self._tallies[1].top, N_BINS)
 
 
 def _sum(parts: list[list[Tally]]) -> list[Tally]:

@@ -320,7 +320,6 @@ def model_card(
     task: str = "image-classification",
     inputs: str = '{"input": np.zeros((1, 3, 32, 32), np.float32)}',
     settings: Mapping[str, Any] | None = None,
-    n_bins: int = 15,
 ) -> str:
     """The text of README.md: a YAML head that the Hub reads, then data, method and numbers for people.
 
@@ -328,11 +327,11 @@ def model_card(
     the network nor its head has seen, `before` those of the network alone. ECE stands with its 95 % interval and the
     floor of a perfect model. `inputs` is Python code for the example of use.
     """
-    after = Summary.of(test, n_bins)
+    after = Summary.of(test)
     both = (
         {"calibrated": after}
         if before is None
-        else {"network alone": Summary.of(before, n_bins), "calibrated": after}
+        else {"network alone": Summary.of(before), "calibrated": after}
     )
     metrics = [
         {"type": key, "name": METRICS[key].title, "value": round(after.values[key], 6)}

@@ -56,10 +56,9 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         classifier: str | None = None,
         to_pair: ToPair | None = None,
         figure: bool = True,
-        n_bins: int = 15,
         **options: Any,
     ) -> None:
-        super().__init__(calib_data, figure=figure, n_bins=n_bins, **options)
+        super().__init__(calib_data, figure=figure, **options)
         self.classifier, self.to_pair = classifier, to_pair
         self._fitted_to: int | None = None  # key of the weights to which the calibration was fitted
         self._loaded: dict[str, Any] = {}  # state of the DoubleHead from a checkpoint, until there is one
@@ -169,7 +168,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Read the network's outputs in validation, and leave them as they are."""
         if not trainer.sanity_checking:
-            self._watch = RunningMetrics(self.n_bins)
+            self._watch = RunningMetrics()
             self._attach(replace=False)
 
     def on_validation_batch_end(

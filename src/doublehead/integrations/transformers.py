@@ -6,14 +6,13 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import check_disjoint
@@ -64,20 +63,13 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
     had before is removed when training begins.
     """
 
-    def __init__(
-        self,
-        calib_data: Dataset[Any] | Iterable[Any],
-        *,
-        figure: bool = True,
-        n_bins: int = 15,
-        **options: Any,
-    ) -> None:
+    def __init__(self, calib_data: Any, *, figure: bool = True, **options: Any) -> None:
         if options.get("logits_of") is not None:
             raise TypeError(
                 "logits_of must not be given: a model of transformers returns an object with `logits`"
             )
-        super().__init__(calib_data, figure=figure, n_bins=n_bins, **options)
-        self._watch = RunningMetrics(n_bins)
+        super().__init__(calib_data, figure=figure, **options)
+        self._watch = RunningMetrics()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Raise an error for a model that cannot hold a calibration; hook one that already holds one."""
@@ -151,7 +143,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         self, args: Any, state: Any, control: Any, model: nn.Module, metrics: dict[str, float], **_: Any
     ) -> None:
         """Add the numbers of both heads to those of `evaluate`, and send them and the diagram to the trackers."""
-        watch, self._watch, self._seen = self._watch, RunningMetrics(self.n_bins), None
+        watch, self._watch, self._seen = self._watch, RunningMetrics(), None
         watch.gather()
         if watch.n == 0:
             return

@@ -255,7 +255,7 @@ def _write(run: Run, folder: RunFolder, predictions: Mapping[str, Outputs], resu
     }
     packed = require("safetensors.torch", extra="train").save(tensors)
     folder.write("model.safetensors", lambda file: file.write(packed))
-    folder.write_json("results.json", results)
+    folder.write_text("results.json", json.dumps(results, indent=1) + "\n")
     folder.drop_checkpoint()
 
 

@@ -111,10 +111,6 @@ class RunFolder:
         """Write a small file, whole or not at all."""
         self.write(name, lambda file: file.write(text.encode()))
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a value that JSON knows, indented."""
-        self.write_text(name, json.dumps(value, indent=1) + "\n")
-
     def write(self, name: str, writer: Callable[[IO[bytes]], Any]) -> None:
         """Let `writer` fill a file that appears under its name once it is on disk."""
         target = self.path / name
@@ -212,10 +208,7 @@ def _lock(file: IO[str]) -> bool:
 
 def make_fabric(config: Config, **options: Any) -> Any:
     """Lightning's Fabric: device, precision and distribution."""
-    try:
-        fabric = require("lightning_fabric", extra="train")  # Fabric packaged alone: quicker to import
-    except ImportError:
-        fabric = require("lightning.fabric", extra="train")
+    fabric = require("lightning_fabric", extra="train")
     try:
         return fabric.Fabric(precision=config.precision, **options)
     except Exception as error:  # Lightning has many; each says which option is not available
