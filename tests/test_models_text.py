@@ -210,7 +210,6 @@ def test_batch_moves_between_devices():
     [
         (TextCNN, {"filters": ()}, r"filters must .* got \[\]"),
         (GlobalPoolingCNN, {"stride": 6}, "stride must .* got 6"),
-        (TreeLSTM, {"vectors": [[1.0]]}, "vectors must .* got list"),
         (TreeLSTM, {"vectors": VECTORS.long()}, r"vectors must .* got int64 \(13, 6\)"),
         (TreeLSTM, {"vectors": VECTORS[0]}, r"got float32 \(6,\)"),
     ],

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -232,10 +231,6 @@ def embedding(vectors: Any, *, tuned: bool) -> nn.Embedding:
     >>> embedding(torch.eye(3), tuned=False)(torch.tensor([2])).tolist()
     [[0.0, 0.0, 1.0]]
     """
-    if not isinstance(vectors, Tensor | np.ndarray):
-        raise TypeError(
-            f"vectors must be a tensor or array of shape (V, D), one row per word, got {type(vectors).__name__}"
-        )
     table = torch.as_tensor(vectors)
     if table.ndim != 2 or 0 in table.shape or not table.is_floating_point():
         raise ValueError(
@@ -243,8 +238,7 @@ def embedding(vectors: Any, *, tuned: bool) -> nn.Embedding:
             f"got {str(table.dtype).removeprefix('torch.')} {tuple(table.shape)}"
         )
     copied = table.detach().to(torch.get_default_dtype(), copy=True)
-    layer = nn.Embedding(table.shape[0], table.shape[1], _weight=copied)
-    layer.weight.requires_grad_(tuned)
+    layer: nn.Embedding = nn.Embedding.from_pretrained(copied, freeze=not tuned)
     return layer
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,17 +30,6 @@ from doublehead.training.config import ADAPTIVE, Config, corruptions_of
 EVAL_BATCH = 500
 
 
-class Form(NamedTuple):
-    """How one kind of data becomes batches, and what the network needs to know about it."""
-
-    # (samples, whether the network learns from them, **options of all batches)
-    batches: Callable[..., Batches]
-    model_options: dict[str, Any]
-    memory_format: torch.memory_format = torch.preserve_format
-    normalise: data.Normalise | None = None  # of images
-    words: tuple[str, ...] = ()  # of a vocabulary made from the data
-
-
 class Inputs:
     """The data of a run as batches for this process; the data set is read unless `splits` is given."""
 
@@ -62,8 +51,11 @@ class Inputs:
         splits = replace(splits, train=train, calib=calib, test=_some(splits.test, config.n_test))
         self.config, self.device, self.splits = config, device, splits
         self.rank, self.world_size = rank, world_size
-        form = _form(config, splits)
-        self._batches, self.model_options, self.memory_format, self.normalise, self.words = form
+        self.model_options: dict[str, Any] = {}  # what the network needs to know about the data
+        self.memory_format = torch.preserve_format
+        self.normalise: data.Normalise | None = None  # of images
+        self.words: tuple[str, ...] = ()  # of a vocabulary made from the data
+        self._batches = self._form()
         for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
             self.perturbation(name)  # raises where this data cannot be perturbed
         self.train = self._part(splits.train, config.batch_size, train=True, seed=config.seed)
@@ -108,78 +100,83 @@ class Inputs:
             return data.Shifts(share, self.normalise, together=share == 1)
         return data.Broad(share, self.normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
 
+    def _form(self) -> Callable[..., Batches]:
+        """How this kind of data becomes batches: (samples, whether the network learns from them, **options)."""
+        config, kind = self.config, type(self.splits.train)
+        words = {data.Texts: ("words", "word pieces"), data.Trees: ("words", "trees", "word pieces")}
+        can_be_read, reads = words.get(kind, ("images",)), "words"
+        if config.model in MODELS:
+            reads = MODELS[config.model].reads
+            if reads not in can_be_read:
+                raise ValueError(
+                    f"model must read {' or '.join(can_be_read)} for {config.data}, "
+                    f"got {config.model}, which reads {reads}"
+                )
+        if kind in words:
+            return self._of_words(reads)
+        self.memory_format = torch.channels_last
+        return self._of_images() if kind is data.Images else self._of_files()
+
+    def _of_images(self) -> Callable[..., Batches]:
+        assert isinstance(self.splits.train, data.Images)
+        self.normalise = normalise = data.Normalise.of(self.splits.train.images)
+        height, width, n_channels = self.splits.train.images.shape[1:]
+        self.model_options = {"input": f"{height}x{width}x{n_channels}"}
+        how = self.config.augment
+        crop = None if how == "none" else data.CropFlip(padding=4, flip=how == "crop-flip")
+
+        def batches(samples: data.Images, learns: bool, **options: Any) -> Batches:
+            options |= {"augment": crop if learns else None, "normalise": normalise, "channels_last": True}
+            return data.DeviceBatches(samples, **options)
+
+        return batches
+
+    def _of_files(self) -> Callable[..., Batches]:
+        self.normalise, size = data.DATASETS["imagenet"].normalise, self.config.image_size
+        self.model_options = {"input": f"{size}x{size}x3"}
+        usual: dict[str, Any] = {"size": size, "normalise": self.normalise, "workers": self.config.workers}
+
+        def batches(samples: data.ImageFiles, learns: bool, **options: Any) -> Batches:
+            options["augment"] = learns and self.config.augment != "none"
+            return data.FileBatches(samples, **usual, **options)
+
+        return batches
+
+    def _of_words(self, reads: str) -> Callable[..., Batches]:
+        """Texts and trees: rows of one vocabulary, whose vectors the network gets unless it has its own."""
+        config = self.config
+        for given, what in (
+            (config.mixup, "mixup is"),
+            (config.views, "views are"),
+            (config.guards, "guards, and so the method guarded, are"),
+        ):
+            if given:
+                raise ValueError(f"{what} for images, {config.data} holds words")
+        vocabulary: Any
+        if reads == "word pieces":
+            folder = weights_folder(config.model_options.get("weights", "package"))
+            vocabulary = data.WordPieces(folder / "tokenizer.json")
+        else:
+            vocabulary, self.model_options["vectors"] = word_vectors(config, self.splits)
+            self.words = vocabulary.words
+
+        def batches(samples: Any, learns: bool, **options: Any) -> Batches:
+            by_phrase = learns and config.phrases
+            if reads == "trees":
+                return data.TreeBatches(samples, vocabulary, nodes="all" if by_phrase else "root", **options)
+            if by_phrase and isinstance(samples, data.Trees):
+                samples = samples.phrases()  # as Kim (2014) does
+            crop = learns and config.augment != "none"
+            return data.TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **options)
+
+        return batches
+
 
 def _some(samples: Samples, n: int | None) -> Samples:
     """At most `n` of the samples, each class in its share: files may be sorted by class."""
     if n is None or n >= len(samples):
         return samples
     return samples.take(np.sort(stratified_draw(samples.labels, n)))
-
-
-def _form(config: Config, splits: data.Splits) -> Form:
-    kind = type(splits.train)
-    can_be_read = {data.Texts: ("words", "word pieces"), data.Trees: ("words", "trees", "word pieces")}.get(
-        kind, ("images",)
-    )
-    if config.model in MODELS and MODELS[config.model].reads not in can_be_read:
-        raise ValueError(
-            f"model must read {' or '.join(can_be_read)} for {config.data}, "
-            f"got {config.model}, which reads {MODELS[config.model].reads}"
-        )
-    return {data.Images: _images, data.ImageFiles: _image_files}.get(kind, _words)(config, splits)
-
-
-def _images(config: Config, splits: data.Splits) -> Form:
-    assert isinstance(splits.train, data.Images)
-    normalise = data.Normalise.of(splits.train.images)
-    height, width, n_channels = splits.train.images.shape[1:]
-    crop = None if config.augment == "none" else data.CropFlip(padding=4, flip=config.augment == "crop-flip")
-
-    def batches(samples: data.Images, learns: bool, **how: Any) -> Batches:
-        how |= {"augment": crop if learns else None, "normalise": normalise, "channels_last": True}
-        return data.DeviceBatches(samples, **how)
-
-    return Form(batches, {"input": f"{height}x{width}x{n_channels}"}, torch.channels_last, normalise)
-
-
-def _image_files(config: Config, splits: data.Splits) -> Form:
-    size, normalise = config.image_size, data.DATASETS["imagenet"].normalise
-
-    def batches(samples: data.ImageFiles, learns: bool, **how: Any) -> Batches:
-        how |= {"augment": learns and config.augment != "none", "size": size, "normalise": normalise}
-        return data.FileBatches(samples, workers=config.workers, **how)
-
-    return Form(batches, {"input": f"{size}x{size}x3"}, torch.channels_last, normalise)
-
-
-def _words(config: Config, splits: data.Splits) -> Form:
-    """Texts and trees: rows of one vocabulary, whose vectors the network gets unless it has its own."""
-    for given, what in (
-        (config.mixup, "mixup is"),
-        (config.views, "views are"),
-        (config.guards, "guards, and so the method guarded, are"),
-    ):
-        if given:
-            raise ValueError(f"{what} for images, {config.data} holds words")
-    reads = MODELS[config.model].reads if config.model in MODELS else "words"
-    vocabulary: Any
-    options = {}
-    if reads == "word pieces":
-        folder = weights_folder(config.model_options.get("weights", "package"))
-        vocabulary = data.WordPieces(folder / "tokenizer.json")
-    else:
-        vocabulary, options["vectors"] = word_vectors(config, splits)
-
-    def batches(samples: Any, learns: bool, **how: Any) -> Batches:
-        by_phrase = learns and config.phrases
-        if reads == "trees":
-            return data.TreeBatches(samples, vocabulary, nodes="all" if by_phrase else "root", **how)
-        if by_phrase and isinstance(samples, data.Trees):
-            samples = samples.phrases()  # as Kim (2014) does
-        crop = learns and config.augment != "none"
-        return data.TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **how)
-
-    return Form(batches, options, words=getattr(vocabulary, "words", ()))
 
 
 def word_vectors(config: Config, splits: data.Splits) -> tuple[data.Vocabulary, Tensor]:
