@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,6 @@ __all__ = [
     "TreeLSTM",
     "WideResNet",
     "build",
-    "parse_input",
 ]
 
 
@@ -37,7 +35,7 @@ class Network:
     make: Callable[..., nn.Module]
     reads: Literal["images", "words", "trees", "word pieces"]
     classifier: str  # the attribute with the last nn.Linear
-    input: str | None = None  # default image size; None for text
+    input: tuple[int, int, int] | None = None  # default (C, H, W) of an image; None for text
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -47,14 +45,14 @@ class Network:
 
 
 def _torchvision(arch: str, classifier: str) -> Network:
-    return Network(partial(from_torchvision, arch), "images", classifier, "32x32x3")
+    return Network(partial(from_torchvision, arch), "images", classifier, (3, 32, 32))
 
 
 MODELS: dict[str, Network] = {
     **{arch: _torchvision(arch, "fc") for arch in ("resnet18", "resnet50", "resnet101", "resnet152")},
     "densenet121": _torchvision("densenet121", "classifier"),
-    "wide_resnet28_10": Network(WideResNet, "images", "classifier", "32x32x3"),
-    "small_cnn": Network(SmallCNN, "images", "classifier", "28x28x1"),
+    "wide_resnet28_10": Network(WideResNet, "images", "classifier", (3, 32, 32)),
+    "small_cnn": Network(SmallCNN, "images", "classifier", (1, 28, 28)),
     "textcnn": Network(TextCNN, "words", "classifier"),
     "gp_cnn": Network(GlobalPoolingCNN, "words", "classifier"),
     "tree_lstm": Network(TreeLSTM, "trees", "classifier"),
@@ -62,12 +60,14 @@ MODELS: dict[str, Network] = {
 }
 
 
-def build(name: str, n_classes: int, *, input: str | None = None, **options: Any) -> nn.Module:
+def build(
+    name: str, n_classes: int, *, input: tuple[int, int, int] | None = None, **options: Any
+) -> nn.Module:
     """Make the network `name` with fresh weights and `n_classes` outputs.
 
     `name` is one of `MODELS`, `timm/<name>` for any timm network, or `package.module:factory` for any importable
-    function that returns a network. `input` is the image size, "32x32" or "28x28x1" (3 channels by default); ResNets
-    and DenseNets get a stem for small images up to 64 pixels a side. Text networks take no `input`. `MODELS[name]`
+    function that returns a network. `input` is the shape (C, H, W) of an image; ResNets and DenseNets get a stem for
+    small images up to 64 pixels a side. Text networks take no `input`. `MODELS[name]`
     lists the `options` of a network.
 
     >>> build("wide_resnet28_10", 100, depth=10, width=1).classifier
@@ -91,36 +91,23 @@ def build(name: str, n_classes: int, *, input: str | None = None, **options: Any
                 f"input must be None for {name}, which reads {network.reads} and not images, got {input!r}"
             )
         return network.make(n_classes=n_classes, **options)
-    height, width, options["in_channels"] = parse_input(input or network.input)
+    options["in_channels"], height, width = input or network.input
     if "size" in inspect.signature(network.make).parameters:
         options["size"] = (height, width)
     return network.make(n_classes=n_classes, **options)
 
 
-def parse_input(text: str) -> tuple[int, int, int]:
-    """Height, width and channels of an image size such as "32x32" (3 channels) or "28x28x1".
-
-    >>> parse_input("32x32"), parse_input("28x28x1")
-    ((32, 32, 3), (28, 28, 1))
-    """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
-    if not match:
-        raise ValueError(f"input must have the form '32x32' or '28x28x1', got {text!r}")
-    height, width, channels = match.groups(default="3")
-    return int(height), int(width), int(channels)
-
-
-def _from_timm(name: str, n_classes: int, input: str | None, options: dict[str, Any]) -> nn.Module:
+def _from_timm(name: str, n_classes: int, input: Any, options: dict[str, Any]) -> nn.Module:
     """A timm network; `input` sets its channels, its own options (such as img_size) set the size."""
     timm = require("timm", extra="models")
     if not timm.is_model(name.partition(".")[0]):
         raise ValueError(f"timm has no network {name!r}{did_you_mean(name, timm.list_models())}")
-    channels = {"in_chans": parse_input(input)[2]} if input is not None else {}
+    channels = {} if input is None else {"in_chans": input[0]}
     network: nn.Module = timm.create_model(name, num_classes=n_classes, **{**channels, **options})
     return network
 
 
-def _imported(name: str, n_classes: int, input: str | None, options: dict[str, Any]) -> nn.Module:
+def _imported(name: str, n_classes: int, input: Any, options: dict[str, Any]) -> nn.Module:
     """Call an importable function with n_classes or num_classes, and `input` if it has such a parameter."""
     if name.startswith(("timm.", "torchvision.")):
         require(name.partition(".")[0], extra="models")

@@ -121,7 +121,7 @@ class Inputs:
         assert isinstance(self.splits.train, data.Images)
         self.normalise = normalise = data.Normalise.of(self.splits.train.images)
         height, width, n_channels = self.splits.train.images.shape[1:]
-        self.model_options = {"input": f"{height}x{width}x{n_channels}"}
+        self.model_options = {"input": (n_channels, height, width)}
         how = self.config.augment
         crop = None if how == "none" else data.CropFlip(padding=4, flip=how == "crop-flip")
 
@@ -133,7 +133,7 @@ class Inputs:
 
     def _of_files(self) -> Callable[..., Batches]:
         self.normalise, size = data.DATASETS["imagenet"].normalise, self.config.image_size
-        self.model_options = {"input": f"{size}x{size}x3"}
+        self.model_options = {"input": (3, size, size)}
         usual: dict[str, Any] = {"size": size, "normalise": self.normalise, "workers": self.config.workers}
 
         def batches(samples: data.ImageFiles, learns: bool, **options: Any) -> Batches:
