@@ -1,14 +1,12 @@
 """Make results.csv, and the tables and figures in docs/results, from what is committed. No GPU; a few minutes.
 
-python experiments/make.py             # everything: what `make results` runs
-python experiments/make.py --keep      # tables and figures from results.csv as it is
-python experiments/make.py --run NAME  # measure this run again, keep the others
+python experiments/make.py         # everything: what `make results` runs
+python experiments/make.py --keep  # tables and figures from results.csv as it is
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import matplotlib
 
@@ -176,18 +174,17 @@ def frontier() -> Figure:
 # --- everything
 
 
-def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
-    """The long table. Kept are rows of runs not in `again`, and those of packages that are not installed here."""
+def measure(runs: Runs, before: pd.DataFrame) -> pd.DataFrame:
+    """The long table. Kept are rows of packages that are not installed here."""
     found: Numbers = {}
-    for run in [run for run in runs if not again or run.name in again]:
+    for run in runs:
         began = time.perf_counter()
         found |= run_numbers(run)
         print(f"{run.name}: {time.perf_counter() - began:.0f} s", flush=True)
-    measured = {run for run, _ in found}
     for name, members in ensembles(runs):
         found |= ensemble_numbers(name, members)
     of_peers = before.output.isin(PEERS) | before.metric.str.endswith(PEERS)
-    kept = before[before.run.isin([run.name for run in runs]) & (of_peers | ~before.run.isin(measured))]
+    kept = before[before.run.isin([run.name for run in runs]) & of_peers]
     new = pd.DataFrame.from_dict(found, orient="index").stack()
     both = pd.concat([new, kept.set_index(COLUMNS[:3]).value])
     return write_table(both[~both.index.duplicated()])
@@ -196,12 +193,11 @@ def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.D
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--keep", action="store_true")
-    parser.add_argument("--run", action="append", default=[], metavar="NAME")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs, table = stored_runs(), read_table()
     if not options.keep:
-        table = measure(runs, table, options.run)
+        table = measure(runs, table)
     tables.publish(tables.TABLES | rivals.TABLES, table, runs)
     for figure in (gains, epochs, beta, gradients, reliability):
         plots.save(figure(table, runs), DOCS / "results/figures" / f"{figure.__name__}.png", dpi=90)
