@@ -28,7 +28,6 @@ from doublehead.network import Reader
 from doublehead.plots import draw_reliability, save
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
-from doublehead.summary import Summary
 from doublehead.torch_tools import evaluating, from_every_process, n_processes
 
 Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits
@@ -180,9 +179,9 @@ class Attachment:
 
 
 class RunningMetrics:
-    """The `Summary` of the main and the calibration head over batches, in memory that does not grow.
+    """Numbers of the main and the calibration head over batches, in memory that does not grow.
 
-    Rows whose logits are not finite are left out and counted in `n_broken`.
+    Rows whose logits are not finite are left out.
 
     >>> watch = RunningMetrics()
     >>> watch.add(Heads(torch.tensor([[4.0, 0.0]]), torch.tensor([[1.0, 0.0]])), torch.tensor([1]))
@@ -193,52 +192,34 @@ class RunningMetrics:
 
     def __init__(self) -> None:
         self._tallies: list[Tally] = []  # of main and calib; empty before the first batch
-        self.n_broken = 0
 
     @torch.no_grad()
     def add(self, heads: Heads, labels: Tensor, n: int | None = None) -> None:
         """Add the first `n` rows of a batch: logits (B, K) of both heads and labels, as `Reader.targets` gives them."""
-        heads, labels = Heads(*(logits[:n] for logits in heads)), labels[:n]
-        counts = labels >= 0 if labels.ndim == 1 else torch.ones_like(labels[:, 0], dtype=torch.bool)
-        finite = torch.isfinite(heads.main).all(1) & torch.isfinite(heads.calib).all(1)
-        self.n_broken += int((counts & ~finite).sum())
-        finite &= counts
-        if not bool(finite.any()):
-            return
-        parts = [
-            Tally.of(Predictions(logits[finite].float(), labels[finite]), N_BINS, per_class=False)
-            for logits in heads
-        ]
-        self._tallies = _sum([self._tallies, parts])
+        finite = torch.isfinite(heads.main[:n]).all(1) & torch.isfinite(heads.calib[:n]).all(1)
+        if labels.ndim == 1:
+            finite &= labels[:n] >= 0
+        rows = finite.nonzero()[:, 0]
+        if len(rows):
+            both = (Predictions(logits[rows].float(), labels[rows]) for logits in heads)
+            self._tallies = _sum([self._tallies, [Tally.of(p, N_BINS, per_class=False) for p in both]])
 
-    def gather(self) -> None:
-        """Sum over all processes; each then holds the whole. Every process must call it."""
+    def gather(self) -> bool:
+        """Sum over all processes, each of which must call it; False where there is no sample."""
         if n_processes() > 1:
             self._tallies = _sum(from_every_process(self._tallies))
-
-    @property
-    def n(self) -> int:
-        """How many samples were added."""
-        return self._tallies[1].n if self._tallies else 0
-
-    def summary(self, head: int) -> Summary:
-        """The summary of the main (0) or the calibration head (1)."""
-        if not self._tallies:
-            raise ValueError("running metrics must have at least one sample, got none")
-        return self._tallies[head].summary()
+        return bool(self._tallies)
 
     def numbers(self) -> dict[str, float]:
         """{"ece_main", "ece_calib", "ece_floor", "nll_main", "nll_calib", "accuracy_main", "accuracy_calib"}."""
         numbers: dict[str, float] = {}
-        for head, name in enumerate(Heads._fields):
-            values = self.summary(head).values
+        for tally, name in zip(self._tallies, Heads._fields):
+            values = tally.summary().values
             numbers |= {f"{key}_{name}": values[key] for key in ("ece", "nll", "accuracy")}
         return numbers | {"ece_floor": values["ece_floor"]}
 
     def reliability(self) -> Reliability:
         """The reliability diagram of the calibration head."""
-        if not self._tallies:
-            raise ValueError("running metrics must have at least one sample, got none")
         return reliability(self._tallies[1].top, N_BINS)
 
 

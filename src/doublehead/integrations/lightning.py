@@ -191,10 +191,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         """Log the numbers, and the figure on the first process."""
         watch, self._watch = self._watch, None
         self._detach()
-        if watch is None:
-            return
-        watch.gather()
-        if watch.n == 0:
+        if watch is None or not watch.gather():
             return
         numbers = {f"val_{name}": value for name, value in watch.numbers().items()}
         # Every process has the numbers of all, so their mean is the same; without sync_dist Lightning would warn.

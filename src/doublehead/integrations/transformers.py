@@ -144,8 +144,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
     ) -> None:
         """Add the numbers of both heads to those of `evaluate`, and send them and the diagram to the trackers."""
         watch, self._watch, self._seen = self._watch, RunningMetrics(), None
-        watch.gather()
-        if watch.n == 0:
+        if not watch.gather():
             return
         prefix = next((key[: -len("_loss")] for key in metrics if key.endswith("_loss")), "eval")
         numbers = {f"{prefix}_{name}": value for name, value in watch.numbers().items()}
