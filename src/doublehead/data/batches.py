@@ -27,7 +27,7 @@ CHUNK_IMAGES = 2048  # images made at once and then cut into batches, to launch 
 
 
 class Batches(ABC):
-    """Batches (inputs, labels) of one split, epoch after epoch.
+    """Batches (inputs, labels) of one split on `device`, epoch after epoch.
 
     `train=True` shuffles in each epoch and drops the last, smaller batch; otherwise all samples come in their own
     order. Everything random in an epoch follows from `seed` and the epoch number alone, so a run resumes exactly
@@ -36,10 +36,13 @@ class Batches(ABC):
     Iterating starts the next epoch, or continues the one that `load_state_dict` restored.
     """
 
-    def __init__(self, n: int, batch_size: int, *, train: bool, seed: int) -> None:
+    def __init__(
+        self, n: int, batch_size: int, device: torch.device | str, *, train: bool = False, seed: int = 0
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.n, self.batch_size, self.train, self.seed = n, batch_size, train, seed
+        self.device = torch.device(device)
         self.rank, self.world_size = 0, 1
         self.epoch = self.position = 0  # position: batches yielded in this epoch
         self._begun = False
@@ -206,14 +209,13 @@ class DeviceBatches(Batches):
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
-        train: bool = False,
         augment: CropFlip | None = None,
         normalise: Normalise | None = None,
         channels_last: bool = False,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(len(samples), batch_size, train=train, seed=seed)
-        self.device, self.augment, self.channels_last = torch.device(device), augment, channels_last
+        super().__init__(len(samples), batch_size, device, **options)
+        self.augment, self.channels_last = augment, channels_last
         self.labels = torch.from_numpy(samples.labels).to(self.device)
         self.height, self.width, n_channels = samples.images.shape[1:]
         # (N, H + 2p, W + 2p, C)
@@ -275,16 +277,15 @@ class FileBatches(Batches):
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
-        train: bool = False,
         augment: bool | None = None,
         size: int = 224,
         normalise: Normalise | None = None,
         workers: int = 0,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(len(samples), batch_size, train=train, seed=seed)
-        self.samples, self.device, self.size, self.workers = samples, torch.device(device), size, workers
-        self.augment = train if augment is None else augment
+        super().__init__(len(samples), batch_size, device, **options)
+        self.samples, self.size, self.workers = samples, size, workers
+        self.augment = self.train if augment is None else augment
         self.normalise = normalise
 
     def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:

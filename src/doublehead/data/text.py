@@ -134,15 +134,14 @@ class TextBatches(Batches):
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
-        train: bool = False,
         max_length: int = 1000,
         crop: bool = False,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(len(samples), batch_size, train=train, seed=seed)
+        super().__init__(len(samples), batch_size, device, **options)
         if max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length}")
-        self.device, self.crop = torch.device(device), crop
+        self.crop = crop
         rows = vocabulary.rows_of(samples)
         lengths = np.array([len(r) for r in rows], np.int64)
         self.starts = np.cumsum(lengths) - lengths
@@ -175,12 +174,11 @@ class TreeBatches(Batches):
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
-        train: bool = False,
         nodes: Literal["root", "all"] = "root",
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(len(samples), batch_size, train=train, seed=seed)
-        self.device, self.nodes = torch.device(device), nodes
+        super().__init__(len(samples), batch_size, device, **options)
+        self.nodes = nodes
         self.trees = [tree.index(lambda token: vocabulary.row(plain_token(token))) for tree in samples.trees]
 
     def _batches_from(self, position: int) -> Iterator[tuple[TreeBatch, Tensor]]:
