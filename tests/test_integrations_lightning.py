@@ -671,7 +671,7 @@ def test_classifier_is_found_or_named() -> None:
     assert find_classifier(module, "model.0") is module.model[0]
     with pytest.raises(ValueError, match=r"found in Parts: .*'backbone', 'top'.*classifier='...'"):
         find_classifier(parts)
-    with pytest.raises(ValueError, match="classifier must name a submodule of Classifier, got 'net'"):
+    with pytest.raises(AttributeError, match="Classifier has no attribute `net`"):
         find_classifier(module, "net")
 
 

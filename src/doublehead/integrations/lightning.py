@@ -245,10 +245,9 @@ def load_calibrated(
     `load_from_checkpoint`.
     """
     module = module_class.load_from_checkpoint(path, **options)
-    trusted = not options.get("weights_only", False)
-    states = (
-        torch.load(path, map_location=module.device, weights_only=not trusted).get("callbacks", {}).values()
-    )
+    weights_only = bool(options.get("weights_only", False))
+    saved = torch.load(path, map_location=module.device, weights_only=weights_only)
+    states = saved.get("callbacks", {}).values()
     fitted = next((state[FITTED] for state in states if isinstance(state, dict) and FITTED in state), None)
     if fitted is None:
         raise ValueError(
@@ -271,35 +270,20 @@ def find_classifier(module: nn.Module, path: str | None = None) -> nn.Module:
     >>> find_classifier(module)
     Linear(in_features=4, out_features=3, bias=True)
     """
+    if path is not None:
+        return module.get_submodule(path)
     children = {
         name: child for name, child in module.named_children() if any(True for _ in child.parameters())
     }
-    if path is not None:
-        known = dict(module.named_modules())
-        if path not in known:
-            raise ValueError(
-                f"classifier must name a submodule of {type(module).__name__}, got {path!r}; it has {sorted(children)}"
-            )
-        found: nn.Module = known[path]
-        return found
     if len(children) == 1:
         return next(iter(children.values()))
-    if children and _has_own_forward(module):
+    frameworks = ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
+    if children and not type(module).forward.__module__.startswith(frameworks):
         return module
     raise ValueError(
         f"no classifier found in {type(module).__name__}: it has {len(children)} submodules with parameters "
         f"({sorted(children)}) and no forward of its own; name the one that gives the logits with classifier='...'"
     )
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Whether a subclass outside the frameworks' own modules defines forward."""
-    for cls in type(module).__mro__:
-        if "forward" in vars(cls):
-            return not cls.__module__.startswith(
-                ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
-            )
-    return False
 
 
 def key_of_weights(model: nn.Module) -> int:
