@@ -157,7 +157,7 @@ def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE)
     return run
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("data")
     parser.add_argument("model", nargs="?", help="the recipe's unless given")
@@ -173,7 +173,3 @@ def main() -> None:
         train(config, folder, root=options.root, accelerator=where, checkpoint_seconds=120, report=print)
         size = keep(folder, options.root, where).file.stat().st_size / 1e6
         print(f"{config.name}: {folder.results['train_seconds']:.0f} s, {size:.2f} MB", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -155,7 +155,6 @@ def test_bad_arguments_are_named():
         (lambda: DeviceBatches(SAMPLES, 51, train=True), r"batch_size .* 50 samples .* got 51"),
         (lambda: DeviceBatches(SAMPLES, 4, normalise=grey), r"normalise must have 3 channels, got 1"),
         (lambda: DeviceBatches(SAMPLES, 4).shard(2, 2), r"rank must lie in 0..1, got 2"),
-        (lambda: CropFlip(-1), "padding must be at least 0, got -1"),
         (lambda: Normalise((0.5,), (0.0,)), r"std must be positive, got \(0.0,\)"),
         (lambda: Normalise((0.5, 0.5), (1.0,)), "mean and std must"),
         (lambda: grey(torch.zeros(3, 2, 2)), r"images must have 1 channels, got shape \(3, 2, 2\)"),

@@ -185,10 +185,6 @@ class CropFlip:
     padding: int = 4
     flip: bool = True
 
-    def __post_init__(self) -> None:
-        if self.padding < 0:
-            raise ValueError(f"padding must be at least 0, got {self.padding}")
-
 
 class DeviceBatches(Batches):
     """Batches of images (B, C, H, W) and labels (B,) from uint8 images (N, H, W, C) kept whole on `device`.

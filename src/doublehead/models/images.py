@@ -34,10 +34,6 @@ class SmallCNN(nn.Module):
         in_channels: int = 1,
     ) -> None:
         super().__init__()
-        if not channels or min(channels) < 1:
-            raise ValueError(f"channels must be positive integers, one per convolution, got {list(channels)}")
-        if hidden < 1:
-            raise ValueError(f"hidden must be at least 1, got {hidden}")
         layers: list[nn.Module] = []
         height, width = size
         for n_in, n_out in zip([in_channels, *channels], channels):
@@ -132,8 +128,6 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6 n + 4 with n >= 1 (10, 16, 22, 28, ...), got {depth}")
-        if width < 1:
-            raise ValueError(f"width must be at least 1, got {width}")
         n_blocks = (depth - 4) // 6
         channels = [16, 16 * width, 32 * width, 64 * width]
         self.stem = _conv3x3(in_channels, channels[0])

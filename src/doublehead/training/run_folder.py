@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -256,12 +257,7 @@ def on_first_process(fabric: Any, write: Callable[[], object]) -> None:
         raise RunError(problem)
 
 
+@cache  # once in a process, however many runs it trains
 def leave_processes_at_exit() -> None:
     """End the process group in an orderly way; gloo's threads would print errors otherwise."""
-    atexit.unregister(_leave_processes)
-    atexit.register(_leave_processes)
-
-
-def _leave_processes() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
