@@ -51,7 +51,6 @@ class DataSet:
     """One row of the table. `layout` describes the files under root."""
 
     name: str
-    about: str
     kind: Literal["images", "files", "texts", "trees"]
     n_classes: int
     sizes: tuple[int, int, int]  # train, calib, test
