@@ -247,22 +247,16 @@ def _refuse_code(archive: zipfile.ZipFile, path: Path) -> None:
             entries = json.loads(archive.read(name)).get("config", {}).values()
             pickled |= {entry["path_name"] for entry in entries if entry.get("use_pickle")}
     for name in archive.namelist():
-        native = "aotinductor" in name or name.endswith((".so", ".cubin", ".o"))
-        if native or (
-            (name.endswith(".pt") or Path(name).name in pickled) and not _is_plain(archive.read(name))
-        ):
+        is_code = "aotinductor" in name or name.endswith((".so", ".cubin", ".o"))
+        if name.endswith(".pt") or Path(name).name in pickled:
+            try:
+                torch.load(io.BytesIO(archive.read(name)), weights_only=True)
+            except Exception:  # whatever the safe unpickler says of what it refuses
+                is_code = True
+        if is_code:
             raise ValueError(
                 f"{path} must hold tensors alone, got code to execute in {name!r}: it was not opened"
             )
-
-
-def _is_plain(data: bytes) -> bool:
-    """Whether torch can read this without executing a pickle."""
-    try:
-        torch.load(io.BytesIO(data), weights_only=True)
-    except Exception:  # whatever the safe unpickler says of what it refuses
-        return False
-    return True
 
 
 # --- the model card
