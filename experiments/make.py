@@ -1,14 +1,12 @@
 """Make results.csv, and the tables and figures in docs/results, from what is committed. No GPU; a few minutes.
 
-python experiments/make.py             # everything: what `make results` runs
-python experiments/make.py --keep      # tables and figures from results.csv as it is
-python experiments/make.py --run NAME  # measure this run again, keep the others
+python experiments/make.py         # everything: what `make results` runs
+python experiments/make.py --keep  # tables and figures from results.csv as it is
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import matplotlib
 
@@ -17,7 +15,6 @@ matplotlib.use("Agg")
 import numpy as np
 import pandas as pd
 import rivals
-import shift
 import tables
 import torch
 from matplotlib.figure import Figure
@@ -30,7 +27,7 @@ from doublehead import curves, plots
 from doublehead.metrics import fine_bins
 from doublehead.training.config import BETAS
 
-OUTPUT = HERE.parent / "docs" / "results"
+DOCS = HERE.parent / "docs"
 
 # --- figures, from results.csv, certificates and committed logits
 
@@ -46,6 +43,7 @@ HEADS = {"main": "network", "double-head": "head, no annealing", "annealing-doub
 DIAGRAMS = ("20newsgroups-bydate-gp_cnn", "cifar10-resnet50", "cifar100-resnet50", "svhn-resnet50")
 STEPS = ("first", "5th", "10th", "last 10th", "last 5th", "last")
 TICKS = {"ece": (0.003, 0.01, 0.03, 0.1), "nll": (0.2, 0.5, 1.0, 2.0)}  # of logarithmic axes
+PRIORS, COSTS = (0.01, 0.05, 0.2, 0.5), (-10, -1, -0.1, 0.1, 1, 10)  # of the frontier
 PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "mean entropy (nats)"}
 
 
@@ -145,21 +143,48 @@ def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
+def frontier() -> Figure:
+    """Clean cost against shifted ECE, for each network; costs beyond 0.1 % are on a logarithmic axis."""
+    found = tables.guard_summary(pd.read_csv(HERE / "shift.csv"))
+    runs = found.index.unique("run")
+    n_lines = -(-(len(runs) + 1) // 4)  # the last cell is for the legend
+    figure = Figure(figsize=(12, 3 * n_lines), layout="constrained")
+    axes = list(figure.subplots(n_lines, 4, sharex=True, sharey=True, squeeze=False).flat)
+    for ax, run in zip(axes, runs):
+        own = found.loc[run]
+        sweep = own.loc[[f"single-{prior:g}" for prior in PRIORS]]
+        ax.plot(sweep.cost, sweep.share, "-", color=plots.INK, linewidth=0.8, label="guard, larger priors")
+        for i, (name, label) in enumerate(tables.GUARDS.items()):
+            place = own.reindex([name])  # a network without an ensemble has no such point
+            ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label.strip("*"), markersize=8)
+        ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
+        ax.set_xscale("symlog", linthresh=0.1)
+        ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
+        ax.set(xticks=COSTS, xticklabels=COSTS)
+        ax.tick_params(labelbottom=True, labelsize=8)
+        ax.spines[["top", "right"]].set_visible(False)
+    for ax in axes[len(runs) :]:
+        ax.axis("off")
+    figure.supxlabel("change of the clean NLL against the staged head, percent", fontsize=9)
+    figure.supylabel("mean ECE under shift, share of temperature scaling's", fontsize=9)
+    axes[-1].legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="center", frameon=False)
+    return figure
+
+
 # --- everything
 
 
-def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.DataFrame:
-    """The long table. Kept are rows of runs not in `again`, and those of packages that are not installed here."""
+def measure(runs: Runs, before: pd.DataFrame) -> pd.DataFrame:
+    """The long table. Kept are rows of packages that are not installed here."""
     found: Numbers = {}
-    for run in [run for run in runs if not again or run.name in again]:
+    for run in runs:
         began = time.perf_counter()
         found |= run_numbers(run)
         print(f"{run.name}: {time.perf_counter() - began:.0f} s", flush=True)
-    measured = {run for run, _ in found}
     for name, members in ensembles(runs):
         found |= ensemble_numbers(name, members)
     of_peers = before.output.isin(PEERS) | before.metric.str.endswith(PEERS)
-    kept = before[before.run.isin([run.name for run in runs]) & (of_peers | ~before.run.isin(measured))]
+    kept = before[before.run.isin([run.name for run in runs]) & of_peers]
     new = pd.DataFrame.from_dict(found, orient="index").stack()
     both = pd.concat([new, kept.set_index(COLUMNS[:3]).value])
     return write_table(both[~both.index.duplicated()])
@@ -168,13 +193,12 @@ def measure(runs: Runs, before: pd.DataFrame, again: Sequence[str] = ()) -> pd.D
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--keep", action="store_true")
-    parser.add_argument("--run", action="append", default=[], metavar="NAME")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs, table = stored_runs(), read_table()
     if not options.keep:
-        table = measure(runs, table, options.run)
+        table = measure(runs, table)
     tables.publish(tables.TABLES | rivals.TABLES, table, runs)
     for figure in (gains, epochs, beta, gradients, reliability):
-        plots.save(figure(table, runs), OUTPUT / "figures" / f"{figure.__name__}.png", dpi=90)
-    shift.draw()
+        plots.save(figure(table, runs), DOCS / "results/figures" / f"{figure.__name__}.png", dpi=90)
+    plots.save(frontier(), DOCS / "images/frontier.png", dpi=90)

@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def probs_of(found: RunModel, inputs: Tensor) -> Any:
     with torch.no_grad():
-        return found.model(inputs if found.prepare is None else found.prepare(inputs)).softmax(1).numpy()
+        return found.model(found.inputs.normalise(inputs)).softmax(1).numpy()
 
 
 def test_export_command(run: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_export_command(run: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(probs, want, atol=1e-5)
     np.testing.assert_array_equal(label, want.argmax(1))
     card = (tmp_path / "README.md").read_text()
-    assert f"{100 * metrics.ece(saved):.2f} % (" in card
+    assert f"{100 * metrics.ece(saved):.2f} %" in card
     assert "fashion: 256 samples to train, 200 to calibrate, 300 to test" in card
     assert "beta0 = 1.1" in card
     assert "guard" not in card.split("## Settings")[0]
@@ -100,7 +100,7 @@ def test_a_network_of_the_working_folder_is_trained_and_exported(tmp_path: Path)
     assert (run / "export/model.safetensors").exists()
     elsewhere = called("export", str(run), "--to", "safetensors", folder="elsewhere")
     assert elsewhere.returncode == 2
-    assert "cannot import the module of network 'my_networks:tiny'" in elsewhere.stderr
+    assert "cannot import network 'my_networks:tiny'" in elsewhere.stderr
 
 
 def _test_images(n: int) -> Tensor:
@@ -168,7 +168,7 @@ def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str)
     auto = Predictions.load(guarded / "predictions/test-auto.npz")
     assert float((saved.probs - auto.probs).abs().max()) > 0.005  # the guard acts
     images, original = _test_images(300), open_run(guarded)
-    normalise = original.prepare
+    normalise = original.inputs.normalise
     strange = (images + torch.randn(images.shape)).clamp(0, 1)
     with torch.no_grad(), original.model.guard.alone():  # a program has no window
         under_noise = original.model(normalise(strange)).softmax(1)
@@ -187,7 +187,7 @@ def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str)
     np.testing.assert_allclose(one, probs[:1], atol=1e-5)
     np.testing.assert_allclose(noisy, under_noise, atol=1e-4)
     card = (tmp_path / "README.md").read_text()
-    assert f"{100 * metrics.ece(saved):.2f} % (" in card
+    assert f"{100 * metrics.ece(saved):.2f} %" in card
     assert "shift guard ('guarded')" in card
     assert "perturbed by 'shifts'" in card
     assert json.loads((tmp_path / "config.json").read_text())["head"] == "guarded"

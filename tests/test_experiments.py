@@ -11,6 +11,7 @@ import torch
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("safetensors")
+pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
@@ -236,6 +237,20 @@ def test_cells_of_the_ece() -> None:
     )
 
 
+def test_shares_of_the_guard_by_hand() -> None:
+    cells = [("clean", 0.02, 0.5), ("drop/1", 0.1, 0.7), ("drop/2", 0.3, 0.9)]
+    rows = [
+        ("a", "words", method, cell, factor * ece, nll, cost, 0.0)
+        for method, factor, cost in (("temperature", 1.0, 0.01), ("head", 0.5, 0.0))
+        for cell, ece, nll in cells
+    ]
+    columns = ["run", "left_out", "method", "cell", "ece", "nll", "cost", "cost_error"]
+    found = tables.guard_summary(pd.DataFrame(rows, columns=columns)).loc["a"]
+    assert found.ece["temperature"] == pytest.approx(0.2)
+    assert found.share["head"] == pytest.approx(0.5)
+    assert found.cost["temperature"] == pytest.approx(2.0)  # percent of the head's NLL, 0.5
+
+
 # --- recipes and training
 
 
@@ -322,9 +337,9 @@ def test_the_cells_of_table_2_are_the_papers(shared: Path) -> None:
     parts = dict(zip(tables.SETS, ("CIFAR-10-C", "CIFAR-10/SVHN")))
     copied = tables.paper(2).before.groupby(level=["data", "model"], sort=False)
     assert len(copied) == 4
-    for (shift, model), wanted in copied:
+    for (which, model), wanted in copied:
         name = next(printed for printed, ours in MODELS.items() if ours == model)
-        place = source.index(name, source.index(parts[shift], source.index("tab: ece_max")))
+        place = source.index(name, source.index(parts[which], source.index("tab: ece_max")))
         found = [float(n) for n in re.findall(r"\d+\.\d+", source[place : source.index(r"\\", place)])]
         assert [*found[:2], found[8]] == wanted.to_list()
 

@@ -533,7 +533,6 @@ def test_two_processes_count_every_validation_sample_once(images: Images, tmp_pa
         assert two == pytest.approx(one, rel=1e-6)
         assert two["val_accuracy_main"] == one["val_accuracy_main"]
     how = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
-    assert validate(loader(data, 4), **how) == pytest.approx(one, rel=1e-6)  # all of them in each process
     parts = validate(DataLoader(data, 4, sampler=Halves(range(n))), **how)
     assert parts == pytest.approx(one, rel=1e-6)  # a part in each
 
@@ -672,7 +671,7 @@ def test_classifier_is_found_or_named() -> None:
     assert find_classifier(module, "model.0") is module.model[0]
     with pytest.raises(ValueError, match=r"found in Parts: .*'backbone', 'top'.*classifier='...'"):
         find_classifier(parts)
-    with pytest.raises(ValueError, match="classifier must name a submodule of Classifier, got 'net'"):
+    with pytest.raises(AttributeError, match="Classifier has no attribute `net`"):
         find_classifier(module, "net")
 
 

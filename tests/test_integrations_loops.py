@@ -1,5 +1,6 @@
 """The plain loop under Accelerate, Fabric, skorch and fastai: the network stays bit-identical. Trackers get figures."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from doublehead import DoubleHead
 from doublehead.curves import Reliability, reliability
-from doublehead.integrations.callbacks import for_transformers, log_figure, log_reliability
+from doublehead.integrations.callbacks import log_reliability, log_to_trackers
 from doublehead.system import require
 from samples import overconfident
 from tiny_networks import assert_same
@@ -148,8 +149,8 @@ def curve() -> Reliability:
     return reliability(overconfident(300, 4))
 
 
-def test_each_tracker_gets_the_figure_its_own_way(curve: Reliability, tmp_path: Path) -> None:
-    """Trackers of the shapes of Lightning's loggers."""
+def test_each_logger_gets_the_figure_its_own_way(curve: Reliability, tmp_path: Path) -> None:
+    """Loggers of the shapes of Lightning's."""
     got: dict[str, Any] = {}
     tensorboard = SimpleNamespace(add_figure=lambda *what: got.update(tensorboard=what))
     mlflow = SimpleNamespace(log_figure=lambda *what: got.update(mlflow=what))
@@ -157,29 +158,43 @@ def test_each_tracker_gets_the_figure_its_own_way(curve: Reliability, tmp_path: 
         SimpleNamespace(experiment=tensorboard),
         SimpleNamespace(run_id="run-1", experiment=mlflow),
         SimpleNamespace(experiment=object(), log_image=lambda key, images: got.update(wandb=(key, images))),
+        SimpleNamespace(log_dir=str(tmp_path)),
+        object(),
     ]
-    assert log_reliability([*loggers, object()], curve, "reliability", 7) == 3
+    log_reliability(loggers, curve, "val/reliability", 7)
     name, figure, step = got["tensorboard"]
-    assert (name, step) == ("reliability", 7)
-    assert figure.axes
-    assert got["mlflow"] == ("run-1", figure, "reliability/00000007.png")
-    key, (image,) = got["wandb"]
-    assert key == "reliability"
-    assert image.ndim == 3
-    assert image.std() > 0
-    assert log_reliability([], curve, "reliability", 7) == 0
-    assert log_figure(SimpleNamespace(log_dir=str(tmp_path)), "val/reliability", figure, 3)
-    assert (tmp_path / "val_reliability-00000003.png").stat().st_size > 1000
+    assert (name, step) == ("val/reliability", 7)
+    assert len(figure.axes) == 1
+    assert got["mlflow"] == ("run-1", figure, "val/reliability/00000007.png")
+    assert got["wandb"] == ("val/reliability", [figure])
+    assert (tmp_path / "val_reliability-00000007.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_trackers_without_an_open_run_are_left_alone(tmp_path: Path) -> None:
-    for names in ([], ["wandb", "mlflow"]):  # neither has been imported
-        assert for_transformers(SimpleNamespace(report_to=names, output_dir=str(tmp_path))) == []
+def test_trackers_of_transformers(
+    curve: Reliability, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: dict[str, Any] = {}
+    args = SimpleNamespace(report_to=["wandb", "mlflow"], output_dir=str(tmp_path))
+    log_to_trackers(args, {"eval_ece_calib": 0.01}, curve, "reliability", 5)  # neither has been imported
+    run = SimpleNamespace(log=lambda row: got.update(wandb=row))
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(run=run, Image=lambda figure: ("image", figure))
+    )
+    mlflow = SimpleNamespace(
+        active_run=lambda: "open",
+        log_metrics=lambda numbers, step: got.update(mlflow=(numbers, step)),
+        log_figure=lambda figure, file: got.update(file=file),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    log_to_trackers(args, {"eval_ece_calib": 0.01}, curve, "reliability", 5)
+    assert got["wandb"]["train/global_step"] == 5
+    assert got["wandb"]["reliability"][0] == "image"
+    assert got["mlflow"] == ({"eval_ece_calib": 0.01}, 5)
+    assert got["file"] == "reliability/00000005.png"
 
 
 def test_real_tensorboard(curve: Reliability, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    (tracker,) = for_transformers(SimpleNamespace(report_to=["tensorboard"], output_dir=str(tmp_path)))
-    tracker.log_metrics({"eval_ece_calib": 0.01}, 5)
-    assert log_reliability([tracker], curve, "reliability", 5) == 1
-    assert list(tmp_path.rglob("events.out.tfevents.*"))
+    args = SimpleNamespace(report_to=["tensorboard"], output_dir=str(tmp_path))
+    log_to_trackers(args, {"eval_ece_calib": 0.01}, curve, "reliability", 5)
+    assert any((tmp_path / "runs").iterdir())

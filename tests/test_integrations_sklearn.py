@@ -17,7 +17,6 @@ from doublehead.integrations.sklearn import (
     DoubleHeadClassifier,
     ece_scorer,
     hold_out,
-    make_ece_scorer,
 )
 
 pd = pytest.importorskip("pandas")
@@ -159,7 +158,7 @@ def test_scorer_by_hand() -> None:
 
     x, y = np.zeros((4, 1)), np.array(["yes", "no", "no", "yes"])
     assert ece_scorer(Sure(), x, y) == pytest.approx(-0.25)
-    assert make_ece_scorer(n_bins=1)(Sure(), x, y) == pytest.approx(-0.25)
+    assert ece_scorer(Sure(), x, y, n_bins=1) == pytest.approx(-0.25)
     with pytest.raises(ValueError, match="y must hold no class that the estimator was not fitted on"):
         ece_scorer(Sure(), x, np.array(["yes", "no", "maybe", "zebra"]))
 

@@ -1,4 +1,4 @@
-"""The image networks: shapes, gradients, memory formats, half precision, compilation, saved weights."""
+"""The image networks: shapes, gradients, compilation, saved weights."""
 
 import copy
 import hashlib
@@ -45,21 +45,6 @@ def test_forward_and_backward(name):
         assert torch.isfinite(parameter.grad).all(), label
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "wide_resnet28_10", "small_cnn"])
-def test_bfloat16_autocast(name):
-    network, images = make(name).train(), some_images(name)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = network(images)
-    assert logits.dtype == torch.bfloat16
-    F.cross_entropy(logits.float(), torch.tensor([1, 2])).backward()
-    assert all(torch.isfinite(parameter.grad).all() for parameter in network.parameters())
-    network.eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        halved = network(images).float()
-    full = network(images)
-    assert (halved - full).abs().max() < 0.05 * full.abs().max() + 0.05
-
-
 @pytest.mark.parametrize("name", ["wide_resnet28_10", "small_cnn"])
 def test_compiled_whole_gives_the_same_step(name):
     network, images = make(name), some_images(name)
@@ -73,7 +58,7 @@ def test_compiled_whole_gives_the_same_step(name):
 @pytest.mark.parametrize(("name", "before_pool"), [("resnet18", (512, 4, 4)), ("densenet121", (1024, 4, 4))])
 def test_small_stem_keeps_the_resolution(name, before_pool):
     """32 pixels are halved three times, by the stages alone."""
-    network = make(name, input="32x32")
+    network = make(name, input=(3, 32, 32))
     module = network.layer4 if name == "resnet18" else network.features
     shapes = []
     module.register_forward_hook(lambda _module, _inputs, output: shapes.append(tuple(output.shape[1:])))
@@ -83,7 +68,7 @@ def test_small_stem_keeps_the_resolution(name, before_pool):
 
 @pytest.mark.parametrize("name", ["resnet18", "densenet121"])
 def test_plain_stem_is_torchvision_itself(name):
-    network = make(name, input="224x224")
+    network = make(name, input=(3, 224, 224))
     torch.manual_seed(0)
     options = {"zero_init_residual": True} if name.startswith("resnet") else {}
     get_model = require("torchvision.models", extra="models").get_model
@@ -148,10 +133,10 @@ def test_weights_from_a_file_with_another_number_of_classes(tmp_path):
 
 
 def test_weights_that_do_not_fit(tmp_path):
-    _, path = saved(tmp_path, 3, input="224x224")
+    _, path = saved(tmp_path, 3, input=(3, 224, 224))
     with pytest.raises(ValueError, match=r"input above 64x64 .*(?s:.)*conv1.weight"):
         build("resnet18", 3, weights=path)
-    with pytest.raises(FileNotFoundError, match="weights must .* got 'no.safetensors'"):
+    with pytest.raises(FileNotFoundError, match="no.safetensors"):
         build("resnet18", 3, weights="no.safetensors")
     with pytest.raises(ValueError, match=r"one of .*IMAGENET1K_V1.* for resnet18, got 'BEST'"):
         build("resnet18", 3, weights="BEST")

@@ -72,14 +72,8 @@ def go(config: Config, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def words(**settings: Any) -> Config:
-    steps = {
-        "epochs": 1,
-        "optimizer": "adam",
-        "lr": 0.003,
-        "batch_size": 20,
-        "calib_batch_size": 20,
-        "every": 2,
-    }
+    steps = {"epochs": 1, "optimizer": "adam", "lr": 0.003}
+    steps |= {"batch_size": 20, "calib_batch_size": 20, "every": 2}
     heads = {"a": HeadSpec(), "b": HeadSpec(kind="mlp", reads="logits")}
     usual = {"embeddings": "random:16", "warmup": 0.0, "heads": heads, "auto": True}
     return Config(**{**steps, **usual, **settings})
@@ -112,8 +106,8 @@ def test_word_pieces_of_trees(trees: Path, tmp_path: Path) -> None:
     config = words(data="sst-fine", model="minilm", model_options={"weights": str(tmp_path)}, max_words=30)
     results = go(config, tmp_path / "run", root=str(trees))
     assert set(results["outputs"]) == {"main", "a", "b", "auto"}
-    found = open_run(tmp_path / "run", "auto", str(trees))
-    assert found.words == ()  # its tokenizer has them
+    found = open_run(tmp_path / "run", "auto", trees)
+    assert found.inputs.words == ()  # its tokenizer has them
     again = found.model(found.example).detach()
     saved = Predictions.load(tmp_path / "run/predictions/test-auto.npz").logits[: len(again)]
     torch.testing.assert_close(again.softmax(1), saved.softmax(1), rtol=0, atol=2e-3)  # saved as float16
@@ -200,31 +194,35 @@ def test_cut_splits_keep_the_shares_of_the_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("data", "settings", "said"),
     [
-        ({"model": "gp_cnn"}, "model must read images for fashion, got gp_cnn, which reads words"),
-        ({"batch_size": 45}, "batch_size must be a multiple of the 2 processes, got 45"),
-        ({"batch_size": 1000}, "batch_size must be at most the 240 samples"),
+        ("fashion", {"model": "gp_cnn"}, "must read images for fashion, got gp_cnn, which reads words"),
+        ("fashion", {"batch_size": 45}, "batch_size must be a multiple of the 2 processes, got 45"),
+        ("fashion", {"batch_size": 1000}, "batch_size must be at most the 240 samples"),
+        (
+            "table",
+            {"model": "small_cnn"},
+            "words or word pieces for table:.*, got small_cnn, which reads images",
+        ),
+        (
+            "table",
+            {"model": "tree_lstm"},
+            "words or word pieces for table:.*, got tree_lstm, which reads trees",
+        ),
+        ("table", {"mixup": 0.2}, "mixup is for images, table:.* holds words"),
+        ("table", {"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
+        ("table", {"auto": True, "guards": ("shifts",)}, "guarded, are for images, table:.* holds words"),
+        ("table", {"embeddings": "random:few"}, "must be glove, a file or random:SIZE, got 'random:few'"),
     ],
 )
-def test_bad_settings_for_images(settings: dict[str, Any], said: str) -> None:
+def test_bad_settings(data: str, settings: dict[str, Any], said: str, table: str) -> None:
+    usual = small() if data == "fashion" else words(data=table, model="textcnn")
+    splits = fashion() if data == "fashion" else None
     with pytest.raises(ValueError, match=said):
-        Inputs(small(**settings), CPU, fashion(), None, 0, 2)
+        Inputs(replace(usual, **settings), CPU, splits, None, 0, 2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"model": "small_cnn"}, "words or word pieces for table:.*, got small_cnn, which reads images"),
-        ({"model": "tree_lstm"}, "words or word pieces for table:.*, got tree_lstm, which reads trees"),
-        ({"mixup": 0.2}, "mixup is for images, table:.* holds words"),
-        ({"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
-        ({"auto": True, "guards": ("shifts",)}, "guarded, are for images, table:.* holds words"),
-        ({"shift": ("gaussian_noise:1",)}, "shift must name a data set for words, got 'gaussian_noise:1'"),
-        ({"embeddings": "random:few"}, "embeddings must be glove, a file or random:SIZE, got 'random:few'"),
-    ],
-)
-def test_bad_settings_for_words(settings: dict[str, Any], said: str, table: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=said):
-        go(words(**{"data": table, "model": "textcnn", **settings}), tmp_path / "run")
+def test_a_run_that_cannot_start_leaves_no_folder(table: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shift must name a data set for words, got 'gaussian_noise:1'"):
+        go(words(data=table, model="textcnn", shift=("gaussian_noise:1",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,5 +1,6 @@
 """The run folder: locks, files that appear whole or not at all, and a disk that is full."""
 
+import errno
 import json
 import os
 import signal
@@ -41,7 +42,7 @@ def test_the_message_of_a_locked_folder(tmp_path: Path) -> None:
 def test_leftovers_of_a_killed_process_are_swept_away(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "predictions").mkdir()
-    leftovers = [tmp_path / ".checkpoint-next.pt.ab12_x9z", tmp_path / "predictions/.test-main.npz.ab12cd34"]
+    leftovers = [tmp_path / ".checkpoint.pt.ab12_x9z", tmp_path / "predictions/.test-main.npz.ab12cd34"]
     kept = [tmp_path / "predictions/test-main.npz", tmp_path / ".notes/a.txt", tmp_path / ".idea.d/x"]
     for file in (*(place / "half" for place in leftovers), *kept):
         file.parent.mkdir(exist_ok=True)
@@ -70,14 +71,14 @@ def test_a_folder_in_which_nothing_happened_goes_again(tmp_path: Path) -> None:
 
 def test_another_config_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.begin(Config(epochs=3))
-    folder.begin(Config(epochs=3, workers=4))
+    folder.write_text("config.json", Config(epochs=3).to_json())
+    folder.check(Config(epochs=3, workers=4))
     with pytest.raises(RunError, match=r"a run with other settings \(epochs, lr\): choose another folder"):
-        folder.begin(Config(epochs=4, lr=0.1, workers=4))
+        folder.check(Config(epochs=4, lr=0.1, workers=4))
     assert folder.config == Config(epochs=3)
     (tmp_path / "config.json").write_text('{"epochs": 3')
     with pytest.raises(RunError, match=r"config.json cannot be read .*: remove the folder"):
-        folder.begin(Config(epochs=3))
+        folder.check(Config(epochs=3))
 
 
 def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
@@ -90,9 +91,11 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_and_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    def fill(file: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with pytest.raises(RunError, match=r"could not write .*metrics.jsonl \(No space left on device\)"):
-        RunFolder(tmp_path).append_line("metrics.jsonl", {"epoch": 0})
+        RunFolder(tmp_path).write("metrics.jsonl", fill)
     (tmp_path / "predictions").touch()
     with pytest.raises(RunError, match=r"could not write .*test-main.npz \("):
         RunFolder(tmp_path).save_predictions("test-main", Predictions(torch.eye(2), torch.arange(2)))
@@ -111,41 +114,26 @@ def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
 
 
-def test_the_newest_checkpoint_that_can_be_read(tmp_path: Path) -> None:
+def test_checkpoints(tmp_path: Path) -> None:
     folder, device = RunFolder(tmp_path), torch.device("cpu")
     assert folder.load_checkpoint(device) is None
-    for epoch in (1, 2, 3):
+    for epoch in (1, 2):
         folder.save_checkpoint({"epoch": epoch})
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint-previous.pt", "checkpoint.pt"]
-    (tmp_path / "checkpoint.pt").write_bytes((tmp_path / "checkpoint.pt").read_bytes()[:100])
-    with pytest.warns(UserWarning, match="checkpoint.pt cannot be read"):
-        assert folder.load_checkpoint(device) == {"epoch": 2}
-    # A process may die between its two renamings: the newest then still has its first name.
-    (tmp_path / "checkpoint.pt").unlink()
-    torch.save({"epoch": 4}, tmp_path / "checkpoint-next.pt")
-    assert folder.load_checkpoint(device) == {"epoch": 4}
-    folder.drop_checkpoints()
+    assert folder.load_checkpoint(device) == {"epoch": 2}
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+    folder.drop_checkpoint()
     assert not any(tmp_path.iterdir())
 
 
-def test_no_pickle_is_executed(tmp_path: Path) -> None:
-    torch.save({"epoch": Bomb(tmp_path / "harm")}, tmp_path / "checkpoint.pt")
-    with (
-        pytest.warns(UserWarning, match="cannot be read"),
-        pytest.raises(RunError, match="no checkpoint .* can be read"),
-    ):
-        RunFolder(tmp_path).load_checkpoint(torch.device("cpu"))
+def test_a_damaged_checkpoint_is_named_and_no_pickle_is_executed(tmp_path: Path) -> None:
+    RunFolder(tmp_path).save_checkpoint({"epoch": 1})
+    whole = (tmp_path / "checkpoint.pt").read_bytes()
+    torch.save({"epoch": Bomb(tmp_path / "harm")}, tmp_path / "bomb.pt")
+    for content in (whole[:100], (tmp_path / "bomb.pt").read_bytes()):
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+        with pytest.raises(RunError, match=r"checkpoint.pt cannot be read (?s:.*): remove the folder"):
+            RunFolder(tmp_path).load_checkpoint(torch.device("cpu"))
     assert not (tmp_path / "harm").exists()
-
-
-def test_half_a_line_and_later_lines_are_dropped(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    for epoch in range(3):
-        folder.append_line("metrics.jsonl", {"epoch": epoch, "nll": 0.1 + epoch})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"epoch": 3, "nl')
-    folder.keep_lines("metrics.jsonl", lambda row: row["epoch"] < 2)
-    assert folder.lines() == [{"epoch": 0, "nll": 0.1}, {"epoch": 1, "nll": 1.1}]
 
 
 def test_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:

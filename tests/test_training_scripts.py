@@ -55,6 +55,16 @@ class Script:
             beside = self.double
             self.model = calibrate(network, self.calib, beside=beside) if network else beside.finish()
 
+    def epoch(self, network: nn.Module, optimizer: Any, loss: Any = F.cross_entropy) -> float:
+        """A plain epoch, and the validation loss after it."""
+        network.train()
+        for x, y in self.batches:
+            optimizer.zero_grad()
+            loss(network(x), y).backward()
+            optimizer.step()
+            self.step()
+        return self.validate(network)
+
     @torch.no_grad()
     def validate(self, network: nn.Module) -> float:
         network.eval()
@@ -70,13 +80,7 @@ def log_softmax(script: Script) -> nn.Module:
     scheduler = StepLR(optimizer, 1, 0.7)
     script.start(net, optimizer)
     for _ in range(3):
-        net.train()
-        for x, y in script.batches:
-            optimizer.zero_grad()
-            F.nll_loss(net(x), y).backward()
-            optimizer.step()
-            script.step()
-        script.validate(net)
+        script.epoch(net, optimizer, F.nll_loss)
         scheduler.step()
     script.finish()
     return net
@@ -141,13 +145,7 @@ def plateau_and_early_stopping(script: Script) -> nn.Module:
     script.start(net, optimizer)
     best, kept, waited = float("inf"), net.state_dict(), 0
     while waited < 2 and len(script.log) < 12:
-        net.train()
-        for x, y in script.batches:
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            script.step()
-        loss = script.validate(net)
+        loss = script.epoch(net, optimizer)
         scheduler.step(loss)
         script.log.append(optimizer.param_groups[0]["lr"])
         waited = 0 if loss < best else waited + 1
@@ -191,13 +189,7 @@ def saved_and_resumed(script: Script) -> nn.Module:
         for name, part in (("net", net), ("optimizer", optimizer), ("double", script.double)):
             if name in state:
                 part.load_state_dict(state[name])
-        net.train()
-        for x, y in script.batches:
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            script.step()
-        script.validate(net)
+        script.epoch(net, optimizer)
         state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
         if script.double is not None:
             state["double"] = script.double.state_dict()

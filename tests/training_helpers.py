@@ -64,7 +64,7 @@ def contents(folder: Path) -> dict[str, Any]:
             rows = [json.loads(line) for line in file.read_text().splitlines()]
             held[name] = [{**row, "seconds": 0} for row in rows]
         elif file.name == "results.json":
-            timed = ("train_seconds", "samples_per_second", "environment")
+            timed = ("train_seconds", "environment")
             result = json.loads(file.read_text())
             held[name] = {key: value for key, value in result.items() if key not in timed}
     return held

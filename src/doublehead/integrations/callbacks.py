@@ -28,10 +28,10 @@ from doublehead.network import Reader
 from doublehead.plots import draw_reliability, save
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
-from doublehead.summary import Summary
 from doublehead.torch_tools import evaluating, from_every_process, n_processes
 
 Answer = Callable[[Tensor, Tensor], Tensor]  # (main logits, features) -> calibrated logits
+N_BINS = 15
 
 
 class CompanionCallback:
@@ -46,7 +46,7 @@ class CompanionCallback:
     TypeError: got an unexpected keyword argument 'evry'
     """
 
-    def __init__(self, calib_data: Any, *, figure: bool = True, n_bins: int = 15, **options: Any) -> None:
+    def __init__(self, calib_data: Any, *, figure: bool = True, **options: Any) -> None:
         super().__init__()
         inspect.signature(DoubleHead).bind(
             None, None, follow=None, steps=None, **options
@@ -56,10 +56,28 @@ class CompanionCallback:
             heads = HeadSpec(kind="temperature")
         if heads is not None and not isinstance(heads, HeadSpec) and len(heads) != 1:
             raise ValueError(f"heads must be None or one HeadSpec, got {len(heads)} of them")
-        self.calib_data, self.options = calib_data, {**options, "heads": heads}
-        self.figure, self.n_bins = figure, n_bins
+        self.calib_data, self.figure, self.options = calib_data, figure, {**options, "heads": heads}
         self.double: DoubleHead | None = None
         self._model: Calibrated | None = None
+        self._attachment: Attachment | None = None
+        self._seen: tuple[Heads, dict[str, Any]] | None = None  # of the last forward: answers and keywords
+
+    def _attach(self, replace: bool) -> None:
+        """Put hooks on the network that ask the finished calibration, or in training the heads as they are now."""
+        self._detach()
+        double = self.double
+        assert double is not None
+        answer = double.answer if self._model is None else self._model.calibrated
+        self._attachment = Attachment(double.network, double.reader, answer, replace=replace, seen=self._note)
+
+    def _detach(self) -> None:
+        self._seen = None
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment = None
+
+    def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
+        self._seen = heads, kwargs
 
     @property
     def model(self) -> Calibrated:
@@ -161,9 +179,9 @@ class Attachment:
 
 
 class RunningMetrics:
-    """The `Summary` of the main and the calibration head over batches, in memory that does not grow.
+    """Numbers of the main and the calibration head over batches, in memory that does not grow.
 
-    Rows whose logits are not finite are left out and counted in `n_broken`.
+    Rows whose logits are not finite are left out.
 
     >>> watch = RunningMetrics()
     >>> watch.add(Heads(torch.tensor([[4.0, 0.0]]), torch.tensor([[1.0, 0.0]])), torch.tensor([1]))
@@ -172,71 +190,37 @@ class RunningMetrics:
     (0.982, 0.731)
     """
 
-    def __init__(self, n_bins: int = 15) -> None:
-        self.n_bins = n_bins
+    def __init__(self) -> None:
         self._tallies: list[Tally] = []  # of main and calib; empty before the first batch
-        self._noted = torch.zeros(2, dtype=torch.float64)  # sums of all inputs and of every other entry
-        self.n_broken = 0
 
     @torch.no_grad()
-    def add(self, heads: Heads, labels: Tensor) -> None:
-        """Add a batch: logits (B, K) of both heads and labels, as `Reader.targets` gives them."""
-        counts = labels >= 0 if labels.ndim == 1 else torch.ones_like(labels[:, 0], dtype=torch.bool)
-        finite = torch.isfinite(heads.main).all(1) & torch.isfinite(heads.calib).all(1)
-        self.n_broken += int((counts & ~finite).sum())
-        finite &= counts
-        if not bool(finite.any()):
-            return
-        parts = [
-            Tally.of(Predictions(logits[finite].float(), labels[finite]), self.n_bins, per_class=False)
-            for logits in heads
-        ]
-        self._tallies = _sum([self._tallies, parts])
+    def add(self, heads: Heads, labels: Tensor, n: int | None = None) -> None:
+        """Add the first `n` rows of a batch: logits (B, K) of both heads and labels, as `Reader.targets` gives them."""
+        finite = torch.isfinite(heads.main[:n]).all(1) & torch.isfinite(heads.calib[:n]).all(1)
+        if labels.ndim == 1:
+            finite &= labels[:n] >= 0
+        rows = finite.nonzero()[:, 0]
+        if len(rows):
+            both = (Predictions(logits[rows].float(), labels[rows]) for logits in heads)
+            self._tallies = _sum([self._tallies, [Tally.of(p, N_BINS, per_class=False) for p in both]])
 
-    @torch.no_grad()
-    def note(self, inputs: Iterable[Any]) -> None:
-        """Add up the entries of a batch's tensors, so that `gather` recognises processes that saw the same data."""
-        for part in inputs:
-            if isinstance(part, Tensor):
-                flat = part.reshape(-1)
-                sums = [values.sum(dtype=torch.float64) for values in (flat, flat[::2])]
-                self._noted = self._noted.to(part.device) + torch.stack(sums)
-
-    def gather(self) -> None:
-        """Sum over all processes; each then holds the whole. Every process must call it.
-
-        Where all of them noted exactly the same, they saw the same samples, and those of the first count.
-        """
+    def gather(self) -> bool:
+        """Sum over all processes, each of which must call it; False where there is no sample."""
         if n_processes() > 1:
-            every = from_every_process((self._noted.tolist(), self._tallies))
-            noted = [one for one, _ in every]
-            same = any(noted[0]) and all(one == noted[0] for one in noted)
-            self._tallies = every[0][1] if same else _sum([tallies for _, tallies in every])
-
-    @property
-    def n(self) -> int:
-        """How many samples were added."""
-        return self._tallies[1].n if self._tallies else 0
-
-    def summary(self, head: int) -> Summary:
-        """The summary of the main (0) or the calibration head (1)."""
-        if not self._tallies:
-            raise ValueError("running metrics must have at least one sample, got none")
-        return self._tallies[head].summary()
+            self._tallies = _sum(from_every_process(self._tallies))
+        return bool(self._tallies)
 
     def numbers(self) -> dict[str, float]:
         """{"ece_main", "ece_calib", "ece_floor", "nll_main", "nll_calib", "accuracy_main", "accuracy_calib"}."""
         numbers: dict[str, float] = {}
-        for head, name in enumerate(Heads._fields):
-            values = self.summary(head).values
+        for tally, name in zip(self._tallies, Heads._fields):
+            values = tally.summary().values
             numbers |= {f"{key}_{name}": values[key] for key in ("ece", "nll", "accuracy")}
         return numbers | {"ece_floor": values["ece_floor"]}
 
     def reliability(self) -> Reliability:
         """The reliability diagram of the calibration head."""
-        if not self._tallies:
-            raise ValueError("running metrics must have at least one sample, got none")
-        return reliability(self._tallies[1].top, self.n_bins)
+        return reliability(self._tallies[1].top, N_BINS)
 
 
 def _sum(parts: list[list[Tally]]) -> list[Tally]:
@@ -244,104 +228,59 @@ def _sum(parts: list[list[Tally]]) -> list[Tally]:
     return [reduce(add, tallies) for tallies in zip(*(part for part in parts if part))]
 
 
-# --- trackers: Lightning and Transformers send numbers themselves. For figures each tracker has its own call, and a
-# logger is recognised by its methods: W&B (`log_image`), MLflow (`run_id` and `experiment.log_figure`), TensorBoard
-# (`experiment.add_figure`); any other logger with a folder gets a file. No tracker is imported here.
+# --- trackers: Lightning sends numbers itself, Transformers before they are known here. For figures each tracker has
+# its own call. No tracker is imported here.
 
 
 def log_reliability(
     loggers: Iterable[Any], curve: Reliability, name: str, step: int, title: str | None = None
-) -> int:
-    """Draw a reliability diagram once and send it to each logger; returns how many took it."""
+) -> None:
+    """Send a reliability diagram to Lightning's loggers, which are recognised by their methods."""
     loggers = list(loggers)
-    if not loggers:
-        return 0
-    figure = draw_reliability(curve, title=title).figure
-    return sum(log_figure(logger, name, figure, step) for logger in loggers)
+    figure = draw_reliability(curve, title=title).figure if loggers else None
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(logger, "log_image"):  # W&B; a step of its own, since its steps may only grow
+            logger.log_image(key=name, images=[figure])
+        elif hasattr(logger, "run_id") and hasattr(experiment, "log_figure"):  # MLflow
+            experiment.log_figure(logger.run_id, figure, f"{name}/{step:08d}.png")
+        elif hasattr(experiment, "add_figure"):  # TensorBoard
+            experiment.add_figure(name, figure, step)
+        elif getattr(logger, "log_dir", None):
+            save(figure, Path(logger.log_dir) / f"{name.replace('/', '_')}-{step:08d}.png", dpi=100)
 
 
-def log_figure(logger: Any, name: str, figure: Any, step: int) -> bool:
-    """Send a matplotlib figure to one logger (or bare SummaryWriter); False where it cannot take one."""
-    experiment = getattr(logger, "experiment", logger)
-    if hasattr(logger, "log_image"):  # W&B; a step of its own, since its steps may only grow
-        logger.log_image(key=name, images=[_pixels(figure)])
-    elif hasattr(logger, "run_id") and hasattr(experiment, "log_figure"):  # MLflow
-        experiment.log_figure(logger.run_id, figure, f"{name}/{step:08d}.png")
-    elif hasattr(experiment, "add_figure"):  # TensorBoard
-        experiment.add_figure(name, figure, step)
-    elif getattr(logger, "log_dir", None):
-        save(figure, Path(logger.log_dir) / f"{name.replace('/', '_')}-{step:08d}.png", dpi=100)
-    else:
-        return False
-    return True
-
-
-def for_transformers(args: Any) -> list[Any]:
-    """The trackers named in `TrainingArguments.report_to`, as loggers: its own callbacks hand over none.
+def log_to_trackers(
+    args: Any, numbers: dict[str, float], curve: Reliability | None, name: str, step: int
+) -> None:
+    """Send numbers and a reliability diagram to the trackers named in `TrainingArguments.report_to`.
 
     W&B and MLflow are asked for the run that the Trainer has opened; TensorBoard gets a second event file in the
     Trainer's folder.
     """
     asked = args.report_to or []
-    made: list[Any] = []
-    if "wandb" in asked and _open_run("wandb", "run"):
-        made.append(_Wandb(sys.modules["wandb"]))
-    if "mlflow" in asked and _open_run("mlflow", "active_run"):
-        made.append(_MLflow(sys.modules["mlflow"]))
+    figure = draw_reliability(curve).figure if curve is not None and asked else None
+    wandb, mlflow = (
+        sys.modules.get(package) for package in ("wandb", "mlflow")
+    )  # imported by who opened a run
+    if "wandb" in asked and wandb is not None and wandb.run is not None:
+        images = {} if figure is None else {name: wandb.Image(figure)}
+        wandb.run.log({**numbers, **images, "train/global_step": step})
+    if "mlflow" in asked and mlflow is not None and mlflow.active_run() is not None:
+        mlflow.log_metrics(numbers, step=step)
+        if figure is not None:
+            mlflow.log_figure(figure, f"{name}/{step:08d}.png")
     if "tensorboard" in asked:
-        made.append(_tensorboard(getattr(args, "logging_dir", None) or str(Path(args.output_dir) / "runs")))
-    return made
-
-
-def _open_run(package: str, name: str) -> bool:
-    run = getattr(sys.modules.get(package), name, None)  # whoever opened a run has imported it
-    return (run() if callable(run) else run) is not None
-
-
-class _Wandb:
-    def __init__(self, wandb: Any) -> None:
-        self.wandb = wandb
-
-    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
-        self.wandb.run.log({**numbers, "train/global_step": step})
-
-    def log_image(self, key: str, images: list[Any]) -> None:
-        self.wandb.run.log({key: [self.wandb.Image(image) for image in images]})
-
-
-class _MLflow:
-    def __init__(self, mlflow: Any) -> None:
-        self.mlflow, self.experiment, self.run_id = mlflow, self, mlflow.active_run().info.run_id
-
-    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
-        self.mlflow.log_metrics(numbers, step=step)
-
-    def log_figure(self, run_id: str, figure: Any, file: str) -> None:
-        self.mlflow.log_figure(figure, file)
+        writer = _writer(getattr(args, "logging_dir", None) or str(Path(args.output_dir) / "runs"))
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, step)
+        if figure is not None:
+            writer.add_figure(name, figure, step)
+        writer.flush()
 
 
 @lru_cache
-def _tensorboard(folder: str) -> _TensorBoard:
-    return _TensorBoard(folder)
+def _writer(folder: str) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
 
-
-class _TensorBoard:
-    def __init__(self, folder: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.experiment = SummaryWriter(folder)
-
-    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            self.experiment.add_scalar(name, value, step)
-        self.experiment.flush()
-
-
-def _pixels(figure: Any) -> Any:
-    """A figure as an array (H, W, 4) of bytes."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba()).copy()
+    return SummaryWriter(folder)

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibrated import Calibrated
-from doublehead.metrics import Interval
 from doublehead.predictions import Predictions
 from doublehead.saving import WEIGHTS, load, save
 from doublehead.shift_guard import ShiftGuard
-from doublehead.summary import METRICS, Summary, shown, shown_interval
+from doublehead.summary import METRICS, Summary, side_by_side
 from doublehead.system import require
-from doublehead.tasks import LogitsOf, Task, class_scores, find_logits
+from doublehead.tasks import Task, class_scores, find_logits
 from doublehead.torch_tools import device_of, evaluating, uncompiled
 
 Form: TypeAlias = Literal["onnx", "torch-export", "safetensors"]
@@ -51,8 +50,12 @@ class _Answering(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.prepare, self.names = model, prepare, tuple(names)
-        inner = model.model if isinstance(model, ShiftGuard) else model
-        self.task: Task = inner.reader.task if isinstance(inner, Calibrated) else "classes"
+        self.task: Task = self.inner.reader.task if isinstance(self.inner, Calibrated) else "classes"
+
+    @property
+    def inner(self) -> nn.Module:
+        """The model without a guard."""
+        return self.model.model if isinstance(self.model, ShiftGuard) else self.model
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """(probs, label, confidence)."""
@@ -194,14 +197,11 @@ def _to_onnx(model: _Answering, inputs: tuple[Tensor, ...], file: Path) -> None:
 
 def _to_weights(model: _Answering, inputs: tuple[Tensor, ...], file: Path) -> None:
     save(model.model, file.parent)
-    network: nn.Module = model.model
-    network = network.model if isinstance(network, ShiftGuard) else network
-    logits_of: LogitsOf | None = None
+    network, logits_of = model.inner, None
     if isinstance(network, Calibrated):
         logits_of, network = network.reader.logits_of, network.network
     again = load(file, copy.deepcopy(network), logits_of=logits_of)
-    alone = again.guard.alone() if isinstance(again, ShiftGuard) else nullcontext()
-    with alone:
+    with again.guard.alone() if isinstance(again, ShiftGuard) else nullcontext():
         _compare(model, _Answering(again, model.prepare, model.names).eval(), inputs, "safetensors")
 
 
@@ -229,19 +229,14 @@ def _trials(model: _Answering, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tup
     for rows in (slice(None), [0, 1, 0], slice(1)):
         yield tuple(value[rows] for value in inputs), TOLERANCE
     if isinstance(model.model, ShiftGuard):
-        for strange in (_pale, _noise):
-            some = tuple(strange(value) if value.is_floating_point() else value for value in inputs)
-            yield some, 10 * TOLERANCE
-
-
-def _pale(value: Tensor) -> Tensor:
-    return torch.lerp(value, value.mean(), 0.95)
-
-
-def _noise(value: Tensor) -> Tensor:
-    low, high = value.aminmax()
-    draw = torch.rand(value.shape, generator=torch.Generator().manual_seed(0))
-    return torch.lerp(low, high, draw.to(value))
+        pale, noise = list(inputs), list(inputs)
+        for i, value in enumerate(inputs):
+            if value.is_floating_point():
+                pale[i] = torch.lerp(value, value.mean(), 0.95)
+                draw = torch.rand(value.shape, generator=torch.Generator().manual_seed(0))
+                noise[i] = torch.lerp(*value.aminmax(), draw.to(value))
+        yield tuple(pale), 10 * TOLERANCE
+        yield tuple(noise), 10 * TOLERANCE
 
 
 def _refuse_code(archive: zipfile.ZipFile, path: Path) -> None:
@@ -252,28 +247,49 @@ def _refuse_code(archive: zipfile.ZipFile, path: Path) -> None:
             entries = json.loads(archive.read(name)).get("config", {}).values()
             pickled |= {entry["path_name"] for entry in entries if entry.get("use_pickle")}
     for name in archive.namelist():
-        native = "aotinductor" in name or name.endswith((".so", ".cubin", ".o"))
-        if native or (
-            (name.endswith(".pt") or Path(name).name in pickled) and not _is_plain(archive.read(name))
-        ):
+        is_code = "aotinductor" in name or name.endswith((".so", ".cubin", ".o"))
+        if name.endswith(".pt") or Path(name).name in pickled:
+            try:
+                torch.load(io.BytesIO(archive.read(name)), weights_only=True)
+            except Exception:  # whatever the safe unpickler says of what it refuses
+                is_code = True
+        if is_code:
             raise ValueError(
                 f"{path} must hold tensors alone, got code to execute in {name!r}: it was not opened"
             )
 
 
-def _is_plain(data: bytes) -> bool:
-    """Whether torch can read this without executing a pickle."""
-    try:
-        torch.load(io.BytesIO(data), weights_only=True)
-    except Exception:  # whatever the safe unpickler says of what it refuses
-        return False
-    return True
-
-
 # --- the model card
 
-ROWS = ("accuracy", "ece", "nll", "brier")
-SERVE = """```python
+# JSON, as the model index has it, is YAML.
+CARD = """---
+library_name: doublehead
+pipeline_tag: {task}
+tags: [calibration, uncertainty, doublehead]
+model-index: {index}
+---
+# {name}
+
+A classifier whose confidences are calibrated: of all answers given with a confidence of 0.8, about 80 % should be
+right. Outputs: `probs`, `label` and `confidence`.
+
+**Data.** {data}
+
+**Method.** {method}
+
+## Calibration ({n:,} test samples)
+
+```text
+{table}
+```
+
+{verdict}
+
+These numbers hold for data like the test data. Under distribution shift confidences are less reliable.
+
+## Use
+
+```python
 import numpy as np
 import onnxruntime
 
@@ -282,7 +298,8 @@ inputs = {inputs}
 probs, label, confidence = session.run(["probs", "label", "confidence"], inputs)
 for one, how_sure in zip(label, confidence):
     print(f"class {{one}}, right with probability {{how_sure:.2f}}")
-```"""
+```
+"""
 
 
 def model_card(
@@ -297,7 +314,6 @@ def model_card(
     task: str = "image-classification",
     inputs: str = '{"input": np.zeros((1, 3, 32, 32), np.float32)}',
     settings: Mapping[str, Any] | None = None,
-    n_bins: int = 15,
 ) -> str:
     """The text of README.md: a YAML head that the Hub reads, then data, method and numbers for people.
 
@@ -305,62 +321,24 @@ def model_card(
     the network nor its head has seen, `before` those of the network alone. ECE stands with its 95 % interval and the
     floor of a perfect model. `inputs` is Python code for the example of use.
     """
-    after, main = Summary.of(test, n_bins), None if before is None else Summary.of(before, n_bins)
-    lines = [
-        "---",
-        "library_name: doublehead",
-        f"pipeline_tag: {task}",
-        "tags: [calibration, uncertainty, doublehead]",
-        f"model-index: {json.dumps([_index(name, task, dataset, after)])}",  # JSON is YAML
-        "---",
-        f"# {name}",
-        "",
-        "A classifier whose confidences are calibrated: of all answers given with a confidence of 0.8, about 80 % "
-        "should be right. Outputs: `probs`, `label` and `confidence`.",
-        "",
-        f"**Data.** {data}",
-        "",
-        f"**Method.** {method}",
-        "",
-        f"## Calibration ({after.n:,} test samples)",
-        "",
-        *_table(after, main, n_bins),
-        "",
-        after.verdict,
-        "",
-        "These numbers hold for data like the test data. Under distribution shift confidences are less reliable.",
-        "",
-        "## Use",
-        "",
-        SERVE.format(inputs=inputs),
-    ]
-    if classes:
-        lines += ["", "## Classes", "", *(f"{number}. {one}" for number, one in enumerate(classes))]
-    if settings:
-        lines += ["", "## Settings", "", "```json", json.dumps(dict(settings), indent=1), "```"]
-    return "\n".join(lines) + "\n"
-
-
-def _index(name: str, task: str, dataset: str, summary: Summary) -> dict[str, Any]:
+    after = Summary.of(test)
+    both = (
+        {"calibrated": after}
+        if before is None
+        else {"network alone": Summary.of(before), "calibrated": after}
+    )
     metrics = [
-        {"type": key, "name": METRICS[key].title, "value": round(summary.metrics[key].estimate, 6)}
-        for key in ROWS
+        {"type": key, "name": METRICS[key].title, "value": round(after.values[key], 6)}
+        for key in ("accuracy", "ece", "nll", "brier")
     ]
     about = {"type": dataset, "name": dataset, "split": "test"}
-    return {"name": name, "results": [{"task": {"type": task}, "dataset": about, "metrics": metrics}]}
-
-
-def _table(after: Summary, main: Summary | None, n_bins: int) -> list[str]:
-    heads = ["", "calibrated"] if main is None else ["", "network alone", "calibrated"]
-    summaries = [after] if main is None else [main, after]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for key in ROWS:
-        title = f"{METRICS[key].title}, {n_bins} bins" if key == "ece" else METRICS[key].title
-        cells = [_cell(one.metrics[key], METRICS[key].is_share) for one in summaries]
-        lines.append("| " + " | ".join([f"{title}, 95 % interval", *cells]) + " |")
-    floors = [_cell(Interval(*one.floor), is_share=True) for one in summaries]
-    return [*lines, "| " + " | ".join(["ECE of a perfectly calibrated model, 5 to 95 %", *floors]) + " |"]
-
-
-def _cell(value: Interval, is_share: bool) -> str:
-    return f"{shown(value.estimate, is_share)} ({shown_interval(value, is_share)})"
+    index = {"name": name, "results": [{"task": {"type": task}, "dataset": about, "metrics": metrics}]}
+    card = CARD.format(
+        name=name, task=task, index=json.dumps([index]), data=data, method=method, n=after.n, verdict=after.verdict,
+        table=side_by_side(both), inputs=inputs,
+    )  # fmt: skip
+    if classes:
+        card += "\n## Classes\n\n" + "".join(f"{number}. {one}\n" for number, one in enumerate(classes))
+    if settings:
+        card += f"\n## Settings\n\n```json\n{json.dumps(dict(settings), indent=1)}\n```\n"
+    return card

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from doublehead.calibrate import fit
-from doublehead.calibrated import Calibrated, Heads, read
+from doublehead.calibrated import Calibrated, read
 from doublehead.calibration_data import ToPair, check_disjoint, n_shared, unpack
 from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import Attachment, CompanionCallback, RunningMetrics, log_reliability
 from doublehead.saving import describe, rebuild
 from doublehead.system import require
-from doublehead.torch_tools import device_of, evaluating, from_every_process, n_processes, seeded
+from doublehead.torch_tools import device_of, evaluating, from_every_process, seeded
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
 rank_zero_info: Any = require("lightning.pytorch.utilities.rank_zero", extra="lightning").rank_zero_info
@@ -38,8 +38,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
 
     Validation logs `val_ece_calib`, `val_ece_main`, `val_ece_floor`, NLL and accuracy of both heads, and sends the
     reliability diagram to the trainer's loggers. In several processes these are the numbers of all samples, each
-    counted once where Lightning distributes them, or where all processes see the same in the same order
-    (`use_distributed_sampler=False`).
+    counted once where Lightning distributes them.
 
     At the end of training the network is calibrated: `model` is the `Calibrated`, and `choice` says which stages were
     chosen and why. `trainer.test` and `trainer.predict` then see calibrated log-probabilities. If they, or
@@ -57,16 +56,13 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         classifier: str | None = None,
         to_pair: ToPair | None = None,
         figure: bool = True,
-        n_bins: int = 15,
         **options: Any,
     ) -> None:
-        super().__init__(calib_data, figure=figure, n_bins=n_bins, **options)
+        super().__init__(calib_data, figure=figure, **options)
         self.classifier, self.to_pair = classifier, to_pair
         self._fitted_to: int | None = None  # key of the weights to which the calibration was fitted
         self._loaded: dict[str, Any] = {}  # state of the DoubleHead from a checkpoint, until there is one
-        self._attachment: Attachment | None = None
         self._watch: RunningMetrics | None = None
-        self._seen: Heads | None = None
         self._global_step = 0
 
     @property
@@ -172,35 +168,30 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Read the network's outputs in validation, and leave them as they are."""
         if not trainer.sanity_checking:
-            self._watch = RunningMetrics(self.n_bins)
+            self._watch = RunningMetrics()
             self._attach(replace=False)
 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count the answers of both heads in the forward that was just made, or make one."""
-        seen, self._seen = self._seen, None
+        heads, self._seen = self._seen[0] if self._seen else None, None
         if self._watch is None or dataloader_idx != 0:
             return
         args, kwargs, labels, *_ = unpack(batch, pl_module.device, self.to_pair)
         assert self._attachment is not None
         targets = self._attachment.reader.targets(labels)
-        if seen is None or len(seen.main) != len(targets):
+        if heads is None or len(heads.main) != len(targets):
             with trainer.precision_plugin.val_step_context():
-                seen = self._attachment.ask(args, kwargs)
-        if n_processes() > 1:
-            self._watch.note((*args, *kwargs.values(), labels))
+                heads = self._attachment.ask(args, kwargs)
         n = _n_own(_first_loader(trainer), batch_idx, len(labels)) * (len(targets) // len(labels))
-        self._watch.add(Heads(seen.main[:n], seen.calib[:n]), targets[:n])
+        self._watch.add(heads, targets, n)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the numbers, and the figure on the first process."""
         watch, self._watch = self._watch, None
         self._detach()
-        if watch is None:
-            return
-        watch.gather()
-        if watch.n == 0:
+        if watch is None or not watch.gather():
             return
         numbers = {f"val_{name}": value for name, value in watch.numbers().items()}
         # Every process has the numbers of all, so their mean is the same; without sync_dist Lightning would warn.
@@ -224,23 +215,6 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the module as it was."""
         self._detach()
-
-    def _attach(self, replace: bool) -> None:
-        """Put hooks on the network that ask the finished calibration, or in training the heads as they are now."""
-        self._detach()
-        double = self.double
-        assert double is not None
-        answer = double.answer if self._model is None else self._model.calibrated
-        self._attachment = Attachment(double.network, double.reader, answer, replace=replace, seen=self._note)
-
-    def _detach(self) -> None:
-        self._seen = None
-        if self._attachment is not None:
-            self._attachment.detach()
-            self._attachment = None
-
-    def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
-        self._seen = heads
 
     # Checkpoints
 
@@ -271,10 +245,9 @@ def load_calibrated(
     `load_from_checkpoint`.
     """
     module = module_class.load_from_checkpoint(path, **options)
-    trusted = not options.get("weights_only", False)
-    states = (
-        torch.load(path, map_location=module.device, weights_only=not trusted).get("callbacks", {}).values()
-    )
+    weights_only = bool(options.get("weights_only", False))
+    saved = torch.load(path, map_location=module.device, weights_only=weights_only)
+    states = saved.get("callbacks", {}).values()
     fitted = next((state[FITTED] for state in states if isinstance(state, dict) and FITTED in state), None)
     if fitted is None:
         raise ValueError(
@@ -297,35 +270,20 @@ def find_classifier(module: nn.Module, path: str | None = None) -> nn.Module:
     >>> find_classifier(module)
     Linear(in_features=4, out_features=3, bias=True)
     """
+    if path is not None:
+        return module.get_submodule(path)
     children = {
         name: child for name, child in module.named_children() if any(True for _ in child.parameters())
     }
-    if path is not None:
-        known = dict(module.named_modules())
-        if path not in known:
-            raise ValueError(
-                f"classifier must name a submodule of {type(module).__name__}, got {path!r}; it has {sorted(children)}"
-            )
-        found: nn.Module = known[path]
-        return found
     if len(children) == 1:
         return next(iter(children.values()))
-    if children and _has_own_forward(module):
+    frameworks = ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
+    if children and not type(module).forward.__module__.startswith(frameworks):
         return module
     raise ValueError(
         f"no classifier found in {type(module).__name__}: it has {len(children)} submodules with parameters "
         f"({sorted(children)}) and no forward of its own; name the one that gives the logits with classifier='...'"
     )
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Whether a subclass outside the frameworks' own modules defines forward."""
-    for cls in type(module).__mro__:
-        if "forward" in vars(cls):
-            return not cls.__module__.startswith(
-                ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
-            )
-    return False
 
 
 def key_of_weights(model: nn.Module) -> int:

@@ -47,7 +47,7 @@ class _Classifier(_base.ClassifierMixin, _base.BaseEstimator):  # type: ignore[m
 
     def predict(self, X: Any) -> Any:
         """(N,) the most probable class."""
-        best = self.predict_log_proba(X).argmax(1)
+        best = self.predict_log_proba(X).argmax(1)  # first: it raises before `fit`
         return self.classes_[best]
 
 
@@ -88,12 +88,8 @@ class DoubleHeadClassifier(_Classifier):
         self.hidden, self.module, self.calibrate = hidden, module, calibrate
         self.calib_share, self.epochs, self.patience = calib_share, epochs, patience
         self.batch_size, self.lr, self.weight_decay = batch_size, lr, weight_decay
-        self.every, self.class_weight, self.device, self.random_state = (
-            every,
-            class_weight,
-            device,
-            random_state,
-        )
+        self.every, self.class_weight = every, class_weight
+        self.device, self.random_state = device, random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> DoubleHeadClassifier:
         """Train and calibrate the network on arrays or DataFrames; labels may be strings."""
@@ -210,20 +206,13 @@ class CalibratedClassifier(_base.MetaEstimatorMixin, _Classifier):  # type: igno
         return tags
 
 
-def make_ece_scorer(n_bins: int = 15) -> Callable[[Any, Any, Any], float]:
+def ece_scorer(estimator: Any, X: Any, y: Any, n_bins: int = 15) -> float:
     """A scorer for `cross_val_score`, `GridSearchCV` and the like: minus ECE, so that greater is better."""
-
-    def score(estimator: Any, X: Any, y: Any) -> float:
-        classes = np.asarray(estimator.classes_)
-        labels = np.searchsorted(classes, np.asarray(y))
-        if (classes[labels.clip(max=len(classes) - 1)] != np.asarray(y)).any():
-            raise ValueError("y must hold no class that the estimator was not fitted on")
-        return -float(ece(Predictions.from_probs(estimator.predict_proba(X), labels), n_bins))
-
-    return score
-
-
-ece_scorer = make_ece_scorer()
+    classes = np.asarray(estimator.classes_)
+    labels = np.searchsorted(classes, np.asarray(y))
+    if (classes[labels.clip(max=len(classes) - 1)] != np.asarray(y)).any():
+        raise ValueError("y must hold no class that the estimator was not fitted on")
+    return -float(ece(Predictions.from_probs(estimator.predict_proba(X), labels), n_bins))
 
 
 def hold_out(labels: Any, share: float, seed: int) -> tuple[Any, Any]:
@@ -291,7 +280,9 @@ def train(
             if double is not None:
                 double.step()
         epoch += 1
-        now = _held_back_loss(net, calib)
+        x, y, weights = calib.tensors
+        with evaluating(net), torch.no_grad():
+            now = float(_loss(net(x), y, weights))
         if now < best:
             best, kept, best_epoch = now, copy.deepcopy(whole.state_dict()), epoch
     whole.load_state_dict(kept)
@@ -305,13 +296,6 @@ def _loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     scores = class_scores(logits, recognise_task(logits, labels))  # one logit is read as two classes
     losses = F.cross_entropy(scores, labels, reduction="none")
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
-
-
-@torch.no_grad()
-def _held_back_loss(net: nn.Module, data: TensorDataset) -> float:
-    x, y, weights = data.tensors
-    with evaluating(net):
-        return float(_loss(net(x), y, weights))
 
 
 @torch.no_grad()

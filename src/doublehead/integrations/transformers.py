@@ -6,24 +6,22 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from doublehead.calibrated import Calibrated, Heads
+from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import check_disjoint
 from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import (
     Attachment,
     CompanionCallback,
     RunningMetrics,
-    for_transformers,
-    log_reliability,
+    log_to_trackers,
 )
 from doublehead.saving import describe, rebuild
 from doublehead.system import read_file, require, write_file
@@ -65,22 +63,13 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
     had before is removed when training begins.
     """
 
-    def __init__(
-        self,
-        calib_data: Dataset[Any] | Iterable[Any],
-        *,
-        figure: bool = True,
-        n_bins: int = 15,
-        **options: Any,
-    ) -> None:
+    def __init__(self, calib_data: Any, *, figure: bool = True, **options: Any) -> None:
         if options.get("logits_of") is not None:
             raise TypeError(
                 "logits_of must not be given: a model of transformers returns an object with `logits`"
             )
-        super().__init__(calib_data, figure=figure, n_bins=n_bins, **options)
-        self._listener: Attachment | None = None
-        self._watch = RunningMetrics(n_bins)
-        self._seen: tuple[Heads, Tensor] | None = None
+        super().__init__(calib_data, figure=figure, **options)
+        self._watch = RunningMetrics()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Raise an error for a model that cannot hold a calibration; hook one that already holds one."""
@@ -102,17 +91,14 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         """Make the companion, or go on with that of the checkpoint."""
         _check_classifier(model)
         check_disjoint(self.calib_data, train_dataloader)
-        if self._listener is not None:  # of a training that was stopped
-            self._listener.detach()
+        self._detach()  # of a training that was stopped
         detach(model)
         saved = _load(_checkpoint(args, state), device_of(model)) if state.global_step else None
         batches = self._batches(args, train_dataloader)
         self.double, self._model = DoubleHead(model, batches, follow=optimizer, **self.options), None
         if saved:
             self.double.load_state_dict(saved)
-        self._listener = Attachment(
-            model, self.double.reader, self.double.answer, replace=False, seen=self._note
-        )
+        self._attach(replace=False)
 
     def _batches(self, args: Any, train_dataloader: Any) -> Any:
         data: Any = self.calib_data
@@ -134,10 +120,9 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Calibrate the finished model and attach the calibration to it."""
-        if self.double is None or self._listener is None:
+        if self.double is None or self._attachment is None:
             return
-        self._listener.detach()
-        self._listener = None
+        self._detach()
         self._model = self.double.finish()
         attach(model, self._model).seen = self._note
         if self.choice is not None and state.is_world_process_zero:
@@ -145,20 +130,21 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Count the outputs of the last batch if the model was given its labels."""
-        attachment = self._listener or attached_to(model)
-        if self._seen is not None and attachment is not None:
-            heads, labels = self._seen
-            n = _n_own(len(labels)) * (len(heads.main) // len(labels))
-            self._watch.add(Heads(heads.main[:n], heads.calib[:n]), attachment.reader.targets(labels)[:n])
-            self._seen = None
+        attachment, seen = self._attachment or attached_to(model), self._seen
+        self._seen = None
+        labels = None if seen is None else seen[1].get("labels")
+        if attachment is None or seen is None or not isinstance(labels, Tensor):
+            return
+        rows, odd = divmod(len(seen[0].main), len(labels))
+        if not odd:
+            self._watch.add(seen[0], attachment.reader.targets(labels), _n_own(len(labels)) * rows)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, model: nn.Module, metrics: dict[str, float], **_: Any
     ) -> None:
         """Add the numbers of both heads to those of `evaluate`, and send them and the diagram to the trackers."""
-        watch, self._watch, self._seen = self._watch, RunningMetrics(self.n_bins), None
-        watch.gather()
-        if watch.n == 0:
+        watch, self._watch, self._seen = self._watch, RunningMetrics(), None
+        if not watch.gather():
             return
         prefix = next((key[: -len("_loss")] for key in metrics if key.endswith("_loss")), "eval")
         numbers = {f"{prefix}_{name}": value for name, value in watch.numbers().items()}
@@ -166,11 +152,8 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         if state.log_history and f"{prefix}_loss" in state.log_history[-1]:
             state.log_history[-1].update(numbers)
         if state.is_world_process_zero:
-            trackers = for_transformers(args)
-            for tracker in trackers:
-                tracker.log_metrics(numbers, state.global_step)
-            if self.figure and trackers:
-                log_reliability(trackers, watch.reliability(), f"{prefix}_reliability", state.global_step)
+            curve = watch.reliability() if self.figure else None
+            log_to_trackers(args, numbers, curve, f"{prefix}_reliability", state.global_step)
 
     on_predict = on_evaluate
 
@@ -184,11 +167,6 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
             file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"double": double, "places": places}, file)
-
-    def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
-        labels = kwargs.get("labels")
-        if isinstance(labels, Tensor) and len(heads.main) % len(labels) == 0:
-            self._seen = heads, labels
 
 
 def _check_classifier(model: nn.Module) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +25,6 @@ __all__ = [
     "TreeLSTM",
     "WideResNet",
     "build",
-    "parse_input",
 ]
 
 
@@ -37,24 +35,24 @@ class Network:
     make: Callable[..., nn.Module]
     reads: Literal["images", "words", "trees", "word pieces"]
     classifier: str  # the attribute with the last nn.Linear
-    input: str | None = None  # default image size; None for text
+    input: tuple[int, int, int] | None = None  # default (C, H, W) of an image; None for text
 
     @property
     def options(self) -> tuple[str, ...]:
         """The names of the options of `build` for this network, besides n_classes and input."""
         given = ("n_classes", "size", "in_channels")
-        return tuple(name for name in _parameters(self.make) if name not in given)
+        return tuple(name for name in inspect.signature(self.make).parameters if name not in given)
 
 
 def _torchvision(arch: str, classifier: str) -> Network:
-    return Network(partial(from_torchvision, arch), "images", classifier, "32x32x3")
+    return Network(partial(from_torchvision, arch), "images", classifier, (3, 32, 32))
 
 
 MODELS: dict[str, Network] = {
     **{arch: _torchvision(arch, "fc") for arch in ("resnet18", "resnet50", "resnet101", "resnet152")},
     "densenet121": _torchvision("densenet121", "classifier"),
-    "wide_resnet28_10": Network(WideResNet, "images", "classifier", "32x32x3"),
-    "small_cnn": Network(SmallCNN, "images", "classifier", "28x28x1"),
+    "wide_resnet28_10": Network(WideResNet, "images", "classifier", (3, 32, 32)),
+    "small_cnn": Network(SmallCNN, "images", "classifier", (1, 28, 28)),
     "textcnn": Network(TextCNN, "words", "classifier"),
     "gp_cnn": Network(GlobalPoolingCNN, "words", "classifier"),
     "tree_lstm": Network(TreeLSTM, "trees", "classifier"),
@@ -62,12 +60,14 @@ MODELS: dict[str, Network] = {
 }
 
 
-def build(name: str, n_classes: int, *, input: str | None = None, **options: Any) -> nn.Module:
+def build(
+    name: str, n_classes: int, *, input: tuple[int, int, int] | None = None, **options: Any
+) -> nn.Module:
     """Make the network `name` with fresh weights and `n_classes` outputs.
 
     `name` is one of `MODELS`, `timm/<name>` for any timm network, or `package.module:factory` for any importable
-    function that returns a network. `input` is the image size, "32x32" or "28x28x1" (3 channels by default); ResNets
-    and DenseNets get a stem for small images up to 64 pixels a side. Text networks take no `input`. `MODELS[name]`
+    function that returns a network. `input` is the shape (C, H, W) of an image; ResNets and DenseNets get a stem for
+    small images up to 64 pixels a side. Text networks take no `input`. `MODELS[name]`
     lists the `options` of a network.
 
     >>> build("wide_resnet28_10", 100, depth=10, width=1).classifier
@@ -85,101 +85,51 @@ def build(name: str, n_classes: int, *, input: str | None = None, **options: Any
             f"got {name!r}{did_you_mean(name, MODELS)}"
         )
     network = MODELS[name]
-    _check_options(name, network, options)
-    if network.input is None and input is not None:
-        raise ValueError(
-            f"input must be None for {name}, which reads {network.reads} and not images, got {input!r}"
-        )
-    return network.make(n_classes=n_classes, **_image_arguments(network, input), **options)
-
-
-def parse_input(text: str) -> tuple[int, int, int]:
-    """Height, width and channels of an image size such as "32x32" (3 channels) or "28x28x1".
-
-    >>> parse_input("32x32"), parse_input("28x28x1")
-    ((32, 32, 3), (28, 28, 1))
-    """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
-    if not match:
-        raise ValueError(f"input must have the form '32x32' or '28x28x1', got {text!r}")
-    height, width, channels = match.groups(default="3")
-    return int(height), int(width), int(channels)
-
-
-def _image_arguments(network: Network, input: str | None) -> dict[str, Any]:
     if network.input is None:
-        return {}
-    height, width, channels = parse_input(input or network.input)
-    arguments = {"size": (height, width), "in_channels": channels}
-    return {name: value for name, value in arguments.items() if name in _parameters(network.make)}
-
-
-def _check_options(name: str, network: Network, options: Mapping[str, Any]) -> None:
-    for option in options:
-        if option not in network.options:
-            raise TypeError(
-                f"options of {name} must be among {', '.join(network.options)}, "
-                f"got {option!r}{did_you_mean(option, network.options)}"
+        if input is not None:
+            raise ValueError(
+                f"input must be None for {name}, which reads {network.reads} and not images, got {input!r}"
             )
-    needed = [
-        option
-        for option, parameter in _parameters(network.make).items()
-        if parameter.default is parameter.empty and option not in ("n_classes", *options)
-    ]
-    if needed:
-        raise TypeError(f"{name} needs the option {needed[0]!r}: build({name!r}, ..., {needed[0]}=...)")
+        return network.make(n_classes=n_classes, **options)
+    options["in_channels"], height, width = input or network.input
+    if "size" in inspect.signature(network.make).parameters:
+        options["size"] = (height, width)
+    return network.make(n_classes=n_classes, **options)
 
 
-def _from_timm(name: str, n_classes: int, input: str | None, options: Mapping[str, Any]) -> nn.Module:
+def _from_timm(name: str, n_classes: int, input: Any, options: dict[str, Any]) -> nn.Module:
     """A timm network; `input` sets its channels, its own options (such as img_size) set the size."""
     timm = require("timm", extra="models")
     if not timm.is_model(name.partition(".")[0]):
         raise ValueError(f"timm has no network {name!r}{did_you_mean(name, timm.list_models())}")
-    channels = {"in_chans": parse_input(input)[2]} if input is not None else {}
+    channels = {} if input is None else {"in_chans": input[0]}
     network: nn.Module = timm.create_model(name, num_classes=n_classes, **{**channels, **options})
     return network
 
 
-def _imported(name: str, n_classes: int, input: str | None, options: Mapping[str, Any]) -> nn.Module:
+def _imported(name: str, n_classes: int, input: Any, options: dict[str, Any]) -> nn.Module:
     """Call an importable function with n_classes or num_classes, and `input` if it has such a parameter."""
-    factory = _import(name)
-    arguments: dict[str, Any] = {_classes_argument(name, factory): n_classes, **options}
-    if input is not None and "input" in _parameters(factory):
-        arguments["input"] = input
-    network = factory(**arguments)
+    if name.startswith(("timm.", "torchvision.")):
+        require(name.partition(".")[0], extra="models")
+    try:
+        factory = pkgutil.resolve_name(name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        module = name.partition(":")[0]
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise  # something that the module needs
+        raise ValueError(f"cannot import network {name!r}: {error}") from error
+    parameters = inspect.signature(factory).parameters
+    passes_on = any(
+        one.kind is one.VAR_KEYWORD for one in parameters.values()
+    )  # as torchvision's functions do
+    classes = "n_classes" if "n_classes" in parameters else "num_classes"
+    if classes not in parameters and not passes_on:
+        raise TypeError(
+            f"{name!r} must take the number of classes as n_classes or num_classes, got {tuple(parameters)}"
+        )
+    if input is not None and "input" in parameters:
+        options["input"] = input
+    network = factory(**{classes: n_classes}, **options)
     if not isinstance(network, nn.Module):
         raise TypeError(f"{name!r} must return an nn.Module, got {type(network).__name__}")
     return network
-
-
-def _import(name: str) -> Any:
-    module_name, _, attribute = name.partition(":")
-    package = module_name.partition(".")[0]
-    try:
-        if package in ("timm", "torchvision"):
-            module = require(module_name, extra="models")
-        else:
-            module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"cannot import the module of network {name!r}: {error}") from error
-    if not hasattr(module, attribute):
-        raise ValueError(f"module {module_name!r} has no {attribute!r}{did_you_mean(attribute, dir(module))}")
-    return getattr(module, attribute)
-
-
-def _classes_argument(name: str, factory: Any) -> str:
-    parameters = _parameters(factory)
-    for argument in ("n_classes", "num_classes"):
-        if argument in parameters:
-            return argument
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return "num_classes"  # torchvision's functions pass it on
-    raise TypeError(
-        f"{name!r} must take the number of classes as n_classes or num_classes, got {tuple(parameters)}"
-    )
-
-
-def _parameters(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(make).parameters

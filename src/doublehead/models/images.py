@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,9 +16,8 @@ SMALL = 64  # images up to this size get the stem for small images
 class SmallCNN(nn.Module):
     """The demo's network: convolutions with BatchNorm, each halving the image, then one hidden layer.
 
-    `channels` has one entry per convolution. On the 8,500 Fashion-MNIST images of the package, 12 epochs of SGD take
-    seconds each on one CPU core and end at 87 % test accuracy and 7 % calibration error. (With a mean over the last
-    maps instead of the hidden layer the calibration error is a third of that.)
+    `channels` has one entry per convolution. With a mean over the last maps instead of the hidden layer, the
+    calibration error on Fashion-MNIST would be a third of what it is.
 
     >>> import torch
     >>> SmallCNN(n_classes=10)(torch.zeros(2, 1, 28, 28)).shape
@@ -36,10 +34,6 @@ class SmallCNN(nn.Module):
         in_channels: int = 1,
     ) -> None:
         super().__init__()
-        if not channels or min(channels) < 1:
-            raise ValueError(f"channels must be positive integers, one per convolution, got {list(channels)}")
-        if hidden < 1:
-            raise ValueError(f"hidden must be at least 1, got {hidden}")
         layers: list[nn.Module] = []
         height, width = size
         for n_in, n_out in zip([in_channels, *channels], channels):
@@ -104,14 +98,11 @@ def _load(network: nn.Module, arch: str, weights: str, last: str) -> None:
 
 def _read(arch: str, weights: str) -> dict[str, Tensor]:
     if weights.endswith(".safetensors"):
-        if not Path(weights).is_file():
-            raise FileNotFoundError(f"weights must be an existing file, got {weights!r}")
         return dict(require("safetensors.torch", extra="train").load_file(weights))
-    known = require("torchvision.models", extra="models").get_model_weights(arch)
-    if weights not in known.__members__:
+    known = require("torchvision.models", extra="models").get_model_weights(arch).__members__
+    if weights not in known:
         raise ValueError(
-            f"weights must be a .safetensors file or one of {list(known.__members__)} for {arch}, "
-            f"got {weights!r}"
+            f"weights must be a .safetensors file or one of {list(known)} for {arch}, got {weights!r}"
         )
     # torchvision's file is checked against the hash in its name, and loaded without running code
     state = known[weights].get_state_dict(map_location="cpu", check_hash=True, weights_only=True)
@@ -137,8 +128,6 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6 n + 4 with n >= 1 (10, 16, 22, 28, ...), got {depth}")
-        if width < 1:
-            raise ValueError(f"width must be at least 1, got {width}")
         n_blocks = (depth - 4) // 6
         channels = [16, 16 * width, 32 * width, 64 * width]
         self.stem = _conv3x3(in_channels, channels[0])

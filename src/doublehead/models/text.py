@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,12 +40,37 @@ class TextNetwork(nn.Module):
         return logits
 
 
-class TextCNN(TextNetwork):
+class WordNetwork(TextNetwork):
+    """A text network that starts from a copy of word vectors (V, D).
+
+    `tune_vectors` also trains the vectors, and `word_dropout` hides this share of words in training.
+    """
+
+    def __init__(self, vectors: Any, tune_vectors: bool, word_dropout: float) -> None:
+        super().__init__()
+        table = torch.as_tensor(vectors)
+        if table.ndim != 2 or 0 in table.shape or not table.is_floating_point():
+            raise ValueError(
+                "vectors must be floating-point numbers of shape (V, D), one row per word, "
+                f"got {str(table.dtype).removeprefix('torch.')} {tuple(table.shape)}"
+            )
+        copied = table.detach().to(torch.get_default_dtype(), copy=True)
+        self.embedding = nn.Embedding.from_pretrained(copied, freeze=not tune_vectors)
+        self.word_dropout = word_dropout
+
+    def hide(self, words: Tensor) -> Tensor:
+        """In training, replace a random share of the words by row 1, the unknown word."""
+        if not (self.training and self.word_dropout):
+            return words
+        hidden = torch.rand(words.shape, device=words.device) < self.word_dropout
+        return words.masked_fill(hidden & (words != PADDING), UNKNOWN)
+
+
+class TextCNN(WordNetwork):
     """CNN-static of Kim (2014): convolutions of several widths over fixed vectors, each max-pooled over the text.
 
     There are `channels` feature maps for each width in `filters`, and `dropout` before the last layer, `classifier`.
-    `tune_vectors` also trains the word vectors (CNN-non-static); `word_dropout` hides this share of words in training.
-    Kim's constraint on the norm of the last layer's weights is left out.
+    With `tune_vectors` it is CNN-non-static. Kim's constraint on the norm of the last layer's weights is left out.
 
     >>> network = TextCNN(n_classes=2, vectors=torch.randn(50, 8))
     >>> network(torch.tensor([[4, 8, 15], [16, 23, 0]])).shape
@@ -64,11 +88,9 @@ class TextCNN(TextNetwork):
         tune_vectors: bool = False,
         word_dropout: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(vectors, tune_vectors, word_dropout)
         if not filters or min(filters) < 1:
             raise ValueError(f"filters must be one or more widths >= 1, got {list(filters)}")
-        self.embedding = embedding(vectors, tuned=tune_vectors)
-        self.word_dropout = word_dropout
         self.widest = max(filters)
         self.convolutions = nn.ModuleList(
             nn.Conv1d(self.embedding.embedding_dim, channels, width) for width in filters
@@ -80,19 +102,17 @@ class TextCNN(TextNetwork):
         """(B, T) -> (B, channels * number of filters), before dropout."""
         # In front as in Kim's code, so that the first word meets every position of a filter. One more at the end, so
         # that there is always an all-padding window, as Kim's fixed length gives to all but the longest text.
-        words = hide_words(words, self.word_dropout * self.training)
-        words = F.pad(words, (self.widest - 1, self.widest), value=PADDING)
+        words = F.pad(self.hide(words), (self.widest - 1, self.widest), value=PADDING)
         vectors = self.embedding(words).transpose(1, 2)  # (B, D, T)
         return torch.cat([F.relu(convolve(vectors)).amax(2) for convolve in self.convolutions], 1)
 
 
-class GlobalPoolingCNN(TextNetwork):
+class GlobalPoolingCNN(WordNetwork):
     """Three convolutions of width 5 with max pooling between them, the maximum over the text, a hidden layer.
 
     This is the "global pooling CNN" that Kumar et al. (2018) and Mukhoti et al. (2020) calibrate on 20 Newsgroups,
     with the sizes of Mukhoti et al.'s code. `stride=5` pools like the older Keras version: coarser, at less than
-    half the cost. `tune_vectors` also trains the word vectors. `word_dropout` is the share of words hidden in training.
-    The last layer is `classifier`.
+    half the cost.
 
     >>> network = GlobalPoolingCNN(n_classes=20, vectors=torch.randn(50, 8))
     >>> network(torch.tensor([[4, 8, 15], [16, 23, 0]])).shape
@@ -113,11 +133,10 @@ class GlobalPoolingCNN(TextNetwork):
         tune_vectors: bool = False,
         word_dropout: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(vectors, tune_vectors, word_dropout)
         if not 1 <= stride <= self.WIDTH:
             raise ValueError(f"stride must lie in 1..{self.WIDTH}, the pooling width, got {stride}")
-        self.embedding = embedding(vectors, tuned=tune_vectors)
-        self.stride, self.word_dropout = stride, word_dropout
+        self.stride = stride
         self.conv1 = nn.Conv1d(self.embedding.embedding_dim, channels, self.WIDTH)
         self.conv2 = nn.Conv1d(channels, channels, self.WIDTH)
         self.conv3 = nn.Conv1d(channels, channels, self.WIDTH)
@@ -130,21 +149,19 @@ class GlobalPoolingCNN(TextNetwork):
         # A position in the last maps sees 1 + 2 * 4 * (1 + stride) + 4 * stride^2 words, and the next one starts
         # stride^2 words later. With that much padding at the end, one position sees only padding.
         reach = 1 + 2 * (self.WIDTH - 1) * (1 + self.stride) + (self.WIDTH - 1) * self.stride**2
-        words = hide_words(words, self.word_dropout * self.training)
-        words = F.pad(words, (0, reach + self.stride**2 - 1), value=PADDING)
+        words = F.pad(self.hide(words), (0, reach + self.stride**2 - 1), value=PADDING)
         maps = F.relu(self.conv1(self.embedding(words).transpose(1, 2)))  # (B, channels, T)
         maps = F.relu(self.conv2(F.max_pool1d(maps, self.WIDTH, self.stride)))
         maps = F.relu(self.conv3(F.max_pool1d(maps, self.WIDTH, self.stride)))
         return F.relu(self.hidden(maps.amax(2)))
 
 
-class TreeLSTM(TextNetwork):
+class TreeLSTM(WordNetwork):
     """Tree-LSTM of Tai, Socher and Manning (2015); its features are the states of the nodes to classify.
 
     It is the constituency Tree-LSTM that they use for sentiment: it distinguishes left from right and has one forget
-    gate per child. `tune_vectors` also trains the word vectors, and `word_dropout` hides this share of words in
-    training. The batch defines which nodes are classified: `TreeBatch.of(trees, nodes=...)`. All nodes of one height
-    are computed at once. The last layer is `classifier`.
+    gate per child. The batch defines which nodes are classified: `TreeBatch.of(trees, nodes=...)`. All nodes of one
+    height are computed at once.
 
     >>> from doublehead.data.trees import parse_tree
     >>> network = TreeLSTM(n_classes=5, vectors=torch.randn(9, 8), hidden=6)
@@ -163,9 +180,7 @@ class TreeLSTM(TextNetwork):
         tune_vectors: bool = True,
         word_dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.embedding = embedding(vectors, tuned=tune_vectors)
-        self.word_dropout = word_dropout
+        super().__init__(vectors, tune_vectors, word_dropout)
         self.cell = BinaryCell(self.embedding.embedding_dim, hidden)
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(hidden, n_classes)
@@ -177,12 +192,12 @@ class TreeLSTM(TextNetwork):
 
     def states(self, batch: TreeBatch) -> Tensor:
         """(M, 2 * hidden): hidden state and memory of all nodes, in the order of the forest."""
-        words = hide_words(batch.words[: batch.levels[1]], self.word_dropout * self.training)
+        words = self.hide(batch.words[: batch.levels[1]])
         leaves = self.cell.leaf(self.embedding(words))
         states = leaves.new_empty(len(batch.words), leaves.shape[1])
         states[: len(leaves)] = leaves
         for start, stop in zip(batch.levels[1:-1], batch.levels[2:]):
-            children = torch.cat([batch.left[start:stop], batch.right[start:stop]])
+            children = batch.children[start:stop].T.flatten()
             states[start:stop] = self.cell(*states.index_select(0, children).chunk(2))
         return states
 
@@ -212,40 +227,6 @@ class BinaryCell(nn.Module):
         enter, keep_left, keep_right, out = gates.sigmoid().chunk(4, 1)
         memory = enter * update.tanh() + keep_left * left[:, hidden:] + keep_right * right[:, hidden:]
         return torch.cat([out * memory.tanh(), memory], 1)
-
-
-def hide_words(words: Tensor, share: float) -> Tensor:
-    """Replace a random share of the words by row 1, the unknown word.
-
-    >>> hide_words(torch.tensor([[5, 7, 0]]), 1.0).tolist()
-    [[1, 1, 0]]
-    """
-    if not share:
-        return words
-    hidden = torch.rand(words.shape, device=words.device) < share
-    return words.masked_fill(hidden & (words != PADDING), UNKNOWN)
-
-
-def embedding(vectors: Any, *, tuned: bool) -> nn.Embedding:
-    """An embedding layer with a copy of `vectors` (V, D), trained if `tuned`.
-
-    >>> embedding(torch.eye(3), tuned=False)(torch.tensor([2])).tolist()
-    [[0.0, 0.0, 1.0]]
-    """
-    if not isinstance(vectors, Tensor | np.ndarray):
-        raise TypeError(
-            f"vectors must be a tensor or array of shape (V, D), one row per word, got {type(vectors).__name__}"
-        )
-    table = torch.as_tensor(vectors)
-    if table.ndim != 2 or 0 in table.shape or not table.is_floating_point():
-        raise ValueError(
-            "vectors must be floating-point numbers of shape (V, D), one row per word, "
-            f"got {str(table.dtype).removeprefix('torch.')} {tuple(table.shape)}"
-        )
-    copied = table.detach().to(torch.get_default_dtype(), copy=True)
-    layer = nn.Embedding(table.shape[0], table.shape[1], _weight=copied)
-    layer.weight.requires_grad_(tuned)
-    return layer
 
 
 class MiniLM(TextNetwork):

@@ -15,11 +15,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from doublehead.calibration_head import PAPER, HeadSpec
 from doublehead.data.corruptions import FAMILIES
 from doublehead.losses import LOSSES, AdaFocal
-from doublehead.network import VIEWS
 from doublehead.system import did_you_mean
 
 ADAPTIVE = {"adafocal": AdaFocal}  # losses that are updated from the calibration data after each epoch
-PERTURBATIONS = ("", "noise", "broad", "noise+broad", "shifts")
+Perturbation = Literal["noise", "broad", "noise+broad", "shifts"]
 RESERVED = ("main", "auto", "opinion", "guarded")  # outputs that are not in `heads`
 BOUNDS = {  # smallest allowed values
     "epochs": 1, "batch_size": 1, "every": 1, "calib_batch_size": 1, "max_words": 1, "image_size": 1,
@@ -40,8 +39,8 @@ class Config:
     mixup: float = 0.0  # alpha of mixup; 0 switches it off
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)  # trained beside the network, each an output
     auto: bool = False  # train a second opinion too and fit the staged head with it at the end: output "auto"
-    views: tuple[str, ...] = ()  # other views of an image that "auto" averages over: "flip"
-    guards: tuple[str, ...] = ()  # perturbations; for each a ShiftGuard round "auto" is fitted at the end
+    views: tuple[Literal["flip"], ...] = ()  # other views of an image that "auto" averages over
+    guards: tuple[Perturbation, ...] = ()  # for each a ShiftGuard round "auto" is fitted at the end
     epochs: int = 80
     batch_size: int = 256
     optimizer: Literal["sgd", "adam", "adagrad"] = "sgd"
@@ -58,8 +57,10 @@ class Config:
     calib_batch_size: int = 128
     calib_weight_decay: float = 5e-5
     calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
-    calib_augment: str = ""  # the paper's g, perturbs calibration batches: noise, broad, noise+broad, shifts
-    augment_of: Mapping[str, str] = field(default_factory=dict)  # heads (or "auto") with another g
+    calib_augment: Literal["", Perturbation] = ""  # the paper's g, perturbs calibration batches
+    augment_of: Mapping[str, Literal["", Perturbation]] = field(
+        default_factory=dict
+    )  # heads (or "auto") with another g
     phrases: bool = True  # of trees: learn every labelled phrase, or whole sentences alone
     embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
     max_words: int = 400  # longer texts are cut, in training at a random place
@@ -87,20 +88,19 @@ class Config:
             _check(getattr(self, name) > 0, name, "positive", getattr(self, name))
         _check(self.lr < math.inf, "lr", "finite", self.lr)
         _check(0 <= self.warmup < 1, "warmup", "a share of the run, 0 or more and below 1", self.warmup)
-        losses = [*LOSSES, *ADAPTIVE]
+        losses: dict[str, Any] = {**LOSSES, **ADAPTIVE}
         _check(self.loss in losses, "loss", f"one of {', '.join(losses)}", self.loss)
-        if self.loss in ADAPTIVE:
-            known = [*inspect.signature(ADAPTIVE[self.loss]).parameters]
-        else:
-            known = [*inspect.signature(LOSSES[self.loss]).parameters][2:]  # after logits and labels
-        unknown = set(self.loss_options) - set(known)
-        _check(not unknown, "loss_options", f"among {known} for {self.loss}", dict(self.loss_options))
-        self._check_heads()
-        for shifted in self.shift:
-            levels = {level for _, level in corruptions_of(shifted)}
-            _check(levels <= set("12345"), "shift", "of a severity from 1 to 5", shifted)
-
-    def _check_heads(self) -> None:
+        known = [
+            name
+            for name in inspect.signature(losses[self.loss]).parameters
+            if name not in ("logits", "labels")
+        ]
+        _check(
+            set(self.loss_options) <= set(known),
+            "loss_options",
+            f"among {known} for {self.loss}",
+            dict(self.loss_options),
+        )
         reserved = sorted(name for name in self.heads if name.split("@")[0] in RESERVED)
         _check(not reserved, "heads", f"named otherwise than {' and '.join(RESERVED)}", reserved)
         odd = [name for name in self.heads if not re.fullmatch(r"[\w@+.-]+", name)]
@@ -110,16 +110,12 @@ class Config:
             _check(not strange, setting, "about heads of this run", strange)
         for name, every in self.every_of.items():
             _check(every >= 1, f"every_of[{name!r}]", "at least 1", every)
-        for name in (self.calib_augment, *self.augment_of.values()):
-            _check(name in PERTURBATIONS, "calib_augment", f"one of {PERTURBATIONS}", name)
-        _check(self.auto or not self.views, "views", "empty without auto, which reads them", self.views)
-        for view in self.views:
-            _check(view in VIEWS, "views", f"among {sorted(VIEWS)}", view)
-        for name in self.guards:
-            _check(name in PERTURBATIONS[1:], "guards", f"among {PERTURBATIONS[1:]}", name)
-        _check(
-            self.auto or not self.guards, "guards", "empty without auto, whose output they guard", self.guards
-        )
+        for setting in ("views", "guards"):
+            value = getattr(self, setting)
+            _check(self.auto or not value, setting, "empty without auto, whose output they change", value)
+        for shifted in self.shift:
+            levels = {level for _, level in corruptions_of(shifted)}
+            _check(levels <= set("12345"), "shift", "of a severity from 1 to 5", shifted)
 
     def head_groups(self) -> dict[str, list[str]]:
         """The named heads by perturbation and period; the heads of a group are trained together."""
@@ -170,7 +166,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     """The value as the annotation wants it (a whole number where a float is wanted becomes one), or an error."""
     choices = get_args(kind)
     if get_origin(kind) is Literal:
-        _check(value in choices, name, f"one of {', '.join(choices)}", value)
+        _check(value in choices, name, f"one of {', '.join(filter(None, choices))}", value)
     elif kind is float:
         _check(isinstance(value, (int, float)) and not isinstance(value, bool), name, "a number", value)
         _check(not math.isnan(value), name, "a number", value)
@@ -292,7 +288,7 @@ class Method:
     mixup: float = 0.0
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)
     auto: bool = False
-    guards: tuple[str, ...] = ()
+    guards: tuple[Perturbation, ...] = ()
     output: str = "main"
 
     def apply(self, config: Config) -> Config:

@@ -20,7 +20,6 @@ from doublehead.calibrate import fit
 from doublehead.calibration_data import unpack
 from doublehead.calibrators.temperature import Temperature
 from doublehead.data import corrupt
-from doublehead.data.splits import Samples
 from doublehead.guard import scaled
 from doublehead.network import VIEWS
 from doublehead.predictions import Predictions
@@ -48,8 +47,8 @@ Outputs = dict[str, Predictions]
 def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
     """Fit `auto` and its guards, evaluate every output and write all files; returns the content of results.json."""
     share_buffers(run)
-    _fit_auto(run)
-    _fit_guards(run)
+    if run.config.auto:
+        _fit_auto(run)
     splits = run.inputs.splits
     predictions = {
         name: predict(run, run.inputs.make_eval(getattr(splits, name))) for name in ("test", "calib")
@@ -58,14 +57,12 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
         predictions["train"] = predict(run, run.inputs.make_eval(splits.train), heads=False)
     outputs = final_numbers(predictions["test"], predictions["calib"])
     temperatures = {name: one["temperature"] for name, one in outputs.items()}
-    train, (epochs, seconds) = predictions.get("train"), run.steady
-    samples = epochs * len(run.inputs.train) * run.config.batch_size
+    train = predictions.get("train")
     found = {
         "environment": environment(run.fabric.device),
         "processes": run.fabric.world_size,
         "sizes": splits.sizes,
         "train_seconds": run.seconds,
-        "samples_per_second": samples / seconds if epochs else None,  # after the first epoch, which warms up
         # How `auto` is put together again, and why its stages were chosen.
         "auto": None if run.auto is None else describe(run.auto),
         "choice": None if run.auto is None else run.auto.head.choice,
@@ -79,32 +76,22 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
 
 
 def _fit_auto(run: Run) -> None:
-    """The staged head with the second opinion, on all calibration data."""
-    if run.config.auto:
-        calib = run.inputs.whole(run.inputs.splits.calib)
-        reader = copy.copy(run.reader)
-        reader.views = tuple(VIEWS[name] for name in run.config.views)
-        with run.fabric.autocast():
-            readings = reader.read(calib)
-        with algorithms(deterministic=False):
-            run.auto = fit(run.net, reader, readings, beside=run.companions["auto"], seed=run.config.seed)
-
-
-def _fit_guards(run: Run) -> None:
-    """Fit each guard in every process; all then have the first one's."""
-    if not run.config.guards:
-        return
-    assert run.auto is not None
-    guard = ShiftGuard(run.auto)
-    calib = run.inputs.whole(run.inputs.splits.calib)
-    for output, name in run.config.guarded().items():
-        perturb = run.inputs.perturbation(name, share=1.0)
-        assert perturb is not None
-        with run.fabric.autocast():
-            guard.fit(calib, perturb, seed=run.config.seed)
-        same_on_all_processes(guard.guard)  # devices may round differently
-        run.guards[output] = copy.deepcopy(guard.guard)
-    run.stages = guard.tap
+    """The staged head with the second opinion, on all calibration data, and the guards round it."""
+    config, calib = run.config, run.inputs.whole(run.inputs.splits.calib)
+    reader = copy.copy(run.reader)
+    reader.views = tuple(VIEWS[name] for name in config.views)
+    with run.fabric.autocast():
+        readings = reader.read(calib)
+    with algorithms(deterministic=False):
+        run.auto = fit(run.net, reader, readings, beside=run.companions["auto"], seed=config.seed)
+    if config.guards:
+        guard = ShiftGuard(run.auto)
+        run.stages = guard.tap
+        for output, name in config.guarded().items():
+            with run.fabric.autocast():
+                guard.fit(calib, run.inputs.perturbation(name, share=1.0), seed=config.seed)
+            same_on_all_processes(guard.guard)  # devices may round differently
+            run.guards[output] = copy.deepcopy(guard.guard)
 
 
 # --- predictions
@@ -217,17 +204,17 @@ def _shifted_sets(run: Run) -> Iterator[tuple[str, Iterable[Any]]]:
     for asked in run.config.shift:
         for family, severity in corruptions_of(asked):
             if run.inputs.coloured or family != "saturate":
-                yield f"{family}:{severity}", corrupted(run, run.inputs.splits.test, family, int(severity))
+                yield f"{family}:{severity}", _corrupted(run, family, int(severity))
         if asked in run.others:
             yield f"ood:{asked}", run.others[asked]
 
 
-def corrupted(run: Run, samples: Samples, family: str, severity: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images after a corruption, batch by batch, in the form the network reads."""
+def _corrupted(run: Run, family: str, severity: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Test images after a corruption, batch by batch, in the form the network reads."""
     normalise = run.inputs.normalise
     assert normalise is not None
     generator = torch.Generator(device_of(run.net)).manual_seed(severity)
-    for x, y in run.inputs.make_eval(samples):
+    for x, y in run.inputs.make_eval(run.inputs.splits.test):
         pixels = corrupt(normalise.undo(x).clamp(0, 1), family, severity, generator)
         yield normalise(pixels).contiguous(memory_format=torch.channels_last), y
 
@@ -257,8 +244,8 @@ def _write(run: Run, folder: RunFolder, predictions: Mapping[str, Outputs], resu
     }
     packed = require("safetensors.torch", extra="train").save(tensors)
     folder.write("model.safetensors", lambda file: file.write(packed))
-    folder.write_json("results.json", results)
-    folder.drop_checkpoints()
+    folder.write_text("results.json", json.dumps(results, indent=1) + "\n")
+    folder.drop_checkpoint()
 
 
 def as_plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import math
 import os
 import time
@@ -17,16 +18,16 @@ import torch
 from torch import Tensor
 
 from doublehead.data.splits import Splits
+from doublehead.losses import mixed, mixup
 from doublehead.tasks import find_logits
 from doublehead.torch_tools import average_over_processes
 from doublehead.training.config import Config, learning_rate, method, runs_for
-from doublehead.training.evaluation import as_plain, epoch_numbers, finish, predict
-from doublehead.training.run import Run, objective, set_up
+from doublehead.training.evaluation import epoch_numbers, finish, predict
+from doublehead.training.run import Run, set_up
 from doublehead.training.run_folder import (
     RunError,
     RunFolder,
     algorithms,
-    environment,
     leave_processes_at_exit,
     make_fabric,
     on_first_process,
@@ -37,17 +38,8 @@ __all__ = ["Run", "compare", "make_fabric", "method_rows", "run_epoch", "set_up"
 # Calibration steps of an epoch whose gradient norms are kept, as in the paper's figure.
 GRADIENT_STEPS = (0, 4, 9, -10, -5, -1)
 # Numbers of a test set in a row of `compare`.
-NUMBERS = (
-    "accuracy",
-    "ece",
-    "ece_floor",
-    "ece_floor_low",
-    "ece_floor_high",
-    "ece_all",
-    "nll",
-    "brier",
-    "mean_entropy",
-)
+NUMBERS = ("accuracy", "ece", "ece_floor", "ece_floor_low", "ece_floor_high", "ece_all", "nll", "brier",
+           "mean_entropy")  # fmt: skip
 
 Report = Callable[[dict[str, Any]], None]
 Tick = Callable[[int, int, int], None]
@@ -74,7 +66,7 @@ def train(
     """
     if folder.finished:
         folder.check(config)
-        folder.drop_checkpoints()  # of a process that was killed after it wrote results.json
+        folder.drop_checkpoint()  # of a process that was killed after it wrote results.json
         return folder.results
     fabric = make_fabric(config, accelerator=accelerator, devices=devices, num_nodes=nodes)
     fabric.launch()  # every process goes on from here
@@ -94,7 +86,9 @@ def train(
         saved = time.perf_counter()
         while run.epoch < config.epochs:
             row = run_epoch(run, tick)
-            on_first_process(fabric, partial(folder.append_line, "metrics.jsonl", row))
+            run.rows.append(row)
+            lines = "".join(json.dumps(one) + "\n" for one in run.rows)
+            on_first_process(fabric, partial(folder.write_text, "metrics.jsonl", lines))
             due = run.epoch == config.epochs or time.perf_counter() - saved >= checkpoint_seconds
             if fabric.broadcast(due):
                 on_first_process(fabric, partial(folder.save_checkpoint, run.state_dict()))
@@ -105,7 +99,7 @@ def train(
 
 
 def _resume(run: Run, folder: RunFolder) -> None:
-    """Load the newest checkpoint and drop the lines of metrics that were written after it."""
+    """Load the newest checkpoint, if there is one."""
     state = folder.load_checkpoint(run.fabric.device)
     if state is not None:
         try:
@@ -115,20 +109,13 @@ def _resume(run: Run, folder: RunFolder) -> None:
                 f"the checkpoint in {folder.path} does not fit this version or this data ({error}): "
                 "remove the folder to start again"
             ) from error
-
-    def write() -> None:
-        folder.begin(run.config)
-        folder.keep_lines("metrics.jsonl", lambda row: row["epoch"] < run.epoch)
-        about = as_plain(environment(run.fabric.device))
-        folder.write_json("environment.json", about)
-
-    on_first_process(run.fabric, write)
+    on_first_process(run.fabric, partial(folder.write_text, "config.json", run.config.to_json()))
 
 
 def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
     """One pass over the training data with its calibration steps; returns a line of metrics."""
     config, n_steps = run.config, len(run.inputs.train)
-    prepare, loss_of = objective(config, run.loss)
+    loss_of = partial(mixed, run.loss) if config.mixup else run.loss  # per example
     run.net.train()
     started, total = time.perf_counter(), torch.zeros((), device=run.fabric.device)
     norms: dict[str, list[Tensor]] = {group: [] for group in config.head_groups()}
@@ -137,7 +124,7 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
         at = step / n_steps
         for group in run.optimizer.param_groups:
             group["lr"] = learning_rate(config, (run.epoch + at) / config.epochs)
-        x, y = prepare(*batch)
+        x, y = mixup(*batch, alpha=config.mixup) if config.mixup else batch
         if config.compile:
             torch.compiler.cudagraph_mark_step_begin()  # the last step's outputs may be overwritten
         with run.fabric.autocast():
@@ -150,11 +137,7 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
         if tick:
             tick(run.epoch, step + 1, n_steps)
     train_loss = float(average_over_processes(total)) / n_steps  # waits for the device
-    seconds = time.perf_counter() - started
-    run.seconds += seconds
-    if run.warm:
-        run.steady = (run.steady[0] + 1, run.steady[1] + seconds)
-    run.warm = True
+    run.seconds += time.perf_counter() - started
     if not math.isfinite(train_loss):
         raise RunError(
             f"the training loss is {train_loss} in epoch {run.epoch}: lower lr (now {config.lr:g})"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from doublehead.data.batches import Batches
 from doublehead.data.splits import Samples, stratified_draw
 from doublehead.double_head import DoubleHead
 from doublehead.guard import Guard
-from doublehead.losses import LOSSES, mixed, mixup
+from doublehead.losses import LOSSES
 from doublehead.models import MODELS, build
 from doublehead.models.text import weights_folder
 from doublehead.network import Reader
@@ -28,17 +28,6 @@ from doublehead.torch_tools import from_every_process, get_random, n_processes, 
 from doublehead.training.config import ADAPTIVE, Config, corruptions_of
 
 EVAL_BATCH = 500
-
-
-class Form(NamedTuple):
-    """How one kind of data becomes batches, and what the network needs to know about it."""
-
-    # (samples, whether the network learns from them, **options of all batches)
-    batches: Callable[..., Batches]
-    model_options: dict[str, Any]
-    memory_format: torch.memory_format = torch.preserve_format
-    normalise: data.Normalise | None = None  # of images
-    words: tuple[str, ...] = ()  # of a vocabulary made from the data
 
 
 class Inputs:
@@ -62,8 +51,11 @@ class Inputs:
         splits = replace(splits, train=train, calib=calib, test=_some(splits.test, config.n_test))
         self.config, self.device, self.splits = config, device, splits
         self.rank, self.world_size = rank, world_size
-        form = _form(config, splits)
-        self._batches, self.model_options, self.memory_format, self.normalise, self.words = form
+        self.model_options: dict[str, Any] = {}  # what the network needs to know about the data
+        self.memory_format = torch.preserve_format
+        self.normalise: data.Normalise | None = None  # of images
+        self.words: tuple[str, ...] = ()  # of a vocabulary made from the data
+        self._batches = self._form()
         for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
             self.perturbation(name)  # raises where this data cannot be perturbed
         self.train = self._part(splits.train, config.batch_size, train=True, seed=config.seed)
@@ -108,78 +100,83 @@ class Inputs:
             return data.Shifts(share, self.normalise, together=share == 1)
         return data.Broad(share, self.normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
 
+    def _form(self) -> Callable[..., Batches]:
+        """How this kind of data becomes batches: (samples, whether the network learns from them, **options)."""
+        config, kind = self.config, type(self.splits.train)
+        words = {data.Texts: ("words", "word pieces"), data.Trees: ("words", "trees", "word pieces")}
+        can_be_read, reads = words.get(kind, ("images",)), "words"
+        if config.model in MODELS:
+            reads = MODELS[config.model].reads
+            if reads not in can_be_read:
+                raise ValueError(
+                    f"model must read {' or '.join(can_be_read)} for {config.data}, "
+                    f"got {config.model}, which reads {reads}"
+                )
+        if kind in words:
+            return self._of_words(reads)
+        self.memory_format = torch.channels_last
+        return self._of_images() if kind is data.Images else self._of_files()
+
+    def _of_images(self) -> Callable[..., Batches]:
+        assert isinstance(self.splits.train, data.Images)
+        self.normalise = normalise = data.Normalise.of(self.splits.train.images)
+        height, width, n_channels = self.splits.train.images.shape[1:]
+        self.model_options = {"input": (n_channels, height, width)}
+        how = self.config.augment
+        crop = None if how == "none" else data.CropFlip(padding=4, flip=how == "crop-flip")
+
+        def batches(samples: data.Images, learns: bool, **options: Any) -> Batches:
+            options |= {"augment": crop if learns else None, "normalise": normalise, "channels_last": True}
+            return data.DeviceBatches(samples, **options)
+
+        return batches
+
+    def _of_files(self) -> Callable[..., Batches]:
+        self.normalise, size = data.DATASETS["imagenet"].normalise, self.config.image_size
+        self.model_options = {"input": (3, size, size)}
+        usual: dict[str, Any] = {"size": size, "normalise": self.normalise, "workers": self.config.workers}
+
+        def batches(samples: data.ImageFiles, learns: bool, **options: Any) -> Batches:
+            options["augment"] = learns and self.config.augment != "none"
+            return data.FileBatches(samples, **usual, **options)
+
+        return batches
+
+    def _of_words(self, reads: str) -> Callable[..., Batches]:
+        """Texts and trees: rows of one vocabulary, whose vectors the network gets unless it has its own."""
+        config = self.config
+        for given, what in (
+            (config.mixup, "mixup is"),
+            (config.views, "views are"),
+            (config.guards, "guards, and so the method guarded, are"),
+        ):
+            if given:
+                raise ValueError(f"{what} for images, {config.data} holds words")
+        vocabulary: Any
+        if reads == "word pieces":
+            folder = weights_folder(config.model_options.get("weights", "package"))
+            vocabulary = data.WordPieces(folder / "tokenizer.json")
+        else:
+            vocabulary, self.model_options["vectors"] = word_vectors(config, self.splits)
+            self.words = vocabulary.words
+
+        def batches(samples: Any, learns: bool, **options: Any) -> Batches:
+            by_phrase = learns and config.phrases
+            if reads == "trees":
+                return data.TreeBatches(samples, vocabulary, nodes="all" if by_phrase else "root", **options)
+            if by_phrase and isinstance(samples, data.Trees):
+                samples = samples.phrases()  # as Kim (2014) does
+            crop = learns and config.augment != "none"
+            return data.TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **options)
+
+        return batches
+
 
 def _some(samples: Samples, n: int | None) -> Samples:
     """At most `n` of the samples, each class in its share: files may be sorted by class."""
     if n is None or n >= len(samples):
         return samples
     return samples.take(np.sort(stratified_draw(samples.labels, n)))
-
-
-def _form(config: Config, splits: data.Splits) -> Form:
-    kind = type(splits.train)
-    can_be_read = {data.Texts: ("words", "word pieces"), data.Trees: ("words", "trees", "word pieces")}.get(
-        kind, ("images",)
-    )
-    if config.model in MODELS and MODELS[config.model].reads not in can_be_read:
-        raise ValueError(
-            f"model must read {' or '.join(can_be_read)} for {config.data}, "
-            f"got {config.model}, which reads {MODELS[config.model].reads}"
-        )
-    return {data.Images: _images, data.ImageFiles: _image_files}.get(kind, _words)(config, splits)
-
-
-def _images(config: Config, splits: data.Splits) -> Form:
-    assert isinstance(splits.train, data.Images)
-    normalise = data.Normalise.of(splits.train.images)
-    height, width, n_channels = splits.train.images.shape[1:]
-    crop = None if config.augment == "none" else data.CropFlip(padding=4, flip=config.augment == "crop-flip")
-
-    def batches(samples: data.Images, learns: bool, **how: Any) -> Batches:
-        how |= {"augment": crop if learns else None, "normalise": normalise, "channels_last": True}
-        return data.DeviceBatches(samples.images, samples.labels, **how)
-
-    return Form(batches, {"input": f"{height}x{width}x{n_channels}"}, torch.channels_last, normalise)
-
-
-def _image_files(config: Config, splits: data.Splits) -> Form:
-    size, normalise = config.image_size, data.DATASETS["imagenet"].normalise
-
-    def batches(samples: data.ImageFiles, learns: bool, **how: Any) -> Batches:
-        how |= {"augment": learns and config.augment != "none", "size": size, "normalise": normalise}
-        return data.FileBatches(samples, workers=config.workers, **how)
-
-    return Form(batches, {"input": f"{size}x{size}x3"}, torch.channels_last, normalise)
-
-
-def _words(config: Config, splits: data.Splits) -> Form:
-    """Texts and trees: rows of one vocabulary, whose vectors the network gets unless it has its own."""
-    for given, what in (
-        (config.mixup, "mixup is"),
-        (config.views, "views are"),
-        (config.guards, "guards, and so the method guarded, are"),
-    ):
-        if given:
-            raise ValueError(f"{what} for images, {config.data} holds words")
-    reads = MODELS[config.model].reads if config.model in MODELS else "words"
-    vocabulary: Any
-    options = {}
-    if reads == "word pieces":
-        folder = weights_folder(config.model_options.get("weights", "package"))
-        vocabulary = data.WordPieces(folder / "tokenizer.json")
-    else:
-        vocabulary, options["vectors"] = word_vectors(config, splits)
-
-    def batches(samples: Any, learns: bool, **how: Any) -> Batches:
-        by_phrase = learns and config.phrases
-        if reads == "trees":
-            return data.TreeBatches(samples, vocabulary, nodes="all" if by_phrase else "root", **how)
-        if by_phrase and isinstance(samples, data.Trees):
-            samples = samples.phrases()  # as Kim (2014) does
-        crop = learns and config.augment != "none"
-        return data.TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **how)
-
-    return Form(batches, options, words=getattr(vocabulary, "words", ()))
 
 
 def word_vectors(config: Config, splits: data.Splits) -> tuple[data.Vocabulary, Tensor]:
@@ -189,7 +186,6 @@ def word_vectors(config: Config, splits: data.Splits) -> tuple[data.Vocabulary, 
         return data.embed(splits, "package" if config.embeddings == "glove" else config.embeddings)
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"embeddings must be glove, a file or random:SIZE, got {config.embeddings!r}")
-    assert isinstance(splits.train, (data.Texts, data.Trees))
     vocabulary = data.Vocabulary.of(splits.train)
     generator = torch.Generator().manual_seed(config.seed)
     # 0.4 is about the deviation of GloVe's entries; row 0 is padding
@@ -220,8 +216,7 @@ class Run:
     others: dict[str, Batches] = field(default_factory=dict)  # data sets that `shift` names
     epoch: int = 0
     seconds: float = 0.0  # spent in training steps
-    steady: tuple[int, float] = (0, 0.0)  # epochs, and seconds in them, without the first one of each process
-    warm: bool = False  # whether this process has run an epoch: the first one compiles and allocates
+    rows: list[dict[str, Any]] = field(default_factory=list)  # the metrics of each epoch
     gradients: list[Tensor] = field(default_factory=list)  # one per epoch: (steps, H)
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,7 +226,7 @@ class Run:
         return {
             "epoch": self.epoch,
             "seconds": self.seconds,
-            "steady": self.steady,
+            "rows": self.rows,
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "train": self.inputs.train.state_dict(),
@@ -243,7 +238,7 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
-        self.epoch, self.seconds, self.steady = state["epoch"], state["seconds"], tuple(state["steady"])
+        self.epoch, self.seconds, self.rows = state["epoch"], state["seconds"], state["rows"]
         self.gradients = state["gradients"]
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -311,29 +306,15 @@ def _companion(
     return companion
 
 
-def objective(
-    config: Config, loss: Callable[..., Tensor]
-) -> tuple[Callable[..., tuple[Any, Any]], Callable[[Tensor, Any], Tensor]]:
-    """What to do with a batch before the network sees it, and the loss per example of the logits."""
-    if config.mixup:
-        return partial(mixup, alpha=config.mixup), partial(mixed, loss)
-    return lambda x, y: (x, y), loss
-
-
 def _optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
+    usual: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     parameters = [p for p in net.parameters() if p.requires_grad]
     if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, config.lr, weight_decay=config.weight_decay, fused=True)
+        return torch.optim.Adam(parameters, **usual, fused=True)
     if config.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, config.lr, weight_decay=config.weight_decay)
-    return torch.optim.SGD(
-        parameters,
-        config.lr,
-        config.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=config.momentum > 0,
-        fused=True,
-    )
+        return torch.optim.Adagrad(parameters, **usual)
+    nesterov = config.momentum > 0
+    return torch.optim.SGD(parameters, **usual, momentum=config.momentum, nesterov=nesterov, fused=True)
 
 
 def _compiled(config: Config, net: nn.Module) -> nn.Module:

@@ -1,10 +1,9 @@
 """The files of a run, written so that a process may be killed at any moment; the devices and processes that run it.
 
-config.json        the settings                  environment.json   versions, device, commit, time
+config.json        the settings                  checkpoint.pt      the newest state, until the run is finished
 metrics.jsonl      a line per epoch              predictions/       {split}-{output}.npz, float16 logits and labels
-model.safetensors  network and heads             results.json       written last: the run is finished
-gradients.npz      norms of the heads' gradients, where asked for
-checkpoint.pt      the newest state              checkpoint-previous.pt  the one before it
+model.safetensors  network and heads             gradients.npz      norms of the heads' gradients, where asked for
+results.json       written last: the run is finished
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ import io
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +34,6 @@ from doublehead.training.config import Config
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch asks for it in deterministic runs on CUDA
 MAX_LOGIT = 60_000.0  # of saved predictions: float16 ends at 65,504
-UNFINISHED = re.compile(r"\.[\w@+.-]+\.(json|jsonl|npz|pt|safetensors)\.\w{8}")  # folders of `replacing`
 
 
 class RunError(RuntimeError):
@@ -68,12 +65,6 @@ class RunFolder:
     def config(self) -> Config:
         """The config the run was begun with."""
         return Config.from_json((self.path / "config.json").read_text())
-
-    def begin(self, config: Config) -> None:
-        """Write the config, or check that the one written before is the same."""
-        self.check(config)
-        if not (self.path / "config.json").exists():
-            self.write_text("config.json", config.to_json())
 
     def check(self, config: Config) -> None:
         """Refuse a folder that was begun with another config."""
@@ -108,7 +99,8 @@ class RunFolder:
         with file:
             if not _lock(file):
                 raise RunError(f"another process is working in {self.path}")
-            self._sweep()
+            for leftover in self.path.rglob(".*.*.????????"):  # of `replacing` in a killed process
+                shutil.rmtree(leftover, ignore_errors=True)
             try:
                 yield
             finally:
@@ -120,19 +112,19 @@ class RunFolder:
         """Write a small file, whole or not at all."""
         self.write(name, lambda file: file.write(text.encode()))
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a value that JSON knows, indented."""
-        self.write_text(name, json.dumps(value, indent=1) + "\n")
-
     def write(self, name: str, writer: Callable[[IO[bytes]], Any]) -> None:
         """Let `writer` fill a file that appears under its name once it is on disk."""
         target = self.path / name
-        with self._told(target):
+        try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with replacing(target) as temporary, open(temporary, "wb") as file:
                 writer(file)
                 file.flush()
                 os.fsync(file.fileno())
+        except OSError as error:
+            raise RunError(
+                f"could not write {target} ({error.strerror or error}); what was there before is kept"
+            ) from error
 
     def save_predictions(self, name: str, predictions: Predictions) -> None:
         """Write predictions/{name}.npz, logits as float16; predicted classes stay as they are."""
@@ -143,71 +135,30 @@ class RunFolder:
         arrays = {"logits": logits, "labels": predictions.labels.cpu().numpy()}
         self.write(f"predictions/{name}.npz", lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
 
-    @contextmanager
-    def _told(self, target: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(
-                f"could not write {target} ({error.strerror or error}); what was there before is kept"
-            ) from error
-
-    def _sweep(self) -> None:
-        """Remove what a killed process was writing."""
-        for leftover in (*self.path.glob(".*"), *(self.path / "predictions").glob(".*")):
-            if UNFINISHED.fullmatch(leftover.name) and leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Write the newest state; the one before it stays until the new one is whole."""
-        current, previous = self.path / "checkpoint.pt", self.path / "checkpoint-previous.pt"
         packed = io.BytesIO()  # torch.save itself may end the process where the disk is full
         torch.save(state, packed)
-        self.write("checkpoint-next.pt", lambda file: file.write(packed.getbuffer()))
-        if current.exists():
-            os.replace(current, previous)
-        os.replace(self.path / "checkpoint-next.pt", current)
+        self.write("checkpoint.pt", lambda file: file.write(packed.getbuffer()))
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
-        """The newest state that can be read, None for a run that has none yet. No pickle is executed."""
-        found = [self.path / f"checkpoint{which}.pt" for which in ("-next", "", "-previous")]
-        found = [file for file in found if file.exists()]
-        for file in found:
-            try:
-                state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
-            except Exception as error:  # a damaged file may raise anything
-                warnings.warn(
-                    f"{file} cannot be read ({error}); trying the checkpoint before it", stacklevel=2
-                )
-                continue
-            return state
-        if found:
-            raise RunError(f"no checkpoint in {self.path} can be read: remove the folder to start again")
-        return None
+        """The newest state, None for a run that has none yet. No pickle is executed."""
+        file = self.path / "checkpoint.pt"
+        if not file.exists():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+        except Exception as error:  # a damaged file may raise anything
+            raise RunError(f"{file} cannot be read ({error}): remove the folder to start again") from error
+        return state
 
-    def drop_checkpoints(self) -> None:
-        """Remove all checkpoints: a finished run needs none."""
-        for file in self.path.glob("checkpoint*.pt"):
-            file.unlink(missing_ok=True)
+    def drop_checkpoint(self) -> None:
+        """A finished run needs none."""
+        (self.path / "checkpoint.pt").unlink(missing_ok=True)
 
-    def keep_lines(self, name: str, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop lines for which `keep` is False, and a half-written last line."""
-        file = self.path / name
-        if file.exists():
-            kept = ""
-            for line in file.read_text().splitlines():
-                with suppress(ValueError):
-                    kept += f"{line}\n" if keep(json.loads(line)) else ""
-            self.write_text(name, kept)
-
-    def append_line(self, name: str, row: dict[str, Any]) -> None:
-        """Add one line of JSON."""
-        with self._told(self.path / name), open(self.path / name, "a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """The lines of a file of JSON lines."""
-        return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
+    def lines(self) -> list[dict[str, Any]]:
+        """The metrics of each epoch."""
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -258,10 +209,7 @@ def _lock(file: IO[str]) -> bool:
 
 def make_fabric(config: Config, **options: Any) -> Any:
     """Lightning's Fabric: device, precision and distribution."""
-    try:
-        fabric = require("lightning_fabric", extra="train")  # Fabric packaged alone: quicker to import
-    except ImportError:
-        fabric = require("lightning.fabric", extra="train")
+    fabric = require("lightning_fabric", extra="train")
     try:
         return fabric.Fabric(precision=config.precision, **options)
     except Exception as error:  # Lightning has many; each says which option is not available
@@ -276,28 +224,23 @@ def algorithms(*, deterministic: bool) -> Iterator[None]:
     A deterministic run raises where torch has no deterministic algorithm. cuBLAS reads its variable when a process
     first uses it: where CUDA was used before, CUBLAS_WORKSPACE_CONFIG must have been set from the start.
     """
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
     if not (enabled or deterministic):  # nothing to change, and the change would import torch's compiler
         yield
         return
-    cudnn = torch.backends.cudnn
-    cudnn_before = cudnn.deterministic, cudnn.benchmark
-    sets_workspace = deterministic and CUBLAS_WORKSPACE not in os.environ
+    warn_only, cudnn = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn
+    cudnn_before, workspace = (cudnn.deterministic, cudnn.benchmark), os.environ.get(CUBLAS_WORKSPACE)
     try:
         torch.use_deterministic_algorithms(deterministic)
         if deterministic:
             # a benchmark may choose another kernel each time
             cudnn.deterministic, cudnn.benchmark = True, False
-        if sets_workspace:
-            os.environ[CUBLAS_WORKSPACE] = ":4096:8"
+            os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         cudnn.deterministic, cudnn.benchmark = cudnn_before
-        if sets_workspace:
+        if workspace is None:
             os.environ.pop(CUBLAS_WORKSPACE, None)
 
 
@@ -314,12 +257,7 @@ def on_first_process(fabric: Any, write: Callable[[], object]) -> None:
         raise RunError(problem)
 
 
+@cache  # once in a process, however many runs it trains
 def leave_processes_at_exit() -> None:
     """End the process group in an orderly way; gloo's threads would print errors otherwise."""
-    atexit.unregister(_leave_processes)
-    atexit.register(_leave_processes)
-
-
-def _leave_processes() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
