@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import numpy as np
 import pandas as pd
 import rivals
+import shift
 import tables
 import torch
 from matplotlib.figure import Figure
@@ -27,7 +28,7 @@ from doublehead import curves, plots
 from doublehead.metrics import fine_bins
 from doublehead.training.config import BETAS
 
-DOCS = HERE.parent / "docs"
+OUTPUT = HERE.parent / "docs" / "results"
 
 # --- figures, from results.csv, certificates and committed logits
 
@@ -43,7 +44,6 @@ HEADS = {"main": "network", "double-head": "head, no annealing", "annealing-doub
 DIAGRAMS = ("20newsgroups-bydate-gp_cnn", "cifar10-resnet50", "cifar100-resnet50", "svhn-resnet50")
 STEPS = ("first", "5th", "10th", "last 10th", "last 5th", "last")
 TICKS = {"ece": (0.003, 0.01, 0.03, 0.1), "nll": (0.2, 0.5, 1.0, 2.0)}  # of logarithmic axes
-PRIORS, COSTS = (0.01, 0.05, 0.2, 0.5), (-10, -1, -0.1, 0.1, 1, 10)  # of the frontier
 PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "mean entropy (nats)"}
 
 
@@ -143,34 +143,6 @@ def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-def frontier() -> Figure:
-    """Clean cost against shifted ECE, for each network; costs beyond 0.1 % are on a logarithmic axis."""
-    found = tables.guard_summary(pd.read_csv(HERE / "shift.csv"))
-    runs = found.index.unique("run")
-    n_lines = -(-(len(runs) + 1) // 4)  # the last cell is for the legend
-    figure = Figure(figsize=(12, 3 * n_lines), layout="constrained")
-    axes = list(figure.subplots(n_lines, 4, sharex=True, sharey=True, squeeze=False).flat)
-    for ax, run in zip(axes, runs):
-        own = found.loc[run]
-        sweep = own.loc[[f"single-{prior:g}" for prior in PRIORS]]
-        ax.plot(sweep.cost, sweep.share, "-", color=plots.INK, linewidth=0.8, label="guard, larger priors")
-        for i, (name, label) in enumerate(tables.GUARDS.items()):
-            place = own.reindex([name])  # a network without an ensemble has no such point
-            ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label.strip("*"), markersize=8)
-        ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
-        ax.set_xscale("symlog", linthresh=0.1)
-        ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
-        ax.set(xticks=COSTS, xticklabels=COSTS)
-        ax.tick_params(labelbottom=True, labelsize=8)
-        ax.spines[["top", "right"]].set_visible(False)
-    for ax in axes[len(runs) :]:
-        ax.axis("off")
-    figure.supxlabel("change of the clean NLL against the staged head, percent", fontsize=9)
-    figure.supylabel("mean ECE under shift, share of temperature scaling's", fontsize=9)
-    axes[-1].legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="center", frameon=False)
-    return figure
-
-
 # --- everything
 
 
@@ -200,5 +172,5 @@ if __name__ == "__main__":
         table = measure(runs, table)
     tables.publish(tables.TABLES | rivals.TABLES, table, runs)
     for figure in (gains, epochs, beta, gradients, reliability):
-        plots.save(figure(table, runs), DOCS / "results/figures" / f"{figure.__name__}.png", dpi=90)
-    plots.save(frontier(), DOCS / "images/frontier.png", dpi=90)
+        plots.save(figure(table, runs), OUTPUT / "figures" / f"{figure.__name__}.png", dpi=90)
+    shift.draw()

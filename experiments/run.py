@@ -10,6 +10,7 @@ experiments/logits and experiments/runs; `make results` makes numbers, tables an
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -165,10 +166,14 @@ if __name__ == "__main__":
     parser.add_argument("--methods", nargs="+", default=["cross-entropy"], help="training losses")
     parser.add_argument("--root", help="the folder of data sets")
     parser.add_argument("--output", type=Path, default=Path("runs"))
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; no run starts later")
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
-    for seed, name in product(options.seeds, options.methods):
-        config = recipe(options.data, options.model, seed, name)
+    began, chosen = time.perf_counter(), product(options.seeds, options.methods)
+    for config in [recipe(options.data, options.model, seed, name) for seed, name in chosen]:
+        if time.perf_counter() - began > options.budget:
+            print(f"out of time before {config.name}", flush=True)
+            break
         folder, where = RunFolder(options.output / config.folder_name), options.accelerator
         train(config, folder, root=options.root, accelerator=where, checkpoint_seconds=120, report=print)
         size = keep(folder, options.root, where).file.stat().st_size / 1e6

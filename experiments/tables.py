@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
-from results import HERE, StoredRun, Z
+from results import HERE, StoredRun
 
 ROOT = HERE.parent
 DATA = {
@@ -73,17 +73,6 @@ OVERVIEW = {
     "annealing-double-head": "paper's head",
     "head": "staged head, logits",
     "head+opinion": "and features, second opinion",
-}
-GUARDS = {  # and what they are compared with
-    "temperature": "temperature scaling",
-    "head": "staged head",
-    "perturbed": "temperature of perturbed data",
-    "density": "density-aware",
-    "ensemble": "ensemble",
-    "single": "guard, single inputs",
-    "window-64": "guard, windows of 64",
-    "window-256": "guard, windows of 256",
-    "perfect": "*perfect temperatures*",
 }
 Runs = Sequence[StoredRun]
 Cell = Callable[[pd.Series], str]
@@ -334,49 +323,6 @@ def kept_table(table: pd.DataFrame, runs: Runs) -> str:
     return markdown((own + " / " + free).rename(lambda run: f"`{run}`").reset_index())
 
 
-# --- the shift guard as it was measured. A row of shift.csv is a network, a kind of shift that was left out of the
-# fit, a method, and a family of shifts at a severity on 1,000 inputs.
-
-
-def guard_summary(table: pd.DataFrame) -> pd.DataFrame:
-    """By run and method: mean ECE over kinds as a share of temperature scaling's, and the cost on clean data."""
-    measured = table[table.ece.notna()]
-    clean = measured[measured.cell == "clean"].groupby(["run", "method"], sort=False)
-    kinds = measured[measured.cell != "clean"].groupby(["run", "method", "left_out"], sort=False).ece.mean()
-    ece = kinds.groupby(["run", "method"], sort=False).mean()
-    head = clean.nll.mean().xs("head", level="method")
-    high = clean.cost.mean() + Z * clean.cost_error.mean()
-    columns = {"ece": ece, "share": ece / ece.xs("temperature", level="method")}
-    return pd.DataFrame(columns | {"cost": 100 * clean.cost.mean() / head, "cost_high": 100 * high / head})
-
-
-def shift_table(*_: Any) -> str:
-    """A row for each method, a column for each network."""
-    table = pd.read_csv(HERE / "shift.csv")
-    found = guard_summary(table)
-    runs = found.index.unique("run")
-    printed = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1).unstack("run")
-    shown = printed.reindex(index=GUARDS, columns=runs).fillna("").rename(GUARDS)
-    clean = table[(table.method == "alarm-64") & (table.cell == "clean")].set_index("run").alarms
-    for title, shares in (
-        ("*ECE of temperature scaling*", found.ece.xs("temperature", level="method")),
-        ("*clean windows of 64 with an alarm*", clean),
-    ):
-        shown.loc[title] = shares.map("{:.1%}".format).str.replace("%", " %")
-    shown.columns = shown.columns.str.partition("-cross").get_level_values(0)
-    return markdown(shown.rename_axis("method").reset_index())
-
-
-def alarms_table(*_: Any) -> str:
-    """False alarms of simulated guards, in percent."""
-    groups = pd.read_csv(HERE / "shift_alarms.csv").groupby(["stages", "samples"], sort=False)
-    made = pd.DataFrame({"false alarms": groups.false.mean().map(percent)})
-    made["in 95 % of sets at most"] = groups.false.quantile(0.95).map(percent)
-    made["alarms"] = groups.seen.mean().map("{:.0%}".format).str.rstrip("%")
-    made["of a perfect test"] = groups.known.mean().map("{:.0%}".format).str.rstrip("%")
-    return markdown(made.reset_index().assign(samples=lambda found: found.samples.map("{:,}".format)))
-
-
 # --- pages
 
 Tables = Mapping[str, tuple[str, Callable[..., str]]]  # by name: page and function of what `publish` is given
@@ -392,8 +338,6 @@ TABLES: Tables = {
     "runs": ("docs/results/runs.md", runs_table),
     "stages": ("docs/results/stages.md", stages_table),
     "kept": ("docs/results/stages.md", kept_table),
-    "shift": ("docs/shift.md", shift_table),
-    "shift-alarms": ("docs/shift.md", alarms_table),
 }
 
 

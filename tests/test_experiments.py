@@ -19,6 +19,7 @@ import post_hoc  # noqa: E402
 import results  # noqa: E402
 import rivals  # noqa: E402
 import run as run_script  # noqa: E402
+import shift  # noqa: E402
 import tables  # noqa: E402
 from results import LEVELS, Scores, Split, Splits, StoredRun, read_table, stored_runs  # noqa: E402
 
@@ -28,7 +29,7 @@ from doublehead.training.loop import train  # noqa: E402
 from doublehead.training.run_folder import RunFolder  # noqa: E402
 
 RUNS = stored_runs()
-TABLES = tables.TABLES | rivals.TABLES
+TABLES = tables.TABLES | rivals.TABLES | shift.TABLES
 
 
 # --- storage
@@ -199,7 +200,8 @@ def test_pages_show_the_committed_numbers(name: str) -> None:
     file, made = TABLES[name]
     page = (ROOT / file).read_text()
     assert f"<!-- results: {name} -->" in page
-    assert tables.fill(page, name, made(read_table(), RUNS)) == page
+    data = () if name in shift.TABLES else (read_table(), RUNS)
+    assert tables.fill(page, name, made(*data)) == page
 
 
 # --- tables
@@ -237,6 +239,9 @@ def test_cells_of_the_ece() -> None:
     )
 
 
+# --- the shift guard
+
+
 def test_shares_of_the_guard_by_hand() -> None:
     cells = [("clean", 0.02, 0.5), ("drop/1", 0.1, 0.7), ("drop/2", 0.3, 0.9)]
     rows = [
@@ -245,10 +250,17 @@ def test_shares_of_the_guard_by_hand() -> None:
         for cell, ece, nll in cells
     ]
     columns = ["run", "left_out", "method", "cell", "ece", "nll", "cost", "cost_error"]
-    found = tables.guard_summary(pd.DataFrame(rows, columns=columns)).loc["a"]
+    found = shift.summary(pd.DataFrame(rows, columns=columns)).loc["a"]
     assert found.ece["temperature"] == pytest.approx(0.2)
     assert found.share["head"] == pytest.approx(0.5)
     assert found.cost["temperature"] == pytest.approx(2.0)  # percent of the head's NLL, 0.5
+
+
+def test_simulated_guards_see_shifted_windows_and_few_clean_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shift, "WINDOWS", 500)
+    (row,) = shift.simulate("sparse", 872, 1)
+    assert row["false"] < 0.1
+    assert row["false"] < row["seen"]
 
 
 # --- recipes and training
