@@ -1,11 +1,13 @@
-"""The shift guard: tables and a figure of what was measured on trained networks, and false alarms in a simulation.
+"""What the shift guard does to trained networks, with whole kinds of shift left out of its fit.
 
-    python experiments/shift.py simulate   # shift_alarms.csv
-    python experiments/shift.py draw       # tables and figure from what is committed
+    python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # logits and distances: seen/RUN.npz
+    python experiments/shift.py measure seen/*.npz                          # shift.csv, auroc.csv and the figures
+    python experiments/shift.py simulate                                    # shift_alarms.csv
+    python experiments/shift.py draw                                        # tables and frontier from what is measured
 
-`shift.csv` has a row for each network, kind of shift left out of the fit, method and cell: a family of shifts at a
-severity on 1,000 inputs. Networks, ensemble members and the commit of the code that measured them are in `shift.json`.
-The networks' weights and outputs are not committed, so this code is not kept here.
+`measure` fits every method to calibration data and measures it on test data. The kind of shift that it is measured on
+is never part of its fit. Each cell is a family at a severity on 1,000 inputs; streams are cells one by one. Runs on
+the same inputs form an ensemble. AUROCs are those of the paper's Table 2.
 
 `simulate` counts false alarms with few calibration samples. Each of many calibration sets has a guard of its own, which
 sees windows of new samples of the same kind, and of weakly shifted ones. An alarm that knows all clean data shows what
@@ -14,25 +16,34 @@ shift can be seen at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 
+import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from results import HERE, Z, arguments
-from tables import Tables, markdown, percent, publish
+from post_hoc import mean_of
+from results import HERE, Z, arguments, where_computed
+from shift_sets import KINDS, Seen, read
+from tables import SETS, Tables, markdown, percent, publish
 from torch import Tensor
 
-from doublehead import plots
-from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision
+from doublehead import Predictions, metrics, plots
+from doublehead.calibrators import Calibrator, make, mean_and_error
+from doublehead.calibrators.optimise import fit_log_scale
+from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision, scaled
 
 TABLE, ALARMS = HERE / "shift.csv", HERE / "shift_alarms.csv"
 IMAGES = HERE.parent / "docs" / "images"
+BATCH = 100
 PRIORS, TICKS = (0.01, 0.05, 0.2, 0.5), (-10, -1, -0.1, 0.1, 1, 10)  # of the frontier
 SHOWN = {
     "temperature": "temperature scaling",
@@ -51,8 +62,176 @@ CHANNELS = {"normal": [128] * 18, "heavy tails": [128] * 18, "sparse": [100, 100
 SHIFTS = {"normal": 0.015, "heavy tails": 0.3, "sparse": 0.05}
 NEW, WINDOWS = 10_000, 20_000  # samples, and windows drawn from them
 
+nlls_of = partial(torch.nn.functional.cross_entropy, reduction="none")  # logits (N, K), labels (N,) -> (N,)
+Sets = dict[str, Seen]
+Method = Callable[[str], Tensor]  # the name of a set, a stream of inputs -> logits (N, K)
 
-# --- what was measured
+
+# --- methods
+
+
+class Given(torch.nn.Module):
+    """In place of a guard's distances: the stages are distances already."""
+
+    widths = (128,)  # channels of the layers that they were measured on, at most
+
+    def forward(self, far: Tensor) -> Tensor:
+        return far
+
+    set_usual = forward
+
+
+def guard_of(
+    clean: Seen, perturbed: Sequence[Seen] = (), window: int = WINDOW, prior: float | None = None
+) -> Guard:
+    """A guard that learned from these sets, each of the perturbed ones a group."""
+
+    def observed(sets: Sequence[Seen]) -> Observed:
+        groups = torch.cat([torch.full_like(one.labels, i) for i, one in enumerate(sets)])
+        z, far, labels, samples = (torch.cat(parts) for parts in zip(*sets))
+        return Observed(far, z, labels, groups, samples)
+
+    guard = Guard([1] * clean.far.shape[1], window)
+    guard.distances = Given()
+    guard.fit(observed([clean]), observed(perturbed) if perturbed else None, prior=prior)
+    return guard
+
+
+def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str, Method]:
+    """Every method, fitted without one kind of shift; an ensemble of `members` where there are two or more."""
+    clean = sets["calib/clean"]
+    head, temperature = (fitted(clean.logits, clean.labels, name) for name in ("head", "temperature"))
+    by_head = {name: one._replace(logits=head(one.logits)) for name, one in sets.items()}
+    density = density_aware(temperature(clean.logits), clean.labels, clean.far)
+    others = [cell for other in KINDS if other != kind for cell in cells_of("calib", other) if cell in sets]
+    pool = [torch.cat(parts) for parts in zip(*(some(sets[cell]) for cell in others), *[clean] * 6)]
+    perturbed = fitted(pool[0], pool[2])
+
+    def guarded(window: int, prior: float | None = None) -> Method:
+        guard = guard_of(by_head["calib/clean"], [some(by_head[cell]) for cell in others], window, prior)
+
+        def through(name: str) -> Tensor:
+            guard.reset()
+            parts = zip(by_head[name].far.split(BATCH), by_head[name].logits.split(BATCH))
+            return torch.cat([scaled(z, guard(far, z)) for far, z in parts])
+
+        return through
+
+    def ensemble(name: str) -> Tensor:
+        return mean_of([one[name].logits for one in members]).float()
+
+    methods: dict[str, Method] = {
+        "head": lambda name: by_head[name].logits,
+        "temperature": lambda name: temperature(sets[name].logits),
+        "perturbed": lambda name: perturbed(sets[name].logits),
+        "density": lambda name: scaled(temperature(sets[name].logits), density(sets[name].far)),
+        # Fitted to the labels that it is measured on: no temperature does better.
+        "perfect": lambda name: fitted(by_head[name].logits, by_head[name].labels)(by_head[name].logits),
+    }
+    if len(members) > 1:
+        pooled = fitted(ensemble("calib/clean"), clean.labels)
+        methods["ensemble"] = lambda name: pooled(ensemble(name))
+    methods |= {"single": guarded(0), "window-64": guarded(64), "window-256": guarded(256)}
+    return methods | {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
+
+
+def density_aware(logits: Tensor, labels: Tensor, far: Tensor) -> Callable[[Tensor], Tensor]:
+    """Distances (N, D) -> a factor (N, 1) that was fitted to clean data and never grows with a distance.
+
+    Distances whose weights would are left out, one after the other.
+    """
+    mean, deviation = far.mean(0), far.std(0).clamp(min=1e-3)
+
+    def inputs(far: Tensor) -> Tensor:
+        return torch.cat([((far - mean) / deviation).clamp(-3, 6), torch.ones(len(far), 1)], 1)
+
+    design = inputs(far)
+    kept = torch.ones(design.shape[1], dtype=torch.bool)
+    while True:
+        weights = torch.zeros(design.shape[1])
+        ridge = torch.full((int(kept.sum()),), 30.0)
+        weights[kept] = fit_log_scale(logits, labels, design[:, kept], ridge)
+        if (weights[:-1] <= 0).all():
+            return lambda far: (inputs(far) @ weights).exp()[:, None]
+        kept[weights[:-1].argmax()] = False
+
+
+def cells_of(split: str, kind: str) -> list[str]:
+    """The names of the sets with one kind of shift."""
+    return [f"{split}/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
+
+
+def some(seen: Seen) -> Seen:
+    """The inputs of a set that methods learn from."""
+    return Seen(*(part[:500] for part in seen))
+
+
+def fitted(logits: Tensor, labels: Tensor, name: str = "temperature") -> Calibrator:
+    return make(name).fit(Predictions(logits, labels))
+
+
+# --- measure
+
+
+@torch.no_grad()
+def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
+    """One row for each run, kind left out, method and cell; `more` runs are only members of ensembles."""
+    runs = {file.stem: read(file) for file in [*files, *more]}
+    rows: list[dict[str, Any]] = []
+    for run, sets in list(runs.items())[: len(files)]:
+        members = [other for other in runs.values() if same_inputs(sets, other)]
+        for kind in (kind for kind in KINDS if cells_of("test", kind)[0] in sets):
+            methods = fit_methods(sets, kind, members)
+            by_head = nlls_of(methods["head"]("test/clean"), sets["test/clean"].labels)
+            for name, method in methods.items():
+                for cell in ("test/clean", *cells_of("test", kind)):
+                    found = Predictions(method(cell), sets[cell].labels)
+                    nlls = nlls_of(found.logits, found.labels)
+                    row = {"run": run, "left_out": kind, "method": name, "cell": cell.partition("/")[2]}
+                    row |= {"ece": metrics.ece(found), "nll": float(nlls.mean())}
+                    if cell == "test/clean":
+                        row["cost"], row["cost_error"] = mean_and_error(nlls - by_head)
+                    rows.append(row)
+            print(run, kind, flush=True)
+        rows += alarms(sets, run)
+    return pd.DataFrame(rows)
+
+
+def aurocs(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
+    """How well confidence tells clean test images from noisy ones and from house numbers."""
+    for output in ("none", "temperature", "head"):
+        method = fitted(sets["calib/clean"].logits, sets["calib/clean"].labels, output)
+        sure = {name: method(sets[name].logits).softmax(1).amax(1) for name in ("test/clean", *SETS)}
+        for name in SETS:
+            found = metrics.auroc(sure["test/clean"], sure[name])
+            yield {"run": run, "output": output, "set": name, "auroc": found}
+
+
+def same_inputs(one: Sets, other: Sets) -> bool:
+    """Whether two runs saw the same inputs of the same classes."""
+    return one.keys() == other.keys() and all(
+        a.logits.shape == b.logits.shape and all(map(torch.equal, a[2:], b[2:]))
+        for a, b in zip(one.values(), other.values())
+    )
+
+
+def alarms(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
+    """The share of random windows with an alarm, of clean ones and of each cell; nothing perturbed was seen."""
+    guard, generator = guard_of(sets["calib/clean"]), torch.Generator().manual_seed(0)
+    for name, one in sets.items():
+        if name.startswith("calib/"):
+            continue
+        n, raised = 1000 if name == "test/clean" else 20, 0
+        for _ in range(n):
+            rows = torch.randperm(len(one.labels), generator=generator)[:WINDOW]
+            guard.reset()
+            guard(one.far[rows], one.logits[rows])
+            raised += guard.shift.alarm
+        cell = name.partition("/")[2]
+        yield {"run": run, "left_out": "all", "method": "alarm-64", "cell": cell, "alarms": raised / n}
+
+
+# --- figures
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -109,6 +288,32 @@ def frontier(table: pd.DataFrame) -> Figure:
     figure.supxlabel("change of the clean NLL against the staged head, percent", fontsize=9)
     figure.supylabel("mean ECE under shift, share of temperature scaling's", fontsize=9)
     axes[-1].legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="center", frameon=False)
+    return figure
+
+
+def stream(sets: Sets) -> Figure:
+    """Confidence, accuracy and alarm over a stream that drifts from clean to corrupted images and back."""
+    cells = ["test/clean", *(f"test/gaussian_blur/{level}" for level in range(1, 6)), "test/clean"]
+    parts = [Seen(*(p[600 * (i > 5) :][:400] for p in sets[cell])) for i, cell in enumerate(cells)]
+    whole = Seen(*(torch.cat(columns) for columns in zip(*parts)))
+    methods = fit_methods({**sets, "stream": whole}, "blurs")
+    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+    ax = figure.subplots()
+    correct = (whole.logits.argmax(1) == whole.labels).double()
+    ax.plot(pd.Series(correct).rolling(64).mean(), color=plots.INK, label="accuracy")
+    for name, label in (("temperature", "temperature scaling"), ("window-64", "guard")):
+        sure = methods[name]("stream").softmax(1).amax(1).double()
+        ax.plot(pd.Series(sure).rolling(64).mean(), label=f"confidence, {label}")
+    guard, alarm = guard_of(sets["calib/clean"]), []
+    for far, z in zip(whole.far.split(1), whole.logits.split(1)):
+        guard(far, z)
+        alarm.append(guard.shift.alarm)
+    ax.fill_between(np.arange(len(alarm)), 0, 1, where=np.array(alarm), alpha=0.15, label="alarm")
+    for edge in range(400, len(alarm), 400):
+        ax.axvline(edge, color=plots.INK, linewidth=0.5, linestyle=":")
+    ax.set(xlabel="image", ylim=(0.2, 1.02), xlim=(0, len(alarm)))
+    ax.legend(loc="lower left", fontsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -172,13 +377,34 @@ def draw() -> None:
     plots.save(frontier(pd.read_csv(TABLE)), IMAGES / "frontier.png", dpi=90)
 
 
-if __name__ == "__main__":
+@torch.no_grad()
+def write_measured(files: Sequence[Path], members: Sequence[Path]) -> None:
+    """shift.csv and its certificate, auroc.csv, and the figure of a stream."""
+    names = {"runs": [path.stem for path in files], "members": [path.stem for path in members]}
+    about = names | {"environment": where_computed()}
+    measure(files, members).round(6).to_csv(TABLE, index=False)
+    TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    images = [path for path in files if path.stem.startswith("cifar10-")]
+    rows = [row for path in images for row in aurocs(read(path), path.stem)]
+    pd.DataFrame(rows).to_csv(HERE / "auroc.csv", index=False, float_format="%.5g")
+    plots.save(stream(read(files[0])), IMAGES / "shift.png", dpi=90)
+
+
+def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("what", choices=["draw", "simulate"])
+    parser.add_argument("what", choices=["measure", "draw", "simulate"])
+    parser.add_argument("paths", nargs="*", type=Path)
+    parser.add_argument("--members", nargs="*", type=Path, default=[], help="further members of ensembles")
     parser.add_argument("--sets", type=int, default=60, help="simulated calibration sets of each size")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.what == "simulate":
+    if options.what == "measure":
+        write_measured(options.paths, options.members)
+    elif options.what == "simulate":
         rows = [row for kind in CHANNELS for n in SAMPLES for row in simulate(kind, n, options.sets)]
         pd.DataFrame(rows).round(6).to_csv(ALARMS, index=False)
     draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,6 @@ import torch
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("safetensors")
-pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
@@ -19,7 +18,6 @@ import post_hoc  # noqa: E402
 import results  # noqa: E402
 import rivals  # noqa: E402
 import run as run_script  # noqa: E402
-import shift  # noqa: E402
 import tables  # noqa: E402
 from results import LEVELS, Scores, Split, Splits, StoredRun, read_table, stored_runs  # noqa: E402
 
@@ -29,7 +27,7 @@ from doublehead.training.loop import train  # noqa: E402
 from doublehead.training.run_folder import RunFolder  # noqa: E402
 
 RUNS = stored_runs()
-TABLES = tables.TABLES | rivals.TABLES | shift.TABLES
+TABLES = tables.TABLES | rivals.TABLES
 
 
 # --- storage
@@ -200,8 +198,7 @@ def test_pages_show_the_committed_numbers(name: str) -> None:
     file, made = TABLES[name]
     page = (ROOT / file).read_text()
     assert f"<!-- results: {name} -->" in page
-    data = () if name in shift.TABLES else (read_table(), RUNS)
-    assert tables.fill(page, name, made(*data)) == page
+    assert tables.fill(page, name, made(read_table(), RUNS)) == page
 
 
 # --- tables
@@ -237,30 +234,6 @@ def test_cells_of_the_ece() -> None:
     assert tables.ece_cell(pd.Series({"ece": 0.001, "ece_low": 0.002, "ece_high": 0.005})).startswith(
         "**0.10**"
     )
-
-
-# --- the shift guard
-
-
-def test_shares_of_the_guard_by_hand() -> None:
-    cells = [("clean", 0.02, 0.5), ("drop/1", 0.1, 0.7), ("drop/2", 0.3, 0.9)]
-    rows = [
-        ("a", "words", method, cell, factor * ece, nll, cost, 0.0)
-        for method, factor, cost in (("temperature", 1.0, 0.01), ("head", 0.5, 0.0))
-        for cell, ece, nll in cells
-    ]
-    columns = ["run", "left_out", "method", "cell", "ece", "nll", "cost", "cost_error"]
-    found = shift.summary(pd.DataFrame(rows, columns=columns)).loc["a"]
-    assert found.ece["temperature"] == pytest.approx(0.2)
-    assert found.share["head"] == pytest.approx(0.5)
-    assert found.cost["temperature"] == pytest.approx(2.0)  # percent of the head's NLL, 0.5
-
-
-def test_simulated_guards_see_shifted_windows_and_few_clean_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shift, "WINDOWS", 500)
-    (row,) = shift.simulate("sparse", 872, 1)
-    assert row["false"] < 0.1
-    assert row["false"] < row["seen"]
 
 
 # --- recipes and training
@@ -349,9 +322,9 @@ def test_the_cells_of_table_2_are_the_papers(shared: Path) -> None:
     parts = dict(zip(tables.SETS, ("CIFAR-10-C", "CIFAR-10/SVHN")))
     copied = tables.paper(2).before.groupby(level=["data", "model"], sort=False)
     assert len(copied) == 4
-    for (which, model), wanted in copied:
+    for (shift, model), wanted in copied:
         name = next(printed for printed, ours in MODELS.items() if ours == model)
-        place = source.index(name, source.index(parts[which], source.index("tab: ece_max")))
+        place = source.index(name, source.index(parts[shift], source.index("tab: ece_max")))
         found = [float(n) for n in re.findall(r"\d+\.\d+", source[place : source.index(r"\\", place)])]
         assert [*found[:2], found[8]] == wanted.to_list()
 
