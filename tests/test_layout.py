@@ -39,7 +39,6 @@ ORDER = (
     "plots",
     "summary",  # all numbers of some predictions
     "stream",
-    "theory",
     "data",  # training
     "models",
     "training",
