@@ -14,6 +14,8 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 # Confidences within 1/960 of each other share one binomial draw: variance off by under 1e-7 a sample.
 CELLS = 960
+DRAWS = 1000  # of a floor and a bootstrap; a test takes twice as many
+LEVEL = 0.95  # of intervals
 
 
 class Floor(NamedTuple):
@@ -39,8 +41,8 @@ class Interval(NamedTuple):
     high: float
 
 
-def ece_floor(p: Predictions | Bins, n_bins: int = 15, n_draws: int = 1000, seed: int = 0) -> Floor:
-    """ECE of a perfectly calibrated model with these confidences, its answers drawn from them `n_draws` times.
+def ece_floor(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Floor:
+    """ECE of a perfectly calibrated model with these confidences, its answers drawn from them 1,000 times.
 
     Binned ECE of a perfect model is not 0 on finite data. An ECE within low..high cannot be told from perfect on
     this many samples; print it beside every ECE. For a stream, pass top-label bins finer than `n_bins` by a whole
@@ -50,43 +52,35 @@ def ece_floor(p: Predictions | Bins, n_bins: int = 15, n_draws: int = 1000, seed
     >>> ece_floor(sure)
     Floor(mean=0.0, low=0.0, high=0.0)
     """
-    return _floor(_ece_and_floor(p, n_bins, n_draws, seed)[1])
+    return _floor(_ece_and_draws(p, n_bins, DRAWS, seed)[1])
 
 
-def calibration_test(
-    p: Predictions | Bins, n_bins: int = 15, n_draws: int = 2000, seed: int = 0
-) -> CalibrationTest:
+def calibration_test(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> CalibrationTest:
     """Test whether the confidences in the predicted class are calibrated: a small p-value says they are not.
 
-    The p-value is the share of `n_draws` perfectly calibrated models with the same confidences whose ECE is as
-    large as this one. It is at or below 0.05 for at most 5 % of calibrated models, whatever n_bins and N are. With
-    many samples it finds differences too small to matter, so read it beside the ECE itself.
+    The p-value is the share of 2,000 perfectly calibrated models with the same confidences whose ECE is as large as
+    this one. It is at or below 0.05 for at most 5 % of calibrated models, whatever n_bins and N are. With many
+    samples it finds differences too small to matter, so read it beside the ECE itself.
 
     >>> calibration_test(Predictions([[2.0, 0.0]] * 100, [1] * 100)).p_value < 0.001
     True
     """
-    return _test(*_ece_and_floor(p, n_bins, n_draws, seed))
+    return floor_and_test(p, n_bins, seed)[1]
 
 
 def floor_and_test(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> tuple[Floor, CalibrationTest]:
     """`ece_floor` and `calibration_test` from the same draws, so that neither costs extra."""
-    observed, draws = _ece_and_floor(p, n_bins, 2000, seed)
-    return _floor(draws[:1000]), _test(observed, draws)
+    observed, draws = _ece_and_draws(p, n_bins, 2 * DRAWS, seed)
+    as_large = int((draws >= observed - 1e-12).sum())
+    return _floor(draws[:DRAWS]), CalibrationTest(observed, (1 + as_large) / (1 + len(draws)))
 
 
-def bootstrap(
-    p: Predictions | Bins,
-    n_bins: int = 15,
-    *,
-    level: float = 0.95,
-    n_draws: int = 1000,
-    seed: int = 0,
-) -> dict[str, Interval]:
-    """Intervals of mean_confidence, overconfidence, ece, ece2 and mce by the Poisson bootstrap, and of accuracy.
+def bootstrap(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> dict[str, Interval]:
+    """95 % intervals of mean_confidence, overconfidence, ece, ece2 and mce by the Poisson bootstrap, and of accuracy.
 
     Each sample counts a Poisson(1) number of times. Samples of one fine bin and the same correctness share their mean
     confidence, so only the counts of such cells are drawn, at a cost that does not depend on N. For a stream, pass
-    top-label bins as in `ece_floor`. An interval holds the middle `level` of the draws, shifted so that their mean is
+    top-label bins as in `ece_floor`. An interval holds the middle 95 % of the draws, shifted so that their mean is
     the estimate: resampling adds noise of its own, which would push an ECE above its own value. The interval of an
     ECE is about the ECE at this N, floor included. The interval of the accuracy is Wilson's, which holds where all
     answers are correct too: no draw of those has a wrong one.
@@ -95,13 +89,10 @@ def bootstrap(
     >>> interval.estimate, 0.65 < interval.low < 0.75, 0.85 < interval.high < 0.95
     (0.8, True, True)
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    _check_draws(n_draws)
     bins = _top_bins(p, n_bins)
     cells, mass, n, confidence, right = _cells(bins)
     wrong, each = mass - right, mass / n  # the weight of a sample
-    rng, shape = np.random.default_rng(seed), (n_draws, len(cells))
+    rng, shape = np.random.default_rng(seed), (DRAWS, len(cells))
     drawn_right, drawn_wrong = (rng.poisson(part / each, shape) * each for part in (right, wrong))
     some = np.flatnonzero((drawn_right + drawn_wrong).sum(1))  # of few samples a draw may hold none
     if len(some):
@@ -112,9 +103,9 @@ def bootstrap(
     coarse = bins.coarsen(n_bins)
     exact = {"ece": float(coarse.ece()), "mce": float(coarse.mce()), "ece2": float(coarse.ece2())}
     values = {name: exact.get(name, float(found[0])) for name, found in estimates.items()}
-    found = {name: _interval(value, draws[name], level, name) for name, value in values.items()}
+    found = {name: _interval(value, draws[name], name) for name, value in values.items()}
     squares = mass if bins.squares is None else bins.squares.cpu().numpy() / UNIT
-    return found | {"accuracy": _wilson(values["accuracy"], float(mass.sum() ** 2 / squares.sum()), level)}
+    return found | {"accuracy": _wilson(values["accuracy"], float(mass.sum() ** 2 / squares.sum()))}
 
 
 def fine_bins(n_bins: int) -> int:
@@ -122,9 +113,8 @@ def fine_bins(n_bins: int) -> int:
     return check_n_bins(n_bins) * -(-CELLS // n_bins)
 
 
-def _ece_and_floor(p: Predictions | Bins, n_bins: int, n_draws: int, seed: int) -> tuple[float, Array]:
+def _ece_and_draws(p: Predictions | Bins, n_bins: int, n_draws: int, seed: int) -> tuple[float, Array]:
     """The ECE of `p` and (n_draws,) those of perfectly calibrated models with its confidences."""
-    _check_draws(n_draws)
     bins = _top_bins(p, n_bins)
     cells, mass, n, chance, right = _cells(bins)
     drawn = np.random.default_rng(seed).binomial(n, chance, size=(n_draws, len(cells))) * (mass / n)
@@ -138,11 +128,6 @@ def _ece_and_floor(p: Predictions | Bins, n_bins: int, n_draws: int, seed: int) 
 def _floor(draws: Array) -> Floor:
     low, high = np.quantile(draws, [0.05, 0.95])
     return Floor(float(draws.mean()), float(low), float(high))
-
-
-def _test(observed: float, draws: Array) -> CalibrationTest:
-    as_large = int((draws >= observed - 1e-12).sum())
-    return CalibrationTest(observed, (1 + as_large) / (1 + len(draws)))
 
 
 def _cells(bins: Bins) -> tuple[Array, Array, Array, Array, Array]:
@@ -182,22 +167,17 @@ def _from_cells(right: Array, wrong: Array, confidence: Array, first: Array) -> 
     }
 
 
-def _interval(estimate: float, draws: Array, level: float, name: str) -> Interval:
-    tails = [(1 - level) / 2, (1 + level) / 2]
+def _interval(estimate: float, draws: Array, name: str) -> Interval:
+    tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
     low, high = (float(bound) for bound in np.quantile(draws - draws.mean() + estimate, tails))
     if name == "overconfidence":
         return Interval(estimate, low, high)
     return Interval(estimate, max(0.0, low), min(1.0, high))
 
 
-def _wilson(share: float, n: float, level: float) -> Interval:
+def _wilson(share: float, n: float) -> Interval:
     """The score interval of a share of n samples."""
-    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+    z2 = NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
     middle, reach = share + z2 / (2 * n), (z2 * (share * (1 - share) + z2 / (4 * n)) / n) ** 0.5
     low, high = ((middle + side * reach) / (1 + z2 / n) for side in (-1, 1))
     return Interval(share, min(share, max(0.0, low)), max(share, min(1.0, high)))
-
-
-def _check_draws(n_draws: int) -> None:
-    if n_draws < 1:
-        raise ValueError(f"n_draws must be at least 1, got {n_draws}")
