@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from doublehead import metrics
-from doublehead.metrics import calibration
 from samples import binary
 
 
@@ -42,8 +41,8 @@ def test_smooth_ece_is_the_width_that_equals_its_own_error(saturated):
 @pytest.mark.parametrize("saturated", [False, True])
 def test_smoothing_against_the_definition(width, saturated):
     confidence, correct = some(300, saturated=saturated)
-    mesh = calibration._on_mesh(torch.from_numpy(confidence), torch.from_numpy(correct).double())
-    ours = calibration._smoothed(np.fft.rfft(calibration._mirror(mesh)), width)
+    spectrum = metrics._spectrum(torch.from_numpy(confidence), torch.from_numpy(correct).double())
+    ours = metrics._smoothed(spectrum, width)
     assert ours == pytest.approx(direct_smooth(confidence, correct, width, 4001), abs=2e-5)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from doublehead import metrics
 from doublehead.bins import Bins
+from doublehead.integrations.torchmetrics import CalibrationError
 from doublehead.predictions import Predictions
 from processes import in_two_processes
 
@@ -29,7 +30,7 @@ CASES = {"top": None, "classwise": SHAPE[1]}  # components -> n_classes
 @pytest.mark.parametrize("size", [1, 64, 700])
 def test_batches_give_the_value_of_the_whole(components, size):
     logits, labels = data()
-    metric = metrics.CalibrationError(n_classes=CASES[components])
+    metric = CalibrationError(n_classes=CASES[components])
     for batch in zip(logits.split(size)[:200], labels.split(size)[:200]):
         metric.update(*batch)
     assert float(metric.compute()) == metrics.ece(Predictions(logits, labels)[: 200 * size], 15, components)
@@ -37,7 +38,7 @@ def test_batches_give_the_value_of_the_whole(components, size):
 
 def test_forward_returns_the_batch_and_keeps_the_sum():
     logits, labels = data()
-    metric = metrics.CalibrationError()
+    metric = CalibrationError()
     first = metric(logits[:100], labels[:100])
     assert float(first) == metrics.ece(Predictions(logits[:100], labels[:100]))
     metric(logits[100:], labels[100:])
@@ -48,7 +49,7 @@ def test_forward_returns_the_batch_and_keeps_the_sum():
 
 def test_probabilities_are_stated():
     logits, labels = data()
-    metric = metrics.CalibrationError(are_probs=True)
+    metric = CalibrationError(are_probs=True)
     p = Predictions(logits, labels)
     metric.update(p.probs, labels)
     assert float(metric.compute()) == metrics.ece(p)
@@ -58,7 +59,7 @@ def test_probabilities_are_stated():
 
 def test_state_does_not_grow_and_survives_copies():
     logits, labels = data()
-    metric = metrics.CalibrationError()
+    metric = CalibrationError()
     sizes = set()
     for batch in zip(logits.split(100), labels.split(100)):
         metric.update(*batch)
@@ -70,9 +71,9 @@ def test_state_does_not_grow_and_survives_copies():
 
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="n_bins must be a whole number >= 1, got 0"):
-        metrics.CalibrationError(n_bins=0)
+        CalibrationError(n_bins=0)
     with pytest.raises(ValueError, match="logits must have 5 columns, got 6"):
-        metrics.CalibrationError(n_classes=5).update(*data())
+        CalibrationError(n_classes=5).update(*data())
 
 
 def _work(rank: int, folder: Path) -> None:
@@ -82,7 +83,7 @@ def _work(rank: int, folder: Path) -> None:
     logits, labels = logits[share], labels[share]
     values = []
     for n_classes in CASES.values():
-        metric = metrics.CalibrationError(n_classes=n_classes)
+        metric = CalibrationError(n_classes=n_classes)
         for batch in zip(logits.split(50), labels.split(50)):
             metric.update(*batch)
         values.append(metric.compute())

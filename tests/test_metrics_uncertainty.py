@@ -5,7 +5,6 @@ import pytest
 
 from doublehead import metrics
 from doublehead.bins import Bins
-from doublehead.metrics import uncertainty
 from doublehead.predictions import Predictions
 from samples import binary
 
@@ -18,7 +17,7 @@ def slow_ece(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("saturated", [False, True])
 def test_floor_against_direct_draws(saturated, monkeypatch):
-    monkeypatch.setattr(uncertainty, "DRAWS", 4000)
+    monkeypatch.setattr(metrics, "DRAWS", 4000)
     rng = np.random.default_rng(0)
     confidence = rng.uniform(0.5, 1, 700) ** (0.02 if saturated else 1)
     p = binary(confidence, rng.random(700) < 0.5)  # the labels must not matter
@@ -41,7 +40,7 @@ def test_floor_and_test_are_those_of_either_alone():
 
 def test_floor_by_hand(monkeypatch):
     """One sample of confidence 0.75: the ECE is 0.25 with chance 3/4 and 0.75 with chance 1/4."""
-    monkeypatch.setattr(uncertainty, "DRAWS", 20_000)
+    monkeypatch.setattr(metrics, "DRAWS", 20_000)
     floor = metrics.ece_floor(binary([0.75], [1]))
     assert floor.mean == pytest.approx(0.375, abs=0.01)
     assert (floor.low, floor.high) == (0.25, 0.75)
@@ -58,7 +57,7 @@ def test_floor_is_the_same_from_a_stream():
 
 def test_the_size_of_the_test_is_as_promised(monkeypatch):
     """Of calibrated models at most 5 % get a p-value of at most 0.05 (and 20 % one of 0.2)."""
-    monkeypatch.setattr(uncertainty, "DRAWS", 100)
+    monkeypatch.setattr(metrics, "DRAWS", 100)
     rng = np.random.default_rng(0)
     values = []
     for seed in range(400):
@@ -120,8 +119,8 @@ def test_the_interval_of_an_accuracy_of_all_samples_is_not_a_point(n, low):
 
 def test_bootstrap_intervals_cover(monkeypatch):
     """90 % intervals of the ECE hold its mean over new test sets of the same size about nine times in ten."""
-    monkeypatch.setattr(uncertainty, "DRAWS", 150)
-    monkeypatch.setattr(uncertainty, "LEVEL", 0.9)
+    monkeypatch.setattr(metrics, "DRAWS", 150)
+    monkeypatch.setattr(metrics, "LEVEL", 0.9)
     rng = np.random.default_rng(0)
 
     def draw():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead import Predictions, metrics
+from doublehead import Predictions, abstain, metrics
 
 pytest.importorskip("jinja2")
 from doublehead import outcomes as outcomes_module
@@ -281,7 +281,7 @@ def test_guarantees_are_those_of_choose_threshold(
 ) -> None:
     table = guaranteed_table(methods)
     assert [row["limit"] for row in table] == ["5", "2", "1", "0.1"]
-    choice = metrics.choose_threshold(named["honest"], 0.05)
+    choice = abstain.choose_threshold(named["honest"], 0.05)
     cell = table[0]["cells"][1]
     assert cell["more"] == f"answers {100 * choice.coverage:.1f} %"
     printed = float(cell["text"].removeprefix("≥ ").removesuffix(" %")) / 100

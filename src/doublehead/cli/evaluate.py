@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from doublehead.abstain import ThresholdChoice
 from doublehead.cli import options
 from doublehead.cli.output import UserError, progress, show, show_counts, show_guesses, told_to_user
 from doublehead.files.reading import read_predictions
-from doublehead.metrics import ThresholdChoice, fine_bins
+from doublehead.metrics import fine_bins
 
 METHOD = (
     "Intervals are 95 %: Poisson bootstrap over {cells} cells of confidence (1000 draws, seed 0, centred on the "

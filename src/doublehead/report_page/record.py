@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from doublehead import metrics
+from doublehead.abstain import ThresholdChoice
 from doublehead.curves import (
     ClassGaps,
     Histogram,
@@ -25,7 +26,7 @@ from doublehead.curves import (
 from doublehead.files.reading import PredictionTable
 from doublehead.files.sources import TableError
 from doublehead.files.values import to_text
-from doublehead.metrics import RiskCoverage, ThresholdChoice
+from doublehead.metrics import RiskCoverage
 from doublehead.outcomes import Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally, row_groups
