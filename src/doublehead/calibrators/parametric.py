@@ -58,10 +58,11 @@ class Vector(Calibrator):
         scale = fit_inverse_temperature(predictions.logits, predictions.labels)
         x = self._inputs(predictions.logits.double()) * scale
         pull, pull_bias, center = self._pulls(x)
+        top, moved = x - x.amax(1, keepdim=True), x - center  # rows of large logits keep their digits
 
         def loss(change: Tensor, bias: Tensor) -> Tensor:
             drift = (pull * change.square()).sum() + pull_bias * bias.square().sum()
-            return cross_entropy(x + self._times(x - center, change) + bias, predictions.labels) + drift
+            return cross_entropy(top + self._times(moved, change) + bias, predictions.labels) + drift
 
         found = minimise(loss, [torch.zeros_like(pull), torch.zeros_like(x[0])])
         change, bias = found.values
