@@ -25,6 +25,7 @@ from doublehead.predictions import Predictions
 FLOOR = 1e-12  # under a root: keeps its gradient finite if the batch is perfectly calibrated
 MMCE_PUBLISHED_FLOOR = 1e-10  # of the published code, whose term is small enough for it to matter
 AVUC_FLOOR = 1e-10  # of the published code: the term is at most about 23
+MIN_GAMMA, MAX_GAMMA, SWITCH = -2.0, 20.0, 0.2  # of AdaFocal
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -170,7 +171,9 @@ def soft_ece(
     return _nll(log_probs, labels) + weight * term
 
 
-def avuc(logits: Tensor, labels: Tensor, *, weight: float = 1.0, threshold: float | None = None) -> Tensor:
+def avuc(
+    logits: Tensor, labels: Tensor, *, weight: float = 1.0, threshold: float | Tensor | None = None
+) -> Tensor:
     """Cross entropy + weight * AvUC, accuracy versus uncertainty calibration (Krishnan and Tickoo 2020).
 
     AvUC = log(1 + (n_au + n_ic) / (n_ac + n_iu)) with soft counts of accurate/inaccurate and certain/uncertain
@@ -181,7 +184,11 @@ def avuc(logits: Tensor, labels: Tensor, *, weight: float = 1.0, threshold: floa
     log_probs, labels = _prepare(logits, labels)
     confidence, rest, correct = _top(log_probs, labels)
     uncertainty = _entropy(log_probs)
-    certain = uncertainty.detach() <= (_halfway(uncertainty, correct) if threshold is None else threshold)
+    if threshold is None:
+        u, kinds = uncertainty.detach(), torch.stack([correct, ~correct]).to(uncertainty.dtype)  # (2, B)
+        means = (kinds * u).sum(1) / kinds.sum(1).clamp(min=1)
+        threshold = means.sum() / (kinds.sum(1) > 0).sum()  # the one mean if one kind is missing
+    certain = uncertainty.detach() <= threshold
     weight_uncertain = uncertainty.tanh()
     counts = torch.where(correct, confidence, rest)  # (B,)
     counts = counts * torch.where(certain, 1 - weight_uncertain, weight_uncertain)
@@ -212,8 +219,8 @@ class AdaFocal(nn.Module):
     probability of the label and gamma that of the bin of p. Call `update` with predictions of the calibration data
     after each epoch. It makes `n_bins` bins of equal counts of their confidences and multiplies each gamma by
     exp(rate * (confidence - accuracy)) of its bin, so that gamma grows where the network is overconfident. A gamma
-    closer to 0 than `switch` changes its sign; negative gammas raise the confidence. All gammas lie in
-    min_gamma..max_gamma. The defaults are the published ones.
+    closer to 0 than 0.2 changes its sign; negative gammas raise the confidence. All gammas lie in -2..20. These
+    numbers and the defaults are the published ones.
 
     >>> loss = AdaFocal()
     >>> loss(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))  # gamma is 1 at first
@@ -223,24 +230,12 @@ class AdaFocal(nn.Module):
     True
     """
 
-    def __init__(
-        self,
-        n_bins: int = 15,
-        rate: float = 1.0,
-        gamma: float = 1.0,
-        min_gamma: float = -2.0,
-        max_gamma: float = 20.0,
-        switch: float = 0.2,
-    ) -> None:
+    def __init__(self, n_bins: int = 15, rate: float = 1.0, gamma: float = 1.0) -> None:
         super().__init__()
         _check("n_bins", n_bins, n_bins >= 1 and n_bins == int(n_bins), "an integer >= 1")
         _check("rate", rate, rate > 0, "> 0")
-        _check("switch", switch, switch > 0, "> 0")
-        _check("min_gamma", min_gamma, min_gamma <= -switch, f"<= -switch, {-switch:g}")
-        _check("max_gamma", max_gamma, max_gamma >= switch, f">= switch, {switch:g}")
-        _check("gamma", gamma, min_gamma <= gamma <= max_gamma, f"in {min_gamma:g}..{max_gamma:g}")
-        self.n_bins, self.rate, self.switch = int(n_bins), rate, switch
-        self.min_gamma, self.max_gamma = min_gamma, max_gamma
+        _check("gamma", gamma, MIN_GAMMA <= gamma <= MAX_GAMMA, f"in {MIN_GAMMA:g}..{MAX_GAMMA:g}")
+        self.n_bins, self.rate = int(n_bins), rate
         self.register_buffer("edges", torch.linspace(0, 1, self.n_bins + 1)[1:-1])
         self.register_buffer("gammas", torch.full((self.n_bins,), float(gamma)))
         self.edges: Tensor  # (n_bins - 1,) inner edges of the bins
@@ -269,8 +264,8 @@ class AdaFocal(nn.Module):
         ends = torch.stack([part[[0, -1]] for part in confidence.tensor_split(self.n_bins)])
         self.edges.copy_((ends[:-1, 1] + ends[1:, 0]) / 2)
         growth = (self.rate * excess.to(self.gammas) * self.gammas.sign()).exp()
-        gammas = (self.gammas * growth).clamp(self.min_gamma, self.max_gamma)
-        self.gammas.copy_(torch.where(gammas.abs() < self.switch, -self.switch * gammas.sign(), gammas))
+        gammas = (self.gammas * growth).clamp(MIN_GAMMA, MAX_GAMMA)
+        self.gammas.copy_(torch.where(gammas.abs() < SWITCH, -SWITCH * gammas.sign(), gammas))
 
 
 class MixedLabels(NamedTuple):
@@ -370,13 +365,3 @@ def _mmce_term(confidence: Tensor, scaled: Tensor, width: float, floor: float) -
     kernel = (-(confidence[:, None] - confidence).abs() / width).exp()  # (B, B)
     # Not a matrix product: autocast would use half precision.
     return ((scaled[:, None] * scaled * kernel).sum().clamp(min=0) + floor).sqrt()
-
-
-def _halfway(uncertainty: Tensor, correct: Tensor) -> Tensor:
-    """Halfway between the mean uncertainty of correct and of wrong predictions; the one mean if one kind is missing."""
-    u, right = uncertainty.detach(), correct.to(uncertainty.dtype)
-    n_right, n_wrong = right.sum(), (1 - right).sum()
-    of_right = (u * right).sum() / n_right.clamp(min=1)
-    of_wrong = (u * (1 - right)).sum() / n_wrong.clamp(min=1)
-    kinds = (n_right > 0).to(u.dtype) + (n_wrong > 0).to(u.dtype)
-    return (of_right + of_wrong) / kinds
