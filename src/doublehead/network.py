@@ -233,8 +233,17 @@ class Reader:
                     raw = next(iterator, None)
                     if raw is None:
                         break
-                    n += self._read_batch(unpack(raw, device_of(inner), to_pair), inner, reservoir)
-                    in_a_row = 0
+                    batch = unpack(raw, device_of(inner), to_pair)
+                    targets = self.targets(batch.labels)
+                    at = reservoir.draw(targets)
+                    answer = self.run(batch.args, batch.kwargs, network=inner, at=at)
+                    known = per_row(batch, targets, at)
+                    if not bool(torch.isfinite(answer.logits).all()):
+                        raise ValueError(
+                            "the network's logits must be finite, got others for a calibration batch"
+                        )
+                    reservoir.add(*(part.float() for part in answer[1:]), *known)
+                    n, in_a_row = n + len(batch.labels), 0
                 except Exception as error:
                     if not skip or n_processes() > 1:  # the other processes would wait for this one
                         raise
@@ -249,17 +258,6 @@ class Reader:
             )
         return Readings(*reservoir.rows())
 
-    def _read_batch(self, batch: Batch, network: nn.Module, reservoir: Reservoir) -> int:
-        """Run the network on a batch and keep its rows; returns how many samples it has."""
-        targets = self.targets(batch.labels)
-        at = reservoir.draw(targets)
-        answer = self.run(batch.args, batch.kwargs, network=network, at=at)
-        known = per_row(batch, targets, at)
-        if not bool(torch.isfinite(answer.logits).all()):
-            raise ValueError("the network's logits must be finite, got others for a calibration batch")
-        reservoir.add(*(part.float() for part in answer[1:]), *known)
-        return len(batch.labels)
-
     def last_layer(self) -> Tensor | None:
         """The weight (K, F) that makes logits of features; None where no linear layer does."""
         layer = None if self.layer is None else unwrapped(self.network).get_submodule(self.layer)
@@ -272,20 +270,16 @@ class Reader:
 
 
 def per_row(batch: Batch, targets: Tensor, at: Tensor | None, folds: bool = True) -> list[Tensor]:
-    """Targets, folds and, where there are any, weights (N,) of the rows of a batch, or of those `at`."""
+    """Targets, folds (or 0) and, where there are any, weights (N,) of the rows of a batch, or of those `at`."""
     each = len(targets) // len(batch.labels)  # rows of a sample
-    of_samples = [
-        fold_of(batch) if folds else torch.zeros(len(batch.labels), dtype=torch.int64, device=targets.device)
-    ]
+    of_samples = [fold_of(batch) if folds else targets.new_zeros(len(batch.labels), dtype=torch.int64)]
     of_samples += [] if batch.weights is None else [batch.weights]
-    of_rows = (
-        part.flatten() if each == 1 or part.ndim > 1 else part.repeat_interleave(each) for part in of_samples
-    )
-    found = [targets, *of_rows]
-    if len({len(part) for part in found}) > 1:
-        raise ValueError(
-            f"weights must be one for each of {len(batch.labels)} samples, got shape {tuple(of_samples[-1].shape)}"
-        )
+    found = [targets]
+    for part in of_samples:
+        found.append(part.flatten() if each == 1 or part.ndim > 1 else part.repeat_interleave(each))
+    if len(found[-1]) != len(targets):
+        shape = tuple(of_samples[-1].shape)
+        raise ValueError(f"weights must be one for each of {len(batch.labels)} samples, got shape {shape}")
     return found if at is None else [part[at] for part in found]
 
 
