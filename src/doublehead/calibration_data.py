@@ -47,6 +47,7 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
     """
     batch = batch if to_pair is None else to_pair(batch)
     inputs: Any
+    labels: Any
     weights = folds = None
     if isinstance(batch, Batch):
         inputs, _, labels, weights, folds = batch
@@ -64,7 +65,13 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
             f"a calibration batch must be (inputs, labels) or a dict with 'labels', got {got}; "
             "give to_pair=, a function from your batch to such a pair"
         )
-    labels = _check_labels(labels)
+    labels = torch.from_numpy(labels) if isinstance(labels, np.ndarray) else labels
+    if not isinstance(labels, Tensor) or labels.ndim < 1:
+        got = f"one of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(
+            f"labels of a calibration batch must be a tensor of shape (B,) or (B, ...), got {got}; "
+            "put single samples into batches with a DataLoader"
+        )
     kind = torch.float32 if labels.is_floating_point() else torch.int64
     labels = labels.to(device, kind, non_blocking=True)
     if weights is not None:
@@ -86,18 +93,6 @@ def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
     if len(bad):
         raise ValueError(f"weights must be finite and >= 0, got {float(bad[0]):g}")
     return weights
-
-
-def _check_labels(labels: Any) -> Tensor:
-    if isinstance(labels, np.ndarray):
-        labels = torch.from_numpy(labels)
-    if isinstance(labels, Tensor) and labels.ndim >= 1:
-        return labels
-    got = f"one of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-    raise TypeError(
-        f"labels of a calibration batch must be a tensor of shape (B,) or (B, ...), got {got}; "
-        "put single samples into batches with a DataLoader"
-    )
 
 
 def _to(value: Any, device: torch.device) -> Any:
