@@ -68,8 +68,9 @@ def choose_threshold(
     >>> print(choose_threshold(sure[:100]))  # doctest: +ELLIPSIS
     No confidence threshold guarantees ...: the lowest error that can be guaranteed is 5.25 %.
     """
-    _check_share(max_error, "max_error")
-    _check_share(confidence, "confidence")
+    for name, value in (("max_error", max_error), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name} must lie between 0 and 1, got {value!r}")
     thresholds, starts = _grid()
     counts = p if isinstance(p, Tensor) else threshold_counts(*p.top_label())
     accepted, wrong = counts.cumsum(1).tolist()
@@ -152,8 +153,3 @@ def threshold_counts(confidence: Tensor, correct: Tensor) -> Tensor:
     return torch.stack(
         [torch.bincount(place, minlength=len(thresholds)) for place in (highest, highest[~correct])]
     )
-
-
-def _check_share(value: float, name: str) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value!r}")

@@ -113,7 +113,10 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     >>> [len(y) for x, y in as_batches((torch.randn(5, 3), torch.arange(5)), 2)]
     [2, 2, 1]
     """
-    if _is_pair_of_arrays(data):
+    of_arrays = isinstance(data, (tuple, list)) and all(
+        hasattr(part, "__array__") and hasattr(part, "ndim") for part in data
+    )
+    if of_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1:
         arrays = [_as_tensor(part) for part in data]
         if len({len(part) for part in arrays}) > 1:
             lengths = " and ".join(str(len(part)) for part in arrays)
@@ -200,14 +203,6 @@ def _takes_rows(data: Any) -> bool:
     )
     own = (data.generator, getattr(sampler, "generator", None), data.num_workers, data.pin_memory)
     return every_row and data.collate_fn is default_collate and not any(own)
-
-
-def _is_pair_of_arrays(data: Any) -> bool:
-    """Whether data are arrays (inputs, labels), optionally with weights as a third."""
-    is_arrays = isinstance(data, (tuple, list)) and all(
-        hasattr(part, "__array__") and hasattr(part, "ndim") for part in data
-    )
-    return is_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1
 
 
 class Endless:

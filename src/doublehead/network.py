@@ -183,10 +183,35 @@ class Reader:
         """The network's output, and what the last layer saw, as rows of samples or positions."""
         values = find_logits(output, self.logits_of)
         scores = class_scores(values, self.task, self.outputs)
-        features = features_of(caught, values, self.layer, self.task)
-        logits, features = (_rows(part, at) for part in (scores, features))
+        logits, features = (_rows(part, at) for part in (scores, self._features(caught, values, scores)))
         none = logits.new_empty(logits.shape[0], 0)  # not len(logits), which would fix an export's batch size
         return Answer(output, features, logits, none)
+
+    def _features(self, caught: Caught | None, values: Tensor, scores: Tensor) -> Tensor:
+        """(B, F) from what the layer saw: maps are averaged, tokens are taken where the logits came from.
+
+        For tokens (B, T, F) and for pixels (B, H, W, F); without any, F is 0.
+        """
+        by_place = self.task in ("tokens", "pixels")
+        lead = scores.shape[:-1] if by_place else values.shape[:1]
+        if self.layer is None:
+            return values.new_empty(*lead, 0)
+        if caught is None:
+            raise RuntimeError(
+                f"layer {self.layer!r} was not run in the network's forward, so it has no features: "
+                "name another with layer='...'"
+            )
+        features, output = caught
+        if by_place:
+            features = features.movedim(1, -1) if self.task == "pixels" else features
+            return features if features.shape[:-1] == lead else values.new_empty(*lead, 0)
+        if features.ndim == 4:  # (B, C, H, W) into a 1x1 convolution
+            return features.mean((2, 3))
+        if features.ndim == 3 and output.ndim == 3 and values.ndim <= 2:
+            # (B, T, F), one of T outputs became the logits
+            place = (output == values.reshape(values.shape[0], 1, -1)).all(-1).int().argmax(1)  # (B,)
+            return features[torch.arange(place.shape[0], device=place.device), place]
+        return features.flatten(1)
 
     def replaced(self, output: Any, log_probs: Tensor) -> Any:
         """The output with log-probabilities (N, K) in place of its logits, in their form.
@@ -342,34 +367,6 @@ class FeatureTap:
     def _catch(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.recording:
             self.caught = args[0], output
-
-
-def features_of(
-    caught: Caught | None, values: Tensor, layer: str | None = None, task: Task = "classes"
-) -> Tensor:
-    """(B, F) from what a layer saw: maps are averaged, tokens are taken where the logits came from.
-
-    For tokens (B, T, F) and for pixels (B, H, W, F); without any, F is 0.
-    """
-    lead = class_scores(values, task).shape[:-1] if task in ("tokens", "pixels") else values.shape[:1]
-    if layer is None:
-        return values.new_empty(*lead, 0)
-    if caught is None:
-        raise RuntimeError(
-            f"layer {layer!r} was not run in the network's forward, so it has no features: "
-            "name another with layer='...'"
-        )
-    features, output = caught
-    if task in ("tokens", "pixels"):
-        features = features.movedim(1, -1) if task == "pixels" else features
-        return features if features.shape[:-1] == lead else values.new_empty(*lead, 0)
-    if features.ndim == 4:  # (B, C, H, W) into a 1x1 convolution
-        return features.mean((2, 3))
-    if features.ndim == 3 and output.ndim == 3 and values.ndim <= 2:
-        # (B, T, F), one of T outputs became the logits
-        place = (output == values.reshape(values.shape[0], 1, -1)).all(-1).int().argmax(1)  # (B,)
-        return features[torch.arange(place.shape[0], device=place.device), place]
-    return features.flatten(1)
 
 
 @torch.no_grad()

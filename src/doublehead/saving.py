@@ -94,40 +94,34 @@ def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:
     }
 
 
-def rebuild(network: nn.Module, facts: Mapping[str, Any], logits_of: LogitsOf | None = None) -> Any:
-    """`network` with a calibration as `describe` wrote it down, its weights not loaded yet."""
-    model = _rebuild_calibrated(network, facts, logits_of) if "head" in facts else network
-    return ShiftGuard(model, **facts["guard"]) if "guard" in facts else model
-
-
-def _rebuild_calibrated(
-    network: nn.Module, facts: Mapping[str, Any], logits_of: LogitsOf | None
-) -> Calibrated:
-    if facts["logits_of"] and logits_of is None:
-        raise TypeError("logits_of must be the function with which the saved model was made, got None")
-    sizes = {name: facts[name] for name in ("n_classes", "n_features", "n_labels")}
-    form = {name: facts[name] for name in FORM}
-    reader = Reader(network, **form, views=facts["views"], logits_of=logits_of)
-    head, opinion = (
-        None if facts[name] is None else _rebuild_head(facts[name], **sizes).to(device_of(network))
-        for name in ("head", "opinion")
-    )
-    return Calibrated(network, head, reader, opinion)  # type: ignore[arg-type]
-
-
 def _describe_head(head: nn.Module) -> dict[str, Any]:
     if isinstance(head, CalibrationHead):
         return {"heads": [asdict(spec) for spec in head.specs]}
     return calibrators.describe(head)  # type: ignore[arg-type]
 
 
-def _rebuild_head(
-    facts: Mapping[str, Any], n_features: int, n_classes: int, n_labels: int | None
-) -> nn.Module:
-    if "heads" in facts:
-        specs = [HeadSpec(**{**spec, "reads": tuple(spec["reads"])}) for spec in facts["heads"]]
-        return CalibrationHead(n_features, n_classes, *specs, n_labels=n_labels)
-    return calibrators.make(facts["method"], **facts["params"])
+def rebuild(network: nn.Module, facts: Mapping[str, Any], logits_of: LogitsOf | None = None) -> Any:
+    """`network` with a calibration as `describe` wrote it down, its weights not loaded yet."""
+    model = network
+    if "head" in facts:
+        if facts["logits_of"] and logits_of is None:
+            raise TypeError("logits_of must be the function with which the saved model was made, got None")
+        reader = Reader(
+            network, **{name: facts[name] for name in FORM}, views=facts["views"], logits_of=logits_of
+        )
+        head, opinion = (
+            None if facts[name] is None else _rebuild_head(facts[name], reader).to(device_of(network))
+            for name in ("head", "opinion")
+        )
+        model = Calibrated(network, head, reader, opinion)  # type: ignore[arg-type]
+    return ShiftGuard(model, **facts["guard"]) if "guard" in facts else model
+
+
+def _rebuild_head(facts: Mapping[str, Any], reader: Reader) -> nn.Module:
+    if "heads" not in facts:
+        return calibrators.make(facts["method"], **facts["params"])
+    specs = [HeadSpec(**{**spec, "reads": tuple(spec["reads"])}) for spec in facts["heads"]]
+    return CalibrationHead(reader.n_features, reader.n_classes, *specs, n_labels=reader.n_labels)
 
 
 def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -89,23 +89,18 @@ def _slope_of_running_mean(y: Tensor, n_knots: int) -> Tensor:
     """The slope (N,) at each rank of the natural cubic spline that best fits the running sum of y (N,) over N."""
     rank = torch.arange(1, len(y) + 1, dtype=y.dtype, device=y.device) / len(y)
     knots = torch.linspace(0, 1, n_knots, dtype=y.dtype, device=y.device)
-    values, slopes = _natural_basis(rank, knots)
+    # The natural basis (N, n_knots) and its slopes: 1, the rank, and cubics that are straight outside.
+    powers = (rank[:, None] - knots).clamp(min=0)
+    width = (knots[-1] - knots[:-1]).clamp(min=1e-12)
+    cubics = (powers[:, :-1] ** 3 - powers[:, -1:] ** 3) / width
+    squares = 3 * (powers[:, :-1] ** 2 - powers[:, -1:] ** 2) / width
+    one, zero = torch.ones_like(rank)[:, None], torch.zeros_like(rank)[:, None]
+    values = torch.cat([one, rank[:, None], cubics[:, :-1] - cubics[:, -1:]], 1)
+    slopes = torch.cat([zero, one, squares[:, :-1] - squares[:, -1:]], 1)
     # On the CPU, whose solver bears fewer samples than knots.
     running = y.cumsum(0) / len(y)
     weights: Tensor = torch.linalg.lstsq(values.cpu(), running.cpu()[:, None], driver="gelsd").solution
     return slopes @ weights[:, 0].to(y.device)
-
-
-def _natural_basis(x: Tensor, knots: Tensor) -> tuple[Tensor, Tensor]:
-    """The natural cubic spline basis at x and its slopes, (N, len(knots)) each: 1, x, and cubics straight outside."""
-    last = knots[-1]
-    powers = (x[:, None] - knots).clamp(min=0)  # (N, M)
-    width = (last - knots[:-1]).clamp(min=1e-12)
-    cubics = (powers[:, :-1] ** 3 - powers[:, -1:] ** 3) / width
-    squares = 3 * (powers[:, :-1] ** 2 - powers[:, -1:] ** 2) / width
-    one, zero = torch.ones_like(x)[:, None], torch.zeros_like(x)[:, None]
-    values = torch.cat([one, x[:, None], cubics[:, :-1] - cubics[:, -1:]], 1)
-    return values, torch.cat([zero, one, squares[:, :-1] - squares[:, -1:]], 1)
 
 
 class Places(NamedTuple):
