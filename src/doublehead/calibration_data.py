@@ -375,10 +375,12 @@ def _rows_of_one(data: Any) -> dict[Any, Sequence[int]]:
     if hasattr(data, "dataset"):  # a loader
         return _rows_by_base(data.dataset)
     n = length_of(data)
-    if isinstance(data, TensorDataset) and data.tensors[0].numel():  # the addresses of rows in memory
+    if (
+        isinstance(data, TensorDataset) and data.tensors[0].numel()
+    ):  # a piece of memory, and places of rows in it
         first = data.tensors[0]
-        start, step = first.data_ptr(), first.stride(0) * first.element_size()
-        return {"memory": [start + row * step for row in range(n)]}
+        start, step = int(first.storage_offset()), max(1, first.stride(0))
+        return {("memory", first.untyped_storage().data_ptr()): range(start, start + n * step, step)}
     # Hugging Face data sets with the same content have the same fingerprint.
     return {getattr(data, "_fingerprint", None) or id(data): range(n)}
 
