@@ -75,7 +75,17 @@ def choose_threshold(
     counts = p if isinstance(p, Tensor) else threshold_counts(*p.top_label())
     accepted, wrong = counts.cumsum(1).tolist()
     level = (1 - confidence) / len(starts)
-    best, n = _lowest_passed(starts, accepted, wrong, max_error, level), accepted[-1]
+
+    @cache
+    def passes(i: int) -> bool:
+        errors, kept = wrong[i], accepted[i]
+        return (
+            errors < max_error * kept and _chance_at_most(_log_counts(errors, kept), kept, max_error) <= level
+        )
+
+    # The last threshold reached from any start while every one on the way passes the test.
+    reached = [i for start in starts for i in [*takewhile(passes, range(start, len(accepted)))][-1:]]
+    best, n = max(reached, default=None), accepted[-1]
     if best is None:
         seen = {(wrong[i], accepted[i]) for i in starts}
         bound = min(clopper_pearson_upper(errors, n_kept, level) for errors, n_kept in seen)
@@ -118,22 +128,6 @@ def _chance_at_most(log_counts: Array, n: int, rate: float) -> float:
     terms = log_counts + i * math.log(rate) + (n - i) * math.log1p(-rate)
     largest = terms.max()  # beneath the mean the terms rise, so nothing underflows that matters
     return float(np.exp(terms - largest).sum() * math.exp(largest))
-
-
-def _lowest_passed(
-    starts: list[int], accepted: list[int], wrong: list[int], max_error: float, level: float
-) -> int | None:
-    """The last threshold reached from any start while every one on the way passes the test, or None."""
-
-    @cache
-    def passes(errors: int, n: int) -> bool:
-        return errors < max_error * n and _chance_at_most(_log_counts(errors, n), n, max_error) <= level
-
-    reached = []
-    for start in starts:
-        on_the_way = takewhile(lambda i: passes(wrong[i], accepted[i]), range(start, len(accepted)))
-        reached += list(on_the_way)[-1:]
-    return max(reached, default=None)
 
 
 @cache
