@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from doublehead import calibrators
@@ -31,17 +30,9 @@ def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
 
     The weights of a network that FSDP has sharded are put together, for which all processes must call this.
     """
-    facts = describe(model)
-    # Copies in plain memory order: shared tensors and those of channels_last networks are refused otherwise.
-    plain = torch.contiguous_format
-    whole = {
-        name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()
-    }
-    tensors = {name: value.detach().cpu().clone(memory_format=plain) for name, value in whole.items()}
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    write_file(path / WEIGHTS, tensors, facts)
-    return path / WEIGHTS
+    file = Path(path) / WEIGHTS
+    write_file(file, model.state_dict(), describe(model))
+    return file
 
 
 def load(path: str | Path, network: nn.Module, *, logits_of: LogitsOf | None = None) -> Any:
@@ -50,7 +41,7 @@ def load(path: str | Path, network: nn.Module, *, logits_of: LogitsOf | None = N
     It is a `Calibrated`, or the `ShiftGuard` that was saved. The weights go to the network's device. A model that
     was made with `logits_of` needs it again, since a file holds no functions.
 
-    >>> import tempfile, doublehead
+    >>> import tempfile, torch, doublehead
     >>> def make_network():
     ...     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> x, y = torch.randn(300, 4), torch.randint(3, (300,))

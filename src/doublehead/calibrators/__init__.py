@@ -181,11 +181,8 @@ def save(
     calibrator: Calibrator, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None
 ) -> Path:
     """Write a fitted calibrator, and `facts` of your own that JSON knows, into one safetensors file."""
-    about = {**describe(calibrator), **(facts or {})}
-    state = {name: value.detach().cpu().contiguous() for name, value in calibrator.state_dict().items()}
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, state, about)
+    write_file(path, calibrator.state_dict(), {**describe(calibrator), **(facts or {})})
     return path
 
 
