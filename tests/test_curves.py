@@ -6,9 +6,8 @@ import torch
 
 from doublehead import Bins, Predictions, curves
 from doublehead.curves import (
-    class_gaps_of,
+    class_gaps,
     confidence_histogram,
-    predicted_bins,
     reliability,
     risk_coverage_curve,
 )
@@ -127,10 +126,6 @@ def test_thinning_survives_many_equal_confidences() -> None:
     assert len(thin.coverage) <= 20
     assert bool((thin.coverage.diff() > 0).all())
     assert float(thin.coverage[0]) == 0.5
-
-
-def class_gaps(p: Predictions, n_bins: int = 15) -> curves.ClassGaps:
-    return class_gaps_of(predicted_bins(p), Bins.classwise(p, n_bins))
 
 
 def test_class_gaps_against_a_loop() -> None:

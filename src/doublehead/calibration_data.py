@@ -258,8 +258,8 @@ class Endless:
 # --- folds
 
 
-def fold_of(batch: Batch) -> Tensor:
-    """(B,) the fold, 0 to N_FOLDS - 1, of each sample, computed from the content of its inputs.
+def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
+    """(B,) the fold, 0 to n_folds - 1, of each sample, computed from the content of its inputs.
 
     A sample has the same fold in every epoch and any order, and equal samples share one, so duplicates never leak
     across folds. Folds are about equally large. Zeros at the end of a row do not matter, nor does padding that an
@@ -271,7 +271,7 @@ def fold_of(batch: Batch) -> Tensor:
     found = _hashes(batch)
     if found is None:
         return torch.zeros(len(batch.labels), dtype=torch.int64, device=batch.labels.device)
-    return (((found * 0x9E3779B1) >> 24) & 0xFFFFFF) % N_FOLDS
+    return (((found * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
 
 
 def _hashes(batch: Batch) -> Tensor | None:

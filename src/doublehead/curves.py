@@ -177,6 +177,16 @@ def risk_coverage_curve(p: Predictions, n_points: int = 200) -> RiskCoverage:
     return RiskCoverage(*(column[kept] for column in whole))
 
 
+def class_gaps(p: Predictions, n_bins: int = 15) -> ClassGaps:
+    """Class by class: when the model says k, what does it claim and how often is it right?
+
+    >>> gaps = class_gaps(Predictions.from_probs([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]], [0, 1, 1]))
+    >>> gaps.counts.tolist(), [round(g, 2) for g in gaps.gap.tolist()]
+    ([2, 1], [0.3, -0.4])
+    """
+    return class_gaps_of(predicted_bins(p), Bins.classwise(p, n_bins))
+
+
 def predicted_bins(p: Predictions, onto: Bins | None = None) -> Bins:
     """Bins (K, CLASS_CELLS): those of class k hold the confidences in k of the samples predicted to be of it.
 
@@ -195,13 +205,7 @@ def predicted_bins(p: Predictions, onto: Bins | None = None) -> Bins:
 
 
 def class_gaps_of(predicted: Bins, classwise: Bins) -> ClassGaps:
-    """Class by class: when the model says k, what does it claim and how often is it right?
-
-    >>> p = Predictions.from_probs([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]], [0, 1, 1])
-    >>> gaps = class_gaps_of(predicted_bins(p), Bins.classwise(p))
-    >>> gaps.counts.tolist(), [round(g, 2) for g in gaps.gap.tolist()]
-    ([2, 1], [0.3, -0.4])
-    """
+    """`class_gaps` of a stream, from its `predicted_bins` and class-wise bins."""
     classwise, counts = classwise.to("cpu"), predicted.mass.sum(1).cpu().numpy()
     seen = np.flatnonzero(counts)  # with many classes, few are predicted
     bins = Bins(*(part.cpu()[seen] for part in predicted.parts))
