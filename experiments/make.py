@@ -76,7 +76,7 @@ def epochs(table: pd.DataFrame, runs: Runs) -> Figure:
     for ax, (key, label) in zip(figure.subplots(2, 2).flat, PANELS.items()):
         columns = {title: found[name][key] for name, title in HEADS.items()}
         lines = pd.DataFrame(columns, index=pd.Index(found["epoch"], name="epoch")).dropna(how="all")
-        lines.plot(ax=ax, ylabel=label, style=["-", "--", "-."], color=plots.COLOURS)
+        lines.plot(ax=ax, ylabel=label, style=["-", "--", "-."], color=[plots.BLUE, plots.ORANGE, "#009e73"])
         if key in ("ece", "accuracy"):
             ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
         if key in TICKS:

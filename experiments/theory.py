@@ -1,4 +1,7 @@
-"""What numbers say of the paper's two theorems: the pictures and tables of docs/theory.md.
+"""The paper's two theorems in numbers: the pictures and tables of docs/theory.md, which has the proofs.
+
+Theorem 1 (how annealing rescales gradients) holds. Theorem 2 (entropy bounds the calibration error) does not: it is
+false with the entropy it names, and trivial as printed.
 
     python experiments/theory.py FILE.npz      # writes docs/results/theory.json and theorem{1,2}.png, half a minute
 
@@ -13,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -24,8 +27,10 @@ from results import HERE, arguments, where_computed
 from torch import Tensor
 
 from doublehead.predictions import Predictions
-from doublehead.theory import COUNTEREXAMPLE, Theorem2, theorem1, theorem2, theorem2_of
 
+# Confidences and correctness: the smallest counterexample to theorem 2. With one or two distinct confidences its
+# right side exceeds 1, which no ECE2 does.
+COUNTEREXAMPLE = ((0.98, 0.99, 1.0), (False, False, False))
 RESULTS = HERE.parent / "docs" / "results"
 SEED = 0
 BETAS = (0.1, 0.3, 0.6, 0.9, 1.0, 1.2, 1.5, 2.0, 4.0)
@@ -36,6 +41,97 @@ NORM_BETAS = {0.6: "#8a5fbf", 1.2: "#6fbf8f", 1.5: "#2e7d4f"}
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK,
          "axes.labelcolor": INK, "axes.titlesize": 9.5, "legend.frameon": False, "legend.fontsize": 8,
          "text.color": INK}  # fmt: skip
+
+
+# --- the theorems
+
+
+class Theorem1(NamedTuple):
+    """Gradient factors gamma and their claimed bounds, (..., K), in logarithms to avoid overflow."""
+
+    label: Tensor  # (...,) the class of the largest logit
+    log_gamma: Tensor
+    log_lower: Tensor  # log c0 at the label, log c2 elsewhere
+    log_upper: Tensor  # log c1 at the label, log c3 elsewhere
+    holds: Tensor  # bool, up to rounding
+
+
+def theorem1(z: Tensor, beta: float) -> Theorem1:
+    """How scaling logits (..., K) by beta changes the gradient of cross entropy, and the paper's bounds on it.
+
+    With the largest logit as label, as the theorem assumes: d CE(beta z) / dz_j = gamma_j * beta * d CE(z) / dz_j. The
+    bounds are those of the main text; the appendix states c2, c3 and the factor beta differently and wrongly.
+    """
+    label, n = z.argmax(-1), z.shape[-1]
+    z = z.double() - z.double().amax(-1, keepdim=True)  # nothing depends on a shift of all logits
+    at_label = torch.zeros_like(z, dtype=torch.bool).scatter(-1, label[..., None], True)
+    log_gamma = torch.where(
+        at_label,
+        _log_miss(beta * z, at_label) - _log_miss(z, at_label),
+        (beta * z).log_softmax(-1) - z.log_softmax(-1),
+    )
+    ordered = z.sort(-1).values
+    smallest, second, largest = (ordered[..., [place]] for place in (0, -2, -1))  # z_(1), z_(n-1), z_(n)
+    c0 = -math.log(n) + (1 - beta) * (z - smallest) - (second - smallest)
+    c1 = math.log(n) + (1 - beta) * (z - second) + (second - smallest)
+    common = (1 - beta) * (largest - z)
+    c2 = common + ((1 + (n - 1) * (smallest - largest).exp()) / n).log()
+    c3 = common + ((n - 1) * (second - largest).exp()).log1p()
+    lower, upper = torch.where(at_label, c0, c2), torch.where(at_label, c1, c3)
+    slack = 16 * torch.finfo(z.dtype).eps * (1 + (1 + beta) * z.abs().amax(-1, keepdim=True))
+    holds = (lower <= log_gamma + slack) & (log_gamma <= upper + slack)
+    return Theorem1(label, log_gamma, lower, upper, holds)
+
+
+def _log_miss(z: Tensor, at_label: Tensor) -> Tensor:
+    """log(1 - p_label), (..., 1), summed over the other classes because 1 - p would cancel to 0."""
+    others = z.masked_fill(at_label, -torch.inf)
+    return others.logsumexp(-1, keepdim=True) - z.logsumexp(-1, keepdim=True)
+
+
+class Theorem2(NamedTuple):
+    """The two sides of theorem 2, squared, under both readings of H, and a bound that holds."""
+
+    ece2: Tensor
+    shannon: Tensor  # H as named in the text: the Shannon entropy -E[log f(p)], in nats
+    squared_shannon: Tensor  # C - 2 H with C = 3 - 2 E[log p] - E[f(p)]: may be negative
+    squared_literal: Tensor  # the same with H as printed in the formula, E[log f(p)]: never below 2
+    brier: Tensor  # E[(correct - p)^2], the top-label Brier score: a valid bound on ECE2^2
+
+    @property
+    def holds_shannon(self) -> Tensor:
+        return self.ece2.square() <= self.squared_shannon + 1e-12
+
+    @property
+    def holds_literal(self) -> Tensor:
+        return self.ece2.square() <= self.squared_literal + 1e-12
+
+
+def theorem2(confidence: Any, correct: Any, n_values: int | None = None) -> Theorem2:
+    """Both sides of theorem 2 for predictions with these confidences and correctness.
+
+    The theorem assumes a confidence with finitely many values. By default these are the distinct confidences; with
+    `n_values`, the confidences in each of that many equal cells of 0..1 are replaced by their mean.
+    """
+    p, right = (torch.as_tensor(values).double() for values in (confidence, correct))
+    keys = p if n_values is None else (p * n_values).ceil()  # cells are right-closed
+    values, place, count = keys.unique(return_inverse=True, return_counts=True)
+    mean, accuracy = (torch.zeros_like(values).scatter_add(0, place, part) / count for part in (p, right))
+    return theorem2_of(mean, count / len(p), accuracy)
+
+
+def theorem2_of(values: Tensor, mass: Tensor, accuracy: Tensor) -> Theorem2:
+    """Both sides of theorem 2 for a distribution: confidences (..., V) in (0, 1], their mass f and accuracy.
+
+    Values of mass 0 are ignored, so distributions of different sizes fit one tensor.
+    """
+    values, mass, accuracy = (x.double() for x in (values, mass, accuracy))
+    shannon = -torch.xlogy(mass, mass).sum(-1)
+    log_p = torch.where(mass > 0, values, 1).log()
+    constant = 3 - 2 * (mass * log_p).sum(-1) - mass.square().sum(-1)
+    squared = (mass * (accuracy - values).square()).sum(-1)
+    brier = squared + (mass * accuracy * (1 - accuracy)).sum(-1)
+    return Theorem2(squared.sqrt(), shannon, constant - 2 * shannon, constant + 2 * shannon, brier)
 
 
 # --- numbers

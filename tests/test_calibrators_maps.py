@@ -113,12 +113,12 @@ def test_platt_agrees_with_scikit_learn() -> None:
     np.testing.assert_allclose(fitted.calibrate(p).probs[:, 1].numpy(), peer.predict(odds), atol=1e-5)
 
 
-def test_platt_without_smoothing_by_hand() -> None:
-    # Two scores, so the line meets both frequencies: 1/4 at 0 and 3/4 at 1 give shift -log 3 and slope 2 log 3.
+def test_platt_by_hand() -> None:
+    # Labels count as 1/6 and 5/6. Two scores, so the line meets both means: 1/3 at 0 and 2/3 at 1.
     p = Predictions.from_binary([0.0] * 4 + [1.0] * 4, [0, 0, 0, 1, 1, 1, 1, 0])
-    fitted = Platt(smooth=False).fit(p)
-    assert float(fitted.shift_) == pytest.approx(-math.log(3), rel=1e-5)
-    assert float(fitted.slope_) == pytest.approx(2 * math.log(3), rel=1e-5)
+    fitted = Platt().fit(p)
+    assert float(fitted.shift_) == pytest.approx(-math.log(2), rel=1e-5)
+    assert float(fitted.slope_) == pytest.approx(2 * math.log(2), rel=1e-5)
 
 
 def test_beta_agrees_with_logistic_regression_on_its_features() -> None:

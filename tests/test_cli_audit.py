@@ -15,7 +15,7 @@ import torch
 
 import samples
 from commands import call
-from doublehead import Predictions, Summary, calibrators, metrics
+from doublehead import Predictions, Summary, abstain, calibrators, metrics
 from doublehead.__main__ import main
 from doublehead.files.reading import read_predictions
 
@@ -375,7 +375,7 @@ def write_tutorial_files(real: Path, page: str, folder: Path) -> None:
 
 
 def test_abstaining_is_the_threshold_of_the_predictions(test: Path) -> None:
-    choice = metrics.choose_threshold(read_predictions(test).load(), 0.2)
+    choice = abstain.choose_threshold(read_predictions(test).load(), 0.2)
     found = json.loads(call("evaluate", test, "--abstain", "0.2", "--json").stdout)["abstain"]
     assert (found["threshold"], found["n_accepted"]) == (choice.threshold, choice.n_accepted)
     assert str(choice) in call("evaluate", test, "--abstain", "0.2").stdout

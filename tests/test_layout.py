@@ -29,6 +29,7 @@ ORDER = (
     "losses",
     "bins",
     "metrics",
+    "abstain",
     "calibrators",
     "calibrate",  # the verb calibrate
     "guard",
@@ -39,7 +40,6 @@ ORDER = (
     "plots",
     "summary",  # all numbers of some predictions
     "stream",
-    "theory",
     "data",  # training
     "models",
     "training",
@@ -130,8 +130,8 @@ def test_an_upward_import_is_seen() -> None:
     assert upward("doublehead.bins", "def f():\n    from doublehead import metrics") == [
         "doublehead.bins imports doublehead.metrics, which stands below it"
     ]
-    assert upward("doublehead.metrics.scores", "import doublehead.cli")
-    assert not upward("doublehead.metrics.scores", "from doublehead.bins import Bins\nimport torch")
+    assert upward("doublehead.metrics", "import doublehead.cli")
+    assert not upward("doublehead.metrics", "from doublehead.bins import Bins\nimport torch")
 
 
 def test_no_circle_within_a_folder() -> None:

@@ -16,12 +16,13 @@ def slow_ece(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("saturated", [False, True])
-def test_floor_against_direct_draws(saturated):
+def test_floor_against_direct_draws(saturated, monkeypatch):
+    monkeypatch.setattr(metrics, "DRAWS", 4000)
     rng = np.random.default_rng(0)
     confidence = rng.uniform(0.5, 1, 700) ** (0.02 if saturated else 1)
     p = binary(confidence, rng.random(700) < 0.5)  # the labels must not matter
     draws = slow_ece(confidence, rng.random((2000, 700)) < confidence)
-    floor = metrics.ece_floor(p, n_draws=4000)
+    floor = metrics.ece_floor(p)
     error = np.std(draws) / np.sqrt(2000)
     assert floor.mean == pytest.approx(np.mean(draws), abs=5 * error)
     assert floor.low == pytest.approx(np.quantile(draws, 0.05), abs=10 * error)
@@ -37,9 +38,10 @@ def test_floor_and_test_are_those_of_either_alone():
     )
 
 
-def test_floor_by_hand():
+def test_floor_by_hand(monkeypatch):
     """One sample of confidence 0.75: the ECE is 0.25 with chance 3/4 and 0.75 with chance 1/4."""
-    floor = metrics.ece_floor(binary([0.75], [1]), n_draws=20000)
+    monkeypatch.setattr(metrics, "DRAWS", 20_000)
+    floor = metrics.ece_floor(binary([0.75], [1]))
     assert floor.mean == pytest.approx(0.375, abs=0.01)
     assert (floor.low, floor.high) == (0.25, 0.75)
 
@@ -53,14 +55,15 @@ def test_floor_is_the_same_from_a_stream():
     assert [metrics.fine_bins(n) for n in (15, 10, 7, 2000)] == [960, 960, 966, 2000]
 
 
-def test_the_size_of_the_test_is_as_promised():
+def test_the_size_of_the_test_is_as_promised(monkeypatch):
     """Of calibrated models at most 5 % get a p-value of at most 0.05 (and 20 % one of 0.2)."""
+    monkeypatch.setattr(metrics, "DRAWS", 100)
     rng = np.random.default_rng(0)
     values = []
     for seed in range(400):
         confidence = np.clip(rng.uniform(0.5, 1.2, 150), 0.5, 1)  # some are sure
         p = binary(confidence, rng.random(150) < confidence)
-        values.append(metrics.calibration_test(p, n_draws=199, seed=seed).p_value)
+        values.append(metrics.calibration_test(p, seed=seed).p_value)
     values = np.array(values)
     for size in (0.05, 0.2, 0.5):
         spread = np.sqrt(size * (1 - size) / 400)
@@ -101,7 +104,7 @@ def test_bootstrap_does_not_push_an_ece_above_itself():
 
 def test_bootstrap_of_a_mean_is_the_textbook_interval():
     p = binary(np.full(2000, 0.9), np.arange(2000) < 1700)
-    low, high = metrics.bootstrap(p, n_draws=4000)["accuracy"][1:]
+    low, high = metrics.bootstrap(p)["accuracy"][1:]
     half = 1.96 * np.sqrt(0.85 * 0.15 / 2000)
     assert (low, high) == pytest.approx((0.85 - half, 0.85 + half), abs=0.1 * half)
 
@@ -114,8 +117,10 @@ def test_the_interval_of_an_accuracy_of_all_samples_is_not_a_point(n, low):
     assert found["mean_confidence"] == pytest.approx((0.9, 0.9, 0.9))
 
 
-def test_bootstrap_intervals_cover():
+def test_bootstrap_intervals_cover(monkeypatch):
     """90 % intervals of the ECE hold its mean over new test sets of the same size about nine times in ten."""
+    monkeypatch.setattr(metrics, "DRAWS", 150)
+    monkeypatch.setattr(metrics, "LEVEL", 0.9)
     rng = np.random.default_rng(0)
 
     def draw():
@@ -126,7 +131,7 @@ def test_bootstrap_intervals_cover():
     truth = np.mean([slow_ece(confidence, correct[None])[0] for confidence, correct in drawn])
     hits = 0
     for seed in range(100):
-        _, low, high = metrics.bootstrap(binary(*draw()), level=0.9, n_draws=150, seed=seed)["ece"]
+        _, low, high = metrics.bootstrap(binary(*draw()), seed=seed)["ece"]
         hits += low <= truth <= high
     assert 80 <= hits <= 98
 
@@ -134,10 +139,7 @@ def test_bootstrap_intervals_cover():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: metrics.bootstrap(p, level=95), "level must lie between 0 and 1, got 95"),
-        (lambda p: metrics.bootstrap(p, n_draws=0), "n_draws must be at least 1, got 0"),
         (lambda p: metrics.bootstrap(Bins.zeros(960)), "must be top-label bins with samples"),
-        (lambda p: metrics.ece_floor(p, n_draws=0), "n_draws must be at least 1, got 0"),
         (lambda p: metrics.ece_floor(Bins.zeros(960)),
          r"bins must be top-label bins with samples, got shape \(960,\), n 0"),
         (lambda p: metrics.ece_floor(Bins.classwise(p, 960)), r"got shape \(2, 960\), n 4"),

@@ -1,15 +1,13 @@
 """Plots: what is drawn are the numbers given, on the axes given, and nothing global changes."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from doublehead import Predictions, plots
-from doublehead.curves import confidence_histogram, reliability, risk_coverage_curve
+from doublehead.curves import reliability
 from samples import overconfident
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -21,22 +19,11 @@ def p() -> Predictions:
     return overconfident(800, 4, factor=2.0)
 
 
-DRAWINGS: dict[str, Callable[[Predictions, Any], Any]] = {
-    "reliability": lambda p, ax: plots.draw_reliability(reliability(p), ax=ax),
-    "confidence": lambda p, ax: plots.draw_confidence(confidence_histogram(p), ax=ax),
-    "risk": lambda p, ax: plots.draw_risk_coverage({"a": risk_coverage_curve(p)}, ax=ax),
-}
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_draws_on_the_axes_given_and_touches_nothing_global(
-    name: str, p: Predictions, tmp_path: Path
-) -> None:
+def test_draws_on_the_axes_given_and_touches_nothing_global(p: Predictions, tmp_path: Path) -> None:
     before, ax = dict(matplotlib.rcParams), Figure().add_subplot()
-    assert DRAWINGS[name](p, ax) is ax
+    assert plots.draw_reliability(reliability(p), ax=ax) is ax
     assert ax.has_data()
-    ax = DRAWINGS[name](p, None)
-    path = plots.save(ax, tmp_path / "new" / "picture.png", dpi=40)
+    path = plots.save(plots.draw_reliability(reliability(p)), tmp_path / "new" / "picture.png", dpi=40)
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert dict(matplotlib.rcParams) == before
     pyplot = sys.modules.get("matplotlib.pyplot")
@@ -62,22 +49,6 @@ def test_reliability_marks_stand_at_the_numbers(p: Predictions) -> None:
     assert "n = 800" in note
 
 
-def test_confidence_bars_are_shares_of_all_samples(p: Predictions) -> None:
-    whole = plots.draw_confidence(confidence_histogram(p, 10))
-    assert sum(bar.get_height() for bar in whole.containers[0]) == pytest.approx(1)
-    lines = [line.get_xdata()[0] for line in whole.lines]
-    assert lines == pytest.approx([float(p.correct.double().mean()), float(p.confidence.mean())], abs=1e-6)
-
-
-def test_lines_show_the_values_and_are_told_apart_without_colour(p: Predictions) -> None:
-    curve = risk_coverage_curve(p)
-    ax = plots.draw_risk_coverage({"before": curve, "after": curve})
-    assert ax.lines[0].get_ydata().tolist() == curve.risk.tolist()
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["before", "after"]
-    assert len({(line.get_linestyle(), line.get_marker()) for line in ax.lines}) == 2
-    assert plots.draw_risk_coverage(curve).get_legend() is None
-
-
 def test_save_takes_figures_and_names_the_formats(tmp_path: Path) -> None:
     figure = Figure(figsize=(1, 1))
     assert plots.save(figure, tmp_path / "empty.svg").stat().st_size > 0
@@ -89,4 +60,4 @@ def test_save_takes_figures_and_names_the_formats(tmp_path: Path) -> None:
 def test_needs_the_plots_extra(monkeypatch: pytest.MonkeyPatch, p: Predictions) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"doublehead\[plots\]"):
-        plots.draw_confidence(confidence_histogram(p))
+        plots.draw_reliability(reliability(p))

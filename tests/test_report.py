@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead import Predictions, metrics
+from doublehead import Predictions, abstain, metrics
 
 pytest.importorskip("jinja2")
 from doublehead import outcomes as outcomes_module
@@ -264,7 +264,7 @@ def test_star_marks_the_best_of_a_row_and_no_one_where_all_are_equal(methods: li
 def test_guarantees_are_those_of_choose_threshold(html: str, named: dict[str, Predictions]) -> None:
     rows = re.findall(r'<th scope="row">([\d.]+) %</th>(<td data-method.*?)</tr>', html)
     assert [limit for limit, _ in rows] == ["5", "2", "1", "0.1"]
-    choice = metrics.choose_threshold(named["honest"], 0.05)
+    choice = abstain.choose_threshold(named["honest"], 0.05)
     (printed,) = re.findall(rf"≥ ([\d.]+) %</span>[^/]*answers {100 * choice.coverage:.1f} %", rows[0][1])
     assert choice.threshold - 1e-6 <= float(printed) / 100 < choice.threshold + 0.002
     assert ">none</span>" in rows[3][1].partition("</td>")[0]

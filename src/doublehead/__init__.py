@@ -26,13 +26,9 @@ command line (`doublehead evaluate | calibrate | report`):
         double.step()   # every tenth call trains the heads once
     model = double.finish()
 
-`heads=PAPER` is the paper's own method: one `CalibrationHead`, whose settings are a `HeadSpec`.
-
 Predictions are `Predictions` (logits and labels), arrays, DataFrames or files; logits or probabilities are stated,
-never guessed. A `Stream` measures outputs that come batch by batch; `Bins` are the counts behind every binned number.
-`Calibrated.save` and `load` keep a calibrated network. `ShiftGuard` raises an alarm and lowers the confidence under
-distribution shift. `choose` is the rule by which everything is chosen on held-back samples. `metrics`, `losses` and
-`calibrators` hold the parts; `doublehead.integrations` is for Lightning, Transformers, scikit-learn and exports.
+never guessed. `metrics`, `losses` and `calibrators` hold the parts; `doublehead.integrations` is for Lightning,
+Transformers, scikit-learn, torchmetrics and exports.
 """
 
 from importlib import import_module

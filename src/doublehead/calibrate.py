@@ -17,7 +17,6 @@ from doublehead.calibrators.parametric import PerLabel
 from doublehead.double_head import DoubleHead
 from doublehead.network import POSITIONS, Reader, Readings, View
 from doublehead.predictions import Predictions
-from doublehead.tasks import IGNORE_INDEX, LogitsOf, Outputs, Task
 from doublehead.torch_tools import (
     device_of,
     from_every_process,
@@ -82,12 +81,8 @@ def _calibrate_network(
     train_data: Any = None,
     alone: bool = False,
     to_pair: ToPair | None = None,
-    logits_of: LogitsOf | None = None,
-    outputs: Outputs | None = None,
-    task: Task | None = None,
-    ignore_index: int = IGNORE_INDEX,
     positions: int = POSITIONS,
-    layer: str | None = None,
+    **form: Any,  # of `Reader.of`
 ) -> Calibrated:
     if isinstance(network, Calibrated):
         network = network.network
@@ -98,12 +93,10 @@ def _calibrate_network(
     inner = unwrapped(network)
     with seeded(seed, device_of(inner)):
         if beside is not None:
-            to_pair, old = beside.to_pair, beside.reader
-            logits_of, outputs, layer = old.logits_of, old.outputs, old.layer
-            task, ignore_index = old.task, old.ignore_index
+            known = ("layer", "logits_of", "outputs", "task", "ignore_index")
+            to_pair, form = beside.to_pair, {name: getattr(beside.reader, name) for name in known}
         first = unpack(first_of(as_batches(calib_data)), device_of(inner), to_pair)
-        how = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task, "views": views}
-        reader = Reader.of(inner, first, ignore_index=ignore_index, **how)  # type: ignore[arg-type]
+        reader = Reader.of(inner, first, views=views, **form)
         readings = read(reader, calib_data, to_pair, positions, alone, skip=beside is not None)
     return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed, alone=alone)
 
@@ -137,21 +130,16 @@ def fit(
     options = {"keep": keep} if method == "head" or reader.n_labels else {}
     head = _unfitted(reader.n_labels, method, seed, **options).fit(predictions, **known)
     if not alone:
-        _same_on_all_processes(head)
+        same_on_all_processes(head)
+        for part in head.modules():  # and what the first one says of its choices
+            if isinstance(part, (Head, PerLabel)):
+                part.choice = from_every_process(part.choice)[0]
+            if isinstance(part, Head):
+                part.refresh()
     heads = None
     if beside is not None and "opinion" in known:
         heads = beside.bank.take(*range(len(beside.bank.specs))).eval()
     return Calibrated(network, head, reader, heads).eval()
-
-
-def _same_on_all_processes(head: Calibrator) -> None:
-    """Give every process the first one's calibration, and what it says of its choices."""
-    same_on_all_processes(head)
-    for part in head.modules():
-        if isinstance(part, (Head, PerLabel)):
-            part.choice = from_every_process(part.choice)[0]
-        if isinstance(part, Head):
-            part.refresh()
 
 
 def _unfitted(n_labels: int | None, method: str, seed: int, **options: Any) -> Calibrator:

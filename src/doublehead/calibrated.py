@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,10 +139,11 @@ def read(
     a process that is `alone` in calling this gets its own. With `skip` batches that cannot be used are left out.
     """
     batches: Iterable[Any] = as_batches(data)
-    how = {"to_pair": to_pair, "positions": positions, "skip": skip}
+    max_samples = math.inf
     if not length_of(batches):
-        return reader.read(until_repeated(batches, to_pair), max_samples=MAX_SAMPLES, **how)  # type: ignore[arg-type]
-    own, sampler = reader.read(batches, **how), getattr(batches, "sampler", None)  # type: ignore[arg-type]
+        batches, max_samples = until_repeated(batches, to_pair), MAX_SAMPLES
+    own = reader.read(batches, to_pair=to_pair, max_samples=max_samples, positions=positions, skip=skip)
+    sampler = getattr(batches, "sampler", None)
     if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
         return own
     n = n_own = len(own.features)

@@ -47,6 +47,7 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
     """
     batch = batch if to_pair is None else to_pair(batch)
     inputs: Any
+    labels: Any
     weights = folds = None
     if isinstance(batch, Batch):
         inputs, _, labels, weights, folds = batch
@@ -64,7 +65,13 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
             f"a calibration batch must be (inputs, labels) or a dict with 'labels', got {got}; "
             "give to_pair=, a function from your batch to such a pair"
         )
-    labels = _check_labels(labels)
+    labels = torch.from_numpy(labels) if isinstance(labels, np.ndarray) else labels
+    if not isinstance(labels, Tensor) or labels.ndim < 1:
+        got = f"one of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(
+            f"labels of a calibration batch must be a tensor of shape (B,) or (B, ...), got {got}; "
+            "put single samples into batches with a DataLoader"
+        )
     kind = torch.float32 if labels.is_floating_point() else torch.int64
     labels = labels.to(device, kind, non_blocking=True)
     if weights is not None:
@@ -88,18 +95,6 @@ def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
     return weights
 
 
-def _check_labels(labels: Any) -> Tensor:
-    if isinstance(labels, np.ndarray):
-        labels = torch.from_numpy(labels)
-    if isinstance(labels, Tensor) and labels.ndim >= 1:
-        return labels
-    got = f"one of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-    raise TypeError(
-        f"labels of a calibration batch must be a tensor of shape (B,) or (B, ...), got {got}; "
-        "put single samples into batches with a DataLoader"
-    )
-
-
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
@@ -118,7 +113,10 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     >>> [len(y) for x, y in as_batches((torch.randn(5, 3), torch.arange(5)), 2)]
     [2, 2, 1]
     """
-    if _is_pair_of_arrays(data):
+    of_arrays = isinstance(data, (tuple, list)) and all(
+        hasattr(part, "__array__") and hasattr(part, "ndim") for part in data
+    )
+    if of_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1:
         arrays = [_as_tensor(part) for part in data]
         if len({len(part) for part in arrays}) > 1:
             lengths = " and ".join(str(len(part)) for part in arrays)
@@ -205,14 +203,6 @@ def _takes_rows(data: Any) -> bool:
     )
     own = (data.generator, getattr(sampler, "generator", None), data.num_workers, data.pin_memory)
     return every_row and data.collate_fn is default_collate and not any(own)
-
-
-def _is_pair_of_arrays(data: Any) -> bool:
-    """Whether data are arrays (inputs, labels), optionally with weights as a third."""
-    is_arrays = isinstance(data, (tuple, list)) and all(
-        hasattr(part, "__array__") and hasattr(part, "ndim") for part in data
-    )
-    return is_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1
 
 
 class Endless:
@@ -346,8 +336,9 @@ def check_disjoint(calib: Any, train: Any) -> None:
     Traceback (most recent call last):
     ValueError: calibration data must not be training data: at least 1 of 2 calibration samples are in both
     """
-    shared, n = n_shared(calib, train), length_of(_dataset(calib))
+    shared = n_shared(calib, train)
     if shared:
+        n = sum(map(len, _rows_by_base(calib).values()))
         raise ValueError(
             f"calibration data must not be training data: at least {shared} of {n} calibration samples are in both"
         )
@@ -355,58 +346,43 @@ def check_disjoint(calib: Any, train: Any) -> None:
 
 def n_shared(calib: Any, train: Any) -> int:
     """How many calibration samples are certainly also in `train`."""
-    theirs = _pieces(_dataset(train))
-    both = ([_common(*piece, *other) for other in theirs] for piece in _pieces(_dataset(calib)))
-    return sum(len(set[int]().union(*rows)) for rows in both)
+    ours, theirs = _rows_by_base(calib), _rows_by_base(train)
+    return sum(len(set(ours[base]) & set(theirs[base])) for base in ours.keys() & theirs.keys())
 
 
-def _dataset(data: Any) -> Any:
-    return getattr(data, "dataset", data) if not isinstance(data, Subset) else data
+def _rows_by_base(data: Any) -> dict[Any, Sequence[int]]:
+    """The rows of each base data set in loaders or data sets; samples of the same base and row are the same sample."""
+    parts: Any = data.values() if isinstance(data, Mapping) else getattr(data, "datasets", data)
+    several = isinstance(data, (Mapping, list, tuple)) and all(
+        hasattr(part, "dataset") for part in parts
+    )  # loaders
+    if not (several or isinstance(data, ConcatDataset)):
+        return _rows_of_one(data)
+    found: dict[Any, list[int]] = {}
+    for part in parts:
+        for base, rows in _rows_by_base(part).items():
+            found.setdefault(base, []).extend(rows)
+    return dict(found)
 
 
-def _pieces(data: Any) -> list[tuple[Any, Any]]:
-    """Data as (base data set, rows of it): Subsets are followed to their base, concatenations taken apart."""
-    if isinstance(data, ConcatDataset):
-        return [piece for part in data.datasets for piece in _pieces(part)]
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    if isinstance(data, (list, tuple)) and all(hasattr(part, "dataset") for part in data):  # several loaders
-        return [piece for part in data for piece in _pieces(_dataset(part))]
-    rows: Any = None
-    while isinstance(data, Subset):
-        indices = [int(row) for row in data.indices]
-        rows = indices if rows is None else [indices[row] for row in rows]
-        data = data.dataset
-    return [(data, range(length_of(data)) if rows is None else rows)]
-
-
-def _common(base: Any, rows: Sequence[int], other: Any, other_rows: Sequence[int]) -> set[int]:
-    """The rows of `base` that are also in `other`."""
-    if base is None or other is None:
-        return set()
-    if base is other or _same_fingerprint(base, other):
-        return set(rows) & set(other_rows)
-    if isinstance(base, TensorDataset) and isinstance(other, TensorDataset):
-        offset = _rows_apart(base.tensors[0], other.tensors[0])
-        if offset is not None:
-            return set(rows) & {row + offset for row in other_rows}
-    return set()
-
-
-def _same_fingerprint(base: Any, other: Any) -> bool:
-    """Hugging Face data sets with the same content carry the same fingerprint."""
-    fingerprint = getattr(base, "_fingerprint", None)
-    return fingerprint is not None and fingerprint == getattr(other, "_fingerprint", None)
-
-
-def _rows_apart(mine: Tensor, theirs: Tensor) -> int | None:
-    """How many rows the second tensor starts after the first, where both are rows of one piece of memory."""
-    if mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr():
-        return None
-    if mine.ndim == 0 or mine.shape[1:] != theirs.shape[1:] or mine.stride() != theirs.stride():
-        return None
-    rows, rest = divmod(int(theirs.storage_offset()) - int(mine.storage_offset()), max(1, mine.stride(0)))
-    return None if rest else rows
+def _rows_of_one(data: Any) -> dict[Any, Sequence[int]]:
+    if isinstance(data, Subset):
+        (base, rows), *others = _rows_by_base(data.dataset).items()
+        of_one = not others and len(rows) == length_of(data.dataset)
+        return (
+            {base: [rows[int(row)] for row in data.indices]} if of_one else {id(data.dataset): data.indices}
+        )
+    if hasattr(data, "dataset"):  # a loader
+        return _rows_by_base(data.dataset)
+    n = length_of(data)
+    if (
+        isinstance(data, TensorDataset) and data.tensors[0].numel()
+    ):  # a piece of memory, and places of rows in it
+        first = data.tensors[0]
+        start, step = int(first.storage_offset()), max(1, first.stride(0))
+        return {("memory", first.untyped_storage().data_ptr()): range(start, start + n * step, step)}
+    # Hugging Face data sets with the same content have the same fingerprint.
+    return {getattr(data, "_fingerprint", None) or id(data): range(n)}
 
 
 def length_of(data: Any) -> int:

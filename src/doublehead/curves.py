@@ -216,9 +216,9 @@ def class_gaps_of(predicted: Bins, classwise: Bins) -> ClassGaps:
             *_perfect_model(*_effective(bins)),
         ]
     )
-    confidence, accuracy, low, high, p_value = np.full((5, len(counts)), np.nan)
-    for column, values in zip((confidence, accuracy, low, high, p_value), known):
-        column[seen] = values
+    whole = np.full((5, len(counts)), np.nan)
+    whole[:, seen] = known
+    confidence, accuracy, low, high, p_value = whole
     unit = 1 if classwise.squares is None else UNIT
     return ClassGaps(
         counts=counts,

@@ -183,10 +183,35 @@ class Reader:
         """The network's output, and what the last layer saw, as rows of samples or positions."""
         values = find_logits(output, self.logits_of)
         scores = class_scores(values, self.task, self.outputs)
-        features = features_of(caught, values, self.layer, self.task)
-        logits, features = (_rows(part, at) for part in (scores, features))
+        logits, features = (_rows(part, at) for part in (scores, self._features(caught, values, scores)))
         none = logits.new_empty(logits.shape[0], 0)  # not len(logits), which would fix an export's batch size
         return Answer(output, features, logits, none)
+
+    def _features(self, caught: Caught | None, values: Tensor, scores: Tensor) -> Tensor:
+        """(B, F) from what the layer saw: maps are averaged, tokens are taken where the logits came from.
+
+        For tokens (B, T, F) and for pixels (B, H, W, F); without any, F is 0.
+        """
+        by_place = self.task in ("tokens", "pixels")
+        lead = scores.shape[:-1] if by_place else values.shape[:1]
+        if self.layer is None:
+            return values.new_empty(*lead, 0)
+        if caught is None:
+            raise RuntimeError(
+                f"layer {self.layer!r} was not run in the network's forward, so it has no features: "
+                "name another with layer='...'"
+            )
+        features, output = caught
+        if by_place:
+            features = features.movedim(1, -1) if self.task == "pixels" else features
+            return features if features.shape[:-1] == lead else values.new_empty(*lead, 0)
+        if features.ndim == 4:  # (B, C, H, W) into a 1x1 convolution
+            return features.mean((2, 3))
+        if features.ndim == 3 and output.ndim == 3 and values.ndim <= 2:
+            # (B, T, F), one of T outputs became the logits
+            place = (output == values.reshape(values.shape[0], 1, -1)).all(-1).int().argmax(1)  # (B,)
+            return features[torch.arange(place.shape[0], device=place.device), place]
+        return features.flatten(1)
 
     def replaced(self, output: Any, log_probs: Tensor) -> Any:
         """The output with log-probabilities (N, K) in place of its logits, in their form.
@@ -233,8 +258,17 @@ class Reader:
                     raw = next(iterator, None)
                     if raw is None:
                         break
-                    n += self._read_batch(unpack(raw, device_of(inner), to_pair), inner, reservoir)
-                    in_a_row = 0
+                    batch = unpack(raw, device_of(inner), to_pair)
+                    targets = self.targets(batch.labels)
+                    at = reservoir.draw(targets)
+                    answer = self.run(batch.args, batch.kwargs, network=inner, at=at)
+                    known = per_row(batch, targets, at)
+                    if not bool(torch.isfinite(answer.logits).all()):
+                        raise ValueError(
+                            "the network's logits must be finite, got others for a calibration batch"
+                        )
+                    reservoir.add(*(part.float() for part in answer[1:]), *known)
+                    n, in_a_row = n + len(batch.labels), 0
                 except Exception as error:
                     if not skip or n_processes() > 1:  # the other processes would wait for this one
                         raise
@@ -249,17 +283,6 @@ class Reader:
             )
         return Readings(*reservoir.rows())
 
-    def _read_batch(self, batch: Batch, network: nn.Module, reservoir: Reservoir) -> int:
-        """Run the network on a batch and keep its rows; returns how many samples it has."""
-        targets = self.targets(batch.labels)
-        at = reservoir.draw(targets)
-        answer = self.run(batch.args, batch.kwargs, network=network, at=at)
-        known = per_row(batch, targets, at)
-        if not bool(torch.isfinite(answer.logits).all()):
-            raise ValueError("the network's logits must be finite, got others for a calibration batch")
-        reservoir.add(*(part.float() for part in answer[1:]), *known)
-        return len(batch.labels)
-
     def last_layer(self) -> Tensor | None:
         """The weight (K, F) that makes logits of features; None where no linear layer does."""
         layer = None if self.layer is None else unwrapped(self.network).get_submodule(self.layer)
@@ -272,20 +295,16 @@ class Reader:
 
 
 def per_row(batch: Batch, targets: Tensor, at: Tensor | None, folds: bool = True) -> list[Tensor]:
-    """Targets, folds and, where there are any, weights (N,) of the rows of a batch, or of those `at`."""
+    """Targets, folds (or 0) and, where there are any, weights (N,) of the rows of a batch, or of those `at`."""
     each = len(targets) // len(batch.labels)  # rows of a sample
-    of_samples = [
-        fold_of(batch) if folds else torch.zeros(len(batch.labels), dtype=torch.int64, device=targets.device)
-    ]
+    of_samples = [fold_of(batch) if folds else targets.new_zeros(len(batch.labels), dtype=torch.int64)]
     of_samples += [] if batch.weights is None else [batch.weights]
-    of_rows = (
-        part.flatten() if each == 1 or part.ndim > 1 else part.repeat_interleave(each) for part in of_samples
-    )
-    found = [targets, *of_rows]
-    if len({len(part) for part in found}) > 1:
-        raise ValueError(
-            f"weights must be one for each of {len(batch.labels)} samples, got shape {tuple(of_samples[-1].shape)}"
-        )
+    found = [targets]
+    for part in of_samples:
+        found.append(part.flatten() if each == 1 or part.ndim > 1 else part.repeat_interleave(each))
+    if len(found[-1]) != len(targets):
+        shape = tuple(of_samples[-1].shape)
+        raise ValueError(f"weights must be one for each of {len(batch.labels)} samples, got shape {shape}")
     return found if at is None else [part[at] for part in found]
 
 
@@ -348,34 +367,6 @@ class FeatureTap:
     def _catch(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.recording:
             self.caught = args[0], output
-
-
-def features_of(
-    caught: Caught | None, values: Tensor, layer: str | None = None, task: Task = "classes"
-) -> Tensor:
-    """(B, F) from what a layer saw: maps are averaged, tokens are taken where the logits came from.
-
-    For tokens (B, T, F) and for pixels (B, H, W, F); without any, F is 0.
-    """
-    lead = class_scores(values, task).shape[:-1] if task in ("tokens", "pixels") else values.shape[:1]
-    if layer is None:
-        return values.new_empty(*lead, 0)
-    if caught is None:
-        raise RuntimeError(
-            f"layer {layer!r} was not run in the network's forward, so it has no features: "
-            "name another with layer='...'"
-        )
-    features, output = caught
-    if task in ("tokens", "pixels"):
-        features = features.movedim(1, -1) if task == "pixels" else features
-        return features if features.shape[:-1] == lead else values.new_empty(*lead, 0)
-    if features.ndim == 4:  # (B, C, H, W) into a 1x1 convolution
-        return features.mean((2, 3))
-    if features.ndim == 3 and output.ndim == 3 and values.ndim <= 2:
-        # (B, T, F), one of T outputs became the logits
-        place = (output == values.reshape(values.shape[0], 1, -1)).all(-1).int().argmax(1)  # (B,)
-        return features[torch.arange(place.shape[0], device=place.device), place]
-    return features.flatten(1)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Draw the curves. Every `draw_*` returns the axes it drew on and touches nothing global.
+"""Draw reliability diagrams, and touch nothing global.
 
-Without `ax` a function makes its own `Figure` outside pyplot: nothing is registered, nothing pops up, and a loop over
+Without `ax` the drawing gets its own `Figure` outside pyplot: nothing is registered, nothing pops up, and a loop over
 thousands of runs leaks nothing. Put several into one figure by passing the axes, and write it with `save`:
 
     figure = matplotlib.figure.Figure(figsize=(8, 4.6), layout="constrained")
@@ -13,24 +13,17 @@ thousands of runs leaks nothing. Put several into one figure by passing the axes
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from doublehead.curves import Histogram, Reliability
-from doublehead.metrics import RiskCoverage
+from doublehead.curves import Reliability
 from doublehead.system import require
 
 Axes: TypeAlias = Any  # matplotlib.axes.Axes; matplotlib is an extra
 
-# Okabe and Ito's palette, safe for colour-blind readers, in an order whose greys also differ. Every series has a
-# line style and a marker of its own besides.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Of Okabe and Ito's palette, safe for colour-blind readers.
 BLUE, ORANGE, INK, GREY = "#0072b2", "#d55e00", "#333333", "#b8b8b8"
 PICTURES = (".pdf", ".png", ".svg", ".eps", ".jpg", ".webp")
 
@@ -40,7 +33,9 @@ def draw_reliability(curve: Reliability, ax: Axes = None, *, title: str | None =
 
     The strip of counts is a child of `ax` on a logarithmic scale.
     """
-    ax = _axes(ax, (4.2, 5.0))
+    if ax is None:
+        figure = require("matplotlib.figure", extra="plots").Figure(figsize=(4.2, 5.0), layout="constrained")
+        ax = figure.add_subplot()
     full = curve.counts > 0
     left, width = curve.edges[:-1][full], np.diff(curve.edges)[full]
     accuracy, gap, low = curve.accuracy[full], curve.gap[full], curve.band_low[full]
@@ -56,54 +51,11 @@ def draw_reliability(curve: Reliability, ax: Axes = None, *, title: str | None =
     ax.text(
         0.97,
         0.03,
-        f"ECE {_percent(curve.ece)}\nfloor {floor:.2f} % ({ends[0]:.2f} to {ends[1]:.2f})\nn = {curve.n:,}",
+        f"ECE {100 * curve.ece:.2f} %\nfloor {floor:.2f} % ({ends[0]:.2f} to {ends[1]:.2f})\nn = {curve.n:,}",
         transform=ax.transAxes, ha="right", va="bottom", fontsize="small", linespacing=1.4, zorder=5,
         bbox={"facecolor": "white", "edgecolor": GREY, "alpha": 0.9, "boxstyle": "round,pad=0.35"},
     )  # fmt: skip
     _counts_strip(ax, curve)
-    return ax
-
-
-def draw_confidence(histogram: Histogram, ax: Axes = None, *, title: str | None = None) -> Axes:
-    """The share of samples at each confidence; mean confidence and accuracy as lines, which meet when calibrated."""
-    ax = _axes(ax, (4.6, 3.2))
-    ax.bar(
-        histogram.edges[:-1], histogram.shares, np.diff(histogram.edges), align="edge", color=BLUE, alpha=0.45,
-        edgecolor=INK, linewidth=0.7,
-    )  # fmt: skip
-    ax.set(xlim=(0, 1), xlabel="confidence", ylabel="share of samples", title=title)
-    accuracy, claimed = histogram.accuracy, histogram.mean_confidence
-    ax.axvline(accuracy, color=INK, linewidth=1.6, label=f"accuracy {_percent(accuracy)}")
-    ax.axvline(
-        claimed, color=ORANGE, linestyle="--", linewidth=1.6, label=f"mean confidence {_percent(claimed)}"
-    )
-    ax.legend(loc="upper left", fontsize="small", frameon=False)
-    _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    return ax
-
-
-def draw_risk_coverage(
-    curves: RiskCoverage | Mapping[str, RiskCoverage], ax: Axes = None, *, title: str | None = None
-) -> Axes:
-    """The error left when only the most confident share of samples is answered; lower is better."""
-    ax = _axes(ax, (4.6, 3.2))
-    named = {"": curves} if isinstance(curves, RiskCoverage) else curves
-    for style, (name, curve) in zip(_styles(), named.items()):
-        coverage, risk = (column.cpu().numpy() for column in (curve.coverage, curve.risk))
-        ax.plot(coverage, risk, label=name, markevery=max(1, len(risk) // 8), **style)
-    ax.set(
-        xlim=(0, 1),
-        ylim=(0, None),
-        xlabel="coverage (share answered)",
-        ylabel="error of answers",
-        title=title,
-    )
-    _percent_axis(ax.xaxis)
-    _percent_axis(ax.yaxis)
-    _open_frame(ax)
-    if any(named):
-        ax.legend(fontsize="small", frameon=False, loc="upper left")
     return ax
 
 
@@ -116,14 +68,6 @@ def save(picture: Any, path: str | os.PathLike[str], *, dpi: int = 200) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi, bbox_inches="tight")
     return path
-
-
-def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
-    if ax is not None:
-        return ax
-    return (
-        require("matplotlib.figure", extra="plots").Figure(figsize=size, layout="constrained").add_subplot()
-    )
 
 
 def _reliability_legend(ax: Axes) -> None:
@@ -150,22 +94,4 @@ def _counts_strip(ax: Axes, curve: Reliability) -> None:
     strip.set_yticks([1, 10**decades])
     strip.minorticks_off()
     strip.tick_params(axis="y", labelsize="small")
-    _open_frame(strip)
-
-
-def _styles() -> Any:
-    """An endless sequence of styles that differ in colour, dash and marker."""
-    looks = zip(cycle(COLOURS), cycle(DASHES), cycle(MARKERS))
-    return ({"color": c, "linestyle": d, "marker": m, "markersize": 4, "linewidth": 1.6} for c, d, m in looks)
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
-
-
-def _percent_axis(axis: Any) -> None:
-    axis.set_major_formatter(require("matplotlib.ticker", extra="plots").PercentFormatter(1.0, symbol=" %"))
-
-
-def _open_frame(ax: Axes) -> None:
-    ax.spines[["top", "right"]].set_visible(False)
+    strip.spines[["top", "right"]].set_visible(False)

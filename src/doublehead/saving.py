@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from doublehead import calibrators
@@ -31,17 +30,9 @@ def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
 
     The weights of a network that FSDP has sharded are put together, for which all processes must call this.
     """
-    facts = describe(model)
-    # Copies in plain memory order: shared tensors and those of channels_last networks are refused otherwise.
-    plain = torch.contiguous_format
-    whole = {
-        name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()
-    }
-    tensors = {name: value.detach().cpu().clone(memory_format=plain) for name, value in whole.items()}
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    write_file(path / WEIGHTS, tensors, facts)
-    return path / WEIGHTS
+    file = Path(path) / WEIGHTS
+    write_file(file, model.state_dict(), describe(model))
+    return file
 
 
 def load(path: str | Path, network: nn.Module, *, logits_of: LogitsOf | None = None) -> Any:
@@ -50,7 +41,7 @@ def load(path: str | Path, network: nn.Module, *, logits_of: LogitsOf | None = N
     It is a `Calibrated`, or the `ShiftGuard` that was saved. The weights go to the network's device. A model that
     was made with `logits_of` needs it again, since a file holds no functions.
 
-    >>> import tempfile, doublehead
+    >>> import tempfile, torch, doublehead
     >>> def make_network():
     ...     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> x, y = torch.randn(300, 4), torch.randint(3, (300,))
@@ -94,40 +85,34 @@ def describe(model: Calibrated | ShiftGuard) -> dict[str, Any]:
     }
 
 
-def rebuild(network: nn.Module, facts: Mapping[str, Any], logits_of: LogitsOf | None = None) -> Any:
-    """`network` with a calibration as `describe` wrote it down, its weights not loaded yet."""
-    model = _rebuild_calibrated(network, facts, logits_of) if "head" in facts else network
-    return ShiftGuard(model, **facts["guard"]) if "guard" in facts else model
-
-
-def _rebuild_calibrated(
-    network: nn.Module, facts: Mapping[str, Any], logits_of: LogitsOf | None
-) -> Calibrated:
-    if facts["logits_of"] and logits_of is None:
-        raise TypeError("logits_of must be the function with which the saved model was made, got None")
-    sizes = {name: facts[name] for name in ("n_classes", "n_features", "n_labels")}
-    form = {name: facts[name] for name in FORM}
-    reader = Reader(network, **form, views=facts["views"], logits_of=logits_of)
-    head, opinion = (
-        None if facts[name] is None else _rebuild_head(facts[name], **sizes).to(device_of(network))
-        for name in ("head", "opinion")
-    )
-    return Calibrated(network, head, reader, opinion)  # type: ignore[arg-type]
-
-
 def _describe_head(head: nn.Module) -> dict[str, Any]:
     if isinstance(head, CalibrationHead):
         return {"heads": [asdict(spec) for spec in head.specs]}
     return calibrators.describe(head)  # type: ignore[arg-type]
 
 
-def _rebuild_head(
-    facts: Mapping[str, Any], n_features: int, n_classes: int, n_labels: int | None
-) -> nn.Module:
-    if "heads" in facts:
-        specs = [HeadSpec(**{**spec, "reads": tuple(spec["reads"])}) for spec in facts["heads"]]
-        return CalibrationHead(n_features, n_classes, *specs, n_labels=n_labels)
-    return calibrators.make(facts["method"], **facts["params"])
+def rebuild(network: nn.Module, facts: Mapping[str, Any], logits_of: LogitsOf | None = None) -> Any:
+    """`network` with a calibration as `describe` wrote it down, its weights not loaded yet."""
+    model = network
+    if "head" in facts:
+        if facts["logits_of"] and logits_of is None:
+            raise TypeError("logits_of must be the function with which the saved model was made, got None")
+        reader = Reader(
+            network, **{name: facts[name] for name in FORM}, views=facts["views"], logits_of=logits_of
+        )
+        head, opinion = (
+            None if facts[name] is None else _rebuild_head(facts[name], reader).to(device_of(network))
+            for name in ("head", "opinion")
+        )
+        model = Calibrated(network, head, reader, opinion)  # type: ignore[arg-type]
+    return ShiftGuard(model, **facts["guard"]) if "guard" in facts else model
+
+
+def _rebuild_head(facts: Mapping[str, Any], reader: Reader) -> nn.Module:
+    if "heads" not in facts:
+        return calibrators.make(facts["method"], **facts["params"])
+    specs = [HeadSpec(**{**spec, "reads": tuple(spec["reads"])}) for spec in facts["heads"]]
+    return CalibrationHead(reader.n_features, reader.n_classes, *specs, n_labels=reader.n_labels)
 
 
 def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from doublehead import metrics
+from doublehead.abstain import threshold_counts
 from doublehead.bins import UNIT, Bins, bin_of, entries_of
 from doublehead.curves import CLASS_CELLS, class_gaps_of, predicted_bins
-from doublehead.metrics import Interval, fine_bins, threshold_counts
+from doublehead.metrics import Interval, fine_bins
 from doublehead.outcomes import NORMAL, Outcomes
 from doublehead.predictions import Predictions
 from doublehead.summary import METRICS, Summary, without_interval
@@ -58,7 +59,7 @@ class Tally:
     # The NLL of these is not in the sums, because it depends on the smallest probability of all.
     n_zero_labels: int = 0
     zero_floor: float = math.inf
-    answers: Tensor | None = None  # (2, T) `metrics.threshold_counts`
+    answers: Tensor | None = None  # (2, T) `abstain.threshold_counts`
 
     @classmethod
     def of(

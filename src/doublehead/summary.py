@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from doublehead import metrics
+from doublehead.abstain import ThresholdChoice, choose_threshold
 from doublehead.bins import Bins
 from doublehead.calibrators.choose import Scores, score_table
 from doublehead.curves import ClassGaps, class_gaps_of, reliability
-from doublehead.metrics import Floor, Interval, ThresholdChoice, choose_threshold
+from doublehead.metrics import Floor, Interval
 from doublehead.outcomes import MIN_SAMPLES, Outcomes
 from doublehead.predictions import Predictions
 from doublehead.system import require
@@ -98,7 +99,7 @@ class Summary:
     groups: dict[str, Summary] = field(default_factory=dict)
     n_zero_labels: int = 0  # samples whose label has a probability of exactly 0
     zero_floor: float = 0.0  # what such a probability is taken as
-    answers: Tensor | None = None  # `metrics.threshold_counts`, for `abstain`
+    answers: Tensor | None = None  # `abstain.threshold_counts`, for `abstain`
 
     @classmethod
     def of(cls, p: Predictions, n_bins: int = 15, by: Any = None, seed: int = 0) -> Summary:

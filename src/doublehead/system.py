@@ -107,10 +107,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-    """Tensors, and in the header facts about them as JSON, in one safetensors file."""
+    """Tensors, and in the header facts about them as JSON, in one safetensors file; folders are made.
+
+    Tensors that FSDP has sharded are put together, for which all processes must call this.
+    """
+    whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in tensors.items()}
+    # Copies in plain memory order: shared tensors and those of channels_last networks are refused otherwise.
+    plain = torch.contiguous_format
+    whole = {name: value.detach().cpu().clone(memory_format=plain) for name, value in whole.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         library = require("safetensors.torch", extra="export")
-        library.save_file(dict(tensors), file, {HEADER: json.dumps(facts)})
+        library.save_file(whole, file, {HEADER: json.dumps(facts)})
 
 
 def read_file(

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 LogitsOf = Callable[[Any], Tensor]
 Outputs = Literal["logits", "log_probs", "probs"]
@@ -127,7 +128,17 @@ def targets_of(
     [2, -1]
     """
     if task in ("binary", "labels"):
-        return _binary_targets(labels.flatten(), check)
+        labels = labels.flatten()
+        if check:
+            low, high = float(labels.min()), float(labels.max())
+            if not (low >= 0 and high <= 1):  # nor nan
+                raise ValueError(
+                    f"labels must lie in 0..1 for a network with one output per label, got {low:g}..{high:g} (a label "
+                    f"that is missing is a 0 with weight 0); {SUPPORTED}"
+                )
+            if bool((labels == labels.round()).all()):
+                return labels.long()
+        return torch.stack([1 - labels, labels], 1) if labels.is_floating_point() else labels
     if task == "pixels" and labels.is_floating_point() and n_classes == 2:  # masks for one logit
         if check and bool((labels != labels.round()).any()):
             raise ValueError("labels of pixels must be whole numbers, got fractions")
@@ -135,54 +146,34 @@ def targets_of(
     if task == "classes" and labels.ndim == 2:  # rows of probabilities, or of 0 and 1
         labels = labels.float()
     if labels.is_floating_point():
-        return _soft_targets(labels, n_classes) if check else labels
+        if check:
+            _check_soft(labels, n_classes)
+        return labels
     if task in ("tokens", "pixels"):
         labels = labels.masked_fill(labels == ignore_index, -1).flatten()
-    if check:
-        check_labels(labels[labels >= 0] if task in ("tokens", "pixels") else labels, n_classes)
+    counted = labels[labels >= 0] if check and task in ("tokens", "pixels") else labels
+    if check and counted.numel():
+        low, high = int(counted.min()), int(counted.max())
+        if low < 0 or high >= n_classes:
+            raise ValueError(
+                f"labels must lie in 0..{n_classes - 1} for a network with {n_classes} classes, got {low}..{high}; "
+                f"{SUPPORTED}"
+            )
     return labels
 
 
-def check_labels(labels: Tensor, n_classes: int) -> None:
-    """An error for labels that are no class."""
-    if not labels.numel():
-        return
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= n_classes:
-        raise ValueError(
-            f"labels must lie in 0..{n_classes - 1} for a network with {n_classes} classes, got {low}..{high}; "
-            f"{SUPPORTED}"
-        )
-
-
-def _binary_targets(labels: Tensor, check: bool) -> Tensor:
-    """(N,) 0 and 1, or rows of probabilities (N, 2) where labels lie between."""
-    if not check:
-        return torch.stack([1 - labels, labels], 1) if labels.is_floating_point() else labels
-    low, high = float(labels.min()), float(labels.max())
-    if not (low >= 0 and high <= 1):  # nor nan
-        raise ValueError(
-            f"labels must lie in 0..1 for a network with one output per label, got {low:g}..{high:g} (a label that is "
-            f"missing is a 0 with weight 0); {SUPPORTED}"
-        )
-    whole = labels.round()
-    return whole.long() if bool((labels == whole).all()) else torch.stack([1 - labels, labels], 1)
-
-
-def _soft_targets(labels: Tensor, n_classes: int) -> Tensor:
-    """Rows of probabilities (B, K), checked."""
+def _check_soft(labels: Tensor, n_classes: int) -> None:
+    """An error unless labels are rows of probabilities (B, K)."""
     if labels.ndim != 2 or labels.shape[1] != n_classes:
         raise TypeError(
             f"labels must be whole numbers, or rows of probabilities of {n_classes} classes, got {labels.dtype} of "
             f"shape {tuple(labels.shape)}; {SUPPORTED}"
         )
-    off = (labels.sum(1) - 1).abs()
-    if bool((labels < 0).any()) or not float(off.max()) <= TOLERANCE:  # nor nan
+    if bool((labels < 0).any()) or not float((labels.sum(1) - 1).abs().max()) <= TOLERANCE:  # nor nan
         raise ValueError(
             "labels that are rows of probabilities must be >= 0 and sum to 1, got a row that does not; "
             "give task='labels' where a sample may have several labels"
         )
-    return labels
 
 
 def find_logits(output: Any, logits_of: LogitsOf | None = None) -> Tensor:
@@ -236,49 +227,41 @@ class Reservoir:
         """Which rows of a batch to add: those whose random number is among the `limit` smallest so far."""
         if self.limit is None:
             return None
-        if len(self.keys) == self.limit:
-            return self._draw_below(targets, float(self.keys.max()))
-        rows = (targets >= 0).nonzero()[:, 0]
-        keys = torch.rand(len(rows), generator=self.generator, device=rows.device)
-        return self._keep(rows, keys)
-
-    def _draw_below(self, targets: Tensor, bound: float) -> Tensor:
-        """The same where only random numbers below `bound` matter: just these are drawn, by the gaps between them."""
-        n = len(targets)
-        size = int(n * bound + 6 * (n * bound) ** 0.5 + 10)
-        uniform = torch.rand(size, generator=self.generator, device=targets.device, dtype=torch.float64)
-        gaps = (uniform.log() / math.log1p(-min(bound, 1 - 1e-12))).floor()
-        rows = (gaps + 1).cumsum(0).long() - 1
-        rows = rows[rows < n]
-        rows = rows[targets[rows] >= 0]
-        keys = bound * torch.rand(len(rows), generator=self.generator, device=targets.device)
-        return self._keep(rows, keys)
-
-    def _keep(self, rows: Tensor, keys: Tensor) -> Tensor:
-        assert self.limit is not None
-        both = torch.cat([self.keys.to(keys.device), keys])
+        self.keys = self.keys.to(targets.device)
+        how: dict[str, Any] = {"generator": self.generator, "device": targets.device}
+        if len(self.keys) < self.limit:
+            rows = (targets >= 0).nonzero()[:, 0]
+            keys = torch.rand(len(rows), **how)
+        else:  # just the random numbers below the largest kept are drawn, by the gaps between them
+            n, bound = len(targets), float(self.keys.max())
+            uniform = torch.rand(int(n * bound + 6 * (n * bound) ** 0.5 + 10), dtype=torch.float64, **how)
+            gaps = (uniform.log() / math.log1p(-min(bound, 1 - 1e-12))).floor()
+            rows = (gaps + 1).cumsum(0).long() - 1
+            rows = rows[rows < n]
+            rows = rows[targets[rows] >= 0]
+            keys = bound * torch.rand(len(rows), **how)
+        both = torch.cat([self.keys, keys])
         if len(both) > self.limit:
-            bound = both.kthvalue(self.limit).values
-            rows, keys, old = rows[keys <= bound], keys[keys <= bound], self.keys.to(keys.device) <= bound
+            last = both.kthvalue(self.limit).values
+            rows, keys, old = rows[keys <= last], keys[keys <= last], self.keys <= last
             self._parts = [tuple(part[old] for part in self.rows())] if self._parts else []
-            self.keys = self.keys.to(keys.device)[old]
+            self.keys = self.keys[old]
         self._drawn = keys
         return rows
 
     def add(self, *parts: Tensor) -> None:
         """Add the rows drawn last."""
         self._parts.append(parts)
-        self.keys = torch.cat([self.keys.to(self._drawn.device), self._drawn])
+        self.keys = torch.cat([self.keys.to(self._drawn), self._drawn])
 
     def rows(self) -> tuple[Tensor, ...]:
-        """All that is kept; labels are rows of probabilities as soon as those of one batch are."""
-        return tuple(_joined(parts) for parts in zip(*self._parts, strict=True))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of several tensors; classes (N,) beside rows of probabilities (N, K) become such rows."""
-    width = max(part.ndim for part in parts)
-    k = max(part.shape[-1] for part in parts if part.ndim == width) if width > 1 else 0
-    return torch.cat(
-        [part if part.ndim == width else torch.nn.functional.one_hot(part, k).float() for part in parts]
-    )
+        """All that is kept; classes (N,) become rows of probabilities (N, K) where those of another batch are."""
+        columns = []
+        for parts in zip(*self._parts, strict=True):
+            widest = max(parts, key=lambda part: part.ndim)
+            same = (
+                part if part.ndim == widest.ndim else one_hot(part, widest.shape[-1]).float()
+                for part in parts
+            )
+            columns.append(torch.cat(list(same)))
+        return tuple(columns)

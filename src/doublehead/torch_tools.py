@@ -111,15 +111,22 @@ def one_thread() -> Iterator[None]:
 
 
 class Randomness:
-    """A second set of random number generators (torch, CUDA, numpy, Python) to swap in.
+    """A second set of random number generators (torch, CUDA, numpy, Python), seeded, to swap in: `with randomness:`.
 
     With `only_torch` numpy's and Python's are left alone: swapping numpy's takes longer than a small network's step.
     """
 
     def __init__(self, seed: int, device: torch.device, only_torch: bool = False) -> None:
         self.device, self.only_torch = device, only_torch
-        with seeded(seed, device):
-            self.state = self.now()
+        theirs = get_random(device)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 (the caller's data code may draw from it)
+        self.state = self.now()
+        set_random(theirs, device)
 
     def now(self) -> dict[str, Any]:
         """The state of the generators that are in use at present."""
@@ -135,21 +142,9 @@ class Randomness:
         set_random(self._theirs, self.device)
 
 
-@contextmanager
-def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+def seeded(seed: int, device: torch.device | None = None) -> Randomness:
     """Every generator seeded with `seed` inside the block; afterwards the caller's are as they were."""
-    device = device or torch.device("cpu")
-    theirs = get_random(device)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (the caller's data code may draw from it)
-    try:
-        yield
-    finally:
-        set_random(theirs, device)
+    return Randomness(seed, device or torch.device("cpu"))
 
 
 def get_random(device: torch.device, only_torch: bool = False) -> dict[str, Any]:

@@ -120,7 +120,15 @@ def choose_calibrator(
         raise TypeError(
             "predictions must have one label per sample, got several: fit calibrators.PerLabel to them"
         )
-    candidates = _candidates(predictions, methods)
+    if methods is None:
+        # temperature_grid is as temperature, and dirichlet, on probabilities, as matrix
+        left_out = ["temperature_grid", "dirichlet", "per_label"]
+        left_out += [] if predictions.n_classes == 2 else ["platt"]
+        left_out += _FOR_FEW_CLASSES if predictions.n_classes > MAX_CLASSES else ()
+        methods = [name for name in CALIBRATORS if name not in left_out]
+    if not methods:
+        raise ValueError("methods must name at least one calibrator, got none")
+    candidates = dict(methods) if isinstance(methods, Mapping) else {name: make(name) for name in methods}
     fold = stratified_folds(predictions.target.labels, folds, seed)
     nlls: dict[str, Tensor | None] = {}
     notes: dict[str, str] = {}
@@ -136,22 +144,6 @@ def choose_calibrator(
     baseline = [name for name in ("none", "temperature", "head") if nlls.get(name) is not None]
     choice = choose(nlls, baseline, notes=notes)
     return candidates[choice.chosen].fresh().fit(predictions), choice
-
-
-def _candidates(
-    predictions: Predictions, methods: Sequence[str] | Mapping[str, Calibrator] | None
-) -> dict[str, Calibrator]:
-    if isinstance(methods, Mapping):
-        return dict(methods)
-    if methods is None:
-        # temperature_grid is as temperature, and dirichlet, on probabilities, as matrix
-        left_out = ["temperature_grid", "dirichlet", "per_label"]
-        left_out += [] if predictions.n_classes == 2 else ["platt"]
-        left_out += _FOR_FEW_CLASSES if predictions.n_classes > MAX_CLASSES else ()
-        methods = [name for name in CALIBRATORS if name not in left_out]
-    if not methods:
-        raise ValueError("methods must name at least one calibrator, got none")
-    return {name: make(name) for name in methods}
 
 
 def _held_out_nll(
@@ -189,11 +181,8 @@ def save(
     calibrator: Calibrator, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None
 ) -> Path:
     """Write a fitted calibrator, and `facts` of your own that JSON knows, into one safetensors file."""
-    about = {**describe(calibrator), **(facts or {})}
-    state = {name: value.detach().cpu().contiguous() for name, value in calibrator.state_dict().items()}
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, state, about)
+    write_file(path, calibrator.state_dict(), {**describe(calibrator), **(facts or {})})
     return path
 
 

@@ -129,15 +129,7 @@ class Calibrator(StaysFloat32):
         return self.keeps_order
 
     def in_words(self) -> str:
-        """What it learned, where that is a number or two; else nothing.
-
-        >>> class Constant(Calibrator):
-        ...     learned = ("value_",)
-        ...     def _learn(self, predictions):
-        ...         return {"value_": 2.5}
-        >>> Constant().fit(Predictions([[0.0, 1.0]], [0])).in_words()
-        'value 2.5'
-        """
+        """What it learned, where that is a number or two, such as "temperature 2.5"; else nothing."""
         found = {name: value for name, value in self.state_dict().items() if value.numel() == 1}
         told = [f"{name.rstrip('_')} {float(x):.4g}" for name, x in found.items() if x.is_floating_point()]
         return ", ".join(told)
@@ -148,16 +140,8 @@ class Calibrator(StaysFloat32):
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The constructor's arguments by name, as scikit-learn wants them."""
-        return {name: getattr(self, name) for name in _argument_names(type(self))}
-
-    def set_params(self, **params: Any) -> Self:
-        """Change constructor arguments; they take effect at the next `fit`."""
-        known = _argument_names(type(self))
-        for name, value in params.items():
-            if name not in known:
-                raise ValueError(f"{type(self).__name__} has the parameters {list(known)}, got {name!r}")
-            setattr(self, name, value)
-        return self
+        names = inspect.signature(type(self).__init__).parameters
+        return {name: getattr(self, name) for name in names if name != "self"}
 
     def extra_repr(self) -> str:
         """The parameters, as the constructor takes them, and what was learned."""
@@ -189,10 +173,6 @@ class Calibrator(StaysFloat32):
 
     def __sklearn_is_fitted__(self) -> bool:
         return self.is_fitted
-
-
-def _argument_names(cls: type[Calibrator]) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(cls.__init__).parameters if name != "self")
 
 
 # --- maps

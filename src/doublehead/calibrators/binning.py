@@ -81,7 +81,15 @@ class HistogramBinning(_OddsMap):
             raise ValueError(f"smoothing must be at least 0, got {self.smoothing}")
         odds, hits = _odds_and_hits(predictions, self.kind)
         edges = _equal_mass(odds, self.n_bins)
-        return {"edges_": edges, "values_": _frequencies(odds, hits, edges, self.smoothing)}
+        which = torch.searchsorted(edges, odds)
+        zeros = odds.new_zeros(len(odds), self.n_bins)
+        counts, hit_sums, conf_sums = (
+            zeros.scatter_add(1, which, part) for part in (torch.ones_like(odds), hits, odds.sigmoid())
+        )
+        prior = torch.where(counts > 0, conf_sums / counts.clamp(min=1), _middles(edges))
+        total = counts + self.smoothing
+        filled = (hit_sums + self.smoothing * prior) / total.clamp(min=torch.finfo(odds.dtype).tiny)
+        return {"edges_": edges, "values_": torch.where(total > 0, filled, prior)}
 
 
 class BBQ(_OddsMap):
@@ -92,7 +100,21 @@ class BBQ(_OddsMap):
     """
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        return dict(zip(self.learned, _average_binnings(*_odds_and_hits(predictions, self.kind))))
+        odds, hits = _odds_and_hits(predictions, self.kind)
+        odds, order = odds.sort(1)
+        n = odds.shape[1]
+        below = pad_ends(hits.gather(1, order).cumsum(1), (1, 0))  # (K, N + 1) hits among the first i
+        root = n ** (1 / 3)
+        tried = range(max(1, int(root / BBQ_SPAN)), min(n, int(BBQ_SPAN * root) + 1) + 1)
+        fits = [_score_binning(odds, below, n_bins) for n_bins in tried]
+        weights = torch.stack([score for score, _, _ in fits]).softmax(0)  # (tried, K)
+        weights = torch.where(weights > BBQ_FORGET, weights, 0.0)
+        values, places = torch.zeros_like(odds), torch.arange(n, device=odds.device).repeat(len(odds), 1)
+        for weight, (_, cuts, probs) in zip(weights / weights.sum(0), fits):
+            if bool(weight.any()):
+                values += weight[:, None] * probs.gather(1, torch.searchsorted(cuts, places, right=True))
+        maps = [_compress(*row) for row in zip(odds, values)]
+        return {"edges_": pad([edges for edges, _ in maps], torch.inf), "values_": pad([y for _, y in maps])}
 
 
 class Isotonic(_OddsMap):
@@ -116,7 +138,15 @@ class Isotonic(_OddsMap):
         odds, hits = _odds_and_hits(predictions, "one-vs-rest")
         if self.kind == "shared":
             odds, hits = odds.reshape(1, -1), hits.reshape(1, -1)
-        maps = [_fit_rising(*column) for column in zip(odds, hits)]
+        regression = require("sklearn.isotonic", extra="calibrators").IsotonicRegression(y_min=0.0, y_max=1.0)
+        maps = []
+        for column in zip(odds.cpu().numpy(), hits.cpu().numpy()):
+            fitted = regression.fit(*column)
+            knots, values = (
+                torch.as_tensor(x).double() for x in (fitted.X_thresholds_, fitted.y_thresholds_)
+            )
+            # At least two of each, for `lines`.
+            maps.append((knots, values) if len(knots) > 1 else (knots.repeat(2), values.repeat(2)))
         return {"knots_": pad([knots for knots, _ in maps]), "values_": pad([values for _, values in maps])}
 
     def _transform(self, logits: Tensor) -> Tensor:
@@ -147,34 +177,10 @@ def _equal_mass(odds: Tensor, n_bins: int) -> Tensor:
     return (ordered.gather(1, first - 1) + ordered.gather(1, first.clamp(max=n - 1))) / 2
 
 
-def _frequencies(odds: Tensor, hits: Tensor, edges: Tensor, smoothing: float) -> Tensor:
-    """(C, M) the share of hits in each bin, each bin holding `smoothing` samples of its mean confidence more."""
-    which = torch.searchsorted(edges, odds)
-    zeros = odds.new_zeros(len(odds), edges.shape[1] + 1)
-    counts = zeros.scatter_add(1, which, torch.ones_like(odds))
-    hit_sums, conf_sums = zeros.scatter_add(1, which, hits), zeros.scatter_add(1, which, odds.sigmoid())
+def _middles(edges: Tensor) -> Tensor:
+    """(C, M) the middles of bins with these inner edges (C, M - 1), as probabilities."""
     bounds = pad_ends(pad_ends(edges.sigmoid(), (1, 0)), (0, 1), value=1.0)
-    prior = torch.where(counts > 0, conf_sums / counts.clamp(min=1), (bounds[:, 1:] + bounds[:, :-1]) / 2)
-    filled = (hit_sums + smoothing * prior) / (counts + smoothing).clamp(min=torch.finfo(odds.dtype).tiny)
-    return torch.where(counts + smoothing > 0, filled, prior)
-
-
-def _average_binnings(odds: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
-    """Edges (C, M - 1) and values (C, M) of the averaged step functions, from odds and hits (C, N)."""
-    odds, order = odds.sort(1)
-    n = odds.shape[1]
-    below = pad_ends(hits.gather(1, order).cumsum(1), (1, 0))  # (C, N + 1) hits among the first i
-    root = n ** (1 / 3)
-    tried = range(max(1, int(root / BBQ_SPAN)), min(n, int(BBQ_SPAN * root) + 1) + 1)
-    fits = [_score_binning(odds, below, n_bins) for n_bins in tried]
-    weights = torch.stack([score for score, _, _ in fits]).softmax(0)  # (tried, C)
-    weights = torch.where(weights > BBQ_FORGET, weights, 0.0)
-    values, places = torch.zeros_like(odds), torch.arange(n, device=odds.device).repeat(len(odds), 1)
-    for weight, (_, cuts, probs) in zip(weights / weights.sum(0), fits):
-        if bool(weight.any()):
-            values += weight[:, None] * probs.gather(1, torch.searchsorted(cuts, places, right=True))
-    maps = [_compress(*row) for row in zip(odds, values)]
-    return pad([edges for edges, _ in maps], torch.inf), pad([probs for _, probs in maps])
+    return (bounds[:, 1:] + bounds[:, :-1]) / 2
 
 
 def _score_binning(odds: Tensor, below: Tensor, n_bins: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,8 +189,7 @@ def _score_binning(odds: Tensor, below: Tensor, n_bins: int) -> tuple[Tensor, Te
     edges = _equal_mass(odds, n_bins)
     inner = torch.searchsorted(odds, edges, right=True)
     cuts = pad_ends(pad_ends(inner, (1, 0)), (0, 1), value=odds.shape[1])
-    bounds = pad_ends(pad_ends(edges.sigmoid(), (1, 0)), (0, 1), value=1.0)
-    middle = ((bounds[:, 1:] + bounds[:, :-1]) / 2).clamp(1e-6, 1 - 1e-6)
+    middle = _middles(edges).clamp(1e-6, 1 - 1e-6)
     strength = BBQ_PRIOR / n_bins
     hits, counts = below.gather(1, cuts).diff(), cuts.diff()
     ones, zeros = strength * middle, strength * (1 - middle)  # the bin's beta prior
@@ -199,12 +204,3 @@ def _compress(odds: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     change = (values.diff() != 0).nonzero()[:, 0]
     last = change.new_tensor([len(odds) - 1])
     return (odds[change] + odds[change + 1]) / 2, values[torch.cat([change, last])]
-
-
-def _fit_rising(odds: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
-    """Knots and values (M,) of the isotonic fit to odds and hits (N,), at least two of each."""
-    regression = require("sklearn.isotonic", extra="calibrators").IsotonicRegression(y_min=0.0, y_max=1.0)
-    regression.fit(odds.cpu().numpy(), hits.cpu().numpy())
-    knots = torch.as_tensor(regression.X_thresholds_, dtype=torch.float64)
-    values = torch.as_tensor(regression.y_thresholds_, dtype=torch.float64)
-    return (knots, values) if len(knots) > 1 else (knots.repeat(2), values.repeat(2))

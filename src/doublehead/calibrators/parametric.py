@@ -53,28 +53,42 @@ class Vector(Calibrator):
         self.prior = prior
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        _check_positive("prior", self.prior)
+        if not self.prior > 0:
+            raise ValueError(f"prior must be above 0, got {self.prior}")
         scale = fit_inverse_temperature(predictions.logits, predictions.labels)
-        x = predictions.logits.double() * scale
-        pull = 0.5 / (self.prior**2 * len(predictions))
+        x = self._inputs(predictions.logits.double()) * scale
+        pull, pull_bias, center = self._pulls(x)
+        top, moved = x - x.amax(1, keepdim=True), x - center  # rows of large logits keep their digits
 
-        def loss(weight: Tensor, bias: Tensor) -> Tensor:
-            drift = (weight - 1).square().sum() + bias.square().sum()
-            return cross_entropy(x * weight + bias, predictions.labels) + pull * drift
+        def loss(change: Tensor, bias: Tensor) -> Tensor:
+            drift = (pull * change.square()).sum() + pull_bias * bias.square().sum()
+            return cross_entropy(top + self._times(moved, change) + bias, predictions.labels) + drift
 
-        ones = torch.ones_like(x[0])
-        found = minimise(loss, [ones, 0 * ones])
-        weight, bias = found.values
-        return {"weight_": weight * scale, "bias_": bias, **found.verdict()}
+        found = minimise(loss, [torch.zeros_like(pull), torch.zeros_like(x[0])])
+        change, bias = found.values
+        same = torch.ones_like(bias).diag() if change.ndim == 2 else 1
+        bias = bias - self._times(center, change)
+        return {"weight_": (same + change) * scale, "bias_": bias, **found.verdict()}
+
+    def _pulls(self, x: Tensor) -> tuple[Tensor, float, Tensor]:
+        """What each squared change of a weight and each squared shift is multiplied by; what weights turn about."""
+        pull = 0.5 / (self.prior**2 * len(x))
+        return torch.full_like(x[0], pull), pull, torch.zeros_like(x[0])
 
     def _transform(self, logits: Tensor) -> Tensor:
-        return logits * self.weight_.to(logits.dtype) + self.bias_.to(logits.dtype)
+        return self._times(self._inputs(logits), self.weight_.to(logits.dtype)) + self.bias_.to(logits.dtype)
+
+    def _times(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    def _inputs(self, logits: Tensor) -> Tensor:
+        return logits
 
     def _n_classes(self) -> int:
         return self.bias_.shape[0]
 
 
-class Matrix(Calibrator):
+class Matrix(Vector):
     """A full linear map of the logits. Use it with few classes and thousands of samples: K * K numbers are learned.
 
     `prior` is the standard deviation of the diagonal about the temperature's scale and of the shifts about 0; that of
@@ -82,50 +96,23 @@ class Matrix(Calibrator):
     instead: l times the mean square of the off-diagonal weights plus m times that of the shifts, the diagonal free.
     """
 
-    learned = ("weight_", "bias_")
-
     weight_: Tensor  # (K, K)
-    bias_: Tensor  # (K,)
 
     def __init__(self, prior: float = 0.2, odir: tuple[float, float] | None = None) -> None:
-        super().__init__()
-        self.prior, self.odir = prior, odir
+        super().__init__(prior)
+        self.odir = odir
 
-    def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        _check_positive("prior", self.prior)
-        scale = fit_inverse_temperature(predictions.logits, predictions.labels)
-        x = self._inputs(predictions.logits.double()) * scale
-        eye = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-        pull, pull_bias = self._pulls(len(predictions), eye)
-        # Weights turn about the centre, not about 0.
-        center = x.mean(0) if self.odir is None else torch.zeros_like(x[0])
-        top, moved = x - x.amax(1, keepdim=True), x - center
-
-        def loss(weight: Tensor, bias: Tensor) -> Tensor:
-            drift = (pull * (weight - eye).square()).sum() + pull_bias * bias.square().sum()
-            return cross_entropy(moved @ (weight - eye).T + top + bias, predictions.labels) + drift
-
-        found = minimise(loss, [eye, torch.zeros_like(x[0])])
-        weight, bias = found.values
-        return {"weight_": weight * scale, "bias_": bias - (weight - eye) @ center, **found.verdict()}
-
-    def _pulls(self, n: int, eye: Tensor) -> tuple[Tensor, float]:
-        """What each squared weight (K, K) and each squared shift is multiplied by."""
-        k = len(eye)
+    def _pulls(self, x: Tensor) -> tuple[Tensor, float, Tensor]:
+        n, k = x.shape
+        eye = torch.ones_like(x[0]).diag()
         if self.odir is not None:
             off_diagonal, intercept = self.odir
-            return (1 - eye) * off_diagonal / (k * (k - 1)), intercept / k
+            return (1 - eye) * off_diagonal / (k * (k - 1)), intercept / k, torch.zeros_like(x[0])
         pull = 0.5 / (self.prior**2 * n)
-        return pull * (eye + k * (1 - eye)), pull
+        return pull * (eye + k * (1 - eye)), pull, x.mean(0)
 
-    def _transform(self, logits: Tensor) -> Tensor:
-        return self._inputs(logits) @ self.weight_.T.to(logits.dtype) + self.bias_.to(logits.dtype)
-
-    def _inputs(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def _n_classes(self) -> int:
-        return self.bias_.shape[0]
+    def _times(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
 
 
 class Dirichlet(Matrix):
@@ -135,16 +122,11 @@ class Dirichlet(Matrix):
         return logits.log_softmax(-1)
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} must be above 0, got {value}")
-
-
 class Platt(Calibrator):
     """A line through the log odds of class 1. Use it for binary models, above all scores that are not probabilities.
 
-    With `smooth` the labels count as (n1 + 1) / (n1 + 2) and 1 / (n0 + 2), as in Platt (1999), so that few or separable
-    data give finite answers.
+    The labels count as (n1 + 1) / (n1 + 2) and 1 / (n0 + 2), as in Platt (1999), so that few or separable data give
+    finite answers.
 
     >>> p = Predictions.from_binary([-2.0, -1.0, 1.0, 2.0], [0, 1, 0, 1])
     >>> Platt().fit(p).slope_.shape
@@ -157,17 +139,10 @@ class Platt(Calibrator):
     slope_: Tensor
     shift_: Tensor
 
-    def __init__(self, smooth: bool = True) -> None:
-        super().__init__()
-        self.smooth = smooth
-
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        odds = _binary_odds(predictions.logits).double()
-        targets = predictions.labels.double()
-        if self.smooth:
-            ones = targets.sum()
-            zeros = len(targets) - ones
-            targets = torch.where(targets > 0, (ones + 1) / (ones + 2), 1 / (zeros + 2))
+        odds, is_one = _binary_odds(predictions.logits).double(), predictions.labels > 0
+        ones = is_one.sum().double()
+        targets = torch.where(is_one, (ones + 1) / (ones + 2), 1 / (len(odds) - ones + 2))
         features = torch.stack([odds, torch.ones_like(odds)], 1)
         weights, _, converged = fit_logistic(features, targets, towards=odds.new_tensor([1, 0]), ridge=1e-9)
         return {"slope_": weights[0], "shift_": weights[1], "converged_": converged}
@@ -250,8 +225,8 @@ class PerLabel(Calibrator):
 
     `share` is fitted to all pairs of a sample and a label together ("head", "temperature" or "none"). The maps of the
     labels are pulled towards no change, so a label with few samples shares what the others learned; with "temperature"
-    they have no shift, and are temperatures of their own. `own="auto"` uses them where that is better on held-back
-    samples; `choice` says by how much. With predictions of one label, or of classes, it is the shared calibrator alone.
+    they have no shift, and are temperatures of their own. They are used where that is better on held-back samples;
+    `choice` says by how much. With predictions of one label, or of classes, it is the shared calibrator alone.
 
     >>> z = torch.randn(500, 3)
     >>> p = Predictions.multilabel(4 * z, (torch.rand(500, 3) < z.sigmoid()).long())
@@ -270,14 +245,13 @@ class PerLabel(Calibrator):
     def __init__(
         self,
         share: Literal["head", "temperature", "none"] = "head",
-        own: bool | Literal["auto"] = "auto",
         keep: Literal["predictions", "best"] = "predictions",
         seed: int = 0,
     ) -> None:
         super().__init__()
         if share not in SHARED:
             raise ValueError(f"share must be one of {sorted(SHARED)} for several labels, got {share!r}")
-        self.share, self.own, self.keep, self.seed = share, own, keep, seed
+        self.share, self.keep, self.seed = share, keep, seed
         self.shared: Calibrator = SHARED[share](**({"keep": keep, "seed": seed} if share == "head" else {}))
 
     def fit(self, predictions: Predictions, *, opinion: Tensor | None = None) -> Self:
@@ -291,15 +265,13 @@ class PerLabel(Calibrator):
         known = {"opinion": opinion} if self.share == "head" else {}
         self.choice = getattr(self.shared.fit(predictions, **known), "choice", None)
         n_labels = predictions.n_labels or 1
-        like = predictions.logits.new_ones(n_labels).double()
-        maps = like, torch.zeros_like(like)
-        if predictions.n_labels and self.own:
+        scale, shift = predictions.logits.new_tensor([[1.0], [0.0]]).double().expand(2, n_labels)
+        if predictions.n_labels:
             odds = _binary_odds(self.shared(predictions.logits, **known)).double().reshape(-1, n_labels)
             truth, weights = _truth(predictions.target, n_labels)
-            maps = _fit_maps(odds, truth, weights, self.share != "temperature")
-            if self.own == "auto" and not self._pays(predictions, odds, truth, weights):
-                maps = like, torch.zeros_like(like)
-        return {"scale_": maps[0], "shift_": maps[1]}
+            if self._pays(predictions, odds, truth, weights):
+                scale, shift = _fit_maps(odds, truth, weights, self.share != "temperature")
+        return {"scale_": scale, "shift_": shift}
 
     def _pays(self, p: Predictions, odds: Tensor, truth: Tensor, weights: Tensor) -> bool:
         """Whether maps of their own lower the NLL of samples held back from them."""

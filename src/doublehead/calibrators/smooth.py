@@ -16,6 +16,7 @@ from doublehead.predictions import Predictions
 TABLE = 1001  # points at which the map is kept, evenly spaced in rank
 LOWEST = -25.0  # log probabilities below have no say: exp(-25) = 1e-11
 JITTER = 1e-6
+N_INDUCING, GRID = 12, 256  # points of the Gaussian process, and of the table that is kept of it
 Likelihood = Callable[[Tensor, Tensor], Tensor]
 MANY = 32  # classes above which sums over them, made once, are cheaper than all entries each time
 
@@ -88,23 +89,18 @@ def _slope_of_running_mean(y: Tensor, n_knots: int) -> Tensor:
     """The slope (N,) at each rank of the natural cubic spline that best fits the running sum of y (N,) over N."""
     rank = torch.arange(1, len(y) + 1, dtype=y.dtype, device=y.device) / len(y)
     knots = torch.linspace(0, 1, n_knots, dtype=y.dtype, device=y.device)
-    values, slopes = _natural_basis(rank, knots)
+    # The natural basis (N, n_knots) and its slopes: 1, the rank, and cubics that are straight outside.
+    powers = (rank[:, None] - knots).clamp(min=0)
+    width = (knots[-1] - knots[:-1]).clamp(min=1e-12)
+    cubics = (powers[:, :-1] ** 3 - powers[:, -1:] ** 3) / width
+    squares = 3 * (powers[:, :-1] ** 2 - powers[:, -1:] ** 2) / width
+    one, zero = torch.ones_like(rank)[:, None], torch.zeros_like(rank)[:, None]
+    values = torch.cat([one, rank[:, None], cubics[:, :-1] - cubics[:, -1:]], 1)
+    slopes = torch.cat([zero, one, squares[:, :-1] - squares[:, -1:]], 1)
     # On the CPU, whose solver bears fewer samples than knots.
     running = y.cumsum(0) / len(y)
     weights: Tensor = torch.linalg.lstsq(values.cpu(), running.cpu()[:, None], driver="gelsd").solution
     return slopes @ weights[:, 0].to(y.device)
-
-
-def _natural_basis(x: Tensor, knots: Tensor) -> tuple[Tensor, Tensor]:
-    """The natural cubic spline basis at x and its slopes, (N, len(knots)) each: 1, x, and cubics straight outside."""
-    last = knots[-1]
-    powers = (x[:, None] - knots).clamp(min=0)  # (N, M)
-    width = (last - knots[:-1]).clamp(min=1e-12)
-    cubics = (powers[:, :-1] ** 3 - powers[:, -1:] ** 3) / width
-    squares = 3 * (powers[:, :-1] ** 2 - powers[:, -1:] ** 2) / width
-    one, zero = torch.ones_like(x)[:, None], torch.zeros_like(x)[:, None]
-    values = torch.cat([one, x[:, None], cubics[:, :-1] - cubics[:, -1:]], 1)
-    return values, torch.cat([zero, one, squares[:, :-1] - squares[:, -1:]], 1)
 
 
 class Places(NamedTuple):
@@ -146,7 +142,7 @@ class GaussianProcess(Calibrator):
     """A smooth map of log probabilities, shared by all classes. Use it where one temperature is not flexible enough.
 
     The latent function is g(x) = x + f(x) at x the tempered log probability, f a Gaussian process with a squared
-    exponential kernel, and the class probabilities are the softmax of g. The posterior of f at `n_inducing` points is
+    exponential kernel, and the class probabilities are the softmax of g. The posterior of f at 12 points is
     Gaussian and is found, with the kernel's length and height, by maximising the evidence bound; the expected log
     likelihood is taken to second order, as in the paper. The posterior mean is kept as a table, so applying it costs
     about as much as a softmax.
@@ -158,20 +154,12 @@ class GaussianProcess(Calibrator):
     inputs_: Tensor  # (1, G) log probabilities
     values_: Tensor  # (1, G) the posterior mean of f there
 
-    def __init__(self, n_inducing: int = 12, n_table: int = 256) -> None:
-        super().__init__()
-        self.n_inducing, self.n_table = n_inducing, n_table
-
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        if not 2 <= self.n_inducing <= self.n_table:
-            raise ValueError(
-                f"2 <= n_inducing <= n_table is needed, got {self.n_inducing} and {self.n_table}"
-            )
         inverse = fit_inverse_temperature(predictions.logits, predictions.labels)
         x = (predictions.logits.double() * inverse).log_softmax(1)
         low = x.min().clamp(LOWEST, -1.0).item()
-        grid = torch.linspace(low, 0, self.n_table, dtype=x.dtype, device=x.device)
-        inducing = torch.linspace(low, 0, self.n_inducing, dtype=x.dtype, device=x.device)
+        grid = torch.linspace(low, 0, GRID, dtype=x.dtype, device=x.device)
+        inducing = torch.linspace(low, 0, N_INDUCING, dtype=x.dtype, device=x.device)
         likelihood = (_by_sums if x.shape[1] > MANY else _by_entries)(x, grid, predictions.labels)
 
         def loss(mean: Tensor, root: Tensor, kernel: Tensor) -> Tensor:
@@ -180,7 +168,7 @@ class GaussianProcess(Calibrator):
             prior = kernel.square().sum() / 2  # log-normal about length 1 and height 1
             return (_divergence(mean, root) + prior) / len(x) - expected
 
-        eye = torch.eye(self.n_inducing, dtype=x.dtype, device=x.device)
+        eye = torch.eye(N_INDUCING, dtype=x.dtype, device=x.device)
         found = minimise(loss, [eye[0] * 0, 0.1 * eye, eye.new_zeros(2)])
         values, _ = _posterior(grid, inducing, *found.values)
         return {
@@ -214,11 +202,19 @@ def _posterior(
 
 
 def _by_entries(x: Tensor, grid: Tensor, labels: Tensor) -> Likelihood:
-    """The expected log likelihood of f, given by its mean and variance on the grid, from every log probability."""
+    """The mean over samples of E[log softmax(x + f)] at the label, to second order.
+
+    f is independent and Gaussian at each entry, and given by its mean and variance on the grid.
+    """
     places = Places.of(x, grid)
-    return lambda f, variance: _expected_log_likelihood(
-        x + places.values_of(f), places.values_of(variance), labels
-    )
+
+    def expected(f: Tensor, variance: Tensor) -> Tensor:
+        log_probs = (x + places.values_of(f)).log_softmax(1)
+        probs = log_probs.exp()
+        spread = (places.values_of(variance) * probs * (1 - probs)).sum(1)
+        return log_probs.gather(1, labels[:, None]).mean() - spread.mean() / 2
+
+    return expected
 
 
 def _by_sums(x: Tensor, grid: Tensor, labels: Tensor) -> Likelihood:
@@ -239,14 +235,6 @@ def _by_sums(x: Tensor, grid: Tensor, labels: Tensor) -> Likelihood:
         return (at_label + label_places.values_of(f) - total.log()).mean() - spread.mean() / 2
 
     return expected
-
-
-def _expected_log_likelihood(mean: Tensor, variance: Tensor, labels: Tensor) -> Tensor:
-    """The mean over samples of E[log softmax(g)] at the label, g (N, K) independent Gaussians, to second order."""
-    log_probs = mean.log_softmax(1)
-    probs = log_probs.exp()
-    at_label = log_probs.gather(1, labels[:, None]).mean()
-    return at_label - (variance * probs * (1 - probs)).sum(1).mean() / 2
 
 
 def _divergence(mean: Tensor, root: Tensor) -> Tensor:

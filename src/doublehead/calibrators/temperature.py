@@ -147,18 +147,17 @@ def fit_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> float:
     >>> round(fit_inverse_temperature(logits, torch.tensor([0, 0, 0, 1])), 4)  # log(3) / 4
     0.2747
     """
-    return solve_inverse_temperature(logits, labels).inverse
+    return solve_inverse_temperature(logits, labels if isinstance(labels, Target) else Target(labels)).inverse
 
 
 @torch.no_grad()
-def solve_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> InverseTemperature:
+def solve_inverse_temperature(logits: Tensor, target: Target) -> InverseTemperature:
     """Like `fit_inverse_temperature`, with a statement on whether the optimum is finite and was reached.
 
     The NLL is convex in s. With d the logits less their row's maximum, its derivative is m(s) - c: m the mean over
     rows of the expectation of d under softmax(s d), c the mean of the labels' d. Both are negative and m rises to 0
     about like a power of s, so Newton's method for log(m / c) in log(s) needs few steps. A bracket keeps it safe.
     """
-    target = labels if isinstance(labels, Target) else Target(labels)
     below = logits - logits.amax(1, keepdim=True)  # (N, K), all <= 0
     at_label, weights = target.of(below), target.weights
     unit = -min(_mean(below.double().mean(1), weights), _mean(at_label, weights))  # the scale of the logits
@@ -170,8 +169,13 @@ def solve_inverse_temperature(logits: Tensor, labels: Tensor | Target) -> Invers
 def _solve(below: Tensor, at_label: Tensor, weights: Tensor | None) -> InverseTemperature:
     """For logits (N, K) of unit scale and no maximum above 0, those of the labels (N,), and weights (N,)."""
     wanted, at_zero = _mean(at_label, weights), _mean(below.double().mean(1), weights)  # c and m(0)
-    if wanted == 0:  # every label has the largest logit: the sharper the better
-        return InverseTemperature(1.0 if at_zero == 0 else _sharp_enough(below, weights), True, True)
+    if (
+        wanted == 0
+    ):  # every label has the largest logit: the sharper the better, until the NLL is near its limit
+        # Where s times the gaps is large, s times their expectation bounds what is left of the NLL from above.
+        tried = (2.0**i for i in range(MAX_PASSES))
+        enough = (s for s in tried if -s * _moments(below, weights, s, torch.float64)[0] <= EXCESS)
+        return InverseTemperature(next(enough, 2.0**MAX_PASSES), True, True)
     if at_zero - wanted >= -1e-12:
         return InverseTemperature(EXCESS, True, True)
     start, n = 0.0, len(below)
@@ -214,19 +218,6 @@ def _moments(below: Tensor, weights: Tensor | None, s: float, dtype: torch.dtype
         spreads.append(odds.mul_(d).sum(1) / total - first * first)
         firsts.append(first)
     return _mean(torch.cat(firsts), weights), _mean(torch.cat(spreads), weights)
-
-
-def _sharp_enough(below: Tensor, weights: Tensor | None) -> float:
-    """The first of 1, 2, 4, ... at which the mean NLL of the largest logit is within EXCESS of its limit.
-
-    Where s times the gaps is large, s times their expectation bounds what is left of the NLL from above.
-    """
-    s = 1.0
-    for _ in range(MAX_PASSES):
-        if -s * _moments(below, weights, s, torch.float64)[0] <= EXCESS:
-            break
-        s *= 2
-    return s
 
 
 def _mean(values: Tensor, weights: Tensor | None) -> float:

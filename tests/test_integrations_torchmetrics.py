@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from doublehead import metrics
 from doublehead.bins import Bins
+from doublehead.integrations.torchmetrics import CalibrationError
 from doublehead.predictions import Predictions
 from processes import in_two_processes
 
@@ -22,30 +23,22 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.randint(0, SHAPE[1], (SHAPE[0],), generator=generator)
 
 
-CASES = [("top", norm, None) for norm in ("ece", "mce", "ece2")] + [
-    ("all", "ece", 6),
-    ("classwise", "ece", 6),
-]
+CASES = {"top": None, "classwise": SHAPE[1]}  # components -> n_classes
 
 
-@pytest.mark.parametrize(("components", "norm", "n_classes"), CASES)
+@pytest.mark.parametrize("components", CASES)
 @pytest.mark.parametrize("size", [1, 64, 700])
-def test_batches_give_the_value_of_the_whole(components, norm, n_classes, size):
+def test_batches_give_the_value_of_the_whole(components, size):
     logits, labels = data()
-    metric = metrics.CalibrationError(components=components, norm=norm, n_classes=n_classes)
+    metric = CalibrationError(n_classes=CASES[components])
     for batch in zip(logits.split(size)[:200], labels.split(size)[:200]):
         metric.update(*batch)
-    p = Predictions(logits, labels)[: 200 * size]
-    assert float(metric.compute()) == value(p, components, norm)
-
-
-def value(p: Predictions, components: str, norm: str) -> float:
-    return metrics.ece(p, components=components) if norm == "ece" else getattr(metrics, norm)(p)
+    assert float(metric.compute()) == metrics.ece(Predictions(logits, labels)[: 200 * size], 15, components)
 
 
 def test_forward_returns_the_batch_and_keeps_the_sum():
     logits, labels = data()
-    metric = metrics.CalibrationError()
+    metric = CalibrationError()
     first = metric(logits[:100], labels[:100])
     assert float(first) == metrics.ece(Predictions(logits[:100], labels[:100]))
     metric(logits[100:], labels[100:])
@@ -56,7 +49,7 @@ def test_forward_returns_the_batch_and_keeps_the_sum():
 
 def test_probabilities_are_stated():
     logits, labels = data()
-    metric = metrics.CalibrationError(are_probs=True)
+    metric = CalibrationError(are_probs=True)
     p = Predictions(logits, labels)
     metric.update(p.probs, labels)
     assert float(metric.compute()) == metrics.ece(p)
@@ -66,7 +59,7 @@ def test_probabilities_are_stated():
 
 def test_state_does_not_grow_and_survives_copies():
     logits, labels = data()
-    metric = metrics.CalibrationError()
+    metric = CalibrationError()
     sizes = set()
     for batch in zip(logits.split(100), labels.split(100)):
         metric.update(*batch)
@@ -76,25 +69,11 @@ def test_state_does_not_grow_and_survives_copies():
         assert float(again.compute()) == float(metric.compute())
 
 
-BAD = [
-    ({"components": "both"}, "components must be 'top', 'all' or 'classwise', got 'both'"),
-    ({"norm": "l1"}, "norm must be 'ece', 'mce' or 'ece2', got 'l1'"),
-    ({"components": "all"}, "n_classes must be given exactly when components is not 'top', got None"),
-    ({"n_classes": 5}, "n_classes must be given exactly when components is not 'top', got 5"),
-    ({"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        metrics.CalibrationError(**arguments)
-
-
-def test_a_wrong_number_of_classes_is_named():
-    metric = metrics.CalibrationError(components="classwise", n_classes=5)
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="n_bins must be a whole number >= 1, got 0"):
+        CalibrationError(n_bins=0)
     with pytest.raises(ValueError, match="logits must have 5 columns, got 6"):
-        metric.update(*data())
+        CalibrationError(n_classes=5).update(*data())
 
 
 def _work(rank: int, folder: Path) -> None:
@@ -103,8 +82,8 @@ def _work(rank: int, folder: Path) -> None:
     share = slice(0, 137) if rank == 0 else slice(137, None)
     logits, labels = logits[share], labels[share]
     values = []
-    for components, norm, n_classes in CASES:
-        metric = metrics.CalibrationError(components=components, norm=norm, n_classes=n_classes)
+    for n_classes in CASES.values():
+        metric = CalibrationError(n_classes=n_classes)
         for batch in zip(logits.split(50), labels.split(50)):
             metric.update(*batch)
         values.append(metric.compute())
@@ -116,7 +95,7 @@ def _work(rank: int, folder: Path) -> None:
 def test_two_processes_give_the_same_bits(tmp_path):
     in_two_processes(_work, tmp_path)
     p = Predictions(*data())
-    want = [value(p, components, norm) for components, norm, _ in CASES]
+    want = [metrics.ece(p, components=components) for components in CASES]
     for rank in (0, 1):
         saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert saved["values"].tolist() == want

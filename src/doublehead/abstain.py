@@ -1,4 +1,4 @@
-"""Decisions: answer when the confidence is high enough, abstain otherwise."""
+"""Answer where the confidence is high enough and abstain otherwise: a threshold with a guaranteed error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,17 +19,6 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 # Where the search for a threshold starts, each time going down. Fixed before the data are seen, so that the
 # guarantee needs only be shared among these starts.
 STARTS = [1 - doubt for doubt in (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)]
-
-
-class RiskCoverage(NamedTuple):
-    """Error among the accepted samples (`risk`) when those of at least `threshold` confidence are accepted.
-
-    Each is (M,) float64, one entry per distinct confidence, from the highest threshold to accepting everything.
-    """
-
-    coverage: Tensor
-    risk: Tensor
-    threshold: Tensor
 
 
 @dataclass(frozen=True)
@@ -62,33 +51,6 @@ class ThresholdChoice:
         )
 
 
-def risk_coverage(p: Predictions) -> RiskCoverage:
-    """The risk-coverage curve: what error is left when only the most confident share is answered.
-
-    >>> curve = risk_coverage(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 1]))
-    >>> curve.coverage.tolist(), curve.risk.tolist()
-    ([0.5, 1.0], [0.0, 0.5])
-    """
-    threshold, size, wrong = _groups(p)
-    accepted = size.cumsum(0)
-    return RiskCoverage(accepted / accepted[-1], wrong.cumsum(0) / accepted, threshold)
-
-
-def aurc(p: Predictions) -> float:
-    """Area under the risk-coverage curve: the mean error of the n most confident samples, over n = 1..N.
-
-    Use it to compare confidences for abstaining; 0 is perfect. It rewards ranking right answers above wrong ones,
-    not calibration. Samples of equal confidence are taken in the mean over all their orders.
-
-    >>> aurc(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 1]))
-    0.25
-    """
-    _, size, wrong = _groups(p)
-    share = (wrong / size).repeat_interleave(size.long(), output_size=len(p))
-    accepted = torch.arange(1, len(p) + 1, device=share.device, dtype=torch.float64)
-    return float((share.cumsum(0) / accepted).mean())
-
-
 def choose_threshold(
     p: Predictions | Tensor, max_error: float = 0.01, confidence: float = 0.95
 ) -> ThresholdChoice:
@@ -106,13 +68,24 @@ def choose_threshold(
     >>> print(choose_threshold(sure[:100]))  # doctest: +ELLIPSIS
     No confidence threshold guarantees ...: the lowest error that can be guaranteed is 5.25 %.
     """
-    _check_share(max_error, "max_error")
-    _check_share(confidence, "confidence")
+    for name, value in (("max_error", max_error), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name} must lie between 0 and 1, got {value!r}")
     thresholds, starts = _grid()
     counts = p if isinstance(p, Tensor) else threshold_counts(*p.top_label())
     accepted, wrong = counts.cumsum(1).tolist()
     level = (1 - confidence) / len(starts)
-    best, n = _lowest_passed(starts, accepted, wrong, max_error, level), accepted[-1]
+
+    @cache
+    def passes(i: int) -> bool:
+        errors, kept = wrong[i], accepted[i]
+        return (
+            errors < max_error * kept and _chance_at_most(_log_counts(errors, kept), kept, max_error) <= level
+        )
+
+    # The last threshold reached from any start while every one on the way passes the test.
+    reached = [i for start in starts for i in [*takewhile(passes, range(start, len(accepted)))][-1:]]
+    best, n = max(reached, default=None), accepted[-1]
     if best is None:
         seen = {(wrong[i], accepted[i]) for i in starts}
         bound = min(clopper_pearson_upper(errors, n_kept, level) for errors, n_kept in seen)
@@ -157,22 +130,6 @@ def _chance_at_most(log_counts: Array, n: int, rate: float) -> float:
     return float(np.exp(terms - largest).sum() * math.exp(largest))
 
 
-def _lowest_passed(
-    starts: list[int], accepted: list[int], wrong: list[int], max_error: float, level: float
-) -> int | None:
-    """The last threshold reached from any start while every one on the way passes the test, or None."""
-
-    @cache
-    def passes(errors: int, n: int) -> bool:
-        return errors < max_error * n and _chance_at_most(_log_counts(errors, n), n, max_error) <= level
-
-    reached = []
-    for start in starts:
-        on_the_way = takewhile(lambda i: passes(wrong[i], accepted[i]), range(start, len(accepted)))
-        reached += list(on_the_way)[-1:]
-    return max(reached, default=None)
-
-
 @cache
 def _grid() -> tuple[Tensor, list[int]]:
     """Thresholds from high to low, float32 so that they compare alike in both types, and the places of the starts."""
@@ -190,19 +147,3 @@ def threshold_counts(confidence: Tensor, correct: Tensor) -> Tensor:
     return torch.stack(
         [torch.bincount(place, minlength=len(thresholds)) for place in (highest, highest[~correct])]
     )
-
-
-def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct confidences from high to low, how many samples (or what weight) have each and are wrong there."""
-    confidence, correct = p.top_label()
-    values, group = confidence.double().unique(return_inverse=True)
-    weights = torch.ones_like(confidence, dtype=torch.float64) if p.weights is None else p.weights
-    size, wrong = (
-        torch.zeros_like(values).index_add_(0, group, part) for part in (weights, weights * ~correct)
-    )
-    return values.flip(0), size.flip(0), wrong.flip(0)
-
-
-def _check_share(value: float, name: str) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value!r}")

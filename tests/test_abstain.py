@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from doublehead import metrics
-from doublehead.metrics.selective import STARTS, _grid
+from doublehead import abstain, metrics
+from doublehead.abstain import STARTS, _grid
 from doublehead.system import require
 from samples import binary
 
@@ -41,12 +41,12 @@ def test_aurc_with_ties_is_the_mean_over_orders():
 def test_bound_against_scipy(errors, n, level):
     stats = require("scipy.stats", extra="calibrators")
     want = 1.0 if errors == n else stats.beta.ppf(1 - level, errors + 1, n - errors)
-    assert metrics.clopper_pearson_upper(errors, n, level) == pytest.approx(want, rel=1e-9)
+    assert abstain.clopper_pearson_upper(errors, n, level) == pytest.approx(want, rel=1e-9)
 
 
 def test_rule_of_three_by_hand():
     """No error among n: the bound is where (1 - rate)^n = level."""
-    assert metrics.clopper_pearson_upper(0, 100, 0.05) == pytest.approx(1 - 0.05 ** (1 / 100), rel=1e-12)
+    assert abstain.clopper_pearson_upper(0, 100, 0.05) == pytest.approx(1 - 0.05 ** (1 / 100), rel=1e-12)
 
 
 def slow_choice(confidence, correct, max_error, level):
@@ -69,7 +69,7 @@ def test_choice_against_slow(max_error, seed):
     rng = np.random.default_rng(seed)
     confidence = 1 - 0.5 * rng.random(4000) ** 4
     correct = rng.random(4000) < confidence
-    choice = metrics.choose_threshold(binary(confidence, correct), max_error)
+    choice = abstain.choose_threshold(binary(confidence, correct), max_error)
     assert choice.threshold == slow_choice(confidence, correct, max_error, 0.05)
     if choice.threshold is None:
         assert max_error == 0.002
@@ -85,7 +85,7 @@ def test_a_lower_start_goes_on_where_a_higher_one_stops():
     """Errors crowd at 0.985: the descent from 0.99 stops there, the one from 0.95 has enough right answers."""
     confidence = np.r_[np.full(400, 0.995), np.full(60, 0.985), np.full(5000, 0.965), np.full(900, 0.6)]
     correct = np.r_[np.ones(400), np.zeros(60), np.ones(5000), np.zeros(900)]
-    choice = metrics.choose_threshold(binary(confidence, correct), max_error=0.05)
+    choice = abstain.choose_threshold(binary(confidence, correct), max_error=0.05)
     assert choice.n_accepted == 5460
     assert 0.6 < choice.threshold < 0.965
 
@@ -94,7 +94,7 @@ def test_both_types_accept_the_same_samples():
     rng = np.random.default_rng(0)
     confidence = (1 - 0.5 * rng.random(4000) ** 4).astype(np.float32)
     p = binary(confidence, rng.random(4000) < confidence, np.float32)
-    choice = metrics.choose_threshold(p, 0.05)
+    choice = abstain.choose_threshold(p, 0.05)
     assert int((p.confidence >= choice.threshold).sum()) == choice.n_accepted
 
 
@@ -104,7 +104,7 @@ def test_the_guarantee_holds_where_every_threshold_is_just_too_low():
     confidence = 1 - 0.5 * rng.random((250, 400)) ** 2
     correct = rng.random((250, 400)) < 1 - 0.151
     found = [
-        metrics.choose_threshold(binary(c, r), max_error=0.15, confidence=0.9).threshold is not None
+        abstain.choose_threshold(binary(c, r), max_error=0.15, confidence=0.9).threshold is not None
         for c, r in zip(confidence, correct)
     ]
     assert 0.01 < np.mean(found) < 0.1
@@ -119,7 +119,7 @@ def test_the_guarantee_holds_where_error_is_not_monotone():
     for _ in range(150):
         place = rng.integers(0, len(grid), 1500)
         p = binary(grid[place], rng.random(1500) < hit[place])
-        choice = metrics.choose_threshold(p, max_error=0.2, confidence=0.9)
+        choice = abstain.choose_threshold(p, max_error=0.2, confidence=0.9)
         if choice.threshold is not None:
             found += 1
             broken += true_error[np.searchsorted(grid, choice.threshold)] > 0.2
@@ -130,18 +130,18 @@ def test_the_guarantee_holds_where_error_is_not_monotone():
 def test_it_says_so_when_there_is_none():
     rng = np.random.default_rng(0)
     p = binary(rng.uniform(0.5, 1, 200), rng.random(200) < 0.6)
-    choice = metrics.choose_threshold(p)
+    choice = abstain.choose_threshold(p)
     assert choice.threshold is None
     assert (choice.coverage, choice.n_accepted) == (0.0, 0)
     assert "an error of at most 1 % with 95 % confidence on these 200" in str(choice)
     assert 0.2 < choice.bound <= 1
-    again = metrics.choose_threshold(p, max_error=choice.bound + 1e-6)
+    again = abstain.choose_threshold(p, max_error=choice.bound + 1e-6)
     assert again.threshold is not None
 
 
 def test_it_says_what_it_buys():
     p = binary(np.r_[np.full(900, 0.99), np.full(100, 0.6)], np.r_[np.ones(900), np.zeros(100)])
-    choice = metrics.choose_threshold(p, max_error=0.02)
+    choice = abstain.choose_threshold(p, max_error=0.02)
     assert choice.coverage == 0.9
     assert 0.6 < choice.threshold <= 0.99
     assert "it keeps 90.0 % (900 of 1,000 samples, observed error 0.00 %)" in str(choice)
@@ -150,9 +150,9 @@ def test_it_says_what_it_buys():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: metrics.choose_threshold(p, max_error=1), "max_error must lie between 0 and 1, got 1"),
-        (lambda p: metrics.choose_threshold(p, confidence=95), "confidence must lie between 0 and 1, got 95"),
-        (lambda p: metrics.clopper_pearson_upper(3, 2, 0.05), r"errors must lie in 0..n = 2, got 3"),
+        (lambda p: abstain.choose_threshold(p, max_error=1), "max_error must lie between 0 and 1, got 1"),
+        (lambda p: abstain.choose_threshold(p, confidence=95), "confidence must lie between 0 and 1, got 95"),
+        (lambda p: abstain.clopper_pearson_upper(3, 2, 0.05), r"errors must lie in 0..n = 2, got 3"),
     ],
 )
 def test_bad_input_is_named(call, message):
