@@ -104,7 +104,7 @@ def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch
     ("arguments", "said"),
     [
         (["--method", "magic"], "method must be one of cross-entropy, .* got 'magic'"),
-        (["--method", "focl"], "did you mean focal?"),
+        (["--method", "focl"], "did you mean focal or adafocal?"),
         (["--set", "epoch=3"], "got 'epoch=3'; did you mean epochs?"),
         (["--set", "epochs"], "--set takes NAME=VALUE with a NAME of "),
         (["--set", "epochs=two"], "epochs must be a whole number, got 'two'"),

@@ -1,8 +1,12 @@
-"""Losses: cases by hand, slow references, the shared contract, extreme logits."""
+"""Losses: cases by hand, slow references, the shared contract, extreme logits; AdaFocal, also in a training run."""
 
+import copy
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from doublehead.losses import (
     LOSSES,
+    AdaFocal,
     MixedLabels,
     avuc,
     brier,
@@ -22,10 +27,18 @@ from doublehead.losses import (
     mixup,
     mmce,
     mmce_published,
+    mse_logits,
     soft_ece,
 )
+from doublehead.predictions import Predictions
+from doublehead.training import loop
+from samples import binary
+from training_helpers import assert_same, run, small, stop_after
 
-NAMES = list(LOSSES)
+EITHER_SIGN = AdaFocal(n_bins=3)
+EITHER_SIGN.gammas.copy_(torch.tensor([2.5, -1.5, 0.3]))
+ALL: dict[str, Callable[..., Tensor]] = {**LOSSES, "adafocal": AdaFocal(gamma=2.5), "signs": EITHER_SIGN}
+NAMES = list(ALL)
 TAKES_SOFT = {"cross_entropy", "label_smoothing", "brier", "entropy_penalty"}
 BATCH_TERM = {"mmce", "mmce_published", "soft_ece", "avuc"}
 
@@ -63,6 +76,9 @@ def test_losses_of_single_examples_by_hand() -> None:
         -(0.1 * math.log(0.1) + 0.1 * math.log(0.8) + 0.8 * math.log(0.1)),
     ]
     close(label_smoothing(logits, labels, epsilon=0.3), smooth)
+    logits, labels = torch.tensor([[2.0, -1.0, 0.5]]).double(), torch.tensor([0])
+    close(mse_logits(logits, labels), [(1 + 1 + 0.25) / 3])
+    close(mse_logits(logits, labels, k=15.0, m=30.0), [(15 * 28**2 + 1 + 0.25) / 3])
 
 
 def test_the_published_mmce_divides_by_the_pair_counts_twice() -> None:
@@ -166,6 +182,8 @@ def test_agreement_with_torch() -> None:
         close(label_smoothing(logits, target, epsilon=0.2), want)
     want = cross_entropy(logits, labels) - torch.distributions.Categorical(logits=logits).entropy()
     close(entropy_penalty(logits, labels, weight=1.0), want)
+    one_hot = F.one_hot(labels, 5).double()
+    close(mse_logits(logits, labels), F.mse_loss(logits, one_hot, reduction="none").mean(1))
 
 
 # The contract ----------------------------------------------------------------------------------------------------
@@ -174,10 +192,10 @@ def test_agreement_with_torch() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_number_per_example_and_one_reduction(name: str) -> None:
     logits, labels = batch(dtype=torch.float32)
-    loss = LOSSES[name](logits, labels)
+    loss = ALL[name](logits, labels)
     assert loss.shape == (24,)
     assert loss.dtype == torch.float32
-    alone = torch.cat([LOSSES[name](logits[i : i + 1], labels[i : i + 1]) for i in range(24)])
+    alone = torch.cat([ALL[name](logits[i : i + 1], labels[i : i + 1]) for i in range(24)])
     if name in BATCH_TERM:
         added = loss - cross_entropy(logits, labels)
         torch.testing.assert_close(added, added[:1].expand(24), rtol=0, atol=1e-5)
@@ -190,21 +208,22 @@ def test_one_number_per_example_and_one_reduction(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_labels_of_any_whole_type_and_soft_targets_where_they_mean_something(name: str) -> None:
     logits, labels = batch()
-    torch.testing.assert_close(LOSSES[name](logits, labels.to(torch.uint8)), LOSSES[name](logits, labels))
-    torch.testing.assert_close(LOSSES[name](logits + 100, labels), LOSSES[name](logits, labels))
+    torch.testing.assert_close(ALL[name](logits, labels.to(torch.uint8)), ALL[name](logits, labels))
+    if name != "mse_logits":
+        torch.testing.assert_close(ALL[name](logits + 100, labels), ALL[name](logits, labels))
     soft = F.one_hot(labels, 5).double()
     if name in TAKES_SOFT:
-        torch.testing.assert_close(LOSSES[name](logits, soft), LOSSES[name](logits, labels))
+        torch.testing.assert_close(ALL[name](logits, soft), ALL[name](logits, labels))
     else:
         with pytest.raises(ValueError, match=r"labels must be integers of shape \(24,\)"):
-            LOSSES[name](logits, soft)
+            ALL[name](logits, soft)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_against_finite_differences(name: str) -> None:
     logits, labels = batch(8)
     logits.requires_grad_()
-    loss = lambda z: LOSSES[name](z, labels).mean()  # noqa: E731
+    loss = lambda z: ALL[name](z, labels).mean()  # noqa: E731
     assert torch.autograd.gradcheck(loss, (logits,), atol=1e-6, fast_mode=True)
 
 
@@ -216,14 +235,14 @@ def test_finite_at_the_ends(name: str, dtype: torch.dtype, size: float) -> None:
     signs = torch.tensor([[1, -1, -1], [1, -1, -1], [0, 0, 0], [1, 1, -1], [1, 0, 0]], dtype=torch.float32)
     for labels in ([0, 1, 2, 0, 0], [0, 0, 0, 0, 0], [2, 2, 2, 2, 1]):
         logits = (size * signs).to(dtype).requires_grad_()
-        loss = LOSSES[name](logits, torch.tensor(labels))
+        loss = ALL[name](logits, torch.tensor(labels))
         loss.mean().backward()
         assert loss.dtype == torch.float32
         assert loss.isfinite().all(), (name, loss)
         assert logits.grad.isfinite().all(), (name, logits.grad)
         for i in (0, 1):  # a batch of one
             single = logits.detach()[i : i + 1].requires_grad_()
-            LOSSES[name](single, torch.tensor(labels[i : i + 1])).mean().backward()
+            ALL[name](single, torch.tensor(labels[i : i + 1])).mean().backward()
             assert single.grad.isfinite().all()
 
 
@@ -239,19 +258,19 @@ def test_focal_gradient_where_the_label_is_certain(gamma: float) -> None:
 def test_half_precision_is_widened_inside(name: str) -> None:
     logits, labels = batch(16, dtype=torch.float32)
     rounded = logits.bfloat16()
-    torch.testing.assert_close(LOSSES[name](rounded, labels), LOSSES[name](rounded.float(), labels))
+    torch.testing.assert_close(ALL[name](rounded, labels), ALL[name](rounded.float(), labels))
     with torch.autocast("cpu", torch.bfloat16):
-        inside = LOSSES[name](logits, labels)
-    torch.testing.assert_close(inside, LOSSES[name](logits, labels), rtol=1e-6, atol=1e-6)
+        inside = ALL[name](logits, labels)
+    torch.testing.assert_close(inside, ALL[name](logits, labels), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_as_one_graph(name: str) -> None:
     logits, labels = batch(16, dtype=torch.float32)
     plain, traced = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    LOSSES[name](plain, labels).mean().backward()
+    ALL[name](plain, labels).mean().backward()
     torch._dynamo.reset()
-    torch.compile(LOSSES[name], fullgraph=True, backend="aot_eager")(traced, labels).mean().backward()
+    torch.compile(ALL[name], fullgraph=True, backend="aot_eager")(traced, labels).mean().backward()
     torch.testing.assert_close(traced.grad, plain.grad)
 
 
@@ -260,7 +279,9 @@ def test_compiles_as_one_graph(name: str) -> None:
 def test_runs_inside_a_cuda_graph(name: str) -> None:
     logits, labels = (x.cuda() for x in batch(128, 10, dtype=torch.float32))
     static = logits.clone().requires_grad_()
-    loss_of = LOSSES[name]
+    loss_of = ALL[name]
+    if isinstance(loss_of, torch.nn.Module):
+        loss_of = copy.deepcopy(loss_of).cuda()
 
     def step() -> Tensor:
         static.grad = None
@@ -303,7 +324,7 @@ def test_bad_input_is_named() -> None:
 @pytest.mark.parametrize("label", [3, -1, -100])
 def test_a_label_out_of_range_never_passes(name: str, label: int) -> None:
     with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|index"):
-        LOSSES[name](torch.zeros(2, 3), torch.tensor([0, label]))
+        ALL[name](torch.zeros(2, 3), torch.tensor([0, label]))
 
 
 @pytest.mark.parametrize(
@@ -315,11 +336,88 @@ def test_a_label_out_of_range_never_passes(name: str, label: int) -> None:
         (mmce_published, {"width": -0.4}, "width must be > 0, got -0.4"),
         (soft_ece, {"n_bins": 0}, "n_bins must be >= 1, got 0"),
         (soft_ece, {"temperature": 0.0}, "temperature must be > 0, got 0"),
+        (mse_logits, {"k": 0.0}, "k must be > 0, got 0"),
+        (AdaFocal, {"n_bins": 0}, "n_bins must be an integer >= 1, got 0"),
+        (AdaFocal, {"n_bins": 2.5}, "n_bins must be an integer >= 1, got 2.5"),
+        (AdaFocal, {"rate": 0}, "rate must be > 0, got 0"),
+        (AdaFocal, {"gamma": 30}, r"gamma must be in -2\.\.20, got 30"),
     ],
 )
 def test_bad_hyperparameters_are_named(loss: Any, hyper: dict[str, float], message: str) -> None:
+    given = () if loss is AdaFocal else (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
-        loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), **hyper)
+        loss(*given, **hyper)
+
+
+# AdaFocal ------------------------------------------------------------------------------------------------------------
+
+
+def test_adafocal_by_hand() -> None:
+    loss = AdaFocal(n_bins=2)
+    loss.gammas.copy_(torch.tensor([2.0, -0.5]))
+    logits = of_probs([0.2, 0.8], [0.2, 0.8])
+    got = loss(logits, torch.tensor([0, 1]))  # p of the label: 0.2, in the first bin, and 0.8, in the second
+    close(got, [0.8**2 * -math.log(0.2), 1.8**0.5 * -math.log(0.8)])
+
+
+def test_an_update_of_adafocal_by_hand() -> None:
+    loss = AdaFocal(n_bins=2)
+    loss.gammas.copy_(torch.tensor([1.0, -1.0]))
+    loss.update(binary([0.9, 0.6, 0.7, 0.8], [False, True, True, True]))
+    # bins {0.6, 0.7}, all correct: 0.35 too low; {0.8, 0.9}, half correct: 0.35 too high
+    torch.testing.assert_close(loss.edges, torch.tensor([0.75]))
+    torch.testing.assert_close(loss.gammas, torch.tensor([math.exp(-0.35), -math.exp(-0.35)]))
+
+
+def test_equal_confidences_share_their_accuracy() -> None:
+    """Independent of the order of the samples, for example when many confidences round to 1."""
+    loss = AdaFocal(n_bins=3)
+    loss.update(binary([0.9] * 6, [True, True, True, False, False, False]))
+    torch.testing.assert_close(loss.gammas, torch.full((3,), math.exp(0.4)))
+    with pytest.raises(ValueError, match="calib must have at least 15 samples, .* got 4"):
+        AdaFocal().update(binary([0.9] * 4, [True] * 4))
+
+
+def test_updates_of_adafocal_against_a_slow_reference() -> None:
+    draw = np.random.default_rng(0)
+    loss, gammas = AdaFocal(n_bins=7, rate=2.0), [1.0] * 7
+    for _ in range(30):
+        logits = draw.normal(size=(61, 3)) * draw.uniform(0.2, 6)
+        labels = np.where(draw.random(61) < 0.6, logits.argmax(1), draw.integers(0, 3, 61))
+        loss.update(Predictions(torch.from_numpy(logits), torch.from_numpy(labels)))
+        probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        order = probs.max(1).argsort()
+        for b, rows in enumerate(np.array_split(order, 7)):
+            excess = probs[rows].max(1).mean() - (logits[rows].argmax(1) == labels[rows]).mean()
+            grown = gammas[b] * math.exp(2 * excess if gammas[b] > 0 else -2 * excess)
+            grown = min(20.0, max(-2.0, grown))
+            gammas[b] = math.copysign(0.2, -grown) if abs(grown) < 0.2 else grown
+        np.testing.assert_allclose(loss.gammas, gammas, rtol=1e-4)
+    assert min(gammas) < 0 < max(gammas)
+
+
+def test_adafocal_in_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypatch: Any) -> None:
+    config = small(loss="adafocal", loss_options={"n_bins": 5}, epochs=4)
+    seen: list[Predictions] = []
+    update = AdaFocal.update
+    monkeypatch.setattr(AdaFocal, "update", lambda self, calib: (seen.append(calib), update(self, calib))[1])
+    run(config, tmp_path / "whole")
+    assert [len(calib) for calib in seen] == [240] * 4  # the calibration images, once an epoch
+    stop_after(config, tmp_path / "stopped", epochs=2)
+    run(config, tmp_path / "stopped")
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_adafocal_changes_a_run_from_the_second_epoch_on(tmp_path: Path) -> None:
+    lines = []
+    for name, settings in (
+        ("ada", {"loss": "adafocal"}),
+        ("focal", {"loss": "focal", "loss_options": {"gamma": 1.0}}),
+    ):
+        run(small(**settings), tmp_path / name)
+        lines.append([row["train_loss"] for row in loop.RunFolder(tmp_path / name).lines()])
+    assert lines[0][0] == pytest.approx(lines[1][0], rel=1e-4)  # the same in the first epoch
+    assert lines[0][1] != pytest.approx(lines[1][1], rel=1e-4)
 
 
 # Mixup -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ Labels are integers (B,); cross entropy, label smoothing, Brier and the entropy 
 Half precision is widened to float32, float64 is kept; the result has the widened type. No loss synchronises with the
 device or has a shape that depends on the data, so all of them run inside a CUDA graph. For this reason label values
 are not checked: one out of range, including -100, fails in the indexing.
+
+`AdaFocal` is a module with the same call: it also keeps a state that follows the calibration data.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from doublehead.predictions import Predictions
 
 FLOOR = 1e-12  # under a root: keeps its gradient finite if the batch is perfectly calibrated
 MMCE_PUBLISHED_FLOOR = 1e-10  # of the published code, whose term is small enough for it to matter
 AVUC_FLOOR = 1e-10  # of the published code: the term is at most about 23
+MIN_GAMMA, MAX_GAMMA, SWITCH = -2.0, 20.0, 0.2  # of AdaFocal
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -53,7 +58,7 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
     tensor([0.5000])
     """
     log_probs, labels = _prepare(logits, labels, soft=True)
-    targets = labels if labels.ndim == 2 else torch.zeros_like(log_probs).scatter(1, labels[:, None], 1.0)
+    targets = labels if labels.ndim == 2 else _one_hot(labels, log_probs)
     return (log_probs.exp() - targets).square().sum(1)
 
 
@@ -91,6 +96,22 @@ def entropy_penalty(logits: Tensor, labels: Tensor, *, weight: float = 0.1) -> T
     """
     log_probs, labels = _prepare(logits, labels, soft=True)
     return _nll(log_probs, labels) - weight * _entropy(log_probs)
+
+
+def mse_logits(logits: Tensor, labels: Tensor, *, k: float = 1.0, m: float = 1.0) -> Tensor:
+    """Squared error on the logits: (k * (z_label - m)^2 + sum of the other z^2) / K (Hui and Belkin 2021).
+
+    k is the weight of the true class and m its target; the target of the others is 0. They use k = m = 1 for up to
+    about forty classes and k = 15, m = 30 for ImageNet. At m = 1 the softmax of the logits is nearly flat: fit a
+    temperature before using it as a confidence.
+
+    >>> mse_logits(torch.tensor([[0.5, 3.0]]), torch.tensor([1]))
+    tensor([2.1250])
+    """
+    _check("k", k, k > 0, "> 0")
+    log_probs, labels = _prepare(logits, labels)
+    true = _one_hot(labels, log_probs)  # (B, K)
+    return ((logits.to(true.dtype) - m * true).square() * (1 + (k - 1) * true)).mean(1)
 
 
 def mmce(logits: Tensor, labels: Tensor, *, weight: float = 2.0, width: float = 0.4) -> Tensor:
@@ -187,7 +208,64 @@ LOSSES: dict[str, Callable[..., Tensor]] = {  # first the columns of the paper's
     "avuc": avuc,
     "soft_ece": soft_ece,
     "entropy_penalty": entropy_penalty,
+    "mse_logits": mse_logits,
 }
+
+
+class AdaFocal(nn.Module):
+    """AdaFocal (Ghosh et al. 2022): focal loss whose gamma follows the calibration error of held-out data, per bin.
+
+    (logits, labels) -> (B,): cross entropy times (1 - p)^gamma, or (1 + p)^|gamma| for gamma < 0, where p is the
+    probability of the label and gamma that of the bin of p. Call `update` with predictions of the calibration data
+    after each epoch. It makes `n_bins` bins of equal counts of their confidences and multiplies each gamma by
+    exp(rate * (confidence - accuracy)) of its bin, so that gamma grows where the network is overconfident. A gamma
+    closer to 0 than 0.2 changes its sign; negative gammas raise the confidence. All gammas lie in -2..20. These
+    numbers and the defaults are the published ones.
+
+    >>> loss = AdaFocal()
+    >>> loss(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))  # gamma is 1 at first
+    tensor([0.3466])
+    >>> loss.update(Predictions([[5.0, 0.0]] * 30, [0] * 15 + [1] * 15))  # confidence 0.99, accuracy 0.5
+    >>> bool((loss.gammas > 1.6).all())
+    True
+    """
+
+    def __init__(self, n_bins: int = 15, rate: float = 1.0, gamma: float = 1.0) -> None:
+        super().__init__()
+        _check("n_bins", n_bins, n_bins >= 1 and n_bins == int(n_bins), "an integer >= 1")
+        _check("rate", rate, rate > 0, "> 0")
+        _check("gamma", gamma, MIN_GAMMA <= gamma <= MAX_GAMMA, f"in {MIN_GAMMA:g}..{MAX_GAMMA:g}")
+        self.n_bins, self.rate = int(n_bins), rate
+        self.register_buffer("edges", torch.linspace(0, 1, self.n_bins + 1)[1:-1])
+        self.register_buffer("gammas", torch.full((self.n_bins,), float(gamma)))
+        self.edges: Tensor  # (n_bins - 1,) inner edges of the bins
+        self.gammas: Tensor  # (n_bins,)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """One number per example; no gradient flows through the gammas."""
+        log_probs, labels = _prepare(logits, labels)
+        nll = _nll(log_probs, labels)
+        p = (-nll).exp()
+        gamma = self.gammas[torch.bucketize(p.detach(), self.edges.to(p.dtype))].to(p.dtype)
+        factor = _complement(-nll).pow(gamma.clamp(min=0))
+        return torch.where(gamma < 0, (1 + p).pow(gamma.clamp(max=0).abs()), factor) * nll
+
+    @torch.no_grad()
+    def update(self, calib: Predictions) -> None:
+        """Adapt the bins and their gammas to predictions of the calibration data."""
+        if len(calib) < self.n_bins:
+            raise ValueError(f"calib must have at least {self.n_bins} samples, one per bin, got {len(calib)}")
+        confidence, order = calib.confidence.double().sort()
+        values, tied = confidence.unique_consecutive(return_inverse=True)
+        sums = torch.zeros_like(values).index_add(0, tied, calib.correct[order].double())
+        # Ties have no order, so each gets the mean accuracy of its tie.
+        correct = (sums / tied.bincount())[tied]
+        excess = torch.stack([part.mean() for part in (confidence - correct).tensor_split(self.n_bins)])
+        ends = torch.stack([part[[0, -1]] for part in confidence.tensor_split(self.n_bins)])
+        self.edges.copy_((ends[:-1, 1] + ends[1:, 0]) / 2)
+        growth = (self.rate * excess.to(self.gammas) * self.gammas.sign()).exp()
+        gammas = (self.gammas * growth).clamp(MIN_GAMMA, MAX_GAMMA)
+        self.gammas.copy_(torch.where(gammas.abs() < SWITCH, -SWITCH * gammas.sign(), gammas))
 
 
 class MixedLabels(NamedTuple):
@@ -261,6 +339,10 @@ def _nll(log_probs: Tensor, labels: Tensor) -> Tensor:
     if labels.ndim == 2:
         return -(labels * log_probs).sum(1)
     return -log_probs.gather(1, labels[:, None])[:, 0]
+
+
+def _one_hot(labels: Tensor, log_probs: Tensor) -> Tensor:
+    return torch.zeros_like(log_probs).scatter(1, labels[:, None], 1.0)
 
 
 def _entropy(log_probs: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from doublehead.calibration_head import PAPER, HeadSpec
 from doublehead.data.corruptions import FAMILIES
-from doublehead.losses import LOSSES
+from doublehead.losses import LOSSES, AdaFocal
 from doublehead.system import did_you_mean
 
+ADAPTIVE = {"adafocal": AdaFocal}  # losses that are updated from the calibration data after each epoch
 Perturbation = Literal["noise", "broad", "noise+broad", "shifts"]
 RESERVED = ("main", "auto", "opinion", "guarded")  # outputs that are not in `heads`
 BOUNDS = {  # smallest allowed values
@@ -87,8 +88,12 @@ class Config:
             _check(getattr(self, name) > 0, name, "positive", getattr(self, name))
         _check(self.lr < math.inf, "lr", "finite", self.lr)
         _check(0 <= self.warmup < 1, "warmup", "a share of the run, 0 or more and below 1", self.warmup)
-        _check(self.loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", self.loss)
-        known = [*inspect.signature(LOSSES[self.loss]).parameters][2:]  # after logits and labels
+        losses = [*LOSSES, *ADAPTIVE]
+        _check(self.loss in losses, "loss", f"one of {', '.join(losses)}", self.loss)
+        if self.loss in ADAPTIVE:
+            known = [*inspect.signature(ADAPTIVE[self.loss]).parameters]
+        else:
+            known = [*inspect.signature(LOSSES[self.loss]).parameters][2:]  # after logits and labels
         unknown = set(self.loss_options) - set(known)
         _check(not unknown, "loss_options", f"among {known} for {self.loss}", dict(self.loss_options))
         reserved = sorted(name for name in self.heads if name.split("@")[0] in RESERVED)
@@ -304,11 +309,13 @@ METHODS: dict[str, Method] = {
     "brier": Method("Brier", "brier"),
     "focal": Method("Focal", "focal"),
     "flsd-53": Method("FLSD-53", "flsd53"),
+    "adafocal": Method("AdaFocal", "adafocal"),
     "mmce": Method("MMCE", "mmce"),
     "mmce-published": Method("MMCE as published", "mmce_published"),
     "entropy-penalty": Method("Entropy penalty", "entropy_penalty"),
     "soft-ece": Method("Soft-binned ECE", "soft_ece"),
     "avuc": Method("AvUC", "avuc"),
+    "mse": Method("Squared error on logits", "mse_logits"),
     "mixup": Method("Mixup", mixup=0.2),
     "double-head": _head("Double head", "double-head", replace(PAPER, beta0=1.0)),
     "annealing-double-head": _head("Annealing double head", "annealing-double-head", PAPER),

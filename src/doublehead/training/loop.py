@@ -144,6 +144,9 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
         )
     if config.record_gradients:
         run.gradients.append(_chosen_steps(run, norms))
+    update = getattr(run.loss, "update", None)
+    if update is not None:  # an adaptive loss
+        update(predict(run, run.inputs.make_eval(run.inputs.splits.calib), heads=False)["main"])
     run.epoch += 1
     return _line(run, train_loss, stepped)
 

@@ -25,7 +25,7 @@ from doublehead.models.text import weights_folder
 from doublehead.network import Reader
 from doublehead.shift_guard import StageTap, layers_to_read
 from doublehead.torch_tools import from_every_process, get_random, n_processes, rank, set_random
-from doublehead.training.config import Config, corruptions_of
+from doublehead.training.config import ADAPTIVE, Config, corruptions_of
 
 EVAL_BATCH = 500
 
@@ -204,7 +204,7 @@ class Run:
     config: Config
     net: nn.Module
     forward: Callable[..., Any]  # the network as training calls it: compiled, or inside DDP
-    loss: Callable[..., Tensor]  # per example
+    loss: Callable[..., Tensor]  # per example; a module where it is updated from the calibration data
     inputs: Inputs
     optimizer: torch.optim.Optimizer
     reader: Reader  # of `net`
@@ -230,6 +230,7 @@ class Run:
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "train": self.inputs.train.state_dict(),
+            "loss": self.loss.state_dict() if isinstance(self.loss, nn.Module) else {},
             "companions": companions,
             "gradients": self.gradients,
             "randomness": from_every_process({"": get_random(self.fabric.device), **randomness}),
@@ -242,6 +243,8 @@ class Run:
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.inputs.train.load_state_dict(state["train"])
+        if isinstance(self.loss, nn.Module):
+            self.loss.load_state_dict(state["loss"])
         # There may have been another number of processes.
         own = state["randomness"][rank() % len(state["randomness"])]
         for name, companion in self.companions.items():
@@ -274,7 +277,11 @@ def set_up(
     }
     # Dropout: the same whatever was built above, other masks in each process.
     torch.manual_seed(config.seed + 2 + 1000 * fabric.global_rank)
-    loss = partial(LOSSES[config.loss], **config.loss_options)
+    loss: Callable[..., Tensor]
+    if config.loss in ADAPTIVE:
+        loss = ADAPTIVE[config.loss](**config.loss_options).to(fabric.device)  # type: ignore[arg-type]
+    else:
+        loss = partial(LOSSES[config.loss], **config.loss_options)
     return Run(config, net, forward, loss, inputs, optimizer, reader, companions, fabric, others=others)
 
 
