@@ -7,7 +7,6 @@ import torch
 from doublehead import Bins, Predictions, curves
 from doublehead.curves import (
     class_gaps,
-    confidence_histogram,
     reliability,
     risk_coverage_curve,
 )
@@ -94,17 +93,6 @@ def test_reliability_says_what_is_wrong() -> None:
         reliability(Bins.classwise(p, 15))
     with pytest.raises(ValueError, match="n_bins must divide the present 16 bins, got 15"):
         reliability(Bins.top(p, 16))
-
-
-def test_histogram_counts_match_numpy() -> None:
-    p = random_predictions()
-    whole = confidence_histogram(p, 15)
-    slow = np.histogram(p.confidence.numpy(), np.arange(16) / 15)[0]  # no confidence lies on an edge
-    assert whole.counts.tolist() == slow.tolist()
-    assert whole.shares.sum() == pytest.approx(1)
-    assert whole.accuracy == float(p.correct.double().mean())
-    assert whole.mean_confidence == pytest.approx(float(p.confidence.mean()), abs=1e-9)
-    assert confidence_histogram(Bins.top(p, 60), 15).counts.tolist() == slow.tolist()
 
 
 def test_thinned_risk_coverage_keeps_points_of_the_whole_curve() -> None:

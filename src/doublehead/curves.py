@@ -54,22 +54,6 @@ class Reliability:
 
 
 @dataclass(frozen=True, eq=False)
-class Histogram:
-    """How often each confidence occurs."""
-
-    edges: Array  # (n_bins + 1,)
-    counts: Array  # (n_bins,) int64
-    mean_confidence: float
-    accuracy: float
-
-    @property
-    def shares(self) -> Array:
-        """(n_bins,) counts as shares of all samples."""
-        shares: Array = self.counts / self.counts.sum()
-        return shares
-
-
-@dataclass(frozen=True, eq=False)
 class ClassGaps:
     """For each class, the samples predicted to be of it: what the model claims and how often it is right.
 
@@ -140,21 +124,6 @@ def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Relia
         band_high=high,
         ece=float(bins.ece()),
         floor=floor,
-    )
-
-
-def confidence_histogram(p: Predictions | Bins, n_bins: int = 15) -> Histogram:
-    """How the confidences in the predicted class are distributed.
-
-    >>> confidence_histogram(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 0]), n_bins=5).counts.tolist()
-    [0, 0, 1, 0, 1]
-    """
-    bins = (p.coarsen(n_bins) if isinstance(p, Bins) else Bins.top(p, n_bins)).to("cpu")
-    return Histogram(
-        edges=bins.edges.numpy(),
-        counts=bins.mass.numpy(),
-        mean_confidence=float(bins.conf_sums.sum()) / UNIT / bins.n,
-        accuracy=float(bins.correct_sums.sum()) / float(bins.counts.sum()),
     )
 
 

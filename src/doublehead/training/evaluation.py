@@ -20,6 +20,7 @@ from doublehead.calibrate import fit
 from doublehead.calibration_data import unpack
 from doublehead.calibrators.temperature import Temperature
 from doublehead.data import corrupt
+from doublehead.data.splits import Samples
 from doublehead.guard import scaled
 from doublehead.network import VIEWS
 from doublehead.predictions import Predictions
@@ -204,17 +205,17 @@ def _shifted_sets(run: Run) -> Iterator[tuple[str, Iterable[Any]]]:
     for asked in run.config.shift:
         for family, severity in corruptions_of(asked):
             if run.inputs.coloured or family != "saturate":
-                yield f"{family}:{severity}", _corrupted(run, family, int(severity))
+                yield f"{family}:{severity}", corrupted(run, run.inputs.splits.test, family, int(severity))
         if asked in run.others:
             yield f"ood:{asked}", run.others[asked]
 
 
-def _corrupted(run: Run, family: str, severity: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Test images after a corruption, batch by batch, in the form the network reads."""
+def corrupted(run: Run, samples: Samples, family: str, severity: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images after a corruption, batch by batch, in the form the network reads."""
     normalise = run.inputs.normalise
     assert normalise is not None
     generator = torch.Generator(device_of(run.net)).manual_seed(severity)
-    for x, y in run.inputs.make_eval(run.inputs.splits.test):
+    for x, y in run.inputs.make_eval(samples):
         pixels = corrupt(normalise.undo(x).clamp(0, 1), family, severity, generator)
         yield normalise(pixels).contiguous(memory_format=torch.channels_last), y
 
