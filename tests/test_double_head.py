@@ -287,9 +287,7 @@ def test_batches_that_do_not_fit_are_found_when_they_are_read(monkeypatch: pytes
     x, y = some_data(8, 1).tensors
     double = DoubleHead(small_net(), [(x, y), (x, y[:7])], every=1)
     assert double.step()
-    with pytest.warns(
-        UserWarning, match=r"must have shapes \(7, 4\) and \(7, 16\) for 7 labels, got \(8, 4\)"
-    ):
+    with pytest.warns(UserWarning, match=r"must be \(7, 4\) and \(7, 16\) for 7 labels, got \(8, 4\)"):
         assert not double.step()
     assert not double.step(1.5)  # a progress that is none
     assert double.skipped == 2

@@ -216,11 +216,10 @@ class CalibrationHead(StaysFloat32):
         """Raise an error if the shapes do not fit each other or the head."""
         n = len(labels)
         logits, inputs = (n, self.n_classes), (n // (self.n_labels or 1), self.n_features)
-        if main.shape != logits or ("features" in self.reads and features.shape != inputs):
-            raise ValueError(
-                f"logits and features must have shapes {logits} and {inputs} for {n} labels, got "
-                f"{tuple(main.shape)} and {tuple(features.shape)}"
-            )
+        fits = main.shape == logits and labels.shape in ((n,), logits)
+        if not fits or ("features" in self.reads and features.shape != inputs):
+            found = ", ".join(str(tuple(part.shape)) for part in (main, features, labels))
+            raise ValueError(f"logits and features must be {logits} and {inputs} for {n} labels, got {found}")
 
     def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
         """Update the moments of the inputs with a calibration batch if it is `fine`, a bool tensor ()."""
