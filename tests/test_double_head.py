@@ -398,6 +398,15 @@ def test_bad_batches_never_stop_the_users_training() -> None:
         calibrate(double.network, broken)
 
 
+def test_a_loss_that_is_not_finite_is_noticed_within_a_burst() -> None:
+    x, y = some_data(8, 1)[:]
+    double = DoubleHead(small_net(), [(x, y), (x * math.nan, y), (x, y), (x, y)], every=1)
+    with pytest.warns(UserWarning, match="skipped: the calibration loss is not finite"):
+        for _ in range(8):
+            assert double.step()
+    assert double.skipped == 2
+
+
 def test_a_file_that_cannot_be_read_never_stops_the_users_training() -> None:
     class Files(torch.utils.data.Dataset[Any]):
         data = some_data(60, 1)
