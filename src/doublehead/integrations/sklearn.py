@@ -281,7 +281,7 @@ def train(
     if how.calibrate == "beside":
         double = DoubleHead(net, calib_data, follow=optimizer, every=how.every, steps=len(batches), seed=seed)
 
-    def whole() -> nn.Module:
+    def whole() -> nn.Module:  # the network and the heads, which `bank` brings up to date
         return nn.ModuleList([net] if double is None else [net, double.bank])
 
     best, kept, best_epoch, epoch = float("inf"), whole().state_dict(), 0, 0
