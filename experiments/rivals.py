@@ -110,9 +110,10 @@ def paper_head(splits: Splits, features: Tensor, test_features: Tensor) -> Tenso
     for _ in range(EPOCHS):
         batches = torch.randperm(len(none)).split(128)
         for i, at in enumerate(batches):
-            training.step(calib.main[at], features[at], calib.labels[at], none[at], i / len(batches))
+            training.add(i / len(batches), calib.main[at], features[at], calib.labels[at], none[at])
         optimizer.step()
         schedule.step()
+    training.catch_up()
     with evaluating(bank), torch.no_grad():
         return bank(logits, test_features)[0]
 

@@ -132,7 +132,8 @@ def test_each_head_of_a_bank_trains_as_it_would_alone() -> None:
         bank = HeadBank(10, 4, specs)
         training = HeadTraining(bank)
         for step, (main, features, labels) in enumerate(batches):
-            training.step(3 * main, features, labels, none, step / 6)
+            training.add(step / 6, 3 * main, features, labels, none)
+        training.catch_up()
         return bank
 
     together = trained(SPECS)
@@ -160,8 +161,9 @@ def test_a_step_is_that_of_autograd_and_sgd(spec: HeadSpec, soft: bool) -> None:
     twin = copy.deepcopy(bank)
     optimizer = torch.optim.SGD(twin.parameters(), spec.lr, 0.9, weight_decay=5e-5, nesterov=True)
     for seed in range(3):
-        torch.manual_seed(seed)  # of the dropout
-        training.step(main, features, known, torch.zeros(32).long(), 0.25)
+        training.generator.manual_seed(seed)  # of the dropout
+        training.add(0.25, main, features, known, torch.zeros(32).long())
+        training.catch_up()
         twin.stacks[0].follow(main, features, YES)  # type: ignore[operator]
         torch.manual_seed(seed)
         scaled = anneal(float(spec.beta0), 0.25) * twin(main, features)
@@ -183,13 +185,14 @@ def test_a_step_on_several_labels_is_that_of_autograd_and_sgd(spec: HeadSpec) ->
     twin = copy.deepcopy(bank)
     optimizer = torch.optim.SGD(twin.parameters(), 0.1, 0.9, weight_decay=5e-5, nesterov=True)
     for _ in range(3):
-        losses = training.step(main, features, labels.flatten(), torch.zeros(96).long(), 1.0)
+        training.add(1.0, main, features, labels.flatten(), torch.zeros(96).long())
+        training.catch_up()
         twin.stacks[0].follow(main, features, YES)  # type: ignore[operator]
         pairs = twin(main, features)[0]
         loss = torch.nn.functional.binary_cross_entropy_with_logits(
             (pairs[:, 1] - pairs[:, 0]).view(32, 3), labels.float()
         )
-        torch.testing.assert_close(losses[0], loss)
+        torch.testing.assert_close(training.losses[0], loss)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -203,7 +206,8 @@ def test_a_broken_head_does_not_stop_the_others() -> None:
         bank.stacks[0].last_bias[1] = math.nan
     training = HeadTraining(bank)
     before = copy.deepcopy(bank.state_dict())
-    training.step(torch.randn(8, 4), torch.randn(8, 10), torch.randint(4, (8,)), torch.zeros(8).long(), 0.0)
+    training.add(0.0, torch.randn(8, 4), torch.randn(8, 10), torch.randint(4, (8,)), torch.zeros(8).long())
+    training.catch_up()
     after = bank.state_dict()
     key = "stacks.0.first_weight"
     assert not torch.equal(before[key][0], after[key][0])

@@ -106,8 +106,8 @@ def test_one_step_by_hand() -> None:
     loss = F.cross_entropy(beta * reference(main, features), y)
     loss.backward()
     torch.optim.SGD(reference.parameters(), 0.1, 0.9, weight_decay=5e-5, nesterov=True).step()
-    got = double.step(0.25)
-    torch.testing.assert_close(got[0], loss.detach())
+    assert double.step(0.25)
+    torch.testing.assert_close(double.training.losses[0], loss.detach())
     for a, b in zip(double.bank.parameters(), reference.parameters()):
         torch.testing.assert_close(a, b)
     norm = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm()
@@ -155,8 +155,8 @@ def test_steps_every_kth_call_and_leaves_no_gradients() -> None:
     net = small_net()
     frozen = net[1].eval()  # a user who freezes BatchNorm
     double = DoubleHead(net, some_data(32, 2), every=4)
-    stepped = [double.step(i / 12) is not None for i in range(12)]
-    assert [i + 1 for i, was in enumerate(stepped) if was] == [4, 8, 12]
+    has_read = [double.step(i / 12) for i in range(12)]
+    assert [i + 1 for i, has in enumerate(has_read) if has] == [4, 8, 12]
     assert all(p.grad is None for p in (*net.parameters(), *double.bank.parameters()))
     assert not frozen.training
     assert all(m.training for m in net.modules() if m is not frozen)
@@ -208,6 +208,93 @@ def test_resume_is_exact(loader: str, heads: Any, tmp_path: Path) -> None:
     other = DoubleHead(small_net(), some_data(16, 2), heads=heads, batch_size=16)
     with pytest.raises(ValueError, match="must be those of the saved state, got fewer than its 2 batches"):
         other.load_state_dict(double.state_dict())
+
+
+@pytest.mark.parametrize("heads", [None, [PAPER, replace(BOTH, dropout=0.3)]])
+def test_results_do_not_depend_on_the_length_of_bursts(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on where they end: another number of steps than bursts divide, and heads looked at in between."""
+
+    def trained(burst: int, looks: bool = False) -> dict[str, Any]:
+        monkeypatch.setattr("doublehead.head_training.BURST", burst)
+        torch.manual_seed(3)
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        calib = DataLoader(some_data(64, 2), batch_size=16, shuffle=True)
+        double = DoubleHead(net, calib, follow=optimizer, heads=heads, every=1, augment=noisy, steps=7)
+        x, y = some_data(32, 1).tensors
+        for i in range(21):
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            assert double.step()
+            if looks and i % 5 == 2:
+                assert torch.isfinite(double.training.losses).all()
+        return double.state_dict()
+
+    states = [trained(1), trained(8), trained(8, looks=True)]
+    for other in states[1:]:
+        assert_same(states[0]["training"]["bank"], other["training"]["bank"])
+        for a, b in zip(states[0]["training"]["velocity"], other["training"]["velocity"], strict=True):
+            assert torch.equal(a, b)
+        for name, value in states[0]["randomness"].items():
+            assert str(value) == str(other["randomness"][name])
+        assert torch.equal(states[0]["randomness"]["dropout"], other["randomness"]["dropout"])
+
+
+def test_heads_are_up_to_date_wherever_they_are_looked_at() -> None:
+    x, y = some_data(16, 5).tensors
+    net = small_net().eval()
+    features, main = net[:8](x).detach(), net(x).detach()
+
+    def companion(n_steps: int = 3, **options: Any) -> DoubleHead:
+        double = DoubleHead(net, [(x, y)], heads=PAPER, every=1, **options)
+        for _ in range(n_steps):
+            double.step(0.5)
+        return double
+
+    want = companion().bank.state_dict()
+    assert not torch.equal(want["stacks.0.last_bias"], companion(2).bank.state_dict()["stacks.0.last_bias"])
+    assert_same(companion().state_dict()["training"]["bank"], want)
+    assert_same(companion().training.bank.state_dict(), want)
+    head = companion().bank.take(0).eval()
+    assert torch.equal(companion().answer(main, features), head(main, features))
+    assert torch.equal(companion().finish()(x), head(main, features).log_softmax(1))
+    assert DoubleHead(net, [(x, y)]).training.losses is None
+    loaded, waiting = companion(1), companion()
+    loaded.load_state_dict(waiting.state_dict())  # what waited before is not learned from
+    assert_same(loaded.bank.state_dict(), want)
+
+
+def test_a_batch_may_be_overwritten_once_it_is_read() -> None:
+    """As by loaders with memory of their own, and by compiled networks with CUDA graphs."""
+    x, y = torch.randn(16, 6), torch.arange(16) % 3
+    banks = []
+    for overwrites in (False, True):
+        inputs, labels = x.clone(), y.clone()
+        torch.manual_seed(0)
+        double = DoubleHead(nn.Linear(6, 3), [(inputs, labels)], heads=PAPER, every=1)
+        double.step(0.0)  # the features are the inputs themselves
+        if overwrites:
+            inputs.zero_()
+            labels.zero_()
+        banks.append(double.bank.state_dict())
+    assert_same(*banks)
+
+
+def test_batches_that_do_not_fit_are_found_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = some_data(8, 1).tensors
+    double = DoubleHead(small_net(), [(x, y), (x, y[:7])], every=1)
+    assert double.step()
+    with pytest.warns(UserWarning, match=r"must be \(7, 4\) and \(7, 16\) for 7 labels, got \(8, 4\)"):
+        assert not double.step()
+    assert not double.step(1.5)  # a progress that is none
+    assert double.skipped == 2
+    monkeypatch.setattr("doublehead.head_training.MAX_WAITING", 8 * (4 + 16) - 1)
+    assert not double.step()
+    assert double.step()
+    assert not double._training._waiting  # nothing large is kept
 
 
 def test_heads_do_not_depend_on_the_default_dtype() -> None:
@@ -311,6 +398,15 @@ def test_bad_batches_never_stop_the_users_training() -> None:
         calibrate(double.network, broken)
 
 
+def test_a_loss_that_is_not_finite_is_noticed_within_a_burst() -> None:
+    x, y = some_data(8, 1)[:]
+    double = DoubleHead(small_net(), [(x, y), (x * math.nan, y), (x, y), (x, y)], every=1)
+    with pytest.warns(UserWarning, match="skipped: the calibration loss is not finite"):
+        for _ in range(8):
+            assert double.step()
+    assert double.skipped == 2
+
+
 def test_a_file_that_cannot_be_read_never_stops_the_users_training() -> None:
     class Files(torch.utils.data.Dataset[Any]):
         data = some_data(60, 1)
@@ -381,8 +477,8 @@ def test_features_that_explode_at_the_start_do_not_end_a_head(heads: Any) -> Non
         double.step(1.0)
     net.size = 1.0
     for _ in range(200):
-        last = double.step(1.0)
-    assert float(last.max()) < 0.9  # guessing scores log 3 = 1.10
+        double.step(1.0)
+    assert float(double.training.losses.max()) < 0.9  # guessing scores log 3 = 1.10
     assert double.skipped == 0
 
 
@@ -439,18 +535,18 @@ def test_other_forms_of_data_and_outputs() -> None:
 
     x, y = some_data(8, 1)[:]
     double = DoubleHead(Keyed(), [{"pixel_values": x, "labels": y}], every=1, augment=dict, heads=PAPER)
-    assert double.step() is not None
+    assert double.step()
     model = double.finish()
     out = model(pixel_values=x)
     torch.testing.assert_close(out["logits"].exp().sum(1), torch.ones(8))
     assert out["more"] is x
     how = {"to_pair": lambda batch: batch[:2], "logits_of": lambda output: output[1]}
-    assert DoubleHead(Tupled(), [(x, y, "id")], every=1, **how).step() is not None
+    assert DoubleHead(Tupled(), [(x, y, "id")], every=1, **how).step()
     with pytest.raises(TypeError, match="give logits_of="):
         DoubleHead(Tupled(), (x, y))
-    assert DoubleHead(small_net(), (x.numpy(), y.numpy()), every=1).step() is not None
+    assert DoubleHead(small_net(), (x.numpy(), y.numpy()), every=1).step()
     series = require("pandas", extra="tables").Series(y.numpy())
-    assert DoubleHead(small_net(), (x, series), every=1).step() is not None
+    assert DoubleHead(small_net(), (x, series), every=1).step()
 
 
 @dataclass(frozen=True)
@@ -565,7 +661,7 @@ def test_a_network_without_a_linear_layer_has_no_features() -> None:
     with pytest.raises(ValueError, match="name the last layer"):
         DoubleHead(Means(), (x, y))
     double = DoubleHead(Means(), (x, y), heads=STATISTICS, every=1)
-    assert double.step() is not None
+    assert double.step()
     assert calibrate(Means(), (x, y))(x).shape == (300, 3)
 
 
@@ -575,8 +671,8 @@ def test_bf16_autocast_and_channels_last() -> None:
     double = DoubleHead(net, [(x.to(memory_format=torch.channels_last), y)], every=1)
     with torch.autocast("cpu", torch.bfloat16):
         assert net(x).dtype == torch.bfloat16
-        losses = double.step()
-        assert losses.dtype == torch.float32
+        assert double.step()
+        assert double.training.losses.dtype == torch.float32
         assert double.finish()(x).dtype == torch.float32
 
 
@@ -588,7 +684,7 @@ def test_compiled_networks() -> None:
     compiled(x)  # compiled and run before the companion comes
     double = DoubleHead(compiled, [(x, y)], every=1, heads=PAPER)
     F.cross_entropy(compiled(x), y).backward()
-    assert double.step() is not None
+    assert double.step()
     model = double.finish()
     net.eval()
     torch.testing.assert_close(model(x), model.head(net(x), net[:8](x)).log_softmax(1))

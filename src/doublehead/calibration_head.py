@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from doublehead.calibration_data import N_FOLDS
 from doublehead.torch_tools import StaysFloat32, average_over_processes, seeded, without_autocast
 
 Reads = Literal["features", "logits", "statistics"]
@@ -21,6 +22,7 @@ MIN_LOG_PROB = -1e4  # classes masked with -inf are a constant there
 MIN_LOGIT = -1e9  # below a row's largest: a class masked with -inf keeps probability 0
 MAX_LOG_SCALE = 4.0  # a sample's temperature stays within e^-4 .. e^4
 MIN_HIDDEN = 16  # of a temperature head
+MAX_HIDDEN = 256  # of the heads of the second opinion
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ class HeadSpec:
 
 
 PAPER = HeadSpec()  # the method of the paper
+
+
+def second_opinion(n_features: int) -> list[HeadSpec]:
+    """The paper's head five times, each blind to another fold of the calibration data."""
+    spec = replace(PAPER, hidden=max(1, min(MAX_HIDDEN, n_features // 2)), dropout=0.5)
+    return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
 
 
 class Pass(NamedTuple):
@@ -159,8 +167,8 @@ class CalibrationHead(StaysFloat32):
                 parts.append(features.float())
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
-    def run(self, main: Tensor, features: Tensor | None) -> Pass:
-        """The logits, and what their gradients need."""
+    def run(self, main: Tensor, features: Tensor | None, generator: torch.Generator | None = None) -> Pass:
+        """The logits, and what their gradients need; dropout draws from `generator`."""
         spec, n_heads = self.specs[0], len(self.specs)
         weights: Any = self._parameters  # self.first_weight is slow
         inputs = self.inputs(main, features)  # (B, size)
@@ -171,7 +179,8 @@ class CalibrationHead(StaysFloat32):
             hidden = torch.baddbmm(bias, hidden, weights["first_weight"].mT).relu_()
         if self.training and spec.dropout:
             # One mask for all heads: on a CPU drawing it costs more than using it.
-            hidden = hidden * torch.rand_like(hidden[0]).ge_(spec.dropout)  # (H, B, hidden)
+            drawn = torch.empty_like(hidden[0]).uniform_(generator=generator)
+            hidden = hidden * drawn.ge_(spec.dropout)  # (H, B, hidden)
             scale = 1 / (1 - spec.dropout)
         bias = weights["last_bias"].unsqueeze(2)
         out = torch.baddbmm(bias, weights["last_weight"], hidden.mT, alpha=scale)  # (H, n_out, B)
@@ -202,6 +211,15 @@ class CalibrationHead(StaysFloat32):
         back = torch.bmm(slopes.mT, self.last_weight).mul_(passed.hidden.sign())  # (H, B, hidden)
         weight = torch.bmm(back.mT, passed.inputs.expand(len(back), -1, -1))
         return [weight.flatten(1), back.sum(1), *last]
+
+    def check(self, main: Tensor, features: Tensor, labels: Tensor) -> None:
+        """Raise an error if the shapes do not fit each other or the head."""
+        n = len(labels)
+        logits, inputs = (n, self.n_classes), (n // (self.n_labels or 1), self.n_features)
+        fits = main.shape == logits and labels.shape in ((n,), logits)
+        if not fits or ("features" in self.reads and features.shape != inputs):
+            found = ", ".join(str(tuple(part.shape)) for part in (main, features, labels))
+            raise ValueError(f"logits and features must be {logits} and {inputs} for {n} labels, got {found}")
 
     def follow(self, main: Tensor, features: Tensor, fine: Tensor) -> None:
         """Update the moments of the inputs with a calibration batch if it is `fine`, a bool tensor ()."""

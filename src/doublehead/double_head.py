@@ -16,24 +16,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from doublehead.calibrated import Calibrated, in_parts
-from doublehead.calibration_data import (
-    BATCH_SIZE,
-    N_FOLDS,
-    Endless,
-    Rows,
-    ToPair,
-    as_batches,
-    first_of,
-    unpack,
-)
-from doublehead.calibration_head import PAPER, HeadBank, HeadSpec
+from doublehead.calibration_data import BATCH_SIZE, Endless, Rows, ToPair, as_batches, first_of, unpack
+from doublehead.calibration_head import HeadBank, HeadSpec, second_opinion
 from doublehead.head_training import HeadTraining
 from doublehead.network import PATIENCE, Reader, Readings, per_row
 from doublehead.tasks import IGNORE_INDEX, LogitsOf, Outputs, Task
@@ -48,7 +38,6 @@ from doublehead.torch_tools import (
     unwrapped,
 )
 
-MAX_HIDDEN = 256  # of the heads of the second opinion, which is otherwise that of the paper's head
 POSITIONS_PER_STEP = 4096  # of tokens or pixels that the heads learn from in one step
 
 
@@ -72,7 +61,7 @@ class DoubleHead:
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     >>> double = DoubleHead(network, (torch.randn(100, 8), torch.randint(3, (100,))))
     >>> for _ in range(20):
-    ...     loss = double.step()
+    ...     has_read = double.step()
     >>> model = double.finish()
     >>> model(torch.randn(5, 8)).exp().sum(1).detach().round(decimals=5)
     tensor([1., 1., 1., 1., 1.])
@@ -113,7 +102,8 @@ class DoubleHead:
         self._is_compiled = network is not uncompiled(network)
         batches = as_batches(calib_data, batch_size, shuffle=True)
         only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
-        self._randomness = Randomness(seed + rank(), device, only_torch)
+        own_seed = seed + rank()
+        self._randomness = Randomness(own_seed, device, only_torch)
         with self._randomness:
             first = unpack(first_of(batches), device, to_pair)
             form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}
@@ -123,8 +113,10 @@ class DoubleHead:
             heads = second_opinion(self.reader.n_features)
         specs = (heads,) if isinstance(heads, HeadSpec) else tuple(heads)
         sizes = self.reader.n_features, self.reader.n_classes
-        self.bank = HeadBank(*sizes, specs, self.reader.n_labels).to(device)
-        self.training = HeadTraining(self.bank, follow=follow, weight_decay=weight_decay, clip=clip)
+        bank = HeadBank(*sizes, specs, self.reader.n_labels).to(device)
+        self._training = HeadTraining(
+            bank, follow=follow, weight_decay=weight_decay, clip=clip, seed=own_seed
+        )
         self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
         if isinstance(batches, Rows) and to_pair is None:
@@ -132,40 +124,55 @@ class DoubleHead:
             if self._has_folds:
                 batches.note_folds()
         self.calls = self._failed = self._failed_in_a_row = 0
+        self._has_warned = False
         self.active = True  # False once training the heads was given up
+
+    @property
+    def training(self) -> HeadTraining:
+        """How the heads are trained, after the steps that were due."""
+        self._training.catch_up()
+        return self._training
+
+    @property
+    def bank(self) -> HeadBank:
+        """The heads, after the steps that were due; ask again after further calls of `step`."""
+        return self.training.bank
 
     @property
     def skipped(self) -> int:
         """How many calibration steps were skipped: a batch that could not be used, or a loss that is not finite."""
         self.training.count_skipped(wait=True)
-        return self._failed + self.training.skipped
+        return self._failed + self._training.skipped
 
-    def step(self, progress: float | None = None) -> Tensor | None:
-        """Count one step of the network; every k-th call trains the heads once and returns their losses (H,).
+    def step(self, progress: float | None = None) -> bool:
+        """Count one step of the network; every k-th call reads a calibration batch and gives True.
+
+        The heads make one step for each batch, now or some calls later, which changes no result: the network does not
+        depend on them, and `training`, `bank`, `finish` and `state_dict` make the steps that are due.
 
         Call it after your optimizer's step, inside your autocast block if you have one. `progress` is the share of
         the epoch that is over.
         """
         self.calls += 1
         if self.calls % self.every or not self.active:
-            return None
+            return False
         with self._randomness:
             try:
-                losses = self._train_heads(progress)
+                self._training.add(*self._read(progress))
             except Exception as error:  # whatever data and network raise
                 if n_processes() > 1:
                     raise  # the other processes wait for this one
-                losses = None
                 self._failed, self._failed_in_a_row = self._failed + 1, self._failed_in_a_row + 1
                 self._note_failure(f"{type(error).__name__}: {error}", self._failed_in_a_row)
             else:
                 self._failed_in_a_row = 0
-        self.training.count_skipped()
-        if self.training.skipped_in_a_row:
-            self._note_failure("the calibration loss is not finite", self.training.skipped_in_a_row)
-        return losses
+        self._training.count_skipped()
+        if self._training.skipped:
+            self._note_failure("the calibration loss is not finite", self._training.skipped_in_a_row)
+        return not self._failed_in_a_row
 
-    def _train_heads(self, progress: float | None) -> Tensor:
+    def _read(self, progress: float | None) -> tuple[Any, ...]:
+        """The progress of the epoch, and the logits, features, labels, folds and weights of the next batch."""
         batch = unpack(self._batches.next(), self._device, self.to_pair)
         labels = self.reader.targets(batch.labels, check=False)
         at = self.reader.pick(labels, POSITIONS_PER_STEP)
@@ -178,8 +185,7 @@ class DoubleHead:
             if self._is_compiled:
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
             answer = self.reader.run(args, kwargs, at=at)
-        progress = self._progress(progress)
-        return self.training.step(answer.logits, answer.features, labels, folds, progress, *weights)
+        return self._progress(progress), answer.logits, answer.features, labels, folds, *weights
 
     def _progress(self, given: float | None) -> float:
         if given is not None:
@@ -190,7 +196,8 @@ class DoubleHead:
         return 1.0 if own is None else own
 
     def _note_failure(self, what: str, in_a_row: int) -> None:
-        if self._failed + self.training.skipped == 1:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(f"a calibration step was skipped: {what}; further ones are counted", stacklevel=3)
         if in_a_row >= PATIENCE and self.active:
             self.active = False
@@ -249,10 +256,10 @@ class DoubleHead:
         """Everything that the rest of the training depends on, the heads' weights included."""
         return {
             "calls": self.calls,
-            "failed": [self._failed, self._failed_in_a_row, self.active],
+            "failed": [self._failed, self._failed_in_a_row, self._has_warned, self.active],
             "training": self.training.state_dict(),
             "rank": rank(),
-            "randomness": self._randomness.state,
+            "randomness": {**self._randomness.state, "dropout": self._training.generator.get_state()},
             "batches": self._batches.state_dict(),
         }
 
@@ -262,14 +269,9 @@ class DoubleHead:
         Of another process's state only the training is taken: each process draws its own calibration batches.
         """
         self.calls = state["calls"]
-        self._failed, self._failed_in_a_row, self.active = state["failed"]
-        self.training.load_state_dict(state["training"])
+        self._failed, self._failed_in_a_row, self._has_warned, self.active = state["failed"]
+        self._training.load_state_dict(state["training"])
         if state["rank"] == rank():
             self._batches.load_state_dict(state["batches"])
             self._randomness.state = dict(state["randomness"])
-
-
-def second_opinion(n_features: int) -> list[HeadSpec]:
-    """The paper's head five times, each blind to another fold of the calibration data."""
-    spec = replace(PAPER, hidden=max(1, min(MAX_HIDDEN, n_features // 2)), dropout=0.5)
-    return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
+            self._training.generator.set_state(state["randomness"]["dropout"].cpu())

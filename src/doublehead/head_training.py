@@ -1,7 +1,8 @@
 """How calibration heads learn: SGD at a rate of their own, clipped gradients, steps left out where the loss is
 broken.
 
-Everything stays on the device: the network's next step need not wait for the heads'.
+Everything stays on the device: the network's next step need not wait for the heads'. Batches wait and are learned from
+in bursts: on a CPU a step right after another takes half the time, since its code is still in the caches.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ import torch
 from torch import Tensor
 
 from doublehead.calibration_head import CalibrationHead, HeadBank
-from doublehead.torch_tools import AsyncFlags, average_over_processes, same_on_all_processes, without_autocast
+from doublehead.torch_tools import (
+    AsyncFlags,
+    average_over_processes,
+    n_processes,
+    same_on_all_processes,
+    without_autocast,
+)
 
 B0 = TypeVar("B0", float, Tensor, float | Tensor)
 MOMENTUM = 0.9
+BURST = 8  # batches that are learned from together
+MAX_WAITING = 2**20  # logits and features of a batch that may wait: more would fill the memory
 WORSE_THAN_GUESSING = (
     10  # times: the network's BatchNorm averages have not settled; such batches are left out
 )
 
 
 class HeadTraining:
-    """Trains the heads of a bank, one `step` per calibration batch.
+    """Trains the heads of a bank, one step per calibration batch.
 
     Each head moves as it would alone under SGD with Nesterov momentum, at its own peak rate `spec.lr` times the
     shape of the schedule of `follow`, the network's optimizer. The gradient of each head is clipped to a 2-norm of
@@ -40,13 +49,18 @@ class HeadTraining:
         follow: torch.optim.Optimizer | None = None,
         weight_decay: float = 5e-5,
         clip: float = 1.0,
+        seed: int = 0,
     ) -> None:
         self.bank, self.schedule = bank, ScheduleShape(follow)
         same_on_all_processes(bank)
-        self._stacks = [_Stack(head, weight_decay, clip) for head in bank.stacks]  # type: ignore[arg-type]
+        self.generator = torch.Generator(bank.order.device).manual_seed(seed)  # of dropout
+        how = weight_decay, clip, self.generator
+        self._stacks = [_Stack(head, *how) for head in bank.stacks]  # type: ignore[arg-type]
         n_classes = self._stacks[0].head.n_classes
         self._classes = torch.arange(n_classes, device=bank.order.device)[:, None]  # (K, 1)
         self._min_fit = -WORSE_THAN_GUESSING * math.log(n_classes)
+        self._waiting: list[tuple[Any, ...]] = []  # arguments of `_step`
+        self.losses: Tensor | None = None  # (H,) of the last step
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.progress: float | None = None  # of the last step
         self.skipped = self.skipped_in_a_row = 0  # steps in which no head had a finite loss
@@ -58,31 +72,53 @@ class HeadTraining:
         beta0 = torch.tensor([spec.beta0 for spec in self.bank.specs])
         return None if self.progress is None else anneal(beta0, self.progress)
 
-    def step(
+    def add(self, progress: float, *batch: Tensor) -> None:
+        """One step of every head on a batch, at `progress` of the epoch, made now or in a later call.
+
+        When it is made changes no result. `batch` holds main logits (B, K), features (B, F), labels, which are classes
+        (B,) or rows of probabilities (B, K), folds (B,) and, where there are any, sample weights (B,).
+        """
+        anneal(1.0, progress)  # what cannot be learned from raises an error now, not in a later call
+        for stack in self._stacks:
+            stack.head.check(*batch[:3])
+        # One of several processes may be asked for its heads alone, and a step needs all of them.
+        waits = n_processes() == 1 and batch[0].numel() + batch[1].numel() <= MAX_WAITING
+        if waits:  # compiled networks and some loaders use memory again
+            batch = tuple(part.clone() for part in batch)
+        self._waiting.append((progress, self.schedule.now(), *batch))
+        if not waits or len(self._waiting) >= BURST:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Make the steps on the batches that wait, in order."""
+        if not self._waiting:
+            return
+        device_type = self._classes.device.type
+        with torch.inference_mode(), without_autocast(device_type):  # no_grad is a little slower
+            while self._waiting:
+                losses = self._step(*self._waiting.pop(0))
+        self.losses = losses.clone()  # as an ordinary tensor
+
+    def _step(
         self,
+        progress: float,
+        share: float,
         main: Tensor,
         features: Tensor,
         labels: Tensor,
         folds: Tensor,
-        progress: float,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """One step of every head on a batch, at `progress` of the epoch; the heads' losses (H,).
-
-        Labels are classes (B,) or rows of probabilities (B, K); `counts` are sample weights (B,).
-        """
-        with torch.inference_mode(), without_autocast(main.device.type):  # no_grad is a little slower
-            main, targets = main.float(), _targets(labels, self._classes)  # (B, K), (K, B)
-            known = targets.sum(0)  # (B,) 1, or 0 where a label is no class
-            known = known if counts is None else known * (counts / counts.mean())
-            fit = average_over_processes((main.T.log_softmax(0) * targets).sum() / len(main))  # minus the NLL
-            batch = _Batch(main, features, targets, known, folds, fit > self._min_fit)
-            share = self.schedule.now()
-            found = zip(*(stack.step(batch, progress, share) for stack in self._stacks))
-            losses, norms, fine = (self.bank.in_order(parts) for parts in found)
-            self._flags.send(fine)
-            self.grad_norms, self.progress = norms, progress
-        return losses.clone()  # as an ordinary tensor
+        main, targets = main.float(), _targets(labels, self._classes)  # (B, K), (K, B)
+        known = targets.sum(0)  # (B,) 1, or 0 where a label is no class
+        known = known if counts is None else known * (counts / counts.mean())
+        fit = average_over_processes((main.T.log_softmax(0) * targets).sum() / len(main))  # minus the NLL
+        batch = _Batch(main, features, targets, known, folds, fit > self._min_fit)
+        found = zip(*(stack.step(batch, progress, share) for stack in self._stacks))
+        losses, norms, fine = (self.bank.in_order(parts) for parts in found)
+        self._flags.send(fine)
+        self.grad_norms, self.progress = norms, progress
+        return losses
 
     def count_skipped(self, wait: bool = False) -> None:
         """Bring `skipped` and `skipped_in_a_row` up to date with the steps whose result has arrived."""
@@ -91,7 +127,8 @@ class HeadTraining:
             self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next steps depend on: weights, moments, velocities, schedule, counts."""
+        """Weights, moments, velocities, schedule and counts: all that the next steps depend on but the generator."""
+        self.catch_up()
         self.count_skipped(wait=True)
         return {
             "bank": self.bank.state_dict(),
@@ -103,6 +140,7 @@ class HeadTraining:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken."""
+        self._waiting.clear()
         self.bank.load_state_dict(state["bank"])
         for stack, saved in zip(self._stacks, state["velocity"], strict=True):
             stack.velocity.copy_(saved)
@@ -126,8 +164,10 @@ class _Stack:
     small network cost what the number of operations costs.
     """
 
-    def __init__(self, head: CalibrationHead, weight_decay: float, clip: float) -> None:
-        self.head, self.clip, parameters = head, clip, list(head.parameters())
+    def __init__(
+        self, head: CalibrationHead, weight_decay: float, clip: float, generator: torch.Generator
+    ) -> None:
+        self.head, self.clip, self.generator, parameters = head, clip, generator, list(head.parameters())
         self.weights = torch.cat([parameter.detach().flatten(1) for parameter in parameters], 1)
         self.gradient, self.velocity = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
         sizes = [parameter[0].numel() for parameter in parameters]
@@ -158,7 +198,7 @@ class _Stack:
         n_seen = average_over_processes(sees.sum(1, keepdim=True))  # several processes do what one would
         weights = sees.div_(n_seen.clamp_(min=1.0))
         self.head.follow(batch.main, batch.features, batch.sane)
-        passed = self.head.run(batch.main, batch.features)
+        passed = self.head.run(batch.main, batch.features, self.generator)
         log_probs = (passed.logits * beta).log_softmax(1)  # (H, K, B)
         losses = (log_probs * batch.targets).sum(1).mul_(weights).sum(1).neg_()
         slopes = log_probs.exp_().sub_(batch.targets).mul_(weights.unsqueeze(1) * beta)

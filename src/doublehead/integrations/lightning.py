@@ -109,9 +109,9 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         self._global_step = trainer.global_step
         n = trainer.num_training_batches
         with trainer.precision_plugin.train_step_context():
-            losses = self.double.step(None if math.isinf(n) else min(1.0, batch_idx / n))
-        if losses is not None:
-            pl_module.log("calib_loss", losses.mean())
+            has_read = self.double.step(None if math.isinf(n) else min(1.0, batch_idx / n))
+        if has_read:
+            pl_module.log("calib_loss", self.double.training.losses.mean())  # type: ignore[union-attr]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Calibrate the trained network."""

@@ -269,8 +269,11 @@ def train(
     double = None
     if how.calibrate == "beside":
         double = DoubleHead(net, calib_data, follow=optimizer, every=how.every, steps=len(batches), seed=seed)
-    whole = nn.ModuleList([net] if double is None else [net, double.bank])
-    best, kept, best_epoch, epoch = float("inf"), whole.state_dict(), 0, 0
+
+    def whole() -> nn.Module:  # the network and the heads, which `bank` brings up to date
+        return nn.ModuleList([net] if double is None else [net, double.bank])
+
+    best, kept, best_epoch, epoch = float("inf"), whole().state_dict(), 0, 0
     while epoch < how.epochs and epoch - best_epoch < how.patience:
         net.train()
         for x, y, weights in batches:
@@ -284,8 +287,8 @@ def train(
         with evaluating(net), torch.no_grad():
             now = float(_loss(net(x), y, weights))
         if now < best:
-            best, kept, best_epoch = now, copy.deepcopy(whole.state_dict()), epoch
-    whole.load_state_dict(kept)
+            best, kept, best_epoch = now, copy.deepcopy(whole().state_dict()), epoch
+    whole().load_state_dict(kept)
     if double is None:
         return calibrate(net, calib_data, seed=seed), epoch
     return double.finish(seed=seed), epoch

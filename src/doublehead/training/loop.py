@@ -154,7 +154,7 @@ def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
 def _train_heads(run: Run, at: float, norms: dict[str, list[Tensor]]) -> set[str]:
     """One call of each companion; the groups of heads that made a step. Gradient norms are noted where asked."""
     with run.fabric.autocast():
-        stepped = {group for group, one in run.companions.items() if one.step(at) is not None}
+        stepped = {group for group, one in run.companions.items() if one.step(at)}
     for group in stepped & norms.keys() if run.config.record_gradients else ():
         norm = run.companions[group].training.grad_norms
         assert norm is not None
