@@ -33,9 +33,9 @@ NEEDS = {
 
 
 def run(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    require("torchvision", extra="models")  # first: Lightning cannot import one that does not fit torch
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
-    require("torchvision", extra="models")  # refuses one that does not fit torch
     monkeypatch.chdir(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
