@@ -29,7 +29,7 @@ test-installs: $(VENV)/.dev-ready # the wheel with each extra, and the source di
 # The core of the suite with the lowest version of each dependency that pyproject.toml allows.
 OLDEST := build/oldest
 OLDEST_PYTHON ?= 3.10
-CORE := $(addprefix tests/test_,bins.py predictions.py losses.py metrics_*.py calibration_head.py calibrators_*.py double_head.py files.py summary.py cli_*.py report_command.py training_loop.py)
+CORE := $(addprefix tests/test_,bins.py predictions.py losses.py metrics*.py calibration_head.py calibrators_*.py double_head.py files.py summary.py cli_*.py report_command.py training_loop.py)
 test-oldest: $(VENV)/.dev-ready
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv venv --quiet --clear --python $(OLDEST_PYTHON) $(OLDEST)

@@ -22,12 +22,13 @@ from test_layout import USE
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 ENVIRON |= {"PYTHONNOUSERSITE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "COLUMNS": "120"}
-CORE = "bins predictions metrics_calibration calibration_head double_head files layout"
+CORE = "bins predictions metrics calibration_head double_head files layout"
 
 HELP = """
 from doublehead import cli
-names = [[f.__name__.strip("_")] for f in cli.COMMANDS]
-names += [["data"], *(["data", f.__name__.strip("_")] for f in cli.DATA_COMMANDS)]
+groups = {cli.app: [], cli.data_app: ["data"]}
+names = [[*groups[group], f.__name__.strip("_")] for group, own in cli.COMMANDS.items() for f in own]
+names.append(["data"])
 for name in [[], *names]:
     print("##", *name)
     cli.app([*name, "--help"], standalone_mode=False)
