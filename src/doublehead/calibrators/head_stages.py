@@ -25,9 +25,8 @@ STAGES = (*OWN, "pool", "curve")
 
 RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 30.0, 10.0, 30.0
 RIDGE_TEMPERATURE = 0.01
-ERRORS_ADDED = (
-    0.5  # to a sample whose temperature is below 1: few samples hold few errors, or none (Jeffreys' prior)
-)
+# Added to a sample whose temperature is below 1: few samples hold few errors, or none (Jeffreys' prior).
+ERRORS_ADDED = 0.5
 MAP_FLOOR = -20.0  # log-probability: trees that say "never" must not outweigh all else
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
