@@ -247,7 +247,7 @@ def read_split(file: Path, part: str) -> Split:
 
 
 def packed_order(arrays: Mapping[str, Array], part: str) -> Array:
-    """Samples of one class and of like logits beside each other, which compress better; from what is stored unsorted."""
+    """Samples of one class and of like logits beside each other, which compress better; both are stored unsorted."""
     return np.lexsort((arrays[f"{part}/top"], arrays[f"{part}/labels"]))
 
 
