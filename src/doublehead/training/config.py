@@ -25,6 +25,7 @@ BOUNDS = {  # smallest allowed values
     "evaluate_every": 1, "n_train": 1, "n_calib": 1, "n_test": 1, "seed": 0, "workers": 0, "mixup": 0,
     "momentum": 0, "weight_decay": 0, "calib_weight_decay": 0,
 }  # fmt: skip
+PLAIN = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}  # kinds of settings
 
 
 @dataclass(frozen=True)
@@ -153,41 +154,34 @@ class Config:
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"config has settings that are not known here: {sorted(unknown)}")
-        values["heads"] = {name: HeadSpec(**_tuples(spec)) for name, spec in values.get("heads", {}).items()}
-        return cls(**_tuples(values))
+        values["heads"] = {name: HeadSpec(**spec) for name, spec in values.get("heads", {}).items()}
+        return cls(**values)
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """The value as the annotation wants it (a whole number where a float is wanted becomes one), or an error."""
     choices = get_args(kind)
+    if NoneType in choices:  # int | None
+        return None if value is None else _typed(name, value, int)
     if get_origin(kind) is Literal:
         _check(value in choices, name, f"one of {', '.join(filter(None, choices))}", value)
-    elif kind is float:
-        _check(isinstance(value, (int, float)) and not isinstance(value, bool), name, "a number", value)
-        _check(not math.isnan(value), name, "a number", value)
-        return float(value)
-    elif kind is int or NoneType in choices:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        _check(whole or (value is None and NoneType in choices), name, "a whole number", value)
-    elif kind is bool:
-        _check(isinstance(value, bool), name, "true or false", value)
-    elif kind is str:
-        _check(isinstance(value, str), name, "text", value)
     elif get_origin(kind) is tuple:
         return tuple(_typed(name, part, choices[0]) for part in value)
-    elif kind is not Any and choices[1] is not HeadSpec:
+    elif get_origin(kind) is Mapping:
         _check(isinstance(value, Mapping), name, "a table of names and values", value)
         return {key: _typed(f"{name}[{key!r}]", part, choices[1]) for key, part in value.items()}
+    elif kind in PLAIN:
+        fine = isinstance(value, (int, float) if kind is float else kind)
+        odd = isinstance(value, bool) and kind is not bool  # a bool is an int to Python
+        odd |= isinstance(value, float) and math.isnan(value)
+        _check(fine and not odd, name, PLAIN[kind], value)
+        return kind(value)
     return value
 
 
 def _check(fine: bool, name: str, want: str, got: object) -> None:
     if not fine:
         raise ValueError(f"{name} must be {want}, got {got!r}")
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _plain(text: str) -> str:
@@ -278,8 +272,7 @@ class Method:
     """What to train, and the output that is the method's: "main", a head's name, "auto" or "guarded"."""
 
     title: str
-    loss: str = "cross_entropy"
-    loss_options: Mapping[str, float] = field(default_factory=dict)
+    loss: str = "cross_entropy"  # with its own options, so none of the config stays
     mixup: float = 0.0
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)
     auto: bool = False
@@ -291,7 +284,7 @@ class Method:
         return replace(
             config,
             loss=self.loss,
-            loss_options=dict(self.loss_options),
+            loss_options={},
             mixup=self.mixup,
             heads={**config.heads, **self.heads},
             auto=config.auto or self.auto,
@@ -351,11 +344,10 @@ def runs_for(config: Config, names: Sequence[str]) -> list[tuple[Config, list[st
     >>> [names for _, names in runs_for(Config(), ["cross-entropy", "brier", "double-head"])]
     [['cross-entropy', 'double-head'], ['brier']]
     """
-    groups: dict[tuple[object, ...], list[str]] = {}
+    groups: dict[tuple[str, float], list[str]] = {}
     for name in names:
         asked = method(name)
-        key = (asked.loss, tuple(sorted(asked.loss_options.items())), asked.mixup)
-        groups.setdefault(key, []).append(name)
+        groups.setdefault((asked.loss, asked.mixup), []).append(name)
     runs = []
     for group in groups.values():
         made = config
