@@ -131,7 +131,9 @@ class Config:
         """Data, model, loss, epochs and seed."""
         method = self.loss + "".join(f"-{key}{value:g}" for key, value in sorted(self.loss_options.items()))
         method += f"-mixup{self.mixup:g}" if self.mixup else ""
-        return _plain(f"{self.data}-{self.model}-{method}-e{self.epochs}-s{self.seed}")
+        name = f"{self.data}-{self.model}-{method}-e{self.epochs}-s{self.seed}"
+        # A name for a folder: paths of the user's own data and networks bring other characters.
+        return re.sub(r"[^\w.+-]+", "-", name).strip("-")
 
     @property
     def folder_name(self) -> str:
@@ -182,11 +184,6 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
 def _check(fine: bool, name: str, want: str, got: object) -> None:
     if not fine:
         raise ValueError(f"{name} must be {want}, got {got!r}")
-
-
-def _plain(text: str) -> str:
-    """A name for a folder: paths of the user's own data and networks bring other characters."""
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
 
 
 def corruptions_of(shifted: str) -> list[tuple[str, str]]:

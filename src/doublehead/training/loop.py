@@ -184,7 +184,8 @@ def _line(run: Run, train_loss: float, stepped: set[str]) -> dict[str, Any]:
             row["beta"] |= dict(zip(names, beta.tolist()))
     row["skipped"] = {name: one.skipped for name, one in run.companions.items()}
     if run.epoch == run.config.epochs or run.epoch % run.config.evaluate_every == 0:
-        row["test"] = epoch_numbers(predict(run, run.inputs.make_eval(run.inputs.splits.test)))
+        found = predict(run, run.inputs.make_eval(run.inputs.splits.test))
+        row["test"] = {name: epoch_numbers(p) for name, p in found.items()}
     row["seconds"] = round(run.seconds, 3)
     return row
 

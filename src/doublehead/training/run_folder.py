@@ -72,7 +72,7 @@ class RunFolder:
         if not file.exists():
             return
         try:
-            before = Config.from_json(file.read_text())
+            before = self.config
         except (ValueError, TypeError) as error:
             raise RunError(
                 f"{file} cannot be read ({error}): remove the folder or choose another one"
