@@ -151,10 +151,14 @@ class TreeBatch:
         labels, roots = labels[order], place[starts + sizes - 1]
         targets = roots if nodes == "root" else np.flatnonzero(labels != IGNORED)
         levels = [0, *np.cumsum(np.bincount(height)).tolist()]
-        words, children, labels, roots, targets = map(
-            torch.from_numpy, (words[order], children, labels, roots, targets)
-        )
-        return cls(words, children, labels, roots, levels, targets)
+        arrays = {
+            "words": words[order],
+            "children": children,
+            "labels": labels,
+            "roots": roots,
+            "targets": targets,
+        }
+        return cls(levels=levels, **{name: torch.from_numpy(array) for name, array in arrays.items()})
 
     @property
     def target_labels(self) -> Tensor:
