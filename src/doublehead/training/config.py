@@ -19,6 +19,7 @@ from doublehead.system import did_you_mean
 
 ADAPTIVE = {"adafocal": AdaFocal}  # losses that are updated from the calibration data after each epoch
 Perturbation = Literal["noise", "broad", "noise+broad", "shifts"]
+BATCH = ("logits", "labels")  # what a loss gets besides its options
 RESERVED = ("main", "auto", "opinion", "guarded")  # outputs that are not in `heads`
 BOUNDS = {  # smallest allowed values
     "epochs": 1, "batch_size": 1, "every": 1, "calib_batch_size": 1, "max_words": 1, "image_size": 1,
@@ -59,9 +60,8 @@ class Config:
     calib_weight_decay: float = 5e-5
     calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
     calib_augment: Literal["", Perturbation] = ""  # the paper's g, perturbs calibration batches
-    augment_of: Mapping[str, Literal["", Perturbation]] = field(
-        default_factory=dict
-    )  # heads (or "auto") with another g
+    # Heads (or "auto") with another g.
+    augment_of: Mapping[str, Literal["", Perturbation]] = field(default_factory=dict)
     phrases: bool = True  # of trees: learn every labelled phrase, or whole sentences alone
     embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
     max_words: int = 400  # longer texts are cut, in training at a random place
@@ -89,12 +89,9 @@ class Config:
             _check(getattr(self, name) > 0, name, "positive", getattr(self, name))
         _check(self.lr < math.inf, "lr", "finite", self.lr)
         _check(0 <= self.warmup < 1, "warmup", "a share of the run, 0 or more and below 1", self.warmup)
-        losses = [*LOSSES, *ADAPTIVE]
+        losses: dict[str, Any] = {**LOSSES, **ADAPTIVE}
         _check(self.loss in losses, "loss", f"one of {', '.join(losses)}", self.loss)
-        if self.loss in ADAPTIVE:
-            known = [*inspect.signature(ADAPTIVE[self.loss]).parameters]
-        else:
-            known = [*inspect.signature(LOSSES[self.loss]).parameters][2:]  # after logits and labels
+        known = [name for name in inspect.signature(losses[self.loss]).parameters if name not in BATCH]
         unknown = set(self.loss_options) - set(known)
         _check(not unknown, "loss_options", f"among {known} for {self.loss}", dict(self.loss_options))
         reserved = sorted(name for name in self.heads if name.split("@")[0] in RESERVED)

@@ -69,7 +69,7 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
         "shift": shift_numbers(run, predictions["test"], outputs),
     }
     results: dict[str, Any] = {"config": json.loads(run.config.to_json()), **as_plain(found)}
-    on_first_process(run.fabric, lambda: _write(run, folder, predictions, results))
+    on_first_process(run.fabric, _write, run, folder, predictions, results)
     return results
 
 
