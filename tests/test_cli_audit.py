@@ -214,7 +214,7 @@ def test_calibrate_every_format(tmp_path: Path) -> None:
         fixed = read_predictions(out, kind="probs", extra=["note"] if "lists" in name else [])
         assert torch.allclose(fixed.load().probs.float(), wanted, atol=1e-5)
         assert fixed.load().labels.tolist() == labels.tolist()
-        assert all(set(chunk.raw.columns.get("note", ["a, b"])) == {"a, b"} for chunk in fixed.chunks())
+        assert all(set(chunk.batch.columns.get("note", ["a, b"])) == {"a, b"} for chunk in fixed.chunks())
     schema = parquet.read_schema(tmp_path / "fixed_wide.parquet")
     assert schema.names == ["prob_0", "prob_1", "prob_2", "prob_3", "label"]
     assert str(schema.field("prob_0").type) == "float"

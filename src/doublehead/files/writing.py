@@ -212,12 +212,12 @@ def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Ch
 def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
     """The Arrow batch with its score columns replaced, in their places."""
     arrow = require("pyarrow", extra="tables")
-    batch, names = chunk.raw.arrow, list(chunk.raw.arrow.schema.names)
+    batch, names = chunk.batch.arrow, list(chunk.batch.arrow.schema.names)
     columns = [batch.column(i) for i in range(batch.num_columns)]
     values = _columns(table, probs).numpy()
     places, taken = {name: i for i, name in enumerate(names)}, set(names)
-    lists = chunk.raw.scores.shape[1] > len(table.layout.scores)
-    narrow = chunk.raw.scores.dtype in (np.float16, np.float32)
+    lists = chunk.batch.scores.shape[1] > len(table.layout.scores)
+    narrow = chunk.batch.scores.dtype in (np.float16, np.float32)
     for i, name in enumerate(table.layout.scores):
         at, new = places[name], probs_name(name, table)
         if new in taken and new != name:

@@ -86,13 +86,12 @@ class Record:
             for chunk in table.chunks():
                 if chunk.predictions is None:
                     raise TableError(f"{table.sources[0]} has no labels to measure by")
-                several = len(chunk.predictions) // len(chunk.rows)  # labels of each row
-                found = {
-                    name: np.repeat(chunk.raw.columns[name][chunk.rows], several) for name in table.extra
-                }
+                batch, source = chunk.batch, str(chunk.batch.source)
+                several = len(chunk.predictions) // len(batch.numbers)  # labels of each row
+                found = {name: np.repeat(batch.columns[name], several) for name in table.extra}
                 texts = None if shown is None else to_text(found[shown])
-                times = None if time is None else as_times(found[time], time, str(chunk.source))
-                rows, source = np.repeat(chunk.numbers, several), str(chunk.source)
+                times = None if time is None else as_times(found[time], time, source)
+                rows = np.repeat(batch.numbers, several)
                 yield _Part(chunk.predictions, chunk.groups, rows, source, texts, times)
 
         return replace(_gathered(parts(), n_bins), several=several)
