@@ -65,19 +65,21 @@
     if (!search) return;
     const nameOf = (k) => (data.names ? data.names[k] : `class ${k}`);
     const known = (value, digits = 1) => (value === null ? "unknown" : value.toFixed(digits));
-    const cell = (row, text, name) => {
-      const made = row.insertCell();
-      made.textContent = text;
-      if (name) made.className = name;
-      return made;
-    };
-    const drawn = document.querySelector("[data-class-rows] .gapbar");
-    const bar = (gap, widest) => {
-      const made = drawn.cloneNode(true), length = gap === null || !widest ? 0 : 48 * gap / widest, size = Math.abs(length);
-      const box = made.querySelector("path");
-      box.setAttribute("d", `M${Math.min(50, 50 + length)} 2h${size}v10h${-size}Z`);
-      box.setAttribute("class", gap > 0 ? "over" : "under");
-      return made;
+    const drawn = document.querySelector("[data-class-rows] tr");
+    const made = ([k, count, off, claims, right, gap, low, high, ece], widest) => {
+      const row = drawn.cloneNode(true), length = gap === null || !widest ? 0 : 48 * gap / widest, size = Math.abs(length);
+      const told = gap === null ? "" : `${gap >= 0.05 ? "+" : ""}${gap.toFixed(1).replace(/^-0.0$/, "0.0")}`;
+      const span = count ? `${known(low)} to ${known(high)}` : "";
+      const texts = [nameOf(k), count.toLocaleString("en"), known(claims), known(right), told, null, span, known(ece, 2)];
+      texts.forEach((text, i) => { if (text !== null) row.cells[i].textContent = text; });
+      if (off) {
+        row.cells[4].replaceChildren(Object.assign(document.createElement("strong"), { textContent: told }),
+          Object.assign(document.createElement("span"), { className: "sr", textContent: " (more than chance explains)" }));
+      }
+      const bar = row.querySelector("path");
+      bar.setAttribute("d", `M${Math.min(50, 50 + length)} 2h${size}v10h${-size}Z`);
+      bar.setAttribute("class", gap > 0 ? "over" : "under");
+      return row;
     };
     const fill = (body, rows, worst) => {
       const wanted = search.value.trim().toLowerCase();
@@ -89,23 +91,7 @@
       }
       if (!everything.checked) shown = shown.slice(0, worst);
       const widest = Math.max(...shown.map((row) => Math.abs(row[5] ?? 0)), 0);
-      body.replaceChildren();
-      for (const values of shown) {
-        const [k, count, off, claims, right, gap, low, high, ece] = values, row = body.insertRow();
-        cell(row, nameOf(k), "name");
-        cell(row, count.toLocaleString("en"));
-        cell(row, known(claims));
-        cell(row, known(right));
-        const told = gap === null ? "" : `${gap >= 0.05 ? "+" : ""}${gap.toFixed(1).replace(/^-0.0$/, "0.0")}`;
-        const shownGap = cell(row, off ? "" : told, "nowrap");
-        if (off) {
-          shownGap.append(Object.assign(document.createElement("strong"), { textContent: told }),
-            Object.assign(document.createElement("span"), { className: "sr", textContent: " (more than chance explains)" }));
-        }
-        row.insertCell().append(bar(gap, widest));
-        cell(row, count ? `${known(low)} to ${known(high)}` : "", "nowrap");
-        cell(row, known(ece, 2));
-      }
+      body.replaceChildren(...shown.map((row) => made(row, widest)));
     };
     const bodies = all("[data-class-rows]");
     const apply = () => {
