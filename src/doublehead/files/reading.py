@@ -41,6 +41,12 @@ class Chunk(NamedTuple):
     groups: Array | None  # (N,) text: the value of the `by` column, or the label of a prediction of several
     batch: Batch
 
+    def labelled(self) -> Predictions | Outcomes:
+        """The predictions, which must have labels."""
+        if self.predictions is None:
+            raise TableError(f"{self.batch.source} has no labels to measure by")
+        return self.predictions
+
 
 @dataclass(frozen=True)
 class PredictionTable:
@@ -99,11 +105,8 @@ class PredictionTable:
     def load(self) -> Predictions:
         """All of it in memory; it must have labels."""
         self.require_scores()
-        parts = [chunk.predictions for chunk in self.chunks()]
-        whole = [part for part in parts if isinstance(part, Predictions)]
-        if len(whole) < len(parts):
-            raise TableError(f"{self.sources[0]} has no labels")
-        return Predictions.joined(whole)
+        parts = [chunk.labelled() for chunk in self.chunks()]
+        return Predictions.joined([part for part in parts if isinstance(part, Predictions)])  # all of them
 
     def require_scores(self) -> None:
         """Refuse files that hold the confidence in the predicted class alone."""
@@ -126,9 +129,7 @@ class PredictionTable:
             return _tally_on(cluster, self, n_bins, advance)
         found: Tally | None = None
         for chunk in self.chunks(advance):
-            if chunk.predictions is None:
-                raise TableError(f"{self.sources[0]} has no labels to measure by")
-            found = Tally.of(chunk.predictions, n_bins, chunk.groups, onto=found)
+            found = Tally.of(chunk.labelled(), n_bins, chunk.groups, onto=found)
         assert found is not None  # chunks() raises where there are no rows
         return found
 
