@@ -90,9 +90,21 @@ def scores_like(layout: Layout, reader: Reader, kind: Kind | None) -> tuple[str,
     return layout.scores if family is None or set(family) <= set(layout.scores) else None
 
 
-def settle(batch: Batch, layout: Layout, stated: Kind | None, tolerance: float) -> tuple[Layout, Kind, str]:
-    """What the first rows say: the layout, the kind of the scores, and why where it was not stated."""
+def settle(
+    batch: Batch, layout: Layout, stated: Kind | None, tolerance: float, label_needed: bool, one_hot: bool
+) -> tuple[Layout, Kind, str]:
+    """What the first rows say: the layout, the kind of the scores, and why where it was not stated.
+
+    Where no label is needed its column may hold nothing; with `one_hot` several columns of labels may be of one class.
+    """
     source, scores = batch.source, batch.scores
+    if len(layout.classes) not in (0, width := max(scores.shape[1], 2)):
+        raise TableError(f"{source} names {len(layout.classes)} classes, but has scores of {width}")
+    label = None if layout.top_only or label_needed else layout.label
+    if label is not None and (to_text(batch.columns[label]) == MISSING).all():
+        layout = replace(layout, label=None)
+    if one_hot and layout.independent:
+        layout = _one_of_each(batch, layout, stated, tolerance)
     if layout.label is not None and layout.predicted is not None:
         true, said = ({*to_text(batch.columns[name])} for name in (layout.label, layout.predicted))
         if len(scores) >= MIN_ROWS and not true & said:
@@ -112,14 +124,7 @@ def settle(batch: Batch, layout: Layout, stated: Kind | None, tolerance: float) 
     return (layout, stated, "") if stated else (layout, *_certain_kind(scores, layout, tolerance, source))
 
 
-def without_labels(batch: Batch, layout: Layout) -> Layout:
-    """The layout without its label column where that holds nothing in the first rows."""
-    if layout.label is None or layout.top_only or not (to_text(batch.columns[layout.label]) == MISSING).all():
-        return layout
-    return replace(layout, label=None)
-
-
-def one_of_each(batch: Batch, layout: Layout, kind: Kind | None, tolerance: float) -> Layout:
+def _one_of_each(batch: Batch, layout: Layout, kind: Kind | None, tolerance: float) -> Layout:
     """The layout with one class for each row where the labels of the first rows are one-hot.
 
     Not where the scores are probabilities of which each row does not sum to 1: those are of independent labels.

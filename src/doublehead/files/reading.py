@@ -193,28 +193,6 @@ class PredictionTable:
             return Predictions.from_probs(scores, labels, weights, tolerance=tolerance)
         return Predictions(scores, labels, weights)
 
-    def _settled(
-        self, reader: Reader, stated: Kind | None, guessed: bool, label_needed: bool, may_be_one_hot: bool
-    ) -> PredictionTable:
-        """The table with what its first rows settle: which columns are scores, of which kind, and what labels are."""
-        table, layout, source = self, self.layout, self.sources[0]
-        with closing(self._batches(reader, keep=False)) as batches:
-            batch = next(batches, None)
-        if batch is None and stated is None:
-            raise NoRows(self._nothing(0, set()))
-        if batch is not None:
-            if len(layout.classes) not in (0, width := max(batch.scores.shape[1], 2)):
-                raise TableError(f"{source} names {len(layout.classes)} classes, but has scores of {width}")
-            if not label_needed:
-                layout = guesses.without_labels(batch, layout)
-            if layout.independent and may_be_one_hot:
-                layout = guesses.one_of_each(batch, layout, stated, self.tolerance)
-            layout, certain, why = guesses.settle(batch, layout, stated, self.tolerance)
-            table = replace(self, layout=layout, kind=certain, why=why)
-        if guessed:
-            guesses.check_names(layout, table.kind, table.why, table.name)
-        return table
-
     def _nothing(self, seen: int, other: set[str]) -> str:
         wanted = " and ".join(f"{name}={value}" for name, value in self.where.items())
         if not seen:
@@ -308,7 +286,16 @@ def read_predictions(
     how = (by, where, tolerance, tuple(extra), weights)
     table = PredictionTable(tuple(sources), stated or "logits", layout, *how)
     table.opened[str(sources[0])] = reader
-    return table._settled(reader, stated, scores is None, label_needed, may_be_one_hot=not independent)
+    with closing(table._batches(reader, keep=False)) as batches:
+        first = next(batches, None)
+    if first is not None:
+        layout, certain, why = guesses.settle(first, layout, stated, tolerance, label_needed, not independent)
+        table = replace(table, layout=layout, kind=certain, why=why)
+    elif stated is None:
+        raise NoRows(table._nothing(0, set()))
+    if scores is None:
+        guesses.check_names(table.layout, table.kind, table.why, table.name)
+    return table
 
 
 def _matching(batch: Batch, where: Mapping[str, str], other: set[str]) -> Array:
