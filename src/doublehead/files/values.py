@@ -60,12 +60,11 @@ def to_scores(batch: Batch, layout: Layout, kind: str, tolerance: float) -> tupl
             lambda i: f" must hold a confidence in 0..1, got {confidence[i]:.6g}",
             "; divide percentages by 100",
         )
-        return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
-    if table.shape[1] == 1 and not layout.independent:
+    elif table.shape[1] == 1 and not layout.independent:
         table = np.concatenate([1 - table if kind == "probs" else np.zeros_like(table), table], 1)
     elif kind == "logits":
         _check_logits(table, layout, batch)
-    if kind == "probs":
+    if kind == "probs" and not layout.top_only:
         _check_probs(table, layout, batch, tolerance)
     return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
 

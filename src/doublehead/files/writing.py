@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +180,12 @@ def _write_table(
     table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]], suffix: str
 ) -> None:
     parquet, ipc = (require(f"pyarrow.{name}", extra="tables") for name in ("parquet", "ipc"))
-    writer = None
-    try:
-        for chunk, probs in pairs:
-            batch = _replaced(table, chunk, probs)
-            if writer is None:
-                make = parquet.ParquetWriter if suffix == ".parquet" else ipc.new_file
-                writer = make(str(target), batch.schema)
+    batches = (_replaced(table, chunk, probs) for chunk, probs in pairs)
+    first = next(batches)  # there is one: files without rows are refused
+    make = parquet.ParquetWriter if suffix == ".parquet" else ipc.new_file
+    with make(str(target), first.schema) as writer:
+        for batch in chain([first], batches):
             writer.write_batch(batch)
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
