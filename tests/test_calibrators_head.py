@@ -338,7 +338,7 @@ def test_pool_solver_finds_the_optimum() -> None:
     p = overconfident(400, 5, factor=0.5)
     noise = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
     parts = [part.log_softmax(1) for part in (p.logits, noise, -p.logits, p.logits.sign())]
-    found = fit_pool(parts, p.labels).double().requires_grad_()
+    found = fit_pool(parts, p.target).double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(torch.stack(parts, 2).double() @ found, p.labels)
     loss = loss + 0.5 * RIDGE_POOL / 400 * (found - torch.tensor([1.0, 0.0, 0.0, 0.0])).square().sum()
     (gradient,) = torch.autograd.grad(loss, found)
@@ -353,7 +353,7 @@ def test_curve_solver_finds_the_optimum() -> None:
     p = overconfident(400, 5, factor=3.0)
     x = p.logits.double().log_softmax(1)
     assert bool((x < KNOTS[0]).any())
-    found = fit_curve(x.float(), p.labels).double().requires_grad_()
+    found = fit_curve(x.float(), p.target).double().requires_grad_()
     hinges = (x[..., None] - torch.tensor(KNOTS).double()).clamp(min=0)
     loss = torch.nn.functional.cross_entropy(x + hinges @ found, p.labels)
     loss = loss + 0.5 * RIDGE_CURVE / 400 * found.square().sum()

@@ -178,47 +178,37 @@ def _fit_map(x: Tensor, target: Target, start: Mapping[str, Tensor] | None) -> P
     spread = probs - probs.square()
     curvature = spread.mT @ off.square() if full else (spread * off.square()).sum(0)
     units = [(curvature / n + ridge).rsqrt(), (spread.mean(0) + k / n).rsqrt()]
-    values = [weight / units[0], bias / units[1]]
+    values = [(part / unit).requires_grad_() for part, unit in zip((weight, bias), units)]
     optimizer = torch.optim.LBFGS(
         values, max_iter=60 if start is None else 20, history_size=10, line_search_fn="strong_wolfe",
         tolerance_grad=1e-5, tolerance_change=1e-7,
     )  # fmt: skip
 
-    size = max(1, CHUNK // k)
-
     def closure() -> Tensor:
+        optimizer.zero_grad()
         weight, bias = (value * unit for value, unit in zip(values, units))
-        loss = 0.5 * (n * ridge * weight.square()).sum() + 0.5 * k * bias.square().sum()
-        slopes = [n * ridge * weight, k * bias]
-        for before, moved, truth in zip(x.split(size), off.split(size), target.split(size)):
-            z = (moved @ weight.mT if full else moved * weight).add_(before).add_(bias)
-            z -= z.amax(1, keepdim=True)
-            at_label = truth.of(z)
-            z.exp_()
-            sums = z.sum(1, keepdim=True)
-            loss += truth.weighted(sums[:, 0].log() - at_label).sum()
-            error = truth.error(z.div_(sums))
-            slopes[0] += error.mT @ moved if full else (error * moved).sum(0)
-            slopes[1] += error.sum(0)
-        for value, slope, unit in zip(values, slopes, units):
-            value.grad = slope * unit / n
-        return loss / n
+        z = x + (off @ weight.mT if full else off * weight) + bias
+        pull = (ridge * weight.square()).sum() + k / n * bias.square().sum()
+        loss: Tensor = nlls(z, target).mean() + 0.5 * pull
+        loss.backward()
+        return loss
 
-    optimizer.step(closure)
-    weight, bias = (value * unit for value, unit in zip(values, units))
+    with torch.enable_grad():
+        optimizer.step(closure)
+    weight, bias = (value.detach() * unit for value, unit in zip(values, units))
     return {"weight_": weight, "bias_": bias, "center_": center}
 
 
 # --- pool
 
 
-def fit_pool(parts: Sequence[Tensor], labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
+def fit_pool(parts: Sequence[Tensor], target: Target, start: Tensor | None = None) -> Tensor:
     """Weights (P,), none below 0, of the sum of log-probabilities (N, K) with the lowest NLL.
 
     They are pulled towards the first part alone. While weights fall below 0, the part of the lowest is left out.
     """
     rows = slice(max(1, MAX_POOLED // parts[0].shape[1]))  # samples are in random order
-    parts, target = [part[rows] for part in parts], _target(labels).rows(rows)
+    parts, target = [part[rows] for part in parts], target.rows(rows)
     n, p = len(target.labels), len(parts)
     size = max(1, CHUNK // (parts[0].shape[1] * p))
     eye = torch.eye(p, dtype=torch.float64, device=target.labels.device)
@@ -250,12 +240,12 @@ def fit_pool(parts: Sequence[Tensor], labels: Tensor | Target, start: Tensor | N
 # --- curve
 
 
-def fit_curve(log_probs: Tensor, labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
+def fit_curve(log_probs: Tensor, target: Target, start: Tensor | None = None) -> Tensor:
     """Weights (knots,) of the hinges of log-probabilities (N, K) with the lowest NLL, pulled towards 0.
 
     Log-probabilities below the lowest knot stay as they are, and only their sum matters.
     """
-    target, bent = _target(labels), log_probs > KNOTS[0]
+    bent = log_probs > KNOTS[0]
     counts = bent.sum(1)
     fits = int((counts.cumsum(0) <= MAX_BENT).sum())  # samples are in random order
     log_probs, target, bent, counts = log_probs[:fits], target.rows(slice(fits)), bent[:fits], counts[:fits]
@@ -300,10 +290,6 @@ def _hinges(log_probs: Tensor) -> Tensor:
 
 def _standard(inputs: Tensor, p: Mapping[str, Tensor]) -> Tensor:
     return ((inputs - p["mean_"]) / p["deviation_"]).clamp(-LIMIT, LIMIT)
-
-
-def _target(labels: Tensor | Target) -> Target:
-    return labels if isinstance(labels, Target) else Target(labels)
 
 
 # --- opinions: what features say about the class, beside the network's own answer
