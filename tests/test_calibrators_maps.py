@@ -15,7 +15,6 @@ from doublehead.calibrators.base import (
     lines,
     log_normalise,
     log_odds,
-    pad,
     steps,
     top_log_odds,
     with_top_odds,
@@ -91,12 +90,9 @@ def test_keep_top_breaks_ties_for_the_predicted_class_only() -> None:
     assert out[1].tolist() == [-3.0, -2.0, -1.0]
 
 
-def test_normalising_and_padding() -> None:
+def test_normalising() -> None:
     out = log_normalise(torch.tensor([[0.2, 0.2, 0.0]]), 0.1).exp()
     torch.testing.assert_close(out, torch.tensor([[0.4, 0.4, 0.2]]))
-    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    assert pad(rows).tolist() == [[1, 2], [3, 3]]
-    assert pad(rows, torch.inf).tolist() == [[1, 2], [3, torch.inf]]
 
 
 # Platt and beta

@@ -172,12 +172,8 @@ class Guard(StaysFloat32):
         at = torch.maximum(torch.arange(n, device=rows.device), w - 1 - self.seen)
         full, at = at < n, at.clamp(max=n - 1)
 
-        def means_of(values: Tensor) -> Tensor:
-            sums = F.pad(values, (0, 0, 1, 0)).double().cumsum(0)
-            return ((sums[w:] - sums[:-w]) / w).float()[at]
-
         past = torch.cat([self.recent, rows])
-        means, far = means_of(past), means_of(self.bounded(past))
+        means, far = (values.unfold(0, w, 1).mean(2)[at] for values in (past, self.bounded(past)))
         p_values = self.p_values(far)
         alarm = full & (p_values <= self.rate)
         windowed = (design(means, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
