@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from doublehead.bins import check_n_bins
@@ -159,7 +158,7 @@ class Isotonic(_OddsMap):
 
 def _side_by_side(name: str, maps: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """Places (M_c,) and values (M_c,) of each class's map as rows: no odds reach the places that fill a row up."""
-    places, values = zip(*maps)
+    places, values = map(list, zip(*maps))
     return {name: pad_sequence(places, True, torch.inf), "values_": pad_sequence(values, True)}
 
 
