@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from doublehead.calibrators import BBQ, Beta, HistogramBinning, Isotonic, Platt, Spline, Temperature
+from doublehead.calibrators import (
+    BBQ,
+    Beta,
+    Dirichlet,
+    HistogramBinning,
+    Isotonic,
+    Platt,
+    Spline,
+    Temperature,
+)
 from doublehead.calibrators.base import (
     keep_top,
     lines,
@@ -207,6 +216,7 @@ def test_histogram_one_vs_rest_agrees_with_a_loop() -> None:
         (Isotonic, {"kind": "irova"}, "kind must be 'shared' or 'one-vs-rest', got 'irova'"),
         (Spline, {"n_knots": 1}, "n_knots must be at least 2, got 1"),
         (Platt, {}, "Platt needs predictions of 2 classes, got 4 classes"),
+        (Dirichlet, {"prior": -1}, "prior must be above 0, got -1"),
     ],
 )
 def test_nonsense_is_refused(make: Any, params: dict[str, object], message: str) -> None:
