@@ -56,6 +56,16 @@ def test_masked_classes_keep_probability_zero() -> None:
     assert torch.isfinite(scaled).all()
 
 
+def test_scaled_logits_have_no_new_tie() -> None:
+    least = torch.tensor([[5.0, torch.nextafter(torch.tensor(5.0), torch.tensor(6.0)), 1.0]])
+    double = torch.tensor([[1.0, 1 + 1e-14, 0.0]], dtype=torch.float64)  # equal in float32
+    for logits in (least, double):
+        out = scale_logits(logits, torch.tensor([[-4.0]]))
+        assert out.argmax().item() == 1
+        assert (out == 0).sum() == 1
+    assert scale_logits(torch.ones(2, 3, dtype=torch.bfloat16), torch.zeros(2, 1)).dtype == torch.float32
+
+
 def test_statistics_by_hand() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)]])  # probabilities 1/4 and 3/4
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))

@@ -325,7 +325,8 @@ def test_predictions_never_change() -> None:
 def test_before_it_is_fitted_it_does_nothing() -> None:
     net, x = small_net().eval(), torch.rand(4, 3, 8, 8)
     guard = ShiftGuard(net).eval()
-    assert (guard.guard(torch.randn(9, sum(guard.tap.widths)) * 100, torch.randn(9, 4)) == 1).all()
+    stages, logits = torch.randn(9, sum(guard.tap.widths)) * 100, torch.randn(9, 4)
+    assert (guard.guard.log_scale(stages, logits) == 0).all()
     torch.testing.assert_close(guard(x).softmax(1), net(x).softmax(1))
 
 
