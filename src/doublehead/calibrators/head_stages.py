@@ -175,24 +175,34 @@ def _fit_map(x: Tensor, target: Target, start: Mapping[str, Tensor] | None) -> P
     spread = probs - probs.square()
     curvature = spread.mT @ off.square() if full else (spread * off.square()).sum(0)
     units = [(curvature / n + ridge).rsqrt(), (spread.mean(0) + k / n).rsqrt()]
-    values = [(part / unit).requires_grad_() for part, unit in zip((weight, bias), units)]
+    values = [weight / units[0], bias / units[1]]
     optimizer = torch.optim.LBFGS(
         values, max_iter=60 if start is None else 20, history_size=10, line_search_fn="strong_wolfe",
         tolerance_grad=1e-5, tolerance_change=1e-7,
     )  # fmt: skip
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        weight, bias = (value * unit for value, unit in zip(values, units))
-        z = x + (off @ weight.mT if full else off * weight) + bias
-        pull = (ridge * weight.square()).sum() + k / n * bias.square().sum()
-        loss: Tensor = nlls(z, target).mean() + 0.5 * pull
-        loss.backward()
-        return loss
+    size = max(1, CHUNK // k)
 
-    with torch.enable_grad():
-        optimizer.step(closure)
-    weight, bias = (value.detach() * unit for value, unit in zip(values, units))
+    def closure() -> Tensor:
+        weight, bias = (value * unit for value, unit in zip(values, units))
+        loss = 0.5 * (n * ridge * weight.square()).sum() + 0.5 * k * bias.square().sum()
+        slopes = [n * ridge * weight, k * bias]
+        for before, moved, truth in zip(x.split(size), off.split(size), target.split(size)):
+            z = (moved @ weight.mT if full else moved * weight).add_(before).add_(bias)
+            z -= z.amax(1, keepdim=True)
+            at_label = truth.of(z)
+            z.exp_()
+            sums = z.sum(1, keepdim=True)
+            loss += truth.weighted(sums[:, 0].log() - at_label).sum()
+            error = truth.error(z.div_(sums))
+            slopes[0] += error.mT @ moved if full else (error * moved).sum(0)
+            slopes[1] += error.sum(0)
+        for value, slope, unit in zip(values, slopes, units):
+            value.grad = slope * unit / n
+        return loss / n
+
+    optimizer.step(closure)
+    weight, bias = (value * unit for value, unit in zip(values, units))
     return {"weight_": weight, "bias_": bias, "center_": center}
 
 
