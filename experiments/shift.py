@@ -39,7 +39,7 @@ from torch import Tensor
 from doublehead import Predictions, metrics, plots
 from doublehead.calibrators import Calibrator, make, mean_and_error
 from doublehead.calibrators.optimise import fit_log_scale
-from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision, scaled
+from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision
 
 TABLE, ALARMS = HERE / "shift.csv", HERE / "shift_alarms.csv"
 IMAGES = HERE.parent / "docs" / "images"
@@ -113,7 +113,7 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         def through(name: str) -> Tensor:
             guard.reset()
             parts = zip(by_head[name].far.split(BATCH), by_head[name].logits.split(BATCH))
-            return torch.cat([scaled(z, guard(far, z)) for far, z in parts])
+            return torch.cat([guard(far, z) for far, z in parts])
 
         return through
 
@@ -124,7 +124,7 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         "head": lambda name: by_head[name].logits,
         "temperature": lambda name: temperature(sets[name].logits),
         "perturbed": lambda name: perturbed(sets[name].logits),
-        "density": lambda name: scaled(temperature(sets[name].logits), density(sets[name].far)),
+        "density": lambda name: temperature(sets[name].logits) * density(sets[name].far),
         # Fitted to the labels that it is measured on: no temperature does better.
         "perfect": lambda name: fitted(by_head[name].logits, by_head[name].labels)(by_head[name].logits),
     }

@@ -21,7 +21,6 @@ from doublehead.calibration_data import unpack
 from doublehead.calibrators.temperature import Temperature
 from doublehead.data import corrupt
 from doublehead.data.splits import Samples
-from doublehead.guard import scaled
 from doublehead.network import VIEWS
 from doublehead.predictions import Predictions
 from doublehead.saving import describe
@@ -142,7 +141,7 @@ def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
     auto = run.auto.calibrated(main, features, numbers)
     yield "auto", auto
     if stages is not None:
-        yield from ((name, scaled(auto, guard(stages, auto))) for name, guard in run.guards.items())
+        yield from ((name, guard(stages, auto)) for name, guard in run.guards.items())
 
 
 def share_buffers(run: Run) -> None:
