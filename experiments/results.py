@@ -160,16 +160,16 @@ class StoredRun:
         return Config.from_json(json.dumps(self.certificate["config"]))
 
     @cached_property
-    def calib(self) -> Split:
-        return read_split(self.file, "calib")
-
-    @cached_property
-    def test(self) -> Split:
-        return read_split(self.file, "test")
+    def splits(self) -> Splits:
+        return read_splits(self.file)
 
     @property
-    def splits(self) -> Splits:
-        return Splits(self.calib, self.test)
+    def calib(self) -> Split:
+        return self.splits.calib
+
+    @property
+    def test(self) -> Split:
+        return self.splits.test
 
     @cached_property
     def heads(self) -> dict[str, Scores]:
@@ -228,10 +228,15 @@ def pack(splits: Splits) -> Arrays:
     return arrays
 
 
-def read_split(file: Path, part: str) -> Split:
-    """What `pack` was given for the part "calib" or "test"."""
+def read_splits(file: Path) -> Splits:
+    """What `pack` was given."""
     with np.load(file) as stored:
-        arrays = {name: stored[name] for name in stored if name.startswith((f"{part}/", "weights/"))}
+        arrays = {name: stored[name] for name in stored if not name.startswith("heads/")}
+    return Splits(*(unpack(arrays, part) for part in Splits._fields))
+
+
+def unpack(arrays: Arrays, part: str) -> Split:
+    """What `pack` was given for the part "calib" or "test"."""
     found = {"labels": torch.from_numpy(arrays[f"{part}/labels"].astype(np.int64))}
     known = np.zeros((len(found["labels"]), 0))
     for field in [field for field in LEVELS if f"{part}/{field}" in arrays]:

@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 import torch
 from post_hoc import METHODS, RIVALS, against
-from results import HERE, Scores, Split, Splits, StoredRun, arguments
+from results import HERE, Scores, Split, Splits, StoredRun, arguments, read_splits
 from tables import Runs, Tables, markdown, percent
 from torch import Tensor
 
@@ -56,7 +56,7 @@ DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages
 SUMMARY = ["worse", "worst", "temperature_worse", "temperature_worst", "opened"]
 Case = tuple[
     str, Splits, Tensor | None
-]  # name, and the test logits of another head than the staged one on logits
+]  # name, and test logits of another head than the staged one on logits
 
 
 # --- classifiers
@@ -134,10 +134,11 @@ def tabular(root: Path) -> Iterator[Case]:
 
 def versus(shared: Path | None, tables: Path | None) -> None:
     """Measure all classifiers that are at hand; rows of others are kept."""
-    cases = [] if shared is None else [("development", (*resnet110(shared), None))]
-    cases += [] if shared is None else [("development", case) for case in imagenet_halves(shared)]
-    cases += [("after", (file.stem, blind.load(file), None)) for file in blind.files() if file.exists()]
-    cases += [] if tables is None else [("tabular", case) for case in tabular(tables)]
+    cases = [("after", (file.stem, read_splits(file), None)) for file in blind.files() if file.exists()]
+    if shared is not None:
+        cases += [("development", case) for case in ((*resnet110(shared), None), *imagenet_halves(shared))]
+    if tables is not None:
+        cases += [("tabular", case) for case in tabular(tables)]
     table = pd.read_csv(VERSUS)
     rows = {(row["part"], row["name"]): row for row in table.to_dict("records")}
     for part, (name, splits, logits) in cases:
@@ -168,6 +169,12 @@ def networks(shared: Path | None) -> Iterator[tuple[str, Tensor, Tensor]]:
     if shared is not None:
         logits, _, labels = imagenet(shared)
         yield "imagenet-resnet50", logits, labels
+
+
+def safety(shared: Path | None, draws: int) -> None:
+    """Measure draws of every network that is at hand."""
+    rows = [row for one in networks(shared) for seed in range(draws) for row in draw(seed, *one)]
+    summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
 def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[object, ...]]:
@@ -207,8 +214,7 @@ def versus_table(part: str, table: pd.DataFrame, runs: Runs) -> str:
     """The staged head against temperature scaling and the two best rivals, each classifier and their count."""
     found = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)])
     own = found[found.part == part]
-    staged = own[~own.name.str.endswith("paper's head")]
-    return f"{markdown([_versus(row) for _, row in own.iterrows()])}\n{wins(staged)}"
+    return f"{markdown([_versus(row) for _, row in own.iterrows()])}\n{markdown(wins(own))}"
 
 
 def of_runs(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
@@ -235,13 +241,9 @@ def _versus(row: pd.Series) -> dict[str, str]:
     return line | {"ECE head": f"{percent(row.ece)} ({percent(row.ece_high)})"}
 
 
-def wins(found: pd.DataFrame) -> str:
-    """Each classifier counts once: of ImageNet the first half, by logits."""
-    return markdown(_wins(found[~found.name.str.contains("half [1-9]|features")]))
-
-
-def _wins(found: pd.DataFrame) -> list[dict[str, str]]:
-    lines = []
+def wins(found: pd.DataFrame) -> list[dict[str, str]]:
+    """A line for each rival. Each classifier counts once: of ImageNet the first half, by logits."""
+    found, lines = found[~found.name.str.contains("half [1-9]|features|paper's head")], []
     for name, title in RIVALS.items():
         gap, reach = found[f"to_{name}"], found[f"reach_{name}"].clip(lower=LEVEL)
         change = (found.nll_head / found[f"nll_{name}"] - 1).mean()
@@ -259,31 +261,29 @@ def tabular_table(table: pd.DataFrame, runs: Runs) -> str:
         [
             {"samples": f"{n:,}", "keep": keep, "classifiers": f"{len(own)}"} | line
             for (n, keep), own in groups
-            for line in _wins(own)
+            for line in wins(own)
         ]
     )
 
 
 def safety_table(table: pd.DataFrame, runs: Runs) -> str:
     """How often the head is worse than the better of doing nothing and temperature scaling."""
-    found = pd.read_csv(SAFETY)
-    return markdown(
-        {
-            "classes": found.classes.map("{:,}".format),
-            "samples": found.n.map("{:,}".format),
-            "draws": found.draws.map("{:,}".format),
-            "head worse": found.worse.map(partial(percent, digits=1)),
-            "largest loss": found.worst.clip(lower=0).map("{:.4f}".format),
-            "temperature worse": found.temperature_worse.map(partial(percent, digits=1)),
-            "its largest loss": found.temperature_worst.clip(lower=0).map("{:.4f}".format),
-            "stages opened": found.opened.map(partial(percent, digits=1)),
-            "NLL saved": (100 * found.gain).map("{:+.1f}".format),
-        }
-    )
+    found, share = pd.read_csv(SAFETY), partial(percent, digits=1)
+    shown = found[["classes", "n", "draws"]].map("{:,}".format).rename(columns={"n": "samples"})
+    shown["head worse"] = found.worse.map(share)
+    shown["largest loss"] = found.worst.clip(lower=0).map("{:.4f}".format)
+    shown["temperature worse"] = found.temperature_worse.map(share)
+    shown["its largest loss"] = found.temperature_worst.clip(lower=0).map("{:.4f}".format)
+    shown["stages opened"] = found.opened.map(share)
+    shown["NLL saved"] = (100 * found.gain).map("{:+.1f}".format)
+    return markdown(shown)
 
 
 TABLES: Tables = {
-    "blind": ("docs/results/index.md", lambda *_: wins(pd.read_csv(VERSUS).query("part == 'blind'"))),
+    "blind": (
+        "docs/results/index.md",
+        lambda *_: markdown(wins(pd.read_csv(VERSUS).query("part == 'blind'"))),
+    ),
     "safety": ("docs/results/safety.md", safety_table),
     "versus-tabular": ("docs/results/versus.md", tabular_table),
     **{
@@ -293,7 +293,7 @@ TABLES: Tables = {
 }
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("what", choices=["versus", "safety"])
     parser.add_argument("--shared", type=Path)
@@ -303,12 +303,5 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.what == "versus":
         versus(options.shared, options.tables)
-        return
-    rows = [
-        row for one in networks(options.shared) for seed in range(options.draws) for row in draw(seed, *one)
-    ]
-    summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
-
-
-if __name__ == "__main__":
-    main()
+    else:
+        safety(options.shared, options.draws)
