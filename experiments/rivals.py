@@ -54,9 +54,8 @@ JUDGED = 5000
 EPOCHS = 40  # of the paper's head on ImageNet
 DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages"]
 SUMMARY = ["worse", "worst", "temperature_worse", "temperature_worst", "opened"]
-Case = tuple[
-    str, Splits, Tensor | None
-]  # name, and test logits of another head than the staged one on logits
+# Name, and test logits (N, K) of another head than the staged one that reads logits alone.
+Case = tuple[str, Splits, Tensor | None]
 
 
 # --- classifiers
@@ -123,8 +122,8 @@ def tabular(root: Path) -> Iterator[Case]:
     for name, p in blind.tabular(root):
         order = torch.randperm(len(p), generator=torch.Generator().manual_seed(11))
         for n in [n for n in TABULAR_SIZES if len(p) - n >= MIN_TEST]:
-            parts = (order[:n], order[n : n + JUDGED])
-            calib, test = splits = Splits(*(Split(p.labels[at], p.logits[at]) for at in parts))
+            parts = p[order[:n]], p[order[n : n + JUDGED]]
+            calib, test = splits = Splits(*(Split(part.labels, part.logits) for part in parts))
             yield f"{name}, {n}, predictions", splits, None
             yield f"{name}, {n}, best", splits, Head("best").fit(calib.predictions)(test.main)
 
@@ -155,42 +154,43 @@ def versus(shared: Path | None, tables: Path | None) -> None:
 # --- small calibration sets
 
 
-def networks(shared: Path | None) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, logits (N, K) and labels (N,); of CIFAR-10 two classes, and two groups of classes, as well."""
+def networks(shared: Path | None) -> Iterator[tuple[str, Predictions]]:
+    """All predictions of a network; of CIFAR-10 two classes, and two groups of classes, as well."""
     cases = [(name, StoredRun(name).splits) for name in DRAWN] + ([resnet110(shared)] if shared else [])
     for name, (calib, test) in cases:
         logits, labels = torch.cat([calib.main, test.main]), torch.cat([calib.labels, test.labels])
-        yield name, logits, labels
+        yield name, Predictions(logits, labels)
         if name in (DRAWN[0], "cifar10-resnet110"):
             rows = torch.isin(labels, torch.tensor(CAT_DOG))
-            yield f"{name}, cat or dog", logits[rows][:, CAT_DOG], (labels[rows] == CAT_DOG[1]).long()
+            is_dog = (labels[rows] == CAT_DOG[1]).long()
+            yield f"{name}, cat or dog", Predictions(logits[rows][:, CAT_DOG], is_dog)
             groups = torch.stack([logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
-            yield f"{name}, vehicle or animal", groups, torch.isin(labels, torch.tensor(ANIMALS)).long()
+            is_animal = torch.isin(labels, torch.tensor(ANIMALS)).long()
+            yield f"{name}, vehicle or animal", Predictions(groups, is_animal)
     if shared is not None:
         logits, _, labels = imagenet(shared)
-        yield "imagenet-resnet50", logits, labels
+        yield "imagenet-resnet50", Predictions(logits, labels)
 
 
 def safety(shared: Path | None, draws: int) -> None:
-    """Measure draws of every network that is at hand."""
+    """Measure draws from every network that is at hand."""
     rows = [row for one in networks(shared) for seed in range(draws) for row in draw(seed, *one)]
     summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
-def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[object, ...]]:
+def draw(seed: int, name: str, p: Predictions) -> Iterator[tuple[object, ...]]:
     """A row of one draw of every size."""
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(p), generator=torch.Generator().manual_seed(seed))
     for n in SIZES:
-        if n > len(labels) / 2 or (n == 2500 and len(labels) >= 10_000):
+        if n > len(p) / 2 or (n == 2500 and len(p) >= 10_000):
             continue
-        calib, test = (Predictions(logits[at], labels[at]) for at in (order[:n], order[n : n + JUDGED]))
+        calib, test = p[order[:n]], p[order[n : n + JUDGED]]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             head = Head().fit(calib)
         scaled = Temperature().fit(calib).calibrate(test)
-        nlls = [float(metrics.nll(p)) for p in (test, scaled, head.calibrate(test))]
-        stages = "" if head.choice is None else head.choice.chosen
-        yield (name, logits.shape[1], n, seed, *nlls, stages)
+        nlls = [metrics.nll(q) for q in (test, scaled, head.calibrate(test))]
+        yield (name, p.n_classes, n, seed, *nlls, "" if head.choice is None else head.choice.chosen)
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
