@@ -222,23 +222,13 @@ def netcal_temperature(p: Predictions) -> float:
 
 
 def sklearn_temperature(p: Predictions) -> float:
-    """Through CalibratedClassifierCV around a classifier that passes logits on."""
-    base, calibration = import_module("sklearn.base"), import_module("sklearn.calibration")
-    frozen = import_module("sklearn.frozen").FrozenEstimator
-
-    class Logits(base.ClassifierMixin, base.BaseEstimator):
-        def fit(self, X: Array, y: Array) -> Logits:
-            self.classes_ = np.arange(X.shape[1])
-            return self
-
-        def decision_function(self, X: Array) -> Array:
-            return X
-
-        def predict(self, X: Array) -> Array:
-            return X.argmax(1)
-
+    """Through CalibratedClassifierCV around a linear classifier that passes logits on."""
     logits, labels = p.logits.numpy(), p.labels.numpy()
-    model = calibration.CalibratedClassifierCV(frozen(Logits().fit(logits, labels)), method="temperature")
+    passes_on = import_module("sklearn.linear_model").LogisticRegression()
+    passes_on.classes_ = np.arange(p.n_classes)
+    passes_on.coef_, passes_on.intercept_ = np.eye(p.n_classes, dtype=logits.dtype), logits.dtype.type(0)
+    frozen = import_module("sklearn.frozen").FrozenEstimator(passes_on)
+    model = import_module("sklearn.calibration").CalibratedClassifierCV(frozen, method="temperature")
     fitted = model.fit(logits, labels).calibrated_classifiers_[0].calibrators[0]
     return 1 / float(fitted.beta_)
 

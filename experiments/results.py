@@ -29,6 +29,7 @@ from torch import Tensor
 from doublehead import Bins, Predictions, metrics
 from doublehead.calibrators.choose import mean_and_error
 from doublehead.metrics import fine_bins
+from doublehead.outcomes import NORMAL
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain
 from doublehead.training.run_folder import environment
@@ -44,7 +45,6 @@ FINEST = 0.01  # of scores
 UNIT = 4096  # of the integer weights
 CONSTANT = 64  # steps: read by every guess
 RIDGE = 100.0  # of the weights, in squared steps
-Z = 1.959963984540054  # 97.5 % of a standard normal lie below
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -103,8 +103,8 @@ class Scores(NamedTuple):
             "ece_all": self.ece_all,
             "phi": 1 - nll / float(none.nll.mean()),
             "delta": delta,
-            "delta_low": delta - Z * error,
-            "delta_high": delta + Z * error,
+            "delta_low": delta - NORMAL * error,
+            "delta_high": delta + NORMAL * error,
         }
 
 

@@ -53,7 +53,6 @@ LEVEL = 5e-5  # differences of the NLL that are level whatever their interval: n
 JUDGED = 5000
 EPOCHS = 40  # of the paper's head on ImageNet
 DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages"]
-SUMMARY = ["worse", "worst", "temperature_worse", "temperature_worst", "opened"]
 # Name, and test logits (N, K) of another head than the staged one that reads logits alone.
 Case = tuple[str, Splits, Tensor | None]
 
@@ -195,15 +194,18 @@ def draw(seed: int, name: str, p: Predictions) -> Iterator[tuple[object, ...]]:
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """By number of classes and samples: the share of draws with a loss above 0.002, and the largest loss."""
-    best, found = table[["raw", "temperature"]].min(axis=1), table.copy()
-    for name, prefix in (("head", ""), ("temperature", "temperature_")):
-        found[f"{prefix}worst"] = table[name] - best
-        found[f"{prefix}worse"] = found[f"{prefix}worst"] > WORSE
-    found["opened"] = table.stages != "temperature"
-    groups = found.groupby(["classes", "n"])
-    made = groups[SUMMARY].agg({name: "max" if name.endswith("worst") else "mean" for name in SUMMARY})
+    loss = table[["head", "temperature"]].sub(table[["raw", "temperature"]].min(axis=1), axis=0)
+    shown = {
+        "worse": loss["head"] > WORSE,
+        "worst": loss["head"],
+        "temperature_worse": loss.temperature > WORSE,
+        "temperature_worst": loss.temperature,
+        "opened": table.stages != "temperature",
+    }
+    groups = table.assign(**shown).groupby(["classes", "n"])
+    made = groups[list(shown)].agg({name: "max" if name.endswith("worst") else "mean" for name in shown})
     made.insert(0, "draws", groups.size())
-    made["gain"] = 1 - groups["head"].mean() / groups["temperature"].mean()
+    made["gain"] = 1 - groups["head"].mean() / groups.temperature.mean()
     return made.reset_index()
 
 

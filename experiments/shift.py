@@ -24,7 +24,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from post_hoc import mean_of
-from results import HERE, Z, arguments, where_computed
+from results import HERE, arguments, where_computed
 from shift_sets import KINDS, Seen, read
 from tables import SETS, Tables, markdown, percent, publish
 from torch import Tensor
@@ -33,6 +33,7 @@ from doublehead import Predictions, metrics, plots
 from doublehead.calibrators import Calibrator, make, mean_and_error
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision, scaled
+from doublehead.outcomes import NORMAL
 
 TABLE, ALARMS = HERE / "shift.csv", HERE / "shift_alarms.csv"
 IMAGES = HERE.parent / "docs" / "images"
@@ -237,7 +238,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     kinds = measured[measured.cell != "clean"].groupby(["run", "method", "left_out"], sort=False).ece.mean()
     ece = kinds.groupby(["run", "method"], sort=False).mean()
     head, cost = clean.nll.mean().xs("head", level="method"), clean.cost.mean()
-    high = cost + Z * clean.cost_error.mean()
+    high = cost + NORMAL * clean.cost_error.mean()
     columns = {"ece": ece, "share": ece / ece.xs("temperature", level="method")}
     return pd.DataFrame(columns | {"cost": 100 * cost / head, "cost_high": 100 * high / head})
 
