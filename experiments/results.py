@@ -29,6 +29,7 @@ from torch import Tensor
 from doublehead import Bins, Predictions, metrics
 from doublehead.calibrators.choose import mean_and_error
 from doublehead.metrics import fine_bins
+from doublehead.outcomes import NORMAL
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain
 from doublehead.training.run_folder import environment
@@ -44,7 +45,6 @@ FINEST = 0.01  # of scores
 UNIT = 4096  # of the integer weights
 CONSTANT = 64  # steps: read by every guess
 RIDGE = 100.0  # of the weights, in squared steps
-Z = 1.959963984540054  # 97.5 % of a standard normal lie below
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -103,8 +103,8 @@ class Scores(NamedTuple):
             "ece_all": self.ece_all,
             "phi": 1 - nll / float(none.nll.mean()),
             "delta": delta,
-            "delta_low": delta - Z * error,
-            "delta_high": delta + Z * error,
+            "delta_low": delta - NORMAL * error,
+            "delta_high": delta + NORMAL * error,
         }
 
 
@@ -160,16 +160,16 @@ class StoredRun:
         return Config.from_json(json.dumps(self.certificate["config"]))
 
     @cached_property
-    def calib(self) -> Split:
-        return read_split(self.file, "calib")
-
-    @cached_property
-    def test(self) -> Split:
-        return read_split(self.file, "test")
+    def splits(self) -> Splits:
+        return read_splits(self.file)
 
     @property
-    def splits(self) -> Splits:
-        return Splits(self.calib, self.test)
+    def calib(self) -> Split:
+        return self.splits.calib
+
+    @property
+    def test(self) -> Split:
+        return self.splits.test
 
     @cached_property
     def heads(self) -> dict[str, Scores]:
@@ -229,10 +229,15 @@ def pack(splits: Splits) -> Arrays:
     return arrays
 
 
-def read_split(file: Path, part: str) -> Split:
-    """What `pack` was given for the part "calib" or "test"."""
+def read_splits(file: Path) -> Splits:
+    """What `pack` was given."""
     with np.load(file) as stored:
-        arrays = {name: stored[name] for name in stored if name.startswith((f"{part}/", "weights/"))}
+        arrays = {name: stored[name] for name in stored if not name.startswith("heads/")}
+    return Splits(*(unpack(arrays, part) for part in Splits._fields))
+
+
+def unpack(arrays: Arrays, part: str) -> Split:
+    """What `pack` was given for the part "calib" or "test"."""
     found = {"labels": torch.from_numpy(arrays[f"{part}/labels"].astype(np.int64))}
     known, back = np.zeros((len(found["labels"]), 0)), np.argsort(packed_order(arrays, part))
     for field in [field for field in LEVELS if f"{part}/{field}" in arrays]:
@@ -242,7 +247,9 @@ def read_split(file: Path, part: str) -> Split:
     found["main"] += torch.from_numpy(arrays[f"{part}/top"].astype(np.float32))[:, None]
     if f"{part}/numbers" in arrays:
         mean, step = torch.from_numpy(arrays["weights/numbers"])
-        found["numbers"] = torch.from_numpy(arrays[f"{part}/numbers"][:, back].T.astype(np.float32)) * step + mean
+        found["numbers"] = (
+            torch.from_numpy(arrays[f"{part}/numbers"][:, back].T.astype(np.float32)) * step + mean
+        )
     return Split(**found)
 
 
