@@ -192,8 +192,8 @@ class CalibrationHead(StaysFloat32):
             logits = torch.stack([torch.zeros_like(odds), odds], 1)
         return Pass(inputs, hidden, out, logits, scale)
 
-    def gradients(self, passed: Pass, slopes: Tensor) -> list[Tensor]:
-        """The gradients of all parameters, (H, P) each, from those of the loss by the logits, `slopes` (H, K, B).
+    def gradients(self, passed: Pass, slopes: Tensor, into: Sequence[Tensor]) -> None:
+        """Write all parameters' gradients, given those of the loss by the logits, `slopes` (H, K, B), into `into`.
 
         Autograd gives the same, but for a small network its bookkeeping takes longer than the gradients.
         """
@@ -203,14 +203,15 @@ class CalibrationHead(StaysFloat32):
             slopes = (slopes * passed.logits).sum(1, keepdim=True).mul_(inside)  # (H, 1, B)
         elif self.n_labels is not None:
             slopes = slopes[:, 1].unflatten(1, (-1, self.n_labels)).mT  # (H, L, B)
-        bias = slopes.sum(2)
+        *first, last_weight, last_bias = into
+        torch.sum(slopes, 2, out=last_bias)
         slopes = slopes if passed.scale == 1.0 else slopes * passed.scale
-        last = [torch.bmm(slopes, passed.hidden).flatten(1), bias]
-        if not self.hidden:
-            return last
-        back = torch.bmm(slopes.mT, self.last_weight).mul_(passed.hidden.sign())  # (H, B, hidden)
-        weight = torch.bmm(back.mT, passed.inputs.expand(len(back), -1, -1))
-        return [weight.flatten(1), back.sum(1), *last]
+        torch.bmm(slopes, passed.hidden, out=last_weight)
+        if first:
+            weight, bias = first
+            back = torch.bmm(slopes.mT, self.last_weight).mul_(passed.hidden.sign())  # (H, B, hidden)
+            torch.bmm(back.mT, passed.inputs.expand(len(back), -1, -1), out=weight)
+            torch.sum(back, 1, out=bias)
 
     def check(self, main: Tensor, features: Tensor, labels: Tensor) -> None:
         """Raise an error if the shapes do not fit each other or the head."""

@@ -8,7 +8,7 @@ in bursts: on a CPU a step right after another takes half the time, since its co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -59,7 +59,8 @@ class HeadTraining:
         n_classes = self._stacks[0].head.n_classes
         self._classes = torch.arange(n_classes, device=bank.order.device)[:, None]  # (K, 1)
         self._min_fit = -WORSE_THAN_GUESSING * math.log(n_classes)
-        self._waiting: list[tuple[Any, ...]] = []  # arguments of `_step`
+        self._waiting: list[tuple[Any, ...]] = []  # progress, share of the peak rate, and the parts of a batch
+        self._form: list[Any] = []  # shapes and types of these parts, which are equal in a burst
         self.losses: Tensor | None = None  # (H,) of the last step
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.progress: float | None = None  # of the last step
@@ -85,6 +86,10 @@ class HeadTraining:
         waits = n_processes() == 1 and batch[0].numel() + batch[1].numel() <= MAX_WAITING
         if waits:  # compiled networks and some loaders use memory again
             batch = tuple(part.clone() for part in batch)
+        form = [(part.shape, part.dtype) for part in batch]
+        if form != self._form:
+            self.catch_up()
+            self._form = form
         self._waiting.append((progress, self.schedule.now(), *batch))
         if not waits or len(self._waiting) >= BURST:
             self.catch_up()
@@ -93,32 +98,46 @@ class HeadTraining:
         """Make the steps on the batches that wait, in order."""
         if not self._waiting:
             return
-        device_type = self._classes.device.type
-        with torch.inference_mode(), without_autocast(device_type):  # no_grad is a little slower
-            while self._waiting:
-                losses = self._step(*self._waiting.pop(0))
+        waiting = zip(*self._waiting)
+        self._waiting.clear()
+        with torch.inference_mode(), without_autocast(self._classes.device.type):  # no_grad is a little slower
+            losses = self._learn(*waiting)
         self.losses = losses.clone()  # as an ordinary tensor
 
-    def _step(
+    def _learn(
         self,
-        progress: float,
-        share: float,
-        main: Tensor,
-        features: Tensor,
-        labels: Tensor,
-        folds: Tensor,
-        counts: Tensor | None = None,
+        progress: Sequence[float],
+        shares: Sequence[float],
+        main: Sequence[Tensor],
+        features: Sequence[Tensor],
+        labels: Sequence[Tensor],
+        folds: Sequence[Tensor],
+        counts: Sequence[Tensor] = (),
     ) -> Tensor:
-        main, targets = main.float(), _targets(labels, self._classes)  # (B, K), (K, B)
-        known = targets.sum(0)  # (B,) 1, or 0 where a label is no class
-        known = known if counts is None else known * (counts / counts.mean())
-        fit = average_over_processes((main.T.log_softmax(0) * targets).sum() / len(main))  # minus the NLL
-        batch = _Batch(main, features, targets, known, folds, fit > self._min_fit)
-        found = zip(*(stack.step(batch, progress, share) for stack in self._stacks))
-        losses, norms, fine = (self.bank.in_order(parts) for parts in found)
-        self._flags.send(fine)
-        self.grad_norms, self.progress = norms, progress
-        return losses
+        """A step on each of T batches; the losses (H,) of the last."""
+        # What does not depend on the heads is computed for all steps at once. Logits and features stay apart: the
+        # rounding of a matrix product may depend on where its factors lie, and must not on the length of a burst.
+        main = [some.float() for some in main]
+        targets = _targets(torch.stack(labels), self._classes)  # (T, K, B)
+        known = targets.sum(1)  # (T, B) 1, or 0 where a label is no class
+        if counts:
+            weights = torch.stack(counts)
+            known = known * (weights / weights.mean(1, keepdim=True))
+        log_probs = torch.stack(main).mT.log_softmax(1)
+        fit = (log_probs * targets).sum((1, 2)) / len(labels[0])  # (T,) minus the NLL
+        sane = average_over_processes(fit) > self._min_fit
+        folds = torch.stack(folds)
+        weights = [stack.weigh(known, folds) for stack in self._stacks]  # (T, H, 1, B) each
+        steps = map(_Step, progress, shares, main, features, targets, sane)
+        fine = []
+        for step, *of_stacks in zip(steps, *weights):
+            found = [stack.step(step, own) for stack, own in zip(self._stacks, of_stacks)]
+            log_probs, norms, finite = zip(*found)
+            fine.append(self.bank.in_order(finite))
+        self._flags.send(torch.stack(fine).flatten(1))
+        self.grad_norms, self.progress = self.bank.in_order(norms).flatten(), progress[-1]
+        parts = [_losses(some, targets[-1], own[-1]) for some, own in zip(log_probs, weights)]
+        return average_over_processes(self.bank.in_order(parts))
 
     def count_skipped(self, wait: bool = False) -> None:
         """Bring `skipped` and `skipped_in_a_row` up to date with the steps whose result has arrived."""
@@ -148,12 +167,14 @@ class HeadTraining:
         self.skipped, self.skipped_in_a_row = state["skipped"]
 
 
-class _Batch(NamedTuple):
+class _Step(NamedTuple):
+    """A batch and when it is learned from."""
+
+    progress: float
+    share: float  # of the peak rate
     main: Tensor  # (B, K)
     features: Tensor  # (B, F)
     targets: Tensor  # (K, B)
-    known: Tensor  # (B,) weights
-    folds: Tensor  # (B,)
     sane: Tensor  # (), whether heads may learn from it
 
 
@@ -173,44 +194,44 @@ class _Stack:
         sizes = [parameter[0].numel() for parameter in parameters]
         for parameter, part in zip(parameters, self.weights.split(sizes, 1)):
             parameter.data = part.view(parameter.shape)
+        self.gradients = [torch.zeros_like(parameter) for parameter in parameters]  # kept: new memory is slow
+        self.rows = [part.flatten(1) for part in self.gradients]  # (H, size) each
         blind = [-1 if spec.fold is None else spec.fold for spec in head.specs]
-        self.blind = torch.tensor(blind, device=self.weights.device)[
-            :, None
-        ]  # (H, 1) each head's unseen fold
+        blind_folds = torch.tensor(blind, device=self.weights.device)
+        self.blind = blind_folds[:, None, None]  # (H, 1, 1) each head's unseen fold
         beta0 = [float(spec.beta0) for spec in head.specs]  # type: ignore[arg-type]
         same = len(set(beta0)) == 1  # then one number does, which is faster
         self.beta0 = beta0[0] if same else self.weights.new_tensor(beta0)[:, None, None]
-        # Rate, momentum and weight decay, (3, H, 1), of heads that move and of those that do not.
-        rates = [[(spec.lr, MOMENTUM, weight_decay), (0.0, 1.0, 0.0)] for spec in head.specs]
+        # Rate, momentum, weight decay and share of the gradient, (4, H, 1), of heads that move and of those that do not.
+        rates = [[(spec.lr, MOMENTUM, weight_decay, 1.0), (0.0, 1.0, 0.0, 0.0)] for spec in head.specs]
         self._moving, self._idle = self.weights.new_tensor(rates).permute(1, 2, 0).unsqueeze(3)
 
-    def step(self, batch: _Batch, progress: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the heads; their losses, the norms of their gradients and whether these are finite, (H,) each."""
-        losses = self._learn(batch, anneal(self.beta0, progress))
-        norms = torch.linalg.vector_norm(self.gradient, dim=1)
-        fine = norms < math.inf  # a nan loss has a nan gradient
-        self._move(fine & batch.sane, norms, share)
-        return losses, norms, fine
+    def weigh(self, known: Tensor, folds: Tensor) -> Tensor:
+        """(T, H, 1, B) the weight of each sample in a head's loss, from weights and folds of samples, (T, B) each."""
+        sees = known[:, None, None] * (folds[:, None, None] != self.blind)
+        n_seen = average_over_processes(sees.sum(3, keepdim=True))  # several processes do what one would
+        return sees.div_(n_seen.clamp_(min=1.0))
 
-    def _learn(self, batch: _Batch, beta: float | Tensor) -> Tensor:
-        """The losses (H,); the gradients are written to `gradient`."""
-        sees = batch.known * (batch.folds != self.blind)  # (H, B)
-        n_seen = average_over_processes(sees.sum(1, keepdim=True))  # several processes do what one would
-        weights = sees.div_(n_seen.clamp_(min=1.0))
-        self.head.follow(batch.main, batch.features, batch.sane)
-        passed = self.head.run(batch.main, batch.features, self.generator)
+    def step(self, step: _Step, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Move the heads; log-probabilities (H, K, B) before, norms of gradients and whether they are finite, (H, 1)."""
+        self.head.follow(step.main, step.features, step.sane)
+        passed = self.head.run(step.main, step.features, self.generator)
+        beta = anneal(self.beta0, step.progress)
         log_probs = (passed.logits * beta).log_softmax(1)  # (H, K, B)
-        losses = (log_probs * batch.targets).sum(1).mul_(weights).sum(1).neg_()
-        slopes = log_probs.exp_().sub_(batch.targets).mul_(weights.unsqueeze(1) * beta)
-        torch.cat(self.head.gradients(passed, slopes), 1, out=self.gradient)  # kept: new memory is slow
+        slopes = log_probs.exp().sub_(step.targets).mul_(weights * beta)
+        self.head.gradients(passed, slopes, self.gradients)
+        torch.cat(self.rows, 1, out=self.gradient)
         average_over_processes(self.gradient)
-        return average_over_processes(losses)
+        norms = torch.linalg.vector_norm(self.gradient, dim=1, keepdim=True)
+        finite = norms < math.inf  # a nan loss has a nan gradient
+        self._move(finite & step.sane, norms, step.share)
+        return log_probs, norms, finite
 
     def _move(self, moves: Tensor, norms: Tensor, share: float) -> None:
-        """Nesterov SGD for the heads that move, (H,) bool, whose gradients have these norms, (H,)."""
-        rate, momentum, decay = torch.where(moves[:, None], self._moving, self._idle).unbind()  # (H, 1) each
-        shrink = moves / (norms / self.clip).clamp_(min=1.0)  # nan where a norm is not finite
-        step = self.gradient.mul_(shrink[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+        """Nesterov SGD for the heads that move, (H, 1) bool, whose gradients have these norms, (H, 1)."""
+        rate, momentum, decay, shrink = torch.where(moves, self._moving, self._idle).unbind()  # (H, 1) each
+        shrink = shrink.div_((norms / self.clip).clamp_(min=1.0))  # nan where a norm is
+        step = self.gradient.mul_(shrink).nan_to_num_(0.0, 0.0, 0.0)
         step.addcmul_(self.weights, decay)
         torch.addcmul(step, self.velocity, momentum, out=self.velocity)
         step.add_(self.velocity, alpha=MOMENTUM)
@@ -262,7 +283,12 @@ def anneal(beta0: B0, progress: float) -> B0:
 
 
 def _targets(labels: Tensor, classes: Tensor) -> Tensor:
-    """Labels (B,) or (B, K) as probabilities (K, B), all 0 where a label is no class."""
-    if labels.ndim == 1:
-        return (labels == classes).float()
-    return labels.float().T.where((labels >= 0).all(1), 0.0)  # no nan
+    """Labels (T, B) or (T, B, K) as probabilities (T, K, B), all 0 where a label is no class."""
+    if labels.ndim == 2:
+        return (labels.unsqueeze(1) == classes).float()
+    return labels.float().mT.where((labels >= 0).all(2).unsqueeze(1), 0.0)  # no nan
+
+
+def _losses(log_probs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """(H,) from (H, K, B), (K, B) and (H, 1, B)."""
+    return (log_probs * targets).sum(1).mul_(weights.squeeze(1)).sum(1).neg_()

@@ -174,13 +174,13 @@ def set_random(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class AsyncFlags:
-    """Bool tensors (H,) sent from the device to the host without waiting, read in order once they have arrived."""
+    """Bool tensors (T, H) sent from the device to the host without waiting, read in order once they have arrived."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def send(self, flags: Tensor) -> None:
-        """Start copying a bool tensor (H,)."""
+        """Start copying a bool tensor (T, H)."""
         if flags.device.type != "cuda":
             self._pending.append((flags, None))
             return
@@ -191,7 +191,7 @@ class AsyncFlags:
         self._pending.append((here, event))
 
     def arrived(self, wait: bool = False) -> Iterator[bool]:
-        """Of each tensor that has arrived, whether any flag is set; of all of them if `wait`."""
+        """Of each row of the tensors that have arrived, whether any flag is set; of all of them if `wait`."""
         while self._pending:
             flags, event = self._pending[0]
             if event is not None and not event.query():
@@ -199,7 +199,7 @@ class AsyncFlags:
                     return
                 event.synchronize()
             del self._pending[0]
-            yield any(flags.tolist())
+            yield from map(any, flags.tolist())
 
 
 # --- several processes
