@@ -52,6 +52,7 @@ class HeadTraining:
         seed: int = 0,
     ) -> None:
         self.bank, self.schedule = bank, ScheduleShape(follow)
+        self._is_alone = n_processes() == 1
         same_on_all_processes(bank)
         self.generator = torch.Generator(bank.order.device).manual_seed(seed)  # of dropout
         how = weight_decay, clip, self.generator
@@ -77,20 +78,22 @@ class HeadTraining:
         """One step of every head on a batch, at `progress` of the epoch, made now or in a later call.
 
         When it is made changes no result. `batch` holds main logits (B, K), features (B, F), labels, which are classes
-        (B,) or rows of probabilities (B, K), folds (B,) and, where there are any, sample weights (B,).
+        (B,) or rows of probabilities (B, K), folds (B,) and, where there are any, sample weights (B,). Logits and
+        features may be overwritten afterwards.
         """
         anneal(1.0, progress)  # what cannot be learned from raises an error now, not in a later call
-        for stack in self._stacks:
-            stack.head.check(*batch[:3])
-        # One of several processes may be asked for its heads alone, and a step needs all of them.
-        waits = n_processes() == 1 and batch[0].numel() + batch[1].numel() <= MAX_WAITING
-        if waits:  # compiled networks and some loaders use memory again
-            batch = tuple(part.clone() for part in batch)
         form = [(part.shape, part.dtype) for part in batch]
         if form != self._form:
+            for stack in self._stacks:
+                stack.head.check(*batch[:3])
             self.catch_up()
             self._form = form
-        self._waiting.append((progress, self.schedule.now(), *batch))
+        # One of several processes may be asked for its heads alone, and a step needs all of them.
+        main, features, *known = batch
+        waits = self._is_alone and main.numel() + features.numel() <= MAX_WAITING
+        if waits:  # compiled networks and some loaders use memory again
+            main, features = main.clone(), features.clone()
+        self._waiting.append((progress, self.schedule.now(), main, features, *known))
         if not waits or len(self._waiting) >= BURST:
             self.catch_up()
 
