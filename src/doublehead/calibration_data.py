@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     folds: Tensor | None = None
 
 
-class Prepared(NamedTuple):
+class Ready(NamedTuple):
     """Inputs on the network's device, rows of its outputs to take, and these rows' targets, folds and any weights."""
 
     args: tuple[Any, ...]
@@ -174,19 +174,15 @@ class Rows:
     ) -> None:
         self.tensors, self.batch_size, self.shuffle, self.drop_last = tensors, batch_size, shuffle, drop_last
         self.weights = weights
-        self._known: list[Tensor] = []  # (N, rows of a sample, ...) each
-        self._device = tensors[0].device
+        self.known: Sequence[Tensor] = ()  # (N, rows of a sample, ...): where it is set, batches are Ready
 
-    def folds(self) -> Tensor:
-        """(N,) the folds of all samples."""
+    def whole(self, device: torch.device, folds: bool) -> Batch:
+        """Labels, weights and `folds` of all samples."""
         inputs, labels = self.tensors[:2]
-        parts = zip(inputs.split(self.batch_size), labels.split(self.batch_size))
-        return torch.cat([fold_of(Batch((x,), {}, y)) for x, y in parts])
-
-    def prepare(self, known: Sequence[Tensor], device: torch.device) -> None:
-        """Give Prepared batches from now on, of what is `known` of all rows of samples."""
-        self._known = [part.unflatten(0, (len(self.tensors[0]), -1)) for part in known]
-        self._device = device
+        batch = unpack(Batch((), {}, labels, self.weights), device)
+        parts = zip(inputs.split(self.batch_size), labels.split(self.batch_size)) if folds else ()
+        found = [fold_of(Batch((x,), {}, y)) for x, y in parts]
+        return batch._replace(folds=torch.cat(found).to(device)) if folds else batch
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.tensors[0]), self.batch_size)
@@ -198,23 +194,16 @@ class Rows:
         order = order[: len(self) * self.batch_size].to(self.tensors[0].device)
         batch_numel = self.batch_size * max(1, self.tensors[0][:1].numel())
         n_ahead = max(1, min(8, MAX_AHEAD // batch_numel))  # so that a batch of a small network costs little
+        own = self.tensors if self.weights is None else (*self.tensors, self.weights)
+        parts = (self.tensors[0], *self.known) if self.known else own
         for rows in order.split(n_ahead * self.batch_size):
-            yield from self._batches(rows)
+            taken = (part.index_select(0, rows.to(part.device)).split(self.batch_size) for part in parts)
+            yield from list(map(self._batch, *taken))
 
-    def _batches(self, rows: Tensor) -> list[Any]:
-        size = self.batch_size
-        if self._known:
-            inputs = _take(self.tensors[0], rows).to(self._device).split(size)
-            known = (_take(part, rows).flatten(0, 1).split(size * part.shape[1]) for part in self._known)
-            return [Prepared((x,), {}, None, parts) for x, *parts in zip(inputs, *known)]
-        if self.weights is None:
-            return [list(parts) for parts in zip(*(_take(part, rows).split(size) for part in self.tensors))]
-        columns = (_take(part, rows).split(size) for part in (*self.tensors, self.weights))
-        return [Batch((x,), {}, y, weights) for x, y, weights in zip(*columns)]
-
-
-def _take(part: Tensor, rows: Tensor) -> Tensor:
-    return part.index_select(0, rows.to(part.device))
+    def _batch(self, x: Tensor, *others: Tensor) -> Any:
+        if self.known:
+            return Ready((x.to(self.known[0].device),), {}, None, [part.flatten(0, 1) for part in others])
+        return [x, *others] if self.weights is None else Batch((x,), {}, *others)
 
 
 def _takes_rows(data: Any) -> bool:

@@ -80,7 +80,7 @@ def second_opinion(n_features: int) -> list[HeadSpec]:
 
 
 class Pass(NamedTuple):
-    """What heads made of a batch: inputs (B, size), hidden (H, B, hidden), out (H, n_out, B), logits (H, K, B).
+    """What heads made of a batch: inputs (H, B, size), hidden (H, B, hidden), out (H, n_out, B), logits (H, K, B).
 
     Samples come last: on a CPU a softmax over the last dimension is slow for few classes.
     """
@@ -173,13 +173,15 @@ class CalibrationHead(StaysFloat32):
         weights: Any = self._parameters  # self.first_weight is slow
         inputs = self.inputs(main, features)  # (B, size)
         inputs = inputs if self.standardise is None else self.standardise(inputs)
-        hidden, scale = inputs.expand(n_heads, -1, -1), 1.0
+        inputs = inputs.expand(n_heads, -1, -1)
+        hidden, scale = inputs, 1.0
         if self.hidden:
             bias = weights["first_bias"].unsqueeze(1)
-            hidden = torch.baddbmm(bias, hidden, weights["first_weight"].mT).relu_()
+            hidden = torch.baddbmm(bias, inputs, weights["first_weight"].mT).relu_()
         if self.training and spec.dropout:
             # One mask for all heads: on a CPU drawing it costs more than using it.
-            drawn = torch.empty_like(hidden[0]).uniform_(generator=generator)
+            how: Any = {"generator": generator, "dtype": hidden.dtype, "device": hidden.device}
+            drawn = torch.rand(hidden.shape[1:], **how)
             hidden = hidden * drawn.ge_(spec.dropout)  # (H, B, hidden)
             scale = 1 / (1 - spec.dropout)
         bias = weights["last_bias"].unsqueeze(2)
@@ -210,7 +212,7 @@ class CalibrationHead(StaysFloat32):
         if first:
             weight, bias = first
             back = torch.bmm(slopes.mT, self.last_weight).mul_(passed.hidden.sign())  # (H, B, hidden)
-            torch.bmm(back.mT, passed.inputs.expand(len(back), -1, -1), out=weight)
+            torch.bmm(back.mT, passed.inputs, out=weight)
             torch.sum(back, 1, out=bias)
 
     def check(self, main: Tensor, features: Tensor, labels: Tensor) -> None:

@@ -22,17 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibrated import Calibrated, in_parts
-from doublehead.calibration_data import (
-    BATCH_SIZE,
-    Batch,
-    Endless,
-    Prepared,
-    Rows,
-    ToPair,
-    as_batches,
-    first_of,
-    unpack,
-)
+from doublehead.calibration_data import BATCH_SIZE, Endless, Ready, Rows, ToPair, as_batches, first_of, unpack
 from doublehead.calibration_head import HeadBank, HeadSpec, second_opinion
 from doublehead.head_training import HeadTraining
 from doublehead.network import PATIENCE, Reader, Readings, per_row
@@ -130,7 +120,12 @@ class DoubleHead:
         self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
         if isinstance(batches, Rows) and to_pair is None:
-            self._look_at_all(batches)
+            whole = batches.whole(device, self._has_folds)
+            targets = self.reader.targets(whole.labels)  # checks all of them
+            # Of a batch of tokens or pixels some positions are drawn each time.
+            if self.reader.task not in ("tokens", "pixels"):
+                known = per_row(whole, targets, None, self._has_folds)
+                batches.known = [part.unflatten(0, (len(whole.labels), -1)) for part in known]
         self.calls = self._failed = self._failed_in_a_row = 0
         self._has_warned = False
         self.active = True  # False once training the heads was given up
@@ -179,26 +174,17 @@ class DoubleHead:
             self._note_failure("the calibration loss is not finite", self._training.skipped_in_a_row)
         return not self._failed_in_a_row
 
-    def _look_at_all(self, batches: Rows) -> None:
-        """Check the labels and weights of all samples in memory, and keep what else does not change."""
-        whole = unpack(Batch((), {}, batches.tensors[1], batches.weights), self._device)
-        targets = self.reader.targets(whole.labels)
-        if self.reader.task not in ("tokens", "pixels"):  # of these a batch may be too large to take all positions
-            if self._has_folds:
-                whole = whole._replace(folds=batches.folds().to(self._device))
-            batches.prepare(per_row(whole, targets, None, self._has_folds), self._device)
-
-    def _prepare(self, raw: Any) -> Prepared:
+    def _ready(self, raw: Any) -> Ready:
         batch = unpack(raw, self._device, self.to_pair)
         labels = self.reader.targets(batch.labels, check=False)
         at = self.reader.pick(labels, POSITIONS_PER_STEP)
         known = per_row(batch, labels, at, self._has_folds)
-        return Prepared(batch.args, batch.kwargs, at, [part.clone() for part in known])
+        return Ready(batch.args, batch.kwargs, at, [part.clone() for part in known])
 
     def _read(self, progress: float | None) -> tuple[Any, ...]:
         """The progress of the epoch, and the logits, features, labels, folds and weights of the next batch."""
         raw = self._batches.next()
-        args, kwargs, at, known = raw if isinstance(raw, Prepared) else self._prepare(raw)
+        args, kwargs, at, known = raw if isinstance(raw, Ready) else self._ready(raw)
         if self.augment is not None:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)

@@ -60,8 +60,8 @@ class HeadTraining:
         n_classes = self._stacks[0].head.n_classes
         self._classes = torch.arange(n_classes, device=bank.order.device)[:, None]  # (K, 1)
         self._min_fit = -WORSE_THAN_GUESSING * math.log(n_classes)
-        self._waiting: list[tuple[Any, ...]] = []  # progress, share of the peak rate, and the parts of a batch
-        self._form: list[Any] = []  # shapes and types of these parts, which are equal in a burst
+        self._waiting: list[tuple[Any, ...]] = []  # progress, share of the peak rate, and a batch
+        self._form: list[Any] = []  # shapes and types of the parts of a batch, the same in all that wait
         self.losses: Tensor | None = None  # (H,) of the last step
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.progress: float | None = None  # of the last step
@@ -101,9 +101,9 @@ class HeadTraining:
         """Make the steps on the batches that wait, in order."""
         if not self._waiting:
             return
-        waiting = zip(*self._waiting)
+        waiting, device_type = zip(*self._waiting), self._classes.device.type
         self._waiting.clear()
-        with torch.inference_mode(), without_autocast(self._classes.device.type):  # no_grad is a little slower
+        with torch.inference_mode(), without_autocast(device_type):  # no_grad is a little slower
             losses = self._learn(*waiting)
         self.losses = losses.clone()  # as an ordinary tensor
 
@@ -111,35 +111,34 @@ class HeadTraining:
         self,
         progress: Sequence[float],
         shares: Sequence[float],
-        main: Sequence[Tensor],
-        features: Sequence[Tensor],
-        labels: Sequence[Tensor],
-        folds: Sequence[Tensor],
-        counts: Sequence[Tensor] = (),
+        main: tuple[Tensor, ...],
+        features: tuple[Tensor, ...],
+        labels: tuple[Tensor, ...],
+        folds: tuple[Tensor, ...],
+        counts: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """A step on each of T batches; the losses (H,) of the last."""
         # What does not depend on the heads is computed for all steps at once. Logits and features stay apart: the
         # rounding of a matrix product may depend on where its factors lie, and must not on the length of a burst.
-        main = [some.float() for some in main]
+        main = tuple(some.float() for some in main)
         targets = _targets(torch.stack(labels), self._classes)  # (T, K, B)
         known = targets.sum(1)  # (T, B) 1, or 0 where a label is no class
         if counts:
-            weights = torch.stack(counts)
-            known = known * (weights / weights.mean(1, keepdim=True))
-        log_probs = torch.stack(main).mT.log_softmax(1)
+            of_samples = torch.stack(counts)
+            known = known * (of_samples / of_samples.mean(1, keepdim=True))
+        log_probs = torch.stack(main).mT.log_softmax(1)  # (T, K, B)
         fit = (log_probs * targets).sum((1, 2)) / len(labels[0])  # (T,) minus the NLL
         sane = average_over_processes(fit) > self._min_fit
-        folds = torch.stack(folds)
-        weights = [stack.weigh(known, folds) for stack in self._stacks]  # (T, H, 1, B) each
+        weights = [stack.weigh(known, torch.stack(folds)) for stack in self._stacks]  # (T, H, 1, B) each
         steps = map(_Step, progress, shares, main, features, targets, sane)
         fine = []
         for step, *of_stacks in zip(steps, *weights):
-            found = [stack.step(step, own) for stack, own in zip(self._stacks, of_stacks)]
-            log_probs, norms, finite = zip(*found)
+            found = zip(*(stack.step(step, own) for stack, own in zip(self._stacks, of_stacks)))
+            answers, norms, finite = found
             fine.append(self.bank.in_order(finite))
         self._flags.send(torch.stack(fine).flatten(1))
         self.grad_norms, self.progress = self.bank.in_order(norms).flatten(), progress[-1]
-        parts = [_losses(some, targets[-1], own[-1]) for some, own in zip(log_probs, weights)]
+        parts = [_losses(some, targets[-1], own[-1]) for some, own in zip(answers, weights)]
         return average_over_processes(self.bank.in_order(parts))
 
     def count_skipped(self, wait: bool = False) -> None:
@@ -205,7 +204,7 @@ class _Stack:
         beta0 = [float(spec.beta0) for spec in head.specs]  # type: ignore[arg-type]
         same = len(set(beta0)) == 1  # then one number does, which is faster
         self.beta0 = beta0[0] if same else self.weights.new_tensor(beta0)[:, None, None]
-        # Rate, momentum, weight decay and share of the gradient, (4, H, 1), of heads that move and of those that do not.
+        # Rate, momentum, weight decay, share of the gradient, (4, H, 1), of heads that move and of those that do not.
         rates = [[(spec.lr, MOMENTUM, weight_decay, 1.0), (0.0, 1.0, 0.0, 0.0)] for spec in head.specs]
         self._moving, self._idle = self.weights.new_tensor(rates).permute(1, 2, 0).unsqueeze(3)
 
@@ -216,7 +215,7 @@ class _Stack:
         return sees.div_(n_seen.clamp_(min=1.0))
 
     def step(self, step: _Step, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the heads; log-probabilities (H, K, B) before, norms of gradients and whether they are finite, (H, 1)."""
+        """Move the heads; log-probabilities (H, K, B) before, norms of gradients, and which are finite, (H, 1)."""
         self.head.follow(step.main, step.features, step.sane)
         passed = self.head.run(step.main, step.features, self.generator)
         beta = anneal(self.beta0, step.progress)

@@ -52,28 +52,28 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-class evaluating:  # noqa: N801 (a function to its callers)
+class evaluating:
     """Evaluation mode inside the block; each module gets back the mode it had, and what FSDP gathered is sharded.
 
-    A class, and loops by hand, since beside a small network the usual ways take longer than its forward.
+    Beside a small network's forward the usual ways to do this would take longer than the forward.
     """
 
     def __init__(self, *models: nn.Module) -> None:
         self.models = models
 
     def __enter__(self) -> None:
-        """Note which modules are in training mode and switch it off."""
-        modules: list[nn.Module] = list(self.models)
+        """Switch off training mode where it is on."""
+        modules = list(self.models)
         for module in modules:  # which grows on the way
             if module._modules:
                 modules += [child for child in module._modules.values() if child is not None]
         self._is_sharded = any(hasattr(type(module), "reshard") for module in modules)
         self._training = [module for module in modules if module.training]
         for module in self._training:
-            object.__setattr__(module, "training", False)  # ten times faster than nn.Module's own way
+            object.__setattr__(module, "training", False)
 
     def __exit__(self, *_: object) -> None:
-        """Put the modules back."""
+        """Switch it on again there."""
         for module in self._training:
             object.__setattr__(module, "training", True)
         for model in self.models if self._is_sharded else ():
@@ -138,11 +138,11 @@ class Randomness:
 
     def __enter__(self) -> None:
         """Draw from this set inside the block; afterwards the caller's generators are as they were."""
-        self._theirs = self.now()
+        self._theirs = get_random(self.device, self.only_torch)
         set_random(self.state, self.device)
 
     def __exit__(self, *_: object) -> None:
-        self.state = self.now()
+        self.state = get_random(self.device, self.only_torch)
         set_random(self._theirs, self.device)
 
 
