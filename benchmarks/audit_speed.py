@@ -54,45 +54,26 @@ print(json.dumps([usage.ru_utime + usage.ru_stime, time.monotonic() - start, usa
 
 def write_files(folder: Path, rows: int, classes: int) -> dict[str, Path]:
     """Probabilities rounded to six digits, labels drawn from them; the last file has groups and times besides."""
-    files = {
-        "csv": folder / "test.csv",
-        "parquet": folder / "test.parquet",
-        "grouped": folder / "grouped.parquet",
-    }
-    rng, days = np.random.default_rng(0), np.datetime64("2025-01-01") + np.arange(300)
-    text = binary = grouped = None
-    for start in range(0, rows, 100_000):
-        n = min(100_000, rows - start)
-        logits = 2 * rng.normal(size=(n, classes))
-        probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        labels = (probs.cumsum(1) < rng.random((n, 1))).sum(1).clip(max=classes - 1)
-        table = pa.table({"label": labels, **{f"prob_{k}": probs[:, k].round(6) for k in range(classes)}})
-        text = text or csv.CSVWriter(files["csv"], table.schema)
-        binary = binary or parquet.ParquetWriter(files["parquet"], table.schema)
-        more = table.append_column("site", pa.array(np.array(list("ABCDE"))[np.arange(n) % 5]))
-        more = more.append_column(
-            "day", pa.array(days[np.arange(start, start + n) * 300 // rows].astype(str))
-        )
-        grouped = grouped or parquet.ParquetWriter(files["grouped"], more.schema)
-        text.write(table)
-        binary.write(table)
-        grouped.write(more)
-    for writer in (text, binary, grouped):
-        assert writer is not None
-        writer.close()
+    files = {"csv": "test.csv", "parquet": "test.parquet", "grouped": "grouped.parquet"}
+    files = {kind: folder / name for kind, name in files.items()}
+    rng, places = np.random.default_rng(0), np.arange(rows)
+    odds = np.exp(2 * rng.normal(size=(rows, classes)))
+    probs = odds / odds.sum(1, keepdims=True)
+    labels = (probs.cumsum(1) < rng.random((rows, 1))).sum(1).clip(max=classes - 1)
+    table = pa.table({"label": labels, **{f"prob_{k}": probs[:, k].round(6) for k in range(classes)}})
+    sites, days = np.array(list("ABCDE"))[places % 5], np.datetime64("2025-01-01") + places * 300 // rows
+    more = table.append_column("site", pa.array(sites)).append_column("day", pa.array(days.astype(str)))
+    csv.write_csv(table, files["csv"])
+    parquet.write_table(table, files["parquet"], row_group_size=100_000)
+    parquet.write_table(more, files["grouped"], row_group_size=100_000)
     return files
 
 
 def measured(command: list[str]) -> dict[str, Any]:
     """CPU seconds, seconds and peak memory (MB) of a process."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "ARROW_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    started = [sys.executable, "-c", STARTER, *command]
-    found = subprocess.run(started, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
+    one_thread = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "ARROW", "OPENBLAS")}
+    started, how = [sys.executable, "-c", STARTER, *command], {"env": os.environ | one_thread}
+    found = subprocess.run(started, stdout=subprocess.PIPE, check=True, text=True, **how).stdout
     cpu, wall, peak = json.loads(found)
     return {"cpu_s": round(cpu, 2), "wall_s": round(wall, 2), "peak_mb": round(peak / 1024)}
 
@@ -126,16 +107,9 @@ def main() -> None:
                 one["cpu_s_of_all"] = [r[what]["cpu_s"] for r in rounds]
                 print(f"{what}, {kind} ({sizes[kind]} MB): {one}", flush=True)
     if options.save:
-        facts = {
-            "rows": options.rows,
-            "classes": options.classes,
-            "megabytes": sizes,
-            "start": start,
-            "rounds": options.rounds,
-            "results": found,
-        }
-        packages = ("doublehead", "pyarrow", "pandas", "scikit-learn")
-        records.save("audit_speed", facts | records.about(packages))
+        facts = {"rows": options.rows, "classes": options.classes, "megabytes": sizes, "start": start}
+        about = records.about(("doublehead", "pyarrow", "pandas", "scikit-learn"))
+        records.save("audit_speed", {**facts, "rounds": options.rounds, "results": found, **about})
 
 
 if __name__ == "__main__":

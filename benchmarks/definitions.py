@@ -110,14 +110,16 @@ def ks_of(confidence: Array, correct: Array) -> float:
     return float(np.abs(sums[last]).max() / len(sums))
 
 
-def golden_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
+def nll_at(temperature: float, logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """The mean NLL of logits divided by a temperature, in float64."""
+    return float(torch.nn.functional.cross_entropy(logits.double() / temperature, labels))
+
+
+def golden_temperature(logits: torch.Tensor, labels: torch.Tensor, within: float = 1e-9) -> float:
     """Golden-section search of the mean NLL over log T."""
-
-    def nll(t: float) -> float:
-        return float(torch.nn.functional.cross_entropy(logits / math.exp(t), labels))
-
-    low, high, ratio = -3.0, 3.0, (math.sqrt(5) - 1) / 2
-    while high - low > 1e-9:
+    low, high, ratio = -12.0, 12.0, (math.sqrt(5) - 1) / 2
+    while high - low > within:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, right) if nll(left) < nll(right) else (left, high)
+        lower = nll_at(math.exp(left), logits, labels) < nll_at(math.exp(right), logits, labels)
+        low, high = (low, right) if lower else (left, high)
     return math.exp((low + high) / 2)

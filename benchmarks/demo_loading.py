@@ -1,6 +1,6 @@
 """How much of the demo's training is spent waiting for batches: the demo's network, heads and data, on the CPU.
 
-    python benchmarks/demo_loading.py --output benchmarks/results/demo_loading.json
+    python benchmarks/demo_loading.py --save     # writes benchmarks/results/demo_loading.json
 
 Batches are made in the training process itself, so each moment spent making one, for the network or for the heads, is
 a moment in which nothing learns. The first epoch warms up and is left out.
@@ -8,14 +8,13 @@ a moment in which nothing learns. The first epoch warms up and is left out.
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import records
 import torch
 
 from doublehead.cli.train import DEMO as SHOWN
@@ -41,13 +40,11 @@ def timed(batches: Batches, original: Any = Batches.__iter__) -> Iterator[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.arguments(__doc__)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--augment", default="none", help="none as in the demo, crop or crop-flip")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    torch.set_num_threads(os.cpu_count() or 1)  # as in the demo; `records` holds others to one
     base = replace(RECIPES["fashion"], evaluate_every=1000, augment=options.augment)
     config, methods = runs_for(base, SHOWN)[0]  # cross entropy and all heads
     run = set_up(config, make_fabric(config, accelerator="cpu", devices=1), fashion_subset(), None)
@@ -56,10 +53,8 @@ def main() -> None:
     for epoch in range(options.epochs + 1):
         before, began = waited, time.perf_counter()
         run_epoch(run)
-        row = {
-            "seconds": round(time.perf_counter() - began, 3),
-            "waited_seconds": round(waited - before, 4),
-        }
+        took = round(time.perf_counter() - began, 3)
+        row = {"seconds": took, "waited_seconds": round(waited - before, 4)}
         print(f"epoch {epoch}: {row}", flush=True)
         rows += [row] if epoch else []
     share = sum(row["waited_seconds"] for row in rows) / sum(row["seconds"] for row in rows)
@@ -71,8 +66,8 @@ def main() -> None:
         "environment": environment(torch.device("cpu")),
     }
     print(f"{result['waiting_percent']} % of the time was spent waiting for batches")
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if options.save:
+        records.save("demo_loading", result)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import argparse
 import gzip
 import io
 import json
+import multiprocessing
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -86,17 +86,14 @@ def as_top_label(rng: random.Random, scores: np.ndarray, labels: np.ndarray) -> 
 def as_table(scores: np.ndarray, labels: np.ndarray, lists: bool) -> pa.Table:
     if lists:
         return pa.table({"label": labels, kind_of(scores): scores.tolist()})
-    return pa.table(
-        {"label": labels, **{f"{kind_of(scores)[:-1]}_{k}": scores[:, k] for k in range(scores.shape[1])}}
-    )
+    columns = {f"{kind_of(scores)[:-1]}_{k}": column for k, column in enumerate(scores.T)}
+    return pa.table({"label": labels, **columns})
 
 
 def as_parquet(rng: random.Random, scores: np.ndarray, labels: np.ndarray) -> bytes:
-    sink = io.BytesIO()
-    codec = rng.choice(["none", "snappy", "zstd"])
-    parquet.write_table(
-        as_table(scores, labels, rng.random() < 0.5), sink, row_group_size=20, compression=codec
-    )
+    sink, codec = io.BytesIO(), rng.choice(["none", "snappy", "zstd"])
+    table = as_table(scores, labels, rng.random() < 0.5)
+    parquet.write_table(table, sink, row_group_size=20, compression=codec)
     return sink.getvalue()
 
 
@@ -200,11 +197,7 @@ def read(number: int, folder: Path) -> str:
     command = ["evaluate", *files]
     if number % 20:
         out = folder / ("out" + "".join(Path(files[0]).suffixes))
-        command = [
-            "calibrate",
-            *(x for f in files for x in ("--fit", f)),
-            *(x for f in files for x in ("--apply", f)),
-        ]
+        command = ["calibrate", *(x for f in files for x in ("--fit", f, "--apply", f))]
         command += ["--method", "temperature", "--force", "-o", str(out)]
     result = CliRunner().invoke(app, [*command, *stated])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -230,17 +223,12 @@ def work(first: int, last: int, progress: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--files", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one file")
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.work:
-        work(int(options.work[0]), int(options.work[1]), Path(options.work[2]))
-        return 0
     if options.only is not None:
         with tempfile.TemporaryDirectory() as folder:
             print(read(options.only, Path(folder)))
@@ -252,14 +240,15 @@ def main() -> int:
         progress = Path(folder) / "progress"
         while first < end:
             last = min(end, first + 1000)
-            arguments = [sys.executable, __file__, "--work", str(first), str(last), str(progress)]
-            code = subprocess.run(arguments, check=False).returncode
+            worker = multiprocessing.get_context("spawn").Process(target=work, args=(first, last, progress))
+            worker.start()
+            worker.join()
             said = progress.read_text()
-            if code == 0:
+            if worker.exitcode == 0:
                 total.update(json.loads(said))
                 first = last
             else:  # the files before were read; count this one and go on behind it
-                print(f"--- file {said}: the process ended with {code}", flush=True)
+                print(f"--- file {said}: the process ended with {worker.exitcode}", flush=True)
                 total.update(wrong=1, numbers=int(said) - first)
                 first = int(said) + 1
             print(f"{sum(total.values())} files: {dict(total)}, {time.monotonic() - start:.0f} s", flush=True)

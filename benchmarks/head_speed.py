@@ -11,27 +11,15 @@ was fitted to, so it compares solvers, not methods.
 from __future__ import annotations
 
 import records  # isort: skip
-import sys
 import warnings
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from doublehead import metrics
 from doublehead.calibrators import Head, Temperature
 from doublehead.predictions import Predictions
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
-
-
-def stored(run: str) -> Predictions:
-    """The calibration logits of a committed run."""
-    from results import StoredRun
-
-    return StoredRun(run).calib.predictions
 
 
 def drawn(n: int, k: int) -> Predictions:
@@ -40,17 +28,18 @@ def drawn(n: int, k: int) -> Predictions:
     logits = 1.5 * torch.randn(n, k, generator=generator)
     favourite = torch.randint(k, (n,), generator=generator)
     logits[torch.arange(n), favourite] += 8 + 12 * torch.rand(n, generator=generator)
-    truth = logits * (0.7 + 0.1 * torch.rand(k, generator=generator)) + 0.3 * torch.randn(
-        k, generator=generator
-    )
+    slopes = 0.7 + 0.1 * torch.rand(k, generator=generator)
+    truth = logits * slopes + 0.3 * torch.randn(k, generator=generator)
     return Predictions(logits, torch.multinomial(truth.softmax(1), 1, generator=generator)[:, 0])
 
 
 def works() -> dict[str, tuple[Predictions, float]]:
     """Predictions, and how many CPU seconds the head may take."""
+    runs = (records.stored_run(f"{data}-resnet50-cross_entropy-e80-s0") for data in ("cifar10", "cifar100"))
+    few, many = (run.calib.predictions for run in runs)
     return {
-        "5,000 x 10": (stored("cifar10-resnet50-cross_entropy-e80-s0"), 1.0),
-        "5,000 x 100": (stored("cifar100-resnet50-cross_entropy-e80-s0"), 2.0),
+        "5,000 x 10": (few, 1.0),
+        "5,000 x 100": (many, 2.0),
         "25,000 x 1,000": (drawn(25_000, 1000), 20.0),
     }
 
@@ -61,8 +50,7 @@ def structured_matrix(p: Predictions) -> Predictions:
     peer = import_module("probmetrics.calibrators").get_calibrator("sms")
     logits = distributions.CategoricalLogits(p.logits)
     peer.fit_torch(logits, p.labels)
-    out: Tensor = peer.predict_proba_torch(logits).get_logits()
-    return Predictions(out.float(), p.labels)
+    return Predictions(peer.predict_proba_torch(logits).get_logits().float(), p.labels)
 
 
 def measure(p: Predictions, rounds: int) -> dict[str, dict[str, Any]]:

@@ -31,7 +31,7 @@ from doublehead.calibrators import Temperature
 from doublehead.predictions import Predictions
 
 DOCS = Path(__file__).parents[1] / "docs" / "peers.md"
-MARKS = ("<!-- written by benchmarks/peers_agreement.py -->", "<!-- end -->")
+MARK = "<!-- written by benchmarks/peers_agreement.py -->"
 SAME = 2e-6  # float32 probabilities of 10,000 samples leave about 1e-7
 PEERS = {
     "netcal": "netcal",
@@ -156,9 +156,7 @@ def other_rows(data: Set) -> list[Row]:
     top = data.confidence, data.correct
     adaptive = {"netcal": lambda: netcal("ECE", 15, equal_intervals=False).measure(data.probs, data.labels)}
     share = f"{100 * (data.confidence == 1).mean():.0f} %"
-    coincide = Reason(
-        f"raises: {share} of the confidences are exactly 1.0, so edges of its bins coincide", None
-    )
+    coincide = f"raises: {share} of the confidences are exactly 1.0, so edges of its bins coincide"
     mmce = {"netcal": lambda: netcal("MMCE").measure(few.probs.astype(float), few.labels)}
     smooth = metrics.smooth_ece(data.p)
     mirror = Reason(
@@ -167,10 +165,9 @@ def other_rows(data: Set) -> list[Row]:
         within=1e-3,
     )
     by_relplot = {"probmetrics": lambda: probmetrics_value(data, "smece")}
+    reasons = {"netcal": Reason(coincide, None)}
     return [
-        Row(
-            "adaptive ECE", metrics.adaptive_ece(data.p), by.equal_mass(*top), adaptive, {"netcal": coincide}
-        ),
+        Row("adaptive ECE", metrics.adaptive_ece(data.p), by.equal_mass(*top), adaptive, reasons),
         Row("MMCE, first 2,000", metrics.mmce(few.p), by.mmce_of(few.confidence, few.correct), mmce, {}),
         Row("smooth ECE", smooth, by.smooth_of(*top, width=smooth), by_relplot, {"probmetrics": mirror}),
         Row("KS error", metrics.ks_error(data.p), by.ks_of(*top), {}, {}),
@@ -180,7 +177,7 @@ def other_rows(data: Set) -> list[Row]:
 def temperature_rows(val: Predictions) -> list[Row]:
     """The temperature that minimises the NLL, from float32 and from float64 inputs."""
     double = Predictions(val.logits.double(), val.labels)
-    best = by.golden_temperature(double.logits, double.labels)
+    best = by.golden_temperature(val.logits, val.labels)
     stays = Reason("stays where it starts, at 1.0, on float32 probabilities, without a warning", 1.0)
     rows = []
     for title, p in (("float32", val), ("float64", double)):
@@ -225,31 +222,20 @@ def netcal_temperature(p: Predictions) -> float:
 
 
 def sklearn_temperature(p: Predictions) -> float:
-    """Through CalibratedClassifierCV around a classifier that passes logits on."""
-    base, calibration = import_module("sklearn.base"), import_module("sklearn.calibration")
-    frozen = import_module("sklearn.frozen").FrozenEstimator
-
-    class Logits(base.ClassifierMixin, base.BaseEstimator):
-        def fit(self, X: Array, y: Array) -> Logits:
-            self.classes_ = np.arange(X.shape[1])
-            return self
-
-        def decision_function(self, X: Array) -> Array:
-            return X
-
-        def predict(self, X: Array) -> Array:
-            return X.argmax(1)
-
+    """Through CalibratedClassifierCV around a linear classifier that passes logits on."""
     logits, labels = p.logits.numpy(), p.labels.numpy()
-    model = calibration.CalibratedClassifierCV(frozen(Logits().fit(logits, labels)), method="temperature")
+    passes_on = import_module("sklearn.linear_model").LogisticRegression()
+    passes_on.classes_ = np.arange(p.n_classes)
+    passes_on.coef_, passes_on.intercept_ = np.eye(p.n_classes, dtype=logits.dtype), logits.dtype.type(0)
+    frozen = import_module("sklearn.frozen").FrozenEstimator(passes_on)
+    model = import_module("sklearn.calibration").CalibratedClassifierCV(frozen, method="temperature")
     fitted = model.fit(logits, labels).calibrated_classifiers_[0].calibrators[0]
     return 1 / float(fitted.beta_)
 
 
 def probmetrics_temperature(p: Predictions) -> float:
-    found = import_module("probmetrics.calibrators").get_calibrator(
-        "temp-scaling", calibrate_with_mixture=False
-    )
+    get = import_module("probmetrics.calibrators").get_calibrator
+    found = get("temp-scaling", calibrate_with_mixture=False)
     found.fit_torch(import_module("probmetrics.distributions").CategoricalLogits(p.logits), p.labels)
     return 1 / float(found.invtemp_)
 
@@ -285,30 +271,23 @@ def _explains(reason: Reason, value: float) -> bool:
 
 def as_markdown(rows: list[dict[str, Any]], installed: dict[str, str]) -> str:
     """The table, and below it why each number in italics differs."""
-    lines = [
-        "| number | ours | definition | "
-        + " | ".join(f"{PEERS[p]} {installed[p]}" for p in installed)
-        + " |",
-        "|---" * (3 + len(installed)) + "|",
-    ]
-    reasons: dict[str, list[str]] = {}
+    titles = ["number", "ours", "definition", *(f"{PEERS[p]} {version}" for p, version in installed.items())]
+    lines, reasons = [titles], {}
     for row in rows:
-        cells = []
+        lines.append([row["name"], f"{row['ours']:.6f}", f"{row['definition']:.6f}"])
         for peer in installed:
             cell = row["peers"].get(peer)
             if cell is None:
-                cells.append("-")
+                lines[-1].append("-")
                 continue
             text = "raises" if cell["value"] is None else f"{cell['value']:.6f}"
-            cells.append(text if cell["verdict"] == "agrees" else f"*{text}*")
+            lines[-1].append(text if cell["verdict"] == "agrees" else f"*{text}*")
             if cell["verdict"] != "agrees":
                 why = cell.get("why", "UNEXPLAINED")
                 reasons.setdefault(f"{PEERS[peer]}: {why}", []).append(row["name"])
-        lines.append(
-            f"| {row['name']} | {row['ours']:.6f} | {row['definition']:.6f} | " + " | ".join(cells) + " |"
-        )
-    lines += ["", *(f"- {why} (in: {'; '.join(names)})." for why, names in reasons.items())]
-    return "\n".join(lines)
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    table.insert(1, "|---" * len(titles) + "|")
+    return "\n".join([*table, "", *(f"- {why} (in: {'; '.join(names)})." for why, names in reasons.items())])
 
 
 def main() -> int:
@@ -320,8 +299,10 @@ def main() -> int:
     found = records.installed({parts.get(module, module): name for module, name in PEERS.items()})
     installed = {module: version(name) for module, name in PEERS.items() if name in found}
     arrays = np.load(arguments.file)
-    val = Predictions(arrays["val_logits"], arrays["val_labels"].astype(np.int64))
-    test = Predictions(arrays["test_logits"], arrays["test_labels"].astype(np.int64))
+    val, test = (
+        Predictions(arrays[f"{part}_logits"], arrays[f"{part}_labels"].astype(np.int64))
+        for part in ("val", "test")
+    )
     calibrated = Temperature().fit(val).calibrate(test)
     rounded = Predictions.from_probs(calibrated.probs.double().numpy().round(2), test.labels, tolerance=0.1)
     data = Set.of(test)
@@ -331,12 +312,9 @@ def main() -> int:
     text = as_markdown(table, installed)
     print(text)
     bad = [row["name"] for row in table if not row["right"]]
-    bad += [
-        f"{peer} in {row['name']}"
-        for row in table
-        for peer, cell in row["peers"].items()
-        if cell["verdict"] == "unexplained"
-    ]
+    for row in table:
+        differ = (peer for peer, cell in row["peers"].items() if cell["verdict"] == "unexplained")
+        bad += [f"{peer} in {row['name']}" for peer in differ]
     if bad:
         print(f"\nwrong or unexplained: {', '.join(bad)}", file=sys.stderr)
     if arguments.save:
@@ -348,10 +326,7 @@ def save(table: list[dict[str, Any]], text: str, installed: dict[str, str], name
     about = records.about()
     versions = about["versions"] | installed
     records.save("peers_agreement", {"file": name, **about, "versions": versions, "rows": table})
-    page = DOCS.read_text(encoding="utf-8")
-    before, _, rest = page.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    DOCS.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
+    records.fill(DOCS, MARK, text)
 
 
 if __name__ == "__main__":

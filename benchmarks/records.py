@@ -55,14 +55,25 @@ def about(packages: Collection[str] = (), cores: str = "1 thread") -> dict[str, 
     }
 
 
+def fill(page: Path, mark: str, text: str) -> None:
+    """Put text between a mark and the next <!-- end --> of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(mark)
+    after = rest.partition("<!-- end -->")[2]
+    page.write_text(f"{before}{mark}\n{text}\n<!-- end -->{after}", encoding="utf-8")
+
+
+def stored_run(name: str) -> Any:
+    """A committed run of `experiments`, with its calibration and test logits."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+    return import_module("results").StoredRun(name)
+
+
 def installed(packages: Mapping[str, str]) -> dict[str, Any]:
     """The modules that can be imported, by package; the reason is printed for each that cannot."""
     found = {}
     for module, package in packages.items():
         try:
-            require(
-                "torchvision", extra="models"
-            )  # some peers fail in many ways on one that does not fit torch
+            require("torchvision", extra="models")  # some peers fail oddly on one that does not fit torch
             found[package] = import_module(module)
         except Exception as error:
             print(f"skipped {package}: {type(error).__name__}: {error}", file=sys.stderr)

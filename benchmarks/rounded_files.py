@@ -9,8 +9,6 @@ images and measured on its 10,000 test images. Nothing is downloaded; it takes a
 
 from __future__ import annotations
 
-import re
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +20,8 @@ from torch import Tensor
 from doublehead import Predictions, metrics
 from doublehead.calibrators import CALIBRATORS, make
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "experiments"))
 MARK = "<!-- written by benchmarks/rounded_files.py -->"
-PAGE = ROOT / "docs" / "rounded-files.md"
+PAGE = Path(__file__).parents[1] / "docs" / "rounded-files.md"
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "exact": lambda probs: probs,
     "float16": Tensor.half,
@@ -48,25 +44,18 @@ def cell(method: str, form: str, splits: list[Predictions]) -> str:
 
 
 def main() -> None:
-    parser = records.arguments(__doc__)
-    options = parser.parse_args()
+    options = records.arguments(__doc__).parse_args()
     torch.set_num_threads(1)
-    from results import StoredRun
-
-    run = StoredRun("cifar10-resnet50-cross_entropy-e80-s0")
+    run = records.stored_run("cifar10-resnet50-cross_entropy-e80-s0")
     splits = [run.calib.predictions, run.test.predictions]
     lines = ["| method | " + " | ".join(FORMS) + " |", "|---|" + "---:|" * len(FORMS)]
-    for method in [
-        name for name, kind in CALIBRATORS.items() if not kind.binary_only and name != "per_label"
-    ]:
+    methods = [name for name, kind in CALIBRATORS.items() if not kind.binary_only and name != "per_label"]
+    for method in methods:
         cells = [cell(method, form, splits) for form in FORMS]
         lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)
     if options.save:
-        text = PAGE.read_text(encoding="utf-8")
-        table = "\n".join([MARK, *lines, "<!-- end -->"])
-        text = re.sub(f"{MARK}.*<!-- end -->", lambda _: table, text, flags=re.DOTALL)
-        PAGE.write_text(text, encoding="utf-8")
+        records.fill(PAGE, MARK, "\n".join(lines))
 
 
 if __name__ == "__main__":

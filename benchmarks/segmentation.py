@@ -30,9 +30,8 @@ def main() -> None:
     if options.library:
         print(json.dumps(measure(options.library, options.images)))
         return
-    print(
-        "| library | images | CPU seconds per image | memory beside the images, MiB | ECE |\n|---|---|---|---|---|"
-    )
+    print("| library | images | CPU seconds per image | memory beside the images, MiB | ECE |")
+    print("|---|---|---|---|---|")
     rows = {}
     for library in LIBRARIES:
         command = [sys.executable, __file__, "--library", library, "--images", str(options.images)]
@@ -41,9 +40,8 @@ def main() -> None:
         cells = f"{row['seconds']:.2f} | {row['mib']:.0f} | {row['ece']:.5f}"
         print(f"| {library} | {options.images} | {cells} |", flush=True)
     if options.save:
-        records.save(
-            "segmentation", {"images": options.images, "rows": rows, **records.about(["torchmetrics"])}
-        )
+        facts = {"images": options.images, "rows": rows}
+        records.save("segmentation", facts | records.about(["torchmetrics"]))
 
 
 def measure(library: str, n_images: int) -> dict[str, float]:
@@ -53,16 +51,13 @@ def measure(library: str, n_images: int) -> dict[str, float]:
     torch.set_num_threads(1)
     add, ece = LIBRARIES[library]()
     images = [draw(0), draw(1)]
-    base, spent = start_peak(), 0.0
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak, counts from here on (Linux)
+    base, start = held("VmRSS"), time.process_time()
     for i in range(n_images):
-        logits, labels = images[i % 2]
-        start = time.process_time()
-        add(logits, labels)
-        spent += time.process_time() - start
-    start = time.process_time()
+        add(*images[i % 2])
     value = ece()
-    spent += time.process_time() - start
-    return {"seconds": spent / n_images, "mib": peak() - base, "ece": value}
+    spent = time.process_time() - start
+    return {"seconds": spent / n_images, "mib": held("VmHWM") - base, "ece": value}
 
 
 def draw(i: int) -> tuple:
@@ -75,17 +70,6 @@ def draw(i: int) -> tuple:
     labels = (logits / 2 - noise).argmax(1)  # a draw from the softmax at temperature 2
     labels[torch.rand(labels.shape, generator=generator) < 0.1] = IGNORED
     return logits, labels
-
-
-def start_peak() -> float:
-    """MiB that this process holds now; `peak` counts from here on (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return held("VmRSS")
-
-
-def peak() -> float:
-    """MiB that this process has held at most since `start_peak`."""
-    return held("VmHWM")
 
 
 def held(entry: str) -> float:

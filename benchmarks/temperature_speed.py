@@ -21,10 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import definitions as by
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators import Temperature
 from doublehead.predictions import Predictions
@@ -53,16 +53,14 @@ def arrays() -> dict[str, tuple[Tensor, Tensor]]:
     """Drawn and real logits; the real ones only where they lie beside the project."""
     logits, labels = make_logits()
     found = {"drawn, 10,000 x 100": (logits, labels), "drawn, 10,000 x 100, times 20": (20 * logits, labels)}
-    path = SHARED / "logits" / "resnet110_c10.npz"
-    if path.exists():
-        with np.load(path) as real:
-            both = torch.from_numpy(real["val_logits"]), torch.from_numpy(real["val_labels"]).long()
-        found["ResNet-110 on CIFAR-10, 5,000 x 10"] = both
-    path = SHARED / "imagenet" / "resnet50_val5k.npz"
-    if path.exists():
-        with np.load(path) as real:
-            both = torch.from_numpy(real["logits"]).float(), torch.from_numpy(real["labels"]).long()
-        found["ResNet-50 on ImageNet, 5,000 x 1,000"] = both
+    for title, file, prefix in (
+        ("ResNet-110 on CIFAR-10, 5,000 x 10", "logits/resnet110_c10.npz", "val_"),
+        ("ResNet-50 on ImageNet, 5,000 x 1,000", "imagenet/resnet50_val5k.npz", ""),
+    ):
+        if (SHARED / file).exists():
+            with np.load(SHARED / file) as real:
+                logits, labels = (torch.from_numpy(real[f"{prefix}{name}"]) for name in ("logits", "labels"))
+            found[title] = logits.float(), labels.long()
     return found
 
 
@@ -88,45 +86,27 @@ def candidates(found: dict[str, Any], logits: Tensor, labels: Tensor) -> dict[st
         peer.fit(torch.utils.data.DataLoader(rows, batch_size=2000), progress=False)
         return float(peer.temperature[0])
 
+    as_gpleiss = {"opt": "lbfgs", "lr": 0.01, "max_iter": 50, "use_inv_temp": False}
     ours = {"doublehead": lambda: float(Temperature().fit(Predictions(logits, labels)).temperature_)}
-    theirs: dict[str, tuple[str, Candidate]] = {
-        "scikit-learn": ("scikit-learn", sklearn),
-        "probmetrics": ("probmetrics", probmetrics),
-        "probmetrics, L-BFGS as in gpleiss": (
-            "probmetrics",
-            lambda: probmetrics(opt="lbfgs", lr=0.01, max_iter=50, use_inv_temp=False),
-        ),
-        "netcal": ("netcal", netcal),
-        "torch-uncertainty": ("torch-uncertainty", torch_uncertainty),
+    theirs: dict[str, Candidate] = {
+        "scikit-learn": sklearn,
+        "probmetrics": probmetrics,
+        "probmetrics, L-BFGS as in gpleiss": lambda: probmetrics(**as_gpleiss),
+        "netcal": netcal,
+        "torch-uncertainty": torch_uncertainty,
     }
-    return ours | {name: call for name, (package, call) in theirs.items() if package in found}
-
-
-def mean_nll(logits: Tensor, labels: Tensor, inverse: float) -> float:
-    return float(cross_entropy(logits.double() * inverse, labels))
-
-
-def lowest_nll(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """The optimal temperature and its NLL, by a golden-section search over log(1 / T) in float64."""
-    ratio, low, high = (math.sqrt(5) - 1) / 2, -12.0, 12.0
-    while high - low > 1e-7:
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        if mean_nll(logits, labels, math.exp(left)) < mean_nll(logits, labels, math.exp(right)):
-            high = right
-        else:
-            low = left
-    inverse = math.exp((low + high) / 2)
-    return 1 / inverse, mean_nll(logits, labels, inverse)
+    return ours | {name: call for name, call in theirs.items() if name.partition(",")[0] in found}
 
 
 def measure(logits: Tensor, labels: Tensor, found: dict[str, Any], rounds: int) -> dict[str, Any]:
-    optimum, lowest = lowest_nll(logits, labels)
+    optimum = by.golden_temperature(logits, labels, within=1e-7)
+    lowest = by.nll_at(optimum, logits, labels)
     rows = records.take_turns(candidates(found, logits, labels), rounds)
     for row in rows.values():
         row["seconds"] = row.pop("cpu")
         if "error" not in row:
             row["temperature"] = row.pop("value")
-            row["above"] = mean_nll(logits, labels, 1 / row["temperature"]) - lowest
+            row["above"] = by.nll_at(row["temperature"], logits, labels) - lowest
             row["ratio"] = row["seconds"] / rows["doublehead"]["seconds"]
     return {"optimal_temperature": optimum, "lowest_nll": lowest, "results": rows}
 
@@ -138,10 +118,8 @@ def show(name: str, work: dict[str, Any]) -> None:
         if row["seconds"] is None:
             print(f"  {peer:36s}  failed: {row['error'][:80]}")
             continue
-        numbers = (
-            f"{1e3 * row['seconds']:9.1f}{row['ratio']:8.1f}{row['temperature']:14.6f}{row['above']:10.1e}"
-        )
-        print(f"  {peer:36s}{numbers}")
+        speed, fit = f"{1e3 * row['seconds']:9.1f}{row['ratio']:8.1f}", f"{row['temperature']:14.6f}"
+        print(f"  {peer:36s}{speed}{fit}{row['above']:10.1e}")
 
 
 def main() -> None:

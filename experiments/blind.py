@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from results import HERE, Split, Splits, pack, read_split, write_npz
+from results import HERE, Split, Splits, pack, write_npz
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -28,14 +28,15 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import GaussianNB
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.svm import LinearSVC
 
 from doublehead import Predictions
 from doublehead.data.readers import ArraysOnly
 
-FOLDER = HERE / "blind"
 FLOOR = 1e-7  # of probabilities, where a forest says 0
+NUMBERS = [0, 2, 4, 10, 11, 12]  # columns of adult; the other twelve name categories
 Part = tuple[Any, Any]  # inputs and labels
 Parts = list[Part]  # training, calibration and test
 
@@ -46,50 +47,35 @@ def cut(x: Any, y: Any, *sizes: int) -> Parts:
     return [(x[at], y[at]) for at in np.split(np.random.default_rng(0).permutation(len(y)), np.cumsum(sizes))]
 
 
-def words(parts: Parts) -> Parts:
-    """Counts of words and pairs of words in place of texts."""
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), max_features=20_000, sublinear_tf=True).fit(parts[0][0])
-    return [(vectorizer.transform(texts).astype(np.float32), labels) for texts, labels in parts]
-
-
 def clinc(root: Path) -> Parts:
     found = json.loads((root / "clinc150.json").read_text())
-    classes = sorted({label for _, label in found["train"]})
-    parts = [zip(*found[name]) for name in ("train", "val", "test")]
-    return words([(texts, np.array([classes.index(label) for label in labels])) for texts, labels in parts])
+    texts, labels = zip(*(zip(*found[name]) for name in ("train", "val", "test")))
+    classes = sorted(set(labels[0]))
+    return [(x, np.searchsorted(classes, y)) for x, y in zip(texts, labels)]
 
 
 def emoji(root: Path) -> Parts:
     """The test tweets are of another time than the training tweets, so they calibrate too."""
-    train, test = (
-        (
-            (root / f"emoji/{part}_text.txt").read_text().splitlines(),
-            np.loadtxt(root / f"emoji/{part}_labels.txt", int),
-        )
-        for part in ("train", "test")
-    )
-    calib, rest = cut(*test, 5000)
-    return words([train, calib, (rest[0][:20_000], rest[1][:20_000])])
+
+    def part(name: str) -> Part:
+        texts = (root / f"emoji/{name}_text.txt").read_text().splitlines()
+        return texts, np.loadtxt(root / f"emoji/{name}_labels.txt", int)
+
+    calib, (texts, labels) = cut(*part("test"), 5000)
+    return [part("train"), calib, (texts[:20_000], labels[:20_000])]
 
 
 def ag_news(root: Path) -> Parts:
     table = pd.read_csv(root / "ag_news.csv", header=None, keep_default_na=False)
-    return words(cut(table[1] + " " + table[2], table[0], 3000, 2000))
+    return cut(table[1] + " " + table[2], table[0], 3000, 2000)
 
 
 def adult(root: Path) -> Parts:
-    train, test = (
-        pd.read_csv(root / f"adult-{part}.csv", header=None, comment="|", skipinitialspace=True)
-        for part in ("train", "test")
-    )
-    numbers = [0, 2, 4, 10, 11, 12]
-    others = [column for column in range(14) if column not in numbers]
-    encode = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-    made = make_column_transformer((StandardScaler(), numbers), (encode, others)).fit(train)
-    inputs, labels = zip(
-        *((made.transform(table), table[14].str.startswith(">50K")) for table in (train, test))
-    )
-    return [(inputs[0], labels[0].to_numpy(int)), *cut(inputs[1], labels[1], 5000)]
+    def part(name: str) -> Part:
+        table = pd.read_csv(root / f"adult-{name}.csv", header=None, comment="|", skipinitialspace=True)
+        return table.to_numpy()[:, :14], table[14].str.startswith(">50K").to_numpy(int)
+
+    return [part("train"), *cut(*part("test"), 5000)]
 
 
 def letter(root: Path) -> Parts:
@@ -117,13 +103,26 @@ def network(epochs: int) -> MLPClassifier:
     return MLPClassifier((256,), max_iter=epochs, alpha=1e-5, random_state=0)
 
 
+def of_words(model: Any) -> Any:
+    """A model that reads counts of words and pairs of words."""
+    counts = TfidfVectorizer(ngram_range=(1, 2), max_features=20_000, sublinear_tf=True, dtype=np.float32)
+    return make_pipeline(counts, model)
+
+
+def of_adult(model: Any) -> Any:
+    """A model that reads numbers and categories."""
+    categories = [column for column in range(14) if column not in NUMBERS]
+    encode = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    return make_pipeline(make_column_transformer((StandardScaler(), NUMBERS), (encode, categories)), model)
+
+
 LOADERS: dict[str, tuple[Callable[[Path], Parts], Any]] = {
     "cifar10-vgg16": (vgg, None),
-    "clinc150-words": (clinc, network(15)),
-    "emoji-words": (emoji, network(4)),
-    "ag_news-words": (ag_news, network(15)),
-    "adult-network": (adult, network(40)),
-    "adult-boosting": (adult, HistGradientBoostingClassifier(max_iter=400, random_state=0)),
+    "clinc150-words": (clinc, of_words(network(15))),
+    "emoji-words": (emoji, of_words(network(4))),
+    "ag_news-words": (ag_news, of_words(network(15))),
+    "adult-network": (adult, of_adult(network(40))),
+    "adult-boosting": (adult, of_adult(HistGradientBoostingClassifier(max_iter=400, random_state=0))),
     "letter-network": (letter, network(60)),
     "letter-forest": (letter, RandomForestClassifier(100, random_state=0)),
     "wine-forest": (wine, RandomForestClassifier(100, random_state=0)),
@@ -132,12 +131,7 @@ LOADERS: dict[str, tuple[Callable[[Path], Parts], Any]] = {
 
 def files() -> list[Path]:
     """Where the logits of all classifiers are, once they are trained."""
-    return [FOLDER / f"{name}.npz" for name in LOADERS]
-
-
-def load(file: Path) -> Splits:
-    """The calibration and the test part."""
-    return Splits(read_split(file, "calib"), read_split(file, "test"))
+    return [HERE / "blind" / f"{name}.npz" for name in LOADERS]
 
 
 def train(file: Path, root: Path) -> None:

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import time
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import numpy as np
 import pandas as pd
 import rivals
@@ -134,12 +130,10 @@ def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
                 curve = curves.reliability(scores.bins(fine_bins(15)), 15)
                 title = "staged head, second opinion" if name == "head+opinion" else SHOWN[name]
                 plots.draw_reliability(curve, ax, title=f"{title_of(run)}\n{title}")
-    legend = axes[0, 0].get_legend()
-    labels = [text.get_text() for text in legend.get_texts()]
-    figure.legend(legend.legend_handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    for ax in axes.flat:
-        if ax.get_legend():
-            ax.get_legend().remove()
+    legends = [ax.get_legend() for ax in axes.flat if ax.get_legend()]
+    figure.legend(handles=legends[0].legend_handles, loc="outside lower center", ncols=3, frameon=False)
+    for legend in legends:
+        legend.remove()
     return figure
 
 

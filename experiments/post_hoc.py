@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from results import Scores, Split, Splits, StoredRun, Z
+from results import Scores, Split, Splits, StoredRun
 from tables import row_of
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from doublehead import Predictions, calibrators
 from doublehead.calibrators import Head, make, mean_and_error
 from doublehead.calibrators.head_stages import STAGES
 from doublehead.network import Answer, merge_views
+from doublehead.outcomes import NORMAL
 
 CALIBRATORS = (
     "none", "temperature", "temperature_grid", "vector", "matrix", "dirichlet", "spline", "gaussian_process",
@@ -116,7 +117,7 @@ def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
     for name in RIVALS:
         if name in scores:
             found[f"to_{name}"], error = mean_and_error(scores["head"].nll - scores[name].nll)
-            found[f"reach_{name}"] = Z * error
+            found[f"reach_{name}"] = NORMAL * error
     return found
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 import torch
 from post_hoc import METHODS, RIVALS, against
-from results import HERE, Scores, Split, Splits, StoredRun, arguments
+from results import HERE, Scores, Split, Splits, StoredRun, arguments, read_splits
 from tables import Runs, Tables, markdown, percent
 from torch import Tensor
 
@@ -53,10 +53,8 @@ LEVEL = 5e-5  # differences of the NLL that are level whatever their interval: n
 JUDGED = 5000
 EPOCHS = 40  # of the paper's head on ImageNet
 DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages"]
-SUMMARY = ["worse", "worst", "temperature_worse", "temperature_worst", "opened"]
-Case = tuple[
-    str, Splits, Tensor | None
-]  # name, and the test logits of another head than the staged one on logits
+# Name, and test logits (N, K) of another head than the staged one that reads logits alone.
+Case = tuple[str, Splits, Tensor | None]
 
 
 # --- classifiers
@@ -123,8 +121,8 @@ def tabular(root: Path) -> Iterator[Case]:
     for name, p in blind.tabular(root):
         order = torch.randperm(len(p), generator=torch.Generator().manual_seed(11))
         for n in [n for n in TABULAR_SIZES if len(p) - n >= MIN_TEST]:
-            parts = (order[:n], order[n : n + JUDGED])
-            calib, test = splits = Splits(*(Split(p.labels[at], p.logits[at]) for at in parts))
+            parts = p[order[:n]], p[order[n : n + JUDGED]]
+            calib, test = splits = Splits(*(Split(part.labels, part.logits) for part in parts))
             yield f"{name}, {n}, predictions", splits, None
             yield f"{name}, {n}, best", splits, Head("best").fit(calib.predictions)(test.main)
 
@@ -134,10 +132,11 @@ def tabular(root: Path) -> Iterator[Case]:
 
 def versus(shared: Path | None, tables: Path | None) -> None:
     """Measure all classifiers that are at hand; rows of others are kept."""
-    cases = [] if shared is None else [("development", (*resnet110(shared), None))]
-    cases += [] if shared is None else [("development", case) for case in imagenet_halves(shared)]
-    cases += [("after", (file.stem, blind.load(file), None)) for file in blind.files() if file.exists()]
-    cases += [] if tables is None else [("tabular", case) for case in tabular(tables)]
+    cases = [("after", (file.stem, read_splits(file), None)) for file in blind.files() if file.exists()]
+    if shared is not None:
+        cases += [("development", case) for case in ((*resnet110(shared), None), *imagenet_halves(shared))]
+    if tables is not None:
+        cases += [("tabular", case) for case in tabular(tables)]
     table = pd.read_csv(VERSUS)
     rows = {(row["part"], row["name"]): row for row in table.to_dict("records")}
     for part, (name, splits, logits) in cases:
@@ -154,49 +153,59 @@ def versus(shared: Path | None, tables: Path | None) -> None:
 # --- small calibration sets
 
 
-def networks(shared: Path | None) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, logits (N, K) and labels (N,); of CIFAR-10 two classes, and two groups of classes, as well."""
+def networks(shared: Path | None) -> Iterator[tuple[str, Predictions]]:
+    """All predictions of a network; of CIFAR-10 two classes, and two groups of classes, as well."""
     cases = [(name, StoredRun(name).splits) for name in DRAWN] + ([resnet110(shared)] if shared else [])
     for name, (calib, test) in cases:
         logits, labels = torch.cat([calib.main, test.main]), torch.cat([calib.labels, test.labels])
-        yield name, logits, labels
+        yield name, Predictions(logits, labels)
         if name in (DRAWN[0], "cifar10-resnet110"):
             rows = torch.isin(labels, torch.tensor(CAT_DOG))
-            yield f"{name}, cat or dog", logits[rows][:, CAT_DOG], (labels[rows] == CAT_DOG[1]).long()
+            is_dog = (labels[rows] == CAT_DOG[1]).long()
+            yield f"{name}, cat or dog", Predictions(logits[rows][:, CAT_DOG], is_dog)
             groups = torch.stack([logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
-            yield f"{name}, vehicle or animal", groups, torch.isin(labels, torch.tensor(ANIMALS)).long()
+            is_animal = torch.isin(labels, torch.tensor(ANIMALS)).long()
+            yield f"{name}, vehicle or animal", Predictions(groups, is_animal)
     if shared is not None:
         logits, _, labels = imagenet(shared)
-        yield "imagenet-resnet50", logits, labels
+        yield "imagenet-resnet50", Predictions(logits, labels)
 
 
-def draw(seed: int, name: str, logits: Tensor, labels: Tensor) -> Iterator[tuple[object, ...]]:
+def safety(shared: Path | None, draws: int) -> None:
+    """Measure draws from every network that is at hand."""
+    rows = [row for one in networks(shared) for seed in range(draws) for row in draw(seed, *one)]
+    summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
+
+
+def draw(seed: int, name: str, p: Predictions) -> Iterator[tuple[object, ...]]:
     """A row of one draw of every size."""
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(p), generator=torch.Generator().manual_seed(seed))
     for n in SIZES:
-        if n > len(labels) / 2 or (n == 2500 and len(labels) >= 10_000):
+        if n > len(p) / 2 or (n == 2500 and len(p) >= 10_000):
             continue
-        calib, test = (Predictions(logits[at], labels[at]) for at in (order[:n], order[n : n + JUDGED]))
+        calib, test = p[order[:n]], p[order[n : n + JUDGED]]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             head = Head().fit(calib)
         scaled = Temperature().fit(calib).calibrate(test)
-        nlls = [float(metrics.nll(p)) for p in (test, scaled, head.calibrate(test))]
-        stages = "" if head.choice is None else head.choice.chosen
-        yield (name, logits.shape[1], n, seed, *nlls, stages)
+        nlls = [metrics.nll(q) for q in (test, scaled, head.calibrate(test))]
+        yield (name, p.n_classes, n, seed, *nlls, "" if head.choice is None else head.choice.chosen)
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """By number of classes and samples: the share of draws with a loss above 0.002, and the largest loss."""
-    best, found = table[["raw", "temperature"]].min(axis=1), table.copy()
-    for name, prefix in (("head", ""), ("temperature", "temperature_")):
-        found[f"{prefix}worst"] = table[name] - best
-        found[f"{prefix}worse"] = found[f"{prefix}worst"] > WORSE
-    found["opened"] = table.stages != "temperature"
-    groups = found.groupby(["classes", "n"])
-    made = groups[SUMMARY].agg({name: "max" if name.endswith("worst") else "mean" for name in SUMMARY})
+    loss = table[["head", "temperature"]].sub(table[["raw", "temperature"]].min(axis=1), axis=0)
+    shown = {
+        "worse": loss["head"] > WORSE,
+        "worst": loss["head"],
+        "temperature_worse": loss.temperature > WORSE,
+        "temperature_worst": loss.temperature,
+        "opened": table.stages != "temperature",
+    }
+    groups = table.assign(**shown).groupby(["classes", "n"])
+    made = groups[list(shown)].agg({name: "max" if name.endswith("worst") else "mean" for name in shown})
     made.insert(0, "draws", groups.size())
-    made["gain"] = 1 - groups["head"].mean() / groups["temperature"].mean()
+    made["gain"] = 1 - groups["head"].mean() / groups.temperature.mean()
     return made.reset_index()
 
 
@@ -207,8 +216,7 @@ def versus_table(part: str, table: pd.DataFrame, runs: Runs) -> str:
     """The staged head against temperature scaling and the two best rivals, each classifier and their count."""
     found = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)])
     own = found[found.part == part]
-    staged = own[~own.name.str.endswith("paper's head")]
-    return f"{markdown([_versus(row) for _, row in own.iterrows()])}\n{wins(staged)}"
+    return f"{markdown([_versus(row) for _, row in own.iterrows()])}\n{markdown(wins(own))}"
 
 
 def of_runs(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
@@ -235,13 +243,9 @@ def _versus(row: pd.Series) -> dict[str, str]:
     return line | {"ECE head": f"{percent(row.ece)} ({percent(row.ece_high)})"}
 
 
-def wins(found: pd.DataFrame) -> str:
-    """Each classifier counts once: of ImageNet the first half, by logits."""
-    return markdown(_wins(found[~found.name.str.contains("half [1-9]|features")]))
-
-
-def _wins(found: pd.DataFrame) -> list[dict[str, str]]:
-    lines = []
+def wins(found: pd.DataFrame) -> list[dict[str, str]]:
+    """A line for each rival. Each classifier counts once: of ImageNet the first half, by logits."""
+    found, lines = found[~found.name.str.contains("half [1-9]|features|paper's head")], []
     for name, title in RIVALS.items():
         gap, reach = found[f"to_{name}"], found[f"reach_{name}"].clip(lower=LEVEL)
         change = (found.nll_head / found[f"nll_{name}"] - 1).mean()
@@ -259,31 +263,29 @@ def tabular_table(table: pd.DataFrame, runs: Runs) -> str:
         [
             {"samples": f"{n:,}", "keep": keep, "classifiers": f"{len(own)}"} | line
             for (n, keep), own in groups
-            for line in _wins(own)
+            for line in wins(own)
         ]
     )
 
 
 def safety_table(table: pd.DataFrame, runs: Runs) -> str:
     """How often the head is worse than the better of doing nothing and temperature scaling."""
-    found = pd.read_csv(SAFETY)
-    return markdown(
-        {
-            "classes": found.classes.map("{:,}".format),
-            "samples": found.n.map("{:,}".format),
-            "draws": found.draws.map("{:,}".format),
-            "head worse": found.worse.map(partial(percent, digits=1)),
-            "largest loss": found.worst.clip(lower=0).map("{:.4f}".format),
-            "temperature worse": found.temperature_worse.map(partial(percent, digits=1)),
-            "its largest loss": found.temperature_worst.clip(lower=0).map("{:.4f}".format),
-            "stages opened": found.opened.map(partial(percent, digits=1)),
-            "NLL saved": (100 * found.gain).map("{:+.1f}".format),
-        }
-    )
+    found, share = pd.read_csv(SAFETY), partial(percent, digits=1)
+    shown = found[["classes", "n", "draws"]].map("{:,}".format).rename(columns={"n": "samples"})
+    shown["head worse"] = found.worse.map(share)
+    shown["largest loss"] = found.worst.clip(lower=0).map("{:.4f}".format)
+    shown["temperature worse"] = found.temperature_worse.map(share)
+    shown["its largest loss"] = found.temperature_worst.clip(lower=0).map("{:.4f}".format)
+    shown["stages opened"] = found.opened.map(share)
+    shown["NLL saved"] = (100 * found.gain).map("{:+.1f}".format)
+    return markdown(shown)
 
 
 TABLES: Tables = {
-    "blind": ("docs/results/index.md", lambda *_: wins(pd.read_csv(VERSUS).query("part == 'blind'"))),
+    "blind": (
+        "docs/results/index.md",
+        lambda *_: markdown(wins(pd.read_csv(VERSUS).query("part == 'blind'"))),
+    ),
     "safety": ("docs/results/safety.md", safety_table),
     "versus-tabular": ("docs/results/versus.md", tabular_table),
     **{
@@ -293,7 +295,7 @@ TABLES: Tables = {
 }
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("what", choices=["versus", "safety"])
     parser.add_argument("--shared", type=Path)
@@ -303,12 +305,5 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.what == "versus":
         versus(options.shared, options.tables)
-        return
-    rows = [
-        row for one in networks(options.shared) for seed in range(options.draws) for row in draw(seed, *one)
-    ]
-    summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
-
-
-if __name__ == "__main__":
-    main()
+    else:
+        safety(options.shared, options.draws)

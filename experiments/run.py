@@ -42,6 +42,9 @@ EPOCHS = {"svhn": 40}  # of images otherwise 80
 PERIODS = (20, 30, 40, 50, 70)  # of Table 3; k = 10 is the default
 REFERENCE = ("cifar10", "resnet50", 0)  # data, network and seed of the paper's figures
 HEADS: dict[str, HeadSpec] = {"double-head": replace(PAPER, beta0=1.0), "annealing-double-head": PAPER}
+SHIFTED = ("resnet101", "wide_resnet28_10")  # networks of the paper's Table 2, on CIFAR-10
+SHIFTS = ("gaussian_noise:5", "svhn")
+PERTURBED = {f"annealing-double-head-{name}": name for name in ("noise", "broad")}  # heads and their g
 # Coarser and shorter than the recipe of the package, a seventh of its cost: these runs were made on a CPU.
 NEWS: dict[str, Any] = {
     "model_options": {**TUNED, "word_dropout": 0.4, "stride": 5}, "epochs": 20, "max_words": 200,
@@ -56,18 +59,30 @@ SLOW = replace(PAPER, lr=0.03)  # steadier in a sweep
 FOLDS = 5  # of distances to class means
 
 
-def recipe(data: str, model: str | None = None, seed: int = 0, method: str = "cross-entropy") -> Config:
+def recipe(
+    data: str,
+    model: str | None = None,
+    seed: int = 0,
+    method: str = "cross-entropy",
+    epochs: int | None = None,
+) -> Config:
     """The run of a data set, network, seed and training loss; heads are trained beside cross entropy alone."""
     base = replace(RECIPES[data], seed=seed)
-    base = replace(base, model=model or base.model, epochs=EPOCHS.get(data, base.epochs))
+    base = replace(base, model=model or base.model, epochs=epochs or EPOCHS.get(data, base.epochs))
     if data.startswith("20newsgroups"):
         base = replace(base, **NEWS)
     if model == "minilm":
         base = replace(base, **(MINILM_NEWS if data.startswith("20newsgroups") else MINILM))
     if data in IMAGES:
         base = replace(base, precision="bf16-mixed", compile=True)
+    shifted = data == "cifar10" and model in SHIFTED
+    if shifted:
+        base = replace(base, shift=SHIFTS)
     if method != "cross-entropy":
         return replace(METHODS[method].apply(base), evaluate_every=base.epochs)
+    if shifted:
+        heads = HEADS | dict.fromkeys(PERTURBED, PAPER)
+        return replace(base, heads=heads, augment_of=PERTURBED, auto=True, evaluate_every=base.epochs)
     if (base.data, base.model, base.seed) != REFERENCE:
         return replace(base, heads=HEADS, auto=True, evaluate_every=base.epochs)
     sweep = {f"mlp-{beta0:g}": replace(SLOW, beta0=beta0) for beta0 in BETAS}
@@ -94,9 +109,11 @@ def reopened(folder: RunFolder, root: str | None, accelerator: str = "auto") -> 
 
 @torch.no_grad()
 def splits_of(run: Run) -> Splits:
-    """Everything to store of the calibration and the test split."""
+    """Everything to store of the calibration and the test split: of other losses the logits alone."""
     calib, test = (_readings(run, split) for split in ("calib", "test"))
     parts = [Split(one.labels, one.logits) for one in (calib, test)]
+    if run.config.loss != "cross_entropy":
+        return Splits(*parts)
     if calib.features.shape[1]:
         spaces = distances(calib.features, calib.labels, test.features, run.reader.n_classes)
         for i, (one, (sphere, projected)) in enumerate(zip((calib, test), spaces)):
@@ -140,6 +157,10 @@ def certificate_of(folder: RunFolder) -> dict[str, Any]:
         numbers = [line["test"][output] for line in tested]
         found["epochs"][output] = {key: [round(one[key], 5) for one in numbers] for key in CURVES}
     found["entropy"] = {name: tested[-1]["test"][name]["mean_entropy"] for name in folder.config.heads}
+    found["shift"] = {
+        shift: {output: numbers["auroc"] for output, numbers in outputs.items()}
+        for shift, outputs in folder.results["shift"].items()
+    }
     if folder.config.record_gradients:
         with np.load(folder.path / "gradients.npz") as file:
             norms = dict(zip(file["heads"].tolist(), file["norms"].round(4).transpose(2, 0, 1)))
@@ -164,13 +185,14 @@ if __name__ == "__main__":
     parser.add_argument("model", nargs="?", help="the recipe's unless given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", default=["cross-entropy"], help="training losses")
+    parser.add_argument("--epochs", type=int, help="the recipe's unless given")
     parser.add_argument("--root", help="the folder of data sets")
     parser.add_argument("--output", type=Path, default=Path("runs"))
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; no run starts later")
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
     began, chosen = time.perf_counter(), product(options.seeds, options.methods)
-    for config in [recipe(options.data, options.model, seed, name) for seed, name in chosen]:
+    for config in [recipe(options.data, options.model, seed, name, options.epochs) for seed, name in chosen]:
         if time.perf_counter() - began > options.budget:
             print(f"out of time before {config.name}", flush=True)
             break

@@ -1,13 +1,12 @@
 """What the shift guard does to trained networks, with whole kinds of shift left out of its fit.
 
-    python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # logits and distances: seen/RUN.npz
-    python experiments/shift.py measure seen/*.npz                          # shift.csv, auroc.csv and the figures
+    python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # logits and distances: seen/RUN.pt
+    python experiments/shift.py measure seen/*.pt                           # shift.csv, figure of a stream
     python experiments/shift.py simulate                                    # shift_alarms.csv
-    python experiments/shift.py draw                                        # tables and frontier from what is measured
 
 `measure` fits every method to calibration data and measures it on test data. The kind of shift that it is measured on
 is never part of its fit. Each cell is a family at a severity on 1,000 inputs; streams are cells one by one. Runs on
-the same inputs form an ensemble. AUROCs are those of the paper's Table 2.
+the same inputs form an ensemble.
 
 `simulate` counts false alarms with few calibration samples. Each of many calibration sets has a guard of its own, which
 sees windows of new samples of the same kind, and of weakly shifted ones. An alarm that knows all clean data shows what
@@ -17,29 +16,24 @@ shift can be seen at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from post_hoc import mean_of
-from results import HERE, Z, arguments, where_computed
+from results import HERE, arguments, where_computed
 from shift_sets import KINDS, Seen, read
-from tables import SETS, Tables, markdown, percent, publish
+from tables import Tables, markdown, percent, publish
 from torch import Tensor
 
 from doublehead import Predictions, metrics, plots
 from doublehead.calibrators import Calibrator, make, mean_and_error
 from doublehead.calibrators.optimise import fit_log_scale
-from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision, scaled
+from doublehead.guard import RATE, WINDOW, Guard, Observed, hotelling, mean_and_precision
+from doublehead.outcomes import NORMAL
 
 TABLE, ALARMS = HERE / "shift.csv", HERE / "shift_alarms.csv"
 IMAGES = HERE.parent / "docs" / "images"
@@ -62,7 +56,6 @@ CHANNELS = {"normal": [128] * 18, "heavy tails": [128] * 18, "sparse": [100, 100
 SHIFTS = {"normal": 0.015, "heavy tails": 0.3, "sparse": 0.05}
 NEW, WINDOWS = 10_000, 20_000  # samples, and windows drawn from them
 
-nlls_of = partial(torch.nn.functional.cross_entropy, reduction="none")  # logits (N, K), labels (N,) -> (N,)
 Sets = dict[str, Seen]
 Method = Callable[[str], Tensor]  # the name of a set, a stream of inputs -> logits (N, K)
 
@@ -88,7 +81,7 @@ def guard_of(
 
     def observed(sets: Sequence[Seen]) -> Observed:
         groups = torch.cat([torch.full_like(one.labels, i) for i, one in enumerate(sets)])
-        z, far, labels, samples = (torch.cat(parts) for parts in zip(*sets))
+        z, far, labels, samples = joined(sets)
         return Observed(far, z, labels, groups, samples)
 
     guard = Guard([1] * clean.far.shape[1], window)
@@ -100,20 +93,19 @@ def guard_of(
 def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str, Method]:
     """Every method, fitted without one kind of shift; an ensemble of `members` where there are two or more."""
     clean = sets["calib/clean"]
-    head, temperature = (fitted(clean.logits, clean.labels, name) for name in ("head", "temperature"))
+    head, temperature = fitted(clean, "head"), fitted(clean)
     by_head = {name: one._replace(logits=head(one.logits)) for name, one in sets.items()}
     density = density_aware(temperature(clean.logits), clean.labels, clean.far)
     others = [cell for other in KINDS if other != kind for cell in cells_of("calib", other) if cell in sets]
-    pool = [torch.cat(parts) for parts in zip(*(some(sets[cell]) for cell in others), *[clean] * 6)]
-    perturbed = fitted(pool[0], pool[2])
+    perturbed = fitted(joined([*(first(sets[cell]) for cell in others), *[clean] * 6]))
 
     def guarded(window: int, prior: float | None = None) -> Method:
-        guard = guard_of(by_head["calib/clean"], [some(by_head[cell]) for cell in others], window, prior)
+        guard = guard_of(by_head["calib/clean"], [first(by_head[cell]) for cell in others], window, prior)
 
         def through(name: str) -> Tensor:
             guard.reset()
             parts = zip(by_head[name].far.split(BATCH), by_head[name].logits.split(BATCH))
-            return torch.cat([scaled(z, guard(far, z)) for far, z in parts])
+            return torch.cat([guard(far, z) for far, z in parts])
 
         return through
 
@@ -124,12 +116,12 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         "head": lambda name: by_head[name].logits,
         "temperature": lambda name: temperature(sets[name].logits),
         "perturbed": lambda name: perturbed(sets[name].logits),
-        "density": lambda name: scaled(temperature(sets[name].logits), density(sets[name].far)),
+        "density": lambda name: temperature(sets[name].logits) * density(sets[name].far),
         # Fitted to the labels that it is measured on: no temperature does better.
-        "perfect": lambda name: fitted(by_head[name].logits, by_head[name].labels)(by_head[name].logits),
+        "perfect": lambda name: fitted(by_head[name])(by_head[name].logits),
     }
     if len(members) > 1:
-        pooled = fitted(ensemble("calib/clean"), clean.labels)
+        pooled = fitted(clean._replace(logits=ensemble("calib/clean")))
         methods["ensemble"] = lambda name: pooled(ensemble(name))
     methods |= {"single": guarded(0), "window-64": guarded(64), "window-256": guarded(256)}
     return methods | {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
@@ -161,13 +153,19 @@ def cells_of(split: str, kind: str) -> list[str]:
     return [f"{split}/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
 
 
-def some(seen: Seen) -> Seen:
+def joined(sets: Iterable[Seen]) -> Seen:
+    """All inputs of several sets."""
+    return Seen(*(torch.cat(parts) for parts in zip(*sets)))
+
+
+def first(seen: Seen) -> Seen:
     """The inputs of a set that methods learn from."""
     return Seen(*(part[:500] for part in seen))
 
 
-def fitted(logits: Tensor, labels: Tensor, name: str = "temperature") -> Calibrator:
-    return make(name).fit(Predictions(logits, labels))
+def fitted(seen: Seen, name: str = "temperature") -> Calibrator:
+    """A calibrator of the package that learned from a set."""
+    return make(name).fit(Predictions(seen.logits, seen.labels))
 
 
 # --- measure
@@ -182,29 +180,20 @@ def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
         members = [other for other in runs.values() if same_inputs(sets, other)]
         for kind in (kind for kind in KINDS if cells_of("test", kind)[0] in sets):
             methods = fit_methods(sets, kind, members)
-            by_head = nlls_of(methods["head"]("test/clean"), sets["test/clean"].labels)
+            head = Predictions(methods["head"]("test/clean"), sets["test/clean"].labels)
+            by_head = metrics.per_sample(head)["nll"]
             for name, method in methods.items():
                 for cell in ("test/clean", *cells_of("test", kind)):
                     found = Predictions(method(cell), sets[cell].labels)
-                    nlls = nlls_of(found.logits, found.labels)
+                    nll = metrics.per_sample(found)["nll"]
                     row = {"run": run, "left_out": kind, "method": name, "cell": cell.partition("/")[2]}
-                    row |= {"ece": metrics.ece(found), "nll": float(nlls.mean())}
+                    row |= {"ece": metrics.ece(found), "nll": float(nll.mean())}
                     if cell == "test/clean":
-                        row["cost"], row["cost_error"] = mean_and_error(nlls - by_head)
+                        row["cost"], row["cost_error"] = mean_and_error(nll - by_head)
                     rows.append(row)
             print(run, kind, flush=True)
         rows += alarms(sets, run)
     return pd.DataFrame(rows)
-
-
-def aurocs(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
-    """How well confidence tells clean test images from noisy ones and from house numbers."""
-    for output in ("none", "temperature", "head"):
-        method = fitted(sets["calib/clean"].logits, sets["calib/clean"].labels, output)
-        sure = {name: method(sets[name].logits).softmax(1).amax(1) for name in ("test/clean", *SETS)}
-        for name in SETS:
-            found = metrics.auroc(sure["test/clean"], sure[name])
-            yield {"run": run, "output": output, "set": name, "auroc": found}
 
 
 def same_inputs(one: Sets, other: Sets) -> bool:
@@ -218,10 +207,8 @@ def same_inputs(one: Sets, other: Sets) -> bool:
 def alarms(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
     """The share of random windows with an alarm, of clean ones and of each cell; nothing perturbed was seen."""
     guard, generator = guard_of(sets["calib/clean"]), torch.Generator().manual_seed(0)
-    for name, one in sets.items():
-        if name.startswith("calib/"):
-            continue
-        n, raised = 1000 if name == "test/clean" else 20, 0
+    for name in [name for name in sets if not name.startswith("calib/")]:
+        n, raised, one = 1000 if name == "test/clean" else 20, 0, sets[name]
         for _ in range(n):
             rows = torch.randperm(len(one.labels), generator=generator)[:WINDOW]
             guard.reset()
@@ -240,25 +227,26 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     clean = measured[measured.cell == "clean"].groupby(["run", "method"], sort=False)
     kinds = measured[measured.cell != "clean"].groupby(["run", "method", "left_out"], sort=False).ece.mean()
     ece = kinds.groupby(["run", "method"], sort=False).mean()
-    head = clean.nll.mean().xs("head", level="method")
-    high = clean.cost.mean() + Z * clean.cost_error.mean()
+    head, cost = clean.nll.mean().xs("head", level="method"), clean.cost.mean()
+    high = cost + NORMAL * clean.cost_error.mean()
     columns = {"ece": ece, "share": ece / ece.xs("temperature", level="method")}
-    return pd.DataFrame(columns | {"cost": 100 * clean.cost.mean() / head, "cost_high": 100 * high / head})
+    return pd.DataFrame(columns | {"cost": 100 * cost / head, "cost_high": 100 * high / head})
 
 
 def shift_table() -> str:
     """A row for each method, a column for each network."""
     table = pd.read_csv(TABLE)
     found = summary(table)
+    cells = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1)
     runs = found.index.unique("run")
-    cells = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1).unstack("run")
-    shown = cells.reindex(index=SHOWN, columns=runs).fillna("").rename(SHOWN)
+    shown = cells.unstack("run").reindex(index=SHOWN, columns=runs).fillna("").rename(SHOWN)
     clean = table[(table.method == "alarm-64") & (table.cell == "clean")].set_index("run").alarms
-    for title, shares in (
-        ("*ECE of temperature scaling*", found.ece.xs("temperature", level="method")),
-        ("*clean windows of 64 with an alarm*", clean),
-    ):
-        shown.loc[title] = shares.map("{:.1%}".format).str.replace("%", " %")
+    shares = {
+        "*ECE of temperature scaling*": found.ece.xs("temperature", level="method"),
+        "*clean windows of 64 with an alarm*": clean,
+    }
+    for title, values in shares.items():
+        shown.loc[title] = values.map(lambda share: f"{percent(share, 1)} %")
     shown.columns = shown.columns.str.partition("-cross").get_level_values(0)
     return markdown(shown.rename_axis("method").reset_index())
 
@@ -274,13 +262,14 @@ def frontier(table: pd.DataFrame) -> Figure:
         own = found.loc[run]
         sweep = own.loc[[f"single-{prior:g}" for prior in PRIORS]]
         ax.plot(sweep.cost, sweep.share, "-", color=plots.INK, linewidth=0.8, label="guard, larger priors")
-        for i, (name, label) in enumerate(SHOWN.items()):
+        for marker, (name, label) in zip("o^sDpvP*_", SHOWN.items()):
             place = own.reindex([name])  # a network without an ensemble has no such point
-            ax.plot(place.cost, place.share, "o^sDpvP*_"[i], label=label.strip("*"), markersize=8)
+            ax.plot(place.cost, place.share, marker, label=label.strip("*"), markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
-        ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
-        ax.set(xticks=TICKS, xticklabels=TICKS)
+        ax.set(
+            title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40), xticks=TICKS, xticklabels=TICKS
+        )
         ax.tick_params(labelbottom=True, labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes[len(runs) :]:
@@ -294,21 +283,20 @@ def frontier(table: pd.DataFrame) -> Figure:
 def stream(sets: Sets) -> Figure:
     """Confidence, accuracy and alarm over a stream that drifts from clean to corrupted images and back."""
     cells = ["test/clean", *(f"test/gaussian_blur/{level}" for level in range(1, 6)), "test/clean"]
-    parts = [Seen(*(p[600 * (i > 5) :][:400] for p in sets[cell])) for i, cell in enumerate(cells)]
-    whole = Seen(*(torch.cat(columns) for columns in zip(*parts)))
+    whole = joined(Seen(*(p[600 * (i > 5) :][:400] for p in sets[cell])) for i, cell in enumerate(cells))
     methods = fit_methods({**sets, "stream": whole}, "blurs")
-    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
-    ax = figure.subplots()
     correct = (whole.logits.argmax(1) == whole.labels).double()
-    ax.plot(pd.Series(correct).rolling(64).mean(), color=plots.INK, label="accuracy")
+    lines = pd.DataFrame({"accuracy": correct})
     for name, label in (("temperature", "temperature scaling"), ("window-64", "guard")):
-        sure = methods[name]("stream").softmax(1).amax(1).double()
-        ax.plot(pd.Series(sure).rolling(64).mean(), label=f"confidence, {label}")
+        lines[f"confidence, {label}"] = methods[name]("stream").softmax(1).amax(1).double()
     guard, alarm = guard_of(sets["calib/clean"]), []
     for far, z in zip(whole.far.split(1), whole.logits.split(1)):
         guard(far, z)
         alarm.append(guard.shift.alarm)
-    ax.fill_between(np.arange(len(alarm)), 0, 1, where=np.array(alarm), alpha=0.15, label="alarm")
+    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+    ax = figure.subplots()
+    lines.rolling(64).mean().plot(ax=ax, color=[plots.INK, "C0", "C1"])
+    ax.fill_between(lines.index, 0, 1, where=alarm, alpha=0.15, label="alarm")
     for edge in range(400, len(alarm), 400):
         ax.axvline(edge, color=plots.INK, linewidth=0.5, linestyle=":")
     ax.set(xlabel="image", ylim=(0.2, 1.02), xlim=(0, len(alarm)))
@@ -359,10 +347,15 @@ def simulate(kind: str, samples: int, sets: int) -> Iterator[dict[str, Any]]:
 def alarms_table() -> str:
     """False alarms of simulated guards, in percent."""
     groups = pd.read_csv(ALARMS).groupby(["stages", "samples"], sort=False)
-    made = pd.DataFrame({"false alarms": groups.false.mean().map(percent)})
-    made["in 95 % of sets at most"] = groups.false.quantile(0.95).map(percent)
-    made["alarms"] = groups.seen.mean().map("{:.0%}".format).str.rstrip("%")
-    made["of a perfect test"] = groups.known.mean().map("{:.0%}".format).str.rstrip("%")
+    mean = groups[["false", "seen", "known"]].mean()
+    made = pd.DataFrame(
+        {
+            "false alarms": mean.false.map(percent),
+            "in 95 % of sets at most": groups.false.quantile(0.95).map(percent),
+            "alarms": mean.seen.map("{:.0%}".format).str.rstrip("%"),
+            "of a perfect test": mean.known.map("{:.0%}".format).str.rstrip("%"),
+        }
+    )
     return markdown(made.reset_index().assign(samples=lambda found: found.samples.map("{:,}".format)))
 
 
@@ -379,20 +372,17 @@ def draw() -> None:
 
 @torch.no_grad()
 def write_measured(files: Sequence[Path], members: Sequence[Path]) -> None:
-    """shift.csv and its certificate, auroc.csv, and the figure of a stream."""
+    """shift.csv, its certificate and the figure of a stream."""
     names = {"runs": [path.stem for path in files], "members": [path.stem for path in members]}
     about = names | {"environment": where_computed()}
     measure(files, members).round(6).to_csv(TABLE, index=False)
     TABLE.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
-    images = [path for path in files if path.stem.startswith("cifar10-")]
-    rows = [row for path in images for row in aurocs(read(path), path.stem)]
-    pd.DataFrame(rows).to_csv(HERE / "auroc.csv", index=False, float_format="%.5g")
     plots.save(stream(read(files[0])), IMAGES / "shift.png", dpi=90)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = arguments(__doc__)
-    parser.add_argument("what", choices=["measure", "draw", "simulate"])
+    parser.add_argument("what", choices=["measure", "simulate"])
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--members", nargs="*", type=Path, default=[], help="further members of ensembles")
     parser.add_argument("--sets", type=int, default=60, help="simulated calibration sets of each size")
@@ -400,11 +390,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.what == "measure":
         write_measured(options.paths, options.members)
-    elif options.what == "simulate":
+    else:
         rows = [row for kind in CHANNELS for n in SAMPLES for row in simulate(kind, n, options.sets)]
         pd.DataFrame(rows).round(6).to_csv(ALARMS, index=False)
     draw()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Run a trained network over clean, shifted and unknown inputs, and keep logits and stage distances.
 
-    python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # seen/RUN.npz
+    python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # seen/RUN.pt
 
 Images need a GPU: 150,000 of them. Texts take a few minutes on a CPU. `shift.py` measures on what is kept.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from results import arguments, write_npz
+from results import arguments
 from run import reopened
 from torch import Tensor
 
@@ -40,7 +40,7 @@ KINDS = {
 SHARES = (0.1, 0.2, 0.3, 0.45, 0.6)  # of words that are changed, by severity
 
 Words = list[str]
-# Name, batches (inputs, labels), labels (N,) and sample numbers (N,) in the order of the batches.
+# Name, batches (inputs, labels), labels (N,) and sample numbers (N,).
 Set = tuple[str, Iterable[Any], Any, Any]
 
 
@@ -63,31 +63,20 @@ def observe(folder: RunFolder, root: str, accelerator: str = "auto") -> dict[str
         found, _ = guard.observe((x, torch.zeros(len(x)).long()) for x, _ in batches)
         stages, distances = found.stages.cpu(), guard.guard.distances.cpu()
         far = distances(stages) if sets else distances.set_usual(stages)  # type: ignore[operator]
-        order = torch.from_numpy(np.argsort(rows))
-        columns = (found.logits.cpu(), far, torch.as_tensor(labels), torch.as_tensor(rows))
-        sets[name] = Seen(*(column[order] for column in columns))
+        sets[name] = Seen(found.logits.cpu(), far, torch.as_tensor(labels), torch.as_tensor(rows))
         print(name, len(rows), flush=True)
     return sets
 
 
 def write(file: Path, sets: dict[str, Seen]) -> None:
-    """Store the sets in few bytes."""
-    arrays = {}
-    for name, seen in sets.items():
-        logits = (seen.logits * 64).round().clamp(-32000, 32000).short()
-        small = seen._replace(logits=logits, far=seen.far.half())
-        arrays |= {f"{name}/{field}": part.numpy() for field, part in small._asdict().items()}
-    write_npz(file, arrays)
+    """Store the sets, numbers in half precision."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: (z.half(), far.half(), *known) for name, (z, far, *known) in sets.items()}, file)
 
 
 def read(file: Path) -> dict[str, Seen]:
     """The sets of inputs by name: calib/clean, test/contrast/5, unknown/svhn, ..."""
-    sets = {}
-    with np.load(file) as found:
-        for name in dict.fromkeys(key.rpartition("/")[0] for key in found):
-            seen = Seen(*(torch.from_numpy(found[f"{name}/{field}"]) for field in Seen._fields))
-            sets[name] = seen._replace(logits=seen.logits.float() / 64, far=seen.far.float())
-    return sets
+    return {name: Seen(z.float(), far.float(), *known) for name, (z, far, *known) in torch.load(file).items()}
 
 
 def some_rows(n: int, split: str, wanted: int) -> Any:
@@ -113,12 +102,18 @@ def image_sets(run: Run, root: str) -> Iterator[Set]:
 
 def text_sets(run: Run, root: str) -> Iterator[Set]:
     """Clean texts, five ways to change words at five severities, and texts of other classes and data sets."""
+
+    def text_set(name: str, words: list[Words], labels: Any, rows: Any = None) -> Set:
+        texts = Texts(tuple(map(" ".join, words)), np.zeros(len(words), np.int64))
+        alone = run.inputs.whole(texts, batch_size=1)  # layers of transformers see padding, which would count
+        return name, alone, labels, np.arange(len(words)) if rows is None else rows
+
     texts: dict[str, tuple[list[Words], Any]] = {}
     for split in ("calib", "test"):
         part = getattr(run.inputs.splits, split)
         part = part.take(np.random.default_rng(0).permutation(len(part)))  # files are sorted by class
         texts[split] = list(tokens_of(part)), part.labels
-        yield _text_set(run, f"{split}/clean", *texts[split])
+        yield text_set(f"{split}/clean", *texts[split])
     pool = [word for words in texts["calib"][0] for word in words]
     for split, (words, labels) in texts.items():
         rows = some_rows(len(words), split, N_TEXTS)
@@ -126,7 +121,7 @@ def text_sets(run: Run, root: str) -> Iterator[Set]:
             for level in range(1, 6):
                 rng = np.random.default_rng([level, number, split == "test"])
                 changed = [change(words[row], family, SHARES[level - 1], pool, rng) for row in rows]
-                yield _text_set(run, f"{split}/{family}/{level}", changed, labels[rows], rows)
+                yield text_set(f"{split}/{family}/{level}", changed, labels[rows], rows)
     unknown = {}  # posts or sentences of the other data set; neutral sentences for a network of good and bad ones
     if not run.config.data.startswith("20newsgroups"):
         posts = load_test("20newsgroups-bydate", root)
@@ -136,7 +131,7 @@ def text_sets(run: Run, root: str) -> Iterator[Set]:
         unknown["sst-neutral"] = sentences.take(np.flatnonzero(sentences.labels == 2))
     for name, samples in unknown.items():
         words = [words[:50] for words in tokens_of(samples) if words][:N_TEXTS]
-        yield _text_set(run, f"unknown/{name}", words, np.full(len(words), UNKNOWN))
+        yield text_set(f"unknown/{name}", words, np.full(len(words), UNKNOWN))
 
 
 def change(words: Words, family: str, share: float, pool: Sequence[str], rng: np.random.Generator) -> Words:
@@ -147,32 +142,19 @@ def change(words: Words, family: str, share: float, pool: Sequence[str], rng: np
     """
     if family == "cut":
         return words[: max(1, round((1 - share) * len(words)))]
-    chosen = rng.random(len(words)) < share
+    places, new = np.flatnonzero(rng.random(len(words)) < share), list(words)
     if family == "drop":
-        return [word for word, gone in zip(words, chosen) if not gone] or words[:1]
-    new = list(words)
-    places = np.flatnonzero(chosen)
+        return [word for place, word in enumerate(words) if place not in places] or words[:1]
     for place, other in zip(places, rng.permutation(places)):
+        word = words[place]
         if family == "shuffle":
             new[place] = words[other]
         elif family == "replace":
             new[place] = pool[rng.integers(len(pool))]
-        elif len(words[place]) > 1:  # two letters change places
-            at = int(rng.integers(len(words[place]) - 1))
-            word = words[place]
+        elif len(word) > 1:  # two letters change places
+            at = int(rng.integers(len(word) - 1))
             new[place] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
     return new
-
-
-def _text_set(run: Run, name: str, words: list[Words], labels: Any, rows: Any = None) -> Set:
-    """Batches of texts of one length: layers of transformers see padding, which would count."""
-    texts = Texts(tuple(map(" ".join, words)), np.zeros(len(words), np.int64))
-    lengths: Any = run.inputs.whole(texts).lengths  # type: ignore[attr-defined]
-    order = np.argsort(lengths, kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
-    batches = (batch for some in groups for batch in run.inputs.whole(texts.take(some)))
-    rows = np.arange(len(words)) if rows is None else rows
-    return name, batches, labels[order], rows[order]
 
 
 if __name__ == "__main__":
@@ -184,4 +166,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     for folder in map(RunFolder, options.folders):
         sets = observe(folder, options.root, options.accelerator)
-        write(options.output / f"{folder.config.name}.npz", sets)
+        write(options.output / f"{folder.config.name}.pt", sets)

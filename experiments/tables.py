@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -65,7 +66,14 @@ STAGES = {
 }
 EPOCHS = {"cifar10": 80, "cifar100": 80, "svhn": 40}  # of ResNet-50; other networks have fewer
 REFERENCE = "cifar10-resnet50-cross_entropy-e80-s0"  # of Table 3
-SETS = {"test/gaussian_noise/5": "Gaussian noise, severity 5", "unknown/svhn": "SVHN"}
+SHIFTS = {"gaussian_noise:5": "noise", "ood:svhn": "SVHN"}  # of Table 2
+SHIFTED = {  # its outputs
+    "main": "",
+    "annealing-double-head": METHODS["annealing-double-head"],
+    "annealing-double-head-noise": "the same, half of each calibration batch noisy",
+    "annealing-double-head-broad": "the same, half perturbed in other ways",
+    "auto": METHODS["head+opinion"],
+}
 OVERVIEW = {
     "none": "as trained",
     "temperature": "temperature",
@@ -249,18 +257,20 @@ def _beside(found: pd.DataFrame, output: str, printed: float, cell: Cell = ece_c
 
 
 def aurocs_table(table: pd.DataFrame, runs: Runs) -> str:
-    """The paper's Table 2."""
-    ours = pd.read_csv(HERE / "auroc.csv").set_index(["run", "set", "output"]).auroc.map(percent)
-    printed, lines = paper(2).before.map(" / {:.2f}".format), []
-    columns = {"none": "as trained", "temperature": "temperature (NLL)", "head": "staged head, logits",
-               "annealing-double-head": "paper's head, beta0 1.2"}  # fmt: skip
-    for name, shift in ours.index.droplevel("output").unique().sort_values():
-        run = StoredRun(name)
-        line = {"row": title_of(run), "shift": SETS[shift]}
-        for output, title in columns.items():
-            theirs = printed.get((shift, run.config.model, output), "")
-            line[title] = ours.get((name, shift, output), "-") + theirs
-        lines.append(line)
+    """The paper's Table 2: how well confidence tells clean test images from shifted ones, by network and method."""
+    printed = paper(2).rename(columns={"before": "", "after": "+T"})
+    accuracies, lines = table[table.metric == "accuracy"].set_index(["run", "output"]).value, []
+    for run in [run for run in runs if run.certificate.get("shift")]:
+        measured, loss = run.certificate["shift"], run.config.loss.replace("_", "-")
+        for output in [name for name in SHIFTED if name in measured["ood:svhn"]]:
+            method, title = (loss, loss) if output == "main" else (output, SHIFTED[output])
+            row = accuracies[run.name, {"main": "none", "auto": "head+opinion"}.get(output, output)]
+            line = {"row": title_of(run), "method": title, "accuracy": percent(row)}
+            for (shift, found), suffix in product(measured.items(), ("", "+T")):
+                where = (shift, run.config.model, method)
+                theirs = f" / {printed.loc[where, suffix]:.2f}" if where in printed.index else ""
+                line[SHIFTS[shift] + suffix.replace("+", ", ")] = percent(found[output + suffix]) + theirs
+            lines.append(line)
     return markdown(lines)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -40,7 +41,7 @@ INK, BLUE, ORANGE, RED, GREY = "#1f2933", "#2563a8", "#d98324", "#c8372d", "#9aa
 NORM_BETAS = {0.6: "#8a5fbf", 1.2: "#6fbf8f", 1.5: "#2e7d4f"}
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK,
          "axes.labelcolor": INK, "axes.titlesize": 9.5, "legend.frameon": False, "legend.fontsize": 8,
-         "text.color": INK}  # fmt: skip
+         "text.color": INK, "lines.linewidth": 1.8}  # fmt: skip
 
 
 # --- the theorems
@@ -49,7 +50,6 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
 class Theorem1(NamedTuple):
     """Gradient factors gamma and their claimed bounds, (..., K), in logarithms to avoid overflow."""
 
-    label: Tensor  # (...,) the class of the largest logit
     log_gamma: Tensor
     log_lower: Tensor  # log c0 at the label, log c2 elsewhere
     log_upper: Tensor  # log c1 at the label, log c3 elsewhere
@@ -62,31 +62,28 @@ def theorem1(z: Tensor, beta: float) -> Theorem1:
     With the largest logit as label, as the theorem assumes: d CE(beta z) / dz_j = gamma_j * beta * d CE(z) / dz_j. The
     bounds are those of the main text; the appendix states c2, c3 and the factor beta differently and wrongly.
     """
-    label, n = z.argmax(-1), z.shape[-1]
     z = z.double() - z.double().amax(-1, keepdim=True)  # nothing depends on a shift of all logits
-    at_label = torch.zeros_like(z, dtype=torch.bool).scatter(-1, label[..., None], True)
-    log_gamma = torch.where(
-        at_label,
-        _log_miss(beta * z, at_label) - _log_miss(z, at_label),
-        (beta * z).log_softmax(-1) - z.log_softmax(-1),
-    )
+    log_gamma, n = log_gradient(beta * z) - log_gradient(z), z.shape[-1]
     ordered = z.sort(-1).values
-    smallest, second, largest = (ordered[..., [place]] for place in (0, -2, -1))  # z_(1), z_(n-1), z_(n)
+    smallest, second = ordered[..., [0]], ordered[..., [-2]]  # z_(1), z_(n-1); z_(n) is 0
     c0 = -math.log(n) + (1 - beta) * (z - smallest) - (second - smallest)
     c1 = math.log(n) + (1 - beta) * (z - second) + (second - smallest)
-    common = (1 - beta) * (largest - z)
-    c2 = common + ((1 + (n - 1) * (smallest - largest).exp()) / n).log()
-    c3 = common + ((n - 1) * (second - largest).exp()).log1p()
-    lower, upper = torch.where(at_label, c0, c2), torch.where(at_label, c1, c3)
+    c2 = (1 - beta) * -z + ((1 + (n - 1) * smallest.exp()) / n).log()
+    c3 = (1 - beta) * -z + ((n - 1) * second.exp()).log1p()
+    lower, upper = torch.where(is_label(z), c0, c2), torch.where(is_label(z), c1, c3)
     slack = 16 * torch.finfo(z.dtype).eps * (1 + (1 + beta) * z.abs().amax(-1, keepdim=True))
-    holds = (lower <= log_gamma + slack) & (log_gamma <= upper + slack)
-    return Theorem1(label, log_gamma, lower, upper, holds)
+    return Theorem1(log_gamma, lower, upper, (lower <= log_gamma + slack) & (log_gamma <= upper + slack))
 
 
-def _log_miss(z: Tensor, at_label: Tensor) -> Tensor:
-    """log(1 - p_label), (..., 1), summed over the other classes because 1 - p would cancel to 0."""
-    others = z.masked_fill(at_label, -torch.inf)
-    return others.logsumexp(-1, keepdim=True) - z.logsumexp(-1, keepdim=True)
+def is_label(z: Tensor) -> Tensor:
+    """(..., K) bool: the class of the largest logit."""
+    return torch.zeros_like(z, dtype=torch.bool).scatter(-1, z.argmax(-1, keepdim=True), True)
+
+
+def log_gradient(z: Tensor) -> Tensor:
+    """log |d CE(z) / dz|, (..., K): 1 - p at the label, summed over the other classes since it would cancel to 0."""
+    others = z.masked_fill(is_label(z), -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.where(is_label(z), others, z) - z.logsumexp(-1, keepdim=True)
 
 
 class Theorem2(NamedTuple):
@@ -98,13 +95,9 @@ class Theorem2(NamedTuple):
     squared_literal: Tensor  # the same with H as printed in the formula, E[log f(p)]: never below 2
     brier: Tensor  # E[(correct - p)^2], the top-label Brier score: a valid bound on ECE2^2
 
-    @property
-    def holds_shannon(self) -> Tensor:
-        return self.ece2.square() <= self.squared_shannon + 1e-12
-
-    @property
-    def holds_literal(self) -> Tensor:
-        return self.ece2.square() <= self.squared_literal + 1e-12
+    def exceeds(self, bound: Tensor) -> Tensor:
+        """Where the squared ECE2 is above this bound, by more than rounding."""
+        return self.ece2.square() > bound + 1e-12
 
 
 def theorem2(confidence: Any, correct: Any, n_values: int | None = None) -> Theorem2:
@@ -152,9 +145,8 @@ def count_theorem1(vectors: Iterable[Tensor]) -> dict[str, int]:
     """
     counts = torch.zeros(4, dtype=torch.int64)
     for z, beta in product(vectors, BETAS):
-        t = theorem1(z, beta)
+        t, others = theorem1(z, beta), ~is_label(z)
         log_gamma = t.log_gamma - (beta - 1) * z.amax(-1, keepdim=True)
-        others = torch.ones_like(t.holds).scatter(-1, t.label[..., None], False)
         fails = others & ((log_gamma < t.log_lower - 1e-9) | (log_gamma > t.log_upper + 1e-9))
         counts += torch.stack([torch.ones_like(fails), ~t.holds, others, fails]).flatten(1).sum(1)
     return dict(zip(("checked", "violated", "appendix_checked", "appendix_violated"), counts.tolist()))
@@ -169,13 +161,13 @@ def random_distributions(n: int, least: float, generator: torch.Generator) -> Th
 
 
 def count_theorem2(t: Theorem2) -> dict[str, int]:
-    return {
-        "n": len(t.ece2),
-        "violated_shannon": int((~t.holds_shannon).sum()),
-        "negative_right_side": int((t.squared_shannon < 0).sum()),
-        "violated_literal": int((~t.holds_literal).sum()),
-        "violated_brier": int((t.ece2.square() > t.brier + 1e-12).sum()),
+    found = {
+        "violated_shannon": t.exceeds(t.squared_shannon),
+        "negative_right_side": t.squared_shannon < 0,
+        "violated_literal": t.exceeds(t.squared_literal),
+        "violated_brier": t.exceeds(t.brier),
     }
+    return {"n": len(t.ece2)} | {name: int(which.sum()) for name, which in found.items()}
 
 
 # --- pictures
@@ -185,16 +177,15 @@ def draw_bounds(ax: Axes, logits: Tensor, rank: int, title: str, bounds: str) ->
     """Gamma and its bounds against beta, for the class of this rank of an unsure and of a typical image."""
     top, betas = logits.softmax(-1).amax(-1), np.linspace(0.1, 4.0, 79)
     for wanted, colour in ((0.7, ORANGE), (float(top.median()), BLUE)):
-        z = logits[int((top - wanted).abs().argmin())]
+        image = int((top - wanted).abs().argmin())
+        z, sure = logits[image], float(top[image])
         column = z.argsort(descending=True)[rank]
-        rows = [[side[column] for side in theorem1(z, beta)[1:4]] for beta in betas]
+        rows = [[side[column] for side in theorem1(z, beta)[:3]] for beta in betas]
         gamma, lower, upper = np.transpose(rows) / math.log(10)
         ax.fill_between(betas, lower, upper, color=colour, alpha=0.18, lw=0)
-        for side in (lower, upper):
-            ax.plot(betas, side, color=colour, lw=0.7, alpha=0.8)
-        sure = float(z.softmax(-1).amax())
+        ax.plot(betas, np.transpose([lower, upper]), color=colour, lw=0.7, alpha=0.8)
         shown = f"{sure:.2f}" if sure < 0.99 else f"1 - {1 - sure:.1e}".replace("e-0", "e-")
-        ax.plot(betas, gamma, color=colour, lw=1.8, label=shown)
+        ax.plot(betas, gamma, color=colour, label=shown)
     ax.axvline(1, ymin=0.24, color=INK, lw=0.6, ls=":")
     ax.set(xlabel="scaling factor $\\beta$", ylabel="$\\log_{10}$ of the gradient factor $\\gamma$")
     ax.set(xlim=(0.1, 4), title=title)
@@ -203,20 +194,16 @@ def draw_bounds(ax: Axes, logits: Tensor, rank: int, title: str, bounds: str) ->
 
 def draw_norms(ax: Axes, logits: Tensor) -> None:
     """The norm of d CE(beta z) / dz relative to beta = 1, binned by how far the confidence is from 1."""
-    label = logits.argmax(-1, keepdim=True)
-    others = logits.scatter(-1, label, -torch.inf).logsumexp(-1, keepdim=True)
-    log_miss = others - logits.logsumexp(-1, keepdim=True)  # log(1 - p_label), (N, 1)
-    log_gradient = logits.log_softmax(-1).scatter(-1, label, log_miss)  # at beta = 1, (N, K)
-    edges = torch.linspace(-8, -0.2, 27).double()
-    place = torch.bucketize(log_miss[:, 0] / math.log(10), edges)
-    cells = [cell for cell in range(1, len(edges)) if (place == cell).sum() >= 20]
-    x = [10 ** float(edges[cell - 1 : cell + 1].mean()) for cell in cells]
+    edges, gradient = np.linspace(-8, -0.2, 27), log_gradient(logits)
+    log_miss = gradient.gather(-1, logits.argmax(-1, keepdim=True))[:, 0] / math.log(10)  # log10(1 - p_label)
+    cells = pd.cut(pd.Series(log_miss), edges, labels=10 ** ((edges[1:] + edges[:-1]) / 2))
     for beta, colour in NORM_BETAS.items():
-        scaled = log_gradient + theorem1(logits, beta).log_gamma
-        ratio = beta * (((2 * scaled).logsumexp(-1) - (2 * log_gradient).logsumexp(-1)) / 2).exp()
-        low, mid, high = ([ratio[place == cell].quantile(q) for cell in cells] for q in (0.05, 0.5, 0.95))
-        ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
-        ax.plot(x, mid, color=colour, lw=1.8, label=f"$\\beta = {beta}$")
+        scaled = gradient + theorem1(logits, beta).log_gamma
+        ratio = beta * (((2 * scaled).logsumexp(-1) - (2 * gradient).logsumexp(-1)) / 2).exp()
+        groups = pd.Series(ratio).groupby(cells, observed=True)
+        found = groups.quantile((0.05, 0.5, 0.95)).unstack()[groups.size() >= 20]
+        ax.fill_between(found.index.astype(float), found[0.05], found[0.95], color=colour, alpha=0.2, lw=0)
+        ax.plot(found.index.astype(float), found[0.5], color=colour, label=f"$\\beta = {beta}$")
     ax.axhline(1, color=INK, lw=0.6, ls=":")
     ax.set(xscale="log", yscale="log", title="sure  $\\longrightarrow$  unsure")
     ax.set(xlabel="1 - confidence", ylabel="gradient norm relative to $\\beta = 1$")
@@ -227,12 +214,11 @@ def draw_scatter(ax: Axes, t: Theorem2) -> None:
     """Both sides of the second theorem for random distributions, squared."""
     ax.axvspan(-10, 0, color=RED, alpha=0.06, lw=0)
     ax.plot([0, 1], [0, 1], color=INK, lw=1)
-    dots = {"s": 7, "lw": 0, "alpha": 0.6}
-    y = t.ece2[:N_SHOWN].square()
-    for kind, colour, what in ((~t.holds_shannon, RED, "violated"), (t.holds_shannon, BLUE, "holds")):
+    y, violated = t.ece2[:N_SHOWN].square(), t.exceeds(t.squared_shannon)
+    for kind, colour, what in ((violated, RED, "violated"), (~violated, BLUE, "holds")):
         label, rows = f"Shannon entropy, {what} ({kind.double().mean():.0%})", kind[:N_SHOWN]
-        ax.scatter(t.squared_shannon[:N_SHOWN][rows], y[rows], color=colour, label=label, **dots)
-    ax.scatter(t.squared_literal[:N_SHOWN], y, color=GREY, label="as printed: never below 2", **dots)
+        ax.scatter(t.squared_shannon[:N_SHOWN][rows], y[rows], 7, colour, lw=0, alpha=0.6, label=label)
+    ax.scatter(t.squared_literal[:N_SHOWN], y, 7, GREY, lw=0, alpha=0.6, label="as printed: never below 2")
     example = theorem2(*COUNTEREXAMPLE)
     x, y = float(example.squared_shannon), float(example.ece2) ** 2
     ax.scatter(x, y, marker="*", s=150, color=INK, zorder=5)
@@ -241,8 +227,7 @@ def draw_scatter(ax: Axes, t: Theorem2) -> None:
     ax.text(-2.75, 1.22, "root of a\nnegative number", color=RED, va="top", fontsize=8)
     ax.set(xlim=(-2.9, 9.5), ylim=(0, 1.25))
     ax.set(xlabel="claimed bound, squared: $C - 2H$", ylabel="ECE$_2$ squared")
-    legend = ax.legend(loc="upper right", markerscale=2)
-    for handle in legend.legend_handles:
+    for handle in ax.legend(loc="upper right", markerscale=2).legend_handles:
         handle.set_alpha(1)
 
 
@@ -251,13 +236,11 @@ def draw_against_entropy(ax: Axes, p: Predictions) -> None:
     v = np.geomspace(1, 4500, 200)
     ax.axhspan(0, 1, color=BLUE, alpha=0.12, lw=0)
     ax.text(3900, 1.3, "ECE$_2$ squared lies in 0..1", ha="right", va="bottom", fontsize=8, color=BLUE)
-    ax.plot(v, 3 - 1 / v + 2 * np.log(v), color=GREY, lw=1.8, label="as printed, $V$ equal shares")
-    ax.plot(v, 3 - 1 / v - 2 * np.log(v), color=RED, lw=1.8, label="Shannon, $V$ equal shares")
-    x, y = [], []
-    for cells in (15, 50, 100, 300, 1000, None):
-        keys = p.confidence if cells is None else (p.confidence.double() * cells).ceil()
-        x.append(len(keys.unique()))
-        y.append(float(theorem2(p.confidence, p.correct, n_values=cells).squared_shannon))
+    ax.plot(v, 3 - 1 / v + 2 * np.log(v), color=GREY, label="as printed, $V$ equal shares")
+    ax.plot(v, 3 - 1 / v - 2 * np.log(v), color=RED, label="Shannon, $V$ equal shares")
+    cells = (15, 50, 100, 300, 1000)
+    x = [*(len((p.confidence.double() * n).ceil().unique()) for n in cells), len(p.confidence.unique())]
+    y = [float(theorem2(p.confidence, p.correct, n).squared_shannon) for n in (*cells, None)]
     ax.plot(x, y, "o-", color=INK, lw=0.8, ms=4, label="Shannon, ResNet-110 on CIFAR-10")
     ax.scatter(3, theorem2(*COUNTEREXAMPLE).squared_shannon, marker="*", s=150, color=INK, zorder=5)
     ax.axhline(0, color=INK, lw=0.6, ls=":")
@@ -269,11 +252,11 @@ def draw_against_entropy(ax: Axes, p: Predictions) -> None:
 @matplotlib.rc_context(STYLE)
 def draw(p: Predictions, random: Theorem2, output: Path) -> None:
     """Both pictures."""
-    first = Figure(figsize=(10.5, 3.3), layout="constrained")
+    first, logits = Figure(figsize=(10.5, 3.3), layout="constrained"), p.logits.double()
     left, middle, right = first.subplots(1, 3)
-    draw_bounds(left, p.logits.double(), 0, "$i = y$ (the label)", "$c_0$ to $c_1$")
-    draw_bounds(middle, p.logits.double(), 1, "$i \\neq y$ (the runner-up)", "$c_2$ to $c_3$")
-    draw_norms(right, p.logits.double())
+    draw_bounds(left, logits, 0, "$i = y$ (the label)", "$c_0$ to $c_1$")
+    draw_bounds(middle, logits, 1, "$i \\neq y$ (the runner-up)", "$c_2$ to $c_3$")
+    draw_norms(right, logits)
     second = Figure(figsize=(9.5, 3.9), layout="constrained")
     left, right = second.subplots(1, 2, width_ratios=(1.15, 1))
     draw_scatter(left, random)

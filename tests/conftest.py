@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def resnet110(shared: Path) -> dict[str, Any]:
 def few_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose the stages of a head as for many samples, without a fit for each fold: for tests of something else."""
     monkeypatch.setattr("doublehead.calibrators.head.MAX_REFITTED", 0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests that fork: a child waits for ever for OpenMP's second thread where its parent has used one."""
+    from doublehead import torch_tools  # not at the top: the main process of xdist reads this file
+
+    with torch_tools.one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,7 @@ import torch
 from torch.distributions import MultivariateNormal, kl_divergence
 from torch.nn.functional import cross_entropy
 
-from doublehead.calibrators import GaussianProcess, NotConverged, Temperature, smooth
-from doublehead.calibrators.optimise import Minimum
+from doublehead.calibrators import GaussianProcess, Temperature, smooth
 from doublehead.calibrators.smooth import (
     JITTER,
     _by_entries,
@@ -115,12 +114,3 @@ def test_it_leaves_what_is_already_right() -> None:
     p = overconfident(4000, 3, factor=1.0, spread=2.0, dtype=torch.float64)
     change = GaussianProcess().fit(p).calibrate(p).probs - p.probs
     assert float(change.abs().mean()) < 0.01
-
-
-def test_a_fit_cut_short_says_so(monkeypatch) -> None:
-    def stop(loss: object, start: list[torch.Tensor]) -> Minimum:
-        return Minimum(start, 0.5, 0.1, False)
-
-    monkeypatch.setattr(smooth, "minimise", stop)
-    with pytest.warns(NotConverged, match="GaussianProcess did not converge: the largest .* entry is 0.1"):
-        GaussianProcess().fit(Predictions([[1.0, 0.0], [0.0, 1.0]], [0, 0]))

@@ -16,10 +16,10 @@ from doublehead.calibrators.head_stages import (
     RIDGE_CURVE,
     RIDGE_POOL,
     class_distances,
-    damped_answer,
     fit_class_means,
     fit_curve,
     fit_pool,
+    opinions_of,
 )
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.metrics import nll
@@ -338,7 +338,7 @@ def test_pool_solver_finds_the_optimum() -> None:
     p = overconfident(400, 5, factor=0.5)
     noise = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
     parts = [part.log_softmax(1) for part in (p.logits, noise, -p.logits, p.logits.sign())]
-    found = fit_pool(parts, p.labels).double().requires_grad_()
+    found = fit_pool(parts, p.target).double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(torch.stack(parts, 2).double() @ found, p.labels)
     loss = loss + 0.5 * RIDGE_POOL / 400 * (found - torch.tensor([1.0, 0.0, 0.0, 0.0])).square().sum()
     (gradient,) = torch.autograd.grad(loss, found)
@@ -353,7 +353,7 @@ def test_curve_solver_finds_the_optimum() -> None:
     p = overconfident(400, 5, factor=3.0)
     x = p.logits.double().log_softmax(1)
     assert bool((x < KNOTS[0]).any())
-    found = fit_curve(x.float(), p.labels).double().requires_grad_()
+    found = fit_curve(x.float(), p.target).double().requires_grad_()
     hinges = (x[..., None] - torch.tensor(KNOTS).double()).clamp(min=0)
     loss = torch.nn.functional.cross_entropy(x + hinges @ found, p.labels)
     loss = loss + 0.5 * RIDGE_CURVE / 400 * found.square().sum()
@@ -367,10 +367,11 @@ def test_last_layer_is_asked_about_damped_features() -> None:
     generator = torch.Generator().manual_seed(0)
     features = torch.rand(1500, 16, generator=generator).pow(6) * 20  # few, large
     layer = torch.randn(80, 16, generator=generator)  # more classes than distances to their means could serve
-    usual = 2 * features.mean()
     logits = features @ layer.mT
-    labels = (2 * damped_answer(features, layer, usual)).softmax(1).multinomial(1, generator=generator)[:, 0]
-    one = damped_answer(torch.tensor([[3.0, -3.0]]), torch.eye(2), torch.tensor(1.0))
+    (damped,) = opinions_of(features, {"last_layer_": layer, "usual_": 2 * features.mean()})
+    labels = (2 * damped).softmax(1).multinomial(1, generator=generator)[:, 0]
+    known = {"last_layer_": torch.eye(2), "usual_": torch.tensor(1.0)}
+    (one,) = opinions_of(torch.tensor([[3.0, -3.0]]), known)
     assert one.tolist() == [pytest.approx([math.log(4), -math.log(4)])]
     p = Predictions(logits, labels)
     without = Head("best").fit(p, features=features)

@@ -9,13 +9,21 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from doublehead.calibrators import BBQ, Beta, HistogramBinning, Isotonic, Platt, Spline, Temperature
+from doublehead.calibrators import (
+    BBQ,
+    Beta,
+    Dirichlet,
+    HistogramBinning,
+    Isotonic,
+    Platt,
+    Spline,
+    Temperature,
+)
 from doublehead.calibrators.base import (
     keep_top,
     lines,
     log_normalise,
     log_odds,
-    pad,
     steps,
     top_log_odds,
     with_top_odds,
@@ -91,12 +99,9 @@ def test_keep_top_breaks_ties_for_the_predicted_class_only() -> None:
     assert out[1].tolist() == [-3.0, -2.0, -1.0]
 
 
-def test_normalising_and_padding() -> None:
+def test_normalising() -> None:
     out = log_normalise(torch.tensor([[0.2, 0.2, 0.0]]), 0.1).exp()
     torch.testing.assert_close(out, torch.tensor([[0.4, 0.4, 0.2]]))
-    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    assert pad(rows).tolist() == [[1, 2], [3, 3]]
-    assert pad(rows, torch.inf).tolist() == [[1, 2], [3, torch.inf]]
 
 
 # Platt and beta
@@ -211,6 +216,7 @@ def test_histogram_one_vs_rest_agrees_with_a_loop() -> None:
         (Isotonic, {"kind": "irova"}, "kind must be 'shared' or 'one-vs-rest', got 'irova'"),
         (Spline, {"n_knots": 1}, "n_knots must be at least 2, got 1"),
         (Platt, {}, "Platt needs predictions of 2 classes, got 4 classes"),
+        (Dirichlet, {"prior": -1}, "prior must be above 0, got -1"),
     ],
 )
 def test_nonsense_is_refused(make: Any, params: dict[str, object], message: str) -> None:

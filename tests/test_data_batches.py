@@ -1,10 +1,24 @@
-"""Batches on a device and from files: order, crops against a slow reference, resume, parts of processes."""
+"""Batches of all kinds: order, crops against a slow reference, resume, parts of processes."""
 
 import numpy as np
 import pytest
 import torch
 
-from doublehead.data import CropFlip, DeviceBatches, FileBatches, ImageFiles, Images, Normalise
+from doublehead.data import (
+    CropFlip,
+    DeviceBatches,
+    FileBatches,
+    ImageFiles,
+    Images,
+    Normalise,
+    TextBatches,
+    Texts,
+    TreeBatch,
+    TreeBatches,
+    Trees,
+    Vocabulary,
+)
+from doublehead.data.trees import parse_tree
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (50, 6, 5, 3)).astype(np.uint8)
@@ -90,27 +104,6 @@ def test_without_flip_nothing_is_flipped():
         np.testing.assert_allclose(x.permute(0, 2, 3, 1).numpy(), IMAGES[y.numpy()] / 255, atol=1e-6)
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2, 3, 4, 6])
-def test_resume_is_exact(taken):
-    def make():
-        return DeviceBatches(SAMPLES, 16, train=True, augment=CropFlip(1), seed=7)
-
-    def stream(batches):
-        while True:
-            yield from batches
-
-    undisturbed, stopped, resumed = make(), make(), make()
-    whole, part = stream(undisturbed), stream(stopped)
-    for _ in range(taken):
-        next(whole), next(part)
-    resumed.load_state_dict(stopped.state_dict())
-    assert resumed.state_dict() == stopped.state_dict()
-    rest = stream(resumed)
-    for _ in range(8):
-        for mine, theirs in zip(next(whole), next(rest)):
-            assert torch.equal(mine, theirs)
-
-
 def test_chunks_do_not_show(monkeypatch):
     def take():
         batches = DeviceBatches(SAMPLES, 8, train=True, augment=CropFlip(2))
@@ -119,25 +112,6 @@ def test_chunks_do_not_show(monkeypatch):
     together = take()
     monkeypatch.setattr("doublehead.data.batches.CHUNK_IMAGES", 8)
     assert all(torch.equal(a, b) for a, b in zip(take(), together, strict=True))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_shards_see_each_image_once(world_size):
-    whole = DeviceBatches(SAMPLES, 8)
-    parts = [labels_of(whole.shard(rank, world_size)) for rank in range(world_size)]
-    assert flat(flat(parts)) == list(range(50))
-    assert whole.shard(0, world_size).pixels.data_ptr() == whole.pixels.data_ptr()  # not a copy
-    assert [len(p) for p in parts] == [len(whole.shard(rank, world_size)) for rank in range(world_size)]
-
-
-def test_training_shards_deal_out_the_larger_batch():
-    alone = DeviceBatches(SAMPLES, 16, train=True, augment=CropFlip(1))
-    halves = DeviceBatches(SAMPLES, 8, train=True, augment=CropFlip(1))
-    parts = [halves.shard(rank, 2) for rank in range(2)]
-    for _ in range(2):
-        for (x, y), (x0, y0), (x1, y1) in zip(alone, *parts, strict=True):
-            assert torch.equal(x, torch.cat([x0, x1]))
-            assert torch.equal(y, torch.cat([y0, y1]))
 
 
 def test_normalise_from_images():
@@ -161,13 +135,6 @@ def test_bad_arguments_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_global_generator_is_left_alone(samples):
-    before = torch.get_rng_state()
-    list(DeviceBatches(SAMPLES, 8, train=True, augment=CropFlip()))
-    list(FileBatches(samples, 4, train=True, size=8))
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.fixture(scope="module")
@@ -230,17 +197,79 @@ def test_workers_do_not_change_the_batches(samples):
         assert torch.equal(y, y2)
 
 
-def test_resume_and_shards_of_files(samples):
-    batches = FileBatches(samples, 4, train=True, size=8)
-    stream = iter(batches)
-    next(stream)
-    again = FileBatches(samples, 4, train=True, size=8)
-    again.load_state_dict(batches.state_dict())
-    for (x, _), (x2, _) in zip(stream, again, strict=True):
-        assert torch.equal(x, x2)
-    parts = [FileBatches(samples, 2, train=True, size=8).shard(rank, 2) for rank in range(2)]
-    for (x, _), (x0, _), (x1, _) in zip(FileBatches(samples, 4, train=True, size=8), *parts, strict=True):
-        assert torch.equal(x, torch.cat([x0, x1]))
+# --- what all kinds of batches have in common
+
+TEXTS = Texts(tuple("a " * (1 + i % 7) for i in range(23)), np.arange(23))
+TREES = Trees(tuple(parse_tree(f"(1 (2 a) ({i % 5} b))") for i in range(23)), np.arange(23))
+WORDS = Vocabulary("ab")
+
+
+@pytest.fixture(params=["images", "files", "texts", "trees"])
+def make(request, samples):
+    """Batches of one kind, with all that is drawn at random where they are for training."""
+
+    def make(batch_size=4, train=True, **options):
+        options |= {"train": train, "seed": 7}
+        if request.param == "images":
+            return DeviceBatches(SAMPLES, batch_size, augment=CropFlip(1) if train else None, **options)
+        if request.param == "files":
+            return FileBatches(samples, batch_size, size=8, **options)
+        if request.param == "texts":
+            return TextBatches(TEXTS, WORDS, batch_size, max_length=3, crop=train, **options)
+        return TreeBatches(TREES, WORDS, batch_size, **options)
+
+    return make
+
+
+def plain(batch):
+    x, y = batch
+    return (x.words if isinstance(x, TreeBatch) else x).tolist(), y.tolist()
+
+
+def stream(batches):
+    while True:
+        yield from map(plain, batches)
+
+
+def test_resume_is_exact(make):
+    n = len(make())
+    for taken in (0, 1, n - 1, n, n + 1, 2 * n):
+        undisturbed, stopped, resumed = make(), make(), make()
+        whole, part = stream(undisturbed), stream(stopped)
+        for _ in range(taken):
+            next(whole), next(part)
+        resumed.load_state_dict(stopped.state_dict())
+        assert resumed.state_dict() == stopped.state_dict()
+        rest = stream(resumed)
+        assert [next(rest) for _ in range(n + 2)] == [next(whole) for _ in range(n + 2)]
+
+
+def test_the_global_generator_is_left_alone(make):
+    before = torch.get_rng_state()
+    list(make())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 60])
+def test_evaluation_shards_see_each_sample_once(make, world_size):
+    whole = make(train=False)
+    shards = [whole.shard(rank, world_size) for rank in range(world_size)]
+    parts = [[plain(batch)[1] for batch in shard] for shard in shards]
+    labels = [label for part in parts for batch in part for label in batch]
+    assert len(labels) == whole.n
+    assert labels == flat(plain(batch)[1] for batch in whole)
+    assert [len(part) for part in parts] == [len(shard) for shard in shards]  # of some it may be none
+    if isinstance(whole, DeviceBatches):
+        assert shards[0].pixels.data_ptr() == whole.pixels.data_ptr()  # not a copy
+
+
+def test_training_shards_deal_out_the_larger_batch(make):
+    alone, halves = make(), [make(2).shard(rank, 2) for rank in range(2)]
+    for _ in range(2):
+        for one, left, right in zip(alone, *halves, strict=True):
+            assert plain(one)[1] == plain(left)[1] + plain(right)[1]
+            if isinstance(one[0], torch.Tensor) and one[0].is_floating_point():
+                assert torch.equal(one[0], torch.cat([left[0], right[0]]))
 
 
 def test_a_damaged_image_file_is_named(samples, tmp_path):

@@ -47,6 +47,23 @@ def web(tmp_path):
     server.server_close()
 
 
+@pytest.fixture
+def archive(web, monkeypatch):
+    """Serves a file as the only download of both forms of SST; it must contain the folder trees."""
+    folder, address = web
+
+    def serve(pack, members, checksum=False):
+        file = pack(members, folder / "sst.zip")
+        source = Source(
+            f"{address}/sst.zip", "sst.zip", md5(file.read_bytes()) if checksum else None, "trees"
+        )
+        for name in ("sst-fine", "sst-binary"):
+            monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], downloads=(source,)))
+        return file
+
+    return serve
+
+
 def everything_in(folder):
     return sorted(path.name for path in folder.rglob("*"))
 
@@ -120,42 +137,32 @@ def test_archives_cannot_write_outside_their_folder(tmp_path, members):
 @pytest.mark.parametrize(
     ("pack", "damage"), [(tar_of, "truncated"), (zip_of, "truncated"), (zip_of, "changed")]
 )
-def test_damaged_archives_leave_no_files(web, tmp_path, monkeypatch, pack, damage):
-    folder, address = web
+def test_damaged_archives_leave_no_files(archive, tmp_path, pack, damage):
     content = np.random.default_rng(0).bytes(100_000)
-    archive = pack({f"trees/{i}.bin": content for i in range(3)}, folder / "sst.zip")
-    whole = archive.read_bytes()
+    file = archive(pack, {f"trees/{i}.bin": content for i in range(3)})
+    whole = file.read_bytes()
     changed = whole[:99_000] + bytes([whole[99_000] ^ 1]) + whole[99_001:]
-    archive.write_bytes(whole[:150_000] if damage == "truncated" else changed)
-    source = Source(f"{address}/sst.zip", "sst.zip", None, "trees")
-    monkeypatch.setitem(DATASETS, "sst-fine", replace(DATASETS["sst-fine"], downloads=(source,)))
+    file.write_bytes(whole[:150_000] if damage == "truncated" else changed)
     with pytest.raises(ValueError, match="sst.zip is truncated, damaged or unsafe"):
         get("sst-fine", tmp_path / "data")
     assert everything_in(tmp_path / "data" / "sst") == []
 
 
 @pytest.mark.parametrize("pack", [tar_of, zip_of])
-def test_get_an_archive(web, tmp_path, monkeypatch, pack):
-    folder, address = web
+def test_get_an_archive(archive, tmp_path, pack):
     trees = {f"trees/{part}.txt": b"(3 (2 a) (3 b))\n" for part in ("train", "dev", "test")}
-    pack(trees | {"more/README": b""}, folder / "sst.zip")
-    source = Source(f"{address}/sst.zip", "sst.zip", md5((folder / "sst.zip").read_bytes()), "trees")
-    for name in ("sst-fine", "sst-binary"):
-        monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], downloads=(source,)))
+    file = archive(pack, trees | {"more/README": b""}, checksum=True)
     assert get("sst-fine", tmp_path / "data") == tmp_path / "data" / "sst"
     assert everything_in(tmp_path / "data" / "sst") == [
         "README", "dev.txt", "more", "test.txt", "train.txt", "trees",
     ]  # fmt: skip
-    (folder / "sst.zip").unlink()
+    file.unlink()
     get("sst-binary", tmp_path / "data")  # the same files: nothing is downloaded
     assert load("sst-fine", tmp_path / "data").sizes == (1, 1, 1)
 
 
-def test_an_archive_must_contain_what_its_source_says(web, tmp_path, monkeypatch):
-    folder, address = web
-    zip_of({"other.txt": b"x"}, folder / "sst.zip")
-    source = Source(f"{address}/sst.zip", "sst.zip", None, "trees")
-    monkeypatch.setitem(DATASETS, "sst-fine", replace(DATASETS["sst-fine"], downloads=(source,)))
+def test_an_archive_must_contain_what_its_source_says(archive, tmp_path):
+    archive(zip_of, {"other.txt": b"x"})
     with pytest.raises(ValueError, match=r"sst.zip must contain trees"):
         get("sst-fine", tmp_path / "data")
 

@@ -113,9 +113,9 @@ def called(monkeypatch):
     calls = []
     real = perturb.corrupt
 
-    def corrupt(pixels, family, severity, generator):
+    def corrupt(pixels, family, severity):
         calls.append((family, severity, len(pixels)))
-        return real(pixels, family, severity, generator)
+        return real(pixels, family, severity)
 
     monkeypatch.setattr(perturb, "corrupt", corrupt)
     return calls

@@ -78,21 +78,13 @@ def test_cifar_batches(tmp_path, small, name, folder, n_classes):
     assert (load_test(name, tmp_path).images == splits.test.images).all()
     first = next(iter(written.values()))[0]
     assert any((splits.train.images[0].transpose(2, 0, 1).ravel() == row).all() for row in first)
-
-
-def test_cifar_split_is_the_same_from_arrays(tmp_path, small):
-    write_cifar(tmp_path / "a" / "cifar-10-batches-py", 10, [20] * 5 + [7])
-    small("cifar10", (80, 20, 7))
-    train = readers.read_cifar_split(tmp_path / "a" / "cifar-10-batches-py", "train")
-    test = readers.read_cifar_split(tmp_path / "a" / "cifar-10-batches-py", "test")
-    folder = tmp_path / "b" / "cifar10"
-    folder.mkdir(parents=True)
-    for split, images in (("train", train), ("test", test)):
-        np.save(folder / f"{split}_images.npy", images.images)
-        np.save(folder / f"{split}_labels.npy", images.labels)
-    from_batches, from_arrays = load("cifar10", tmp_path / "a"), load("cifar10", tmp_path / "b")
-    for part in ("train", "calib", "test"):
-        assert (getattr(from_batches, part).images == getattr(from_arrays, part).images).all()
+    for split in ("train", "test"):
+        samples = readers.read_cifar_split(tmp_path / folder, split)
+        np.save(tmp_path / f"{split}_images.npy", samples.images)
+        np.save(tmp_path / f"{split}_labels.npy", samples.labels)
+    from_arrays = load(name, tmp_path)  # which come before the batches
+    for split, samples in splits.parts.items():
+        assert (from_arrays.parts[split].images == samples.images).all()
 
 
 def test_no_pickle_is_executed(tmp_path):
@@ -156,11 +148,16 @@ def png(path, colour, size=(6, 5)):
     pillow.new("RGB", size, colour).save(path)
 
 
-def test_imagenet(tmp_path):
-    for split, n in (("train", 3), ("val", 4)):
-        for label, name in enumerate(("n01", "n02")):
+def pngs(folder, names, **counts):
+    """In a folder for each split a folder for each class, with that many images."""
+    for split, n in counts.items():
+        for label, name in enumerate(names):
             for i in range(n):
-                png(tmp_path / "imagenet" / split / name / f"{i}.png", (label, i, 0))
+                png(folder / split / name / f"{i}.png", (label, i, 0))
+
+
+def test_imagenet(tmp_path):
+    pngs(tmp_path / "imagenet", ("n01", "n02"), train=3, val=4)
     splits = load("imagenet", tmp_path)
     assert splits.sizes == (6, 4, 4)
     assert splits.class_names == ("n01", "n02")
@@ -172,10 +169,7 @@ def test_imagenet(tmp_path):
 
 
 def test_own_folders_of_images(tmp_path):
-    for split, n in (("train", 20), ("val", 3), ("test", 4)):
-        for label, name in enumerate(("cat", "dog")):
-            for i in range(n):
-                png(tmp_path / split / name / f"{i}.png", (label, i, 0))
+    pngs(tmp_path, ("cat", "dog"), train=20, val=3, test=4)
     splits = load(f"folder:{tmp_path}")
     assert splits.sizes == (40, 6, 8)
     flat = load(f"folder:{tmp_path / 'train'}")
@@ -265,13 +259,16 @@ def test_own_data_that_is_not_there(tmp_path):
         load("csv:x")
 
 
-def test_newsgroups(tmp_path, small):
+def posts(folder, n, text):
     for group in ("alt.a", "sci.b"):
-        folder = tmp_path / "20_newsgroups" / group
-        folder.mkdir(parents=True)
-        for i in range(20):
-            text = f"From: someone\nSubject: {group}\n\nBody {i} caf\xe9\n"
-            (folder / str(i)).write_bytes(text.encode("latin-1"))
+        (folder / group).mkdir(parents=True)
+        for i in range(n):
+            header = f"From: someone\nSubject: {group}\n\n"
+            (folder / group / str(i)).write_bytes(f"{header}{text} {i} caf\xe9\n".encode("latin-1"))
+
+
+def test_newsgroups(tmp_path, small):
+    posts(tmp_path / "20_newsgroups", 20, "Body")
     small("20newsgroups", (30, 4, 6))
     splits = load("20newsgroups", tmp_path)
     assert splits.sizes == (30, 4, 6)
@@ -282,11 +279,7 @@ def test_newsgroups(tmp_path, small):
 
 def test_newsgroups_by_date(tmp_path, small):
     for half, n in (("train", 10), ("test", 4)):
-        for group in ("alt.a", "sci.b"):
-            folder = tmp_path / "20newsgroups" / f"20news-bydate-{half}" / group
-            folder.mkdir(parents=True)
-            for i in range(n):
-                (folder / str(i)).write_text(f"From: x\n\n{half} {i}")
+        posts(tmp_path / "20newsgroups" / f"20news-bydate-{half}", n, half)
     small("20newsgroups-bydate", (16, 4, 8))
     splits = load("20newsgroups-bydate", tmp_path)
     assert splits.sizes == (16, 4, 8)

@@ -223,11 +223,11 @@ def test_every_public_module_is_in_the_reference() -> None:
 
 def test_the_comparison_with_other_libraries_is_that_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from peers_agreement import MARKS, PEERS, as_markdown
+    from peers_agreement import MARK, PEERS, as_markdown
 
     results = json.loads(text_of(ROOT / "benchmarks/results/peers_agreement.json"))
     versions = {name: results["versions"][name] for name in PEERS}
-    shown = text_of(DOCS / "peers.md").split(MARKS[0])[1].split(MARKS[1])[0]
+    shown = text_of(DOCS / "peers.md").split(MARK)[1].split("<!-- end -->")[0]
     assert shown.strip() == as_markdown(results["rows"], versions).strip()
     sys.modules.pop("definitions", None)
 

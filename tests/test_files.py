@@ -633,7 +633,7 @@ def test_wide_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     table = read_predictions(file, by="site", extra=["text"])
     chunks = list(table.chunks())
     assert np.array_equal(np.concatenate([chunk.scores for chunk in chunks]), scores)
-    texts = np.concatenate([chunk.raw.columns["text"] for chunk in chunks]).tolist()
+    texts = np.concatenate([chunk.batch.columns["text"] for chunk in chunks]).tolist()
     assert texts[9] == odd.strip('"')
     assert table.load().labels.tolist() == list(range(12))
     assert {name: group.n for name, group in table.tally().groups.items()} == {"a": 6, "b": 6}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from doublehead.guard import BOUND, DRAWS, MOST, SHRINK, Distances, Guard, Observed, scaled
+from doublehead.guard import BOUND, DRAWS, MOST, SHRINK, Distances, Guard, Observed
 from doublehead.shift_guard import watch
 
 WIDTHS = [4, 2]
@@ -104,7 +104,7 @@ def test_a_stream_against_a_slow_reference(batch: int) -> None:
     assert sum(alarms[20:40]) > 10
     got, since = [], []
     for some, z in zip(stages.split(batch), logits.split(batch)):
-        got.append(guard(some, z)[:, 0])
+        got.append(guard.log_scale(some, z)[:, 0].exp())
         since.append(guard.shift.since)
     whole = slice(guard.window - 1 if batch < guard.window else 0, None)  # one that is not full says nothing
     np.testing.assert_allclose(torch.cat(got).numpy()[whole], wanted[whole], rtol=2e-3)
@@ -203,7 +203,7 @@ def test_an_alarm_says_how_sure_how_strong_and_since_when() -> None:
     guard = learned(prior=0.0)
     assert guard.shift == (False, 1.0, 1.0, None, 0)
     clean, shifted = observed(50, seed=3), observed(50, 3.0, 4)
-    assert (guard(clean.stages, clean.logits) == 1).all()
+    assert (guard.log_scale(clean.stages, clean.logits) == 0).all()
     assert guard.shift.p_value > guard.rate
     assert guard.shift.strength < 3
     guard(shifted.stages, shifted.logits)
@@ -216,7 +216,7 @@ def test_an_alarm_says_how_sure_how_strong_and_since_when() -> None:
     guard.reset()
     assert guard.shift == (False, 1.0, 1.0, None, 0)
     with guard.alone():
-        assert (guard(shifted.stages, shifted.logits) == 1).all()
+        assert (guard.log_scale(shifted.stages, shifted.logits) == 0).all()
     assert guard.shift.seen == 0
 
 
@@ -225,7 +225,7 @@ def test_a_guard_learns_from_perturbed_data_and_costs_little_on_clean() -> None:
 
     def nll(part: Observed) -> tuple[float, float]:
         guard.reset()
-        out = scaled(part.logits, guard(part.stages, part.logits))
+        out = guard(part.stages, part.logits)
         return tuple(float(F.cross_entropy(z, part.labels)) for z in (out, part.logits))
 
     after, before = nll(shifted)
@@ -239,7 +239,7 @@ def test_a_larger_prior_acts_more_on_single_samples() -> None:
     factors = []
     for prior in (0.0, 0.01, 0.3):
         guard = learned(window=0, prior=prior)
-        factors.append(float(guard(shifted.stages, shifted.logits).mean()))
+        factors.append(float(guard.log_scale(shifted.stages, shifted.logits).exp().mean()))
     assert factors[0] == 1
     assert factors[0] > factors[1] > factors[2]
 
@@ -247,17 +247,17 @@ def test_a_larger_prior_acts_more_on_single_samples() -> None:
 def test_without_perturbed_data_there_is_only_the_alarm() -> None:
     guard, shifted = Guard(WIDTHS, 8), observed(40, 3.0, 4)
     guard.fit(observed(1000))
-    assert (guard(shifted.stages, shifted.logits) == 1).all()
+    assert (guard.log_scale(shifted.stages, shifted.logits) == 0).all()
     assert guard.shift.alarm
 
 
 def test_the_factor_is_positive_whatever_comes() -> None:
     guard = learned()
     odd = torch.tensor([0.0, 1e-30, -1e30, 3e38, math.inf, -math.inf, math.nan])
-    factor = guard(odd[:, None].expand(-1, 6), torch.randn(7, 4))
+    factor = guard.log_scale(odd[:, None].expand(-1, 6), torch.randn(7, 4)).exp()
     assert ((factor > 0) & (factor <= math.exp(0.5))).all()
     assert factor[-1].item() == pytest.approx(math.exp(-MOST))  # nothing is known: as unsure as can be
-    assert guard(torch.empty(0, 6), torch.empty(0, 4)).shape == (0, 1)
+    assert guard(torch.empty(0, 6), torch.empty(0, 4)).shape == (0, 4)
     clean, statistics = observed(60, seed=3), []
     for before in (odd[:0], odd):  # what has left the window leaves no trace
         guard.reset()
@@ -265,16 +265,6 @@ def test_the_factor_is_positive_whatever_comes() -> None:
         guard(stages, torch.cat([torch.zeros(len(before), 4), clean.logits]))
         statistics.append(float(guard.last[0]))
     assert statistics[1] == pytest.approx(statistics[0], rel=1e-4)
-
-
-def test_scaled_makes_no_new_tie() -> None:
-    least = torch.tensor([[5.0, np.nextafter(np.float32(5), np.float32(6)), 1.0]])
-    out = scaled(least, torch.tensor([[math.exp(-10)]]))
-    assert out.argmax().item() == 1
-    assert (out == 0).sum() == 1
-    double = torch.tensor([[1.0, 1 + 1e-14, 0.0]], dtype=torch.float64)  # equal in float32
-    assert scaled(double, torch.tensor([[0.5]])).argmax().item() == 1
-    assert scaled(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 1)).dtype == torch.float32
 
 
 def test_a_fit_knows_nothing_of_the_one_before() -> None:

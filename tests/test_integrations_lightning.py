@@ -42,15 +42,6 @@ Wrapper = require("lightning.fabric.utilities.distributed", extra="lightning").D
 Images = dict[str, TensorDataset]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For tests that fork: a child waits for ever for OpenMP's second thread where its parent has used one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def images() -> Images:
     """Real images of clothes, 7 x 7, few enough for a test."""

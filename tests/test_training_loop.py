@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader
 import tiny_networks
 from doublehead import Calibrated, HeadSpec, Predictions, ShiftGuard, metrics
 from doublehead.data import Images, corrupt
-from doublehead.guard import scaled
 from doublehead.saving import rebuild
 from doublehead.training import loop
 from doublehead.training.config import METHODS, Config
@@ -68,8 +67,7 @@ def test_the_loss_of_an_epoch_by_hand(tmp_path: Path) -> None:
     focal = {"loss": "focal", "loss_options": {"gamma": 2.0}}
     config = small(epochs=1, n_train=120, momentum=0.5, weight_decay=0.01, **focal)
     run(config, tmp_path)
-    fabric = loop.make_fabric(config, accelerator="cpu", devices=1)
-    again = loop.set_up(config, fabric, fashion(), None)
+    again = loop.set_up(config, fabric_of(config), fashion(), None)
     net, losses = again.net.train(), []
     momentum = [torch.zeros_like(p) for p in net.parameters()]
     for step, (x, y) in enumerate(again.inputs.train):
@@ -138,62 +136,48 @@ def test_predictions_of_the_train_split_are_optional(tmp_path: Path) -> None:
 
 
 def test_the_saved_weights_give_the_saved_predictions(tmp_path: Path) -> None:
-    heads = {"a": HeadSpec(reads=("statistics", "features")), "b": HeadSpec(kind="mlp")}
-    config = small(heads=heads, auto=True)
-    run(config, tmp_path)
-    fabric = loop.make_fabric(config, accelerator="cpu", devices=1)
-    again = loop.set_up(config, fabric, fashion(), None)
-    again.net.load_state_dict(weights(tmp_path))
-    bank = again.companions["heads"].bank
-    bank.load_state_dict(weights(tmp_path, "heads"))
-    auto = auto_of(tmp_path, again.net)
-    x = torch.cat([x for x, _ in again.inputs.make_eval(fashion().test)])
-    with torch.no_grad():
-        features = again.net[:3].eval()(x)  # before the last layer
-        main = again.net(x)
-        heads = bank.eval()(main, features)
-        wanted = {"main": main, "a": heads[0], "b": heads[1], "auto": auto(x)}
-    for name, logits in wanted.items():
-        saved = Predictions.load(tmp_path / f"predictions/test-{name}.npz")
-        torch.testing.assert_close(saved.logits, logits, rtol=1e-3, atol=1e-3)  # saved as float16
-
-
-def test_guards(tmp_path: Path) -> None:
+    """Those of the network, of its heads, of the staged head and of the guards round it."""
     usual = {"model": "tiny_networks:norm_mlp", "auto": True, "shift": ("contrast:5",)}
-    several = small(guards=("shifts", "noise", "noise+broad"), **usual)
+    heads = {"a": HeadSpec(reads=("statistics", "features")), "b": HeadSpec(kind="mlp")}
+    guards = {"guarded": "shifts", "guarded@noise": "noise", "guarded@noise+broad": "noise+broad"}
+    several = small(guards=tuple(guards.values()), heads=heads, **usual)
     results = run(several, tmp_path / "several")
-    names = ["guarded", "guarded@noise", "guarded@noise+broad"]
-    assert [*results["outputs"]] == ["main", "auto", *names]
-    assert set(names) < set(results["shift"]["contrast:5"])
-    outputs = results["outputs"]
-    for name in names:
-        assert outputs[name]["before"]["accuracy"] == outputs["main"]["before"]["accuracy"]
+    assert [*results["outputs"]] == ["main", "a", "b", "auto", *guards]
+    assert set(guards) < set(results["shift"]["contrast:5"])
     assert all("guarded" not in row["test"] for row in RunFolder(tmp_path / "several").lines())
 
-    saved = {name: logits_of(tmp_path / "several", name) for name in ("main", "auto", *names)}
-    assert not any(torch.equal(saved["guarded"], saved[name]) for name in names[1:])
-    x = torch.cat([x for x, _ in inputs_of(several).make_eval(fashion().test)])
-    net = tiny_networks.norm_mlp(10)
+    again = loop.set_up(several, fabric_of(several), fashion(), None)
+    net, inputs, bank = again.net.eval(), again.inputs, again.companions["heads"].bank.eval()
     net.load_state_dict(weights(tmp_path / "several"))
-    for name in names:  # from the weights that were written
+    bank.load_state_dict(weights(tmp_path / "several", "heads"))
+    auto = auto_of(tmp_path / "several", net)
+    x = torch.cat([x for x, _ in inputs.make_eval(fashion().test)])
+    with torch.no_grad():
+        main = net(x)
+        a, b = bank(main, net[:4](x))  # what goes into the last layer
+        wanted = {"main": main, "a": a, "b": b, "auto": auto(x)}
+    saved = {name: logits_of(tmp_path / "several", name) for name in results["outputs"]}
+    for name, logits in wanted.items():
+        torch.testing.assert_close(saved[name], logits, rtol=1e-3, atol=1e-3)  # saved as float16
+    for name in guards:
         guard = ShiftGuard(net).eval()
         guard.guard.load_state_dict(weights(tmp_path / "several", name))
         stages = guard.observe([(x, torch.zeros(len(x), dtype=torch.long))])[0].stages
         guard.reset()
-        factor = guard.guard(stages, saved["auto"]).detach()  # the test data are one batch
-        torch.testing.assert_close(saved[name], scaled(saved["auto"], factor), rtol=1e-2, atol=1e-2)
+        want = guard.guard(stages, saved["auto"]).detach()  # the test data are one batch
+        torch.testing.assert_close(saved[name], want, rtol=1e-2, atol=1e-2)
         assert torch.equal(saved[name].argmax(1), saved["main"].argmax(1))
 
-    inputs = inputs_of(several)
     calib, shifts = inputs.whole(inputs.splits.calib), inputs.perturbation("shifts", share=1.0)
-    by_hand = ShiftGuard(auto_of(tmp_path / "several", net)).fit(calib, shifts, seed=several.seed)
+    by_hand = ShiftGuard(auto).fit(calib, shifts, seed=several.seed)
     for key, value in weights(tmp_path / "several", "guarded").items():
         if key not in ("recent", "seen", "since", "last"):  # the state of the stream
             torch.testing.assert_close(value, by_hand.guard.state_dict()[key], rtol=1e-2, atol=5e-3, msg=key)
 
-    run(small(guards=("noise",), **usual), tmp_path / "alone")
+    run(small(guards=("noise",), heads=heads, **usual), tmp_path / "alone")
     # A guard knows nothing of the others: neither weights nor families they saw.
-    assert torch.equal(logits_of(tmp_path / "alone", names[1]), saved[names[1]])
+    assert torch.equal(logits_of(tmp_path / "alone", "guarded@noise"), saved["guarded@noise"])
+    assert not any(torch.equal(saved["guarded"], saved[name]) for name in [*guards][1:])
 
 
 def test_the_staged_head_reads_the_mirror_view(tmp_path: Path) -> None:
@@ -201,7 +185,8 @@ def test_the_staged_head_reads_the_mirror_view(tmp_path: Path) -> None:
     run(config, tmp_path)
     net = tiny_networks.norm_mlp(10)
     net.load_state_dict(weights(tmp_path))
-    x = torch.cat([x for x, _ in inputs_of(config).make_eval(fashion().test)])
+    inputs = loop.set_up(config, fabric_of(config), fashion(), None).inputs
+    x = torch.cat([x for x, _ in inputs.make_eval(fashion().test)])
     with torch.no_grad():
         both = torch.stack([net.eval()(images).log_softmax(1) for images in (x, x.flip(-1))]).mean(0)
         calibrated = auto_of(tmp_path, net)(x)
@@ -222,8 +207,8 @@ def logits_of(folder: Path, name: str) -> torch.Tensor:
     return Predictions.load(folder / f"predictions/test-{name}.npz").logits
 
 
-def inputs_of(config: Config) -> Any:
-    return loop.set_up(config, loop.make_fabric(config, accelerator="cpu", devices=1), fashion(), None).inputs
+def fabric_of(config: Config) -> Any:
+    return loop.make_fabric(config, accelerator="cpu", devices=1)
 
 
 def test_shift_against_a_direct_computation(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """kill -9 at any moment, then the same command: the run ends as if nothing had happened, to the last bit."""
 
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -18,11 +19,14 @@ import numpy as np
 import pytest
 
 from doublehead import HeadSpec
-from doublehead.data import Images, Splits
-from doublehead.training.run_folder import RunError, RunFolder
+from doublehead.data import Images, Splits, catalog, fashion_subset
+from doublehead.training.config import Config
+from doublehead.training.run_folder import RunError, RunFolder, make_fabric
 from training_helpers import Killed, assert_same, fashion, run, small, stop_after
 
 pytest.importorskip("typer")
+from doublehead import cli
+
 if not sys.platform.startswith("linux"):
     pytest.skip("processes are forked and looked up in /proc", allow_module_level=True)
 
@@ -34,65 +38,23 @@ compare --methods cross-entropy,double-head,sample-temperature,guarded,mixup --a
 --set batch_size=40 --set calib_batch_size=40 --set every=3 --set augment=crop-flip --set calib_augment=noise
 --set record_gradients=true
 """)
-# Importing and unpacking the images takes seconds, so one process does it once; each command then runs in a child that
-# it forks.
-NURSERY = """
-import os, sys
-import doublehead.cli
-from doublehead.data import catalog
-from doublehead.training.config import Config
-from doublehead.training.run_folder import make_fabric
-make_fabric(Config(), accelerator="cpu", devices=1)
-images = catalog.fashion_subset()
-catalog.fashion_subset = lambda: images
-print("ready", flush=True)
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        try:
-            doublehead.cli.app(line.rstrip("\\n").split("\\t"), standalone_mode=False)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr, flush=True)
-            os._exit(1)
-        os._exit(0)
-    print(child, flush=True)
-    if sys.stdin.readline() == "kill\\n":
-        os.kill(child, 9)  # not waited for yet, so the number is still its own
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
 
 
-class Nursery:
-    def __init__(self) -> None:
-        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": TESTS}
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-c", NURSERY], env=env, **how)
-        assert self.read() == "ready"
-
-    def read(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def write(self, line: str) -> None:
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def run(self, arguments: list[str], kill_when: Callable[[], bool] | None = None) -> int:
-        """Run a command, killed without warning once `kill_when` says so; the status it ended with."""
-        self.write("\t".join(arguments))
-        status = Path("/proc", self.read(), "status")
-        while kill_when is not None and not kill_when() and "State:\tZ" not in status.read_text():
-            time.sleep(0.001)
-        self.write("kill" if kill_when is not None else "wait")
-        return int(self.read())
+def in_child(arguments: list[str], kill_when: Callable[[], bool] | None = None) -> int | None:
+    """Run a command in a forked process, killed without warning once `kill_when` says so; the code it ended with."""
+    child = multiprocessing.get_context("fork").Process(target=quietly, args=(arguments,))
+    child.start()
+    while kill_when is not None and child.is_alive() and not kill_when():
+        time.sleep(0.001)
+    if kill_when is not None:
+        child.kill()
+    child.join()
+    return child.exitcode
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
+def quietly(arguments: list[str]) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    cli.app(arguments, standalone_mode=False)
 
 
 def lines(folder: Path) -> int:
@@ -100,9 +62,14 @@ def lines(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(TESTS)
+    splits = fashion_subset()  # which takes half a second, as the first Fabric does: the children have both
+    monkeypatch.setattr(catalog, "fashion_subset", lambda: splits)
+    make_fabric(Config(), accelerator="cpu", devices=1)
     calm, killed = tmp_path / "calm", tmp_path / "killed"
-    assert nursery.run([*COMMAND, "-o", str(calm)]) == 0
+    assert in_child([*COMMAND, "-o", str(calm)]) == 0
     draw = random.Random(0)
     moments: list[Callable[[], bool]] = [
         lambda: any(killed.glob("*/config.json")),
@@ -122,8 +89,8 @@ def test_killed_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
             time.sleep(draw.uniform(0, 0.05))
             return True
 
-        statuses.append(nursery.run([*COMMAND, "-o", str(killed)], now))
-    assert statuses.count(signal.SIGKILL) >= 5
+        statuses.append(in_child([*COMMAND, "-o", str(killed)], now))
+    assert statuses.count(-signal.SIGKILL) >= 5
     script = Path(sys.executable).with_name("doublehead")  # the command as a user has it
     command = [script, *COMMAND, "-o", killed]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)

@@ -1,6 +1,7 @@
-"""Loops as public training scripts write them: the companion changes nothing in them, and its model is calibrated."""
+"""Loops as public scripts and frameworks write them: the companion changes nothing, and its model is calibrated."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -39,7 +40,7 @@ class Script:
         torch.manual_seed(3)
         self.batches, self.calib = DataLoader(images(96, 1), 16, shuffle=True), images(300, 2)
         self.test = images(64, 9)[:]
-        self.beside, self.double, self.log = beside, None, []
+        self.beside, self.double, self.log, self.n_steps = beside, None, [], 0
         self.model: Calibrated | None = None
 
     def start(self, network: nn.Module, optimizer: Any, **options: Any) -> None:
@@ -47,6 +48,7 @@ class Script:
             self.double = DoubleHead(network, self.calib, follow=optimizer, every=2, **options)
 
     def step(self) -> None:
+        self.n_steps += 1
         if self.double is not None:
             self.double.step()
 
@@ -198,10 +200,100 @@ def saved_and_resumed(script: Script) -> nn.Module:
     return net
 
 
-LOOPS = [log_softmax, ema_and_mixup, grad_scaler, plateau_and_early_stopping, layer_decay_and_accumulation]
+def under_accelerate(script: Script, precision: str = "no", accumulate: int = 1) -> nn.Module:
+    accelerate = require("accelerate", extra="transformers")
+    accelerate.state.AcceleratorState._reset_state(True)  # another test of this process may have set it
+    how = {"mixed_precision": precision, "gradient_accumulation_steps": accumulate}
+    accelerator = accelerate.Accelerator(cpu=True, **how)
+    net = convnet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, batches = accelerator.prepare(net, optimizer, script.batches)
+    script.start(model, optimizer)
+    for _ in range(3):
+        model.train()
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            with accelerator.autocast():
+                script.step()
+    script.finish()
+    accelerate.state.AcceleratorState._reset_state(True)
+    return net
 
 
-@pytest.mark.parametrize("loop", [*LOOPS, saved_and_resumed])
+def under_fabric(script: Script, precision: str = "32-true", accumulate: int = 1) -> nn.Module:
+    make = require("lightning.fabric", extra="lightning").Fabric
+    fabric = make(accelerator="cpu", devices=1, precision=precision)
+    net = convnet()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    script.start(model, optimizer)
+    for _ in range(3):
+        model.train()
+        for number, (x, y) in enumerate(fabric.setup_dataloaders(script.batches), 1):
+            fabric.backward(F.cross_entropy(model(x), y) / accumulate)
+            if number % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            with fabric.autocast():
+                script.step()
+    script.finish()
+    return net
+
+
+def under_skorch(script: Script) -> nn.Module:
+    skorch = pytest.importorskip("skorch")
+
+    class Calibrate(skorch.callbacks.Callback):
+        def on_train_begin(self, net: Any, **_: Any) -> None:
+            script.start(net.module_, net.optimizer_)
+
+        def on_batch_end(self, net: Any, training: bool = False, **_: Any) -> None:
+            if training:
+                script.step()
+
+    options = {"criterion": nn.CrossEntropyLoss, "batch_size": 16, "lr": 0.1, "iterator_train__shuffle": True}
+    x, y = (part.numpy() for part in script.batches.dataset.tensors)
+    trained = skorch.NeuralNetClassifier(
+        convnet(), max_epochs=3, train_split=None, verbose=0, callbacks=[Calibrate()], **options
+    ).fit(x, y)
+    script.finish()
+    return trained.module_
+
+
+def under_fastai(script: Script) -> nn.Module:
+    require("torchvision", extra="models")  # which fastai imports
+    pytest.importorskip("fastai")
+    from fastai.callback.core import Callback
+    from fastai.callback.schedule import Learner
+    from fastai.data.core import DataLoaders
+
+    class Calibrate(Callback):
+        def before_fit(self) -> None:
+            script.start(self.model, self.opt)
+
+        def after_batch(self) -> None:
+            if self.training:
+                script.step()
+
+    net, data = convnet(), DataLoaders(script.batches, DataLoader(images(32, 3), 16))
+    learner = Learner(data, net, loss_func=nn.CrossEntropyLoss(), cbs=[Calibrate()])
+    with learner.no_bar(), learner.no_logging():
+        learner.fit_one_cycle(3, 1e-2)
+    script.finish()
+    return net
+
+
+LOOPS = [
+    log_softmax, ema_and_mixup, grad_scaler, plateau_and_early_stopping, layer_decay_and_accumulation,
+    saved_and_resumed, under_accelerate, partial(under_accelerate, precision="bf16"),
+    partial(under_accelerate, accumulate=2), under_fabric, partial(under_fabric, precision="bf16-mixed", accumulate=2),
+    under_skorch, under_fastai,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: getattr(loop, "__name__", "of other options"))
 def test_script(loop: Callable[[Script], nn.Module]) -> None:
     if loop is layer_decay_and_accumulation and find_spec("timm") is None:
         pytest.skip("needs timm")
@@ -214,6 +306,7 @@ def test_script(loop: Callable[[Script], nn.Module]) -> None:
     model, (x, _) = beside.model, alone.test
     assert model.network is network
     assert (beside.double.skipped, beside.double.active) == (0, True)
+    assert beside.double.calls == alone.n_steps >= 12
     with torch.no_grad():
         main, calib = model.heads(x)
         torch.testing.assert_close(model(x).exp().sum(1), torch.ones(len(x)))

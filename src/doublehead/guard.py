@@ -1,4 +1,4 @@
-"""The guard itself: stages of a network and its logits in, a factor for the logits and an alarm out.
+"""The guard itself: stages of a network and its logits in, less confident logits and an alarm out.
 
 Stages are a mean and a deviation of each channel of some layers. Their distances from the calibration data's are used
 twice:
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from doublehead.calibration_head import statistics
+from doublehead.calibration_head import MAX_LOG_SCALE, scale_logits, statistics
 from doublehead.calibrators.choose import mean_and_error
 from doublehead.calibrators.optimise import fit_log_scale, fit_logistic
 from doublehead.predictions import Predictions
@@ -39,7 +39,7 @@ COST = 1e-3  # share of the clean NLL that guarding single samples may cost, by 
 MIN_SAMPLES = 20  # fewer do not show what is usual: clean windows would raise alarms
 DRAWS = 10_000  # windows of calibration data, for p-values
 RESAMPLES, SURE = 100, 0.95  # of the calibration data; the share of them for which the rate holds
-MOST = 4.0  # the largest logarithm of a temperature
+MOST = MAX_LOG_SCALE  # the largest logarithm of a temperature
 SHRINK = 0.02  # of a covariance of stages towards the identity
 TINY = 1e-6
 
@@ -82,9 +82,9 @@ class Observed(NamedTuple):
 
 
 class Guard(StaysFloat32):
-    """Stages (B, S) and logits (B, K) -> the factor (B, 1) by which to scale the logits, with a memory of the window.
+    """Stages (B, S) and logits (B, K) -> the logits, each sample's scaled by a number, with a memory of the window.
 
-    Before `fit` the factor is 1. `window=0` judges each sample by itself. It computes in float32 in any model.
+    Before `fit` that is 1. `window=0` judges each sample by itself. It computes in float32 in any model.
     """
 
     learned = (
@@ -144,22 +144,26 @@ class Guard(StaysFloat32):
         self.last.fill_(1)
 
     def forward(self, stages: Tensor, logits: Tensor) -> Tensor:
-        """The factor (B, 1), and the window moves on; the least there is for stages that are not finite."""
+        """Scaled logits; predictions never change."""
+        return scale_logits(logits, self.log_scale(stages, logits))
+
+    def log_scale(self, stages: Tensor, logits: Tensor) -> Tensor:
+        """(B, 1), and the window moves on; the least there is for stages that are not finite."""
         if not len(self.null):
-            return logits.new_ones(logits.shape[0], 1, dtype=torch.float32)
+            return logits.new_zeros(logits.shape[0], 1, dtype=torch.float32)
         with torch.autocast(stages.device.type, enabled=False):
             rows = self.numbers(stages, logits)
-            log_scale = self._log_scale(rows, self.single, self.posterior)
+            log_scale = self._of_samples(rows, self.single, self.posterior)
             if self.window and not self._alone and logits.shape[0]:
                 log_scale = self._with_window(rows, log_scale)
-        return log_scale.nan_to_num(-MOST).clamp(-MOST, MOST).exp()[:, None]
+        return log_scale.nan_to_num(-MOST).clamp(-MOST, MOST)[:, None]
 
     def numbers(self, stages: Tensor, logits: Tensor) -> Tensor:
         """(B, D + S): distances and statistics of the logits, in deviations from the clean calibration data."""
         values = torch.cat([self.distances(stages), statistics(logits.float())], 1)
         return (values - self.mean) / self.deviation
 
-    def _log_scale(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
+    def _of_samples(self, rows: Tensor, single: Tensor, posterior: Tensor) -> Tensor:
         """(B,) of single samples: the log scale of a shifted sample times the probability that it is one."""
         shifted = (_squares(rows[:, : self.n_far]) @ posterior).sigmoid()
         return shifted * (design(rows, self.n_far) @ single).clamp(-MOST, 0.0)
@@ -172,12 +176,8 @@ class Guard(StaysFloat32):
         at = torch.maximum(torch.arange(n, device=rows.device), w - 1 - self.seen)
         full, at = at < n, at.clamp(max=n - 1)
 
-        def means_of(values: Tensor) -> Tensor:
-            sums = F.pad(values, (0, 0, 1, 0)).double().cumsum(0)
-            return ((sums[w:] - sums[:-w]) / w).float()[at]
-
         past = torch.cat([self.recent, rows])
-        means, far = means_of(past), means_of(self.bounded(past))
+        means, far = (values.unfold(0, w, 1).mean(2)[at] for values in (past, self.bounded(past)))
         p_values = self.p_values(far)
         alarm = full & (p_values <= self.rate)
         windowed = (design(means, self.n_far) @ self.windowed).clamp(-MOST, 0.5)
@@ -287,8 +287,8 @@ class Guard(StaysFloat32):
             others = Observed(*(part[fold[perturbed.samples] != held] for part in perturbed))
             single, odds = self._learn_single(rest, others)
             for prior, values in costs.items():
-                log_scale = self._log_scale(ours.stages, single, _with_prior(odds, prior))
-                logits = scaled(ours.logits, log_scale.exp()[:, None])
+                log_scale = self._of_samples(ours.stages, single, _with_prior(odds, prior))
+                logits = scale_logits(ours.logits, log_scale[:, None])
                 values[rows] = F.cross_entropy(logits, ours.labels, reduction="none") - base[rows]
         for prior, values in costs.items():
             cost, error = mean_and_error(values)
@@ -395,9 +395,3 @@ def _window_means(rows: Tensor, groups: Tensor, size: int) -> Tensor:
 def _fit_scale(logits: Tensor, labels: Tensor, inputs: Tensor) -> Tensor:
     ridge = inputs.new_tensor([*[RIDGE] * (inputs.shape[1] - 1), TINY]) * len(inputs)
     return fit_log_scale(logits.float(), labels, inputs, ridge)
-
-
-def scaled(logits: Tensor, factor: Tensor) -> Tensor:
-    """Logits (B, K) times a factor (B, 1), moved so that the largest is 0: rounding can never make a new tie there."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return (logits - logits.amax(-1, keepdim=True)) * factor

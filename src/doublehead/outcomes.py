@@ -146,12 +146,11 @@ class Drawn:
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)
-        self._highest = 1.0  # the samples with the lowest random numbers are kept
-        self._parts: list[tuple[Array, Outcomes, Array | None]] = []
+        self._parts: list[tuple[Array, Outcomes, Array | None]] = []  # with a random number for each sample
 
     def add(self, found: Outcomes, times: Array | None = None) -> None:
         """Draw from some more samples, which may have times."""
-        self._keep(self._rng.random(len(found)), found, times)
+        self._parts.append((self._rng.random(len(found)), found, times))
         # small parts that are kept between large chunks that are freed leave holes in the memory
         if len(self._parts) > MAX_PARTS or sum(len(part) for _, part, _ in self._parts) > 1.25 * MAX_SAMPLES:
             self._join()
@@ -163,13 +162,10 @@ class Drawn:
         return outcomes.with_floor(floor), times
 
     def _join(self) -> None:
-        parts, self._parts = self._parts, []
-        numbers = np.concatenate([part[0] for part in parts])
-        times = None if parts[0][2] is None else np.concatenate([part[2] for part in parts])
-        if len(numbers) > MAX_SAMPLES:
-            self._highest = np.partition(numbers, MAX_SAMPLES)[MAX_SAMPLES]
-        self._keep(numbers, Outcomes.joined([part[1] for part in parts]), times)
-
-    def _keep(self, numbers: Array, found: Outcomes, times: Array | None) -> None:
-        rows = np.flatnonzero(numbers < self._highest)
-        self._parts.append((numbers[rows], found[rows], None if times is None else times[rows]))
+        columns = zip(*self._parts)
+        numbers, outcomes = np.concatenate(next(columns)), Outcomes.joined(next(columns))
+        times = None if self._parts[0][2] is None else np.concatenate(next(columns))
+        if len(numbers) > MAX_SAMPLES:  # those with the lowest random numbers are kept
+            rows = np.sort(np.argpartition(numbers, MAX_SAMPLES)[:MAX_SAMPLES])
+            numbers, outcomes, times = numbers[rows], outcomes[rows], None if times is None else times[rows]
+        self._parts = [(numbers, outcomes, times)]

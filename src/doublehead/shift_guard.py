@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibration_data import as_batches, unpack
-from doublehead.guard import RATE, WINDOW, Guard, Observed, Shift, scaled
+from doublehead.guard import RATE, WINDOW, Guard, Observed, Shift
 from doublehead.tasks import find_logits, with_logits
 from doublehead.torch_tools import device_of, evaluating, seeded, uncompiled
 
@@ -73,11 +73,11 @@ class ShiftGuard(nn.Module):
         self.guard.reset()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; in evaluation mode with its logits scaled by the guard's factor."""
+        """What the model returns; in evaluation mode with its logits scaled by the guard."""
         if self.training:
             return self.model(*args, **kwargs)
         output, logits, stages = self._run(self.model, args, kwargs)
-        return with_logits(output, scaled(logits, self.guard(stages, logits)))
+        return with_logits(output, self.guard(stages, logits))
 
     def _run(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[Any, Tensor, Tensor]:
         """The model's output, its logits (B, K) and stages (B, S)."""

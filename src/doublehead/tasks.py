@@ -15,7 +15,6 @@ Everything after this works on rows, for every task.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -219,27 +218,20 @@ class Reservoir:
     """Rows from batches: all of them, or `limit` of those that count, every one as likely as any other."""
 
     def __init__(self, limit: int | None = None, generator: torch.Generator | None = None) -> None:
-        self.limit, self.generator, self.keys = limit, generator, torch.empty(0)
+        self.limit, self.generator, self.keys = limit, generator, torch.empty(0, dtype=torch.float64)
         self._parts: list[tuple[Tensor, ...]] = []
-        self._drawn = torch.empty(0)
+        self._drawn = self.keys
 
     def draw(self, targets: Tensor) -> Tensor | None:
         """Which rows of a batch to add: those whose random number is among the `limit` smallest so far."""
         if self.limit is None:
             return None
         self.keys = self.keys.to(targets.device)
-        how: dict[str, Any] = {"generator": self.generator, "device": targets.device}
-        if len(self.keys) < self.limit:
-            rows = (targets >= 0).nonzero()[:, 0]
-            keys = torch.rand(len(rows), **how)
-        else:  # just the random numbers below the largest kept are drawn, by the gaps between them
-            n, bound = len(targets), float(self.keys.max())
-            uniform = torch.rand(int(n * bound + 6 * (n * bound) ** 0.5 + 10), dtype=torch.float64, **how)
-            gaps = (uniform.log() / math.log1p(-min(bound, 1 - 1e-12))).floor()
-            rows = (gaps + 1).cumsum(0).long() - 1
-            rows = rows[rows < n]
-            rows = rows[targets[rows] >= 0]
-            keys = bound * torch.rand(len(rows), **how)
+        bound = self.keys.max() if len(self.keys) >= self.limit else 1.0
+        # in float64, of which no two are equal
+        keys = torch.rand(targets.shape, dtype=torch.float64, generator=self.generator, device=targets.device)
+        rows = ((targets >= 0) & (keys < bound)).nonzero()[:, 0]
+        keys = keys[rows]
         both = torch.cat([self.keys, keys])
         if len(both) > self.limit:
             last = both.kthvalue(self.limit).values

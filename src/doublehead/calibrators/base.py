@@ -249,13 +249,6 @@ def keep_top(changed: Tensor, logits: Tensor) -> Tensor:
     return changed.scatter(-1, top, torch.maximum(changed.gather(-1, top), above))
 
 
-def pad(rows: list[Tensor], fill: float | None = None) -> Tensor:
-    """Stack (M_c,) tensors of different lengths to (C, M), the gaps filled with `fill` or each row's last entry."""
-    longest = max(len(row) for row in rows)
-    tails = [row[-1:] if fill is None else row.new_tensor([fill]) for row in rows]
-    return torch.stack([torch.cat([row, tail.expand(longest - len(row))]) for row, tail in zip(rows, tails)])
-
-
 def _rows(columns: Tensor, like: Tensor) -> Tensor:
     """(C, n) -> the shape (..., C) of `like`."""
     return columns.reshape(like.shape[-1], *like.shape[:-1]).movedim(0, -1)

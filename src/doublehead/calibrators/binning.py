@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
-from torch.nn.functional import pad as pad_ends
+from torch.nn.functional import one_hot, pad
+from torch.nn.utils.rnn import pad_sequence
 
 from doublehead.bins import check_n_bins
 from doublehead.calibrators.base import (
@@ -16,7 +16,6 @@ from doublehead.calibrators.base import (
     lines,
     log_normalise,
     log_odds,
-    pad,
     steps,
     top_log_odds,
     with_top_odds,
@@ -103,7 +102,7 @@ class BBQ(_OddsMap):
         odds, hits = _odds_and_hits(predictions, self.kind)
         odds, order = odds.sort(1)
         n = odds.shape[1]
-        below = pad_ends(hits.gather(1, order).cumsum(1), (1, 0))  # (K, N + 1) hits among the first i
+        below = pad(hits.gather(1, order).cumsum(1), (1, 0))  # (K, N + 1) hits among the first i
         root = n ** (1 / 3)
         tried = range(max(1, int(root / BBQ_SPAN)), min(n, int(BBQ_SPAN * root) + 1) + 1)
         fits = [_score_binning(odds, below, n_bins) for n_bins in tried]
@@ -114,7 +113,7 @@ class BBQ(_OddsMap):
             if bool(weight.any()):
                 values += weight[:, None] * probs.gather(1, torch.searchsorted(cuts, places, right=True))
         maps = [_compress(*row) for row in zip(odds, values)]
-        return {"edges_": pad([edges for edges, _ in maps], torch.inf), "values_": pad([y for _, y in maps])}
+        return _side_by_side("edges_", maps)
 
 
 class Isotonic(_OddsMap):
@@ -147,7 +146,7 @@ class Isotonic(_OddsMap):
             )
             # At least two of each, for `lines`.
             maps.append((knots, values) if len(knots) > 1 else (knots.repeat(2), values.repeat(2)))
-        return {"knots_": pad([knots for knots, _ in maps]), "values_": pad([values for _, values in maps])}
+        return _side_by_side("knots_", maps)
 
     def _transform(self, logits: Tensor) -> Tensor:
         odds = log_odds(logits)
@@ -155,6 +154,12 @@ class Isotonic(_OddsMap):
             return log_normalise(lines(odds, self.knots_, self.values_), ISOTONIC_FLOOR)
         mapped = lines(odds[..., None], self.knots_, self.values_)[..., 0]
         return keep_top(log_normalise(mapped, ISOTONIC_FLOOR), logits)
+
+
+def _side_by_side(name: str, maps: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Places (M_c,) and values (M_c,) of each class's map as rows: no odds reach the places that fill a row up."""
+    places, values = map(list, zip(*maps))
+    return {name: pad_sequence(places, True, torch.inf), "values_": pad_sequence(values, True)}
 
 
 def _odds_and_hits(predictions: Predictions, kind: str) -> tuple[Tensor, Tensor]:
@@ -179,7 +184,7 @@ def _equal_mass(odds: Tensor, n_bins: int) -> Tensor:
 
 def _middles(edges: Tensor) -> Tensor:
     """(C, M) the middles of bins with these inner edges (C, M - 1), as probabilities."""
-    bounds = pad_ends(pad_ends(edges.sigmoid(), (1, 0)), (0, 1), value=1.0)
+    bounds = pad(pad(edges.sigmoid(), (1, 0)), (0, 1), value=1.0)
     return (bounds[:, 1:] + bounds[:, :-1]) / 2
 
 
@@ -188,7 +193,7 @@ def _score_binning(odds: Tensor, below: Tensor, n_bins: int) -> tuple[Tensor, Te
     samples below, and their probabilities (C, B)."""
     edges = _equal_mass(odds, n_bins)
     inner = torch.searchsorted(odds, edges, right=True)
-    cuts = pad_ends(pad_ends(inner, (1, 0)), (0, 1), value=odds.shape[1])
+    cuts = pad(pad(inner, (1, 0)), (0, 1), value=odds.shape[1])
     middle = _middles(edges).clamp(1e-6, 1 - 1e-6)
     strength = BBQ_PRIOR / n_bins
     hits, counts = below.gather(1, cuts).diff(), cuts.diff()

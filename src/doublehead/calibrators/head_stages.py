@@ -30,8 +30,7 @@ ERRORS_ADDED = 0.5
 MAP_FLOOR = -20.0  # log-probability: trees that say "never" must not outweigh all else
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
-MAX_BENT = 1_000_000  # entries that the curve is fitted to
-MAX_POOLED = 4_000_000  # and the pool, of each part
+MAX_SUMMED = 4_000_000  # entries that pool and curve are fitted to
 RANK = 64  # directions of the features in which distances are measured
 MEANS = ("feature_mean_", "class_means_", "projection_", "projected_means_", "spreads_")
 OF_FEATURES = (*MEANS, "last_layer_", "usual_")
@@ -108,7 +107,7 @@ def unused(like: Tensor, evidence: Evidence) -> Params:
     size, zeros = statistics(like[:1]).shape[1] + evidence.numbers.shape[1], like.new_zeros
     return {
         "temperature_": like.new_ones(()),
-        "weight_": zeros(k, k) if _takes_matrix(n, k) else zeros(k),
+        "weight_": zeros(k, k) if k * k <= n else zeros(k),
         "bias_": zeros(k),
         "center_": zeros(k),
         "mean_": zeros(size),
@@ -158,17 +157,15 @@ def _with_errors(z: Tensor, target: Target) -> Target:
 # --- map
 
 
-def _takes_matrix(n: int, k: int) -> bool:
-    """Whether there is enough data for a weight between every two classes."""
-    return k * k <= n
-
-
 def _fit_map(x: Tensor, target: Target, start: Mapping[str, Tensor] | None) -> Params:
-    """D + M and b of z + (D + M) (z - mean) + b, with a ridge of K / n on D and b and of K (K - 1) / n on M."""
+    """D + M and b of z + (D + M) (z - mean) + b, with a ridge of K / n on D and b and of K (K - 1) / n on M.
+
+    M, a weight between every two classes, is left out where there are fewer samples than weights.
+    """
     n, k = x.shape
     known = x.clamp(min=MAP_FLOOR)
     center = known.mean(0)
-    full = _takes_matrix(n, k) if start is None else start["weight_"].ndim == 2
+    full = k * k <= n if start is None else start["weight_"].ndim == 2
     off, eye = known - center, torch.eye(k, dtype=x.dtype, device=x.device)
     ridge = (eye + (k - 1) * (1 - eye)) * (k / n) if full else x.new_full((k,), k / n)
     weight = (x.new_zeros(k, k) if full else x.new_zeros(k)) if start is None else start["weight_"]
@@ -209,88 +206,61 @@ def _fit_map(x: Tensor, target: Target, start: Mapping[str, Tensor] | None) -> P
     return {"weight_": weight, "bias_": bias, "center_": center}
 
 
-# --- pool
+# --- pool and curve: sums of terms, each with a weight
 
 
-def fit_pool(parts: Sequence[Tensor], labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
+def fit_pool(parts: Sequence[Tensor], target: Target, start: Tensor | None = None) -> Tensor:
     """Weights (P,), none below 0, of the sum of log-probabilities (N, K) with the lowest NLL.
 
     They are pulled towards the first part alone. While weights fall below 0, the part of the lowest is left out.
     """
-    rows = slice(max(1, MAX_POOLED // parts[0].shape[1]))  # samples are in random order
-    parts, target = [part[rows] for part in parts], _target(labels).rows(rows)
-    n, p = len(target.labels), len(parts)
-    size = max(1, CHUNK // (parts[0].shape[1] * p))
-    eye = torch.eye(p, dtype=torch.float64, device=target.labels.device)
-    towards = eye[0]
-
-    def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
-        loss = 0.5 * RIDGE_POOL * float((w - towards).square().sum())
-        gradient, curvature = RIDGE_POOL * (w - towards), RIDGE_POOL * eye
-        for some, truth in zip(zip(*(part.split(size) for part in parts)), target.split(size)):
-            x = torch.stack(some, 2)  # (n, K, P)
-            z = x @ w.to(x.dtype)
-            probs = z.softmax(1)
-            mean = (probs[:, None] @ x)[:, 0]  # (n, P)
-            loss += float(nlls(z, truth).sum(dtype=torch.float64))
-            gradient = gradient + truth.weighted(mean - truth.of(x)).sum(0, dtype=torch.float64)
-            flat = (x * truth.weighted(probs)[..., None].sqrt()).reshape(-1, p)
-            curvature = curvature + (flat.mT @ flat - mean.mT @ truth.weighted(mean)).double()
-        # A part that is left out stays at 0.
-        return loss / n, gradient * used / n, (curvature * used * used[:, None] + (1 - used).diag()) / n
-
-    used, w = torch.ones_like(towards), towards if start is None else start.double()
+    rows = slice(max(1, MAX_SUMMED // parts[0].shape[1]))  # samples are in random order
+    x = torch.stack([part[rows] for part in parts], 2)  # (n, K, P)
+    towards = torch.eye(len(parts), dtype=torch.float64, device=x.device)[0]
+    weights, used = towards if start is None else start.double(), list(range(len(parts)))
     while True:
-        w = newton(evaluate, w * used)
-        if bool((w >= 0).all()):
-            return w.where(used > 0, 0.0).to(parts[0].dtype)
-        used = used.where(eye[w.argmin()] == 0, 0.0)
+        some = x[:, :, used]
+        found = _fit_sum(
+            torch.zeros_like(x[:, :, 0]), some, target.rows(rows), RIDGE_POOL, towards[used], weights[used]
+        )
+        weights = torch.zeros_like(towards)
+        weights[used] = found
+        if bool((weights >= 0).all()):
+            return weights.to(x.dtype)
+        used.remove(int(weights.argmin()))
 
 
-# --- curve
+def fit_curve(log_probs: Tensor, target: Target, start: Tensor | None = None) -> Tensor:
+    """Weights (knots,) of the hinges of log-probabilities (N, K) with the lowest NLL, pulled towards 0."""
+    rows = slice(max(1, MAX_SUMMED // log_probs.shape[1]))  # samples are in random order
+    z, none = log_probs[rows], torch.zeros(len(KNOTS), dtype=torch.float64, device=log_probs.device)
+    begin = none if start is None else start.double()
+    return _fit_sum(z, _hinges(z), target.rows(rows), RIDGE_CURVE, none, begin).to(z.dtype)
 
 
-def fit_curve(log_probs: Tensor, labels: Tensor | Target, start: Tensor | None = None) -> Tensor:
-    """Weights (knots,) of the hinges of log-probabilities (N, K) with the lowest NLL, pulled towards 0.
+def _fit_sum(z: Tensor, x: Tensor, target: Target, ridge: float, towards: Tensor, start: Tensor) -> Tensor:
+    """Weights w (P,) in float64 such that z + x w, z (N, K) and x (N, K, P), has the lowest NLL.
 
-    Log-probabilities below the lowest knot stay as they are, and only their sum matters.
+    `ridge` is the pull of each weight towards that of `towards` (P,).
     """
-    target, bent = _target(labels), log_probs > KNOTS[0]
-    counts = bent.sum(1)
-    fits = int((counts.cumsum(0) <= MAX_BENT).sum())  # samples are in random order
-    log_probs, target, bent, counts = log_probs[:fits], target.rows(slice(fits)), bent[:fits], counts[:fits]
-    # All relative to each row's largest, so that sums over confident rows lose no digits.
-    top = log_probs.amax(1)
-    x = (log_probs - top[:, None])[bent]  # (E,), row by row
-    at_top = _hinges(top)
-    basis = _hinges(log_probs[bent]) - at_top.repeat_interleave(counts, 0)  # (E, knots)
-    rest = (log_probs - top[:, None]).exp().masked_fill(bent, 0).sum(1)
-    at_label = target.of(log_probs)
-    bend = _hinges(at_label) if target.probs is None else target.of(_hinges(log_probs))
-    wanted = bend - at_top  # (N, knots)
-    each = target.weighted(torch.ones_like(top))  # (N,)
-    pull = RIDGE_CURVE * torch.eye(len(KNOTS), dtype=torch.float64, device=x.device)
-
-    def sums(values: Tensor) -> Tensor:
-        return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
+    n, p = len(z), x.shape[2]
+    size = max(1, CHUNK // (z.shape[1] * p))
+    pull = ridge * torch.eye(p, dtype=torch.float64, device=z.device)
 
     def evaluate(w: Tensor) -> tuple[float, Tensor, Tensor]:
-        low = w.to(x.dtype)
-        odds = (x + basis @ low).exp_()
-        left = rest * (-at_top @ low).exp()
-        total = sums(odds) + left
-        weighted = basis * (odds / total.repeat_interleave(counts))[:, None]
-        lost = at_top * (left / total)[:, None]
-        mean = sums(weighted) - lost
-        loss = (each * (total.log() - at_label + top - wanted @ low)).sum(dtype=torch.float64)
-        gradient = (each[:, None] * (mean - wanted)).sum(0, dtype=torch.float64) + pull @ w
-        outer = (weighted * each.repeat_interleave(counts)[:, None]).mT @ basis
-        outer = outer + (each[:, None] * lost).mT @ at_top - (each[:, None] * mean).mT @ mean
-        curvature = outer.double() + pull
-        return float(loss + 0.5 * w @ pull @ w) / fits, gradient / fits, curvature / fits
+        off = w - towards
+        loss, gradient, curvature = 0.5 * float(off @ pull @ off), pull @ off, pull
+        for before, some, truth in zip(z.split(size), x.split(size), target.split(size)):
+            out = before + some @ w.to(x.dtype)
+            probs = out.softmax(1)
+            mean = (probs[:, None] @ some)[:, 0]  # (n, P)
+            loss += float(nlls(out, truth).sum(dtype=torch.float64))
+            gradient = gradient + truth.weighted(mean - truth.of(some)).sum(0, dtype=torch.float64)
+            flat = (some * truth.weighted(probs)[..., None].sqrt()).reshape(-1, p)
+            curvature = curvature + (flat.mT @ flat - mean.mT @ truth.weighted(mean)).double()
+        return loss / n, gradient / n, curvature / n
 
-    begin = x.new_zeros(len(KNOTS)) if start is None else start
-    return newton(evaluate, begin.double()).to(x.dtype)
+    return newton(evaluate, start)
 
 
 def _hinges(log_probs: Tensor) -> Tensor:
@@ -300,10 +270,6 @@ def _hinges(log_probs: Tensor) -> Tensor:
 
 def _standard(inputs: Tensor, p: Mapping[str, Tensor]) -> Tensor:
     return ((inputs - p["mean_"]) / p["deviation_"]).clamp(-LIMIT, LIMIT)
-
-
-def _target(labels: Tensor | Target) -> Target:
-    return labels if isinstance(labels, Target) else Target(labels)
 
 
 # --- opinions: what features say about the class, beside the network's own answer
@@ -321,20 +287,23 @@ def fit_opinions(
         layer = last_layer.detach().float()
         params = {"last_layer_": layer - layer.mean(0), "usual_": 2 * features.abs().mean()}
         return params, opinions_of(features, params)
-    out = [features.new_empty(len(features), n_classes) for _ in range(2)]
+    out = features.new_empty(2, len(features), n_classes)
     for fold in folds.unique():
         held = folds == fold
         means = fit_class_means(features[~held], labels[~held], n_classes, seed)
-        for made, part in zip(out, class_distances(features[held], means)):
-            made[held] = part
-    return fit_class_means(features, labels, n_classes, seed), out
+        out[:, held] = torch.stack(class_distances(features[held], means))
+    return fit_class_means(features, labels, n_classes, seed), list(out)
 
 
 def opinions_of(features: Tensor, params: Mapping[str, Tensor]) -> list[Tensor]:
     """Opinions (..., K) about samples with features (..., F); parameters that are empty count as absent."""
     known = {name: value for name, value in params.items() if value.numel()}
     if "last_layer_" in known:
-        return [damped_answer(features, known["last_layer_"], known["usual_"])]
+        # A network that is sure because of a few very large features is less often right than one that is as sure
+        # because of many.
+        usual = known["usual_"].to(features.dtype)
+        damped = features.sign() * (features.abs() / usual).log1p() * usual
+        return [damped @ known["last_layer_"].mT.to(features.dtype)]
     return class_distances(features, known) if "class_means_" in known else []
 
 
@@ -374,16 +343,6 @@ def class_distances(features: Tensor, means: Mapping[str, Tensor]) -> list[Tenso
     centred = features - m["feature_mean_"]
     parts = ((normalize(centred, dim=-1), "class_means_"), (centred @ m["projection_"], "projected_means_"))
     return [-_squared_distances(part, m[name]) / usual for (part, name), usual in zip(parts, m["spreads_"])]
-
-
-def damped_answer(features: Tensor, last_layer: Tensor, usual: Tensor) -> Tensor:
-    """The answer (N, K) of a last layer (K, F) to features (N, F) whose large values are damped.
-
-    A network that is sure because of a few very large features is less often right than one that is as sure because
-    of many.
-    """
-    damped = features.sign() * (features.abs() / usual.to(features.dtype)).log1p() * usual.to(features.dtype)
-    return damped @ last_layer.mT.to(features.dtype)
 
 
 def _means(values: Tensor, labels: Tensor, k: int, prior: float) -> Tensor:

@@ -72,7 +72,11 @@ class Batches(ABC):
         if self._begun:
             self.epoch, self.position = self.epoch + 1, 0
         self._begun = True
-        for batch in self._batches_from(self.position):
+        # Always on the CPU, so that every device sees the same draws.
+        generator = torch.Generator().manual_seed(self._key)
+        order = torch.randperm(self.n, generator=generator) if self.train else torch.arange(self.n)
+        rows = self._own(order)
+        for batch in self._batches(rows, generator) if len(rows) else ():  # a small part may be empty
             self.position += 1
             yield batch
 
@@ -86,35 +90,23 @@ class Batches(ABC):
         self._begun = self.position >= len(self)
 
     @abstractmethod
-    def _batches_from(self, position: int) -> Iterator[Any]:
-        """The batches of epoch `self.epoch`, starting at number `position`."""
-
-    def _generator(self) -> torch.Generator:
-        """The generator of this epoch, always on the CPU, so that every device sees the same draws."""
-        return torch.Generator().manual_seed(self._key)
+    def _batches(self, rows: Tensor, generator: torch.Generator) -> Iterator[Any]:
+        """The batches of the samples numbered `rows` (n,); further draws of the epoch come from `generator`."""
 
     @property
     def _key(self) -> int:
         """The seed of this epoch."""
         return self.seed * 1_000_003 + self.epoch
 
-    def _order(self, generator: torch.Generator) -> Tensor:
-        """(N,) the sample numbers of this epoch, in the order of all processes together."""
-        return torch.randperm(self.n, generator=generator) if self.train else torch.arange(self.n)
-
-    def _chosen(self, position: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """The sample numbers of each of this process's batches, from number `position` on."""
-        chosen: tuple[Tensor, ...] = self._own(self._order(generator)).split(self.batch_size)
-        return chosen[position:]
-
     def _own(self, values: Tensor) -> Tensor:
-        """This process's part of `values`, which has one entry per sample in the order of the epoch."""
+        """This process's part of `values`, one entry per sample in the order of the epoch, from `position` on."""
         if self.train:
             whole = values[: len(self) * self.world_size * self.batch_size]
-            steps = whole.view(len(self), self.world_size, self.batch_size)
-            return steps[:, self.rank].flatten()
-        start, stop = self._bounds()
-        return values[start:stop]
+            values = whole.view(len(self), self.world_size, self.batch_size)[:, self.rank].flatten()
+        else:
+            start, stop = self._bounds()
+            values = values[start:stop]
+        return values[self.position * self.batch_size :]
 
     def _bounds(self) -> tuple[int, int]:
         return self.rank * self.n // self.world_size, (self.rank + 1) * self.n // self.world_size
@@ -224,23 +216,15 @@ class DeviceBatches(Batches):
         self._scale = 1 / (255 * torch.tensor(std, device=self.device))  # (C,) or (1,)
         self._shift = -torch.tensor(mean, device=self.device) / torch.tensor(std, device=self.device)
 
-    def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
-        plan = self._plan()
-        chunk = max(1, CHUNK_IMAGES // self.batch_size) * self.batch_size
-        for start in range(position * self.batch_size, plan.shape[1], chunk):
-            part = plan[:, start : start + chunk]
-            yield from zip(
-                self._images(part).split(self.batch_size), self.labels[part[0]].split(self.batch_size)
-            )
-
-    def _plan(self) -> Tensor:
-        """(1, n) the sample numbers of this epoch; with `augment` (4, n): also top, left and flip of each crop."""
-        generator = self._generator()
-        rows = [self._order(generator)]
+    def _batches(self, rows: Tensor, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        columns = [rows]  # with `augment` also top, left and flip of each crop
         if self.augment:
             for high in (2 * self.augment.padding + 1,) * 2 + (1 + self.augment.flip,):
-                rows.append(torch.randint(high, (self.n,), generator=generator))
-        return torch.stack([self._own(row) for row in rows]).to(self.device)
+                columns.append(self._own(torch.randint(high, (self.n,), generator=generator)))
+        plan = torch.stack(columns).to(self.device)  # (1, n) or (4, n)
+        for part in plan.split(max(1, CHUNK_IMAGES // self.batch_size) * self.batch_size, dim=1):
+            images, labels = self._images(part), self.labels[part[0]]
+            yield from zip(images.split(self.batch_size), labels.split(self.batch_size))
 
     def _images(self, plan: Tensor) -> Tensor:
         """(B, C, H, W) the images of some columns of the plan."""
@@ -284,10 +268,10 @@ class FileBatches(Batches):
         self.augment = self.train if augment is None else augment
         self.normalise = normalise
 
-    def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, rows: Tensor, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         batches: DataLoader[tuple[Tensor, int]] = DataLoader(
             _Files(self.samples, self.size, self.augment, self._key),
-            batch_sampler=[chosen.tolist() for chosen in self._chosen(position, self._generator())],
+            batch_sampler=[chosen.tolist() for chosen in rows.split(self.batch_size)],
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             # Workers draw their base seed from this generator; the default is the global one.

@@ -203,9 +203,9 @@ def fashion_subset() -> Splits:
     """
     spec = DATASETS["fashion"]
     with readers.naming(ASSETS / ASSET), np.load(ASSETS / ASSET, allow_pickle=False) as arrays:
-        images, labels = arrays["images"], arrays["labels"].astype(np.int64)
-    ends = np.cumsum(spec.sizes)[:-1]
-    train, calib, test = (Images(*part) for part in zip(np.split(images, ends), np.split(labels, ends)))
+        samples = Images(arrays["images"], arrays["labels"].astype(np.int64))
+    rows = np.split(np.arange(len(samples)), np.cumsum(spec.sizes)[:-1])
+    train, calib, test = (samples.take(part) for part in rows)
     return Splits("fashion", train, calib, test, spec.class_names)
 
 

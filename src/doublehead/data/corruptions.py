@@ -23,13 +23,14 @@ from doublehead.data.readers import naming
 from doublehead.data.splits import Images
 from doublehead.system import require
 
-Corruption: TypeAlias = Callable[[Tensor, Any, torch.Generator], Tensor]
+Generator: TypeAlias = torch.Generator | None  # None is torch's own of the device
+Corruption: TypeAlias = Callable[[Tensor, Any, Generator], Tensor]
 
 
-def corrupt(images: Tensor, family: str, severity: int, generator: torch.Generator) -> Tensor:
+def corrupt(images: Tensor, family: str, severity: int, generator: Generator = None) -> Tensor:
     """Corrupt images (N, C, H, W) with pixels in 0..1; returns a new tensor on the same device, in 0..1.
 
-    `generator` must be on the device of the images. JPEG compression runs on the CPU.
+    `generator` must be on the device of the images; None is torch's own. JPEG compression runs on the CPU.
 
     >>> grey = torch.full((2, 3, 8, 8), 0.5)
     >>> corrupt(grey, "brightness", 5, torch.Generator())[0, 0, 0, 0].item()
@@ -68,25 +69,25 @@ def _check_severity(severity: int) -> None:
         raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
 
 
-def _impulse_noise(x: Tensor, amount: float, generator: torch.Generator) -> Tensor:
+def _impulse_noise(x: Tensor, amount: float, generator: Generator) -> Tensor:
     """Set each channel of each pixel to 0 or 1, with probability `amount` / 2 each."""
     draw = _rand(x.shape, x, generator)
     return torch.where(draw < amount, (draw < amount / 2).to(x.dtype), x)
 
 
-def _gaussian_blur(x: Tensor, sigma: float, _: torch.Generator) -> Tensor:
+def _gaussian_blur(x: Tensor, sigma: float, _: object) -> Tensor:
     rows, columns = (blur_matrix(size, sigma, truncate=4, border="nearest").to(x) for size in x.shape[2:])
     return rows @ x @ columns.T
 
 
-def _defocus_blur(x: Tensor, constants: tuple[float, float], _: torch.Generator) -> Tensor:
+def _defocus_blur(x: Tensor, constants: tuple[float, float], _: object) -> Tensor:
     kernel = disk_kernel(*constants).to(x)
     margin = kernel.shape[0] // 2
     padded = F.pad(x, (margin,) * 4, mode="reflect").flatten(0, 1)[:, None]
     return F.conv2d(padded, kernel[None, None]).view_as(x)
 
 
-def _motion_blur(x: Tensor, constants: tuple[int, float], generator: torch.Generator) -> Tensor:
+def _motion_blur(x: Tensor, constants: tuple[int, float], generator: Generator) -> Tensor:
     """A one-sided Gaussian along a direction drawn per image from -45..45 degrees, as in ImageMagick.
 
     Steps are rounded to whole pixels; the border is repeated.
@@ -107,19 +108,19 @@ def _motion_blur(x: Tensor, constants: tuple[int, float], generator: torch.Gener
     return out
 
 
-def _contrast(x: Tensor, factor: float, _: torch.Generator) -> Tensor:
+def _contrast(x: Tensor, factor: float, _: object) -> Tensor:
     mean = x.mean((2, 3), keepdim=True)
     return (x - mean) * factor + mean
 
 
-def _brightness(x: Tensor, shift: float, _: torch.Generator) -> Tensor:
+def _brightness(x: Tensor, shift: float, _: object) -> Tensor:
     """Raise V in HSV: all channels grow by the same factor; black becomes grey."""
     value = x.amax(1, keepdim=True)
     factor = (value + shift).clamp(max=1) / value.clamp(min=1e-12)
     return torch.where(value > 0, x * factor, torch.full_like(x, shift))
 
 
-def _saturate(x: Tensor, constants: tuple[float, float], _: torch.Generator) -> Tensor:
+def _saturate(x: Tensor, constants: tuple[float, float], _: object) -> Tensor:
     """Change S in HSV; grey pixels have hue 0, so they turn red."""
     if x.shape[1] != 3:
         raise ValueError(f"images must have 3 channels for saturate, got {x.shape[1]}")
@@ -133,7 +134,7 @@ def _saturate(x: Tensor, constants: tuple[float, float], _: torch.Generator) -> 
     return value * (1 - wanted * direction)
 
 
-def _jpeg_compression(x: Tensor, quality: int, _: torch.Generator) -> Tensor:
+def _jpeg_compression(x: Tensor, quality: int, _: object) -> Tensor:
     """Encode and decode each image with Pillow, on the CPU; pixels are truncated to grey levels first."""
     pillow = require("PIL.Image", extra="data")
     pixels = (x * 255 + 1e-3).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
@@ -147,7 +148,7 @@ def _jpeg_compression(x: Tensor, quality: int, _: torch.Generator) -> Tensor:
     return torch.from_numpy(np.stack(out)).to(x.device).permute(0, 3, 1, 2).to(x.dtype) / 255
 
 
-def _pixelate(x: Tensor, factor: float, _: torch.Generator) -> Tensor:
+def _pixelate(x: Tensor, factor: float, _: object) -> Tensor:
     """Box-filter down to `factor` of the size and up again; rounded after each axis, as in Pillow."""
     height, width = x.shape[2:]
     for sizes in ((int(height * factor), int(width * factor)), (height, width)):
@@ -162,9 +163,7 @@ def _round(x: Tensor) -> Tensor:
     return (x * 255 + 0.5 + 1e-4).floor() / 255
 
 
-def _elastic_transform(
-    x: Tensor, constants: tuple[float, float, float], generator: torch.Generator
-) -> Tensor:
+def _elastic_transform(x: Tensor, constants: tuple[float, float, float], generator: Generator) -> Tensor:
     """A random affine map, then a smooth random displacement; constants are relative to the image size."""
     n, _, height, width = x.shape
     size = min(height, width)
@@ -180,7 +179,7 @@ def _elastic_transform(
     return sample_at(moved, row, column, border="reflect")
 
 
-def _affine_sources(x: Tensor, jitter: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _affine_sources(x: Tensor, jitter: float, generator: Generator) -> tuple[Tensor, Tensor]:
     """Source rows and columns (N, H, W) of the affine map that moves three points by random jitter."""
     n, _, height, width = x.shape
     x0, y0, side = width // 2, height // 2, min(height, width) // 3  # points are (x, y) as in OpenCV
@@ -197,11 +196,11 @@ def _affine_sources(x: Tensor, jitter: float, generator: torch.Generator) -> tup
     return row, column
 
 
-def _randn(x: Tensor, generator: torch.Generator) -> Tensor:
+def _randn(x: Tensor, generator: Generator) -> Tensor:
     return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
 
 
-def _rand(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+def _rand(shape: Sequence[int], like: Tensor, generator: Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
 
 

@@ -208,10 +208,7 @@ def _noise_up_to(max_sigma: float) -> Perturbation:
 
 def _any_severity(family: str, pixels: Tensor) -> Tensor:
     severity = 1 + int(torch.randint(5, ()))  # on the CPU, so as not to wait for a GPU
-    generator = torch.default_generator
-    if pixels.is_cuda:
-        generator = torch.cuda.default_generators[pixels.device.index]
-    return corrupt(pixels, family, severity, generator)
+    return corrupt(pixels, family, severity)
 
 
 def _uniform(pixels: Tensor, low: float, high: float) -> Tensor:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from doublehead.data.splits import SPLIT_SEED, ImageFiles, Images, S, Splits, Texts, Trees, split_samples
+from doublehead.data.splits import SPLIT_SEED, ImageFiles, Images, Splits, Texts, Trees, split_samples
 from doublehead.data.trees import parse_tree
 from doublehead.system import require
 
 Array = npt.NDArray[Any]
+Own = tuple[dict[str, Any], Sequence[str]]  # samples by split, and the names of the classes
 CALIB_SHARE = 0.1  # of the training data, if there is no calib split
 TEST_SHARE = 0.2  # of all data, if there is no test split
 SPLIT_NAMES = {"val": "calib", "valid": "calib", "validation": "calib", "dev": "calib"}
@@ -97,6 +98,13 @@ def read_arrays(folder: Path, split: str) -> Images:
         return Images(images[..., None] if images.ndim == 3 else images, labels.astype(np.int64))
 
 
+def class_folders(folder: Path, what: str) -> list[str]:
+    """The names of the folders in a folder, in alphabetical order, without hidden ones."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is missing: it must hold one folder of {what}")
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+
+
 def read_image_folder(
     folder: Path, class_names: Sequence[str] | None = None
 ) -> tuple[ImageFiles, tuple[str, ...]]:
@@ -104,11 +112,7 @@ def read_image_folder(
 
     If `class_names` is given, labels follow its order, and a folder that is not in it is an error.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is missing: it must hold one folder of images per class")
-    found = sorted(
-        entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+    found = class_folders(folder, "images per class")
     names = tuple(class_names or found)
     if not found or not set(found) <= set(names):
         unknown = sorted(set(found) - set(names))
@@ -137,9 +141,7 @@ def read_sst(file: Path) -> Trees:
 
 def read_newsgroups(folder: Path) -> tuple[Texts, tuple[str, ...]]:
     """The documents `<group>/<number>` without their headers (up to the first empty line), and the group names."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is missing: it must hold one folder of documents per newsgroup")
-    groups = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
+    groups = tuple(class_folders(folder, "documents per newsgroup"))
     texts, labels = [], []
     for label, group in enumerate(groups):
         for file in sorted((folder / group).iterdir(), key=lambda f: (len(f.name), f.name)):
@@ -208,54 +210,52 @@ def load_own(name: str, *, split_seed: int = SPLIT_SEED) -> Splits:
     path = Path(where).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing (from {name!r})")
-    return readers[kind](path, split_seed)
+    parts, class_names = readers[kind](path)
+    return complete(f"{kind}:{path}", parts, class_names, split_seed)
 
 
 def complete(
-    name: str, parts: dict[str, S], class_names: Sequence[str], split_seed: int = SPLIT_SEED
+    name: str, parts: dict[str, Any], class_names: Sequence[str], split_seed: int = SPLIT_SEED
 ) -> Splits:
     """Splits from the parts "train", "calib" and "test"; missing ones are split off train."""
     if "train" not in parts:
         raise ValueError(f"{name} must have a train split, got only {sorted(parts)}")
-    train = parts["train"]
-    if "test" not in parts:
-        train, test = split_samples(train, round(TEST_SHARE * len(train)), split_seed)
-        parts = {**parts, "test": test}
-    if "calib" not in parts:
-        train, calib = split_samples(train, round(CALIB_SHARE * len(train)), split_seed)
-        parts = {**parts, "calib": calib}
-    for split, part in (("train", train), ("calib", parts["calib"]), ("test", parts["test"])):
-        if len(part) == 0:
+    parts = dict(parts)
+    for split, share in (("test", TEST_SHARE), ("calib", CALIB_SHARE)):
+        if split not in parts:
+            train = parts["train"]
+            parts["train"], parts[split] = split_samples(train, round(share * len(train)), split_seed)
+    for split in ("train", "calib", "test"):
+        if len(parts[split]) == 0:
             raise ValueError(f"{name} must have at least one sample in each split, {split} is empty")
-    return Splits(name, train, parts["calib"], parts["test"], tuple(class_names))
+    return Splits(name, **parts, class_names=tuple(class_names))
 
 
-def _arrays(folder: Path, split_seed: int) -> Splits:
+def _arrays(folder: Path) -> Own:
     found = [split for split in ("train", "calib", "test") if (folder / f"{split}_images.npy").exists()]
     if "train" not in found:
         raise FileNotFoundError(f"{folder / 'train_images.npy'} is missing")
     parts = {split: read_arrays(folder, split) for split in found}
-    names = read_class_names(folder)
     highest = max(int(part.labels.max()) for part in parts.values())
-    return complete(f"arrays:{folder}", parts, names or [str(i) for i in range(highest + 1)], split_seed)
+    return parts, read_class_names(folder) or [str(i) for i in range(highest + 1)]
 
 
-def _folder(folder: Path, split_seed: int) -> Splits:
-    found = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+def _folder(folder: Path) -> Own:
+    found = class_folders(folder, "images per class")
     if "train" not in found:
         everything, names = read_image_folder(folder)
-        return complete(f"folder:{folder}", {"train": everything}, names, split_seed)
+        return {"train": everything}, names
     train, names = read_image_folder(folder / "train")
-    parts: dict[str, ImageFiles] = {"train": train}
-    for entry in sorted(found & {"calib", "test", *SPLIT_NAMES}):
+    parts = {"train": train}
+    for entry in sorted({"calib", "test", *SPLIT_NAMES}.intersection(found)):
         split = SPLIT_NAMES.get(entry, entry)
         if split in parts:
-            raise ValueError(f"{folder} must have one folder for {split}, got {sorted(found)}")
+            raise ValueError(f"{folder} must have one folder for {split}, got {found}")
         parts[split] = read_image_folder(folder / entry, names)[0]
-    return complete(f"folder:{folder}", parts, names, split_seed)
+    return parts, names
 
 
-def _table(path: Path, split_seed: int) -> Splits:
+def _table(path: Path) -> Own:
     table = read_table(path)
     labels, names = table.label.tolist(), read_class_names(path) if path.is_dir() else None
     values = range(len(names)) if names else sorted(set(labels), key=lambda v: (str(type(v)), v))
@@ -268,10 +268,9 @@ def _table(path: Path, split_seed: int) -> Splits:
     samples = Texts(tuple(map(str, table.text)), np.array([number[label] for label in labels], np.int64))
     names = names or tuple(map(str, values))
     if "split" not in table:
-        return complete(f"table:{path}", {"train": samples}, names, split_seed)
+        return {"train": samples}, names
     of_row = table.split.astype(str).replace(SPLIT_NAMES).to_numpy()
     unknown_splits = sorted(set(of_row) - {"train", "calib", "test"})
     if unknown_splits:
         raise ValueError(f"splits in {path} must be train, calib or test, got {unknown_splits[:5]}")
-    parts = {str(split): samples.take(np.flatnonzero(of_row == split)) for split in np.unique(of_row)}
-    return complete(f"table:{path}", parts, names, split_seed)
+    return {str(split): samples.take(np.flatnonzero(of_row == split)) for split in np.unique(of_row)}, names

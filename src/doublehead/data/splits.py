@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -115,13 +116,18 @@ class Splits:
     class_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for split in ("train", "calib", "test"):
-            labels = getattr(self, split).labels
+        for split, part in self.parts.items():
+            labels = part.labels
             if len(labels) and (labels.min() < 0 or labels.max() >= self.n_classes):
                 raise ValueError(
                     f"labels of {self.name} {split} must lie in 0..{self.n_classes - 1}, "
                     f"got {labels.min()}..{labels.max()}"
                 )
+
+    @property
+    def parts(self) -> dict[str, Samples]:
+        """The splits by name."""
+        return {"train": self.train, "calib": self.calib, "test": self.test}
 
     @property
     def n_classes(self) -> int:
@@ -137,7 +143,7 @@ class Splits:
         """A smaller copy with the first samples of each split, for quick trials."""
         train, calib, test = (
             part.take(np.arange(min(n, len(part))))
-            for part, n in zip((self.train, self.calib, self.test), (n_train, n_calib, n_test))
+            for part, n in zip(self.parts.values(), (n_train, n_calib, n_test))
         )
         return replace(self, train=train, calib=calib, test=test)
 
@@ -207,9 +213,8 @@ def split_off(
     n = share_or_n if isinstance(share_or_n, int) else round(share_or_n * total)
     if isinstance(share_or_n, bool) or not 0 < n < total:
         raise ValueError(f"share_or_n must leave both parts some of the {total} samples, got {share_or_n!r}")
-    known = _known_labels(dataset) if labels is None else np.asarray(labels)
-    if known is None:
-        known = np.zeros(total, np.int64)
+    held = _known_labels(dataset) if labels is None else labels
+    known = np.zeros(total, np.int64) if held is None else np.asarray(held)
     if known.shape != (total,):
         raise ValueError(f"labels must have shape ({total},) like the dataset, got {known.shape}")
     rest, drawn = split_rows(known, n, seed)
@@ -257,22 +262,16 @@ def count_duplicates(splits: Splits) -> dict[tuple[str, str], int]:
 
     Splits never share a row, but some data sets hold the same image or text twice.
     """
-    digests = {name: _digests(getattr(splits, name)) for name in ("train", "calib", "test")}
-    pairs = (("train", "calib"), ("train", "test"), ("calib", "test"))
-    return {
-        (a, b): sum(digest in set_of_a for digest in digests[b])
-        for a, b in pairs
-        for set_of_a in [set(digests[a])]
-    }
+    digests = {name: _digests(part) for name, part in splits.parts.items()}
+    found = {name: set(part) for name, part in digests.items()}
+    return {(a, b): sum(digest in found[a] for digest in digests[b]) for a, b in combinations(digests, 2)}
 
 
 def _digests(samples: Samples) -> list[bytes]:
-    if isinstance(samples, Images):
-        parts = (image.tobytes() for image in samples.images)
-    elif isinstance(samples, ImageFiles):
-        parts = (file.read_bytes() for file in samples.files)
-    elif isinstance(samples, Trees):
-        parts = (tree.text.encode() for tree in samples.trees)
-    else:
-        parts = (text.encode() for text in samples.texts)
-    return [hashlib.sha256(part).digest() for part in parts]
+    content: dict[type, Callable[[Any], bytes]] = {
+        Images: lambda image: image.tobytes(),
+        ImageFiles: lambda file: file.read_bytes(),
+        Texts: lambda text: text.encode(),
+        Trees: lambda tree: tree.text.encode(),
+    }
+    return [hashlib.sha256(content[type(samples)](sample)).digest() for sample in samples.samples]

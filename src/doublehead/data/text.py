@@ -142,26 +142,25 @@ class TextBatches(Batches):
         if max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length}")
         self.crop = crop
-        rows = vocabulary.rows_of(samples)
-        lengths = np.array([len(r) for r in rows], np.int64)
+        words = vocabulary.rows_of(samples)
+        lengths = np.array([len(text) for text in words], np.int64)
         self.starts = np.cumsum(lengths) - lengths
         self.lengths = np.minimum(lengths, max_length)
         self.spare = lengths - self.lengths
-        self.rows = np.concatenate([*rows, np.zeros(1, np.int64)])  # all texts, concatenated
+        self.words = np.concatenate([*words, np.zeros(1, np.int64)])  # all texts, concatenated
         self.labels = torch.from_numpy(samples.labels)
 
-    def _batches_from(self, position: int) -> Iterator[tuple[Tensor, Tensor]]:
-        generator = self._generator()
-        batches, starts = self._chosen(position, generator), self.starts
+    def _batches(self, rows: Tensor, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        starts = self.starts
         if self.crop:
             drawn = torch.rand(self.n, generator=generator, dtype=torch.float64).numpy()
             starts = starts + (drawn * (self.spare + 1)).astype(np.int64)
-        for chosen in batches:
+        for chosen in rows.split(self.batch_size):
             lengths, first = self.lengths[chosen.numpy()], starts[chosen.numpy()]
             place = np.arange(max(int(lengths.max()), 1))
             inside = place < lengths[:, None]  # (B, L)
-            rows = np.where(inside, self.rows[np.where(inside, first[:, None] + place, 0)], PADDING)
-            yield torch.from_numpy(rows).to(self.device), self.labels[chosen].to(self.device)
+            words = np.where(inside, self.words[np.where(inside, first[:, None] + place, 0)], PADDING)
+            yield torch.from_numpy(words).to(self.device), self.labels[chosen].to(self.device)
 
 
 class TreeBatches(Batches):
@@ -181,8 +180,8 @@ class TreeBatches(Batches):
         self.nodes = nodes
         self.trees = [tree.index(lambda token: vocabulary.row(plain_token(token))) for tree in samples.trees]
 
-    def _batches_from(self, position: int) -> Iterator[tuple[TreeBatch, Tensor]]:
-        for chosen in self._chosen(position, self._generator()):
+    def _batches(self, rows: Tensor, generator: torch.Generator) -> Iterator[tuple[TreeBatch, Tensor]]:
+        for chosen in rows.split(self.batch_size):
             batch = TreeBatch.of([self.trees[i] for i in chosen.tolist()], self.nodes).to(self.device)
             yield batch, batch.target_labels
 

@@ -10,13 +10,13 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from doublehead.files import readers
-from doublehead.files.readers import RawBatch, Reader, TableReader, Wanted, to_numpy
+from doublehead.files.readers import Raw, Reader, TableReader, Wanted, to_numpy
 from doublehead.files.sources import CSV, JSON_LINES, Array, Source, TableError, content_of, explain, reading
 from doublehead.llm_answers import holds_answers
 from doublehead.system import require
@@ -172,7 +172,7 @@ class CsvReader(TableReader):
         numeric = () if keep else ("number", "whole")
         return {name: number if name in kept or self.columns[name] in numeric else text for name in names}
 
-    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
+    def _read(self, wanted: Wanted) -> Iterator[Raw]:
         """Many score columns side by side are parsed as one; from the first row on that is not plain, as any file."""
         seen, first, width = 0, self.names.index(wanted.scores[0]), len(wanted.scores)
         together = self.names[first : first + width] == list(wanted.scores)
@@ -181,18 +181,17 @@ class CsvReader(TableReader):
             for raw in self._wide_batches(first, width, wanted.others):
                 if raw is None:
                     break
-                seen += len(raw.scores)
+                seen += len(raw[0])
                 yield raw
             else:
                 return
-        for raw in super().batches(wanted):
-            skip = min(seen, len(raw.scores))
+        for scores, columns, batch, done in super()._read(wanted):
+            skip = min(seen, len(scores))
             seen -= skip
-            if skip < len(raw.scores):
-                columns = {name: column[skip:] for name, column in raw.columns.items()}
-                yield raw._replace(scores=raw.scores[skip:], columns=columns)
+            if skip < len(scores):
+                yield scores[skip:], {name: column[skip:] for name, column in columns.items()}, batch, done
 
-    def _wide_batches(self, first: int, width: int, others: Sequence[str]) -> Iterator[RawBatch | None]:
+    def _wide_batches(self, first: int, width: int, others: Sequence[str]) -> Iterator[Raw | None]:
         """Batches of `width` scores from column `first` on; None at a quote, or a row that is not as it should be."""
         skip = self.header
         file, stream = self._open()
@@ -202,12 +201,14 @@ class CsvReader(TableReader):
                 skip = 0
                 if not text.strip():
                     continue
-                raw = self._wide_batch(text, first, width, others)
-                yield None if raw is None else raw._replace(bytes_done=file.tell())
-                if raw is None:
+                found = self._wide_batch(text, first, width, others)
+                yield None if found is None else (*found, None, file.tell())
+                if found is None:
                     return
 
-    def _wide_batch(self, text: bytes, first: int, width: int, others: Sequence[str]) -> RawBatch | None:
+    def _wide_batch(
+        self, text: bytes, first: int, width: int, others: Sequence[str]
+    ) -> tuple[Array, dict[str, Array]] | None:
         delimiter, outside = self.delimiter.encode(), [*self.names[:first], *self.names[first + width :]]
         cut = [_cut(line, delimiter, first, width, len(outside)) for line in text.splitlines() if line]
         rows = [row for row in cut if row is not None]
@@ -220,8 +221,7 @@ class CsvReader(TableReader):
             batch = self._parsed(rest, outside, self._types(outside)) if outside else None
         except ValueError:
             return None
-        columns = self._others(batch, others, len(rows))
-        return RawBatch(to_numpy(table.column(0)).reshape(-1, width), columns, None, 0)
+        return to_numpy(table.column(0)).reshape(-1, width), self._others(batch, others, len(rows))
 
     def _parsed(self, text: bytes, names: list[str], types: dict[str, Any]) -> Any:
         """Lines without a header as one Arrow batch."""

@@ -11,7 +11,7 @@ import numpy as np
 from doublehead.files import columns, values
 from doublehead.files.columns import LABELS, LOGITS, PROBS, SCORES, Layout, quoted, score_family, with_scores
 from doublehead.files.formats import open_source
-from doublehead.files.readers import RawBatch, Reader, Wanted
+from doublehead.files.readers import Batch, Reader, Wanted
 from doublehead.files.sources import Array, Kind, Source, TableError
 from doublehead.files.values import MISSING, recognise, to_text
 from doublehead.score_arrays import ROUNDED
@@ -91,48 +91,50 @@ def scores_like(layout: Layout, reader: Reader, kind: Kind | None) -> tuple[str,
 
 
 def settle(
-    raw: RawBatch, layout: Layout, stated: Kind | None, tolerance: float, source: Source
+    batch: Batch, layout: Layout, stated: Kind | None, tolerance: float, label_needed: bool, one_hot: bool
 ) -> tuple[Layout, Kind, str]:
-    """What the first rows say: the layout, the kind of the scores, and why where it was not stated."""
-    scores = raw.scores
+    """What the first rows say: the layout, the kind of the scores, and why where it was not stated.
+
+    Where no label is needed its column may hold nothing; with `one_hot` several columns of labels may be of one class.
+    """
+    source, scores = batch.source, batch.scores
+    if len(layout.classes) not in (0, width := max(scores.shape[1], 2)):
+        raise TableError(f"{source} names {len(layout.classes)} classes, but has scores of {width}")
+    label = None if layout.top_only or label_needed else layout.label
+    if label is not None and (to_text(batch.columns[label]) == MISSING).all():
+        layout = replace(layout, label=None)
+    if one_hot and layout.independent:
+        layout = _one_of_each(batch, layout, stated, tolerance)
     if layout.label is not None and layout.predicted is not None:
-        true, said = ({*to_text(raw.columns[name])} for name in (layout.label, layout.predicted))
+        true, said = ({*to_text(batch.columns[name])} for name in (layout.label, layout.predicted))
         if len(scores) >= MIN_ROWS and not true & said:
             raise TableError(
                 f"{source}: {layout.label!r} and {layout.predicted!r} must call the classes by the same names, got "
                 f"{quoted(min(true))} and {quoted(min(said))}"
             )
     elif layout.label is not None and layout.binary and not layout.independent:
-        labels = to_text(raw.columns[layout.label])
+        labels = to_text(batch.columns[layout.label])
         layout = _binary_classes(labels, layout, source)
         guessed = any(guess.startswith("score column") for guess in layout.guesses)
         if guessed and stated != "logits":
             _check_binary(scores, labels, layout.scores[0], source)
     if layout.unnamed and layout.label is not None:
-        before, layout = layout.scores, _without_others(raw, layout, stated, tolerance, source)
+        before, layout = layout.scores, _without_others(batch, layout, stated, tolerance)
         scores = scores[:, [before.index(name) for name in layout.scores]]
     return (layout, stated, "") if stated else (layout, *_certain_kind(scores, layout, tolerance, source))
 
 
-def without_labels(raw: RawBatch, layout: Layout) -> Layout:
-    """The layout without its label column where that holds nothing in the first rows."""
-    if layout.label is None or layout.top_only or not (to_text(raw.columns[layout.label]) == MISSING).all():
-        return layout
-    return replace(layout, label=None)
-
-
-def one_of_each(raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source) -> Layout:
+def _one_of_each(batch: Batch, layout: Layout, kind: Kind | None, tolerance: float) -> Layout:
     """The layout with one class for each row where the labels of the first rows are one-hot.
 
     Not where the scores are probabilities of which each row does not sum to 1: those are of independent labels.
     """
     if layout.label is None and not layout.labels:
         return layout
-    rows = values.Rows(source, np.arange(len(raw.scores)) + 1)
-    labels = values.to_several_labels(raw.columns, layout, raw.scores.shape[1], rows)
+    labels = values.to_several_labels(batch, layout, batch.scores.shape[1])
     if labels.shape[1] < 2 or (labels.sum(1) != 1).any():
         return layout
-    if kind != "logits" and recognise(raw.scores, tolerance) not in ("probabilities", "log-probabilities"):
+    if kind != "logits" and recognise(batch.scores, tolerance) not in ("probabilities", "log-probabilities"):
         return layout
     guesses = (*layout.guesses, "one-hot labels")
     return replace(layout, independent=False, one_hot=True, guesses=guesses)
@@ -229,9 +231,7 @@ def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     raise TableError(f"{name} has columns such as {layout.scores[0]!r}, {does}")
 
 
-def _without_others(
-    raw: RawBatch, layout: Layout, kind: Kind | None, tolerance: float, source: Source
-) -> Layout:
+def _without_others(batch: Batch, layout: Layout, kind: Kind | None, tolerance: float) -> Layout:
     """Of score columns without telling names, those that labels name where their rows alone sum to 1.
 
     Where the labels of the first rows contradict the columns, they are refused.
@@ -240,14 +240,14 @@ def _without_others(
     def are_probs(scores: Array) -> bool:
         return kind != "logits" and recognise(scores, tolerance) == "probabilities"
 
-    if are_probs(raw.scores):
+    if are_probs(batch.scores):
         return layout  # a class that no label names may have zeros alone
-    labels, scores = set(to_text(raw.columns[str(layout.label)]).tolist()), layout.scores
+    labels, scores = set(to_text(batch.columns[str(layout.label)]).tolist()), layout.scores
     folded = {label.casefold() for label in labels}
     places = [i for i, name in enumerate(scores) if name.strip().casefold() in folded]
-    if 2 <= len(places) < len(scores) and are_probs(raw.scores[:, places]):
+    if 2 <= len(places) < len(scores) and are_probs(batch.scores[:, places]):
         return with_scores(layout, tuple(scores[i] for i in places))
-    enough = len(raw.scores) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
+    enough = len(batch.scores) >= ROWS_PER_CLASS * len(scores)  # then a class without any label is unlikely
     if named := labels & set(scores):
         extra = [name for name in scores if name not in named] if enough or kind == "probs" else []
     else:
@@ -255,7 +255,7 @@ def _without_others(
         extra = list(scores[max(numbers) + 1 - (layout.base or 0) :]) if numbers and enough else []
     if extra and len(extra) < len(scores):
         raise TableError(
-            f"{source}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
+            f"{batch.source}: the columns of decimal numbers are {', '.join(map(repr, scores[:12]))}, but no label "
             f"in {layout.label!r} stands for {', '.join(map(repr, extra[:12]))}: name the score columns with --scores"
         )
     return layout

@@ -6,9 +6,9 @@ import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,13 +22,35 @@ CLASS_LISTS = ("classes", "class_names", "label_names")
 MAX_UNPACKED = 1 << 30  # bytes of an .npz that compresses suspiciously well
 
 
-class RawBatch(NamedTuple):
-    """Some rows: the scores, other columns by name, the Arrow batch they came from, bytes read so far."""
+# Scores (B, K), other columns by name, the Arrow batch they came from, and the bytes read so far.
+Raw: TypeAlias = "tuple[Array, dict[str, Array], Any, int]"
 
+
+class Batch(NamedTuple):
+    """Some rows of a file."""
+
+    source: Source
+    numbers: Array  # (B,) of the rows in the file, from 1
     scores: Array  # (B, K)
     columns: dict[str, Array]
-    arrow: Any
+    arrow: Any  # with all rows, also where a filter has left out some
     bytes_done: int
+
+    def take(self, rows: Array) -> Batch:
+        """Only these rows, given by their places."""
+        if len(rows) == len(self.numbers):
+            return self
+        columns = {name: column[rows] for name, column in self.columns.items()}
+        return self._replace(numbers=self.numbers[rows], scores=self.scores[rows], columns=columns)
+
+    def refuse(self, wrong: Any, column: str | None, message: Callable[[int], str], hint: str = "") -> None:
+        """Raise at the first row where `wrong` (B,) says so; `message` of its place follows the row."""
+        if not wrong.any():
+            return
+        i, others = int(wrong.argmax()), int(wrong.sum())
+        more = f" ({others} such rows in this part of the file)" if others > 1 else ""
+        place = "" if column is None else f", column {column!r}"
+        raise TableError(f"{self.source}{place}, row {self.numbers[i]}{message(i)}{more}{hint}")
 
 
 class Wanted(NamedTuple):
@@ -57,8 +79,15 @@ class Reader:
         self.source = source
         self.n_bytes = 0 if source.arrays is not None else source.path.stat().st_size
 
-    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
+    def batches(self, wanted: Wanted) -> Generator[Batch, None, None]:
         """One after the other."""
+        first = self.first_row
+        for raw in self._read(wanted):
+            n = len(raw[0])
+            yield Batch(self.source, np.arange(first, first + n) + 1, *raw)
+            first += n
+
+    def _read(self, wanted: Wanted) -> Iterator[Raw]:
         raise NotImplementedError
 
 
@@ -77,8 +106,7 @@ class ArraysReader(Reader):
             raise TableError(f"{self.source}: all arrays must have one length, got {shapes}")
         self.columns = {name: _array_kind(array) for name, array in arrays.items()}
 
-    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
-        """Slices of the arrays."""
+    def _read(self, wanted: Wanted) -> Iterator[Raw]:
         for name in wanted.scores:
             if self.arrays[name].dtype.kind not in "fiub":
                 raise TableError(f"{self.source}: {name!r} must hold numbers, got {self.arrays[name].dtype}")
@@ -88,7 +116,7 @@ class ArraysReader(Reader):
             scores = [np.asarray(self.arrays[name][first:last]) for name in wanted.scores]
             others = {name: np.asarray(self.arrays[name][first:last]) for name in wanted.others}
             table = scores[0] if scores[0].ndim == 2 else np.stack(scores, 1)
-            yield RawBatch(table, others, None, self.n_bytes * last // n)
+            yield table, others, None, self.n_bytes * last // n
 
 
 class NpzReader(ArraysReader):
@@ -191,8 +219,7 @@ class TableReader(Reader):
         self.columns = {name: kinds[kind] for name, kind in zip(names, types)}
         self.columns |= {name: "text" for name, _ in self.source.folders}
 
-    def batches(self, wanted: Wanted) -> Generator[RawBatch, None, None]:
-        """A text column among the scores is an error."""
+    def _read(self, wanted: Wanted) -> Iterator[Raw]:
         for name in wanted.scores:
             if self.columns[name] not in ("number", "whole", "matrix") and not self.is_text:
                 raise TableError(
@@ -205,7 +232,7 @@ class TableReader(Reader):
                 place = {name: i for i, name in enumerate(batch.schema.names)}
                 table = _score_table(batch.select([place[name] for name in wanted.scores]))
                 columns = self._others(batch, wanted.others, len(table))
-            yield RawBatch(table, columns, batch, done)
+            yield table, columns, batch, done
 
     def _others(self, batch: Any, names: Sequence[str], n: int) -> dict[str, Array]:
         """Columns of a batch, and those made from the names of folders, which are constant."""

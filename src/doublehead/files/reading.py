@@ -19,7 +19,7 @@ import torch
 
 from doublehead.files import columns, guesses, values
 from doublehead.files.formats import open_source
-from doublehead.files.readers import RawBatch, Reader, Wanted
+from doublehead.files.readers import Batch, Reader, Wanted
 from doublehead.files.sources import Array, Kind, NoRows, Source, TableError, find_sources
 from doublehead.outcomes import Outcomes
 from doublehead.predictions import Predictions
@@ -39,10 +39,13 @@ class Chunk(NamedTuple):
     scores: torch.Tensor  # (B, K), logits or probs as stated
     predictions: Predictions | Outcomes | None  # None where the file has no labels
     groups: Array | None  # (N,) text: the value of the `by` column, or the label of a prediction of several
-    raw: RawBatch
-    rows: Array  # (B,) which rows of the raw batch these are (some are left out by a filter)
-    source: Source
-    numbers: Array  # (B,) the rows of the file, from 1
+    batch: Batch
+
+    def labelled(self) -> Predictions | Outcomes:
+        """The predictions, which must have labels."""
+        if self.predictions is None:
+            raise TableError(f"{self.batch.source} has no labels to measure by")
+        return self.predictions
 
 
 @dataclass(frozen=True)
@@ -86,29 +89,24 @@ class PredictionTable:
         other: set[str] = set()  # values of the rows that the filter leaves out
         for source in self.sources:
             reader = self.opened.pop(str(source), None) or open_source(source)
-            done, first = 0, reader.first_row
-            with closing(self._raw(reader, keep)) as batches:  # whatever is wrong in a chunk
-                for raw in batches:
-                    n = len(raw.scores)
-                    rows = _matching(raw, self.where, n, other)
-                    seen, kept = seen + n, kept + len(rows)
+            done = 0
+            with closing(self._batches(reader, keep)) as batches:  # whatever is wrong in a chunk
+                for batch in batches:
+                    rows = _matching(batch, self.where, other)
+                    seen, kept = seen + len(batch.scores), kept + len(rows)
                     if len(rows):
-                        yield self._chunk(raw, rows, first, source)
-                    first += n
+                        yield self._chunk(batch.take(rows))
                     if advance is not None:
-                        advance(raw.bytes_done - done)
-                        done = raw.bytes_done
+                        advance(batch.bytes_done - done)
+                        done = batch.bytes_done
         if not kept:
             raise NoRows(self._nothing(seen, other))
 
     def load(self) -> Predictions:
         """All of it in memory; it must have labels."""
         self.require_scores()
-        parts = [chunk.predictions for chunk in self.chunks()]
-        whole = [part for part in parts if isinstance(part, Predictions)]
-        if len(whole) < len(parts):
-            raise TableError(f"{self.sources[0]} has no labels")
-        return Predictions.joined(whole)
+        parts = [chunk.labelled() for chunk in self.chunks()]
+        return Predictions.joined([part for part in parts if isinstance(part, Predictions)])  # all of them
 
     def require_scores(self) -> None:
         """Refuse files that hold the confidence in the predicted class alone."""
@@ -131,9 +129,7 @@ class PredictionTable:
             return _tally_on(cluster, self, n_bins, advance)
         found: Tally | None = None
         for chunk in self.chunks(advance):
-            if chunk.predictions is None:
-                raise TableError(f"{self.sources[0]} has no labels to measure by")
-            found = Tally.of(chunk.predictions, n_bins, chunk.groups, onto=found)
+            found = Tally.of(chunk.labelled(), n_bins, chunk.groups, onto=found)
         assert found is not None  # chunks() raises where there are no rows
         return found
 
@@ -150,7 +146,7 @@ class PredictionTable:
                 pieces += [source._replace(row_groups=(i, min(there.stop, i + step))) for i in starts]
         return [replace(self, sources=(piece,), opened={}) for piece in pieces]
 
-    def _raw(self, reader: Reader, keep: bool) -> Generator[RawBatch, None, None]:
+    def _batches(self, reader: Reader, keep: bool) -> Generator[Batch, None, None]:
         """Batches of the columns that matter; every file must have them."""
         others = [*self.layout.others, *filter(None, (self.by, self.weights)), *self.where, *self.extra]
         for name in (*self.layout.scores, *others):
@@ -162,64 +158,40 @@ class PredictionTable:
         rows = min(max(1, CHUNK_ENTRIES // width), MAX_ROWS)
         return reader.batches(Wanted(self.layout.scores, list(dict.fromkeys(others)), rows, keep))
 
-    def _chunk(self, raw: RawBatch, rows: Array, first: int, source: Source) -> Chunk:
-        layout, place = self.layout, values.Rows(source, first + rows + 1)  # as in messages
-        table = raw.scores if len(rows) == len(raw.scores) else raw.scores[rows]
-        found = {name: column[rows] for name, column in raw.columns.items()}
-        scores, clipped = values.to_scores(table, layout, place, self.kind, self.tolerance)
+    def _chunk(self, batch: Batch) -> Chunk:
+        layout = self.layout
+        scores, clipped = values.to_scores(batch, layout, self.kind, self.tolerance)
         self.counts["clipped"] += clipped
         weights = None
         if self.weights is not None:
-            weights = torch.from_numpy(values.to_weights(found[self.weights], self.weights, place))
-        groups = None if self.by is None else values.to_text(found[self.by])
+            weights = torch.from_numpy(values.to_weights(batch, self.weights))
+        groups = None if self.by is None else values.to_text(batch.columns[self.by])
         predictions: Predictions | Outcomes | None
         if layout.top_only:
-            predictions = Outcomes(scores[:, 0], values.to_correct(found, layout, place), weights=weights)
+            predictions = Outcomes(scores[:, 0], values.to_correct(batch, layout), weights=weights)
         else:
-            predictions = self._predictions(scores, found, weights, place)
+            predictions = self._predictions(scores, batch, weights)
         if isinstance(predictions, Predictions):
             groups = row_groups(predictions, groups, layout.labels)
-        return Chunk(scores, predictions, groups, raw, rows, source, place.numbers)
+        return Chunk(scores, predictions, groups, batch)
 
     def _predictions(
-        self, scores: torch.Tensor, found: dict[str, Array], weights: torch.Tensor | None, rows: values.Rows
+        self, scores: torch.Tensor, batch: Batch, weights: torch.Tensor | None
     ) -> Predictions | None:
         layout, are_probs = self.layout, self.kind == "probs"
         if layout.label is None and not layout.labels:
             return None
         if layout.independent or layout.one_hot:
-            labels = values.to_several_labels(found, layout, scores.shape[1], rows)
+            labels = values.to_several_labels(batch, layout, scores.shape[1])
             if layout.independent:
                 return Predictions.multilabel(scores, labels, weights, are_probs=are_probs)
             labels = labels.argmax(1)
         else:
-            labels = values.to_labels(found[str(layout.label)], layout, scores.shape[1], rows)
+            labels = values.to_labels(batch, layout, scores.shape[1])
         if are_probs:
             tolerance = max(self.tolerance, ROUNDED)  # `to_scores` has looked closer
             return Predictions.from_probs(scores, labels, weights, tolerance=tolerance)
         return Predictions(scores, labels, weights)
-
-    def _settled(
-        self, reader: Reader, stated: Kind | None, guessed: bool, label_needed: bool, may_be_one_hot: bool
-    ) -> PredictionTable:
-        """The table with what its first rows settle: which columns are scores, of which kind, and what labels are."""
-        table, layout, source = self, self.layout, self.sources[0]
-        with closing(self._raw(reader, keep=False)) as batches:
-            raw = next(batches, None)
-        if raw is None and stated is None:
-            raise NoRows(self._nothing(0, set()))
-        if raw is not None:
-            if len(layout.classes) not in (0, width := max(raw.scores.shape[1], 2)):
-                raise TableError(f"{source} names {len(layout.classes)} classes, but has scores of {width}")
-            if not label_needed:
-                layout = guesses.without_labels(raw, layout)
-            if layout.independent and may_be_one_hot:
-                layout = guesses.one_of_each(raw, layout, stated, self.tolerance, source)
-            layout, certain, why = guesses.settle(raw, layout, stated, self.tolerance, source)
-            table = replace(self, layout=layout, kind=certain, why=why)
-        if guessed:
-            guesses.check_names(layout, table.kind, table.why, table.name)
-        return table
 
     def _nothing(self, seen: int, other: set[str]) -> str:
         wanted = " and ".join(f"{name}={value}" for name, value in self.where.items())
@@ -314,14 +286,23 @@ def read_predictions(
     how = (by, where, tolerance, tuple(extra), weights)
     table = PredictionTable(tuple(sources), stated or "logits", layout, *how)
     table.opened[str(sources[0])] = reader
-    return table._settled(reader, stated, scores is None, label_needed, may_be_one_hot=not independent)
+    with closing(table._batches(reader, keep=False)) as batches:
+        first = next(batches, None)
+    if first is not None:
+        layout, certain, why = guesses.settle(first, layout, stated, tolerance, label_needed, not independent)
+        table = replace(table, layout=layout, kind=certain, why=why)
+    elif stated is None:
+        raise NoRows(table._nothing(0, set()))
+    if scores is None:
+        guesses.check_names(table.layout, table.kind, table.why, table.name)
+    return table
 
 
-def _matching(raw: RawBatch, where: Mapping[str, str], n: int, other: set[str]) -> Array:
+def _matching(batch: Batch, where: Mapping[str, str], other: set[str]) -> Array:
     """The rows of a batch that pass the filter; up to 1000 values of its first column are remembered for an error."""
-    keep = np.ones(n, dtype=bool)
+    keep = np.ones(len(batch.scores), dtype=bool)
     for i, (name, wanted) in enumerate(where.items()):
-        found = values.to_text(raw.columns[name])
+        found = values.to_text(batch.columns[name])
         if i == 0 and len(other) < 1000:
             other.update(np.unique(found)[:1000].tolist())
         keep &= found == wanted

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from doublehead.files.columns import WHOLE, Layout, quoted, without_prefix
-from doublehead.files.sources import Array, Source, TableError
+from doublehead.files.readers import Batch
+from doublehead.files.sources import Array, TableError
 from doublehead.score_arrays import ROUNDED, rounding_error
 
 MAX_LOGIT = 1e30  # sums of squared NLLs stay finite
@@ -28,32 +27,15 @@ WORDS: dict[str | None, float] = {
 }
 
 
-class Rows(NamedTuple):
-    """Some rows of a file, for errors."""
-
-    source: Source
-    numbers: Array  # (B,) from 1
-
-    def refuse(self, wrong: Any, column: str | None, message: Callable[[int], str], hint: str = "") -> None:
-        """Raise at the first row where `wrong` (B,) says so; `message` of its place follows the row."""
-        if not wrong.any():
-            return
-        i, others = int(wrong.argmax()), int(wrong.sum())
-        more = f" ({others} such rows in this part of the file)" if others > 1 else ""
-        place = "" if column is None else f", column {column!r}"
-        raise TableError(f"{self.source}{place}, row {self.numbers[i]}{message(i)}{more}{hint}")
-
-
-def to_scores(
-    table: Array, layout: Layout, rows: Rows, kind: str, tolerance: float
-) -> tuple[torch.Tensor, int]:
+def to_scores(batch: Batch, layout: Layout, kind: str, tolerance: float) -> tuple[torch.Tensor, int]:
     """(B, K) finite scores, and in how many rows some were clipped to 0..1.
 
     A single column is a binary model's score of class 1, or the confidence in a class that is not known here. Scores of
     independent labels stay as they are.
     """
+    table = batch.scores
     if table.shape[1] == 0:
-        raise TableError(f"{rows.source} must have at least one score per row, got none")
+        raise TableError(f"{batch.source} must have at least one score per row, got none")
     narrow = table.dtype in (np.float16, np.float32)
     table = table.astype(np.float32 if narrow else np.float64, copy=False)
     wrong = ~np.isfinite(table)
@@ -64,7 +46,7 @@ def to_scores(
             len(layout.scores) < wrong.shape[1],
         )
         name, which = (layout.scores[0], f" (number {j} of the row)") if lists else (layout.scores[j], "")
-        rows.refuse(wrong.any(1), name, lambda _: f"{which} must hold a finite number, got {got}")
+        batch.refuse(wrong.any(1), name, lambda _: f"{which} must hold a finite number, got {got}")
     clipped, reach = 0, min(tolerance, OUTSIDE)
     low, high = table.min(), table.max()
     if kind == "probs" and (low < 0 or high > 1) and -reach <= low and high <= 1 + reach:
@@ -72,19 +54,18 @@ def to_scores(
         table, clipped = inside, int((inside != table).any(1).sum())
     if layout.top_only:
         confidence = table[:, 0]
-        rows.refuse(
+        batch.refuse(
             (confidence < 0) | (confidence > 1),
             layout.scores[0],
             lambda i: f" must hold a confidence in 0..1, got {confidence[i]:.6g}",
             "; divide percentages by 100",
         )
-        return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
-    if table.shape[1] == 1 and not layout.independent:
+    elif table.shape[1] == 1 and not layout.independent:
         table = np.concatenate([1 - table if kind == "probs" else np.zeros_like(table), table], 1)
     elif kind == "logits":
-        _check_logits(table, layout, rows)
-    if kind == "probs":
-        _check_probs(table, layout, rows, tolerance)
+        _check_logits(table, layout, batch)
+    if kind == "probs" and not layout.top_only:
+        _check_probs(table, layout, batch, tolerance)
     return torch.from_numpy(np.require(table, requirements=["C", "W"])), clipped
 
 
@@ -111,11 +92,11 @@ def _off_one(table: Array) -> float:
     return float(np.abs(table.sum(1, dtype=np.float64) - 1).max())
 
 
-def to_correct(columns: dict[str, Array], layout: Layout, rows: Rows) -> torch.Tensor:
+def to_correct(batch: Batch, layout: Layout) -> torch.Tensor:
     """(B,) bool: whether the answer was right, as the file says or because the predicted class is the label."""
     if layout.correct is not None:
-        number = _numbers(columns[layout.correct], layout.correct, rows)
-        rows.refuse(
+        number = _numbers(batch, layout.correct)
+        batch.refuse(
             (number != 0) & (number != 1),
             layout.correct,
             lambda i: f" must say whether the answer was right (0 or 1), got {number[i]:g}",
@@ -123,30 +104,30 @@ def to_correct(columns: dict[str, Array], layout: Layout, rows: Rows) -> torch.T
         return torch.from_numpy(number == 1)
     assert layout.label is not None
     assert layout.predicted is not None
-    texts = [to_text(columns[name]) for name in (layout.label, layout.predicted)]
+    texts = [to_text(batch.columns[name]) for name in (layout.label, layout.predicted)]
     for name, column in zip((layout.label, layout.predicted), texts):
-        rows.refuse(column == MISSING, name, lambda _: " holds nothing")
+        batch.refuse(column == MISSING, name, lambda _: " holds nothing")
     return torch.from_numpy(np.asarray(texts[0] == texts[1], dtype=bool))
 
 
-def to_several_labels(columns: dict[str, Array], layout: Layout, n_labels: int, rows: Rows) -> Array:
+def to_several_labels(batch: Batch, layout: Layout, n_labels: int) -> Array:
     """(B, L) int64, 0 or 1."""
     names = layout.labels or (str(layout.label),)
-    table = columns[names[0]]
+    table = batch.columns[names[0]]
     if layout.labels:
-        table = np.stack([_numbers(columns[name], name, rows) for name in names], 1)
+        table = np.stack([_numbers(batch, name) for name in names], 1)
     if table.ndim != 2 or table.shape[1] != n_labels:
         raise TableError(
-            f"{rows.source}: labels in {', '.join(map(repr, names))} must be a class for each row, or 0 or 1 for each "
+            f"{batch.source}: labels in {', '.join(map(repr, names))} must be a class for each row, or 0 or 1 for each "
             f"of its {n_labels} scores, got shape {table.shape}"
         )
     wrong = ~np.isin(table, (0, 1))
     column = int(wrong.any(0).argmax())
     name = names[min(column, len(names) - 1)]
-    rows.refuse(wrong[:, column], name, lambda i: f" must hold 0 or 1, got {table[i, column]:g}")
+    batch.refuse(wrong[:, column], name, lambda i: f" must hold 0 or 1, got {table[i, column]:g}")
     if layout.one_hot:
         counts = table.sum(1)
-        rows.refuse(
+        batch.refuse(
             counts != 1,
             None,
             lambda i: f" must have one label, like the first rows of the file, got {counts[i]:g}",
@@ -154,26 +135,28 @@ def to_several_labels(columns: dict[str, Array], layout: Layout, n_labels: int, 
     return table.astype(np.int64)
 
 
-def to_weights(column: Array, name: str, rows: Rows) -> Array:
+def to_weights(batch: Batch, name: str) -> Array:
     """(B,) float64, finite and >= 0."""
-    weights = _numbers(column, name, rows, "a weight")
+    weights = _numbers(batch, name, "a weight")
     wrong = ~(np.isfinite(weights) & (weights >= 0))
-    rows.refuse(wrong, name, lambda i: f" must hold a weight >= 0, got {weights[i]:g}")
+    batch.refuse(wrong, name, lambda i: f" must hold a weight >= 0, got {weights[i]:g}")
     return weights
 
 
-def to_labels(column: Array, layout: Layout, n_classes: int, rows: Rows) -> Array:
+def to_labels(batch: Batch, layout: Layout, n_classes: int) -> Array:
     """(B,) int64 in 0..K-1 from whole numbers, or from names through the names of the score columns."""
-    name, base, is_text = str(layout.label), layout.base, column.dtype.kind in "OU"
+    name, base = str(layout.label), layout.base
+    column = batch.columns[name]
+    is_text = column.dtype.kind in "OU"
     if base is None or (is_text and _are_names(column, layout)):
-        return _labels_by_name(column, layout, rows)
+        return _labels_by_name(batch, layout)
     if not is_text and (column.ndim != 1 or column.dtype.kind not in "fiub"):
         raise TableError(
-            f"{rows.source}: labels in {name!r} must be whole numbers of shape (N,), "
+            f"{batch.source}: labels in {name!r} must be whole numbers of shape (N,), "
             f"got {column.dtype} of shape {column.shape}"
         )
-    number = _numbers(column, name, rows)
-    rows.refuse(
+    number = _numbers(batch, name)
+    batch.refuse(
         ~np.isfinite(number) | (number != np.floor(number)) | (np.abs(number) > 2**53),
         name,
         lambda i: f" must hold {CLASS}, got {'nothing' if np.isnan(number[i]) else f'{number[i]:g}'}",
@@ -186,7 +169,7 @@ def to_labels(column: Array, layout: Layout, n_classes: int, rows: Rows) -> Arra
         hint = f"; if labels are counted from {first}, give --label-base {first}"
     allowed = f"labels of {n_classes} classes must lie in {base}..{base + n_classes - 1}"
     outside = (labels < 0) | (labels >= n_classes)
-    rows.refuse(outside, name, lambda i: f": {allowed}, got {labels[i] + base}{hint}")
+    batch.refuse(outside, name, lambda i: f": {allowed}, got {labels[i] + base}{hint}")
     return labels
 
 
@@ -241,33 +224,35 @@ def _places(layout: Layout) -> dict[str, int]:
     return places
 
 
-def _check_logits(table: Array, layout: Layout, rows: Rows) -> None:
+def _check_logits(table: Array, layout: Layout, batch: Batch) -> None:
     largest = np.abs(table).max(1)
     far = f": logits must lie within {MAX_LOGIT:g}, got "
-    rows.refuse(largest > MAX_LOGIT, None, lambda i: f"{far}{largest[i]:g}")
+    batch.refuse(largest > MAX_LOGIT, None, lambda i: f"{far}{largest[i]:g}")
     found = "" if layout.independent or table.min() < 0 else recognise(table)
     if found in GIVE:
         total = 100 if found == "percentages" else 1
         raise TableError(
-            f"{rows.source}: no score is negative and each row sums to {total}, so these are {found}: {GIVE[found]}"
+            f"{batch.source}: no score is negative and each row sums to {total}, so these are {found}: {GIVE[found]}"
         )
 
 
-def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> None:
+def _check_probs(table: Array, layout: Layout, batch: Batch, tolerance: float) -> None:
     low, high, sums = table.min(1), table.max(1), table.sum(1, dtype=np.float64)
     outside = (low < 0) | (high > 1 + 1e-6)
     if outside.any():
         found = recognise(table, tolerance)
         if found == "percentages":
-            raise TableError(f"{rows.source}: {PERCENTAGES}")
+            raise TableError(f"{batch.source}: {PERCENTAGES}")
         if found == "log-probabilities":
-            raise TableError(f"{rows.source}: these are {found}: give --logits, which gives the same results")
+            raise TableError(
+                f"{batch.source}: these are {found}: give --logits, which gives the same results"
+            )
         few = outside.mean() < 0.1
         hint = f"; {'remove it if it is a total' if few else 'give --logits if these are logits'}"
         if layout.binary:  # the first column is the rest to 1
             low = high = table[:, -1]
             hint = hint if low.min() < 0 or high.max() > 100 else "; divide percentages by 100"
-        rows.refuse(
+        batch.refuse(
             outside,
             None,
             lambda i: f": probabilities must lie in 0..1, got {low[i] if low[i] < 0 else high[i]:.6g}",
@@ -277,7 +262,7 @@ def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> 
         off = np.abs(sums - 1)
         wrong = off > tolerance + 1e-9
         wrong[wrong] = off[wrong] > rounding_error(table[wrong])
-        rows.refuse(
+        batch.refuse(
             wrong,
             None,
             lambda i: f": probabilities must sum to 1 within {tolerance:g}, got {sums[i]:.6g}",
@@ -285,8 +270,9 @@ def _check_probs(table: Array, layout: Layout, rows: Rows, tolerance: float) -> 
         )
 
 
-def _numbers(column: Array, name: str, rows: Rows, wanted: str = CLASS) -> Array:
+def _numbers(batch: Batch, name: str, wanted: str = CLASS) -> Array:
     """(B,) float64, also from text: nan where there is none, 1 and 0 for true and false."""
+    column = batch.columns[name]
     if column.dtype.kind not in "OU":
         return column.astype(np.float64)
     numbers = np.empty(len(column), dtype=np.float64)
@@ -294,19 +280,19 @@ def _numbers(column: Array, name: str, rows: Rows, wanted: str = CLASS) -> Array
         try:
             numbers[i] = WORDS[text] if text in WORDS else float(text)
         except ValueError:
-            place = f"{rows.source}, column {name!r}, row {rows.numbers[i]}"
+            place = f"{batch.source}, column {name!r}, row {batch.numbers[i]}"
             raise TableError(f"{place} must hold {wanted}, got {text!r}") from None
     return numbers
 
 
-def _labels_by_name(column: Array, layout: Layout, rows: Rows) -> Array:
+def _labels_by_name(batch: Batch, layout: Layout) -> Array:
     names = _places(layout)
-    found, at = np.unique(to_text(column), return_inverse=True)
+    found, at = np.unique(to_text(batch.columns[str(layout.label)]), return_inverse=True)
     known = [names.get(name, names.get(name.casefold(), -1)) for name in found]
     index: Array = np.array(known, dtype=np.int64)[at]
     classes = ", ".join(map(quoted, layout.classes[:10])) + (", ..." if len(layout.classes) > 10 else "")
     got = ["nothing" if name == MISSING else quoted(name) for name in found]
-    rows.refuse(
+    batch.refuse(
         index < 0, layout.label, lambda i: f" must hold one of the classes {classes}, got {got[at[i]]}"
     )
     return index

@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +180,12 @@ def _write_table(
     table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]], suffix: str
 ) -> None:
     parquet, ipc = (require(f"pyarrow.{name}", extra="tables") for name in ("parquet", "ipc"))
-    writer = None
-    try:
-        for chunk, probs in pairs:
-            batch = _replaced(table, chunk, probs)
-            if writer is None:
-                make = parquet.ParquetWriter if suffix == ".parquet" else ipc.new_file
-                writer = make(str(target), batch.schema)
+    batches = (_replaced(table, chunk, probs) for chunk, probs in pairs)
+    first = next(batches)  # there is one: files without rows are refused
+    make = parquet.ParquetWriter if suffix == ".parquet" else ipc.new_file
+    with make(str(target), first.schema) as writer:
+        for batch in chain([first], batches):
             writer.write_batch(batch)
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
@@ -212,15 +207,14 @@ def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Ch
 def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
     """The Arrow batch with its score columns replaced, in their places."""
     arrow = require("pyarrow", extra="tables")
-    batch, names = chunk.raw.arrow, list(chunk.raw.arrow.schema.names)
-    columns = [batch.column(i) for i in range(batch.num_columns)]
-    values = _columns(table, probs).numpy()
-    places, taken = {name: i for i, name in enumerate(names)}, set(names)
-    lists = chunk.raw.scores.shape[1] > len(table.layout.scores)
-    narrow = chunk.raw.scores.dtype in (np.float16, np.float32)
+    batch, values = chunk.batch.arrow, _columns(table, probs).numpy()
+    columns, names = batch.columns, batch.schema.names
+    places = {name: i for i, name in enumerate(names)}
+    lists = chunk.batch.scores.shape[1] > len(table.layout.scores)
+    narrow = chunk.batch.scores.dtype in (np.float16, np.float32)
     for i, name in enumerate(table.layout.scores):
         at, new = places[name], probs_name(name, table)
-        if new in taken and new != name:
+        if new in places and new != name:
             raise TableError(
                 f"{table.sources[0]} already has a column {new!r}, which the calibrated {name!r} would take"
             )
@@ -231,11 +225,7 @@ def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
         else:
             columns[at] = arrow.array(values[:, i].astype(np.float32 if narrow else np.float64))
         names[at] = new
-    schema = arrow.schema(
-        [arrow.field(name, column.type) for name, column in zip(names, columns)],
-        metadata=batch.schema.metadata,
-    )
-    return arrow.RecordBatch.from_arrays(columns, schema=schema)
+    return arrow.RecordBatch.from_arrays(columns, names).replace_schema_metadata(batch.schema.metadata)
 
 
 def _columns(table: PredictionTable, probs: Tensor) -> Tensor:

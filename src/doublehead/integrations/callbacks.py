@@ -61,6 +61,7 @@ class CompanionCallback:
         self._model: Calibrated | None = None
         self._attachment: Attachment | None = None
         self._seen: tuple[Heads, dict[str, Any]] | None = None  # of the last forward: answers and keywords
+        self._watch = RunningMetrics()  # of the evaluation under way
 
     def _attach(self, replace: bool) -> None:
         """Put hooks on the network that ask the finished calibration, or in training the heads as they are now."""
@@ -78,6 +79,12 @@ class CompanionCallback:
 
     def _note(self, heads: Heads, kwargs: dict[str, Any]) -> None:
         self._seen = heads, kwargs
+
+    def _numbers(self, prefix: str) -> tuple[dict[str, float], Reliability | None]:
+        """What was counted by all processes, named for a log, and the diagram; then counting starts again."""
+        watch, self._watch, self._seen = self._watch, RunningMetrics(), None
+        numbers, curve = watch.result()
+        return {f"{prefix}_{name}": value for name, value in numbers.items()}, curve
 
     @property
     def model(self) -> Calibrated:
@@ -185,7 +192,7 @@ class RunningMetrics:
 
     >>> watch = RunningMetrics()
     >>> watch.add(Heads(torch.tensor([[4.0, 0.0]]), torch.tensor([[1.0, 0.0]])), torch.tensor([1]))
-    >>> numbers = watch.numbers()
+    >>> numbers, _ = watch.result()
     >>> round(numbers["ece_main"], 3), round(numbers["ece_calib"], 3)
     (0.982, 0.731)
     """
@@ -204,23 +211,20 @@ class RunningMetrics:
             both = (Predictions(logits[rows].float(), labels[rows]) for logits in heads)
             self._tallies = _sum([self._tallies, [Tally.of(p, N_BINS, per_class=False) for p in both]])
 
-    def gather(self) -> bool:
-        """Sum over all processes, each of which must call it; False where there is no sample."""
+    def result(self) -> tuple[dict[str, float], Reliability | None]:
+        """The numbers and the calibration head's reliability diagram, over all processes; each must call it.
+
+        They are "ece_main", "ece_calib", "ece_floor", and "nll" and "accuracy" of both heads; none without a sample.
+        """
         if n_processes() > 1:
             self._tallies = _sum(from_every_process(self._tallies))
-        return bool(self._tallies)
-
-    def numbers(self) -> dict[str, float]:
-        """{"ece_main", "ece_calib", "ece_floor", "nll_main", "nll_calib", "accuracy_main", "accuracy_calib"}."""
+        if not self._tallies:
+            return {}, None
         numbers: dict[str, float] = {}
         for tally, name in zip(self._tallies, Heads._fields):
             values = tally.summary().values
             numbers |= {f"{key}_{name}": values[key] for key in ("ece", "nll", "accuracy")}
-        return numbers | {"ece_floor": values["ece_floor"]}
-
-    def reliability(self) -> Reliability:
-        """The reliability diagram of the calibration head."""
-        return reliability(self._tallies[1].top, N_BINS)
+        return numbers | {"ece_floor": values["ece_floor"]}, reliability(self._tallies[1].top, N_BINS)
 
 
 def _sum(parts: list[list[Tally]]) -> list[Tally]:

@@ -62,7 +62,6 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         self.classifier, self.to_pair = classifier, to_pair
         self._fitted_to: int | None = None  # key of the weights to which the calibration was fitted
         self._loaded: dict[str, Any] = {}  # state of the DoubleHead from a checkpoint, until there is one
-        self._watch: RunningMetrics | None = None
         self._global_step = 0
 
     @property
@@ -167,8 +166,8 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Read the network's outputs in validation, and leave them as they are."""
+        self._watch = RunningMetrics()
         if not trainer.sanity_checking:
-            self._watch = RunningMetrics()
             self._attach(replace=False)
 
     def on_validation_batch_end(
@@ -176,10 +175,9 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
     ) -> None:
         """Count the answers of both heads in the forward that was just made, or make one."""
         heads, self._seen = self._seen[0] if self._seen else None, None
-        if self._watch is None or dataloader_idx != 0:
+        if self._attachment is None or dataloader_idx != 0:
             return
         args, kwargs, labels, *_ = unpack(batch, pl_module.device, self.to_pair)
-        assert self._attachment is not None
         targets = self._attachment.reader.targets(labels)
         if heads is None or len(heads.main) != len(targets):
             with trainer.precision_plugin.val_step_context():
@@ -189,16 +187,13 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the numbers, and the figure on the first process."""
-        watch, self._watch = self._watch, None
         self._detach()
-        if watch is None or not watch.gather():
-            return
-        numbers = {f"val_{name}": value for name, value in watch.numbers().items()}
+        numbers, curve = self._numbers("val")
         # Every process has the numbers of all, so their mean is the same; without sync_dist Lightning would warn.
         pl_module.log_dict(numbers, sync_dist=True)
-        if self.figure and trainer.is_global_zero:
+        if curve is not None and self.figure and trainer.is_global_zero:
             title = f"calibrated, epoch {trainer.current_epoch}"
-            log_reliability(trainer.loggers, watch.reliability(), "reliability", trainer.global_step, title)
+            log_reliability(trainer.loggers, curve, "reliability", trainer.global_step, title)
 
     def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """From here the network answers with calibrated log-probabilities."""

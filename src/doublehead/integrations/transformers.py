@@ -17,12 +17,7 @@ from torch.utils.data import DataLoader
 from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import check_disjoint
 from doublehead.double_head import DoubleHead
-from doublehead.integrations.callbacks import (
-    Attachment,
-    CompanionCallback,
-    RunningMetrics,
-    log_to_trackers,
-)
+from doublehead.integrations.callbacks import Attachment, CompanionCallback, log_to_trackers
 from doublehead.saving import describe, rebuild
 from doublehead.system import read_file, require, write_file
 from doublehead.tasks import SUPPORTED
@@ -69,7 +64,6 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
                 "logits_of must not be given: a model of transformers returns an object with `logits`"
             )
         super().__init__(calib_data, figure=figure, **options)
-        self._watch = RunningMetrics()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Raise an error for a model that cannot hold a calibration; hook one that already holds one."""
@@ -143,17 +137,14 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         self, args: Any, state: Any, control: Any, model: nn.Module, metrics: dict[str, float], **_: Any
     ) -> None:
         """Add the numbers of both heads to those of `evaluate`, and send them and the diagram to the trackers."""
-        watch, self._watch, self._seen = self._watch, RunningMetrics(), None
-        if not watch.gather():
-            return
         prefix = next((key[: -len("_loss")] for key in metrics if key.endswith("_loss")), "eval")
-        numbers = {f"{prefix}_{name}": value for name, value in watch.numbers().items()}
+        numbers, curve = self._numbers(prefix)
         metrics |= numbers
         if state.log_history and f"{prefix}_loss" in state.log_history[-1]:
             state.log_history[-1].update(numbers)
-        if state.is_world_process_zero:
-            curve = watch.reliability() if self.figure else None
-            log_to_trackers(args, numbers, curve, f"{prefix}_reliability", state.global_step)
+        if curve is not None and state.is_world_process_zero:
+            shown = curve if self.figure else None
+            log_to_trackers(args, numbers, shown, f"{prefix}_reliability", state.global_step)
 
     on_predict = on_evaluate
 

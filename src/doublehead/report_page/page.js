@@ -5,6 +5,14 @@
   const byId = (id) => document.getElementById(id);
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
   const percent = (value, digits = 2) => (100 * value).toFixed(digits);
+  const hide = (selector, when) => {
+    for (const element of all(selector)) element.classList.toggle("off", when(element));
+  };
+  // Call `apply` now and whenever one of the elements changes.
+  const follow = (elements, apply, event = "change") => {
+    for (const element of elements) element.addEventListener(event, apply);
+    apply();
+  };
 
   for (const element of all("[data-needs-script]")) element.hidden = false;
 
@@ -29,34 +37,20 @@
   function methods() {
     const boxes = all("input[data-shows]"), status = byId("shown");
     const apply = () => {
-      for (const box of boxes)
-        for (const element of all(`[data-method="${box.dataset.shows}"]`))
-          element.classList.toggle("off", !box.checked);
+      for (const box of boxes) hide(`[data-method="${box.dataset.shows}"]`, () => !box.checked);
       if (status) status.textContent = `${boxes.filter((box) => box.checked).length} of ${boxes.length} methods shown`;
     };
-    for (const box of boxes) box.addEventListener("change", apply);
-    apply();
+    follow(boxes, apply);
   }
 
   function lastBin() {
     const box = byId("drop-last");
-    const apply = () => {
-      for (const element of all("[data-last-bin]"))
-        element.classList.toggle("off", (element.dataset.lastBin === "kept") === box.checked);
-    };
-    box.addEventListener("change", apply);
-    apply();
+    follow([box], () => hide("[data-last-bin]", (element) => (element.dataset.lastBin === "kept") === box.checked));
   }
 
   function choosers() {
-    for (const select of all("[data-chooses]")) {
-      const apply = () => {
-        for (const element of all(`[data-of="${select.id}"]`))
-          element.classList.toggle("off", element.dataset.index !== select.value);
-      };
-      select.addEventListener("change", apply);
-      apply();
-    }
+    for (const select of all("[data-chooses]"))
+      follow([select], () => hide(`[data-of="${select.id}"]`, (element) => element.dataset.index !== select.value));
   }
 
   // Columns of data.methods[m].classes: class, samples, off, claims, right, gap, band low and high, ECE.
@@ -65,19 +59,21 @@
     if (!search) return;
     const nameOf = (k) => (data.names ? data.names[k] : `class ${k}`);
     const known = (value, digits = 1) => (value === null ? "unknown" : value.toFixed(digits));
-    const cell = (row, text, name) => {
-      const made = row.insertCell();
-      made.textContent = text;
-      if (name) made.className = name;
-      return made;
-    };
-    const drawn = document.querySelector("[data-class-rows] .gapbar");
-    const bar = (gap, widest) => {
-      const made = drawn.cloneNode(true), length = gap === null || !widest ? 0 : 48 * gap / widest, size = Math.abs(length);
-      const box = made.querySelector("path");
-      box.setAttribute("d", `M${Math.min(50, 50 + length)} 2h${size}v10h${-size}Z`);
-      box.setAttribute("class", gap > 0 ? "over" : "under");
-      return made;
+    const drawn = document.querySelector("[data-class-rows] tr");
+    const made = ([k, count, off, claims, right, gap, low, high, ece], widest) => {
+      const row = drawn.cloneNode(true), length = gap === null || !widest ? 0 : 48 * gap / widest, size = Math.abs(length);
+      const told = gap === null ? "" : `${gap >= 0.05 ? "+" : ""}${gap.toFixed(1).replace(/^-0.0$/, "0.0")}`;
+      const span = count ? `${known(low)} to ${known(high)}` : "";
+      const texts = [nameOf(k), count.toLocaleString("en"), known(claims), known(right), told, null, span, known(ece, 2)];
+      texts.forEach((text, i) => { if (text !== null) row.cells[i].textContent = text; });
+      if (off) {
+        row.cells[4].replaceChildren(Object.assign(document.createElement("strong"), { textContent: told }),
+          Object.assign(document.createElement("span"), { className: "sr", textContent: " (more than chance explains)" }));
+      }
+      const bar = row.querySelector("path");
+      bar.setAttribute("d", `M${Math.min(50, 50 + length)} 2h${size}v10h${-size}Z`);
+      bar.setAttribute("class", gap > 0 ? "over" : "under");
+      return row;
     };
     const fill = (body, rows, worst) => {
       const wanted = search.value.trim().toLowerCase();
@@ -89,23 +85,7 @@
       }
       if (!everything.checked) shown = shown.slice(0, worst);
       const widest = Math.max(...shown.map((row) => Math.abs(row[5] ?? 0)), 0);
-      body.replaceChildren();
-      for (const values of shown) {
-        const [k, count, off, claims, right, gap, low, high, ece] = values, row = body.insertRow();
-        cell(row, nameOf(k), "name");
-        cell(row, count.toLocaleString("en"));
-        cell(row, known(claims));
-        cell(row, known(right));
-        const told = gap === null ? "" : `${gap >= 0.05 ? "+" : ""}${gap.toFixed(1).replace(/^-0.0$/, "0.0")}`;
-        const shownGap = cell(row, off ? "" : told, "nowrap");
-        if (off) {
-          shownGap.append(Object.assign(document.createElement("strong"), { textContent: told }),
-            Object.assign(document.createElement("span"), { className: "sr", textContent: " (more than chance explains)" }));
-        }
-        row.insertCell().append(bar(gap, widest));
-        cell(row, count ? `${known(low)} to ${known(high)}` : "", "nowrap");
-        cell(row, known(ece, 2));
-      }
+      body.replaceChildren(...shown.map((row) => made(row, widest)));
     };
     const bodies = all("[data-class-rows]");
     const apply = () => {
@@ -127,7 +107,6 @@
       }
     }
     search.addEventListener("input", apply);
-    everything.addEventListener("change", apply);
     byId("class-csv").addEventListener("click", () => {
       const select = byId("class-method"), method = data.methods[Number(select ? select.value : 0)];
       const quote = (text) => `"${text.replaceAll('"', '""')}"`;
@@ -139,7 +118,7 @@
       link.click();
       URL.revokeObjectURL(link.href);
     });
-    apply();
+    follow([everything], apply);
   }
 
   function pair() {
@@ -159,11 +138,10 @@
         byId(`after-${row.key}`).textContent = show(row, b.values[row.key]);
         byId(`change-${row.key}`).textContent = change(row, b.values[row.key] - a.values[row.key]);
       }
-      for (const group of all("[data-pair]")) {
+      for (const group of all("[data-pair]"))
         group.classList.toggle("before", group.dataset.pair === before.value && before.value !== after.value);
-        group.classList.toggle("off", ![before.value, after.value].includes(group.dataset.pair));
-      }
-      for (const band of all("[data-after]")) band.classList.toggle("off", band.dataset.after !== after.value);
+      hide("[data-pair]", (group) => ![before.value, after.value].includes(group.dataset.pair));
+      hide("[data-after]", (band) => band.dataset.after !== after.value);
       const found = data.pairs[Number(before.value)][Number(after.value)];
       byId("pair-sentence").textContent = found === null
         ? `${a.name} and ${b.name} were measured on different samples.`
@@ -171,9 +149,7 @@
           `${found.nll[1].toFixed(4)} to ${found.nll[2].toFixed(4)}, paired by sample). ` +
           `${found.n_changed.toLocaleString("en")} of ${found.n.toLocaleString("en")} predicted classes differ.`;
     };
-    before.addEventListener("change", apply);
-    after.addEventListener("change", apply);
-    apply();
+    follow([before, after], apply);
   }
 
   function threshold() {
@@ -200,8 +176,7 @@
       });
       slider.setAttribute("aria-valuetext", `at least ${shown.textContent}; ${words.join("; ")}`);
     };
-    slider.addEventListener("input", apply);
-    apply();
+    follow([slider], apply, "input");
   }
 
   // Say so where a table is wider than the page.

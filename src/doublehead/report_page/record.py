@@ -6,7 +6,7 @@ Sums are those of all samples. What needs samples one by one comes from some dra
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from doublehead import metrics
 from doublehead.curves import Reliability, reliability, risk_coverage_curve
-from doublehead.files.reading import PredictionTable
+from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import TableError
 from doublehead.files.values import to_text
 from doublehead.metrics import RiskCoverage
@@ -65,11 +65,8 @@ class Record:
         cls, p: Predictions, n_bins: int = 15, by: Array | None = None, times: Array | None = None
     ) -> Record:
         """The record of predictions in memory."""
-        several = p.n_labels or 1
-        rows = np.arange(len(p)) // several + 1
-        times = None if times is None else np.repeat(times, several)
-        part = _Part(p, row_groups(p, by), rows, "", None, times)
-        return replace(_gathered([part], n_bins), several=several)
+        samples = np.arange(len(p) // (p.n_labels or 1)) + 1
+        return _gathered([_Part(p, row_groups(p, by), samples, "", None, times)], n_bins)
 
     @classmethod
     def of_table(cls, table: PredictionTable, n_bins: int = 15, time: str | None = None) -> Record:
@@ -79,23 +76,14 @@ class Record:
         names = {name.lower(): name for name in columns if name not in taken}
         shown = next((names[name] for name in SHOWN if name in names), None)  # tells which sample a row is
         table = replace(table, extra=(*table.extra, *filter(None, [shown])))
-        several = 1
 
-        def parts() -> Iterable[_Part]:
-            nonlocal several
-            for chunk in table.chunks():
-                if chunk.predictions is None:
-                    raise TableError(f"{table.sources[0]} has no labels to measure by")
-                several = len(chunk.predictions) // len(chunk.rows)  # labels of each row
-                found = {
-                    name: np.repeat(chunk.raw.columns[name][chunk.rows], several) for name in table.extra
-                }
-                texts = None if shown is None else to_text(found[shown])
-                times = None if time is None else as_times(found[time], time, str(chunk.source))
-                rows, source = np.repeat(chunk.numbers, several), str(chunk.source)
-                yield _Part(chunk.predictions, chunk.groups, rows, source, texts, times)
+        def part(chunk: Chunk) -> _Part:
+            batch, source = chunk.batch, str(chunk.batch.source)
+            texts = None if shown is None else to_text(batch.columns[shown])
+            times = None if time is None else as_times(batch.columns[time], time, source)
+            return _Part(chunk.labelled(), chunk.groups, batch.numbers, source, texts, times)
 
-        return replace(_gathered(parts(), n_bins), several=several)
+        return _gathered(map(part, table.chunks()), n_bins)
 
     @property
     def notes(self) -> list[str]:
@@ -111,7 +99,7 @@ class Record:
 class _Part(NamedTuple):
     predictions: Predictions | Outcomes
     groups: Array | None
-    rows: Array
+    rows: Array  # of the file, one for each sample; `shown` and `times` likewise
     source: str
     shown: Array | None
     times: Array | None
@@ -119,33 +107,30 @@ class _Part(NamedTuple):
 
 def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
     tally: Tally | None = None
-    drawn, counts = Drawn(), np.zeros((2, len(THRESHOLDS)), dtype=np.int64)
+    drawn, counts, several = Drawn(), np.zeros((2, len(THRESHOLDS)), dtype=np.int64), 1
     errors: list[ErrorRow] = []
     for part in parts:
-        p = part.predictions
+        p, several = part.predictions, len(part.predictions) // len(part.rows)
         tally = Tally.of(p, n_bins, part.groups, onto=tally)
         found = p if isinstance(p, Outcomes) else Outcomes.of(p)
-        drawn.add(found, part.times)
+        drawn.add(found, None if part.times is None else np.repeat(part.times, several))
         counts = counts + np.stack(at_thresholds(found, THRESHOLDS))
-        errors = heapq.nlargest(MAX_ERRORS, [*errors, *_errors(found, part)])
+        errors = heapq.nlargest(MAX_ERRORS, [*errors, *_errors(found, part, several)])
     assert tally is not None
     outcomes, times = drawn.joined(tally.zero_floor)
     accepted, wrong = counts
-    return Record(tally, outcomes, accepted, wrong, tuple(errors), times)
+    return Record(tally, outcomes, accepted, wrong, tuple(errors), times, several)
 
 
-def _errors(found: Outcomes, part: _Part) -> list[ErrorRow]:
+def _errors(found: Outcomes, part: _Part, several: int) -> Iterator[ErrorRow]:
+    def told(column: Any, i: int) -> str:
+        return "" if column is None else str(np.asarray(column)[i])
+
     wrong = (~found.correct).nonzero()[:, 0]
-    worst = wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]].numpy()
-    texts = [
-        [""] * len(worst) if column is None else [str(value) for value in np.asarray(column)[worst].tolist()]
-        for column in (found.labels, found.predicted, part.shown, part.groups)
-    ]
-    confidence, rows = found.confidence[worst].tolist(), part.rows[worst].tolist()
-    return [
-        ErrorRow(confidence, label, predicted, row, part.source, shown, group)
-        for confidence, row, label, predicted, shown, group in zip(confidence, rows, *texts)
-    ]
+    for i in wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]].tolist():
+        label, predicted, group = told(found.labels, i), told(found.predicted, i), told(part.groups, i)
+        row, shown = int(part.rows[i // several]), told(part.shown, i // several)
+        yield ErrorRow(float(found.confidence[i]), label, predicted, row, part.source, shown, group)
 
 
 def as_times(column: Array, name: str, source: str) -> Array:

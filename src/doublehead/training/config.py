@@ -19,12 +19,14 @@ from doublehead.system import did_you_mean
 
 ADAPTIVE = {"adafocal": AdaFocal}  # losses that are updated from the calibration data after each epoch
 Perturbation = Literal["noise", "broad", "noise+broad", "shifts"]
+BATCH = ("logits", "labels")  # what a loss gets besides its options
 RESERVED = ("main", "auto", "opinion", "guarded")  # outputs that are not in `heads`
 BOUNDS = {  # smallest allowed values
     "epochs": 1, "batch_size": 1, "every": 1, "calib_batch_size": 1, "max_words": 1, "image_size": 1,
     "evaluate_every": 1, "n_train": 1, "n_calib": 1, "n_test": 1, "seed": 0, "workers": 0, "mixup": 0,
     "momentum": 0, "weight_decay": 0, "calib_weight_decay": 0,
 }  # fmt: skip
+PLAIN = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}  # kinds of settings
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,8 @@ class Config:
     calib_weight_decay: float = 5e-5
     calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
     calib_augment: Literal["", Perturbation] = ""  # the paper's g, perturbs calibration batches
-    augment_of: Mapping[str, Literal["", Perturbation]] = field(
-        default_factory=dict
-    )  # heads (or "auto") with another g
+    # Heads (or "auto") with another g.
+    augment_of: Mapping[str, Literal["", Perturbation]] = field(default_factory=dict)
     phrases: bool = True  # of trees: learn every labelled phrase, or whole sentences alone
     embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
     max_words: int = 400  # longer texts are cut, in training at a random place
@@ -88,12 +89,9 @@ class Config:
             _check(getattr(self, name) > 0, name, "positive", getattr(self, name))
         _check(self.lr < math.inf, "lr", "finite", self.lr)
         _check(0 <= self.warmup < 1, "warmup", "a share of the run, 0 or more and below 1", self.warmup)
-        losses = [*LOSSES, *ADAPTIVE]
+        losses: dict[str, Any] = {**LOSSES, **ADAPTIVE}
         _check(self.loss in losses, "loss", f"one of {', '.join(losses)}", self.loss)
-        if self.loss in ADAPTIVE:
-            known = [*inspect.signature(ADAPTIVE[self.loss]).parameters]
-        else:
-            known = [*inspect.signature(LOSSES[self.loss]).parameters][2:]  # after logits and labels
+        known = [name for name in inspect.signature(losses[self.loss]).parameters if name not in BATCH]
         unknown = set(self.loss_options) - set(known)
         _check(not unknown, "loss_options", f"among {known} for {self.loss}", dict(self.loss_options))
         reserved = sorted(name for name in self.heads if name.split("@")[0] in RESERVED)
@@ -130,7 +128,9 @@ class Config:
         """Data, model, loss, epochs and seed."""
         method = self.loss + "".join(f"-{key}{value:g}" for key, value in sorted(self.loss_options.items()))
         method += f"-mixup{self.mixup:g}" if self.mixup else ""
-        return _plain(f"{self.data}-{self.model}-{method}-e{self.epochs}-s{self.seed}")
+        name = f"{self.data}-{self.model}-{method}-e{self.epochs}-s{self.seed}"
+        # A name for a folder: paths of the user's own data and networks bring other characters.
+        return re.sub(r"[^\w.+-]+", "-", name).strip("-")
 
     @property
     def folder_name(self) -> str:
@@ -153,46 +153,34 @@ class Config:
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"config has settings that are not known here: {sorted(unknown)}")
-        values["heads"] = {name: HeadSpec(**_tuples(spec)) for name, spec in values.get("heads", {}).items()}
-        return cls(**_tuples(values))
+        values["heads"] = {name: HeadSpec(**spec) for name, spec in values.get("heads", {}).items()}
+        return cls(**values)
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """The value as the annotation wants it (a whole number where a float is wanted becomes one), or an error."""
     choices = get_args(kind)
+    if NoneType in choices:  # int | None
+        return None if value is None else _typed(name, value, int)
     if get_origin(kind) is Literal:
         _check(value in choices, name, f"one of {', '.join(filter(None, choices))}", value)
-    elif kind is float:
-        _check(isinstance(value, (int, float)) and not isinstance(value, bool), name, "a number", value)
-        _check(not math.isnan(value), name, "a number", value)
-        return float(value)
-    elif kind is int or NoneType in choices:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        _check(whole or (value is None and NoneType in choices), name, "a whole number", value)
-    elif kind is bool:
-        _check(isinstance(value, bool), name, "true or false", value)
-    elif kind is str:
-        _check(isinstance(value, str), name, "text", value)
     elif get_origin(kind) is tuple:
         return tuple(_typed(name, part, choices[0]) for part in value)
-    elif kind is not Any and choices[1] is not HeadSpec:
+    elif get_origin(kind) is Mapping:
         _check(isinstance(value, Mapping), name, "a table of names and values", value)
         return {key: _typed(f"{name}[{key!r}]", part, choices[1]) for key, part in value.items()}
+    elif kind in PLAIN:
+        fine = isinstance(value, (int, float) if kind is float else kind)
+        odd = isinstance(value, bool) and kind is not bool  # a bool is an int to Python
+        odd |= isinstance(value, float) and math.isnan(value)
+        _check(fine and not odd, name, PLAIN[kind], value)
+        return kind(value)
     return value
 
 
 def _check(fine: bool, name: str, want: str, got: object) -> None:
     if not fine:
         raise ValueError(f"{name} must be {want}, got {got!r}")
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-def _plain(text: str) -> str:
-    """A name for a folder: paths of the user's own data and networks bring other characters."""
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
 
 
 def corruptions_of(shifted: str) -> list[tuple[str, str]]:
@@ -278,8 +266,7 @@ class Method:
     """What to train, and the output that is the method's: "main", a head's name, "auto" or "guarded"."""
 
     title: str
-    loss: str = "cross_entropy"
-    loss_options: Mapping[str, float] = field(default_factory=dict)
+    loss: str = "cross_entropy"  # with its own options, so none of the config stays
     mixup: float = 0.0
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)
     auto: bool = False
@@ -291,7 +278,7 @@ class Method:
         return replace(
             config,
             loss=self.loss,
-            loss_options=dict(self.loss_options),
+            loss_options={},
             mixup=self.mixup,
             heads={**config.heads, **self.heads},
             auto=config.auto or self.auto,
@@ -351,11 +338,10 @@ def runs_for(config: Config, names: Sequence[str]) -> list[tuple[Config, list[st
     >>> [names for _, names in runs_for(Config(), ["cross-entropy", "brier", "double-head"])]
     [['cross-entropy', 'double-head'], ['brier']]
     """
-    groups: dict[tuple[object, ...], list[str]] = {}
+    groups: dict[tuple[str, float], list[str]] = {}
     for name in names:
         asked = method(name)
-        key = (asked.loss, tuple(sorted(asked.loss_options.items())), asked.mixup)
-        groups.setdefault(key, []).append(name)
+        groups.setdefault((asked.loss, asked.mixup), []).append(name)
     runs = []
     for group in groups.values():
         made = config

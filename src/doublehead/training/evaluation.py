@@ -21,7 +21,6 @@ from doublehead.calibration_data import unpack
 from doublehead.calibrators.temperature import Temperature
 from doublehead.data import corrupt
 from doublehead.data.splits import Samples
-from doublehead.guard import scaled
 from doublehead.network import VIEWS
 from doublehead.predictions import Predictions
 from doublehead.saving import describe
@@ -51,13 +50,10 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
     if run.config.auto:
         _fit_auto(run)
     splits = run.inputs.splits
-    predictions = {
-        name: predict(run, run.inputs.make_eval(getattr(splits, name))) for name in ("test", "calib")
-    }
+    predictions = {name: predict(run, run.inputs.make_eval(splits.parts[name])) for name in ("test", "calib")}
     if run.config.predict_train:
         predictions["train"] = predict(run, run.inputs.make_eval(splits.train), heads=False)
     outputs = final_numbers(predictions["test"], predictions["calib"])
-    temperatures = {name: one["temperature"] for name, one in outputs.items()}
     train = predictions.get("train")
     found = {
         "environment": environment(run.fabric.device),
@@ -69,10 +65,10 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
         "choice": None if run.auto is None else run.auto.head.choice,
         "outputs": outputs,
         "train_accuracy": None if train is None else float(metrics.accuracy(train["main"])),
-        "shift": shift_numbers(run, predictions["test"], temperatures),
+        "shift": shift_numbers(run, predictions["test"], outputs),
     }
     results: dict[str, Any] = {"config": json.loads(run.config.to_json()), **as_plain(found)}
-    on_first_process(run.fabric, lambda: _write(run, folder, predictions, results))
+    on_first_process(run.fabric, _write, run, folder, predictions, results)
     return results
 
 
@@ -145,7 +141,7 @@ def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
     auto = run.auto.calibrated(main, features, numbers)
     yield "auto", auto
     if stages is not None:
-        yield from ((name, scaled(auto, guard(stages, auto))) for name, guard in run.guards.items())
+        yield from ((name, guard(stages, auto)) for name, guard in run.guards.items())
 
 
 def share_buffers(run: Run) -> None:
@@ -158,12 +154,9 @@ def share_buffers(run: Run) -> None:
 # --- numbers
 
 
-def epoch_numbers(predictions: Mapping[str, Predictions]) -> dict[str, dict[str, float]]:
-    """A few numbers of every output, cheap enough for every epoch."""
-    return {
-        name: {key: float(getattr(metrics, key)(p)) for key in EPOCH_NUMBERS}
-        for name, p in predictions.items()
-    }
+def epoch_numbers(p: Predictions) -> dict[str, float]:
+    """A few numbers of an output, cheap enough for every epoch."""
+    return {key: float(getattr(metrics, key)(p)) for key in EPOCH_NUMBERS}
 
 
 @algorithms(deterministic=False)  # running sums take memory quadratic in N where they must be deterministic
@@ -180,9 +173,7 @@ def final_numbers(test: Mapping[str, Predictions], calib: Mapping[str, Predictio
     return made
 
 
-def shift_numbers(
-    run: Run, test: Mapping[str, Predictions], temperatures: Mapping[str, float]
-) -> dict[str, Any]:
+def shift_numbers(run: Run, test: Mapping[str, Predictions], final: Mapping[str, Any]) -> dict[str, Any]:
     """Per shifted test set and output: accuracy, ECE, NLL and how well confidence tells it from the clean one.
 
     "main+T" and so on are the outputs after temperature scaling. Other data sets ("ood:svhn") have no accuracy.
@@ -192,10 +183,11 @@ def shift_numbers(
         labelled = not name.startswith("ood:")
         made[name] = {}
         for output, p in predict(run, batches, labelled=labelled).items():
-            for suffix, scale in (("", 1.0), ("+T", 1 / temperatures[output])):
+            for suffix, scale in (("", 1.0), ("+T", 1 / final[output]["temperature"])):
                 shifted, clean = (Predictions(q.logits * scale, q.labels) for q in (p, test[output]))
-                few = epoch_numbers({"": shifted})[""]
-                numbers = few if labelled else {"mean_confidence": few["mean_confidence"]}
+                numbers = epoch_numbers(shifted)
+                if not labelled:
+                    numbers = {"mean_confidence": numbers["mean_confidence"]}
                 auroc = metrics.auroc(clean.confidence, shifted.confidence)
                 made[name][output + suffix] = {**numbers, "auroc": auroc}
     return made

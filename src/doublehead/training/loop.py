@@ -75,12 +75,8 @@ def train(
     with ExitStack() as stack:
         if config.deterministic:
             stack.enter_context(algorithms(deterministic=True))
-
-        def take() -> None:
-            stack.enter_context(folder.locked())
-            folder.check(config)
-
-        on_first_process(fabric, take)
+        on_first_process(fabric, stack.enter_context, folder.locked())
+        on_first_process(fabric, folder.check, config)
         run = set_up(config, fabric, splits, root)
         _resume(run, folder)
         saved = time.perf_counter()
@@ -88,10 +84,10 @@ def train(
             row = run_epoch(run, tick)
             run.rows.append(row)
             lines = "".join(json.dumps(one) + "\n" for one in run.rows)
-            on_first_process(fabric, partial(folder.write_text, "metrics.jsonl", lines))
+            on_first_process(fabric, folder.write_text, "metrics.jsonl", lines)
             due = run.epoch == config.epochs or time.perf_counter() - saved >= checkpoint_seconds
             if fabric.broadcast(due):
-                on_first_process(fabric, partial(folder.save_checkpoint, run.state_dict()))
+                on_first_process(fabric, folder.save_checkpoint, run.state_dict())
                 saved = time.perf_counter()
             if report and fabric.is_global_zero:
                 report(row)
@@ -109,7 +105,7 @@ def _resume(run: Run, folder: RunFolder) -> None:
                 f"the checkpoint in {folder.path} does not fit this version or this data ({error}): "
                 "remove the folder to start again"
             ) from error
-    on_first_process(run.fabric, partial(folder.write_text, "config.json", run.config.to_json()))
+    on_first_process(run.fabric, folder.write_text, "config.json", run.config.to_json())
 
 
 def run_epoch(run: Run, tick: Tick | None = None) -> dict[str, Any]:
@@ -184,7 +180,8 @@ def _line(run: Run, train_loss: float, stepped: set[str]) -> dict[str, Any]:
             row["beta"] |= dict(zip(names, beta.tolist()))
     row["skipped"] = {name: one.skipped for name, one in run.companions.items()}
     if run.epoch == run.config.epochs or run.epoch % run.config.evaluate_every == 0:
-        row["test"] = epoch_numbers(predict(run, run.inputs.make_eval(run.inputs.splits.test)))
+        found = predict(run, run.inputs.make_eval(run.inputs.splits.test))
+        row["test"] = {name: epoch_numbers(p) for name, p in found.items()}
     row["seconds"] = round(run.seconds, 3)
     return row
 

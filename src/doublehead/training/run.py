@@ -55,6 +55,8 @@ class Inputs:
         self.memory_format = torch.preserve_format
         self.normalise: data.Normalise | None = None  # of images
         self.words: tuple[str, ...] = ()  # of a vocabulary made from the data
+        self._learning: dict[str, Any] = {}  # further options of the batches that the network learns from
+        self._by_phrase = False  # whether it learns each phrase of a tree as a text of its own
         self._batches = self._form()
         for name in {config.calib_augment, *config.augment_of.values(), *config.guards}:
             self.perturbation(name)  # raises where this data cannot be perturbed
@@ -74,9 +76,11 @@ class Inputs:
         self, samples: Samples, batch_size: int = EVAL_BATCH, train: bool = False, seed: int = 0
     ) -> Batches:
         """All of the samples, in every process."""
-        learns = train and samples is self.splits.train
-        how = {"batch_size": batch_size, "device": self.device, "train": train, "seed": seed}
-        return self._batches(samples, learns, **how)
+        how: dict[str, Any] = {"batch_size": batch_size, "device": self.device, "train": train, "seed": seed}
+        if train and samples is self.splits.train:
+            how |= self._learning
+            samples = samples.phrases() if self._by_phrase else samples  # type: ignore[union-attr]
+        return self._batches(samples, **how)
 
     def _part(self, samples: Samples, batch_size: int, train: bool = False, seed: int = 0) -> Batches:
         share = max(1, batch_size // self.world_size) if train else batch_size
@@ -101,7 +105,7 @@ class Inputs:
         return data.Broad(share, self.normalise, max_sigma=0.15 if name == "noise+broad" else 0.0)
 
     def _form(self) -> Callable[..., Batches]:
-        """How this kind of data becomes batches: (samples, whether the network learns from them, **options)."""
+        """How this kind of data becomes batches."""
         config, kind = self.config, type(self.splits.train)
         words = {data.Texts: ("words", "word pieces"), data.Trees: ("words", "trees", "word pieces")}
         can_be_read, reads = words.get(kind, ("images",)), "words"
@@ -119,28 +123,19 @@ class Inputs:
 
     def _of_images(self) -> Callable[..., Batches]:
         assert isinstance(self.splits.train, data.Images)
-        self.normalise = normalise = data.Normalise.of(self.splits.train.images)
+        self.normalise, how = data.Normalise.of(self.splits.train.images), self.config.augment
         height, width, n_channels = self.splits.train.images.shape[1:]
         self.model_options = {"input": (n_channels, height, width)}
-        how = self.config.augment
         crop = None if how == "none" else data.CropFlip(padding=4, flip=how == "crop-flip")
-
-        def batches(samples: data.Images, learns: bool, **options: Any) -> Batches:
-            options |= {"augment": crop if learns else None, "normalise": normalise, "channels_last": True}
-            return data.DeviceBatches(samples, **options)
-
-        return batches
+        self._learning = {"augment": crop}
+        return partial(data.DeviceBatches, normalise=self.normalise, channels_last=True)
 
     def _of_files(self) -> Callable[..., Batches]:
         self.normalise, size = data.DATASETS["imagenet"].normalise, self.config.image_size
         self.model_options = {"input": (3, size, size)}
+        self._learning = {"augment": self.config.augment != "none"}
         usual: dict[str, Any] = {"size": size, "normalise": self.normalise, "workers": self.config.workers}
-
-        def batches(samples: data.ImageFiles, learns: bool, **options: Any) -> Batches:
-            options["augment"] = learns and self.config.augment != "none"
-            return data.FileBatches(samples, **usual, **options)
-
-        return batches
+        return partial(data.FileBatches, augment=False, **usual)
 
     def _of_words(self, reads: str) -> Callable[..., Batches]:
         """Texts and trees: rows of one vocabulary, whose vectors the network gets unless it has its own."""
@@ -159,17 +154,12 @@ class Inputs:
         else:
             vocabulary, self.model_options["vectors"] = word_vectors(config, self.splits)
             self.words = vocabulary.words
-
-        def batches(samples: Any, learns: bool, **options: Any) -> Batches:
-            by_phrase = learns and config.phrases
-            if reads == "trees":
-                return data.TreeBatches(samples, vocabulary, nodes="all" if by_phrase else "root", **options)
-            if by_phrase and isinstance(samples, data.Trees):
-                samples = samples.phrases()  # as Kim (2014) does
-            crop = learns and config.augment != "none"
-            return data.TextBatches(samples, vocabulary, max_length=config.max_words, crop=crop, **options)
-
-        return batches
+        if reads == "trees":
+            self._learning = {"nodes": "all" if config.phrases else "root"}
+            return partial(data.TreeBatches, vocabulary=vocabulary)
+        self._by_phrase = config.phrases and isinstance(self.splits.train, data.Trees)  # as Kim (2014) does
+        self._learning = {"crop": config.augment != "none"}
+        return partial(data.TextBatches, vocabulary=vocabulary, max_length=config.max_words)
 
 
 def _some(samples: Samples, n: int | None) -> Samples:

@@ -72,7 +72,7 @@ class RunFolder:
         if not file.exists():
             return
         try:
-            before = Config.from_json(file.read_text())
+            before = self.config
         except (ValueError, TypeError) as error:
             raise RunError(
                 f"{file} cannot be read ({error}): remove the folder or choose another one"
@@ -244,12 +244,12 @@ def algorithms(*, deterministic: bool) -> Iterator[None]:
             os.environ.pop(CUBLAS_WORKSPACE, None)
 
 
-def on_first_process(fabric: Any, write: Callable[[], object]) -> None:
-    """Let the first process write while the others wait; its `RunError` is raised in all of them."""
+def on_first_process(fabric: Any, act: Callable[..., object], *args: Any) -> None:
+    """Let the first process act while the others wait; its `RunError` is raised in all of them."""
     problem = ""
     if fabric.is_global_zero:
         try:
-            write()
+            act(*args)
         except RunError as error:
             problem = str(error)
     problem = fabric.broadcast(problem)
