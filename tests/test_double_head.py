@@ -210,6 +210,41 @@ def test_resume_is_exact(loader: str, heads: Any, tmp_path: Path) -> None:
         other.load_state_dict(double.state_dict())
 
 
+@pytest.mark.parametrize("form", ["classes", "probabilities", "several labels", "weights"])
+@pytest.mark.parametrize("heads", [None, PAPER])
+def test_rows_in_memory_are_read_as_batches_of_a_list_are(
+    form: str, heads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many batches are taken ahead; the last is smaller than the others."""
+    x, y = some_data(74, 2).tensors
+    others = {"probabilities": torch.rand(74, 4).softmax(1), "several labels": torch.rand(74, 4).round()}
+    arrays = (x, others.get(form, y), *([torch.rand(74)] if form == "weights" else []))
+
+    def trained(data: Any, max_ahead: int = 10**6, **options: Any) -> dict[str, Any]:
+        monkeypatch.setattr("doublehead.calibration_data.MAX_AHEAD", max_ahead)
+        torch.manual_seed(3)
+        double = DoubleHead(small_net(), data, heads=heads, every=1, batch_size=8, **options)
+        for _ in range(13):
+            assert double.step(0.5)
+        return double.bank.state_dict()
+
+    one_by_one, three_ahead = (trained(arrays, 8 * 64 * n) for n in (1, 3))
+    together = trained(arrays)
+    assert_same(one_by_one, together)
+    assert_same(three_ahead, together)
+    monkeypatch.setattr("torch.randperm", torch.arange)  # the list keeps its order
+    batches = list(zip(*(part.split(8) for part in arrays)))
+    assert_same(trained(batches, to_pair=tuple), trained(arrays))
+
+
+def test_weights_of_samples_are_checked_at_once() -> None:
+    x, y = some_data(40, 2).tensors
+    weights = torch.ones(40)
+    weights[-1] = -1.0
+    with pytest.raises(ValueError, match="weights must be finite and >= 0, got -1"):
+        DoubleHead(small_net(), (x, y, weights), batch_size=8)
+
+
 @pytest.mark.parametrize("heads", [None, [PAPER, replace(BOTH, dropout=0.3)]])
 def test_results_do_not_depend_on_the_length_of_bursts(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on where they end: another number of steps than bursts divide, and heads looked at in between."""

@@ -25,6 +25,7 @@ from doublehead.torch_tools import Randomness
 
 N_FOLDS = 5
 BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
+MAX_AHEAD = 2**20  # numbers of inputs that are taken from memory together, for up to 8 batches
 
 ToPair = Callable[[Any], Any]
 
@@ -39,6 +40,15 @@ class Batch(NamedTuple):
     folds: Tensor | None = None
 
 
+class Ready(NamedTuple):
+    """Inputs on the network's device, rows of its outputs to take, and these rows' targets, folds and any weights."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    at: Tensor | None  # all if None
+    known: Sequence[Tensor]
+
+
 def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> Batch:
     """The inputs and labels of a batch: (inputs, labels) or a dict with "labels", or what `to_pair` makes of it.
 
@@ -48,9 +58,9 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
     batch = batch if to_pair is None else to_pair(batch)
     inputs: Any
     labels: Any
-    weights = folds = None
+    weights = None
     if isinstance(batch, Batch):
-        inputs, _, labels, weights, folds = batch
+        inputs, _, labels, weights, _ = batch
     elif isinstance(batch, Mapping) and "labels" in batch:
         inputs = dict(batch)
         labels, weights = inputs.pop("labels"), inputs.pop("weights", None)
@@ -76,11 +86,11 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
     labels = labels.to(device, kind, non_blocking=True)
     if weights is not None:
         weights = _to(_check_weights(torch.as_tensor(weights), labels).float(), device)
-    inputs, folds = _to(inputs, device), _to(folds, device)
+    inputs = _to(inputs, device)
     if isinstance(inputs, Mapping):
         return Batch((), dict(inputs), labels, weights)
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return Batch(args, {}, labels, weights, folds)
+    return Batch(args, {}, labels, weights)
 
 
 def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
@@ -164,13 +174,15 @@ class Rows:
     ) -> None:
         self.tensors, self.batch_size, self.shuffle, self.drop_last = tensors, batch_size, shuffle, drop_last
         self.weights = weights
-        self.folds: Tensor | None = None
+        self.known: Sequence[Tensor] = ()  # (N, rows of a sample, ...): where it is set, batches are Ready
 
-    def note_folds(self) -> None:
-        """Compute the folds of all samples once: for a small network that takes long in every batch."""
+    def whole(self, device: torch.device, folds: bool) -> Batch:
+        """Labels, weights and `folds` of all samples."""
         inputs, labels = self.tensors[:2]
-        parts = zip(inputs.split(self.batch_size), labels.split(self.batch_size))
-        self.folds = torch.cat([fold_of(Batch((x,), {}, y)) for x, y in parts])
+        batch = unpack(Batch((), {}, labels, self.weights), device)
+        parts = zip(inputs.split(self.batch_size), labels.split(self.batch_size)) if folds else ()
+        found = [fold_of(Batch((x,), {}, y)) for x, y in parts]
+        return batch._replace(folds=torch.cat(found).to(device)) if folds else batch
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.tensors[0]), self.batch_size)
@@ -179,16 +191,19 @@ class Rows:
     def __iter__(self) -> Iterator[Any]:
         n = len(self.tensors[0])
         order = torch.randperm(n) if self.shuffle else torch.arange(n)
-        order = order.to(self.tensors[0].device)
-        for rows in order.split(self.batch_size)[: len(self)]:
-            parts: list[Any] = [
-                None if part is None else part.index_select(0, rows.to(part.device))
-                for part in (*self.tensors, self.weights, self.folds)
-            ]
-            if self.weights is None and self.folds is None:
-                yield parts[:-2]
-            else:
-                yield Batch((parts[0],), {}, *parts[1:])
+        order = order[: len(self) * self.batch_size].to(self.tensors[0].device)
+        batch_numel = self.batch_size * max(1, self.tensors[0][:1].numel())
+        n_ahead = max(1, min(8, MAX_AHEAD // batch_numel))  # so that a batch of a small network costs little
+        own = self.tensors if self.weights is None else (*self.tensors, self.weights)
+        parts = (self.tensors[0], *self.known) if self.known else own
+        for rows in order.split(n_ahead * self.batch_size):
+            taken = (part.index_select(0, rows.to(part.device)).split(self.batch_size) for part in parts)
+            yield from list(map(self._batch, *taken))
+
+    def _batch(self, x: Tensor, *others: Tensor) -> Any:
+        if self.known:
+            return Ready((x.to(self.known[0].device),), {}, None, [part.flatten(0, 1) for part in others])
+        return [x, *others] if self.weights is None else Batch((x,), {}, *others)
 
 
 def _takes_rows(data: Any) -> bool:

@@ -80,7 +80,7 @@ def second_opinion(n_features: int) -> list[HeadSpec]:
 
 
 class Pass(NamedTuple):
-    """What heads made of a batch: inputs (B, size), hidden (H, B, hidden), out (H, n_out, B), logits (H, K, B).
+    """What heads made of a batch: inputs (H, B, size), hidden (H, B, hidden), out (H, n_out, B), logits (H, K, B).
 
     Samples come last: on a CPU a softmax over the last dimension is slow for few classes.
     """
@@ -173,13 +173,15 @@ class CalibrationHead(StaysFloat32):
         weights: Any = self._parameters  # self.first_weight is slow
         inputs = self.inputs(main, features)  # (B, size)
         inputs = inputs if self.standardise is None else self.standardise(inputs)
-        hidden, scale = inputs.expand(n_heads, -1, -1), 1.0
+        inputs = inputs.expand(n_heads, -1, -1)
+        hidden, scale = inputs, 1.0
         if self.hidden:
             bias = weights["first_bias"].unsqueeze(1)
-            hidden = torch.baddbmm(bias, hidden, weights["first_weight"].mT).relu_()
+            hidden = torch.baddbmm(bias, inputs, weights["first_weight"].mT).relu_()
         if self.training and spec.dropout:
             # One mask for all heads: on a CPU drawing it costs more than using it.
-            drawn = torch.empty_like(hidden[0]).uniform_(generator=generator)
+            how: Any = {"generator": generator, "dtype": hidden.dtype, "device": hidden.device}
+            drawn = torch.rand(hidden.shape[1:], **how)
             hidden = hidden * drawn.ge_(spec.dropout)  # (H, B, hidden)
             scale = 1 / (1 - spec.dropout)
         bias = weights["last_bias"].unsqueeze(2)
@@ -192,8 +194,8 @@ class CalibrationHead(StaysFloat32):
             logits = torch.stack([torch.zeros_like(odds), odds], 1)
         return Pass(inputs, hidden, out, logits, scale)
 
-    def gradients(self, passed: Pass, slopes: Tensor) -> list[Tensor]:
-        """The gradients of all parameters, (H, P) each, from those of the loss by the logits, `slopes` (H, K, B).
+    def gradients(self, passed: Pass, slopes: Tensor, into: Sequence[Tensor]) -> None:
+        """Write all parameters' gradients, given those of the loss by the logits, `slopes` (H, K, B), into `into`.
 
         Autograd gives the same, but for a small network its bookkeeping takes longer than the gradients.
         """
@@ -203,14 +205,15 @@ class CalibrationHead(StaysFloat32):
             slopes = (slopes * passed.logits).sum(1, keepdim=True).mul_(inside)  # (H, 1, B)
         elif self.n_labels is not None:
             slopes = slopes[:, 1].unflatten(1, (-1, self.n_labels)).mT  # (H, L, B)
-        bias = slopes.sum(2)
+        *first, last_weight, last_bias = into
+        torch.sum(slopes, 2, out=last_bias)
         slopes = slopes if passed.scale == 1.0 else slopes * passed.scale
-        last = [torch.bmm(slopes, passed.hidden).flatten(1), bias]
-        if not self.hidden:
-            return last
-        back = torch.bmm(slopes.mT, self.last_weight).mul_(passed.hidden.sign())  # (H, B, hidden)
-        weight = torch.bmm(back.mT, passed.inputs.expand(len(back), -1, -1))
-        return [weight.flatten(1), back.sum(1), *last]
+        torch.bmm(slopes, passed.hidden, out=last_weight)
+        if first:
+            weight, bias = first
+            back = torch.bmm(slopes.mT, self.last_weight).mul_(passed.hidden.sign())  # (H, B, hidden)
+            torch.bmm(back.mT, passed.inputs, out=weight)
+            torch.sum(back, 1, out=bias)
 
     def check(self, main: Tensor, features: Tensor, labels: Tensor) -> None:
         """Raise an error if the shapes do not fit each other or the head."""

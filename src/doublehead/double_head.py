@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibrated import Calibrated, in_parts
-from doublehead.calibration_data import BATCH_SIZE, Endless, Rows, ToPair, as_batches, first_of, unpack
+from doublehead.calibration_data import BATCH_SIZE, Endless, Ready, Rows, ToPair, as_batches, first_of, unpack
 from doublehead.calibration_head import HeadBank, HeadSpec, second_opinion
 from doublehead.head_training import HeadTraining
 from doublehead.network import PATIENCE, Reader, Readings, per_row
@@ -120,9 +120,12 @@ class DoubleHead:
         self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
         if isinstance(batches, Rows) and to_pair is None:
-            self.reader.targets(unpack(((), batches.tensors[1]), device).labels)  # checks all of them
-            if self._has_folds:
-                batches.note_folds()
+            whole = batches.whole(device, self._has_folds)
+            targets = self.reader.targets(whole.labels)  # checks all of them
+            # Of a batch of tokens or pixels some positions are drawn each time.
+            if self.reader.task not in ("tokens", "pixels"):
+                known = per_row(whole, targets, None, self._has_folds)
+                batches.known = [part.unflatten(0, (len(whole.labels), -1)) for part in known]
         self.calls = self._failed = self._failed_in_a_row = 0
         self._has_warned = False
         self.active = True  # False once training the heads was given up
@@ -171,21 +174,25 @@ class DoubleHead:
             self._note_failure("the calibration loss is not finite", self._training.skipped_in_a_row)
         return not self._failed_in_a_row
 
-    def _read(self, progress: float | None) -> tuple[Any, ...]:
-        """The progress of the epoch, and the logits, features, labels, folds and weights of the next batch."""
-        batch = unpack(self._batches.next(), self._device, self.to_pair)
+    def _ready(self, raw: Any) -> Ready:
+        batch = unpack(raw, self._device, self.to_pair)
         labels = self.reader.targets(batch.labels, check=False)
         at = self.reader.pick(labels, POSITIONS_PER_STEP)
-        labels, folds, *weights = per_row(batch, labels, at, self._has_folds)
-        args, kwargs = batch.args, batch.kwargs
+        known = per_row(batch, labels, at, self._has_folds)
+        return Ready(batch.args, batch.kwargs, at, [part.clone() for part in known])
+
+    def _read(self, progress: float | None) -> tuple[Any, ...]:
+        """The progress of the epoch, and the logits, features, labels, folds and weights of the next batch."""
+        raw = self._batches.next()
+        args, kwargs, at, known = raw if isinstance(raw, Ready) else self._ready(raw)
         if self.augment is not None:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)
-        with torch.no_grad(), evaluating(self.network):
+        with torch.set_grad_enabled(False), evaluating(self.network):  # no_grad is slower
             if self._is_compiled:
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
-            answer = self.reader.run(args, kwargs, at=at)
-        return self._progress(progress), answer.logits, answer.features, labels, folds, *weights
+            logits, features = self.reader.rows(*self.reader.tap.run(self.network, args, kwargs), at)
+        return self._progress(progress), logits, features, *known
 
     def _progress(self, given: float | None) -> float:
         if given is not None:

@@ -8,7 +8,7 @@ in bursts: on a CPU a step right after another takes half the time, since its co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -52,6 +52,7 @@ class HeadTraining:
         seed: int = 0,
     ) -> None:
         self.bank, self.schedule = bank, ScheduleShape(follow)
+        self._is_alone = n_processes() == 1
         same_on_all_processes(bank)
         self.generator = torch.Generator(bank.order.device).manual_seed(seed)  # of dropout
         how = weight_decay, clip, self.generator
@@ -59,7 +60,8 @@ class HeadTraining:
         n_classes = self._stacks[0].head.n_classes
         self._classes = torch.arange(n_classes, device=bank.order.device)[:, None]  # (K, 1)
         self._min_fit = -WORSE_THAN_GUESSING * math.log(n_classes)
-        self._waiting: list[tuple[Any, ...]] = []  # arguments of `_step`
+        self._waiting: list[tuple[Any, ...]] = []  # progress, share of the peak rate, and a batch
+        self._form: list[Any] = []  # shapes and types of the parts of a batch, the same in all that wait
         self.losses: Tensor | None = None  # (H,) of the last step
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.progress: float | None = None  # of the last step
@@ -76,16 +78,22 @@ class HeadTraining:
         """One step of every head on a batch, at `progress` of the epoch, made now or in a later call.
 
         When it is made changes no result. `batch` holds main logits (B, K), features (B, F), labels, which are classes
-        (B,) or rows of probabilities (B, K), folds (B,) and, where there are any, sample weights (B,).
+        (B,) or rows of probabilities (B, K), folds (B,) and, where there are any, sample weights (B,). Logits and
+        features may be overwritten afterwards.
         """
         anneal(1.0, progress)  # what cannot be learned from raises an error now, not in a later call
-        for stack in self._stacks:
-            stack.head.check(*batch[:3])
+        form = [(part.shape, part.dtype) for part in batch]
+        if form != self._form:
+            for stack in self._stacks:
+                stack.head.check(*batch[:3])
+            self.catch_up()
+            self._form = form
         # One of several processes may be asked for its heads alone, and a step needs all of them.
-        waits = n_processes() == 1 and batch[0].numel() + batch[1].numel() <= MAX_WAITING
+        main, features, *known = batch
+        waits = self._is_alone and main.numel() + features.numel() <= MAX_WAITING
         if waits:  # compiled networks and some loaders use memory again
-            batch = tuple(part.clone() for part in batch)
-        self._waiting.append((progress, self.schedule.now(), *batch))
+            main, features = main.clone(), features.clone()
+        self._waiting.append((progress, self.schedule.now(), main, features, *known))
         if not waits or len(self._waiting) >= BURST:
             self.catch_up()
 
@@ -93,32 +101,45 @@ class HeadTraining:
         """Make the steps on the batches that wait, in order."""
         if not self._waiting:
             return
-        device_type = self._classes.device.type
+        waiting, device_type = zip(*self._waiting), self._classes.device.type
+        self._waiting.clear()
         with torch.inference_mode(), without_autocast(device_type):  # no_grad is a little slower
-            while self._waiting:
-                losses = self._step(*self._waiting.pop(0))
+            losses = self._learn(*waiting)
         self.losses = losses.clone()  # as an ordinary tensor
 
-    def _step(
+    def _learn(
         self,
-        progress: float,
-        share: float,
-        main: Tensor,
-        features: Tensor,
-        labels: Tensor,
-        folds: Tensor,
-        counts: Tensor | None = None,
+        progress: Sequence[float],
+        shares: Sequence[float],
+        main: tuple[Tensor, ...],
+        features: tuple[Tensor, ...],
+        labels: tuple[Tensor, ...],
+        folds: tuple[Tensor, ...],
+        counts: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        main, targets = main.float(), _targets(labels, self._classes)  # (B, K), (K, B)
-        known = targets.sum(0)  # (B,) 1, or 0 where a label is no class
-        known = known if counts is None else known * (counts / counts.mean())
-        fit = average_over_processes((main.T.log_softmax(0) * targets).sum() / len(main))  # minus the NLL
-        batch = _Batch(main, features, targets, known, folds, fit > self._min_fit)
-        found = zip(*(stack.step(batch, progress, share) for stack in self._stacks))
-        losses, norms, fine = (self.bank.in_order(parts) for parts in found)
-        self._flags.send(fine)
-        self.grad_norms, self.progress = norms, progress
-        return losses
+        """A step on each of T batches; the losses (H,) of the last."""
+        # What does not depend on the heads is computed for all steps at once. Logits and features stay apart: the
+        # rounding of a matrix product may depend on where its factors lie, and must not on the length of a burst.
+        main = tuple(some.float() for some in main)
+        targets = _targets(torch.stack(labels), self._classes)  # (T, K, B)
+        known = targets.sum(1)  # (T, B) 1, or 0 where a label is no class
+        if counts:
+            of_samples = torch.stack(counts)
+            known = known * (of_samples / of_samples.mean(1, keepdim=True))
+        log_probs = torch.stack(main).mT.log_softmax(1)  # (T, K, B)
+        fit = (log_probs * targets).sum((1, 2)) / len(labels[0])  # (T,) minus the NLL
+        sane = average_over_processes(fit) > self._min_fit
+        weights = [stack.weigh(known, torch.stack(folds)) for stack in self._stacks]  # (T, H, 1, B) each
+        steps = map(_Step, progress, shares, main, features, targets, sane)
+        fine = []
+        for step, *of_stacks in zip(steps, *weights):
+            found = zip(*(stack.step(step, own) for stack, own in zip(self._stacks, of_stacks)))
+            answers, norms, finite = found
+            fine.append(self.bank.in_order(finite))
+        self._flags.send(torch.stack(fine).flatten(1))
+        self.grad_norms, self.progress = self.bank.in_order(norms).flatten(), progress[-1]
+        parts = [_losses(some, targets[-1], own[-1]) for some, own in zip(answers, weights)]
+        return average_over_processes(self.bank.in_order(parts))
 
     def count_skipped(self, wait: bool = False) -> None:
         """Bring `skipped` and `skipped_in_a_row` up to date with the steps whose result has arrived."""
@@ -148,12 +169,14 @@ class HeadTraining:
         self.skipped, self.skipped_in_a_row = state["skipped"]
 
 
-class _Batch(NamedTuple):
+class _Step(NamedTuple):
+    """A batch and when it is learned from."""
+
+    progress: float
+    share: float  # of the peak rate
     main: Tensor  # (B, K)
     features: Tensor  # (B, F)
     targets: Tensor  # (K, B)
-    known: Tensor  # (B,) weights
-    folds: Tensor  # (B,)
     sane: Tensor  # (), whether heads may learn from it
 
 
@@ -173,44 +196,44 @@ class _Stack:
         sizes = [parameter[0].numel() for parameter in parameters]
         for parameter, part in zip(parameters, self.weights.split(sizes, 1)):
             parameter.data = part.view(parameter.shape)
+        self.gradients = [torch.zeros_like(parameter) for parameter in parameters]  # kept: new memory is slow
+        self.rows = [part.flatten(1) for part in self.gradients]  # (H, size) each
         blind = [-1 if spec.fold is None else spec.fold for spec in head.specs]
-        self.blind = torch.tensor(blind, device=self.weights.device)[
-            :, None
-        ]  # (H, 1) each head's unseen fold
+        blind_folds = torch.tensor(blind, device=self.weights.device)
+        self.blind = blind_folds[:, None, None]  # (H, 1, 1) each head's unseen fold
         beta0 = [float(spec.beta0) for spec in head.specs]  # type: ignore[arg-type]
         same = len(set(beta0)) == 1  # then one number does, which is faster
         self.beta0 = beta0[0] if same else self.weights.new_tensor(beta0)[:, None, None]
-        # Rate, momentum and weight decay, (3, H, 1), of heads that move and of those that do not.
-        rates = [[(spec.lr, MOMENTUM, weight_decay), (0.0, 1.0, 0.0)] for spec in head.specs]
+        # Rate, momentum, weight decay, share of the gradient, (4, H, 1), of heads that move and of those that do not.
+        rates = [[(spec.lr, MOMENTUM, weight_decay, 1.0), (0.0, 1.0, 0.0, 0.0)] for spec in head.specs]
         self._moving, self._idle = self.weights.new_tensor(rates).permute(1, 2, 0).unsqueeze(3)
 
-    def step(self, batch: _Batch, progress: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the heads; their losses, the norms of their gradients and whether these are finite, (H,) each."""
-        losses = self._learn(batch, anneal(self.beta0, progress))
-        norms = torch.linalg.vector_norm(self.gradient, dim=1)
-        fine = norms < math.inf  # a nan loss has a nan gradient
-        self._move(fine & batch.sane, norms, share)
-        return losses, norms, fine
+    def weigh(self, known: Tensor, folds: Tensor) -> Tensor:
+        """(T, H, 1, B) the weight of each sample in a head's loss, from weights and folds of samples, (T, B) each."""
+        sees = known[:, None, None] * (folds[:, None, None] != self.blind)
+        n_seen = average_over_processes(sees.sum(3, keepdim=True))  # several processes do what one would
+        return sees.div_(n_seen.clamp_(min=1.0))
 
-    def _learn(self, batch: _Batch, beta: float | Tensor) -> Tensor:
-        """The losses (H,); the gradients are written to `gradient`."""
-        sees = batch.known * (batch.folds != self.blind)  # (H, B)
-        n_seen = average_over_processes(sees.sum(1, keepdim=True))  # several processes do what one would
-        weights = sees.div_(n_seen.clamp_(min=1.0))
-        self.head.follow(batch.main, batch.features, batch.sane)
-        passed = self.head.run(batch.main, batch.features, self.generator)
+    def step(self, step: _Step, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Move the heads; log-probabilities (H, K, B) before, norms of gradients, and which are finite, (H, 1)."""
+        self.head.follow(step.main, step.features, step.sane)
+        passed = self.head.run(step.main, step.features, self.generator)
+        beta = anneal(self.beta0, step.progress)
         log_probs = (passed.logits * beta).log_softmax(1)  # (H, K, B)
-        losses = (log_probs * batch.targets).sum(1).mul_(weights).sum(1).neg_()
-        slopes = log_probs.exp_().sub_(batch.targets).mul_(weights.unsqueeze(1) * beta)
-        torch.cat(self.head.gradients(passed, slopes), 1, out=self.gradient)  # kept: new memory is slow
+        slopes = log_probs.exp().sub_(step.targets).mul_(weights * beta)
+        self.head.gradients(passed, slopes, self.gradients)
+        torch.cat(self.rows, 1, out=self.gradient)
         average_over_processes(self.gradient)
-        return average_over_processes(losses)
+        norms = torch.linalg.vector_norm(self.gradient, dim=1, keepdim=True)
+        finite = norms < math.inf  # a nan loss has a nan gradient
+        self._move(finite & step.sane, norms, step.share)
+        return log_probs, norms, finite
 
     def _move(self, moves: Tensor, norms: Tensor, share: float) -> None:
-        """Nesterov SGD for the heads that move, (H,) bool, whose gradients have these norms, (H,)."""
-        rate, momentum, decay = torch.where(moves[:, None], self._moving, self._idle).unbind()  # (H, 1) each
-        shrink = moves / (norms / self.clip).clamp_(min=1.0)  # nan where a norm is not finite
-        step = self.gradient.mul_(shrink[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+        """Nesterov SGD for the heads that move, (H, 1) bool, whose gradients have these norms, (H, 1)."""
+        rate, momentum, decay, shrink = torch.where(moves, self._moving, self._idle).unbind()  # (H, 1) each
+        shrink = shrink.div_((norms / self.clip).clamp_(min=1.0))  # nan where a norm is
+        step = self.gradient.mul_(shrink).nan_to_num_(0.0, 0.0, 0.0)
         step.addcmul_(self.weights, decay)
         torch.addcmul(step, self.velocity, momentum, out=self.velocity)
         step.add_(self.velocity, alpha=MOMENTUM)
@@ -262,7 +285,12 @@ def anneal(beta0: B0, progress: float) -> B0:
 
 
 def _targets(labels: Tensor, classes: Tensor) -> Tensor:
-    """Labels (B,) or (B, K) as probabilities (K, B), all 0 where a label is no class."""
-    if labels.ndim == 1:
-        return (labels == classes).float()
-    return labels.float().T.where((labels >= 0).all(1), 0.0)  # no nan
+    """Labels (T, B) or (T, B, K) as probabilities (T, K, B), all 0 where a label is no class."""
+    if labels.ndim == 2:
+        return (labels.unsqueeze(1) == classes).float()
+    return labels.float().mT.where((labels >= 0).all(2).unsqueeze(1), 0.0)  # no nan
+
+
+def _losses(log_probs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """(H,) from (H, K, B), (K, B) and (H, 1, B)."""
+    return (log_probs * targets).sum(1).mul_(weights.squeeze(1)).sum(1).neg_()

@@ -181,11 +181,15 @@ class Reader:
 
     def answer(self, output: Any, caught: Caught | None, at: Tensor | None = None) -> Answer:
         """The network's output, and what the last layer saw, as rows of samples or positions."""
-        values = find_logits(output, self.logits_of)
-        scores = class_scores(values, self.task, self.outputs)
-        logits, features = (_rows(part, at) for part in (scores, self._features(caught, values, scores)))
+        logits, features = self.rows(output, caught, at)
         none = logits.new_empty(logits.shape[0], 0)  # not len(logits), which would fix an export's batch size
         return Answer(output, features, logits, none)
+
+    def rows(self, output: Any, caught: Caught | None, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits and features of an `answer`."""
+        values = find_logits(output, self.logits_of)
+        scores = class_scores(values, self.task, self.outputs)
+        return _rows(scores, at), _rows(self._features(caught, values, scores), at)
 
     def _features(self, caught: Caught | None, values: Tensor, scores: Tensor) -> Tensor:
         """(B, F) from what the layer saw: maps are averaged, tokens are taken where the logits came from.
@@ -202,6 +206,8 @@ class Reader:
                 "name another with layer='...'"
             )
         features, output = caught
+        if features.ndim == 2 and not by_place:
+            return features
         if by_place:
             features = features.movedim(1, -1) if self.task == "pixels" else features
             return features if features.shape[:-1] == lead else values.new_empty(*lead, 0)
