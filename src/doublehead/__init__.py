@@ -26,8 +26,8 @@ command line (`doublehead evaluate | calibrate | report`):
         double.step()   # every tenth call trains the heads once
     model = double.finish()
 
-Predictions are `Predictions` (logits and labels), arrays, DataFrames or files; logits or probabilities are stated,
-never guessed. `metrics`, `losses` and `calibrators` hold the parts; `doublehead.integrations` is for Lightning,
+Predictions are `Predictions` (logits and labels), arrays, DataFrames or files. Whether the numbers are logits or
+probabilities is stated, or certain from the file. `metrics`, `losses` and `calibrators` hold the parts; `doublehead.integrations` is for Lightning,
 Transformers, scikit-learn, torchmetrics and exports.
 """
 
