@@ -27,8 +27,8 @@ command line (`doublehead evaluate | calibrate | report`):
     model = double.finish()
 
 Predictions are `Predictions` (logits and labels), arrays, DataFrames or files. Whether the numbers are logits or
-probabilities is stated, or certain from the file. `metrics`, `losses` and `calibrators` hold the parts; `doublehead.integrations` is for Lightning,
-Transformers, scikit-learn, torchmetrics and exports.
+probabilities is stated, or certain from the file. `metrics`, `losses` and `calibrators` hold the parts;
+`doublehead.integrations` is for Lightning, Transformers, scikit-learn, torchmetrics and exports.
 """
 
 from importlib import import_module
