@@ -26,9 +26,9 @@ command line (`doublehead evaluate | calibrate | report`):
         double.step()   # every tenth call trains the heads once
     model = double.finish()
 
-Predictions are `Predictions` (logits and labels), arrays, DataFrames or files; logits or probabilities are stated,
-never guessed. `metrics`, `losses` and `calibrators` hold the parts; `doublehead.integrations` is for Lightning,
-Transformers, scikit-learn, torchmetrics and exports.
+Predictions are `Predictions` (logits and labels), arrays, DataFrames or files. Whether the numbers are logits or
+probabilities is stated, or certain from the file. `metrics`, `losses` and `calibrators` hold the parts;
+`doublehead.integrations` is for Lightning, Transformers, scikit-learn, torchmetrics and exports.
 """
 
 from importlib import import_module

@@ -44,13 +44,13 @@ def calibrate(
     `calibrate(network, calib_data)` runs the network once over data that it was not trained on (a loader, a
     Dataset or a pair of arrays) and returns a `Calibrated`, whose calls give calibrated log-probabilities.
     `calibrate(predictions)` returns a fitted `Calibrator`; `calibrate(probs, labels)`, `calibrate(frame)` and
-    `calibrate("val.csv")` read predictions as `evaluate` does. `method` is the staged head or another calibrator by
-    name (`doublehead.calibrators.CALIBRATORS`); where samples have several labels, what `calibrators.PerLabel` shares
-    among them.
+    `calibrate("val.csv")` read predictions as `evaluate` does. `method` names the calibrator, one of
+    `doublehead.calibrators.CALIBRATORS`; the default is the staged head. Where samples have several labels, it is what
+    `calibrators.PerLabel` fits to all labels together.
 
     Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy;
     `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `beside` is the
-    DoubleHead that was trained beside the network, or beside another of which this one holds averaged weights;
+    DoubleHead that was trained beside the network, or beside the one whose averaged weights (EMA, SWA) this one holds;
     `train_data` is checked for samples in common; `alone=True` calibrates in one of several processes; `positions`
     tokens or pixels are drawn from all that count; `to_pair`, `logits_of`, `outputs`, `task`, `ignore_index` and
     `layer` as for `DoubleHead`.

@@ -7,7 +7,7 @@ the companion. `finish` gives a `Calibrated`: network and calibration as one mod
 
 The paper's method is `DoubleHead(network, calib_data, heads=PAPER)`: one head, whose own logits are the answer. By
 default five such heads are trained, each blind to a fifth of the calibration data. Their answers to samples they
-have not seen are a second opinion, which `finish` pools with the calibrated network where that is better on
+have not seen are a second opinion, which `finish` pools with the calibrated network unless that does worse on
 held-back data.
 """
 
@@ -45,7 +45,7 @@ class DoubleHead:
     """Trains calibration heads beside a network, one step in every `every` calls of `step`.
 
     `calib_data` is data that the network never trains on: a loader, a Dataset or a pair of arrays. `follow` is
-    your optimizer: the heads' learning rate follows the shape of its schedule, at a height of its own. `heads` are
+    your optimizer: the heads' learning rate follows the shape of its schedule, with a peak of its own. `heads` are
     HeadSpecs to train instead of the second opinion; `PAPER` is the paper's. `augment` perturbs calibration
     inputs, for calibration under distribution shift. `steps` is the number of network steps in an epoch, in which
     beta runs from beta0 to 1; without it, and without `step(progress=...)`, beta runs once in each pass over the
@@ -234,9 +234,9 @@ class DoubleHead:
     def finish(self, **options: Any) -> Calibrated:
         """Network and calibration as one module, put into evaluation mode; no weight of the network changes.
 
-        The paper's head answers as it was trained. The second opinion is judged on all calibration data and
-        pooled with the staged head where that is better; `options` are those of `calibrate`. Where several processes
-        train together, all call it, or one does with `alone=True`.
+        A single head, such as the paper's, is used as it was trained. A second opinion is pooled in the staged head
+        unless that does worse on held-back data. `options` are those of `calibrate`. Where several processes train
+        together, all call it, or one does with `alone=True`.
         """
         if len(self.bank.specs) == 1:
             options.pop("alone", None)  # nothing is fitted, so no process needs another

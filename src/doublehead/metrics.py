@@ -129,7 +129,7 @@ def per_sample(p: Predictions) -> dict[str, Tensor]:
 
 
 def zero_labels(p: Predictions) -> Tensor:
-    """(N,) bool: where the label has a probability of exactly 0, so that its NLL hangs on `Predictions.zero_floor`."""
+    """(N,) bool: where the label has a probability of exactly 0, so its NLL depends on `Predictions.zero_floor`."""
     if not p.are_probs:
         return torch.zeros(len(p), dtype=torch.bool, device=p.device)
     return torch.cat([scores.gather(1, labels[:, None])[:, 0] == 0 for scores, labels in p.score_chunks()])
@@ -221,7 +221,7 @@ def ks_error(p: Predictions) -> float:
     """Kolmogorov-Smirnov calibration error (Gupta et al. 2021): the largest |sum of confidence - correct| / N.
 
     The sums run over all samples of at most some confidence. Free of bins and of any parameter; use it when a
-    number must not hang on a choice. It is at least |overconfidence|, which is the sum over everything.
+    number must not depend on a choice. It is at least |overconfidence|, which is the sum over everything.
 
     >>> ks_error(Predictions.from_probs([[0.75, 0.25], [0.75, 0.25]], [0, 1]))
     0.25

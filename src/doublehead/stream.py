@@ -73,7 +73,7 @@ class Tally:
     ) -> Tally:
         """The tally of some predictions and of each group among them; groups have no numbers per class.
 
-        Without `per_class` it needs no memory that grows with the number of classes. Of `Outcomes` only what hangs on
+        Without `per_class` it needs no memory that grows with the number of classes. Of `Outcomes` only what depends on
         confidences is known. It is added to `onto`, in its memory: with many classes, bins are larger than `p`.
         """
         if onto is not None:

@@ -49,6 +49,10 @@ def export(
 
     The folder also gets a model card, README.md in Hugging Face's format. The exported model is checked against the
     original.
+
+    Example:
+
+        doublehead export runs/cifar10-resnet50 --to onnx
     """
     if to not in FILES:
         raise ValueError(f"--to must be one of {', '.join(FILES)}, got {to!r}")

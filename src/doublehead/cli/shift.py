@@ -33,6 +33,10 @@ def shift(
 
     Features are any numbers that describe an input: what goes into a network's last layer, an embedding, or the
     columns of a table.
+
+    Example:
+
+        doublehead shift calib_features.npy new_features.npy
     """
     found = list(watch(read_features(calib), read_features(new), window, rate))
     rows = [["rows", "alarm", "p-value", "strength"]]

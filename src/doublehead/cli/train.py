@@ -80,6 +80,12 @@ def train(
     By default five heads are trained beside the network as a second opinion, and a staged head that uses them is fitted
     at the end. Settings come from a recipe for the data set (cifar10-paper has the paper's); --set changes them. The
     run folder holds the config, a line of metrics per epoch, predictions of every split and the weights.
+
+    Examples:
+
+        doublehead train --data cifar10 --root data
+
+        doublehead train --data table:reviews.csv --model textcnn --method auto
     """
     asked = method_called(method)
     config = change(asked.apply(recipe(data, model)), settings, asked)
@@ -113,6 +119,12 @@ def compare(
 
     Cross entropy and all heads come from one training run. Finished runs are not trained again, and the same command
     resumes one that was stopped.
+
+    Examples:
+
+        doublehead compare --data cifar10 --root data --set epochs=30
+
+        doublehead compare --data folder:photos --model timm/convnext_tiny --methods cross-entropy,auto
     """
     config = change(recipe(data, model), settings)
     names = [name.strip() for name in methods.split(",") if name.strip()]
