@@ -114,6 +114,19 @@ def test_all_correct_but_for_one_that_is_wrong_by_a_hair(n: int) -> None:
     assert float(fitted.temperature_) == pytest.approx(1 / golden_section(p), rel=1e-5)
 
 
+@pytest.mark.parametrize("share", [1e-7, 1e-8, 1e-10, 1e-12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_labels_of_which_the_logits_know_next_to_nothing(share: float, dtype: torch.dtype) -> None:
+    """The optimum is so close to 0 that roundings hide on which side it lies."""
+    logits = torch.randn(200, 10, dtype=dtype) / 10
+    top = torch.nn.functional.one_hot(logits.argmax(1), 10)
+    p = Predictions(logits, (1 - share) / 10 + share * top.double())
+    t = Temperature().fit(p)
+    assert 1e3 < float(t.temperature_) < 1e8
+    assert bool(t.converged_)
+    assert metrics.nll(t.calibrate(p)) == pytest.approx(math.log(10), abs=1e-6)
+
+
 def test_constant_logits_and_ties_at_the_top() -> None:
     t = Temperature().fit(Predictions(torch.full((4, 3), 7.0), [0, 1, 2, 0]))
     assert float(t.temperature_) == 1

@@ -197,8 +197,10 @@ def _newton(below: Tensor, weights: Tensor | None, wanted: float, log_s: float) 
         step = -math.log(mean / wanted) * mean / slope if mean < 0 < slope else 1.0 if too_small else -1.0
         moved = log_s + max(-3.0, min(3.0, step))
         # "At the other end" counts too: two steps of the largest size allowed would else go to and fro for ever.
-        if not low < moved < high:
+        if not low < moved < high and math.isfinite(low + high):
             moved = (low + high) / 2
+        if moved < math.log(EXCESS):  # the logits say nothing that roundings do not hide
+            return InverseTemperature(EXCESS, True, True)
         log_s, size = moved, abs(moved - log_s)
         if fine and size < FINE:
             return InverseTemperature(math.exp(log_s), False, True)
