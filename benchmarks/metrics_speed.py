@@ -363,7 +363,7 @@ def write(arguments: argparse.Namespace, settings: list[dict[str, Any]], measure
         "classes": arguments.classes,
         "rounds": arguments.rounds,
         "seconds": "cpu: of all threads of the process; wall: passed; each the fastest round",
-        "note": "the machine was shared while this ran: compare within a setting, not between them",
+        "note": "compare within a setting, not between them: `load` is the machine's at each",
         "lowest": lowest(settings),
         "settings": [{k: v for k, v in setting.items() if k != "about"} for setting in loads],
     }

@@ -12,7 +12,6 @@ committed, since the labels belong to the data sets.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from results import HERE, Split, Splits, pack, write_npz
+from results import HERE, Split, Splits, arguments, pack, write_npz
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -187,5 +186,8 @@ def tabular(root: Path) -> Iterator[tuple[str, Predictions]]:
 
 
 if __name__ == "__main__":
+    parser = arguments(__doc__)
+    parser.add_argument("root", type=Path)
+    root = parser.parse_args().root
     for file in files():
-        train(file, Path(sys.argv[1]))
+        train(file, root)

@@ -208,7 +208,7 @@ def overfitted_segments() -> tuple[nn.Module, Tensor, Tensor]:
     return net, x, y
 
 
-@pytest.mark.parametrize("method", ["head", "temperature"])
+@pytest.mark.parametrize("method", ["head", "temperature", "per_label"])
 def test_several_labels_are_calibrated_and_keep_their_shape(method: str, tmp_path: Path) -> None:
     net, x, y = overfitted_segments()
     model = dh.calibrate(net, (x[200:900], y[200:900]), method=method)
