@@ -143,9 +143,7 @@ def fit(
 
 
 def _unfitted(n_labels: int | None, method: str, seed: int, **options: Any) -> Calibrator:
-    if (
-        n_labels
-    ):  # one for each label whatever the method, which they share; that of "per_label" is the default
+    if n_labels:  # a map for each label, on top of the method, which they share
         share = "head" if method == "per_label" else method
         return PerLabel(share, seed=seed, **options)  # type: ignore[arg-type]
     return make(method, **({"seed": seed} if method == "head" else {}), **options)

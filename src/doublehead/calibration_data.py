@@ -368,10 +368,9 @@ def n_shared(calib: Any, train: Any) -> int:
 def _rows_by_base(data: Any) -> dict[Any, Sequence[int]]:
     """The rows of each base data set in loaders or data sets; samples of the same base and row are the same sample."""
     parts: Any = data.values() if isinstance(data, Mapping) else getattr(data, "datasets", data)
-    several = isinstance(data, (Mapping, list, tuple)) and all(
-        hasattr(part, "dataset") for part in parts
-    )  # loaders
-    if not (several or isinstance(data, ConcatDataset)):
+    of_several = isinstance(data, (Mapping, list, tuple))
+    are_loaders = of_several and all(hasattr(part, "dataset") for part in parts)
+    if not (are_loaders or isinstance(data, ConcatDataset)):
         return _rows_of_one(data)
     found: dict[Any, list[int]] = {}
     for part in parts:
@@ -390,9 +389,8 @@ def _rows_of_one(data: Any) -> dict[Any, Sequence[int]]:
     if hasattr(data, "dataset"):  # a loader
         return _rows_by_base(data.dataset)
     n = length_of(data)
-    if (
-        isinstance(data, TensorDataset) and data.tensors[0].numel()
-    ):  # a piece of memory, and places of rows in it
+    if isinstance(data, TensorDataset) and data.tensors[0].numel():
+        # A piece of memory, and places of rows in it.
         first = data.tensors[0]
         start, step = int(first.storage_offset()), max(1, first.stride(0))
         return {("memory", first.untyped_storage().data_ptr()): range(start, start + n * step, step)}

@@ -27,9 +27,8 @@ B0 = TypeVar("B0", float, Tensor, float | Tensor)
 MOMENTUM = 0.9
 BURST = 8  # batches that are learned from together
 MAX_WAITING = 2**20  # logits and features of a batch that may wait: more would fill the memory
-WORSE_THAN_GUESSING = (
-    10  # times: the network's BatchNorm averages have not settled; such batches are left out
-)
+# Times: the network's BatchNorm averages have not settled; such batches are left out.
+WORSE_THAN_GUESSING = 10
 
 
 class HeadTraining:

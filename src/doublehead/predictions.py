@@ -63,9 +63,8 @@ class Predictions:
         self._are_probs = False
         self._smallest = SmallestPositive(None, 1.0)
         self._predicted, _, sums, _ = look_through(self._scores, are_probs=False)  # (N,) int64
-        self._confidence: Tensor | None = (
-            None  # (N,) of probabilities; that of logits is computed when it is needed
-        )
+        # (N,) of probabilities; that of logits is computed when it is needed.
+        self._confidence: Tensor | None = None
         check_finite(self._scores, sums, "logits")
         self._truth = check_labels(labels, self._scores, "logits")  # (N,) int64, or (N, K)
         self.weights = check_weights(weights, self._scores)  # (N,) float64, or None

@@ -169,9 +169,8 @@ def solve_inverse_temperature(logits: Tensor, target: Target) -> InverseTemperat
 def _solve(below: Tensor, at_label: Tensor, weights: Tensor | None) -> InverseTemperature:
     """For logits (N, K) of unit scale and no maximum above 0, those of the labels (N,), and weights (N,)."""
     wanted, at_zero = _mean(at_label, weights), _mean(below.double().mean(1), weights)  # c and m(0)
-    if (
-        wanted == 0
-    ):  # every label has the largest logit: the sharper the better, until the NLL is near its limit
+    if wanted == 0:
+        # Every label has the largest logit: the sharper the better, until the NLL is near its limit.
         # Where s times the gaps is large, s times their expectation bounds what is left of the NLL from above.
         tried = (2.0**i for i in range(MAX_PASSES))
         enough = (s for s in tried if -s * _moments(below, weights, s, torch.float64)[0] <= EXCESS)

@@ -76,9 +76,8 @@ def parse_tree(line: str) -> Tree:
     """
     tokens: list[str] = []
     nodes: list[tuple[int, int, int, int]] = []  # finished: word, left, right, label
-    open_nodes: list[
-        tuple[int, list[int | str]]
-    ] = []  # label, and what was read of it: words and finished nodes
+    # Label, and what was read of it: words and finished nodes.
+    open_nodes: list[tuple[int, list[int | str]]] = []
     # A word may contain a no-break space ("8 1/2").
     for piece in re.findall(r"\(\s*\d+|\)|[^ \t\r\n()]+", line):
         if nodes and not open_nodes:

@@ -105,9 +105,8 @@ def choose_layout(columns: Mapping[str, str], where: str, given: Given) -> Layou
             raise TableError(f"{where} has no column {label!r} for the label, it has {listed(columns)}")
         label = None
     independent = independent or bool(labels) or columns.get(label or "") in SEVERAL
-    if (
-        not independent and given.scores is None and kind != "logits"
-    ):  # also where grouped by the predicted class
+    if not independent and given.scores is None and kind != "logits":
+        # Also where rows are grouped by the predicted class.
         rest = {name: columns[name] for name in columns if name != label}
         if (top_only := _top_label(rest, where, kind, label)) is not None:
             return top_only

@@ -48,9 +48,8 @@ class CompanionCallback:
 
     def __init__(self, calib_data: Any, *, figure: bool = True, **options: Any) -> None:
         super().__init__()
-        inspect.signature(DoubleHead).bind(
-            None, None, follow=None, steps=None, **options
-        )  # known to the trainer
+        # Network, data, optimizer and steps come from the trainer.
+        inspect.signature(DoubleHead).bind(None, None, follow=None, steps=None, **options)
         heads = options.get("heads")
         if heads is None and options.get("augment") is not None:
             heads = HeadSpec(kind="temperature")
@@ -264,9 +263,8 @@ def log_to_trackers(
     """
     asked = args.report_to or []
     figure = draw_reliability(curve).figure if curve is not None and asked else None
-    wandb, mlflow = (
-        sys.modules.get(package) for package in ("wandb", "mlflow")
-    )  # imported by who opened a run
+    # Who opened a run has imported the package.
+    wandb, mlflow = (sys.modules.get(package) for package in ("wandb", "mlflow"))
     if "wandb" in asked and wandb is not None and wandb.run is not None:
         images = {} if figure is None else {name: wandb.Image(figure)}
         wandb.run.log({**numbers, **images, "train/global_step": step})

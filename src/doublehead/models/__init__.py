@@ -119,9 +119,8 @@ def _imported(name: str, n_classes: int, input: Any, options: dict[str, Any]) ->
             raise  # something that the module needs
         raise ValueError(f"cannot import network {name!r}: {error}") from error
     parameters = inspect.signature(factory).parameters
-    passes_on = any(
-        one.kind is one.VAR_KEYWORD for one in parameters.values()
-    )  # as torchvision's functions do
+    # As torchvision's functions do.
+    passes_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     classes = "n_classes" if "n_classes" in parameters else "num_classes"
     if classes not in parameters and not passes_on:
         raise TypeError(

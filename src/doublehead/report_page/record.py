@@ -142,9 +142,8 @@ def as_times(column: Array, name: str, source: str) -> Array:
     else:
         texts, which = np.unique([str(value).strip() for value in column.tolist()], return_inverse=True)
         try:
-            times = np.array(texts, dtype="datetime64[s]")[
-                which
-            ]  # parsing is slow, and texts are seldom many
+            # Parsing is slow, and different texts are seldom many.
+            times = np.array(texts, dtype="datetime64[s]")[which]
         except ValueError as error:
             raise TableError(
                 f"{source}: the times in {name!r} must be numbers or dates such as 2024-12-31, got {error}"
