@@ -1,6 +1,6 @@
 """The table of data sets, `assets/datasets.json`: what each is, its splits, its files. Reading, downloading.
 
-A subset of Fashion-MNIST is included: real images for the demo in 6.4 MB, without a download. Fashion-MNIST (c) 2017
+A subset of Fashion-MNIST is included: real images for the demo in 6.5 MB, without a download. Fashion-MNIST (c) 2017
 Zalando SE, MIT licence; its text is next to the asset, which also names the rows of the original files (`rows`).
 """
 
