@@ -126,7 +126,7 @@ def _chance_at_most(log_counts: Array, n: int, rate: float) -> float:
     """P(X <= k) for X binomial(n, rate) with 0 < rate < 1 and k + 1 = len(log_counts)."""
     i = np.arange(len(log_counts))
     terms = log_counts + i * math.log(rate) + (n - i) * math.log1p(-rate)
-    largest = terms.max()  # beneath the mean the terms rise, so nothing underflows that matters
+    largest = terms.max()  # below the mean the terms increase, so no term that matters underflows
     return float(np.exp(terms - largest).sum() * math.exp(largest))
 
 

@@ -103,7 +103,8 @@ def report(
     folder of a run with its outputs. `shift[data][method]` are predictions on shifted data; `windows`
     say whether new data raise an alarm (`list(shift_guard.watch(clean, new))` or `[guard.shift]`). `by` and `time` are
     the group and the time of each sample, or names of columns: the report then compares groups, and stretches of time.
-    Further arguments are those of `files.read_predictions`, such as `weights`. The file appears whole or not at all.
+    Further arguments are those of `files.read_predictions`, such as `weights`. The file is written completely or
+    not at all.
     """
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
@@ -137,7 +138,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def write_page(path: Path, page: Page) -> Path:
-    """Write a page; the file appears whole or not at all."""
+    """Write a page, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_text(page.html, encoding="utf-8", newline="\n")

@@ -331,7 +331,7 @@ def _add_weighted_components(parts: list[Tensor], predictions: Predictions, turn
 
 
 def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Tensor, ...]:
-    """What a chunk of probs (B, K) adds to class-wise bins, looked at while it stays in the cache.
+    """What a chunk of probs (B, K) adds to class-wise bins, computed while the chunk is in the cache.
 
     Nearly all probabilities lie in the first bin when K is large. Only those above its edge are binned one by one;
     the first bin is the total minus the rest, exact because everything is a whole number.

@@ -135,8 +135,8 @@ def read(
 ) -> Readings:
     """Run the network over calibration data once, or over enough of it where it has no length and may be endless.
 
-    Where a DistributedSampler deals the samples out to several processes, all get those of all, each sample once;
-    a process that is `alone` in calling this gets its own. With `skip` batches that cannot be used are left out.
+    Where a DistributedSampler divides the samples among several processes, each process gets all of them, every
+    sample once; with `alone` it gets only its own. With `skip` batches that cannot be used are left out.
     """
     batches: Iterable[Any] = as_batches(data)
     max_samples = math.inf

@@ -342,8 +342,8 @@ def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Ite
 def check_disjoint(calib: Any, train: Any) -> None:
     """Raise where the calibration and the training data, loaders or data sets, certainly share samples.
 
-    Noticed are: the same data set, Subsets of one with common indices, and tensors that share memory. Copies of
-    samples are not noticed.
+    It detects the same data set, Subsets of one with common indices, and tensors that share memory. Copies of
+    samples are not detected.
 
     >>> data = TensorDataset(torch.arange(10))
     >>> check_disjoint(Subset(data, [8, 9]), Subset(data, range(8)))

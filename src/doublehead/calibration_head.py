@@ -74,13 +74,13 @@ PAPER = HeadSpec()  # the method of the paper
 
 
 def second_opinion(n_features: int) -> list[HeadSpec]:
-    """The paper's head five times, each blind to another fold of the calibration data."""
+    """The paper's head five times, each trained without another fold of the calibration data."""
     spec = replace(PAPER, hidden=max(1, min(MAX_HIDDEN, n_features // 2)), dropout=0.5)
     return [replace(spec, fold=fold, seed=fold) for fold in range(N_FOLDS)]
 
 
 class Pass(NamedTuple):
-    """What heads made of a batch: inputs (H, B, size), hidden (H, B, hidden), out (H, n_out, B), logits (H, K, B).
+    """What heads compute for a batch: inputs (H, B, size), hidden (H, B, hidden), out (H, n_out, B), logits (H, K, B).
 
     Samples come last: on a CPU a softmax over the last dimension is slow for few classes.
     """
@@ -197,7 +197,7 @@ class CalibrationHead(StaysFloat32):
     def gradients(self, passed: Pass, slopes: Tensor, into: Sequence[Tensor]) -> None:
         """Write all parameters' gradients, given those of the loss by the logits, `slopes` (H, K, B), into `into`.
 
-        Autograd gives the same, but for a small network its bookkeeping takes longer than the gradients.
+        Autograd gives the same, but for a small network its overhead takes longer than the gradients.
         """
         spec = self.specs[0]
         if spec.kind == "temperature":
@@ -301,7 +301,7 @@ def scale_logits(main: Tensor, log_scale: Tensor) -> Tensor:
 
 
 def statistics(logits: Tensor) -> Tensor:
-    """What logits say about themselves, (..., K) -> (..., min(K, 10) + 3).
+    """Statistics of logits, (..., K) -> (..., min(K, 10) + 3).
 
     The largest log-probabilities in falling order, logsumexp, entropy and the largest logit.
     """

@@ -6,7 +6,7 @@ runs from beta0 to 1 within each epoch. The network is not touched: its weights 
 the companion. `finish` gives a `Calibrated`: network and calibration as one module.
 
 The paper's method is `DoubleHead(network, calib_data, heads=PAPER)`: one head, whose own logits are the answer. By
-default five such heads are trained, each blind to a fifth of the calibration data. Their answers to samples they
+default five such heads are trained, each trained without a fifth of the calibration data. Their answers to samples they
 have not seen are a second opinion, which `finish` pools with the calibrated network unless that does worse on
 held-back data.
 """

@@ -45,7 +45,7 @@ TINY = 1e-6
 
 
 class Shift(NamedTuple):
-    """What the last window of samples says.
+    """The test of the last window of samples.
 
     `p_value` bounds the share of clean windows that look as unusual, and `alarm` says whether it is below the rate;
     `strength` is 1 for a usual window and grows with the distance. `since` is the number of the sample with which the
@@ -120,7 +120,7 @@ class Guard(StaysFloat32):
 
     @property
     def shift(self) -> Shift:
-        """What the last window says."""
+        """The test of the last window."""
         since, seen = int(self.since), int(self.seen)
         statistic, p_value = self.last.tolist()
         usual = float(self.null.median()) if len(self.null) else 1.0  # 0 of constant calibration data
@@ -148,7 +148,7 @@ class Guard(StaysFloat32):
         return scale_logits(logits, self.log_scale(stages, logits))
 
     def log_scale(self, stages: Tensor, logits: Tensor) -> Tensor:
-        """(B, 1), and the window moves on; the least there is for stages that are not finite."""
+        """(B, 1), and the window moves on; the lowest value for stages that are not finite."""
         if not len(self.null):
             return logits.new_zeros(logits.shape[0], 1, dtype=torch.float32)
         with torch.autocast(stages.device.type, enabled=False):
@@ -366,7 +366,7 @@ def mean_and_precision(far: Tensor, ridge: float = TINY**0.5) -> tuple[Tensor, T
 
 
 def hotelling(off: Tensor, precision: Tensor) -> Tensor:
-    """(B,) Hotelling's statistic of means (B, D) less the usual one: how far they are from usual, in all."""
+    """(B,) Hotelling's statistic of means (B, D) less the usual one: how far they are from usual, in total."""
     return ((off @ precision) * off).sum(1)
 
 

@@ -220,7 +220,7 @@ def debiased_ece(p: Predictions, n_bins: int = 15) -> float:
 def ks_error(p: Predictions) -> float:
     """Kolmogorov-Smirnov calibration error (Gupta et al. 2021): the largest |sum of confidence - correct| / N.
 
-    The sums run over all samples of at most some confidence. Free of bins and of any parameter; use it when a
+    Each sum runs over all samples up to some confidence. Free of bins and of any parameter; use it when a
     number must not depend on a choice. It is at least |overconfidence|, which is the sum over everything.
 
     >>> ks_error(Predictions.from_probs([[0.75, 0.25], [0.75, 0.25]], [0, 1]))
@@ -329,9 +329,9 @@ def _smoothed(spectrum: Array, width: float) -> float:
 def ece_floor(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Floor:
     """ECE of a perfectly calibrated model with these confidences, its answers drawn from them 1,000 times.
 
-    Binned ECE of a perfect model is not 0 on finite data. An ECE within low..high cannot be told from perfect on
-    this many samples; print it beside every ECE. For a stream, pass top-label bins finer than `n_bins` by a whole
-    factor (`Bins.top(p, fine_bins(15))`); the cost does not depend on the number of samples.
+    Binned ECE of a perfect model is not 0 on finite data. An ECE within low..high cannot be distinguished from
+    perfect on this many samples; print it beside every ECE. For a stream, pass top-label bins finer than `n_bins` by
+    a whole factor (`Bins.top(p, fine_bins(15))`); the cost does not depend on the number of samples.
 
     >>> sure = Predictions.from_probs([[1.0, 0.0], [0.0, 1.0]], [0, 1])
     >>> ece_floor(sure)

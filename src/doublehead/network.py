@@ -318,7 +318,7 @@ def merge_views(answers: Sequence[Answer]) -> Answer:
     """Mean log-probabilities and features over views, and how far the views disagree."""
     log_probs = torch.stack([answer.logits.float().log_softmax(-1) for answer in answers])  # (V, B, K)
     mean = log_probs.mean(0)
-    # Twice the Jensen-Shannon-like spread of the views round their mean, and the share that predict its class.
+    # Twice the Jensen-Shannon-like spread of the views around their mean, and the share that predict its class.
     spread = (log_probs.exp() * (log_probs - mean)).sum(-1).mean(0)
     agree = (log_probs.argmax(-1) == mean.argmax(-1)).float().mean(0)
     numbers = torch.stack([spread.clamp(min=1e-6).log(), agree], -1)

@@ -1,7 +1,8 @@
 """Draw reliability diagrams, and touch nothing global.
 
-Without `ax` the drawing gets its own `Figure` outside pyplot: nothing is registered, nothing pops up, and a loop over
-thousands of runs leaks nothing. Put several into one figure by passing the axes, and write it with `save`:
+Without `ax` the drawing gets its own `Figure` outside pyplot: nothing is registered, no window opens, and a loop
+over thousands of runs keeps no figures in memory. Put several into one figure by passing the axes, and write it
+with `save`:
 
     figure = matplotlib.figure.Figure(figsize=(8, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -45,7 +45,7 @@ class Predictions:
     """The logits of a classifier and the true labels, checked once, on entry.
 
     `Predictions(logits, labels)` takes logits; probabilities enter only through `from_probs`, a binary model's
-    single score only through `from_binary`. Half precision is kept as it came and read as float32. Labels are classes
+    single score only through `from_binary`. Half precision is stored unchanged and read as float32. Labels are classes
     (N,), or soft: rows of probabilities (N, K). `weights` (N,) say how much each sample counts. What takes neither soft
     labels nor weights into account raises an error. Samples with several labels enter through `multilabel`.
 
@@ -80,7 +80,7 @@ class Predictions:
     ) -> Predictions:
         """Take class probabilities (N, K): in 0..1, each row summing to 1 within `tolerance`, or as rounding explains.
 
-        The probabilities are kept as they came, so a confidence that lies on the edge of a bin stays there.
+        The probabilities are stored unchanged, so a confidence that lies on the edge of a bin stays there.
         Rows that sum to 1 only roughly (rounded files, half precision) are not rescaled. What a 0 stands for in a
         logarithm is `zero_floor`.
         """
@@ -370,12 +370,12 @@ class Predictions:
         return chunk if chunk.dtype != self._scores.dtype else spare.resize_(chunk.shape)
 
     def score_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The logits (or probs, as they came in) and labels of some rows after the other, as `probs_chunks`."""
+        """The logits (or probs, as they were given) and labels of some rows after the other, as `probs_chunks`."""
         for part, scores in chunks(self._scores):
             yield scores, self._truth[part]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write an .npz without pickles; the file appears whole or not at all."""
+        """Write an .npz without pickles; the file is written completely or not at all."""
         path = Path(path)
         if path.suffix != ".npz":
             raise ValueError(f"path must end in .npz, got {path.name!r}")

@@ -65,7 +65,7 @@ class ShiftGuard(nn.Module):
 
     @property
     def shift(self) -> Shift:
-        """Whether the last window of samples is shifted, how surely, how strongly and since when."""
+        """Whether the last window of samples is shifted, with its p-value, strength and first sample."""
         return self.guard.shift
 
     def reset(self) -> None:
@@ -170,7 +170,7 @@ class StageTap:
         for number, name in enumerate(self.layers):
             modules[name].register_forward_hook(partial(self._catch, number))
         if any(module is not uncompiled(module) for module in model.modules()):
-            torch.compiler.reset()  # what was compiled so far does not know the hooks and would pass them by
+            torch.compiler.reset()  # what was compiled before does not know the hooks and would skip them
 
     @contextmanager
     def recording(self, inside: Tensor | None = None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Numbers of predictions that come part by part and are never held: of chunks of files, tokens, pixels, a stream.
+"""Numbers of predictions that arrive in parts and are not kept: chunks of files, tokens, pixels, a stream.
 
 `Tally` holds the sums behind a `Summary`. They do not grow with the data and add up exactly: sums of NLL, Brier score
 and entropy are whole numbers in units of 2^-32, like the confidences in `Bins`, so a stream, a folder of files or a
@@ -202,7 +202,7 @@ def exact_sum(values: Tensor) -> int:
 
 
 def check_groups(groups: Mapping[str, Any]) -> None:
-    """Refuse more groups than anyone can read."""
+    """Raise an error if there are more groups than a table can show."""
     if len(groups) > MAX_GROUPS:
         raise ValueError(
             f"by must have at most {MAX_GROUPS} different values, got more, such as {next(iter(groups))!r}"

@@ -1,4 +1,4 @@
-"""What several modules need: optional packages, files that appear whole or not at all, names that were misspelt."""
+"""What several modules need: optional packages, files that are written completely or not at all, misspelt names."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def rank() -> int:
 
 
 def meet(what: str) -> None:
-    """Wait for all processes; a warning after a while, and an error where one of them does not come.
+    """Wait for all processes; a warning after a while, and an error if one of them does not call it.
 
     The wait goes through the group's store, so a process that is at another collective meanwhile is not disturbed.
     """

@@ -103,7 +103,7 @@ def choose_calibrator(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Calibrator, Choice]:
-    """The calibrator with the lowest NLL on held-out folds, fitted on all of the predictions, and how all did.
+    """The calibrator with the lowest NLL on held-out folds, fitted on all predictions, and the comparison of all.
 
     `methods` are names, or names with calibrators to try under them; by default all that suit the number of classes.
     One that cannot be fitted is listed with the reason. The best of `none`, `temperature` and `head` is kept unless
@@ -151,7 +151,7 @@ def _held_out_nll(
 ) -> tuple[Tensor | None, str]:
     """The loss (N,) of every sample when it was held out, or None, and a note on what went wrong.
 
-    One that lies far behind the `best` losses so far after the first fold is not fitted to the others.
+    A candidate far above the `best` losses so far after the first fold is not fitted to the other folds.
     """
     losses = torch.empty(len(predictions), dtype=torch.float64, device=fold_of.device)
     short = 0

@@ -1,7 +1,7 @@
 """The contract every calibrator keeps: `fit(predictions) -> self`, then `calibrator(logits) -> logits`.
 
 Below it the maps of probabilities that several share: log odds, steps, straight lines, a new top confidence. They are
-functions of the log odds of a class, not of its probability: confidences that round to 1 stay apart.
+functions of the log odds of a class, not of its probability: confidences that round to 1 remain distinct.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Calibrator(StaysFloat32):
         return self.keeps_order
 
     def in_words(self) -> str:
-        """What it learned, where that is a number or two, such as "temperature 2.5"; else nothing."""
+        """What it learned, if that is one or two numbers, such as "temperature 2.5"; else empty."""
         found = {name: value for name, value in self.state_dict().items() if value.numel() == 1}
         told = [f"{name.rstrip('_')} {float(x):.4g}" for name, x in found.items() if x.is_floating_point()]
         return ", ".join(told)

@@ -58,7 +58,7 @@ class HistogramBinning(_OddsMap):
 
     `kind="top"` recalibrates only the confidence and keeps the predicted class; `"one-vs-rest"` every class, normalised
     to sum to 1. Each bin has as many samples; bins are right-closed. A bin counts `smoothing` samples of its own mean
-    confidence more (the bin's middle if empty), so that no probability becomes 0 or 1 by few samples.
+    confidence more (the bin's middle if empty), so that no probability becomes 0 or 1 because of few samples.
 
     >>> p = Predictions.from_binary([0.8] * 4 + [0.3] * 4, [1, 1, 0, 0, 0, 0, 0, 1], are_probs=True)
     >>> h = HistogramBinning(n_bins=2, kind="one-vs-rest", smoothing=0).fit(p)

@@ -117,7 +117,7 @@ def choose(
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """The mean and its standard error, which one value cannot tell."""
+    """The mean and its standard error, which is infinite for one value."""
     n = len(values)
     return float(values.mean()), float(values.std()) / math.sqrt(n) if n > 1 else math.inf
 
@@ -125,8 +125,8 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
 def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:
     """(N,) the fold of each sample, at random; folds differ by one sample at most, in all and in each class.
 
-    Were folds drawn without regard to the class, a class with a sample held back would be rarer in what is fitted
-    to, and the fit could tell a held-back label by that.
+    If folds ignored the classes, holding back a sample would make its class rarer in the data that is fitted to,
+    and that would reveal the held-back label.
 
     >>> stratified_folds(torch.tensor([0, 1, 0, 1]), 2, seed=0).reshape(2, 2).sum(0).tolist()
     [1, 1]

@@ -56,9 +56,9 @@ class Head(Calibrator):
     """The staged head. The default for networks and files; never changes a prediction unless asked to.
 
     `fit(predictions)` learns from logits alone. `fit(predictions, features=...)` also reads the features (N, F)
-    that went into the network's last layer, whose weight (K, F) is `last_layer`. `opinion` is what heads trained
-    beside the network say of the same samples, each sample by a head that never saw it. What was chosen, and why, is
-    in `choice`.
+    that went into the network's last layer, whose weight (K, F) is `last_layer`. `opinion` is the output of heads
+    trained beside the network for the same samples, each sample by a head that was trained without it. What was
+    chosen, and why, is in `choice`.
 
     `keep="predictions"` never overrules the network's class. `keep="best"` lets stages change it if that does not
     lower the accuracy on held-back samples.
@@ -209,7 +209,7 @@ def _several(opinion: Opinion) -> list[Tensor]:
 class _Fit:
     """One fit: every stage on cross-fitted outputs of those before it, then the choice.
 
-    It runs on the CPU wherever the predictions are: thousands of small steps wait for each other on a GPU.
+    It runs on the CPU wherever the predictions are: thousands of small steps are slow on a GPU.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class _Fit:
         if not self.head.judged or (self.n >= MIN_SAMPLES and wrong >= MIN_WRONG):
             opened = STAGES[1:] if self._fills_classes else ("head", "pool", "curve")
         elif self.n >= MIN_MAPPED and self._fills_classes and not self.evidence.opinions:
-            opened = ("map", "pool")  # the pool must not learn from few errors whom else to trust
+            opened = ("map", "pool")  # few errors do not show which other opinion to trust
         for name in opened:
             if name in self.head.allowed:
                 self._add(name)
@@ -311,7 +311,7 @@ class _Fit:
             held_back = dict(zip(("temperature", last), self._refitted(names)))
         held_back["none"] = self.logits
         nlls = {title: stages.nlls(z, self.target) for title, z in held_back.items()}
-        # Not candidates: what lies between, and no calibration, which the folds of a small sample favour.
+        # Not candidates: the stages between, and no calibration, which the folds of a small sample favour.
         choice = choose({title: nlls[title] for title in ("temperature", last)}, ["temperature"], margin)
         means = {title: float(values.mean()) for title, values in nlls.items()}
         scores = {
@@ -334,7 +334,7 @@ class _Fit:
         """Outputs (N, K) of temperatures and of whole heads that were fitted without the sample's fold.
 
         The cross-fitted outputs that stages are fitted to would make them look worse than they are, by up to 4 % of the
-        NLL with 1,000 samples: a stage meets every chance of a fold twice, in its input and in the labels it lacks.
+        NLL with 1,000 samples: the randomness of a fold enters twice, through a stage's input and the labels it lacks.
         """
         temperature, last = torch.empty_like(self.logits), torch.empty_like(self.logits)
         whole = self._predictions(self.logits)

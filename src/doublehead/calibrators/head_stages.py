@@ -27,7 +27,7 @@ RIDGE_HEAD, RIDGE_POOL, RIDGE_CURVE = 30.0, 10.0, 30.0
 RIDGE_TEMPERATURE = 0.01
 # Added to a sample whose temperature is below 1: few samples hold few errors, or none (Jeffreys' prior).
 ERRORS_ADDED = 0.5
-MAP_FLOOR = -20.0  # log-probability: trees that say "never" must not outweigh all else
+MAP_FLOOR = -20.0  # log-probability: probabilities of 0, as trees give, must not dominate
 LIMIT = 3.0  # deviations to which the head's inputs are clipped
 KNOTS = (-9.0, -6.5, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, -0.05)  # of the curve, in log-probability
 MAX_SUMMED = 4_000_000  # entries that pool and curve are fitted to
@@ -127,13 +127,13 @@ def nlls(z: Tensor, target: Target) -> Tensor:
 
 
 def _careful_temperature(z: Tensor, target: Target, start: Tensor | None) -> Tensor:
-    """One that sharpens no more than it would with half an error more."""
+    """A temperature; one below 1 is fitted as if the samples had half an error more."""
     ones = z.new_ones(len(z), 1)
     begin = None if start is None else -start.log()[None]
     log_scale = fit_log_scale(z, target, ones, z.new_full((1,), RIDGE_TEMPERATURE), begin)[0]
     guessing = target.weighted(z.new_full((len(z),), math.log(z.shape[1]))).sum()
     if not log_scale > -MAX_LOG_SCALE or nlls(z * log_scale.exp(), target).sum() > guessing:
-        # Logits of thousands: the fit sees no slope there.
+        # With logits of thousands the slope is 0 here.
         return z.new_tensor(1 / fit_inverse_temperature(z, target))
     if log_scale > 0:
         more = _with_errors(z, target)
@@ -348,7 +348,7 @@ def class_distances(features: Tensor, means: Mapping[str, Tensor]) -> list[Tenso
 def _means(values: Tensor, labels: Tensor, k: int, prior: float) -> Tensor:
     """(K, F) class means, all pulled by the same share towards the mean of all, as if `prior` samples lay there.
 
-    By the same share, since how far a mean is pulled must not tell how many samples of its class are held back.
+    By the same share, since the size of a pull must not reveal how many samples of its class are held back.
     """
     overall, usual = values.mean(0), len(values) / k
     sums = values.new_zeros(k, values.shape[1]).index_add_(0, labels, values - overall)

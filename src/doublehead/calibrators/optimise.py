@@ -35,7 +35,7 @@ def minimise(
 ) -> Minimum:
     """Minimise `loss(*values)` from `start` by L-BFGS with a strong-Wolfe line search.
 
-    A restart forgets the curvature collected so far, which is what frees a stuck line search.
+    A restart discards the curvature collected so far, which helps a line search that is stuck.
 
     >>> found = minimise(lambda x: ((x - 3) ** 2).sum(), [torch.zeros(1)])
     >>> round(float(found.values[0]), 6), found.converged
@@ -97,7 +97,7 @@ def fit_logistic(
     It minimises the mean cross entropy, with sample weights (N,), plus ridge / 2 * |coefficients - towards|^2. A
     number for `ridge` is in units in which each feature has mean square 1, so a separable problem has a finite answer
     and the scale of the features does not matter; a tensor (D,) is in the units of the features. It runs on the CPU:
-    many small steps would wait for each other on a GPU.
+    many small steps are slow on a GPU.
     """
     device = x.device
     x, y, towards = (values.cpu().double() for values in (x, y, towards))

@@ -71,7 +71,7 @@ class Vector(Calibrator):
         return {"weight_": (same + change) * scale, "bias_": bias, **found.verdict()}
 
     def _pulls(self, x: Tensor) -> tuple[Tensor, float, Tensor]:
-        """What each squared change of a weight and each squared shift is multiplied by; what weights turn about."""
+        """The ridges of the weights' changes and of the shifts, and the point that changed weights leave in place."""
         pull = 0.5 / (self.prior**2 * len(x))
         return torch.full_like(x[0], pull), pull, torch.zeros_like(x[0])
 
@@ -157,7 +157,7 @@ def _binary_odds(logits: Tensor) -> Tensor:
 
 
 def _pair(odds: Tensor) -> Tensor:
-    """Back again."""
+    """(...) -> (..., 2): logits with these log odds of class 1."""
     return torch.stack([torch.zeros_like(odds), odds], -1)
 
 
@@ -182,7 +182,7 @@ class Beta(Calibrator):
         if predictions.n_classes == 2:
             odds, targets = odds[1:], targets[1:]
         weights, converged = zip(*map(_fit_beta, odds, targets))
-        facts = f"{converged.count(False)} of {len(converged)} class maps are short of their optimum"
+        facts = f"{converged.count(False)} of {len(converged)} class maps did not reach their optimum"
         return {"weights_": torch.stack(weights), "converged_": all(converged), "facts": facts}
 
     def _transform(self, logits: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ def _truth(target: Target, n_labels: int) -> tuple[Tensor, Tensor]:
 def _fit_maps(odds: Tensor, truth: Tensor, weights: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
     """(L,) scale a and shift b of each label: a z + b of the lowest NLL, pulled towards z.
 
-    A label on which the network is worse than chance keeps its z: a scale below 0 would turn its answers round.
+    A label on which the network is worse than chance keeps its z: a scale below 0 would reverse its predictions.
     """
     found = odds.new_tensor([[1.0, 0.0]] * odds.shape[1]).double()  # (L, 2)
     for label, (z, y, weight) in enumerate(zip(odds.double().T, truth.T, weights.T)):

@@ -14,7 +14,7 @@ from doublehead.calibrators.temperature import fit_inverse_temperature
 from doublehead.predictions import Predictions
 
 TABLE = 1001  # points at which the map is kept, evenly spaced in rank
-LOWEST = -25.0  # log probabilities below have no say: exp(-25) = 1e-11
+LOWEST = -25.0  # log probabilities below are ignored: exp(-25) = 1e-11
 JITTER = 1e-6
 N_INDUCING, GRID = 12, 256  # points of the Gaussian process, and of the table that is kept of it
 Likelihood = Callable[[Tensor, Tensor], Tensor]
@@ -74,7 +74,7 @@ class Spline(Calibrator):
         odds = top_log_odds(logits)
         confidence, margin = odds.sigmoid(), self.margin_.to(logits.dtype)
         probs = confidence + lines(odds[..., None], self.knots_, self.values_)[..., 0]
-        # A spline may overshoot 0..1. It may not claim more certainty than the samples or the confidence bear.
+        # A spline may overshoot 0..1. It may not be more certain than the samples or the confidence support.
         probs = torch.minimum(probs, torch.maximum(confidence, 1 - margin))
         probs = torch.maximum(probs, torch.minimum(confidence, margin))
         return with_top_odds(logits, probs.logit(torch.finfo(probs.dtype).eps))
@@ -97,7 +97,7 @@ def _slope_of_running_mean(y: Tensor, n_knots: int) -> Tensor:
     one, zero = torch.ones_like(rank)[:, None], torch.zeros_like(rank)[:, None]
     values = torch.cat([one, rank[:, None], cubics[:, :-1] - cubics[:, -1:]], 1)
     slopes = torch.cat([zero, one, squares[:, :-1] - squares[:, -1:]], 1)
-    # On the CPU, whose solver bears fewer samples than knots.
+    # On the CPU, whose solver accepts fewer samples than knots.
     running = y.cumsum(0) / len(y)
     weights: Tensor = torch.linalg.lstsq(values.cpu(), running.cpu()[:, None], driver="gelsd").solution
     return slopes @ weights[:, 0].to(y.device)

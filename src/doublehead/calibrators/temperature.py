@@ -91,7 +91,7 @@ class TemperatureGrid(Temperature):
 
 
 class EnsembleTemperature(Calibrator):
-    """Mix tempered, untouched and uniform probabilities (Zhang et al. 2020). Use it when temperature alone falls short.
+    """Mix tempered, untouched and uniform probabilities (Zhang et al. 2020). Use it if a temperature is not enough.
 
     The temperature minimises the NLL; the weights then minimise the NLL of the mixture, which is convex in them.
     `weights_` are those of softmax(z / T), softmax(z) and 1 / K, in this order.
@@ -169,8 +169,7 @@ def solve_inverse_temperature(logits: Tensor, target: Target) -> InverseTemperat
 def _solve(below: Tensor, at_label: Tensor, weights: Tensor | None) -> InverseTemperature:
     """For logits (N, K) of unit scale and no maximum above 0, those of the labels (N,), and weights (N,)."""
     wanted, at_zero = _mean(at_label, weights), _mean(below.double().mean(1), weights)  # c and m(0)
-    if wanted == 0:
-        # Every label has the largest logit: the sharper the better, until the NLL is near its limit.
+    if wanted == 0:  # every label has the largest logit: the NLL falls as T does, so stop near its limit
         # Where s times the gaps is large, s times their expectation bounds what is left of the NLL from above.
         tried = (2.0**i for i in range(MAX_PASSES))
         enough = (s for s in tried if -s * _moments(below, weights, s, torch.float64)[0] <= EXCESS)
@@ -195,10 +194,10 @@ def _newton(below: Tensor, weights: Tensor | None, wanted: float, log_s: float) 
         slope = math.exp(log_s) * variance
         step = -math.log(mean / wanted) * mean / slope if mean < 0 < slope else 1.0 if too_small else -1.0
         moved = log_s + max(-3.0, min(3.0, step))
-        # "At the other end" counts too: two steps of the largest size allowed would else go to and fro for ever.
+        # "At the other end" counts too: two steps of the largest size allowed would otherwise alternate forever.
         if not low < moved < high and math.isfinite(low + high):
             moved = (low + high) / 2
-        if moved < math.log(EXCESS):  # the logits say nothing that roundings do not hide
+        if moved < math.log(EXCESS):  # the logits carry no information beyond rounding errors
             return InverseTemperature(EXCESS, True, True)
         log_s, size = moved, abs(moved - log_s)
         if fine and size < FINE:

@@ -45,7 +45,7 @@ def _main(
 
 
 def guarded(function: Any) -> Any:
-    """The command, whose errors are told in one sentence."""
+    """The command, with its errors printed as one sentence."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:

@@ -93,7 +93,7 @@ class RunModel(NamedTuple):
 def open_run(path: Path, head: str | None = None, root: Path | None = None) -> RunModel:
     """The model in a finished run folder; the data set is read again from `root`.
 
-    `head` names one of several outputs. A run of the method guarded has two, `auto` and the guard round it: the
+    `head` names one of several outputs. A run of the method guarded has two, `auto` and the guard around it: the
     guard is the default there.
     """
     folder = RunFolder(path)

@@ -43,7 +43,7 @@ LabelBase = Annotated[
 Tolerance = Annotated[
     float,
     typer.Option(
-        help="How far from 1 the probabilities of a row may sum; rounding to few digits is allowed for."
+        help="How far the sum of a row's probabilities may be from 1; more is allowed where rounding explains it."
     ),
 ]
 BinCount = Annotated[int, typer.Option("--bins", min=1, help="Bins of equal width for calibration errors.")]

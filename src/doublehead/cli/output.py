@@ -23,8 +23,8 @@ from doublehead.training.run_folder import RunError
 def told_to_user() -> Iterator[None]:
     """Errors about input, settings, files and missing packages end a command with one sentence and exit code 2.
 
-    Other errors are bugs and pass. The package's own warnings become one line each. Of several processes that train
-    together only the first one speaks.
+    Other errors are bugs and are raised. The package's own warnings become one line each. Of several processes that
+    train together only the first one prints.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("always", NotConverged)

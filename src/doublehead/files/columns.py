@@ -53,7 +53,7 @@ class Layout:
     base: int | None
     guesses: tuple[str, ...] = ()
     binary: bool = False  # one column of a binary model's single score, of class 1
-    unnamed: bool = False  # the scores are all columns of decimal numbers, for want of telling names
+    unnamed: bool = False  # the scores are all columns of decimal numbers, because no names identify them
     predicted: str | None = None  # the score is the confidence in this class
     correct: str | None = None  # the score is the confidence of an answer that was right or not
     labels: tuple[str, ...] = ()
@@ -314,7 +314,7 @@ def class_names(scores: tuple[str, ...]) -> tuple[str, ...]:
     if len(scores) == 1:
         return ()
     numbers = [_number(name) for name in scores]
-    same = len({re.sub(r"\d+(?=\D*$)", "", name) for name in scores}) == 1  # but for the number
+    same = len({re.sub(r"\d+(?=\D*$)", "", name) for name in scores}) == 1  # apart from the number
     if same and None not in numbers and _consecutive(numbers):
         return tuple(map(str, numbers))
     split = [split_score(name, None) for name in scores]

@@ -63,7 +63,7 @@ class CompanionCallback:
         self._watch = RunningMetrics()  # of the evaluation under way
 
     def _attach(self, replace: bool) -> None:
-        """Put hooks on the network that ask the finished calibration, or in training the heads as they are now."""
+        """Put hooks on the network that run the finished calibration, or in training the heads as they are now."""
         self._detach()
         double = self.double
         assert double is not None

@@ -152,7 +152,7 @@ def _input_names(model: _Answering, inputs: tuple[Tensor, ...]) -> list[str]:
 
 
 def _free_axes(inputs: tuple[Tensor, ...]) -> dict[str, Any]:
-    """What torch.export is told: the batch may be any, and the length of words any that the network takes."""
+    """The free sizes for torch.export: that of the batch, and the length of words where the network allows it."""
     batch = torch.export.Dim("batch", min=1)
 
     def axes(value: Tensor) -> dict[int, Any]:
@@ -212,7 +212,7 @@ def _compare(model: _Answering, other: Callable[..., Any], inputs: tuple[Tensor,
         got, got_label, _ = (value.cpu() for value in other(*some))
         off = float((probs - got).abs().max())
         top = probs.topk(2, -1).values
-        # Where two classes are as good as equal, rounding may decide.
+        # If two classes are nearly equal, rounding may decide.
         clear = top[..., 0] - top[..., 1] > 2 * tolerance
         if not off <= tolerance or not torch.equal(label[clear], got_label[clear]):
             raise RuntimeError(
@@ -223,8 +223,8 @@ def _compare(model: _Answering, other: Callable[..., Any], inputs: tuple[Tensor,
 def _trials(model: _Answering, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], float]]:
     """Batches to compare on, and how far probabilities may differ: the example, and other batch sizes.
 
-    A guard acts only on unusual inputs, so it is also tried on a low-contrast example and noise. There networks round
-    worse (a MobileNet by 2e-5); a small network without its guard is off by 0.2.
+    A guard acts only on unusual inputs, so it is also tried on a low-contrast example and noise. There rounding
+    errors are larger (2e-5 for a MobileNet); a small network without its guard differs by 0.2.
     """
     for rows in (slice(None), [0, 1, 0], slice(1)):
         yield tuple(value[rows] for value in inputs), TOLERANCE
@@ -251,7 +251,7 @@ def _refuse_code(archive: zipfile.ZipFile, path: Path) -> None:
         if name.endswith(".pt") or Path(name).name in pickled:
             try:
                 torch.load(io.BytesIO(archive.read(name)), weights_only=True)
-            except Exception:  # whatever the safe unpickler says of what it refuses
+            except Exception:  # whatever the safe unpickler raises
                 is_code = True
         if is_code:
             raise ValueError(

@@ -304,8 +304,8 @@ def _first_loader(trainer: Any) -> Any:
 def _n_own(loader: Any, batch_idx: int, n: int) -> int:
     """How many of the n samples in this process's batch count.
 
-    A DistributedSampler deals the samples out in turn, and at the end some of them again, so that all processes have
-    equally many: what a process gets again comes last. Where anything else has a say in the order, all count.
+    A DistributedSampler distributes the samples in turn and repeats some at the end, so that all processes have
+    equally many; repeated samples come last. With any other sampler all samples count.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(batches, "sampler", None)

@@ -133,7 +133,7 @@ class DoubleHeadClassifier(_Classifier):
 
     def _network(self, inputs: Tensor) -> nn.Module:
         if isinstance(self.module, nn.Module):
-            return copy.deepcopy(self.module).to(self.device)  # the estimator's parameter stays as it came
+            return copy.deepcopy(self.module).to(self.device)  # the estimator's parameter stays unchanged
         if self.module is None:
             return mlp(self.hidden, inputs.cpu(), len(self.classes_)).to(self.device)
         return self.module(inputs.shape[1], len(self.classes_)).to(self.device)
@@ -165,7 +165,7 @@ class CalibratedClassifier(_base.MetaEstimatorMixin, _Classifier):  # type: igno
         self.calib_share, self.random_state = calib_share, random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> CalibratedClassifier:
-        """Fit the estimator on one part and the calibrator on what it says of the other."""
+        """Fit the estimator on one part and the calibrator on its scores for the other."""
         X, y = _utils.indexable(X, y)
         y = _utils.column_or_1d(y, warn=True)
         _targets.check_classification_targets(y)

@@ -1,4 +1,4 @@
-"""Calibration for models that a Hugging Face Trainer trains; the saved model carries its calibration along."""
+"""Calibration for models that a Hugging Face Trainer trains; the saved model includes its calibration."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def _load(file: Path, device: torch.device) -> dict[str, Any] | None:
     there = average_over_processes(torch.tensor(float(file.exists()), device=device))
     if there < 1:
         warnings.warn(
-            f"{file} is not there: the calibration heads start afresh. To resume from a folder outside output_dir "
+            f"{file} is not there: the calibration heads start anew. To resume from a folder outside output_dir "
             "name it in TrainingArguments(resume_from_checkpoint=...) too",
             stacklevel=2,
         )
@@ -347,8 +347,8 @@ def _load(file: Path, device: torch.device) -> dict[str, Any] | None:
 def _n_own(n: int) -> int:
     """How many of the n samples in this process's batch count.
 
-    Accelerate fills up the last batch of all processes with samples that had their turn. It tells how many are left
-    then, of which the first processes hold the first.
+    Accelerate fills the last batch of all processes with samples that were used before. It states how many new ones
+    there are, which come first in the order of the processes.
     """
     batches = require("accelerate.state", extra="transformers").GradientState()
     if n_processes() == 1 or not batches.end_of_dataloader or batches.remainder <= 0:

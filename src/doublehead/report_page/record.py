@@ -37,7 +37,7 @@ THRESHOLDS = np.unique(np.r_[0:0.9:0.01, 0.9:0.99:0.001, 0.99:0.999:0.0005, 0.99
 
 
 class ErrorRow(NamedTuple):
-    """A wrong answer and where it stands."""
+    """A wrong answer and its place in the file."""
 
     confidence: float
     label: str

@@ -42,7 +42,7 @@ class Config:
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)  # trained beside the network, each an output
     auto: bool = False  # train a second opinion too and fit the staged head with it at the end: output "auto"
     views: tuple[Literal["flip"], ...] = ()  # other views of an image that "auto" averages over
-    guards: tuple[Perturbation, ...] = ()  # for each a ShiftGuard round "auto" is fitted at the end
+    guards: tuple[Perturbation, ...] = ()  # for each a ShiftGuard around "auto" is fitted at the end
     epochs: int = 80
     batch_size: int = 256
     optimizer: Literal["sgd", "adam", "adagrad"] = "sgd"

@@ -73,7 +73,7 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
 
 
 def _fit_auto(run: Run) -> None:
-    """The staged head with the second opinion, on all calibration data, and the guards round it."""
+    """The staged head with the second opinion, on all calibration data, and the guards around it."""
     config, calib = run.config, run.inputs.whole(run.inputs.splits.calib)
     reader = copy.copy(run.reader)
     reader.views = tuple(VIEWS[name] for name in config.views)

@@ -200,7 +200,7 @@ class Run:
     reader: Reader  # of `net`
     companions: dict[str, DoubleHead]  # by group of heads; "auto" trains the second opinion
     fabric: Any
-    auto: Calibrated | None = None  # fitted when training is over, as are the guards round it
+    auto: Calibrated | None = None  # fitted when training is over, as are the guards around it
     guards: dict[str, Guard] = field(default_factory=dict)  # by output
     stages: StageTap | None = None  # what the guards read
     others: dict[str, Batches] = field(default_factory=dict)  # data sets that `shift` names

@@ -109,7 +109,7 @@ class RunFolder:
                     self.path.rmdir()
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file, whole or not at all."""
+        """Write a small file, completely or not at all."""
         self.write(name, lambda file: file.write(text.encode()))
 
     def write(self, name: str, writer: Callable[[IO[bytes]], Any]) -> None:
