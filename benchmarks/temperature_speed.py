@@ -7,7 +7,7 @@ Every candidate starts from the same float32 logits (netcal, which wants probabi
 float64, made beforehand) and ends with a temperature; checks of the input are part of the time. Seconds are CPU
 seconds of this process; candidates take turns and the fastest round of each counts. `above` is how far the mean NLL
 at a candidate's temperature lies above the lowest one, that of a golden-section search in float64; it cannot be
-told from 0 below about 1e-15.
+distinguished from 0 below about 1e-15.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ torch.manual_seed(0)
 data = fashion_subset()
 network = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.Adam(network.parameters(), 1e-3)
-for _ in range(8):  # stands for the training you have behind you
+for _ in range(8):  # stands for your own training
     for x, y in batches(data.train, True):
         optimizer.zero_grad()
         F.cross_entropy(network(x), y).backward()

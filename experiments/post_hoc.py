@@ -112,7 +112,7 @@ def all_scores(run: StoredRun, methods: Collection[str] = tuple(METHODS)) -> dic
 
 
 def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
-    """How the staged head's NLL, by logits alone, differs from that of its rivals: difference and half interval."""
+    """How the staged head's NLL, by logits alone, differs from that of other methods: difference and half interval."""
     found: dict[str, float] = {"classes": run.calib.main.shape[1]}
     for name in RIVALS:
         if name in scores:

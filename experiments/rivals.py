@@ -1,4 +1,4 @@
-"""The staged head against its rivals on every classifier there is, and on small calibration sets.
+"""The staged head and other methods on all classifiers at hand, and on small calibration sets.
 
     python experiments/rivals.py versus [--shared FOLDER] [--tables ROOT]    # versus.csv; other rows are kept
     python experiments/rivals.py safety --draws 50 [--shared FOLDER]    # an hour of a core; safety.csv
@@ -9,7 +9,7 @@ probmetrics.
 versus: classifiers that are no runs of this project; those are in results.csv. Settings of the head were chosen on the
 part "development". The part "blind" is the first look at the classifiers of blind.py, by the code of commit 370ea41; it
 is never written again. What today's code gives for them is the part "after", which is not blind. The head reads logits
-alone, as its rivals do, except in rows named "features".
+alone, as the others do, except in rows named "features".
 
 safety: each draw fits to n samples of a network's calibration and test data and judges by up to 5,000 others.
 A loss is the NLL above the better of the raw network and temperature scaling, which is known only afterwards. Two
@@ -244,7 +244,7 @@ def _versus(row: pd.Series) -> dict[str, str]:
 
 
 def wins(found: pd.DataFrame) -> list[dict[str, str]]:
-    """A line for each rival. Each classifier counts once: of ImageNet the first half, by logits."""
+    """A line for each other method. Each classifier counts once: of ImageNet the first half, by logits."""
     found, lines = found[~found.name.str.contains("half [1-9]|features|paper's head")], []
     for name, title in RIVALS.items():
         gap, reach = found[f"to_{name}"], found[f"reach_{name}"].clip(lower=LEVEL)

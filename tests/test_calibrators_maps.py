@@ -323,7 +323,7 @@ def test_spline_leaves_a_calibrated_model_nearly_alone_and_repairs_a_bent_one() 
     honest = Temperature().fit(p).calibrate(p)
     moved = Spline().fit(honest).calibrate(honest).confidence - honest.confidence
     assert float(moved.abs().max()) < 0.05
-    # A confidence of c that is right c^2 of the time cannot be mended by a temperature alone.
+    # A confidence of c that is right c^2 of the time cannot be repaired by a temperature alone.
     generator = torch.Generator().manual_seed(1)
     conf = 0.5 + 0.5 * torch.rand(8000, generator=generator, dtype=torch.float64)
     wrong = torch.rand(8000, generator=generator, dtype=torch.float64) > conf**2

@@ -347,7 +347,7 @@ def test_resume_is_exact(texts: Any, tokenizer: Any, tmp_path: Path) -> None:
     assert_same(first.double.bank.state_dict(), second.double.bank.state_dict())
     (middle / "doublehead.pt").unlink()
     trainer = make_trainer(tiny_bert(), texts, tmp_path, tokenizer, callback(), **steps)
-    with pytest.warns(UserWarning, match="is not there: the calibration heads start afresh"):
+    with pytest.warns(UserWarning, match="is not there: the calibration heads start from scratch"):
         trainer.train(resume_from_checkpoint=str(middle))
 
 

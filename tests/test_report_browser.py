@@ -130,7 +130,7 @@ def test_slider_shows_error_and_coverage_of_every_threshold(page: Any) -> None:
             row = row_of(page, m)
             assert f"{100 * accepted / len(p):.1f} %" in row
             assert f"{wrong} of {accepted} wrong" in row
-            assert f"hands over {len(p) - accepted}" in row
+            assert f"abstains on {len(p) - accepted}" in row
             wanted = f"{100 * wrong / accepted:.2f} %" if accepted else "none answered"
             assert wanted in row
             spoken = f"{name}: answers {100 * accepted / len(p):.1f} %, error {wanted}"

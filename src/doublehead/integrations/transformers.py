@@ -334,8 +334,8 @@ def _load(file: Path, device: torch.device) -> dict[str, Any] | None:
     there = average_over_processes(torch.tensor(float(file.exists()), device=device))
     if there < 1:
         warnings.warn(
-            f"{file} is not there: the calibration heads start anew. To resume from a folder outside output_dir "
-            "name it in TrainingArguments(resume_from_checkpoint=...) too",
+            f"{file} is not there: the calibration heads start from scratch. To resume from a folder outside "
+            "output_dir name it in TrainingArguments(resume_from_checkpoint=...) too",
             stacklevel=2,
         )
         return None

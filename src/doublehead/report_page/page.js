@@ -166,7 +166,7 @@
         const answered = `${percent(coverage, 1)} %`, missed = kept ? `${percent(error)} %` : "none answered";
         write("coverage", answered);
         const whole = (value) => Math.round(value).toLocaleString("en");  // weights need not be whole
-        write("left", `hands over ${whole(method.n - kept)}`);
+        write("left", `abstains on ${whole(method.n - kept)}`);
         write("error", missed);
         write("wrong", `${whole(wrong)} of ${whole(kept)} wrong`);
         const x = left + width * coverage, y = top + height * (1 - Math.min(error, end) / end);
