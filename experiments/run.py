@@ -1,11 +1,12 @@
 """Train the runs of a row and keep what the tables need (a GPU for images).
 
-    python experiments/run.py cifar10 resnet50 --seeds 0 1 2 --root data --output runs
+    python experiments/run.py cifar10 resnet50 --seeds 0 1 2 --root data
     python experiments/run.py cifar100 --methods brier focal --root data
     python experiments/run.py sst-fine --accelerator cpu --root data
 
-A finished run is not trained again, and a stopped one continues. Arrays and certificate of each run go to
-experiments/logits and experiments/runs; `make results` makes numbers, tables and figures from these.
+A finished run is not trained again, and a stopped one continues. It is trained in the folder runs.
+Arrays and certificate go to experiments/logits and experiments/runs; `make results` makes numbers, tables and figures
+from these.
 """
 
 from __future__ import annotations
@@ -187,7 +188,6 @@ if __name__ == "__main__":
     parser.add_argument("--methods", nargs="+", default=["cross-entropy"], help="training losses")
     parser.add_argument("--epochs", type=int, help="the recipe's unless given")
     parser.add_argument("--root", help="the folder of data sets")
-    parser.add_argument("--output", type=Path, default=Path("runs"))
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; no run starts later")
     parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
@@ -196,7 +196,7 @@ if __name__ == "__main__":
         if time.perf_counter() - began > options.budget:
             print(f"out of time before {config.name}", flush=True)
             break
-        folder, where = RunFolder(options.output / config.folder_name), options.accelerator
+        folder, where = RunFolder(Path("runs") / config.folder_name), options.accelerator
         train(config, folder, root=options.root, accelerator=where, checkpoint_seconds=120, report=print)
         size = keep(folder, options.root, where).file.stat().st_size / 1e6
         print(f"{config.name}: {folder.results['train_seconds']:.0f} s, {size:.2f} MB", flush=True)

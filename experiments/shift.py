@@ -1,8 +1,8 @@
 """What the shift guard does to trained networks, with whole kinds of shift left out of its fit.
 
-    python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # logits and distances: seen/RUN.pt
-    python experiments/shift.py measure seen/*.pt                           # shift.csv, figure of a stream
-    python experiments/shift.py simulate                                    # shift_alarms.csv
+    python experiments/shift_sets.py RUN_FOLDER --root data   # logits and distances: seen/RUN.pt
+    python experiments/shift.py measure seen/*.pt             # shift.csv, figure of a stream
+    python experiments/shift.py simulate                      # shift_alarms.csv
 
 `measure` fits every method to calibration data and measures it on test data. The kind of shift that it is measured on
 is never part of its fit. Each cell is a family at a severity on 1,000 inputs; streams are cells one by one. Runs on
@@ -50,8 +50,8 @@ SHOWN = {
     "window-256": "guard, windows of 256",
     "perfect": "*perfect temperatures*",
 }
-# Of the simulation: calibration samples, channels of each part of the stages, and shifts by kind of stages.
-SAMPLES = (200, 872, 5000)
+# Of the simulation: calibration sets of each size, their samples, channels of each part of the stages, shifts.
+SETS, SAMPLES = 60, (200, 872, 5000)
 CHANNELS = {"normal": [128] * 18, "heavy tails": [128] * 18, "sparse": [100, 100]}
 SHIFTS = {"normal": 0.015, "heavy tails": 0.3, "sparse": 0.05}
 NEW, WINDOWS = 10_000, 20_000  # samples, and windows drawn from them
@@ -385,12 +385,11 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["measure", "simulate"])
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--members", nargs="*", type=Path, default=[], help="further members of ensembles")
-    parser.add_argument("--sets", type=int, default=60, help="simulated calibration sets of each size")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "measure":
         write_measured(options.paths, options.members)
     else:
-        rows = [row for kind in CHANNELS for n in SAMPLES for row in simulate(kind, n, options.sets)]
+        rows = [row for kind in CHANNELS for n in SAMPLES for row in simulate(kind, n, SETS)]
         pd.DataFrame(rows).round(6).to_csv(ALARMS, index=False)
     draw()

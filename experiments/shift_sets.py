@@ -1,6 +1,6 @@
 """Run a trained network over clean, shifted and unknown inputs, and keep logits and stage distances.
 
-    python experiments/shift_sets.py RUN_FOLDER --root data --output seen   # seen/RUN.pt
+    python experiments/shift_sets.py RUN_FOLDER --root data   # seen/RUN.pt
 
 Images need a GPU: 150,000 of them. Texts take a few minutes on a CPU. `shift.py` measures on what is kept.
 """
@@ -54,9 +54,9 @@ class Seen(NamedTuple):
 
 
 @torch.no_grad()
-def observe(folder: RunFolder, root: str, accelerator: str = "auto") -> dict[str, Seen]:
+def observe(folder: RunFolder, root: str) -> dict[str, Seen]:
     """Run the network of a finished run over all sets of inputs."""
-    run = reopened(folder, root, accelerator)
+    run = reopened(folder, root)
     guard, sets = ShiftGuard(run.net.eval()), {}
     of_images = isinstance(run.inputs.splits.test, Images)
     for name, batches, labels, rows in (image_sets if of_images else text_sets)(run, root):
@@ -161,9 +161,6 @@ if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--root")
-    parser.add_argument("--output", type=Path, default=Path("seen"))
-    parser.add_argument("--accelerator", default="auto")
     options = parser.parse_args()
     for folder in map(RunFolder, options.folders):
-        sets = observe(folder, options.root, options.accelerator)
-        write(options.output / f"{folder.config.name}.pt", sets)
+        write(Path("seen") / f"{folder.config.name}.pt", observe(folder, options.root))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import pandas as pd
@@ -100,10 +100,7 @@ def row_of(run: str) -> str:
 
 def rows(runs: Runs) -> dict[str, StoredRun]:
     """The first run of every row."""
-    found: dict[str, StoredRun] = {}
-    for run in runs:
-        found.setdefault(row_of(run.name), run)
-    return found
+    return {row: next(members) for row, members in groupby(runs, lambda run: row_of(run.name))}
 
 
 def networks(runs: Runs) -> dict[str, StoredRun]:
@@ -315,13 +312,10 @@ def stages_table(table: pd.DataFrame, runs: Runs) -> str:
     shown, wide = with_stages(table, runs)
     wide["change"] = wide.nll / wide.nll.xs("temperature", level="output") - 1
     by_row = wide[["change", "ece"]].rename(row_of, level="run").groupby(level=["run", "output"]).mean()
-    found = by_row.apply(lambda one: f"{100 * one.change:+.2f} / {percent(one.ece)}", axis=1)
-    return markdown(
-        [
-            {"network": title_of(first)} | {title: found.get((row, s), "-") for s, title in STAGES.items()}
-            for row, first in rows(shown).items()
-        ]
-    )
+    cells = by_row.apply(lambda one: f"{100 * one.change:+.2f} / {percent(one.ece)}", axis=1)
+    found = cells.unstack("output").reindex(columns=STAGES).fillna("-").rename(columns=STAGES)
+    found.insert(0, "network", [title_of(first) for first in rows(shown).values()])
+    return markdown(found)
 
 
 def kept_table(table: pd.DataFrame, runs: Runs) -> str:
