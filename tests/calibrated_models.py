@@ -15,9 +15,8 @@ N_CLASSES = 5
 
 
 def network() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, N_CLASSES)
-    )
+    body = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*body, nn.Linear(144, N_CLASSES))
 
 
 class Odd(nn.Module):
@@ -36,16 +35,8 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 KINDS = (
-    "temperature",
-    "matrix",
-    "head",
-    "no features",
-    "opinion",
-    "paper",
-    "temperature head",
-    "flip",
-    "guard",
-)
+    "temperature", "matrix", "head", "no features", "opinion", "paper", "temperature head", "flip", "guard",
+)  # fmt: skip
 
 
 def make(kind: str) -> tuple[Any, nn.Module]:

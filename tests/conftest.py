@@ -18,12 +18,8 @@ def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--shuffle",
-        type=int,
-        metavar="SEED",
-        help="run files and their tests in random order, from another seed",
-    )
+    told = "run files and their tests in random order, from another seed"
+    parser.addoption("--shuffle", type=int, metavar="SEED", help=told)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,9 +50,8 @@ def resnet110(shared: Path) -> dict[str, Any]:
     from doublehead import Predictions
 
     with np.load(shared / "data/logits/resnet110_c10.npz") as arrays:
-        return {
-            name: Predictions(arrays[f"{name}_logits"], arrays[f"{name}_labels"]) for name in ("val", "test")
-        }
+        splits = ("val", "test")
+        return {name: Predictions(arrays[f"{name}_logits"], arrays[f"{name}_labels"]) for name in splits}
 
 
 @pytest.fixture

@@ -103,10 +103,8 @@ def test_the_guarantee_holds_where_every_threshold_is_just_too_low():
     rng = np.random.default_rng(0)
     confidence = 1 - 0.5 * rng.random((250, 400)) ** 2
     correct = rng.random((250, 400)) < 1 - 0.151
-    found = [
-        abstain.choose_threshold(binary(c, r), max_error=0.15, confidence=0.9).threshold is not None
-        for c, r in zip(confidence, correct)
-    ]
+    draws = (binary(*draw) for draw in zip(confidence, correct))
+    found = [abstain.choose_threshold(p, max_error=0.15, confidence=0.9).threshold is not None for p in draws]
     assert 0.01 < np.mean(found) < 0.1
 
 

@@ -6,13 +6,7 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators import GaussianProcess, Temperature, smooth
-from doublehead.calibrators.smooth import (
-    JITTER,
-    _by_entries,
-    _by_sums,
-    _divergence,
-    _posterior,
-)
+from doublehead.calibrators.smooth import JITTER, _by_entries, _by_sums, _divergence, _posterior
 from doublehead.predictions import Predictions
 from samples import overconfident
 
@@ -25,10 +19,8 @@ def test_sums_over_classes_give_the_likelihood_of_all_entries() -> None:
     labels = torch.randint(1, 50, (30,), generator=generator)
     grid = torch.linspace(-15, 0, 256, dtype=torch.float64)
     f, variance = (part.requires_grad_() for part in ((grid / 5).sin() * 0.5, 0.1 + 0.05 * (grid / 3).cos()))
-    found = [
-        (value, *torch.autograd.grad(value, (f, variance)))
-        for value in (one(x, grid, labels)(f, variance) for one in (_by_entries, _by_sums))
-    ]
+    values = (one(x, grid, labels)(f, variance) for one in (_by_entries, _by_sums))
+    found = [(value, *torch.autograd.grad(value, (f, variance))) for value in values]
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-4)
     for by_entries, by_sums in zip(found[0][1:], found[1][1:]):
         torch.testing.assert_close(by_entries, by_sums, rtol=0, atol=3e-4)
@@ -81,10 +73,8 @@ def test_expected_log_likelihood_agrees_with_sampling_where_variances_are_small(
     generator = torch.Generator().manual_seed(0)
     grid = torch.linspace(-4, 0, 5, dtype=torch.float64)
     x = grid[torch.randint(5, (3, 4), generator=generator)]
-    f, spread = (
-        torch.randn(5, generator=generator).double(),
-        0.05 * torch.rand(5, generator=generator).double(),
-    )
+    f = torch.randn(5, generator=generator).double()
+    spread = 0.05 * torch.rand(5, generator=generator).double()
     place = (x + 4).long()
     mean, variance = x + f[place], spread[place]
     labels = torch.tensor([0, 3, 2])
@@ -101,13 +91,10 @@ def test_it_learns_a_bend_that_a_temperature_cannot() -> None:
     labels = torch.multinomial(true.exp(), 1, generator=generator)[:, 0]
     p = Predictions(true - 0.3 * true.square(), labels)  # small probabilities made smaller still
     fit, new = p[:4000], p[4000:]
-    losses = {
-        kind: float(cross_entropy(kind().fit(fit).calibrate(new).logits, new.labels))
-        for kind in (Temperature, GaussianProcess)
-    }
-    best = float(cross_entropy(true[4000:], new.labels))
-    assert losses[GaussianProcess] < losses[Temperature] - 0.005
-    assert losses[GaussianProcess] < best + 0.01
+    calibrated = (kind().fit(fit).calibrate(new).logits for kind in (GaussianProcess, Temperature))
+    learned, scaled, best = (cross_entropy(z, new.labels) for z in (*calibrated, true[4000:]))
+    assert learned < scaled - 0.005
+    assert learned < best + 0.01
 
 
 def test_it_leaves_what_is_already_right() -> None:

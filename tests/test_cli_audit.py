@@ -290,9 +290,8 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_csv(folder / "val.csv", 0)
     lines = good.splitlines()
     (folder / "top.csv").write_text("label,predicted,confidence\ncat,cat,0.75\ndog,cat,0.5\n")
-    (folder / "list.json").write_text(
-        '[{"label": "a", "a": 0.75, "b": 0.25}, {"label": "b", "a": 0.5, "b": 0.5}]'
-    )
+    records = [{"label": "a", "a": 0.75, "b": 0.25}, {"label": "b", "a": 0.5, "b": 0.5}]
+    (folder / "list.json").write_text(json.dumps(records))
     row = lines[300].split(",")
     row[4] = "nan"
     (folder / "nan.csv").write_text("\n".join([*lines[:300], ",".join(row), *lines[301:]]) + "\n")
@@ -342,9 +341,8 @@ def test_the_tutorial_runs(shared: Path, tmp_path: Path, monkeypatch: Any) -> No
                 assert re.sub(r"\s+", " ", line.strip()) in printed
             elif name := re.match(r"(accuracy|ECE \(15 bins\)|ECE floor|NLL)  ", line):  # fitted
                 (printed,) = [other for other in result.output.splitlines() if other.startswith(name[0])]
-                shown, found = (
-                    np.reshape(re.findall(r"\d+\.\d+", one), (-1, 3)).astype(float) for one in (line, printed)
-                )
+                numbers = (re.findall(r"\d+\.\d+", one) for one in (line, printed))
+                shown, found = (np.reshape(three, (-1, 3)).astype(float) for three in numbers)
                 assert found[:, 0] == pytest.approx(shown[:, 0], rel=0.02)
                 # The ends are quantiles of 1,000 resamples, with a standard error of 2 % of the interval's width. A
                 # sample that moves to another bin changes what is drawn.
@@ -429,16 +427,12 @@ def test_classes_of_the_fit_are_found_by_name(header: str, labels: Any, tmp_path
     scores, truth = np.array([(0.75, 0.25), (0.125, 0.875), (0.625, 0.375)] * 20), [0, 1, 1] * 20
     fit, new, own, out = (tmp_path / f"{name}.csv" for name in ("fit", "new", "own", "out"))
     order = [1, 0] if header.lower().endswith("b") else [0, 1]
-    for path, first, names, columns in (
-        (fit, "label,b,a", "01", scores),
-        (new, header, labels, scores[:, order]),
-    ):
+    files = (fit, "label,b,a", "01", scores), (new, header, labels, scores[:, order])
+    for path, first, names, columns in files:
         lines = [f"{names[y]},{p},{q}" for y, (p, q) in zip(truth, columns)]
         path.write_text("\n".join([first, *lines]) + "\n")
-    pairs = ((fit, own), (new, out))
-    wanted, found = (
-        json.loads(calibrate(fit, *pair, "--method", "vector", "--json").stdout) for pair in pairs
-    )
+    results = (calibrate(fit, *pair, "--method", "vector", "--json") for pair in ((fit, own), (new, out)))
+    wanted, found = (json.loads(result.stdout) for result in results)
     assert found["before"] == (wanted["before"] if labels[0] else None)
     mine, theirs = (np.loadtxt(path, delimiter=",", skiprows=1, usecols=(1, 2)) for path in (own, out))
     assert np.array_equal(theirs[:, order], mine)

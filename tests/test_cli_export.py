@@ -131,9 +131,8 @@ def test_a_network_that_reads_words_brings_its_vocabulary(shared: Path, tmp_path
             member = archive.extractfile(name)
             (tmp_path / "sst" / name).write_bytes(b"".join(member.readline() for _ in range(n)))
     settings = {"data": "sst-binary", "embeddings": "random:8", "epochs": 1, "batch_size": 32, "every": 2}
-    config = Config(
-        model="gp_cnn", augment="none", heads={"sample": HeadSpec(kind="temperature")}, **settings
-    )
+    heads = {"sample": HeadSpec(kind="temperature")}
+    config = Config(model="gp_cnn", augment="none", heads=heads, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a part of the data set is no longer the data set
         train(config, RunFolder(tmp_path / "run"), root=str(tmp_path), accelerator="cpu")

@@ -19,10 +19,8 @@ parquet = pytest.importorskip("pyarrow.parquet")
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
     how = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
-    with (
-        distributed.LocalCluster(silence_logs=logging.CRITICAL, **how) as cluster,
-        distributed.Client(cluster) as client,
-    ):
+    how["silence_logs"] = logging.CRITICAL
+    with distributed.LocalCluster(**how) as cluster, distributed.Client(cluster) as client:
         assert len(client.scheduler_info()["workers"]) == 2
         yield client
 

@@ -5,11 +5,7 @@ import pytest
 import torch
 
 from doublehead import Bins, Predictions, curves
-from doublehead.curves import (
-    class_gaps,
-    reliability,
-    risk_coverage_curve,
-)
+from doublehead.curves import class_gaps, reliability, risk_coverage_curve
 from doublehead.metrics import ece, ece_floor, fine_bins, risk_coverage
 from samples import binary, overconfident
 

@@ -3,6 +3,7 @@
 import colorsys
 import io
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -203,10 +204,8 @@ def test_elastic_transform_is_scipys(severity, monkeypatch):
         places = source[::-1].reshape(2, 32, 32)
         moved = [ndimage.map_coordinates(c, places, order=1, mode="mirror") for c in image]
         if alpha:
-            across, down = (
-                ndimage.gaussian_filter(2 * d[n] - 1, sigma, mode="reflect", truncate=3) * alpha
-                for d in drawn[1].numpy()
-            )
+            smooth = partial(ndimage.gaussian_filter, sigma=sigma, mode="reflect", truncate=3)
+            across, down = (smooth(2 * d[n] - 1) * alpha for d in drawn[1].numpy())
             places = [y + down, x + across]
             moved = [ndimage.map_coordinates(c, places, order=1, mode="reflect") for c in moved]
         np.testing.assert_allclose(out[n], np.clip(moved, 0, 1), atol=1e-6)

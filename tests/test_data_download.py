@@ -54,9 +54,8 @@ def archive(web, monkeypatch):
 
     def serve(pack, members, checksum=False):
         file = pack(members, folder / "sst.zip")
-        source = Source(
-            f"{address}/sst.zip", "sst.zip", md5(file.read_bytes()) if checksum else None, "trees"
-        )
+        known = md5(file.read_bytes()) if checksum else None
+        source = Source(f"{address}/sst.zip", "sst.zip", known, "trees")
         for name in ("sst-fine", "sst-binary"):
             monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], downloads=(source,)))
         return file

@@ -334,7 +334,7 @@ def shipped():
 
 def test_fashion_sizes_and_balance(shipped):
     assert shipped.sizes == (8_500, 2_500, 6_000)
-    for part in (shipped.train, shipped.calib, shipped.test):
+    for part in shipped.parts.values():
         counts = np.bincount(part.labels)
         assert counts.tolist() == [len(part) // 10] * 10
         assert part.images.dtype == np.uint8
@@ -351,9 +351,7 @@ def test_the_asset_is_small_and_has_its_licence():
 def test_fashion_images_are_the_originals(shipped):
     with np.load(ASSETS / ASSET) as arrays:
         rows = np.split(arrays["rows"], [8_500, 11_000])
-    for part, drawn, half in zip(
-        (shipped.train, shipped.calib, shipped.test), rows, ("train", "train", "t10k")
-    ):
+    for part, drawn, half in zip(shipped.parts.values(), rows, ("train", "train", "t10k")):
         pixels = gzip.decompress((DEBIAN / f"{half}-images-idx3-ubyte.gz").read_bytes())[16:]
         labels = gzip.decompress((DEBIAN / f"{half}-labels-idx1-ubyte.gz").read_bytes())[8:]
         images = np.frombuffer(pixels, np.uint8).reshape(-1, 28, 28, 1)

@@ -103,9 +103,8 @@ def test_class_distances_of_calibration_samples_ignore_their_own_label() -> None
 
 def test_numbers_by_hand() -> None:
     labels = torch.tensor([0, 0, 1, 1])
-    none, scaled, best = (
-        Scores.of(Predictions(torch.tensor([[z, 0.0]] * 4), labels)) for z in (2.0, 1.0, 0.0)
-    )
+    logits = (torch.tensor([[z, 0.0]] * 4) for z in (2.0, 1.0, 0.0))
+    none, scaled, best = (Scores.of(Predictions(z, labels)) for z in logits)
     found = best.numbers(none, scaled)
     assert found["nll"] == pytest.approx(np.log(2))
     assert (found["accuracy"], found["brier"], found["n"]) == (0.5, 0.5, 4)
@@ -138,9 +137,8 @@ def test_an_ensemble_is_of_equal_runs_and_equal_samples() -> None:
         assert len(members) >= 3
         assert name.endswith(f"-ensemble{len(members)}")
         assert len({run.config.seed for run in members}) == len(members)
-    one, two = (
-        Splits(split, split) for split in (Split(torch.tensor([0, 1, y]), torch.randn(3, 2)) for y in (0, 1))
-    )
+    splits = (Split(torch.tensor([0, 1, y]), torch.randn(3, 2)) for y in (0, 1))
+    one, two = (Splits(split, split) for split in splits)
     with pytest.raises(ValueError, match="the same samples in the same order"):
         post_hoc.ensemble_numbers("x", [one, two])
 
@@ -227,13 +225,9 @@ def test_means_are_over_the_seeds_of_a_row() -> None:
 
 
 def test_cells_of_the_ece() -> None:
-    assert (
-        tables.ece_cell(pd.Series({"ece": 0.01, "ece_low": 0.002, "ece_high": 0.005}))
-        == "1.00 (0.20 to 0.50)"
-    )
-    assert tables.ece_cell(pd.Series({"ece": 0.001, "ece_low": 0.002, "ece_high": 0.005})).startswith(
-        "**0.10**"
-    )
+    band = {"ece_low": 0.002, "ece_high": 0.005}
+    assert tables.ece_cell(pd.Series({"ece": 0.01, **band})) == "1.00 (0.20 to 0.50)"
+    assert tables.ece_cell(pd.Series({"ece": 0.001, **band})) == "**0.10** (0.20 to 0.50)"
 
 
 # --- recipes and training

@@ -143,12 +143,8 @@ def test_where_and_by(tmp_path: Path) -> None:
         assert read_predictions(file, kind="logits", where=where).load().labels.tolist() == wanted
     groups = read_predictions(file, kind="logits", by="site").tally().groups
     assert {name: tally.n for name, tally in groups.items()} == {"A": 2, "B": 1, "(missing)": 1}
-    refused(
-        "none of the 4 rows of .* has site=C; the values there are .*A, B",
-        file,
-        kind="logits",
-        where={"site": "C"},
-    )
+    said = "none of the 4 rows of .* has site=C; the values there are .*A, B"
+    refused(said, file, kind="logits", where={"site": "C"})
 
 
 def test_a_kind_is_asked_for_only_where_it_is_not_certain(tmp_path: Path) -> None:
@@ -240,11 +236,8 @@ BAD_UNSTATED = {
     "id,label,class,prob\n1,a,a,0.5\n1,a,b,0.5\n2,b,a,0.5": "must have 2 rows for each sample",
     "id,label,class,prob\n1,a,a,0.5\n1,b,b,0.5": "one label for each sample",
 }
-BAD_CSV = [
-    (kind, *case)
-    for kind, cases in (("logits", BAD_LOGITS), ("probs", BAD_PROBS), (None, BAD_UNSTATED))
-    for case in cases.items()
-]
+BAD = {"logits": BAD_LOGITS, "probs": BAD_PROBS, None: BAD_UNSTATED}
+BAD_CSV = [(kind, *case) for kind, cases in BAD.items() for case in cases.items()]
 
 
 @pytest.mark.parametrize(("kind", "text", "message"), BAD_CSV)
@@ -453,16 +446,12 @@ def plain() -> bytes:
 
 
 def as_table() -> Any:
-    columns = {"label": TRUTH, "prob_0": [p[0] for p in PROBS], "prob_1": [p[1] for p in PROBS]}
-    return pa.table(columns)
+    return pa.table({"label": TRUTH, "prob_0": [p[0] for p in PROBS], "prob_1": [p[1] for p in PROBS]})
 
 
 def as_json_lines(lists: bool) -> bytes:
-    rows: list[dict[str, Any]] = [
-        {"label": y, **({"probs": p} if lists else {"prob_0": p[0], "prob_1": p[1]})}
-        for y, p in zip(TRUTH, PROBS)
-    ]
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    names = (lambda p: {"probs": p}) if lists else (lambda p: {"prob_0": p[0], "prob_1": p[1]})
+    return "".join(json.dumps({"label": y, **names(p)}) + "\n" for y, p in zip(TRUTH, PROBS)).encode()
 
 
 def as_arrow() -> bytes:
@@ -498,9 +487,7 @@ CONTENTS = {
     "plain.csv": plain,
     "table.txt": plain,
     "gzip.csv.gz": lambda: gzip.compress(plain()),
-    "windows-1252.csv": lambda: "label;caf\xe9;b\ncaf\xe9;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n".encode(
-        "cp1252"
-    ),
+    "windows-1252.csv": lambda: b"label;caf\xe9;b\ncaf\xe9;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n",
     "a.parquet": lambda: as_parquet_bytes(as_table()),
     "lists.parquet": lambda: as_parquet_bytes(pa.table({"label": TRUTH, "probs": PROBS})),
     "categories.parquet": lambda: as_parquet_bytes(
@@ -517,7 +504,7 @@ CONTENTS = {
     "columns.npz": lambda: as_npz_bytes(probs=PROBS, labels=np.array(TRUTH)[:, None]),
     "one-hot.npz": lambda: as_npz_bytes(probs=PROBS, labels=np.eye(2)[TRUTH]),
     "classes.npz": lambda: as_npz_bytes(
-        probs=PROBS, labels=np.array(list("abb")), classes=np.array(["a", "b"])
+        probs=PROBS, labels=np.array(list("abb")), classes=np.array(list("ab"))
     ),
     "gzip by content.csv": lambda: gzip.compress(plain()),
     "utf-16.csv": lambda: plain().decode().encode("utf-16"),

@@ -158,10 +158,8 @@ def test_few_samples_of_wide_layers_raise_no_false_alarm() -> None:
     mix = torch.randn(256, 256, generator=generator)
 
     def observe(n: int) -> Observed:
-        none = torch.zeros(n, dtype=torch.int64)
-        return Observed(
-            torch.randn(n, 256, generator=generator) @ mix, torch.zeros(n, 2), none, none, torch.arange(n)
-        )
+        none, stages = torch.zeros(n, dtype=torch.int64), torch.randn(n, 256, generator=generator) @ mix
+        return Observed(stages, torch.zeros(n, 2), none, none, torch.arange(n))
 
     guard, alarms = Guard([128, 128]), 0
     guard.fit(observe(40))

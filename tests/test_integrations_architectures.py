@@ -27,12 +27,7 @@ TORCHVISION = {
     "mobilenet_v2": 32, "mnasnet0_5": 32, "regnet_y_400mf": 32, "efficientnet_b0": 32, "mobilenet_v3_small": 32,
 }  # fmt: skip
 # Their logits are the mean of two heads' (one is tapped), or come after a ReLU on the layer's maps.
-NOT_LINEAR_IN_ONE_LAYER = {
-    "deit_tiny_distilled_patch16_224",
-    "crossvit_tiny_240",
-    "repvit_m0_9",
-    "squeezenet1_1",
-}
+NOT_LINEAR = ("deit_tiny_distilled_patch16_224", "crossvit_tiny_240", "repvit_m0_9", "squeezenet1_1")
 # What a shift guard says to them: no normalisation layers, or such as see several rows for each sample.
 NOT_GUARDED = {
     "squeezenet1_1": "must have normalisation layers",
@@ -113,7 +108,7 @@ def test_features_logits_and_gradients(library: str, name: str, size: int) -> No
         torch.testing.assert_close(output, want, rtol=0, atol=0)
         layer = net.get_submodule(double.reader.layer)
         assert features.shape == (2, double.reader.n_features)
-        if name not in NOT_LINEAR_IN_ONE_LAYER:
+        if name not in NOT_LINEAR:
             made = F.linear(features, layer.weight.flatten(1), layer.bias)
             torch.testing.assert_close(made, logits, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(model(x), model.head(want, features).log_softmax(1))

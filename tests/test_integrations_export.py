@@ -238,9 +238,8 @@ def test_card_by_hand() -> None:
     assert found["accuracy"] == pytest.approx(0.7)
     assert found["ece"] == pytest.approx(0.1)
     floor = metrics.ece_floor(test)
-    assert f"{100 * floor.mean:.2f} % {100 * floor.low:.2f} to {100 * floor.high:.2f} %" in " ".join(
-        card.split()
-    )
+    shown = f"{100 * floor.mean:.2f} % {100 * floor.low:.2f} to {100 * floor.high:.2f} %"
+    assert shown in " ".join(card.split())
     assert re.search(r"ECE \(15 bins\) +10.00 %", card)
     for text in ("Ten coins.", "Guessing.", "1. b"):
         assert text in card

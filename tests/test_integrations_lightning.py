@@ -263,8 +263,7 @@ def test_one_head_is_used_as_trained(images: Images, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "alone"),
-    [("32-true", False), ("32-true", True), ("bf16-mixed", False), ("64-true", False)],
+    ("precision", "alone"), [("32-true", False), ("32-true", True), ("bf16-mixed", False), ("64-true", False)]
 )
 def test_the_best_checkpoint_is_calibrated(
     images: Images, tmp_path: Path, precision: str, alone: bool

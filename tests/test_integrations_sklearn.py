@@ -12,12 +12,7 @@ from torch import nn
 
 from doublehead import Calibrated, Predictions, metrics
 from doublehead.calibrators import Head, Temperature
-from doublehead.integrations.sklearn import (
-    CalibratedClassifier,
-    DoubleHeadClassifier,
-    ece_scorer,
-    hold_out,
-)
+from doublehead.integrations.sklearn import CalibratedClassifier, DoubleHeadClassifier, ece_scorer, hold_out
 
 pd = pytest.importorskip("pandas")
 sklearn = pytest.importorskip("sklearn")
@@ -90,10 +85,8 @@ def test_weights_count_in_the_networks_loss() -> None:
     assert weighted.score(x, right) > 0.95 > plain.score(x, right)
     sure = [model.predict_proba(x).max(1).mean() for model in (weighted, plain)]
     assert sure[0] > sure[1]  # not calibrated on them
-    balanced, alone = (
-        DoubleHeadClassifier(class_weight=weight, **QUICK).fit(x, right)
-        for weight in ("balanced", {"no": 1.0, "yes": 1e-6})
-    )
+    ways = ("balanced", {"no": 1.0, "yes": 1e-6})
+    balanced, alone = (DoubleHeadClassifier(class_weight=way, **QUICK).fit(x, right) for way in ways)
     assert (alone.predict(x) == "no").all()
     recall = (balanced.predict(x)[truth] == "yes").mean()
     assert recall > 0.95

@@ -45,9 +45,8 @@ def test_trackers_of_transformers(
     args = SimpleNamespace(report_to=["wandb", "mlflow"], output_dir=str(tmp_path))
     log_to_trackers(args, {"eval_ece_calib": 0.01}, curve, "reliability", 5)  # neither has been imported
     run = SimpleNamespace(log=lambda row: got.update(wandb=row))
-    monkeypatch.setitem(
-        sys.modules, "wandb", SimpleNamespace(run=run, Image=lambda figure: ("image", figure))
-    )
+    wandb = SimpleNamespace(run=run, Image=lambda figure: ("image", figure))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     mlflow = SimpleNamespace(
         active_run=lambda: "open",
         log_metrics=lambda numbers, step: got.update(mlflow=(numbers, step)),

@@ -77,9 +77,8 @@ def train(folder: Path, callback: Any, n_processes: int, checkpoint: Any = None,
 def one_of_two(folder: Path) -> None:
     """What each process does; the files it writes carry its rank."""
     # Transformers 5.17 resumes the optimizer onto "cpu:0", a place that torch.load does not know; 5.22 onto "cpu".
-    torch.serialization.register_package(
-        50, lambda _: None, lambda storage, place: storage if place.startswith("cpu:") else None
-    )
+    onto = lambda storage, place: storage if place.startswith("cpu:") else None  # noqa: E731
+    torch.serialization.register_package(50, lambda _: None, onto)
     plain = train(folder / "plain", None, 2)
     callback = Recorded(rows(N_CALIB, 3), every=3)
     whole = train(folder / "two", callback, 2, save="steps")
@@ -88,11 +87,8 @@ def one_of_two(folder: Path) -> None:
     train(folder / "paper", paper, 2)
     states = {"plain": plain.model.state_dict(), "whole": whole.model.state_dict()}
     states |= {"whole heads": callback.trained, "paper heads": paper.trained}
-    found = {
-        "evaluate": whole.evaluate(),
-        "predict": whole.predict(rows(N_TEST, 2)).predictions.tolist(),
-        "log": whole.state.log_history,
-    }
+    found = {"evaluate": whole.evaluate(), "predict": whole.predict(rows(N_TEST, 2)).predictions.tolist()}
+    found["log"] = whole.state.log_history
     whole.save_model(str(folder / "saved"))
     for name, saved in (("resumed", "two"), ("joined", "one")):  # the second was saved by a single process
         again = Recorded(rows(N_CALIB, 3), every=3)

@@ -15,41 +15,22 @@ PACKAGE = SOURCE / "doublehead"
 # A module, or a folder of them, imports only from those above it.
 ORDER = (
     "system",
-    "torch_tools",  # the method: from small tools to the companion
-    "calibration_data",
-    "tasks",
-    "network",
-    "calibration_head",
-    "head_training",
-    "calibrated",
-    "double_head",
-    "llm_answers",
-    "score_arrays",
-    "predictions",  # what a classifier predicts, and how good that is
-    "losses",
-    "bins",
-    "metrics",
-    "abstain",
-    "calibrators",
-    "calibrate",  # the verb calibrate
-    "guard",
-    "shift_guard",
-    "saving",
-    "outcomes",
-    "curves",
-    "plots",
-    "summary",  # all numbers of some predictions
-    "stream",
-    "data",  # training
-    "models",
-    "training",
-    "files",  # files of predictions
-    "report_page",
-    "audit",  # the verbs evaluate and report
-    "integrations",
-    "cli",
-    "__main__",
-)
+    # the method: from small tools to the companion
+    "torch_tools", "calibration_data", "tasks", "network", "calibration_head", "head_training", "calibrated",
+    "double_head", "llm_answers", "score_arrays",
+    # what a classifier predicts, and how good that is
+    "predictions", "losses", "bins", "metrics", "abstain", "calibrators",
+    # the verb calibrate
+    "calibrate", "guard", "shift_guard", "saving", "outcomes", "curves", "plots",
+    # all numbers of some predictions
+    "summary", "stream",
+    # training
+    "data", "models", "training",
+    # files of predictions
+    "files", "report_page",
+    # the verbs evaluate and report
+    "audit", "integrations", "cli", "__main__",
+)  # fmt: skip
 # Methods that open a door further down import it when they are called.
 LATE = {
     "double_head": {"calibrate"},
@@ -82,10 +63,8 @@ def imports(source: str, *, only_at_import: bool = False) -> set[str]:
             assert node.level == 0, "imports name the whole module: from doublehead.x import y"
             base = node.module or ""
             if base.split(".")[0] == "doublehead":
-                full = {f"{base}.{alias.name}" for alias in node.names}
-                found |= {
-                    name if name in MODULES else base for name in full if name != "doublehead.__version__"
-                }
+                full = {f"{base}.{alias.name}" for alias in node.names} - {"doublehead.__version__"}
+                found |= {name if name in MODULES else base for name in full}
     return found
 
 

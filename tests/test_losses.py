@@ -71,11 +71,9 @@ def test_losses_of_single_examples_by_hand() -> None:
     fifth = flsd53(of_probs([0.19, 0.81], [0.21, 0.79]), torch.tensor([0, 0]))  # where gamma changes
     close(fifth, [-(0.81**5) * math.log(0.19), -(0.79**3) * math.log(0.21)])
     # epsilon 0.3 over three classes: the label gets 0.8, each other class 0.1
-    smooth = [
-        -(0.8 * math.log(0.5) + 0.1 * math.log(0.3) + 0.1 * math.log(0.2)),
-        -(0.1 * math.log(0.1) + 0.1 * math.log(0.8) + 0.8 * math.log(0.1)),
-    ]
-    close(label_smoothing(logits, labels, epsilon=0.3), smooth)
+    first = -(0.8 * math.log(0.5) + 0.1 * math.log(0.3) + 0.1 * math.log(0.2))
+    second = -(0.1 * math.log(0.1) + 0.1 * math.log(0.8) + 0.8 * math.log(0.1))
+    close(label_smoothing(logits, labels, epsilon=0.3), [first, second])
     logits, labels = torch.tensor([[2.0, -1.0, 0.5]]).double(), torch.tensor([0])
     close(mse_logits(logits, labels), [(1 + 1 + 0.25) / 3])
     close(mse_logits(logits, labels, k=15.0, m=30.0), [(15 * 28**2 + 1 + 0.25) / 3])
@@ -410,11 +408,8 @@ def test_adafocal_in_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypat
 
 def test_adafocal_changes_a_run_from_the_second_epoch_on(tmp_path: Path) -> None:
     lines = []
-    for name, settings in (
-        ("ada", {"loss": "adafocal"}),
-        ("focal", {"loss": "focal", "loss_options": {"gamma": 1.0}}),
-    ):
-        run(small(**settings), tmp_path / name)
+    for name, options in (("adafocal", {}), ("focal", {"gamma": 1.0})):
+        run(small(loss=name, loss_options=options), tmp_path / name)
         lines.append([row["train_loss"] for row in loop.RunFolder(tmp_path / name).lines()])
     assert lines[0][0] == pytest.approx(lines[1][0], rel=1e-4)  # the same in the first epoch
     assert lines[0][1] != pytest.approx(lines[1][1], rel=1e-4)

@@ -65,9 +65,7 @@ def test_float32_logits_of_many_classes_keep_their_digits():
 def test_auroc_by_hand():
     # pairs: 0.9 beats both, 0.8 ties one and beats one, 0.3 beats one
     assert metrics.auroc([0.9, 0.8, 0.3], [0.8, 0.1]) == pytest.approx((2 + 1.5 + 1) / 6)
-    with pytest.raises(
-        ValueError, match=r"negative must be finite numbers \(N,\) with N >= 1, got shape \(0,\)"
-    ):
+    with pytest.raises(ValueError, match=r"negative must be finite .* with N >= 1, got shape \(0,\)"):
         metrics.auroc([0.5], np.zeros(0))
     with pytest.raises(ValueError, match="positive must be finite"):
         metrics.auroc([np.nan], [0.5])

@@ -60,12 +60,7 @@ def test_gp_cnn_equals_loops(words, stride):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        (TextCNN, {}),
-        (GlobalPoolingCNN, {}),
-        (GlobalPoolingCNN, {"stride": 5}),
-        (GlobalPoolingCNN, {"stride": 2}),
-    ],
+    [(TextCNN, {}), *((GlobalPoolingCNN, options) for options in ({}, {"stride": 5}, {"stride": 2}))],
 )
 def test_logits_do_not_depend_on_the_batch(kind, options):
     network = make_cnn(kind, **options)

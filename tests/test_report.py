@@ -159,9 +159,8 @@ def test_very_long_names_are_cut() -> None:
 
 def test_page_stays_small_with_many_methods_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    p = Predictions(
-        torch.randn(2000, 1000, generator=generator), torch.randint(1000, (2000,), generator=generator)
-    )
+    logits = torch.randn(2000, 1000, generator=generator)
+    p = Predictions(logits, torch.randint(1000, (2000,), generator=generator))
     one = measure(0, "one", Record.of(p))
     monkeypatch.setattr(page_module, "measure", lambda i, name, *_: replace(one, index=i, name=name))
     page = build({f"method number {i}": p for i in range(12)})
@@ -218,9 +217,7 @@ def test_of_many_samples_every_method_keeps_the_same(
         assert len(one.record.outcomes) == 400
         assert "400 samples drawn" in " ".join(one.record.notes)
         assert not whole.record.notes
-        assert {key: one.summary.values[key] for key in sums} == {
-            key: whole.summary.values[key] for key in sums
-        }
+        assert [one.summary.values[key] for key in sums] == [whole.summary.values[key] for key in sums]
         np.testing.assert_array_equal(one.record.wrong, whole.record.wrong)
         assert one.record.errors == whole.record.errors
         assert one.summary.values["aurc"] == pytest.approx(whole.summary.values["aurc"], abs=0.1)
@@ -309,10 +306,7 @@ def test_shift_from_predictions_and_from_numbers(named: dict[str, Predictions]) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"shift": {"blur": {"x": {}}}},
-            r"shift\['blur'\] must be for the methods \['sharp', 'honest'\], got 'x'",
-        ),
+        ({"shift": {"blur": {"x": {}}}}, r"shift\['blur'\] .* the methods \['sharp', 'honest'\], got 'x'"),
         ({"named": {}}, "a report must hold 1 to 12 methods, got 0"),
         ({"classes": ["a", "b"]}, "classes must be 5 names, one per class of 'sharp', got 2"),
         ({"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),

@@ -328,12 +328,8 @@ def test_policy_stops_code_and_requests_even_if_markup_got_in(browser: Any, repo
     with opened(browser, report) as page:
         refused: list[tuple[str, str]] = []
         page.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
-        with (
-            page.expect_event("requestfailed"),
-            page.expect_event(
-                "console", lambda _: len(page.complaints) >= 3
-            ),  # the browser says what it refused
-        ):
+        told = page.expect_event("console", lambda _: len(page.complaints) >= 3)  # what the browser refused
+        with page.expect_event("requestfailed"), told:
             page.evaluate(BREAK_IN)
         assert page.evaluate("typeof window.pwned") == "undefined"
         assert refused == [("http://192.0.2.1/leak.png", "csp")]

@@ -482,11 +482,7 @@ def test_padding_does_not_count() -> None:
 
 def test_models_that_cannot_be_guarded() -> None:
     for net, options, message in (
-        (
-            nn.Sequential(nn.Flatten()),
-            {},
-            "model must have normalisation layers .* got Sequential without any",
-        ),
+        (nn.Sequential(nn.Flatten()), {}, "model must have normalisation layers .* Sequential without any"),
         (small_net(), {"layers": ["1", "fc"]}, r"must name .* such as \['1', '4', '7'\], got \['fc'\]"),
         (small_net(), {"layers": []}, r"layers must name .* got \[\]"),
         (small_net(), {"window": 1}, "window must be 0 or at least 2"),
@@ -498,9 +494,8 @@ def test_models_that_cannot_be_guarded() -> None:
     unused.forward = unused[1].forward
     with pytest.raises(RuntimeError, match=r"layers must be run .* these were not: \['0'\]"):
         ShiftGuard(unused).eval()(torch.rand(2, 4))
-    folded = nn.Sequential(
-        nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Unflatten(0, (-1, 3)), nn.Flatten(), nn.Linear(12, 2)
-    )
+    rows = nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Unflatten(0, (-1, 3))
+    folded = nn.Sequential(*rows, nn.Flatten(), nn.Linear(12, 2))
     with pytest.raises(RuntimeError, match=r"one row for each of the 5 samples, .* do not: \['1'\]; name"):
         ShiftGuard(folded).eval()(torch.rand(5, 3, 4))
 
@@ -523,11 +518,8 @@ def test_a_guard_round_a_guard() -> None:
 def test_calibration_data_in_any_form() -> None:
     """What `calibrate` takes, shuffled where it is not a loader; and an iterator, which is read once."""
     (x, y), torch_data = some_batches(1)[0], torch.utils.data
-    for data in (
-        (x, y),
-        torch_data.TensorDataset(x, y),
-        torch_data.Subset(torch_data.TensorDataset(x, y), range(len(y))),
-    ):
+    whole = torch_data.TensorDataset(x, y)
+    for data in ((x, y), whole, torch_data.Subset(whole, range(len(y)))):
         clean, perturbed = ShiftGuard(small_net()).observe(data, noisy)
         assert perturbed is not None
         assert sorted(clean.labels.tolist()) == sorted(y.tolist())

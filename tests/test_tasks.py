@@ -269,9 +269,8 @@ def test_bad_labels_in_memory_and_heads_that_cannot_read_several_are_found_at_on
 
 def test_heads_learn_several_labels_beside_the_network(tmp_path: Path) -> None:
     x, y = segments()
-    noisy = torch.where(
-        torch.rand(200, 7, generator=torch.Generator().manual_seed(1)) < 0.1, 1 - y[:200], y[:200]
-    )
+    wrong = torch.rand(200, 7, generator=torch.Generator().manual_seed(1)) < 0.1
+    noisy = torch.where(wrong, 1 - y[:200], y[:200])
     bare, net = segment_net(), segment_net()
     double = dh.DoubleHead(net, (x[200:900], y[200:900]), every=5)
     train(bare, x[:200], noisy, steps=300)
@@ -363,10 +362,8 @@ def test_labels_share_where_they_have_little_data_and_not_where_they_differ() ->
 def test_a_label_on_which_the_network_is_wrong_is_not_turned_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("doublehead.calibrators.parametric.MARGIN", -1e9)  # labels have maps of their own
     z = 2 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
-    yes = (
-        torch.rand(2000, 2, generator=torch.Generator().manual_seed(1))
-        < (z * torch.tensor([1, -1])).sigmoid()
-    )
+    draws = torch.rand(2000, 2, generator=torch.Generator().manual_seed(1))
+    yes = draws < (z * torch.tensor([1, -1])).sigmoid()
     for share in ("temperature", "head"):
         fitted = dh.calibrators.PerLabel(share).fit(dh.Predictions.multilabel(z, yes.long()))
         assert fitted.choice.chosen == "own"
@@ -388,10 +385,8 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
     frame[900:].to_csv(test, index=False)
     frame[900:].drop(columns=[f"y_{n}" for n in names]).to_csv(bare, index=False)
     want = dh.evaluate(dh.Predictions.multilabel(net(x[900:]).detach(), y[900:]))
-    for found in (
-        dh.evaluate(logits=str(test), labels="y_*"),
-        dh.evaluate(logits=frame[900:], labels=[f"y_{n}" for n in names]),
-    ):
+    for logits, labels in ((str(test), "y_*"), (frame[900:], [f"y_{n}" for n in names])):
+        found = dh.evaluate(logits=logits, labels=labels)
         assert found.values["ece"] == pytest.approx(want.values["ece"], abs=1e-5)
         assert list(found.groups) == [f"y_{n}" for n in names]
 
@@ -401,9 +396,8 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
     probs = pd.read_csv(fixed)[[f"prob_{n}" for n in names]].to_numpy()
     after = dh.Predictions.multilabel(probs, y[900:], are_probs=True)
     assert dh.metrics.nll(after) < 0.8 * want.values["nll"]
-    call(
-        *f"calibrate --use {tmp_path}/fixed.calibrator.safetensors --apply {bare} --logits -o {again}".split()
-    )
+    fitted = tmp_path / "fixed.calibrator.safetensors"
+    call(*f"calibrate --use {fitted} --apply {bare} --logits -o {again}".split())
     np.testing.assert_allclose(pd.read_csv(again).to_numpy(), probs, atol=1e-6)
     page = tmp_path / "report.html"
     call(*f"report {fixed} --probs --label y_* -o {page}".split())
@@ -458,7 +452,7 @@ def inked_digits() -> tuple[Tensor, Tensor]:
 @cache
 def trained_pixels() -> tuple[nn.Module, Tensor, Tensor]:
     (x, y), net = inked_digits(), Pixels()
-    train(net, x[:100], y[:100], 60, loss=partial(F.cross_entropy, ignore_index=255), lr=0.02)
+    train(net, x[:100], y[:100], 60, loss=pixel_loss, lr=0.02)
     return net, x, y
 
 
@@ -525,15 +519,6 @@ def test_masks_of_one_logit(tmp_path: Path, channel: bool) -> None:
     assert reader.outputs == "logits"  # a layer's, whatever their range
 
 
-def tumours_as_floats() -> tuple[Tensor, Tensor]:
-    x, y = tumours()
-    return x, y.float()
-
-
-def whole_labels(logits: Tensor, labels: Tensor) -> dh.Predictions:
-    return dh.Predictions.from_binary(logits, labels.long())
-
-
 pixel_loss = partial(F.cross_entropy, ignore_index=255)
 pixel_predictions = partial(dh.Predictions.positions, ignore_index=255)
 
@@ -541,7 +526,7 @@ pixel_predictions = partial(dh.Predictions.positions, ignore_index=255)
 @pytest.mark.parametrize(
     ("data", "make", "loss", "predictions", "options"),
     [
-        (tumours_as_floats, partial(OneLogit, squeeze=True), binary_loss, whole_labels, {}),
+        (tumours, partial(OneLogit, squeeze=True), binary_loss, dh.Predictions.from_binary, {}),
         (segments, segment_net, binary_loss, dh.Predictions.multilabel, {}),
         (inked_digits, Pixels, pixel_loss, pixel_predictions, {"ignore_index": 255}),
     ],
@@ -574,17 +559,13 @@ def test_in_lightning(
     x, y = data()
     parts = [(x[i::3], y[i::3]) for i in range(3)]  # to train on, to calibrate and to validate with
     loaders = [DataLoader(TensorDataset(*part), 64) for part in parts]
-    callback, plain, module = (
-        DoubleHeadCallback(loaders[1], figure=False, every=2, **options), Module(), Module()
-    )  # fmt: skip
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-    }
+    callback = DoubleHeadCallback(loaders[1], figure=False, every=2, **options)
+    plain, module = Module(), Module()
+    off = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
     for one, callbacks in ((plain, []), (module, [callback])):
-        how = {"max_epochs": 5, "enable_checkpointing": False, "default_root_dir": tmp_path, **quiet}
+        how = {"max_epochs": 5, "accelerator": "cpu", "default_root_dir": tmp_path, **off}
         trainer = lightning.Trainer(callbacks=callbacks, **how)
         trainer.fit(one, loaders[0], loaders[2])
     assert_same(module.net.state_dict(), plain.net.state_dict())

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from doublehead import HeadSpec
-from doublehead.training.config import (
-    BETAS,
-    METHODS,
-    RECIPES,
-    Config,
-    learning_rate,
-    runs_for,
-)
+from doublehead.training.config import BETAS, METHODS, RECIPES, Config, learning_rate, runs_for
 
 
 @pytest.mark.parametrize("config", [*RECIPES.values(), *(m.apply(Config()) for m in METHODS.values())])
@@ -26,19 +19,12 @@ def test_json_and_back(config: Config) -> None:
 
 
 def test_json_keeps_tuples_numbers_and_heads() -> None:
+    heads = {"a": HeadSpec(reads=("statistics", "features"), hidden=7, lr=0.3)}
     config = Config(
-        heads={"a": HeadSpec(reads=("statistics", "features"), hidden=7, lr=0.3)},
-        shift=("gaussian_noise:2", "svhn"),
-        milestones=(1 / 3,),
-        loss="focal",
-        loss_options={"gamma": 2},
-        model_options={"depth": 16, "dropout": 0.3},
-        augment_of={"a": "noise"},
-        every_of={"a": 70},
-        calib_clip=float("inf"),
-        auto=True,
-        guards=("shifts", "noise+broad"),
-    )
+        heads=heads, augment_of={"a": "noise"}, every_of={"a": 70}, auto=True, guards=("shifts", "noise+broad"),
+        shift=("gaussian_noise:2", "svhn"), milestones=(1 / 3,), calib_clip=float("inf"),
+        loss="focal", loss_options={"gamma": 2}, model_options={"depth": 16, "dropout": 0.3},
+    )  # fmt: skip
     again = Config.from_json(config.to_json())
     assert again == config
     assert again.heads["a"].reads == ("statistics", "features")
@@ -112,12 +98,8 @@ def test_names_are_names_of_folders() -> None:
 
 
 def test_heads_of_one_perturbation_and_period_form_a_group() -> None:
-    config = Config(
-        heads={name: HeadSpec() for name in "abcd"},
-        augment_of={"b": "noise", "c": "noise"},
-        every_of={"c": 70},
-        auto=True,
-    )
+    heads, augment_of = {name: HeadSpec() for name in "abcd"}, {"b": "noise", "c": "noise"}
+    config = Config(heads=heads, augment_of=augment_of, every_of={"c": 70}, auto=True)
     groups = {"heads": ["a", "d"], "heads-noise": ["b"], "heads-noise-k70": ["c"]}
     assert config.head_groups() == groups
 

@@ -25,9 +25,9 @@ from training_helpers import fashion, small
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration samples are little data:UserWarning")
 WORDS = {
-    "sport": ["goal", "team", "ball"],
-    "law": ["court", "judge", "trial"],
-    "food": ["soup", "bread", "salt"],
+    "sport": ("goal", "team", "ball"),
+    "law": ("court", "judge", "trial"),
+    "food": ("soup", "bread", "salt"),
 }
 GRADES = ("awful", "poor", "film", "good", "superb")
 CPU = torch.device("cpu")
@@ -119,9 +119,8 @@ def test_trees_are_learned_by_phrase_or_by_sentence(model: str, trees: Path) -> 
     sizes = {}
     for phrases in (True, False):
         inputs = Inputs(words(data="sst-fine", model=model, phrases=phrases), CPU, splits, None)
-        sizes[phrases] = tuple(
-            sum(len(y) for _, y in part) for part in (inputs.train, inputs.whole(splits.train))
-        )
+        parts = inputs.train, inputs.whole(splits.train)
+        sizes[phrases] = tuple(sum(len(y) for _, y in part) for part in parts)
     every = len(splits.train.phrases()) if model == "gp_cnn" else sum(map(len, splits.train.trees))
     assert sizes == {True: (every - every % 20 if model == "gp_cnn" else every, 60), False: (60, 60)}
 
@@ -199,16 +198,8 @@ def test_cut_splits_keep_the_shares_of_the_classes() -> None:
         ("fashion", {"model": "gp_cnn"}, "must read images for fashion, got gp_cnn, which reads words"),
         ("fashion", {"batch_size": 45}, "batch_size must be a multiple of the 2 processes, got 45"),
         ("fashion", {"batch_size": 1000}, "batch_size must be at most the 240 samples"),
-        (
-            "table",
-            {"model": "small_cnn"},
-            "words or word pieces for table:.*, got small_cnn, which reads images",
-        ),
-        (
-            "table",
-            {"model": "tree_lstm"},
-            "words or word pieces for table:.*, got tree_lstm, which reads trees",
-        ),
+        ("table", {"model": "small_cnn"}, "words or word pieces for table:.* small_cnn, which reads images"),
+        ("table", {"model": "tree_lstm"}, "words or word pieces for table:.* tree_lstm, which reads trees"),
         ("table", {"mixup": 0.2}, "mixup is for images, table:.* holds words"),
         ("table", {"calib_augment": "noise"}, "calib_augment is for images, table:.* holds words"),
         ("table", {"auto": True, "guards": ("shifts",)}, "guarded, are for images, table:.* holds words"),

@@ -28,10 +28,8 @@ def test_the_message_of_a_locked_folder(tmp_path: Path) -> None:
             os.write(go, b"!")
             signal.pause()
     os.read(ready, 1)
-    with (
-        pytest.raises(RunError, match=f"another process is working in {tmp_path}"),
-        RunFolder(tmp_path).locked(),
-    ):
+    refused = pytest.raises(RunError, match=f"another process is working in {tmp_path}")
+    with refused, RunFolder(tmp_path).locked():
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -83,10 +81,8 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(RunError, match=r"file/run cannot be used as a run folder \(Not a directory\)"),
-        RunFolder(tmp_path / "file" / "run").locked(),
-    ):
+    refused = pytest.raises(RunError, match=r"file/run cannot be used as a run folder \(Not a directory\)")
+    with refused, RunFolder(tmp_path / "file" / "run").locked():
         pass
 
 

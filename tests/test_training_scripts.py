@@ -255,9 +255,8 @@ def under_skorch(script: Script) -> nn.Module:
 
     options = {"criterion": nn.CrossEntropyLoss, "batch_size": 16, "lr": 0.1, "iterator_train__shuffle": True}
     x, y = (part.numpy() for part in script.batches.dataset.tensors)
-    trained = skorch.NeuralNetClassifier(
-        convnet(), max_epochs=3, train_split=None, verbose=0, callbacks=[Calibrate()], **options
-    ).fit(x, y)
+    options |= {"max_epochs": 3, "train_split": None, "verbose": 0, "callbacks": [Calibrate()]}
+    trained = skorch.NeuralNetClassifier(convnet(), **options).fit(x, y)
     script.finish()
     return trained.module_
 

@@ -16,21 +16,14 @@ def mlp(n_classes: int) -> nn.Module:
 
 def dropout_mlp(n_classes: int) -> nn.Module:
     """With everything that has a state: BatchNorm's averages and dropout's random numbers."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(784, 32),
-        nn.BatchNorm1d(32),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Linear(32, n_classes),
-    )
+    body = nn.Flatten(), nn.Linear(784, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3)
+    return nn.Sequential(*body, nn.Linear(32, n_classes))
 
 
 def norm_mlp(n_classes: int) -> nn.Module:
     """With a layer for guards to read, and the same in one process and in two."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, n_classes)
-    )
+    body = nn.Flatten(), nn.Linear(784, 32), nn.LayerNorm(32), nn.ReLU()
+    return nn.Sequential(*body, nn.Linear(32, n_classes))
 
 
 def tiny_bert(folder: Path) -> nn.Module:
