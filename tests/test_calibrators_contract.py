@@ -6,25 +6,15 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from doublehead.calibrators import (
-    CALIBRATORS,
-    Calibrator,
-    HistogramBinning,
-    Isotonic,
-    NotFitted,
-    Spline,
-    describe,
-    load,
-    save,
-)
+from doublehead.calibrators import CALIBRATORS, Calibrator, NotFitted, describe, load, make, save
 from doublehead.predictions import Predictions
 from samples import overconfident
 
 # Every class as it comes, and the variants that take another path.
 VARIANTS: dict[str, Calibrator] = {name: kind() for name, kind in CALIBRATORS.items()} | {
-    "histogram one-vs-rest": HistogramBinning(kind="one-vs-rest"),
-    "isotonic one-vs-rest": Isotonic(kind="one-vs-rest"),
-    "spline as published": Spline(temper=False),
+    "histogram one-vs-rest": make("histogram", kind="one-vs-rest"),
+    "isotonic one-vs-rest": make("isotonic", kind="one-vs-rest"),
+    "spline as published": make("spline", temper=False),
 }
 every = pytest.mark.parametrize("name", VARIANTS)
 

@@ -18,15 +18,7 @@ from doublehead.calibrators import (
     Platt,
     Spline,
     Temperature,
-)
-from doublehead.calibrators.base import (
-    keep_top,
-    lines,
-    log_normalise,
-    log_odds,
-    steps,
-    top_log_odds,
-    with_top_odds,
+    base,
 )
 from doublehead.calibrators.smooth import _slope_of_running_mean
 from doublehead.predictions import Predictions
@@ -52,23 +44,23 @@ def test_log_odds_are_exact_where_probabilities_round_to_one() -> None:
     logits = torch.tensor([[50.0, 0.0, 1.0], [0.0, 0.0, 0.0], [-3.0, 2.0, 2.0]])
     wide = logits.double()
     others = torch.stack([wide[:, [j for j in range(3) if j != k]].logsumexp(1) for k in range(3)], 1)
-    torch.testing.assert_close(log_odds(logits), (wide - others).float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(top_log_odds(logits), (wide - others).amax(1).float())
-    assert float(log_odds(logits).sigmoid()[0, 0]) == 1.0  # what a probability would have lost
+    torch.testing.assert_close(base.log_odds(logits), (wide - others).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(base.top_log_odds(logits), (wide - others).amax(1).float())
+    assert float(base.log_odds(logits).sigmoid()[0, 0]) == 1.0  # what a probability would have lost
 
 
 def test_steps_are_right_closed_in_each_class() -> None:
     edges = torch.tensor([[0.0, 1.0], [5.0, torch.inf]])
     values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     x = torch.tensor([[-1.0, 5.0], [0.0, 5.1], [1.0, 9.0], [1.1, 4.0]])
-    assert steps(x, edges, values).tolist() == [[1, 4], [1, 5], [2, 5], [3, 4]]
+    assert base.steps(x, edges, values).tolist() == [[1, 4], [1, 5], [2, 5], [3, 4]]
 
 
 def test_lines_agree_with_numpy() -> None:
     knots = torch.tensor([[0.0, 1.0, 4.0, 4.0], [-2.0, 0.0, 1.0, 2.0]], dtype=torch.float64)
     values = torch.tensor([[1.0, 3.0, 0.0, 0.0], [0.0, 1.0, 1.0, 5.0]], dtype=torch.float64)
     x = torch.linspace(-3, 5, 41, dtype=torch.float64)
-    found = lines(torch.stack([x, x], 1), knots, values)
+    found = base.lines(torch.stack([x, x], 1), knots, values)
     for c in range(2):
         expected = np.interp(x.numpy(), knots[c].numpy(), values[c].numpy())
         np.testing.assert_allclose(found[:, c].numpy(), expected, atol=1e-12)
@@ -76,7 +68,7 @@ def test_lines_agree_with_numpy() -> None:
 
 def test_top_odds_are_set_and_the_rest_keeps_its_proportions() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]], dtype=torch.float64)
-    out = with_top_odds(logits, torch.tensor([math.log(0.6 / 0.4)], dtype=torch.float64)).exp()
+    out = base.with_top_odds(logits, torch.tensor([math.log(0.6 / 0.4)], dtype=torch.float64)).exp()
     assert float(out[0, 0]) == pytest.approx(0.6)
     assert float(out[0, 1] / out[0, 2]) == pytest.approx(math.e)
     assert float(out.sum()) == pytest.approx(1)
@@ -84,7 +76,7 @@ def test_top_odds_are_set_and_the_rest_keeps_its_proportions() -> None:
 
 def test_top_odds_never_dethrone_the_top_class() -> None:
     logits = torch.tensor([[2.0, 1.9, 0.0]])
-    out = with_top_odds(logits, torch.tensor([-20.0]))
+    out = base.with_top_odds(logits, torch.tensor([-20.0]))
     assert out.argmax(1).tolist() == [0]
     probs = out.exp()[0]
     assert float(probs[0]) == pytest.approx(float(probs[1]), rel=1e-5)
@@ -93,14 +85,14 @@ def test_top_odds_never_dethrone_the_top_class() -> None:
 
 def test_keep_top_breaks_ties_for_the_predicted_class_only() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
-    out = keep_top(torch.tensor([[-1.0, -1.0, -1.0], [-3.0, -2.0, -1.0]]), logits)
+    out = base.keep_top(torch.tensor([[-1.0, -1.0, -1.0], [-3.0, -2.0, -1.0]]), logits)
     assert out.argmax(1).tolist() == [2, 2]
     torch.testing.assert_close(out[0], torch.full((3,), -1.0), rtol=1e-5, atol=1e-5)
     assert out[1].tolist() == [-3.0, -2.0, -1.0]
 
 
 def test_normalising() -> None:
-    out = log_normalise(torch.tensor([[0.2, 0.2, 0.0]]), 0.1).exp()
+    out = base.log_normalise(torch.tensor([[0.2, 0.2, 0.0]]), 0.1).exp()
     torch.testing.assert_close(out, torch.tensor([[0.4, 0.4, 0.2]]))
 
 
@@ -162,7 +154,7 @@ def test_beta_of_several_classes_is_one_map_each_then_normalised() -> None:
     fitted = Beta().fit(p)
     columns = []
     for k in range(4):
-        one = Predictions.from_binary(log_odds(p.logits)[:, k], (p.labels == k).long())
+        one = Predictions.from_binary(base.log_odds(p.logits)[:, k], (p.labels == k).long())
         columns.append(Beta().fit(one).calibrate(one).probs[:, 1])
     expected = torch.stack(columns, 1)
     expected = expected / expected.sum(1, keepdim=True)

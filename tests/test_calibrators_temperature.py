@@ -8,13 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from doublehead import metrics
-from doublehead.calibrators import (
-    NotConverged,
-    Temperature,
-    TemperatureGrid,
-    fit_inverse_temperature,
-    temperature,
-)
+from doublehead.calibrators import NotConverged, Temperature, TemperatureGrid, fit_inverse_temperature
+from doublehead.calibrators.temperature import SAMPLE_ROWS
 from doublehead.predictions import Predictions
 from samples import overconfident
 
@@ -152,7 +147,7 @@ def test_masked_classes_shifted_rows_and_outliers_do_not_disturb() -> None:
 
 def test_many_rows_start_from_a_sample_and_reach_the_optimum_of_all() -> None:
     p = noisy(n=9000, k=7)
-    assert len(p) > 4 * temperature.SAMPLE_ROWS
+    assert len(p) > 4 * SAMPLE_ROWS
     assert float(fit_inverse_temperature(p.logits, p.labels)) == pytest.approx(golden_section(p), rel=1e-6)
     # A sample whose optimum is at infinity must not lead astray: errors lie between the rows it takes.
     labels = p.logits.argmax(1)
@@ -173,7 +168,7 @@ def test_resnet110_on_cifar10(resnet110) -> None:
 
 
 def test_a_fit_cut_short_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(temperature, "MAX_PASSES", 1)
+    monkeypatch.setattr("doublehead.calibrators.temperature.MAX_PASSES", 1)
     with pytest.warns(NotConverged, match=r"Temperature did not converge: after 1 passes T = \d") as caught:
         t = Temperature().fit(noisy())
     assert not bool(t.converged_)

@@ -154,6 +154,11 @@ def test_calibrator_beside_the_output_can_be_loaded_and_used(val: Path, test: Pa
     assert not (tmp_path / "again.calibrator.json").exists()
     wrong = call("calibrate", "--use", weights, "--apply", test, "--probs", "-o", tmp_path / "b.csv", code=2)
     assert "was fitted on logits, but --probs was given" in wrong.stderr
+    probs = tmp_path / "probs.csv"
+    probs.write_text("label,prob_0,prob_1,prob_2,prob_3\n0,0.25,0.25,0.25,0.25\n")
+    wrong = call("calibrate", "--use", weights, "--apply", probs, "-o", tmp_path / "b.csv", code=2)
+    assert "was fitted on logits, but" in wrong.output
+    assert "--logits" not in wrong.output
 
 
 def no_constant(name: str) -> None:
@@ -469,16 +474,6 @@ def test_objects_of_scores_are_written_back(kind: str, tmp_path: Path) -> None:
     wanted = calibrators.Temperature().fit(Predictions(logits, labels))(logits).softmax(1)
     found = read_predictions(out).load()  # the calibrated probabilities, whatever else is there
     assert torch.allclose(found.probs.float(), wanted.float(), atol=1e-4)
-
-
-def test_a_calibrator_of_the_other_kind_is_refused(val: Path, tmp_path: Path) -> None:
-    out, probs = tmp_path / "out.csv", tmp_path / "probs.csv"
-    fitted_to_itself(val, out)
-    probs.write_text("label,prob_0,prob_1,prob_2,prob_3\n0,0.25,0.25,0.25,0.25\n")
-    fitted = tmp_path / "out.calibrator.safetensors"
-    told = call("calibrate", "--use", fitted, "--apply", probs, "-o", tmp_path / "new.csv", code=2)
-    assert "was fitted on logits, but" in told.output
-    assert "--logits" not in told.output
 
 
 def test_columns_called_the_other_kind_may_be_named(tmp_path: Path) -> None:

@@ -7,17 +7,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from doublehead.data import DATASETS, split_off
+from doublehead.data import DATASETS, Images, Splits, Texts, split_off
 from doublehead.data.readers import complete
-from doublehead.data.splits import (
-    Images,
-    Splits,
-    Texts,
-    count_duplicates,
-    split_rows,
-    split_samples,
-    stratified_draw,
-)
+from doublehead.data.splits import count_duplicates, split_rows, split_samples, stratified_draw
 from doublehead.system import require
 
 

@@ -21,25 +21,11 @@ from doublehead.calibrated import read
 from doublehead.calibration_data import as_batches, fold_of, unpack
 from doublehead.system import require
 from doublehead.tasks import find_logits
-from tiny_networks import assert_same
+from tiny_networks import assert_same, small_net, some_data
 
 pytestmark = pytest.mark.usefixtures("few_fits")
 STATISTICS = HeadSpec(kind="temperature")
 BOTH = HeadSpec(kind="temperature", reads=("statistics", "features"))
-
-
-def small_net() -> nn.Module:
-    """A network with BatchNorm and dropout, so that both would show if they were touched."""
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-        nn.Dropout(0.2), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4),
-    )  # fmt: skip
-
-
-def some_data(n: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(n, 1, 8, 8, generator=generator)
-    return TensorDataset(images, images.mean((1, 2, 3)).mul(8).add(2).long().clamp(0, 3))
 
 
 def noisy(images: Tensor) -> Tensor:
@@ -235,14 +221,6 @@ def test_rows_in_memory_are_read_as_batches_of_a_list_are(
     monkeypatch.setattr("torch.randperm", torch.arange)  # the list keeps its order
     batches = list(zip(*(part.split(8) for part in arrays)))
     assert_same(trained(batches, to_pair=tuple), trained(arrays))
-
-
-def test_weights_of_samples_are_checked_at_once() -> None:
-    x, y = some_data(40, 2).tensors
-    weights = torch.ones(40)
-    weights[-1] = -1.0
-    with pytest.raises(ValueError, match="weights must be finite and >= 0, got -1"):
-        DoubleHead(small_net(), (x, y, weights), batch_size=8)
 
 
 @pytest.mark.parametrize("heads", [None, [PAPER, replace(BOTH, dropout=0.3)]])

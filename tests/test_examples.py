@@ -16,20 +16,11 @@ from doublehead.system import require
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "quickstart.ipynb"
 NEEDS = {
-    "lightning_callback": "lightning",
-    "fabric_loop": "lightning",
-    "transformers_trainer": "transformers",
-    "accelerate_loop": "accelerate",
-    "sklearn_classifier": "sklearn",
-    "timm_network": "timm",
-    "export_onnx": "onnxruntime",
-    "skorch_callback": "skorch",
-    "fastai_callback": "fastai",
-    "one_logit": "sklearn",
-    "several_labels": "sklearn",
-    "segmentation": "sklearn",
-    "language_model": "transformers",
-}
+    "lightning_callback": "lightning", "fabric_loop": "lightning", "accelerate_loop": "accelerate",
+    "transformers_trainer": "transformers", "language_model": "transformers", "timm_network": "timm",
+    "export_onnx": "onnxruntime", "skorch_callback": "skorch", "fastai_callback": "fastai",
+    **dict.fromkeys(("sklearn_classifier", "one_logit", "several_labels", "segmentation"), "sklearn"),
+}  # fmt: skip
 
 
 def run(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -28,11 +28,6 @@ LOGITS = [[2.0, 0.5, -1.0], [0.0, 3.0, 0.25], [1.0, 1.5, 4.0], [-1.0, 2.0, 0.0]]
 LABELS = [0, 1, 2, 2]
 
 
-def as_npz(path: Path) -> Path:
-    np.savez(path, logits=np.array(LOGITS), labels=np.array(LABELS))
-    return path
-
-
 def write_csv(path: Path, header: str, *rows: str) -> Path:
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
     return path
@@ -71,7 +66,8 @@ def test_npy_pair_in_either_order(tmp_path: Path) -> None:
 
 
 def test_npz_states_its_kind_and_must_not_be_contradicted(tmp_path: Path) -> None:
-    file = as_npz(tmp_path / "a.npz")
+    file = tmp_path / "a.npz"
+    np.savez(file, logits=np.array(LOGITS), labels=np.array(LABELS))
     assert read_predictions(file).kind == "logits"
     refused("holds an array called 'logits', but --probs was given", file, kind="probs")
     saved = Predictions.from_probs([[0.25, 0.75]], [1]).save(tmp_path / "b.npz")

@@ -11,15 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, calibrate, metrics, torch_tools
 from doublehead.calibrated import read
@@ -59,14 +52,8 @@ class Classifier(pl.LightningModule):
 
     def __init__(self, schedule: bool = False) -> None:
         super().__init__()
-        self.model = nn.Sequential(
-            nn.Conv2d(1, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Dropout(0.2),
-            nn.Linear(100, 10),
-        )
+        body = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)
+        self.model = nn.Sequential(*body, nn.Linear(100, 10))
         self.schedule = schedule
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -220,9 +207,8 @@ def test_testing_and_predicting_are_calibrated_by_hooks(images: Images, tmp_path
 
 def test_a_checkpoint_brings_the_heads_to_a_new_process(images: Images, tmp_path: Path) -> None:
     for heads in (None, PAPER):
-        callback, again = (
-            DoubleHeadCallback(loader(images["calib"], shuffle=True), every=2, heads=heads) for _ in range(2)
-        )
+        calib = loader(images["calib"], shuffle=True)
+        callback, again = (DoubleHeadCallback(calib, every=2, heads=heads) for _ in range(2))
         module = fit(images, tmp_path, callback, max_epochs=1)
         module.fitted_by.save_checkpoint(tmp_path / "last.ckpt")
         with pytest.raises(RuntimeError, match="has no model yet"):
@@ -487,7 +473,7 @@ def test_two_processes(images: Images, tmp_path: Path) -> None:
     assert len(list((tmp_path / "log").rglob("reliability-*.png"))) == 1
 
 
-class Halves(Sampler[int]):
+class Halves(torch_data.Sampler[int]):
     """A user's own way to deal out samples."""
 
     def __init__(self, rows: range) -> None:
@@ -518,7 +504,7 @@ def test_two_processes_count_every_validation_sample_once(images: Images, tmp_pa
             p = Predictions(module.eval().model(data.tensors[0]), data.tensors[1])
         one = validate(loader(data, 4))
         assert one["val_nll_main"] == pytest.approx(metrics.nll(p), rel=1e-6)
-        wrapped = DataLoader(data, 4, sampler=SubsetRandomSampler(range(n)))
+        wrapped = DataLoader(data, 4, sampler=torch_data.SubsetRandomSampler(range(n)))
         two = validate(loader(data, 4) if n == 1 else wrapped, devices=2, strategy="ddp_fork")
         assert two == pytest.approx(one, rel=1e-6)
         assert two["val_accuracy_main"] == one["val_accuracy_main"]
@@ -543,7 +529,7 @@ def test_samples_count_once_over_all_processes(wrapped: bool, drop_last: bool) -
 
 
 def test_samples_in_an_unknown_order_all_count() -> None:
-    class Sorted(BatchSampler):
+    class Sorted(torch_data.BatchSampler):
         pass
 
     class Blocks(DistributedSampler[int]):

@@ -262,6 +262,10 @@ def test_bad_labels_in_memory_and_heads_that_cannot_read_several_are_found_at_on
         dh.DoubleHead(segment_net(), (x, classes), batch_size=10)
     with pytest.raises(ValueError, match=r"weights must be one for each of 10 samples, got shape \(10, 7\)"):
         dh.DoubleHead(segment_net(), (x, torch.eye(7)[classes % 7], torch.ones(len(x), 7)), batch_size=10)
+    weights = torch.ones(len(x))
+    weights[-1] = -1
+    with pytest.raises(ValueError, match="weights must be finite and >= 0, got -1"):
+        dh.DoubleHead(segment_net(), (x, classes % 7, weights), batch_size=10)
     for spec in (dh.HeadSpec(reads="statistics"), dh.HeadSpec(kind="temperature", reads="features")):
         with pytest.raises(ValueError, match="reads must not hold"):
             dh.DoubleHead(segment_net(), (x, y), heads=spec)

@@ -11,26 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from doublehead import Calibrated, DoubleHead, calibrate
 from doublehead.system import require
-from tiny_networks import assert_same
+from tiny_networks import assert_same, small_net, some_data
 
 pytestmark = pytest.mark.usefixtures("few_fits")
 N_CLASSES = 4
-
-
-def images(n: int, seed: int) -> TensorDataset:
-    x = torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, x.mean((1, 2, 3)).mul(8).add(2).long().clamp(0, N_CLASSES - 1))
-
-
-def convnet(*last: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-        nn.Dropout(0.2), nn.Linear(24, N_CLASSES), *last,
-    )  # fmt: skip
 
 
 class Script:
@@ -38,8 +26,8 @@ class Script:
 
     def __init__(self, beside: bool) -> None:
         torch.manual_seed(3)
-        self.batches, self.calib = DataLoader(images(96, 1), 16, shuffle=True), images(300, 2)
-        self.test = images(64, 9)[:]
+        self.batches, self.calib = DataLoader(some_data(96, 1), 16, shuffle=True), some_data(300, 2)
+        self.test = some_data(64, 9)[:]
         self.beside, self.double, self.log, self.n_steps = beside, None, [], 0
         self.model: Calibrated | None = None
 
@@ -77,7 +65,7 @@ class Script:
 
 def log_softmax(script: Script) -> nn.Module:
     """pytorch/examples mnist: the network returns log-probabilities, Adadelta, a step schedule."""
-    net = convnet(nn.LogSoftmax(1))
+    net = small_net(nn.LogSoftmax(1))
     optimizer = torch.optim.Adadelta(net.parameters(), 1.0)
     scheduler = StepLR(optimizer, 1, 0.7)
     script.start(net, optimizer)
@@ -90,7 +78,7 @@ def log_softmax(script: Script) -> nn.Module:
 
 def ema_and_mixup(script: Script) -> nn.Module:
     """torchvision's reference script: warm-up, mixed labels, averaged weights, which are what is calibrated."""
-    net = convnet()
+    net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True)
     warm = [LinearLR(optimizer, 0.01, total_iters=1), StepLR(optimizer, 1, 0.5)]
     scheduler = SequentialLR(optimizer, warm, milestones=[1])
@@ -115,7 +103,7 @@ def ema_and_mixup(script: Script) -> nn.Module:
 
 def grad_scaler(script: Script) -> nn.Module:
     """The AMP recipe: autocast, a GradScaler, clipped gradients, a OneCycle schedule on every step."""
-    net = convnet()
+    net = small_net()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     scheduler = OneCycleLR(optimizer, 1e-2, total_steps=3 * len(script.batches))
     scaler = torch.amp.GradScaler("cpu")
@@ -141,7 +129,7 @@ def grad_scaler(script: Script) -> nn.Module:
 
 def plateau_and_early_stopping(script: Script) -> nn.Module:
     """A schedule and a stop that follow the validation loss; the best weights are loaded at the end."""
-    net = convnet()
+    net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.5, momentum=0.9)
     scheduler = ReduceLROnPlateau(optimizer, patience=0)
     script.start(net, optimizer)
@@ -185,7 +173,7 @@ def saved_and_resumed(script: Script) -> nn.Module:
     state: dict[str, Any] = {}
     for epoch in range(3):
         torch.manual_seed(10 + epoch)
-        net = convnet()
+        net = small_net()
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
         script.start(net, optimizer)
         for name, part in (("net", net), ("optimizer", optimizer), ("double", script.double)):
@@ -205,7 +193,7 @@ def under_accelerate(script: Script, precision: str = "no", accumulate: int = 1)
     accelerate.state.AcceleratorState._reset_state(True)  # another test of this process may have set it
     how = {"mixed_precision": precision, "gradient_accumulation_steps": accumulate}
     accelerator = accelerate.Accelerator(cpu=True, **how)
-    net = convnet()
+    net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, batches = accelerator.prepare(net, optimizer, script.batches)
     script.start(model, optimizer)
@@ -226,7 +214,7 @@ def under_accelerate(script: Script, precision: str = "no", accumulate: int = 1)
 def under_fabric(script: Script, precision: str = "32-true", accumulate: int = 1) -> nn.Module:
     make = require("lightning.fabric", extra="lightning").Fabric
     fabric = make(accelerator="cpu", devices=1, precision=precision)
-    net = convnet()
+    net = small_net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     script.start(model, optimizer)
     for _ in range(3):
@@ -256,7 +244,7 @@ def under_skorch(script: Script) -> nn.Module:
     options = {"criterion": nn.CrossEntropyLoss, "batch_size": 16, "lr": 0.1, "iterator_train__shuffle": True}
     x, y = (part.numpy() for part in script.batches.dataset.tensors)
     options |= {"max_epochs": 3, "train_split": None, "verbose": 0, "callbacks": [Calibrate()]}
-    trained = skorch.NeuralNetClassifier(convnet(), **options).fit(x, y)
+    trained = skorch.NeuralNetClassifier(small_net(), **options).fit(x, y)
     script.finish()
     return trained.module_
 
@@ -276,7 +264,7 @@ def under_fastai(script: Script) -> nn.Module:
             if self.training:
                 script.step()
 
-    net, data = convnet(), DataLoaders(script.batches, DataLoader(images(32, 3), 16))
+    net, data = small_net(), DataLoaders(script.batches, DataLoader(some_data(32, 3), 16))
     learner = Learner(data, net, loss_func=nn.CrossEntropyLoss(), cbs=[Calibrate()])
     with learner.no_bar(), learner.no_logging():
         learner.fit_one_cycle(3, 1e-2)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from doublehead.system import require
 
@@ -24,6 +25,20 @@ def norm_mlp(n_classes: int) -> nn.Module:
     """With a layer for guards to read, and the same in one process and in two."""
     body = nn.Flatten(), nn.Linear(784, 32), nn.LayerNorm(32), nn.ReLU()
     return nn.Sequential(*body, nn.Linear(32, n_classes))
+
+
+def small_net(*last: nn.Module) -> nn.Module:
+    """Of images of 8 x 8, with BatchNorm and dropout, so that both would show if they were touched; four classes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Dropout(0.2), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4), *last,
+    )  # fmt: skip
+
+
+def some_data(n: int, seed: int) -> TensorDataset:
+    """Images and labels for `small_net`."""
+    images = torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(images, images.mean((1, 2, 3)).mul(8).add(2).long().clamp(0, 3))
 
 
 def tiny_bert(folder: Path) -> nn.Module:
