@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,7 @@ PACKAGES = {  # what is imported -> what is installed
     "calibration": "uncertainty-calibration",
 }
 READ_ONCE = "reading the array once"
-SLOW = {
-    "torch_uncertainty class by class",
-    "calibration",
-    "netcal class by class",
-}  # in class-wise ECE, 5 s or more
+SLOW = {"torch_uncertainty class by class", "calibration", "netcal class by class"}  # in class-wise ECE
 
 
 def make_logits(rows: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,11 +71,8 @@ def sklearn_ece(confidence: np.ndarray, correct: np.ndarray, strategy: str) -> f
     """ECE from scikit-learn's reliability curve, the counts taken with numpy (it has no ECE of its own)."""
     curve = import_module("sklearn.calibration").calibration_curve
     share, mean = curve(correct, confidence, n_bins=15, strategy=strategy)
-    edges = (
-        np.linspace(0, 1, 16)
-        if strategy == "uniform"
-        else np.percentile(confidence, np.linspace(0, 1, 16) * 100)
-    )
+    edges = np.linspace(0, 1, 16)
+    edges = edges if strategy == "uniform" else np.percentile(confidence, 100 * edges)
     counts = np.histogram(confidence, edges)[0]
     return float((np.abs(share - mean) * counts[counts > 0]).sum() / len(correct))
 
@@ -126,9 +120,8 @@ def top_from_probs(
         found["netcal"] = lambda: netcal(15).measure(probs(scores).numpy(), labels.numpy())
     if "torch_uncertainty" in peers:
         tu = import_module("torch_uncertainty.metrics.classification").CalibrationError
-        found["torch_uncertainty"] = lambda: tu("multiclass", num_bins=15, num_classes=k)(
-            probs(scores), labels
-        )
+        how = {"num_bins": 15, "num_classes": k}
+        found["torch_uncertainty"] = lambda: tu("multiclass", **how)(probs(scores), labels)
     if "calibration" in peers:
         uc = peers["calibration"]
         found["calibration"] = lambda: uc.get_ece(probs(scores).numpy(), labels.numpy(), num_bins=15)
@@ -164,11 +157,8 @@ def pooled(peers: dict[str, Any], probs: torch.Tensor, labels: torch.Tensor) -> 
     def flat_labels() -> torch.Tensor:
         return torch.nn.functional.one_hot(labels, probs.shape[1]).flatten()
 
-    found: dict[str, Candidate] = {
-        "doublehead": lambda: (
-            metrics.ece(Predictions.from_probs(probs, labels), components="all") / probs.shape[1]
-        )
-    }
+    ours = lambda: metrics.ece(Predictions.from_probs(probs, labels), components="all")  # noqa: E731
+    found: dict[str, Candidate] = {"doublehead": lambda: ours() / probs.shape[1]}
     if "torchmetrics" in peers:
         error = import_module("torchmetrics.functional.classification").binary_calibration_error
         found["torchmetrics"] = lambda: error(probs.flatten(), flat_labels(), n_bins=15)
@@ -179,9 +169,8 @@ def pooled(peers: dict[str, Any], probs: torch.Tensor, labels: torch.Tensor) -> 
 
 def adaptive(peers: dict[str, Any], probs: torch.Tensor, labels: torch.Tensor) -> dict[str, Candidate]:
     k = probs.shape[1]
-    found: dict[str, Candidate] = {
-        "doublehead": lambda: metrics.adaptive_ece(Predictions.from_probs(probs, labels))
-    }
+    ours = lambda: metrics.adaptive_ece(Predictions.from_probs(probs, labels))  # noqa: E731
+    found: dict[str, Candidate] = {"doublehead": ours}
     if "sklearn" in peers:
         found["sklearn"] = lambda: sklearn_ece(*top_of(probs, labels), "quantile")
     if "torch_uncertainty" in peers:
@@ -214,9 +203,7 @@ def streaming_state(peers: dict[str, Any], logits: torch.Tensor, labels: torch.T
         metric = import_module("torchmetrics.classification").MulticlassCalibrationError(logits.shape[1])
         for batch in list(zip(logits.split(512), labels.split(512)))[:100]:
             metric.update(*batch)
-        kept["torchmetrics"] = sum(
-            t.numel() * t.element_size() for t in metric.confidences + metric.accuracies
-        )
+        kept["torchmetrics"] = sum(t.nbytes for t in metric.confidences + metric.accuracies)
     return kept
 
 
@@ -253,8 +240,6 @@ def run_setting(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     measured = {}
     for work, candidates in works.items():
-        if arguments.works and not any(part in work for part in arguments.works):
-            continue
         skip = SLOW if work.startswith("class-wise") and not arguments.slow else set()
         wanted = {name: candidate for name, candidate in candidates.items() if name not in skip}
         measured[work] = measure(wanted, arguments.rounds)
@@ -272,32 +257,15 @@ def run_setting(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Each setting in a process of its own."""
-    flags = ["--rows", arguments.rows, "--classes", arguments.classes, "--rounds", arguments.rounds]
-    flags += [
-        "--peers",
-        *arguments.peers,
-        "--works",
-        *arguments.works,
-        *(["--slow"] if arguments.slow else []),
-    ]
-    for set_ in arguments.sets:
-        for threads in arguments.threads:
-            for type_ in arguments.types:
-                print(f"\n== instructions {set_}, threads {threads}, {type_}", flush=True)
-                environment = {**os.environ, **INSTRUCTION_SETS[set_]}
-                environment.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
-                command = [sys.executable, __file__, "--inner", "--sets", set_, "--threads", threads]
-                command += ["--types", type_, *flags]
-                done = subprocess.run(
-                    [str(part) for part in command],
-                    env=environment,
-                    check=True,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                shown, _, result = done.stdout.rpartition("\n#")
-                print(shown, flush=True)
-                yield json.loads(result)
+    for set_, threads, type_ in product(arguments.sets, arguments.threads, arguments.types):
+        print(f"\n== instructions {set_}, threads {threads}, {type_}", flush=True)
+        one = vars(arguments) | {"sets": [set_], "threads": [threads], "types": [type_]}
+        environment = os.environ | INSTRUCTION_SETS[set_] | dict.fromkeys(THREAD_VARIABLES, str(threads))
+        command = [sys.executable, __file__, "--inner", json.dumps(one)]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        shown, _, result = done.stdout.rpartition("\n#")
+        print(shown, flush=True)
+        yield json.loads(result)
 
 
 def lowest(settings: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -331,14 +299,12 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--types", nargs="+", default=["float32", "float64", "float16"])
     parser.add_argument("--peers", nargs="*", default=[], help="the packages to run, all if none is named")
-    parser.add_argument("--works", nargs="*", default=[], help="parts of the names of the works to run")
-    parser.add_argument(
-        "--slow", action="store_true", help="also run the peers that take over five seconds each"
-    )
-    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--slow", action="store_true", help="also run peers that take over five seconds each")
+    parser.add_argument("--inner", help=argparse.SUPPRESS)  # the arguments of one setting as JSON
     arguments = parser.parse_args()
     if arguments.inner:
-        print(f"\n#{json.dumps(run_setting(arguments))}")
+        setting = argparse.Namespace(**json.loads(arguments.inner))
+        print(f"\n#{json.dumps(run_setting(setting))}")
         return
     measured_at, settings = commit(), []
     for setting in run_all(arguments):

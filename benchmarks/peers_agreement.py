@@ -138,11 +138,10 @@ def binned_rows(data: Set, title: str = "") -> list[Row]:
 def classwise_row(data: Set) -> Row:
     each = [(data.probs[:, c].copy(), (data.labels == c).astype(int)) for c in range(data.p.n_classes)]
     binary = import_module("torchmetrics.functional.classification").binary_calibration_error
+    tensors = [tuple(map(torch.from_numpy, one)) for one in each]
     peers = {
         "netcal": lambda: np.mean([netcal("ECE", 15).measure(c.astype(float), y) for c, y in each]),
-        "torchmetrics": lambda: np.mean(
-            [float(binary(torch.from_numpy(c), torch.from_numpy(y), 15)) for c, y in each]
-        ),
+        "torchmetrics": lambda: np.mean([float(binary(*one, 15)) for one in tensors]),
     }
     definition = float(np.mean([by.ece_of(by.binned(c, y)) for c, y in each]))
     reason = Reason(OWN_BIN, float(np.mean([by.ece_of(by.binned_as_torchmetrics(c, y)) for c, y in each])))
@@ -299,10 +298,8 @@ def main() -> int:
     found = records.installed({parts.get(module, module): name for module, name in PEERS.items()})
     installed = {module: version(name) for module, name in PEERS.items() if name in found}
     arrays = np.load(arguments.file)
-    val, test = (
-        Predictions(arrays[f"{part}_logits"], arrays[f"{part}_labels"].astype(np.int64))
-        for part in ("val", "test")
-    )
+    pairs = ((arrays[f"{part}_logits"], arrays[f"{part}_labels"]) for part in ("val", "test"))
+    val, test = (Predictions(logits, labels.astype(np.int64)) for logits, labels in pairs)
     calibrated = Temperature().fit(val).calibrate(test)
     rounded = Predictions.from_probs(calibrated.probs.double().numpy().round(2), test.labels, tolerance=0.1)
     data = Set.of(test)
