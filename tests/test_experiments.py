@@ -1,7 +1,6 @@
 """Committed results: what is stored, what is made from it, and that both agree."""
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 pd = pytest.importorskip("pandas")
 pytest.importorskip("safetensors")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "experiments"))
 
 import post_hoc  # noqa: E402
 import results  # noqa: E402

@@ -1,6 +1,5 @@
 """The measurement of the shift guard, on a network that is made up."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "experiments"))
 
 import shift  # noqa: E402
 import shift_sets  # noqa: E402

@@ -1,6 +1,5 @@
 """The paper's theorems: the first holds in 60-digit arithmetic, the second is refuted; what is published agrees."""
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -12,21 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+import theory
+
 ROOT = Path(__file__).resolve().parents[1]
 BETAS = [0.1, 0.5, 0.9, 1.0, 1.2, 2.0, 4.0]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("matplotlib").use("Agg")
-    pytest.importorskip("pandas")
-    monkeypatch.syspath_prepend(ROOT / "experiments")
-    return importlib.import_module("theory")
-
-
-def test_theorem1_by_hand(script: Any) -> None:
+def test_theorem1_by_hand() -> None:
     # z = (log 3, 0), beta = 2: softmax (3/4, 1/4) becomes (9/10, 1/10), so both factors are 0.1 / 0.25.
-    t = script.theorem1(torch.tensor([math.log(3), 0.0]), beta=2.0)
+    t = theory.theorem1(torch.tensor([math.log(3), 0.0]), beta=2.0)
     torch.testing.assert_close(t.log_gamma.exp(), torch.tensor([0.4, 0.4]).double())
     # n = 2, z_(1) = z_(n-1) = 0: c0 = exp(-log 3) / 2, c1 = 2 exp(-log 3); c2 = (1/2 + 1/6) / 3, c3 = (1 + 1/3) / 3
     torch.testing.assert_close(t.log_lower.exp(), torch.tensor([1 / 6, 2 / 9]).double())
@@ -35,9 +30,9 @@ def test_theorem1_by_hand(script: Any) -> None:
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_theorem1_factors_against_autograd(script: Any, beta: float) -> None:
+def test_theorem1_factors_against_autograd(beta: float) -> None:
     z = 2 * torch.randn(200, 6, dtype=torch.float64)
-    t = script.theorem1(z, beta)
+    t = theory.theorem1(z, beta)
     scaled, plain = z.clone().requires_grad_(), z.clone().requires_grad_()
     F.cross_entropy(beta * scaled, z.argmax(1), reduction="sum").backward()
     F.cross_entropy(plain, z.argmax(1), reduction="sum").backward()
@@ -68,12 +63,12 @@ def exactly(z: list[float], beta: float) -> list[tuple[mpmath.mpf, mpmath.mpf, m
     return out
 
 
-def test_theorem1_against_sixty_digits(script: Any) -> None:
+def test_theorem1_against_sixty_digits() -> None:
     with mpmath.workdps(60):
         slack = mpmath.mpf(10) ** -40  # the logarithms reach a few thousand
-        for i, z in enumerate(script.random_logits(70, torch.Generator().manual_seed(3))):
+        for i, z in enumerate(theory.random_logits(70, torch.Generator().manual_seed(3))):
             values, beta = z.round() if i % 7 == 0 else z, BETAS[i % len(BETAS)]  # some with ties
-            t = script.theorem1(values, beta)
+            t = theory.theorem1(values, beta)
             assert t.holds.all()
             for j, (low, gamma, high) in enumerate(exactly(values.tolist(), beta)):
                 assert low - slack <= gamma <= high + slack
@@ -81,9 +76,9 @@ def test_theorem1_against_sixty_digits(script: Any) -> None:
                 assert got == pytest.approx([float(low), float(gamma), float(high)], rel=1e-11, abs=1e-11)
 
 
-def test_the_counterexample_by_hand(script: Any) -> None:
+def test_the_counterexample_by_hand() -> None:
     # Three confidences, one third each, all wrong: E[f] = 1/3, H = log 3.
-    t = script.theorem2(*script.COUNTEREXAMPLE)
+    t = theory.theorem2(*theory.COUNTEREXAMPLE)
     assert float(t.ece2) ** 2 == pytest.approx((0.98**2 + 0.99**2 + 1) / 3)  # 0.980
     mean_log = (math.log(0.98) + math.log(0.99)) / 3
     assert float(t.squared_shannon) == pytest.approx(3 - 2 * mean_log - 1 / 3 - 2 * math.log(3))  # 0.490
@@ -93,10 +88,10 @@ def test_the_counterexample_by_hand(script: Any) -> None:
     assert float(t.brier) == pytest.approx(float(t.ece2) ** 2)
 
 
-def test_theorem2_against_a_slow_reference(script: Any) -> None:
+def test_theorem2_against_a_slow_reference() -> None:
     confidence = (torch.randint(1, 11, (200,)) / 10).double()
     correct = torch.rand(200) < confidence
-    found = script.theorem2(confidence, correct)
+    found = theory.theorem2(confidence, correct)
     ece2 = mean_log = mean_f = entropy = 0.0
     for value in confidence.unique().tolist():
         hits = correct[confidence == value].double()
@@ -111,17 +106,17 @@ def test_theorem2_against_a_slow_reference(script: Any) -> None:
     assert [float(side) for side in found] == pytest.approx(wanted)
 
 
-def test_cells_merge_confidences_into_their_mean(script: Any) -> None:
+def test_cells_merge_confidences_into_their_mean() -> None:
     # Cells (0, 0.5] and (0.5, 1]: 0.3 and 0.5 become 0.4, half right; 0.8 and 1.0 become 0.9, both right.
-    t = script.theorem2([0.3, 0.5, 0.8, 1.0], [True, False, True, True], n_values=2)
+    t = theory.theorem2([0.3, 0.5, 0.8, 1.0], [True, False, True, True], n_values=2)
     assert float(t.ece2) ** 2 == pytest.approx(0.5 * 0.1**2 + 0.5 * 0.1**2)
     assert float(t.shannon) == pytest.approx(math.log(2))
 
 
-def test_a_value_of_no_mass_counts_for_nothing(script: Any) -> None:
+def test_a_value_of_no_mass_counts_for_nothing() -> None:
     value, mass, accuracy = torch.tensor([0.5, 0.9]), torch.tensor([0.4, 0.6]), torch.tensor([0.2, 1.0])
     padded = [F.pad(x, (0, 2)) for x in (value, mass, accuracy)]
-    for a, b in zip(script.theorem2_of(value, mass, accuracy), script.theorem2_of(*padded)):
+    for a, b in zip(theory.theorem2_of(value, mass, accuracy), theory.theorem2_of(*padded)):
         torch.testing.assert_close(a, b)
 
 
@@ -140,26 +135,24 @@ def test_what_the_results_file_holds_of_both_theorems(published: dict[str, Any])
         assert second[kind]["violated_literal"] == second[kind]["violated_brier"] == 0
 
 
-def test_the_results_file_agrees_with_the_functions(published: dict[str, Any], script: Any) -> None:
+def test_the_results_file_agrees_with_the_functions(published: dict[str, Any]) -> None:
     example = published["theorem2"]["counterexample"]
-    sides = script.theorem2(example["confidence"], example["correct"])
+    sides = theory.theorem2(example["confidence"], example["correct"])
     for name, value in sides._asdict().items():
         assert example[name] == pytest.approx(float(value), abs=1e-6)
     assert {"seed", "commit", "torch", "device", "time"} <= set(published["certificate"])
 
 
-def test_numbers_and_pictures_are_made_from_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Any
-) -> None:
-    monkeypatch.setattr(script, "N_VECTORS", 20)
+def test_numbers_and_pictures_are_made_from_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theory, "N_VECTORS", 20)
     logits = 4 * torch.randn(2000, 10)
     labels = torch.multinomial(logits.softmax(1), 1)
     np.savez(tmp_path / "some.npz", test_logits=logits.numpy(), test_labels=labels.numpy())
-    script.write(tmp_path / "some.npz", tmp_path)
+    theory.write(tmp_path / "some.npz", tmp_path)
     assert min((tmp_path / f"theorem{number}.png").stat().st_size for number in (1, 2)) > 20_000
     found = json.loads((tmp_path / "theory.json").read_text())
     assert found["theorem1"]["random"]["violated"] == found["theorem1"]["real"]["violated"] == 0
     assert found["theorem1"]["real"]["appendix_violated"] > 0
     random = found["theorem2"]["confidences_from_a_half"]
-    assert 0.5 < random["violated_shannon"] / script.N_RANDOM < 0.9
+    assert 0.5 < random["violated_shannon"] / theory.N_RANDOM < 0.9
     assert random["negative_right_side"] > random["violated_literal"] == random["violated_brier"] == 0

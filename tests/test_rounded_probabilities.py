@@ -1,10 +1,8 @@
 """Probabilities as files have them: rounded, in half precision, with exact zeros and ones. Real logits throughout."""
 
 import math
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("pandas")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
 from results import Split, stored_runs
 
