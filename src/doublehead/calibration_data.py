@@ -25,7 +25,7 @@ from doublehead.torch_tools import Randomness
 
 N_FOLDS = 5
 BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
-MAX_AHEAD = 2**20  # numbers of inputs that are taken from memory together, for up to 8 batches
+MAX_AHEAD = 2**17  # numbers of inputs that are taken from memory together, for up to 8 batches
 
 ToPair = Callable[[Any], Any]
 

@@ -131,6 +131,9 @@ class CalibrationHead(StaysFloat32):
         )  # fmt: skip
         usual = max(1 if spec.kind == "mlp" else MIN_HIDDEN, self.size // 2)
         self.hidden = usual if spec.hidden is None else spec.hidden
+        self._dropout = torch.tensor(
+            spec.dropout, dtype=torch.float32
+        )  # comparing with a number takes longer
         # Features come in a moderate range; logits and their statistics do not.
         self.standardise = Standardise(self.size) if self.reads != ("features",) else None
         n_out = n_logits if spec.kind == "mlp" else 1
@@ -182,7 +185,7 @@ class CalibrationHead(StaysFloat32):
             # One mask for all heads: on a CPU drawing it costs more than using it.
             how: Any = {"generator": generator, "dtype": hidden.dtype, "device": hidden.device}
             drawn = torch.rand(hidden.shape[1:], **how)
-            hidden = hidden * drawn.ge_(spec.dropout)  # (H, B, hidden)
+            hidden = hidden * drawn.ge_(self._dropout)  # (H, B, hidden)
             scale = 1 / (1 - spec.dropout)
         bias = weights["last_bias"].unsqueeze(2)
         out = torch.baddbmm(bias, weights["last_weight"], hidden.mT, alpha=scale)  # (H, n_out, B)
@@ -207,11 +210,12 @@ class CalibrationHead(StaysFloat32):
             slopes = slopes[:, 1].unflatten(1, (-1, self.n_labels)).mT  # (H, L, B)
         *first, last_weight, last_bias = into
         torch.sum(slopes, 2, out=last_bias)
-        slopes = slopes if passed.scale == 1.0 else slopes * passed.scale
-        torch.bmm(slopes, passed.hidden, out=last_weight)
+        scaled: Any = {"beta": 0, "alpha": passed.scale}
+        torch.baddbmm(last_weight, slopes, passed.hidden, out=last_weight, **scaled)
         if first:
             weight, bias = first
-            back = torch.bmm(slopes.mT, self.last_weight).mul_(passed.hidden.sign())  # (H, B, hidden)
+            back = torch.baddbmm(passed.hidden, slopes.mT, self.last_weight, **scaled)  # (H, B, hidden)
+            back.mul_(passed.hidden.sign())
             torch.bmm(back.mT, passed.inputs, out=weight)
             torch.sum(back, 1, out=bias)
 

@@ -23,10 +23,10 @@ from doublehead.torch_tools import (
     without_autocast,
 )
 
-B0 = TypeVar("B0", float, Tensor, float | Tensor)
+B0 = TypeVar("B0", float, Tensor)
 MOMENTUM = 0.9
-BURST = 8  # batches that are learned from together
-MAX_WAITING = 2**20  # logits and features of a batch that may wait: more would fill the memory
+BURST = 32  # batches that are learned from together, at most
+MAX_WAITING = 2**23  # logits and features of all batches that wait: 32 MiB
 # Times: the network's BatchNorm averages have not settled; such batches are left out.
 WORSE_THAN_GUESSING = 10
 
@@ -61,6 +61,7 @@ class HeadTraining:
         self._min_fit = -WORSE_THAN_GUESSING * math.log(n_classes)
         self._waiting: list[tuple[Any, ...]] = []  # progress, share of the peak rate, and a batch
         self._form: list[Any] = []  # shapes and types of the parts of a batch, the same in all that wait
+        self._burst = 1  # batches of this form that are learned from together
         self.losses: Tensor | None = None  # (H,) of the last step
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.progress: float | None = None  # of the last step
@@ -86,14 +87,14 @@ class HeadTraining:
             for stack in self._stacks:
                 stack.head.check(*batch[:3])
             self.catch_up()
-            self._form = form
-        # One of several processes may be asked for its heads alone, and a step needs all of them.
+            # One of several processes may be asked for its heads alone, and a step needs all of them.
+            numel = max(1, batch[0].numel() + batch[1].numel())
+            self._form, self._burst = form, min(BURST, MAX_WAITING // numel) if self._is_alone else 1
         main, features, *known = batch
-        waits = self._is_alone and main.numel() + features.numel() <= MAX_WAITING
-        if waits:  # compiled networks and some loaders use memory again
+        if self._burst > 1:  # compiled networks and some loaders use memory again
             main, features = main.clone(), features.clone()
         self._waiting.append((progress, self.schedule.now(), main, features, *known))
-        if not waits or len(self._waiting) >= BURST:
+        if len(self._waiting) >= self._burst:
             self.catch_up()
 
     def catch_up(self) -> None:
@@ -129,15 +130,16 @@ class HeadTraining:
         fit = (log_probs * targets).sum((1, 2)) / len(labels[0])  # (T,) minus the NLL
         sane = average_over_processes(fit) > self._min_fit
         weights = [stack.weigh(known, torch.stack(folds)) for stack in self._stacks]  # (T, H, 1, B) each
-        steps = map(_Step, progress, shares, main, features, targets, sane)
+        betas = [stack.betas(progress) for stack in self._stacks]  # (T, H, 1, 1) each
+        pulls = [(beta, own * beta) for beta, own in zip(betas, weights)]
         fine = []
-        for step, *of_stacks in zip(steps, *weights):
-            found = zip(*(stack.step(step, own) for stack, own in zip(self._stacks, of_stacks)))
-            answers, norms, finite = found
+        for t, step in enumerate(map(_Step, shares, main, features, targets, sane)):
+            found = (stack.step(step, beta[t], pull[t]) for stack, (beta, pull) in zip(self._stacks, pulls))
+            logits, norms, finite = zip(*found)
             fine.append(self.bank.in_order(finite))
         self._flags.send(torch.stack(fine).flatten(1))
         self.grad_norms, self.progress = self.bank.in_order(norms).flatten(), progress[-1]
-        parts = [_losses(some, targets[-1], own[-1]) for some, own in zip(answers, weights)]
+        parts = [_losses(some.log_softmax(1), targets[-1], own[-1]) for some, own in zip(logits, weights)]
         return average_over_processes(self.bank.in_order(parts))
 
     def count_skipped(self, wait: bool = False) -> None:
@@ -171,7 +173,6 @@ class HeadTraining:
 class _Step(NamedTuple):
     """A batch and when it is learned from."""
 
-    progress: float
     share: float  # of the peak rate
     main: Tensor  # (B, K)
     features: Tensor  # (B, F)
@@ -189,7 +190,7 @@ class _Stack:
     def __init__(
         self, head: CalibrationHead, weight_decay: float, clip: float, generator: torch.Generator
     ) -> None:
-        self.head, self.clip, self.generator, parameters = head, clip, generator, list(head.parameters())
+        self.head, self.generator, parameters = head, generator, list(head.parameters())
         self.weights = torch.cat([parameter.detach().flatten(1) for parameter in parameters], 1)
         self.gradient, self.velocity = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
         sizes = [parameter[0].numel() for parameter in parameters]
@@ -200,12 +201,12 @@ class _Stack:
         blind = [-1 if spec.fold is None else spec.fold for spec in head.specs]
         blind_folds = torch.tensor(blind, device=self.weights.device)
         self.blind = blind_folds[:, None, None]  # (H, 1, 1) each head's unseen fold
-        beta0 = [float(spec.beta0) for spec in head.specs]  # type: ignore[arg-type]
-        same = len(set(beta0)) == 1  # then one number does, which is faster
-        self.beta0 = beta0[0] if same else self.weights.new_tensor(beta0)[:, None, None]
+        self.beta0 = self.weights.new_tensor([spec.beta0 for spec in head.specs])[:, None, None]  # (H, 1, 1)
         # Rate, momentum, weight decay, share of the gradient, (4, H, 1), of heads that move and of those that do not.
         rates = [[(spec.lr, MOMENTUM, weight_decay, 1.0), (0.0, 1.0, 0.0, 0.0)] for spec in head.specs]
         self._moving, self._idle = self.weights.new_tensor(rates).permute(1, 2, 0).unsqueeze(3)
+        # Tensors, since an operation with a number takes a microsecond longer.
+        self._clip, self._infinity = self.weights.new_tensor([clip, math.inf])
 
     def weigh(self, known: Tensor, folds: Tensor) -> Tensor:
         """(T, H, 1, B) the weight of each sample in a head's loss, from weights and folds of samples, (T, B) each."""
@@ -213,26 +214,38 @@ class _Stack:
         n_seen = average_over_processes(sees.sum(3, keepdim=True))  # several processes do what one would
         return sees.div_(n_seen.clamp_(min=1.0))
 
-    def step(self, step: _Step, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the heads; log-probabilities (H, K, B) before, norms of gradients, and which are finite, (H, 1)."""
+    def betas(self, progress: Sequence[float]) -> Tensor:
+        """(T, H, 1, 1) of T steps."""
+        return anneal(self.beta0, self.weights.new_tensor(progress).view(-1, 1, 1, 1))
+
+    def step(self, step: _Step, beta: Tensor, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Move the heads; annealed logits (H, K, B) before, norms of gradients, and which are finite, (H, 1).
+
+        `pull` (H, 1, B) are the weights of samples times beta: what turns errors of probabilities into slopes.
+        """
         self.head.follow(step.main, step.features, step.sane)
         passed = self.head.run(step.main, step.features, self.generator)
-        beta = anneal(self.beta0, step.progress)
-        log_probs = (passed.logits * beta).log_softmax(1)  # (H, K, B)
-        slopes = log_probs.exp().sub_(step.targets).mul_(weights * beta)
+        logits = passed.logits * beta  # (H, K, B)
+        slopes = logits.softmax(1).sub_(step.targets).mul_(pull)
         self.head.gradients(passed, slopes, self.gradients)
         torch.cat(self.rows, 1, out=self.gradient)
         average_over_processes(self.gradient)
         norms = torch.linalg.vector_norm(self.gradient, dim=1, keepdim=True)
-        finite = norms < math.inf  # a nan loss has a nan gradient
+        finite = norms < self._infinity  # a nan loss has a nan gradient
         self._move(finite & step.sane, norms, step.share)
-        return log_probs, norms, finite
+        return logits, norms, finite
 
     def _move(self, moves: Tensor, norms: Tensor, share: float) -> None:
         """Nesterov SGD for the heads that move, (H, 1) bool, whose gradients have these norms, (H, 1)."""
-        rate, momentum, decay, shrink = torch.where(moves, self._moving, self._idle).unbind()  # (H, 1) each
-        shrink = shrink.div_((norms / self.clip).clamp_(min=1.0))  # nan where a norm is
-        step = self.gradient.mul_(shrink).nan_to_num_(0.0, 0.0, 0.0)
+        all_move = not moves.is_cuda and bool(
+            moves.all()
+        )  # as nearly always; to ask a GPU would mean to wait
+        rates = self._moving if all_move else torch.where(moves, self._moving, self._idle)
+        rate, momentum, decay, share_of_gradient = rates.unbind()  # (H, 1) each
+        shrink = share_of_gradient / (norms / self._clip).clamp_(min=1.0)  # nan where a norm is
+        step = self.gradient.mul_(shrink)
+        if not all_move:
+            step.nan_to_num_(0.0, 0.0, 0.0)
         step.addcmul_(self.weights, decay)
         torch.addcmul(step, self.velocity, momentum, out=self.velocity)
         step.add_(self.velocity, alpha=MOMENTUM)
@@ -270,7 +283,7 @@ class ScheduleShape:
         return rate / self.peak if rate else 0.0
 
 
-def anneal(beta0: B0, progress: float) -> B0:
+def anneal(beta0: B0, progress: B0 | float) -> B0:
     """beta at `progress` of the epoch, 0..1: from beta0 straight to 1 (the paper's Eq. 5).
 
     beta0 > 1 makes a head less confident, beta0 < 1 more; beta0 = 1 switches annealing off.
@@ -278,7 +291,7 @@ def anneal(beta0: B0, progress: float) -> B0:
     >>> [round(anneal(1.2, progress), 6) for progress in (0.0, 0.5, 1.0)]
     [1.2, 1.1, 1.0]
     """
-    if not 0.0 <= progress <= 1.0:
+    if not isinstance(progress, Tensor) and not 0.0 <= progress <= 1.0:
         raise ValueError(f"progress must lie in 0..1, the share of the epoch that is over, got {progress}")
     return beta0 * (1 - progress) + progress
 

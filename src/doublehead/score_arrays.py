@@ -20,7 +20,9 @@ T = TypeVar("T")
 Array: TypeAlias = "np.ndarray[Any, Any]"
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
-CHUNK_ENTRIES = 1 << 19  # entries looked at together: 2 MiB of float32, about a core's cache, and few calls
+CHUNK_ENTRIES = (
+    1 << 19
+)  # float32 entries looked at together, half as many of float64: 2 MiB, about a core's cache
 CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
 PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 
@@ -322,7 +324,7 @@ def _look_at_gpu(scores: Tensor, are_probs: bool) -> Look:
 
 
 def _rows_at_once(scores: Tensor) -> int:
-    entries = CHUNK_ENTRIES_GPU if scores.is_cuda else CHUNK_ENTRIES
+    entries = CHUNK_ENTRIES_GPU if scores.is_cuda else CHUNK_ENTRIES * 4 // read_as(scores).itemsize
     return min(max(8, entries // scores.shape[1] // 8 * 8), 1 << 20)
 
 
