@@ -237,9 +237,8 @@ class _Stack:
 
     def _move(self, moves: Tensor, norms: Tensor, share: float) -> None:
         """Nesterov SGD for the heads that move, (H, 1) bool, whose gradients have these norms, (H, 1)."""
-        all_move = not moves.is_cuda and bool(
-            moves.all()
-        )  # as nearly always; to ask a GPU would mean to wait
+        # As nearly always. To ask another device would mean to wait for it.
+        all_move = moves.device.type == "cpu" and bool(moves.all())
         rates = self._moving if all_move else torch.where(moves, self._moving, self._idle)
         rate, momentum, decay, share_of_gradient = rates.unbind()  # (H, 1) each
         shrink = share_of_gradient / (norms / self._clip).clamp_(min=1.0)  # nan where a norm is
