@@ -180,7 +180,7 @@ def test_a_class_with_zeros_alone_is_a_class(tmp_path: Path) -> None:
 Z_HEADER, HEADER = "label,logit_0,logit_1\n", "label,score_0,score_1\n"
 TOTAL = HEADER + "0,0.25,0.75\n" * 20 + ",5.00,15.00"  # the last row
 BAD_LOGITS = {  # text -> message
-    "id,x\n1,2": "no column that looks like the label: name it with --label, it has 'id', 'x'",
+    "id,x\n1,2": "no column that looks like the label: name it with label .*--label.*, it has 'id', 'x'",
     "label,name\n1,x": "no columns that look like scores: name them with --scores",
     "label,name,confidence\n1,x,0.5": "rename the column of the class that 'confidence' is about",
     Z_HEADER + "0,1,2\n1,abc,2": "a.csv, column 'logit_0', row 2 must hold .*got 'abc'",

@@ -35,6 +35,29 @@ def test_by_hand():
     assert metrics.overconfidence(p) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    "metric",
+    [
+        *(metrics.accuracy, metrics.nll, metrics.brier, metrics.mean_entropy, metrics.mean_confidence),
+        *(
+            metrics.overconfidence,
+            metrics.per_sample,
+            metrics.zero_labels,
+            metrics.ece,
+            metrics.mce,
+            metrics.ece2,
+        ),
+        *(metrics.adaptive_ece, metrics.debiased_ece, metrics.smooth_ece, metrics.ks_error, metrics.mmce),
+        *(metrics.ece_floor, metrics.calibration_test, metrics.aurc, metrics.risk_coverage),
+    ],
+)
+def test_an_array_is_no_predictions(metric):
+    with pytest.raises(
+        TypeError, match=r"p must be Predictions, got ndarray: give Predictions\(logits, labels\)"
+    ):
+        metric(np.eye(3))
+
+
 def test_a_label_of_probability_zero_is_finite():
     p = Predictions.from_probs(np.array([[1.0, 0.0]], dtype=np.float32), [1])
     assert metrics.nll(p) == pytest.approx(-math.log(0.01 / 2))

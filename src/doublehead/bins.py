@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.predictions import Predictions
+from doublehead.predictions import Predictions, check_predictions
 from doublehead.score_arrays import ArrayLike, as_float_tensor, as_tensor, in_threads
 from doublehead.torch_tools import one_thread
 
@@ -91,6 +91,7 @@ class Bins:
     @classmethod
     def top(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (n_bins,) of the confidence in the predicted class."""
+        check_predictions(predictions)
 
         def state_of(rows: slice) -> Tensor:
             piece = predictions[rows]
@@ -103,8 +104,8 @@ class Bins:
     @classmethod
     def classwise(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
-        size = 4 if predictions.weights is not None or predictions.are_soft else 3
-        shape = (size, predictions.n_classes, check_n_bins(n_bins))
+        weighted = check_predictions(predictions).weights is not None or predictions.are_soft
+        shape = (4 if weighted else 3, predictions.n_classes, check_n_bins(n_bins))
         with one_thread():  # else the threads that share the zeros wait for more in a busy loop
             made = cls.from_state(torch.zeros(shape, dtype=torch.int64, device=predictions.device))
         return made.add_classwise_(predictions)

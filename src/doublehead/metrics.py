@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from doublehead.bins import UNIT, Bins, check_n_bins
-from doublehead.predictions import Predictions
+from doublehead.predictions import Predictions, check_predictions
 from doublehead.score_arrays import BITS, ArrayLike, Target, as_float_tensor
 from doublehead.torch_tools import one_thread
 
@@ -66,7 +66,7 @@ class RiskCoverage(NamedTuple):
 
 def accuracy(p: Predictions) -> float:
     """The share of samples whose predicted class is the label; of soft labels the expected share."""
-    return mean_of(p, p.correct)
+    return mean_of(check_predictions(p), p.correct)
 
 
 def nll(p: Predictions) -> float:
@@ -99,7 +99,7 @@ def mean_entropy(p: Predictions) -> float:
 
 def mean_confidence(p: Predictions) -> float:
     """The mean probability of the predicted class."""
-    return mean_of(p, p.confidence)
+    return mean_of(check_predictions(p), p.confidence)
 
 
 def overconfidence(p: Predictions) -> float:
@@ -116,7 +116,7 @@ def mean_of(p: Predictions, values: Tensor) -> float:
 def per_sample(p: Predictions) -> dict[str, Tensor]:
     """(N,) float64 each: "nll", "brier" and "entropy" of every sample, in one chunked pass."""
     parts: dict[str, list[Tensor]] = {"nll": [], "brier": [], "entropy": []}
-    for scores, labels in p.score_chunks():
+    for scores, labels in check_predictions(p).score_chunks():
         # clamped: a probability of 0 adds 0 to the entropy and a finite NLL
         logs = scores.clamp(min=p.zero_floor).log() if p.are_probs else scores.log_softmax(1)  # (B, K)
         probs = scores if p.are_probs else logs.exp()
@@ -130,7 +130,7 @@ def per_sample(p: Predictions) -> dict[str, Tensor]:
 
 def zero_labels(p: Predictions) -> Tensor:
     """(N,) bool: where the label has a probability of exactly 0, so its NLL depends on `Predictions.zero_floor`."""
-    if not p.are_probs:
+    if not check_predictions(p).are_probs:
         return torch.zeros(len(p), dtype=torch.bool, device=p.device)
     return torch.cat([scores.gather(1, labels[:, None])[:, 0] == 0 for scores, labels in p.score_chunks()])
 
@@ -241,7 +241,7 @@ def smooth_ece(p: Predictions) -> float:
     >>> round(smooth_ece(Predictions.from_probs([[0.75, 0.25], [0.75, 0.25]], [0, 1])), 3)
     0.25
     """
-    spectrum = _spectrum(*(column.double() for column in p.top_label()))
+    spectrum = _spectrum(*(column.double() for column in check_predictions(p).top_label()))
     low, high = 0.0, 1.0
     while high - low > 1e-7:  # the error falls as the width grows, so they meet once
         width = (low + high) / 2
@@ -277,7 +277,7 @@ def _by_confidence(p: Predictions) -> tuple[Array, Array]:
     The bits of floats >= 0, read as whole numbers, are in their order, and the first one is 0. Moved up by one, they
     leave room for the answer: sorting these numbers is faster than sorting floats with their places.
     """
-    floats, correct = (column.cpu().numpy() for column in p.top_label())
+    floats, correct = (column.cpu().numpy() for column in check_predictions(p).top_label())
     keys = np.sort((floats.view(BITS[floats.itemsize]) << 1) | correct)
     return (keys >> 1).view(floats.dtype).astype(np.float64), (keys & 1).astype(np.float64)
 
@@ -499,7 +499,7 @@ def aurc(p: Predictions) -> float:
 
 def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct confidences from high to low, how many samples (or what weight) have each and are wrong there."""
-    confidence, correct = p.top_label()
+    confidence, correct = check_predictions(p).top_label()
     values, group = confidence.double().unique(return_inverse=True)
     weights = torch.ones_like(confidence, dtype=torch.float64) if p.weights is None else p.weights
     size, wrong = (

@@ -395,3 +395,13 @@ class Predictions:
         if "logits" in arrays:
             return cls(arrays["logits"], *known)
         return cls.from_probs(arrays["probs"], *known, tolerance=tolerance)
+
+
+def check_predictions(p: Predictions) -> Predictions:
+    """`p` itself, or an error where it is something else, such as an array."""
+    if not hasattr(p, "top_label"):  # outcomes have it too, and give the metrics of confidences
+        raise TypeError(
+            f"p must be Predictions, got {type(p).__name__}: give Predictions(logits, labels) or "
+            "Predictions.from_probs(probs, labels)"
+        )
+    return p

@@ -112,7 +112,8 @@ def choose_layout(columns: Mapping[str, str], where: str, given: Given) -> Layou
             return top_only
     if label is None and given.label_needed and not labels:
         raise TableError(
-            f"{where} has no column that looks like the label: name it with --label, it has {listed(columns)}"
+            f"{where} has no column that looks like the label: name it with label (on the command line --label), "
+            f"it has {listed(columns)}"
         )
     left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *given.taken)}
     layout = Layout(label, (), (), 0, guesses, labels=labels, independent=independent)
