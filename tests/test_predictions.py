@@ -104,8 +104,9 @@ def test_chunks_and_threads_give_the_same_bits(monkeypatch, dtype, are_probs):
     before = torch.get_num_threads()
     found = []
     try:
-        for threads, chunk in ((1, module.CHUNK_ENTRIES), (1, 70), (3, 70)):
+        for threads, chunk in ((1, module.LOOK_ENTRIES), (1, 70), (3, 70)):
             monkeypatch.setattr(module, "CHUNK_ENTRIES", chunk)
+            monkeypatch.setattr(module, "LOOK_ENTRIES", chunk)
             torch.set_num_threads(threads)
             p = make(scores, labels)
             found.append((*p.top_label(), p.predicted, p.probs))
@@ -124,8 +125,8 @@ def test_either_exp_gives_the_probabilities(monkeypatch, dtype):
     labels = torch.zeros(300, dtype=torch.int64)
     want = logits.double().softmax(1)
     ulp = torch.finfo(dtype).eps
-    for fast in (set(), {(torch.backends.cpu.get_cpu_capability(), dtype)}):
-        monkeypatch.setattr(module, "FAST_NUMPY_EXP", fast)
+    for of_numpy in (False, True):
+        monkeypatch.setattr(module, "_numpy_has_the_faster_exp", lambda itemsize, of_numpy=of_numpy: of_numpy)
         p = Predictions(logits, labels)
         # exp of a logit l is off by |l| ulp where l - max was rounded, and by a few more
         torch.testing.assert_close(p.probs.double(), want, rtol=3000 * ulp, atol=1e-30)

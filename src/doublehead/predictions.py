@@ -20,18 +20,17 @@ from doublehead.score_arrays import (
     as_float_tensor,
     as_tensor,
     at_classes,
+    beside,
     check_finite,
     check_labels,
     check_probs,
     check_scores,
     check_weights,
     chunks,
-    in_threads,
     look_through,
     read_as,
     read_npz,
     softmax_of,
-    top_probability,
 )
 from doublehead.system import replacing
 from doublehead.tasks import IGNORE_INDEX, class_scores, recognise_task, targets_of
@@ -62,9 +61,7 @@ class Predictions:
         self._scores = check_scores(logits, "logits")  # (N, K)
         self._are_probs = False
         self._smallest = SmallestPositive(None, 1.0)
-        self._predicted, _, sums, _ = look_through(self._scores, are_probs=False)  # (N,) int64
-        # (N,) of probabilities; that of logits is computed when it is needed.
-        self._confidence: Tensor | None = None
+        self._predicted, self._confidence, sums, _ = look_through(self._scores, are_probs=False)  # (N,) each
         check_finite(self._scores, sums, "logits")
         self._truth = check_labels(labels, self._scores, "logits")  # (N,) int64, or (N, K)
         self.weights = check_weights(weights, self._scores)  # (N,) float64, or None
@@ -332,18 +329,7 @@ class Predictions:
     @property
     def confidence(self) -> Tensor:
         """(N,) the probability of the predicted class."""
-        if self._confidence is not None:
-            return self._confidence
-        confidence = torch.empty(len(self), dtype=self.dtype, device=self.device)
-
-        def fill(rows: slice) -> None:
-            spare = confidence.new_empty(0)
-            predicted, to_fill = self._predicted[rows], confidence[rows]
-            for part, scores in chunks(self._scores[rows]):
-                to_fill[part] = top_probability(scores, predicted[part], self._beside(scores, spare))
-
-        in_threads(fill, self._scores.shape, self.device)
-        return confidence
+        return self._confidence
 
     def top_label(self) -> tuple[Tensor, Tensor]:
         """(N,) `confidence` and (N,) `correct`, for what takes neither weights nor soft labels into account."""
@@ -362,12 +348,8 @@ class Predictions:
             if self._are_probs:
                 yield scores, self._truth[part]
             else:
-                probs = softmax_of(scores, self._predicted[part], self._beside(scores, spare))
+                probs = softmax_of(scores, self._predicted[part], beside(scores, self._scores, spare))
                 yield probs, self._truth[part]
-
-    def _beside(self, chunk: Tensor, spare: Tensor) -> Tensor:
-        """Where to write what becomes of a chunk (B, K): to itself where it was widened, else to `spare`."""
-        return chunk if chunk.dtype != self._scores.dtype else spare.resize_(chunk.shape)
 
     def score_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The logits (or probs, as they were given) and labels of some rows after the other, as `probs_chunks`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import platform
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -20,14 +22,15 @@ T = TypeVar("T")
 Array: TypeAlias = "np.ndarray[Any, Any]"
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
-CHUNK_ENTRIES = (
-    1 << 19
-)  # float32 entries looked at together, half as many of float64: 2 MiB, about a core's cache
+# float32 entries gone through together, half as many of float64: 2 MiB, about a core's cache. A look at them is few
+# short steps, and takes less time where they stay in any core's cache.
+CHUNK_ENTRIES, LOOK_ENTRIES = 1 << 19, 1 << 17
 CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
 PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 
-# Where numpy's exp takes less time than torch's, often half, by torch's instruction set and the type.
-FAST_NUMPY_EXP = {("AVX512", torch.float32), ("AVX512", torch.float64), ("AVX2", torch.float32)}
+# Where numpy's exp takes less time than torch's, often half, by torch's instruction set and the type; not on Intel's
+# CPUs, for which MKL, torch's library, is made: there numpy's takes twice the time or more.
+FAST_NUMPY_EXP = {("AVX512", 4), ("AVX512", 8), ("AVX2", 4)}  # bytes of a float
 EINSUM_BUFFER = 8192  # entries, numpy's default
 BITS = {4: np.uint32, 8: np.uint64}  # by bytes
 FAR = 40.0  # exp neither overflows nor loses anything while the largest logit lies within -FAR..FAR
@@ -266,21 +269,25 @@ def in_threads(work: Callable[[slice], T], shape: Sequence[int], device: torch.d
             return list(pool.map(work, [slice(start, start + size) for start in range(0, n, size)]))
 
 
-def chunks(scores: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def chunks(scores: Tensor, entries: int | None = None) -> Iterator[tuple[slice, Tensor]]:
     """Which rows, and those rows of `scores`, contiguous; half precision is widened into the same memory each time."""
-    rows, dtype = _rows_at_once(scores), read_as(scores)
+    rows, dtype = _rows_at_once(scores, entries or CHUNK_ENTRIES), read_as(scores)
     wide = torch.empty(0, dtype=dtype, device=scores.device)
-    for start in range(0, len(scores), rows):
+    for start, chunk in zip(range(0, len(scores), rows), scores.split(rows)):
         part = slice(start, start + rows)
-        chunk = scores[part]
         yield part, chunk.contiguous() if chunk.dtype == dtype else wide.resize_(chunk.shape).copy_(chunk)
+
+
+def beside(chunk: Tensor, scores: Tensor, spare: Tensor) -> Tensor:
+    """Where to write what becomes of a chunk (B, K) of scores: to itself where it was widened, else to `spare`."""
+    return chunk if chunk.dtype != scores.dtype else spare.resize_(chunk.shape)
 
 
 class Look(NamedTuple):
     """What one pass over scores (N, K) finds."""
 
     classes: Tensor  # (N,) the first of the largest
-    tops: Tensor  # (N,) the largest entries
+    confidence: Tensor  # (N,) the largest probabilities, those of logits as in `softmax_of`, to the bit
     sums: Tensor  # (N,) of the rows
     low: float  # the smallest entry of probabilities where one is negative, else 0
 
@@ -296,35 +303,48 @@ def look_through(scores: Tensor, are_probs: bool) -> Look:
     if len(found) == 1:
         return found[0]
     with one_thread():
-        classes, tops, sums = (torch.cat(column) for column in list(zip(*found))[:3])
-    return Look(classes, tops, sums, min(part.low for part in found))
+        classes, confidence, sums = (torch.cat(column) for column in list(zip(*found))[:3])
+    return Look(classes, confidence, sums, min(part.low for part in found))
 
 
-def _look_at(scores: Tensor, are_probs: bool) -> Look:
+def _look_at(scores: Tensor, are_probs: bool, by_bits: bool | None = None) -> Look:
     """The bits of floats >= 0, read as whole numbers, are in their order, and those of any below 0 are larger.
 
     So the search for the largest entries of probabilities finds the negative ones as well, without another pass.
     """
+    by_bits = are_probs if by_bits is None else by_bits
     classes = np.empty(len(scores), dtype=np.intp)
-    tops, sums = torch.empty(2, len(scores), dtype=read_as(scores)).numpy()
-    for part, chunk in chunks(scores):
+    found = torch.empty(2, len(scores), dtype=read_as(scores))
+    spare = found.new_empty(0)
+    confidence, sums = found.numpy()
+    for part, chunk in chunks(scores, LOOK_ENTRIES):
         array, places = chunk.numpy(), classes[part]
         np.einsum("nk->n", array, out=sums[part])  # first: it waits less for the memory
-        (array.view(BITS[array.itemsize]) if are_probs else array).argmax(1, out=places)
-        tops[part] = _at(array, places)
-    if are_probs and np.signbit(tops).any():
-        return _look_at(scores, are_probs=False)._replace(low=min(0.0, float(scores.min())))
-    return Look(torch.from_numpy(classes), torch.from_numpy(tops), torch.from_numpy(sums), 0.0)
+        (array.view(BITS[array.itemsize]) if by_bits else array).argmax(1, out=places)
+        top = _at(array, places)
+        if not are_probs:
+            exps = beside(chunk, scores, spare).numpy()
+            totals, top = _exp_and_sum(array, top, exps), _at(exps, places)
+            top /= totals
+        confidence[part] = top
+    if by_bits and np.signbit(confidence).any():
+        return _look_at(scores, True, by_bits=False)._replace(low=min(0.0, float(scores.min())))
+    return Look(torch.from_numpy(classes), found[0], found[1], 0.0)
 
 
 def _look_at_gpu(scores: Tensor, are_probs: bool) -> Look:
-    parts = [(*chunk.max(1), chunk.sum(1), chunk.amin()) for _, chunk in chunks(scores)]
-    tops, classes, sums = (torch.cat(column) for column in list(zip(*parts))[:3])
-    return Look(classes, tops, sums, min(0.0, *(float(part[3]) for part in parts)) if are_probs else 0.0)
+    parts = []
+    for _, chunk in chunks(scores):
+        top, classes = chunk.max(1)
+        confidence = top if are_probs else at_classes(torch.softmax(chunk, 1), classes)
+        parts.append((classes, confidence, chunk.sum(1), chunk.amin()))
+    classes, confidence, sums = (torch.cat(column) for column in list(zip(*parts))[:3])
+    low = min(0.0, *(float(part[3]) for part in parts)) if are_probs else 0.0
+    return Look(classes, confidence, sums, low)
 
 
-def _rows_at_once(scores: Tensor) -> int:
-    entries = CHUNK_ENTRIES_GPU if scores.is_cuda else CHUNK_ENTRIES * 4 // read_as(scores).itemsize
+def _rows_at_once(scores: Tensor, entries: int) -> int:
+    entries = CHUNK_ENTRIES_GPU if scores.is_cuda else entries * 4 // read_as(scores).itemsize
     return min(max(8, entries // scores.shape[1] // 8 * 8), 1 << 20)
 
 
@@ -374,31 +394,38 @@ def softmax_of(scores: Tensor, predicted: Tensor, out: Tensor) -> Tensor:
     """
     if scores.device.type != "cpu":
         return torch.softmax(scores, 1, out=out)
-    return out.div_(torch.from_numpy(_exp_and_sum(scores, predicted, out))[:, None])
+    array = scores.numpy()
+    return out.div_(
+        torch.from_numpy(_exp_and_sum(array, _at(array, predicted.numpy()), out.numpy()))[:, None]
+    )
 
 
-def top_probability(scores: Tensor, predicted: Tensor, spare: Tensor) -> Tensor:
-    """(B,) the largest entry of each row of `softmax_of`, to the bit; `spare` (B, K) is written to."""
-    if scores.device.type != "cpu":
-        return at_classes(torch.softmax(scores, 1, out=spare), predicted)
-    sums = _exp_and_sum(scores, predicted, spare)
-    return torch.from_numpy(_at(spare.numpy(), predicted.numpy()) / sums)
-
-
-def _exp_and_sum(scores: Tensor, predicted: Tensor, exps: Tensor) -> Array:
-    """(B,) sums of exp(scores), which are written to `exps` (B, K); rows with a large maximum are shifted by it."""
-    array, out = scores.numpy(), exps.numpy()
-    largest = _at(array, predicted.numpy())
+@np.errstate(over="ignore", invalid="ignore")  # infinite logits, which are refused afterwards
+def _exp_and_sum(logits: Array, largest: Array, out: Array) -> Array:
+    """(B,) sums of exp(logits), which are written to `out` (B, K); rows with a large maximum are shifted by it."""
     far = np.abs(largest) > FAR
     if far.any():
-        array = np.subtract(array, np.where(far, largest, 0)[:, None], out=out)
-    if (torch.backends.cpu.get_cpu_capability(), scores.dtype) in FAST_NUMPY_EXP:
-        np.exp(array, out=out)
+        logits = np.subtract(logits, np.where(far, largest, 0)[:, None], out=out)
+    if _numpy_has_the_faster_exp(out.dtype.itemsize):
+        np.exp(logits, out=out)
     else:
-        torch.exp(torch.from_numpy(array), out=exps)
+        torch.exp(torch.from_numpy(logits), out=torch.from_numpy(out))
     # einsum is faster, but adds up a longer row in parts where it is alone
     sums: Array = np.einsum("nk->n", out) if out.shape[1] <= EINSUM_BUFFER else np.add.reduce(out, axis=1)
     return sums
+
+
+def _numpy_has_the_faster_exp(itemsize: int) -> bool:
+    return not _made_by_intel() and (torch.backends.cpu.get_cpu_capability(), itemsize) in FAST_NUMPY_EXP
+
+
+@cache
+def _made_by_intel() -> bool:
+    about = Path("/proc/cpuinfo")
+    if not about.exists():
+        return "GenuineIntel" in platform.processor()
+    with about.open() as lines:  # long where there are many cores, and the vendor is in the second line
+        return "GenuineIntel" in lines.read(100)
 
 
 def _at(array: Array, classes: Array) -> Array:
