@@ -104,9 +104,9 @@ def test_chunks_and_threads_give_the_same_bits(monkeypatch, dtype, are_probs):
     before = torch.get_num_threads()
     found = []
     try:
-        for threads, chunk in ((1, module.LOOK_ENTRIES), (1, 70), (3, 70)):
+        for threads, chunk in ((1, module.BLOCK_ENTRIES), (1, 70), (3, 70)):
             monkeypatch.setattr(module, "CHUNK_ENTRIES", chunk)
-            monkeypatch.setattr(module, "LOOK_ENTRIES", chunk)
+            monkeypatch.setattr(module, "BLOCK_ENTRIES", chunk)
             torch.set_num_threads(threads)
             p = make(scores, labels)
             found.append((*p.top_label(), p.predicted, p.probs))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from doublehead.predictions import Predictions, check_predictions
-from doublehead.score_arrays import ArrayLike, as_float_tensor, as_tensor, in_threads
+from doublehead.score_arrays import BLOCK_ENTRIES, Array, ArrayLike, as_float_tensor, as_tensor, in_threads
 from doublehead.torch_tools import one_thread
 
 SEARCHED = 64  # up to so many bins, a search is the fastest way to the right one
@@ -337,21 +337,29 @@ def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Ten
     Nearly all probabilities lie in the first bin when K is large. Only those above its edge are binned one by one;
     the first bin is the total minus the rest, exact because everything is a whole number.
     """
-    wide.resize_(probs.shape)
-    if probs.device.type == "cpu":  # by numpy: torch takes several times as long without AVX2
-        array, units = probs.numpy(), wide.numpy()
-        high = torch.from_numpy(np.flatnonzero(array > array.dtype.type(edge)))  # (M,)
-        if array.dtype != np.float64:
-            np.copyto(units, array)
-            array = units
-        np.add(array, ROUNDING, out=units)
-        # (K,) overflow is undone below
-        totals = torch.from_numpy(np.add.reduce(units.view(np.int64), axis=0))
+    if probs.device.type == "cpu":
+        high, totals = _sift_on_cpu(probs.numpy(), wide, edge)
     else:
         high = (probs > edge).view(-1).nonzero()[:, 0]
-        totals = wide.copy_(probs).add_(ROUNDING).view(torch.int64).sum(0)
+        totals = wide.resize_(probs.shape).copy_(probs).add_(ROUNDING).view(torch.int64).sum(0)
     totals = totals - _wrapped(len(probs) * ROUNDING_BITS)
     return totals, labels, probs.gather(1, labels[:, None])[:, 0], high % probs.shape[1], probs.view(-1)[high]
+
+
+def _sift_on_cpu(probs: Array, wide: Tensor, edge: float) -> tuple[Tensor, Tensor]:
+    """Places above the edge (M,), and the sums of each class (K,), block by block; torch is slow without AVX2."""
+    (n, k), above = probs.shape, np.empty(probs.shape, dtype=bool)
+    rows, totals = max(1, BLOCK_ENTRIES // 2 // k), np.zeros(k, dtype=np.int64)
+    for start in range(0, n, rows):
+        block = probs[start : start + rows]
+        units = wide.resize_(block.shape).numpy()
+        np.greater(block, probs.dtype.type(edge), out=above[start : start + rows])
+        if block.dtype != np.float64:
+            np.copyto(units, block)
+            block = units
+        np.add(block, ROUNDING, out=units)
+        totals += np.add.reduce(units.view(np.int64), axis=0)  # overflow is undone by the caller
+    return torch.from_numpy(np.flatnonzero(above)), torch.from_numpy(totals)
 
 
 def _wrapped(whole: int) -> int:

@@ -22,9 +22,10 @@ T = TypeVar("T")
 Array: TypeAlias = "np.ndarray[Any, Any]"
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
-# float32 entries gone through together, half as many of float64: 2 MiB, about a core's cache. A look at them is few
-# short steps, and takes less time where they stay in any core's cache.
-CHUNK_ENTRIES, LOOK_ENTRIES = 1 << 19, 1 << 17
+CHUNK_ENTRIES = 1 << 19  # float32 entries gone through together, half as many of float64: 2 MiB
+BLOCK_ENTRIES = (
+    1 << 17
+)  # a part of a chunk that stays in the cache of any core: for steps of numpy in one thread
 CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
 PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 
@@ -298,8 +299,12 @@ def look_through(scores: Tensor, are_probs: bool) -> Look:
     On a CPU it is numpy's, whose reductions are fast under every instruction set; torch's take up to ten times as long
     without AVX2.
     """
-    look = _look_at if scores.device.type == "cpu" else _look_at_gpu
-    found = in_threads(lambda rows: look(scores[rows], are_probs), scores.shape, scores.device)
+    if scores.device.type != "cpu":
+        return _look_at_gpu(scores, are_probs)
+    entries = (
+        BLOCK_ENTRIES if torch.get_num_threads() == 1 else CHUNK_ENTRIES
+    )  # threads take turns between steps
+    found = in_threads(lambda rows: _look_at(scores[rows], are_probs, entries), scores.shape, scores.device)
     if len(found) == 1:
         return found[0]
     with one_thread():
@@ -307,17 +312,17 @@ def look_through(scores: Tensor, are_probs: bool) -> Look:
     return Look(classes, confidence, sums, min(part.low for part in found))
 
 
-def _look_at(scores: Tensor, are_probs: bool, by_bits: bool | None = None) -> Look:
+def _look_at(scores: Tensor, are_probs: bool, entries: int, by_bits: bool = True) -> Look:
     """The bits of floats >= 0, read as whole numbers, are in their order, and those of any below 0 are larger.
 
     So the search for the largest entries of probabilities finds the negative ones as well, without another pass.
     """
-    by_bits = are_probs if by_bits is None else by_bits
+    by_bits = by_bits and are_probs
     classes = np.empty(len(scores), dtype=np.intp)
     found = torch.empty(2, len(scores), dtype=read_as(scores))
     spare = found.new_empty(0)
     confidence, sums = found.numpy()
-    for part, chunk in chunks(scores, LOOK_ENTRIES):
+    for part, chunk in chunks(scores, entries):
         array, places = chunk.numpy(), classes[part]
         np.einsum("nk->n", array, out=sums[part])  # first: it waits less for the memory
         (array.view(BITS[array.itemsize]) if by_bits else array).argmax(1, out=places)
@@ -328,7 +333,7 @@ def _look_at(scores: Tensor, are_probs: bool, by_bits: bool | None = None) -> Lo
             top /= totals
         confidence[part] = top
     if by_bits and np.signbit(confidence).any():
-        return _look_at(scores, True, by_bits=False)._replace(low=min(0.0, float(scores.min())))
+        return _look_at(scores, True, entries, by_bits=False)._replace(low=min(0.0, float(scores.min())))
     return Look(torch.from_numpy(classes), found[0], found[1], 0.0)
 
 
