@@ -1,7 +1,7 @@
 """Time the metrics beside the peers under several settings: instruction sets, threads, types of the input.
 
     python benchmarks/metrics_speed.py                      # all settings, about half an hour
-    python benchmarks/metrics_speed.py --save               # writes benchmarks/results/metrics_speed.json as well
+    python benchmarks/metrics_speed.py --save               # and writes results/metrics_speed_<maker of the CPU>.json
     python benchmarks/metrics_speed.py --sets native --threads 1 --types float32 --slow
 
 Each setting runs in a process of its own. In it every candidate starts from the same tensor of logits or
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -333,7 +334,8 @@ def write(arguments: argparse.Namespace, settings: list[dict[str, Any]], measure
         "lowest": lowest(settings),
         "settings": [{k: v for k, v in setting.items() if k != "about"} for setting in loads],
     }
-    records.save("metrics_speed", record)
+    maker = re.match(r"\w+", record["device"])[0].lower()  # amd, intel
+    records.save(f"metrics_speed_{maker}", record)
 
 
 if __name__ == "__main__":
