@@ -131,9 +131,7 @@ class CalibrationHead(StaysFloat32):
         )  # fmt: skip
         usual = max(1 if spec.kind == "mlp" else MIN_HIDDEN, self.size // 2)
         self.hidden = usual if spec.hidden is None else spec.hidden
-        self._dropout = torch.tensor(
-            spec.dropout, dtype=torch.float32
-        )  # comparing with a number takes longer
+        self._dropout = torch.tensor(spec.dropout, dtype=torch.float32)  # comparing with a number is slower
         # Features come in a moderate range; logits and their statistics do not.
         self.standardise = Standardise(self.size) if self.reads != ("features",) else None
         n_out = n_logits if spec.kind == "mlp" else 1

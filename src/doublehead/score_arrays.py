@@ -23,9 +23,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
 CHUNK_ENTRIES = 1 << 19  # float32 entries gone through together, half as many of float64: 2 MiB
-BLOCK_ENTRIES = (
-    1 << 17
-)  # a part of a chunk that stays in the cache of any core: for steps of numpy in one thread
+BLOCK_ENTRIES = 1 << 17  # what stays in the cache of any core between a few short steps
 CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
 PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 
@@ -301,9 +299,8 @@ def look_through(scores: Tensor, are_probs: bool) -> Look:
     """
     if scores.device.type != "cpu":
         return _look_at_gpu(scores, are_probs)
-    entries = (
-        BLOCK_ENTRIES if torch.get_num_threads() == 1 else CHUNK_ENTRIES
-    )  # threads take turns between steps
+    # Threads take turns between steps, so they take longer ones.
+    entries = BLOCK_ENTRIES if torch.get_num_threads() == 1 else CHUNK_ENTRIES
     found = in_threads(lambda rows: _look_at(scores[rows], are_probs, entries), scores.shape, scores.device)
     if len(found) == 1:
         return found[0]
