@@ -23,7 +23,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 
 CHUNK_ENTRIES = 1 << 19  # float32 entries gone through together, half as many of float64: 2 MiB
-BLOCK_ENTRIES = 1 << 17  # what stays in the cache of any core between a few short steps
+BLOCK_ENTRIES = 1 << 18  # what stays in the cache of a core between a few short steps
 CHUNK_ENTRIES_GPU = 1 << 24  # few launches, and still little beside the data itself
 PIECE_CHUNKS = 4  # a thread takes this many chunks or more
 
