@@ -151,7 +151,7 @@ def heads_of(run: StoredRun) -> set[str]:
 
 
 def test_every_run_has_arrays_and_a_certificate() -> None:
-    logits = {file.stem: file.stat().st_size for file in results.LOGITS.glob("*.npz")}
+    logits = {file.stem: file.stat().st_size for file in (results.HERE / "logits").glob("*.npz")}
     assert set(logits) == {run.name for run in RUNS}
     assert sum(logits.values()) <= 25e6
     for run in RUNS:
@@ -168,7 +168,7 @@ def test_every_run_has_arrays_and_a_certificate() -> None:
 
 def test_the_table_is_what_the_arrays_give() -> None:
     """The cheap rows of the smallest run; `make results` computes all of them."""
-    run = min(RUNS, key=lambda run: (results.LOGITS / f"{run.name}.npz").stat().st_size)
+    run = min(RUNS, key=lambda run: run.file.stat().st_size)
     table = read_table()
     own = table[table.run == run.name].pivot(index="output", columns="metric", values="value")
     scores = post_hoc.all_scores(run, ["none", "temperature", "vector", "head+opinion"])
@@ -233,7 +233,10 @@ def test_cells_of_the_ece() -> None:
 
 def test_a_run_is_trained_with_the_settings_of_its_certificate() -> None:
     for run in RUNS:
-        assert replace(run_script.config_like(run.name, {}), predict_train=run.config.predict_train) == run.config
+        assert (
+            replace(run_script.config_like(run.name, {}), predict_train=run.config.predict_train)
+            == run.config
+        )
     full = run_script.config_like("cifar10-resnet50-cross_entropy-e80-s0", {})
     assert {"mlp-0.6", "mlp-1.5", "annealing-double-head-k70"} <= set(full.heads)
     change = {"model": "densenet121", "epochs": 40, "seed": 1}
