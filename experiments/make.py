@@ -14,10 +14,11 @@ import rivals
 import shift
 import tables
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from post_hoc import METHODS, PEERS, Numbers, ensemble_numbers, ensembles, run_numbers
-from results import COLUMNS, HERE, StoredRun, arguments, read_table, stored_runs, write_table
+from results import COLUMNS, HERE, TABLE, StoredRun, arguments, read_table, stored_runs
 from tables import REFERENCE, Runs, means, row_of, title_of
 
 from doublehead import curves, plots
@@ -28,35 +29,34 @@ OUTPUT = HERE.parent / "docs" / "results"
 
 # --- figures, from results.csv, certificates and committed logits
 
-SHOWN = {
-    "none": "network",
-    "temperature": "temperature scaling",
-    "annealing-double-head": "paper's head",
-    "head": "staged head",
-    "head+opinion": "with features and second opinion",
-    "head+mirror": "with the mirror view too",
-}
-HEADS = {"main": "network", "double-head": "head, no annealing", "annealing-double-head": "head, beta0 1.2"}
-DIAGRAMS = ("20newsgroups-bydate-gp_cnn", "cifar10-resnet50", "cifar100-resnet50", "svhn-resnet50")
+GAINS = ("annealing-double-head", "head", "head+opinion", "head+mirror")
+HEADS = ("main", "double-head", "annealing-double-head")
+DIAGRAMS = ("20newsgroups-bydate-gp_cnn-cross_entropy-e20-s0", "cifar10-resnet50-cross_entropy-e80-s0",
+            "cifar100-resnet50-cross_entropy-e80-s0", "svhn-resnet50-cross_entropy-e40-s0")  # fmt: skip
+DRAWN = ("none", "temperature", "annealing-double-head", "head+opinion")
+TITLES = {"main": tables.METHODS["none"], **tables.METHODS}
 STEPS = ("first", "5th", "10th", "last 10th", "last 5th", "last")
 TICKS = {"ece": (0.003, 0.01, 0.03, 0.1), "nll": (0.2, 0.5, 1.0, 2.0)}  # of logarithmic axes
 PANELS = {"ece": "ECE", "nll": "NLL", "accuracy": "accuracy", "mean_entropy": "mean entropy (nats)"}
 
 
+def in_percent(ax: Axes) -> None:
+    ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+
+
 def gains(table: pd.DataFrame, runs: Runs) -> Figure:
     """The change of the NLL against temperature scaling, with 95 % intervals, row by row."""
     shown, every = tables.networks(runs), means(table)
-    titles = {name: title for name, title in SHOWN.items() if name not in ("none", "temperature")}
-    figure = Figure(figsize=(11.4, 2.1 * -(-len(shown) // 3)), layout="constrained")
-    axes = figure.subplots(-(-len(shown) // 3), 3, sharey=True, squeeze=False).flat
-    for place, (row, first) in enumerate(shown.items()):
-        ax, found = axes[place], every.loc[row].reindex(titles)
-        scale = 100 / every.nll[row, "temperature"]
-        errors = scale * (found.delta_high - found.delta_low) / 2
-        ax.errorbar(scale * found.delta, range(len(titles)), xerr=errors, fmt="o", color=plots.INK, capsize=3)
+    n_lines = -(-len(shown) // 3)
+    figure = Figure(figsize=(12.4, 2.1 * n_lines), layout="constrained")
+    axes = figure.subplots(n_lines, 3, sharey=True, squeeze=False).flat
+    for ax, (row, first) in zip(axes, shown.items()):
+        found = every.loc[row].reindex(GAINS) * (100 / every.nll[row, "temperature"])
+        errors = (found.delta_high - found.delta_low) / 2
+        ax.errorbar(found.delta, range(len(GAINS)), xerr=errors, fmt="o", color=plots.INK, capsize=3)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
-        ax.set_yticks(range(len(titles)), list(titles.values()))
-        ax.set_title(title_of(first), fontsize=10)
+        ax.set_yticks(range(len(GAINS)), [TITLES[name] for name in GAINS])
+        ax.set_title(title_of(first), fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
     for ax in axes[len(shown) :]:
@@ -70,67 +70,56 @@ def epochs(table: pd.DataFrame, runs: Runs) -> Figure:
     found = StoredRun(REFERENCE).certificate["epochs"]
     figure = Figure(figsize=(9.6, 6.6), layout="constrained")
     for ax, (key, label) in zip(figure.subplots(2, 2).flat, PANELS.items()):
-        columns = {title: found[name][key] for name, title in HEADS.items()}
-        lines = pd.DataFrame(columns, index=pd.Index(found["epoch"], name="epoch")).dropna(how="all")
+        columns = {TITLES[name]: found[name][key] for name in HEADS}
+        lines = pd.DataFrame(columns, index=pd.Index(found["epoch"], name="epoch"))
         lines.plot(ax=ax, ylabel=label, style=["-", "--", "-."], color=[plots.BLUE, plots.ORANGE, "#009e73"])
-        if key in ("ece", "accuracy"):
-            ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
         if key in TICKS:
-            ticks = [f"{100 * tick:g} %" if key == "ece" else f"{tick:g}" for tick in TICKS[key]]
             ax.set_yscale("log")
-            ax.set_yticks(TICKS[key], ticks)
+            ax.set_yticks(TICKS[key], [f"{tick:g}" for tick in TICKS[key]])
             ax.minorticks_off()
+        if key in ("ece", "accuracy"):
+            in_percent(ax)
     return figure
 
 
 def beta(table: pd.DataFrame, runs: Runs) -> Figure:
     """ECE and entropy of the paper's head against beta0, all on one network."""
-    run = StoredRun(REFERENCE)
     names = [f"mlp-{beta0:g}" for beta0 in BETAS]
-    found = means(table[table.run == run.name]).loc[row_of(run.name)].loc[names]
+    found = means(table[table.run == REFERENCE]).loc[row_of(REFERENCE)].loc[names]
+    entropy = pd.Series(StoredRun(REFERENCE).certificate["entropy"])[names]
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    entropy = [run.certificate["entropy"][name] for name in names]
-    for ax, key, values in ((left, "ece", found.ece), (right, "mean_entropy", entropy)):
+    axes = figure.subplots(1, 2)
+    for ax, key, values in zip(axes, ("ece", "mean_entropy"), (found.ece, entropy)):
         ax.plot(BETAS, values, marker="o", color=plots.BLUE)
         ax.set(xlabel=r"$\beta_0$", ylabel=PANELS[key])
-    left.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+    in_percent(axes[0])
     return figure
 
 
 def gradients(table: pd.DataFrame, runs: Runs) -> Figure:
     """Gradient norms of two heads at six calibration steps of an epoch, over the last 70 % of the epochs."""
     found = StoredRun(REFERENCE).certificate["gradients"]
-    norms = {name: np.array(value) for name, value in found.items()}  # (epochs, 6)
     figure = Figure(figsize=(9.6, 5.6), layout="constrained")
     for step, ax in enumerate(figure.subplots(2, 3).flat):
-        shown = {}
-        for name, values in norms.items():
-            late = values[round(0.3 * len(values)) :, step]
-            shown[name.replace("mlp-", "beta0 ")] = late[np.isfinite(late)]
-        shares = [np.full(len(late), 1 / len(late)) for late in shown.values()]
-        ax.hist(list(shown.values()), 16, weights=shares, histtype="step", label=list(shown))
-        ax.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+        norms = pd.DataFrame({name: np.array(rows)[:, step] for name, rows in found.items()})
+        late, labels = norms[round(0.3 * len(norms)) :], norms.columns.str.replace("mlp-", "beta0 ")
+        ax.hist(late, 16, weights=np.full(late.shape, 1 / len(late)), histtype="step", label=labels)
         ax.set(title=f"{STEPS[step]} calibration step", xlabel="gradient norm", ylabel="share")
         ax.legend(frameon=False)
+        in_percent(ax)
     return figure
 
 
 def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
     """Network, temperature scaling, paper's head and staged head, for the first run of four data sets."""
-    by_name = {run.name.partition("-cross_entropy")[0]: run for run in tables.networks(runs).values()}
-    firsts = [by_name[name] for name in DIAGRAMS]
-    chosen = ("none", "temperature", "annealing-double-head", "head+opinion")
-    figure = Figure(figsize=(3.4 * len(chosen), 3.7 * len(firsts)), layout="constrained")
-    axes = figure.subplots(len(firsts), len(chosen), squeeze=False)
-    for line, run in zip(axes, firsts):
-        for ax, name in zip(line, chosen):
-            scores = METHODS[name](run) if name in METHODS else run.heads.get(name)
-            if scores is not None:
-                curve = curves.reliability(scores.bins(fine_bins(15)), 15)
-                title = "staged head, second opinion" if name == "head+opinion" else SHOWN[name]
-                plots.draw_reliability(curve, ax, title=f"{title_of(run)}\n{title}")
-    legends = [ax.get_legend() for ax in axes.flat if ax.get_legend()]
+    figure = Figure(figsize=(3.4 * len(DRAWN), 3.7 * len(DIAGRAMS)), layout="constrained")
+    axes = figure.subplots(len(DIAGRAMS), len(DRAWN))
+    for line, run in zip(axes, map(StoredRun, DIAGRAMS)):
+        for ax, name in zip(line, DRAWN):
+            scores = METHODS[name](run) if name in METHODS else run.heads[name]
+            curve = curves.reliability(scores.bins(fine_bins(15)), 15)
+            plots.draw_reliability(curve, ax, title=f"{title_of(run)}\n{TITLES[name]}")
+    legends = [ax.get_legend() for ax in axes.flat]
     figure.legend(handles=legends[0].legend_handles, loc="outside lower center", ncols=3, frameon=False)
     for legend in legends:
         legend.remove()
@@ -140,8 +129,8 @@ def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
 # --- everything
 
 
-def measure(runs: Runs, before: pd.DataFrame) -> pd.DataFrame:
-    """The long table. Kept are rows of packages that are not installed here."""
+def measure(runs: Runs, before: pd.DataFrame) -> None:
+    """Write the long table. Kept are rows of packages that are not installed here."""
     found: Numbers = {}
     for run in runs:
         began = time.perf_counter()
@@ -150,10 +139,10 @@ def measure(runs: Runs, before: pd.DataFrame) -> pd.DataFrame:
     for name, members in ensembles(runs):
         found |= ensemble_numbers(name, members)
     of_peers = before.output.isin(PEERS) | before.metric.str.endswith(PEERS)
-    kept = before[before.run.isin([run.name for run in runs]) & of_peers]
-    new = pd.DataFrame.from_dict(found, orient="index").stack()
-    both = pd.concat([new, kept.set_index(COLUMNS[:3]).value])
-    return write_table(both[~both.index.duplicated()])
+    kept = before[before.run.isin([run.name for run in runs]) & of_peers].set_index(COLUMNS[:3]).value
+    both = pd.concat([pd.DataFrame.from_dict(found, orient="index").stack(), kept])
+    both = both[~both.index.duplicated()].dropna().rename_axis(COLUMNS[:3]).rename("value")
+    both.sort_index().to_csv(TABLE, float_format="%.6g")
 
 
 if __name__ == "__main__":
@@ -161,9 +150,10 @@ if __name__ == "__main__":
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs, table = stored_runs(), read_table()
+    runs = stored_runs()
     if not options.keep:
-        table = measure(runs, table)
+        measure(runs, read_table())
+    table = read_table()
     tables.publish(tables.TABLES | rivals.TABLES, table, runs)
     for figure in (gains, epochs, beta, gradients, reliability):
         plots.save(figure(table, runs), OUTPUT / "figures" / f"{figure.__name__}.png", dpi=90)

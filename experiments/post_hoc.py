@@ -22,10 +22,9 @@ from tables import row_of
 from torch import Tensor
 
 from doublehead import Predictions, calibrators
-from doublehead.calibrators import Head, make, mean_and_error
+from doublehead.calibrators import Head, make
 from doublehead.calibrators.head_stages import STAGES
 from doublehead.network import Answer, merge_views
-from doublehead.outcomes import NORMAL
 
 CALIBRATORS = (
     "none", "temperature", "temperature_grid", "vector", "matrix", "dirichlet", "spline", "gaussian_process",
@@ -63,11 +62,10 @@ def staged_head(
         return None
     head = Head(keep)
     head.allowed = stages
-    logits, evidence = evidence_of(run.calib, reads)
-    head.fit(Predictions(logits, run.calib.labels), **evidence)
-    logits, evidence = evidence_of(run.test, reads)
+    (calib, known), (test, evidence) = (evidence_of(split, reads) for split in (run.calib, run.test))
+    head.fit(Predictions(calib, run.calib.labels), **known)
     with torch.no_grad():
-        return Scores.of(Predictions(head(logits, **evidence), run.test.labels))
+        return Scores.of(Predictions(head(test, **evidence), run.test.labels))
 
 
 def evidence_of(split: Split, reads: Collection[str]) -> tuple[Tensor, dict[str, Any]]:
@@ -75,10 +73,9 @@ def evidence_of(split: Split, reads: Collection[str]) -> tuple[Tensor, dict[str,
     opinions = [getattr(split, field) for field in ("sphere", "projected", "opinion") if field in reads]
     logits, numbers = split.main, [split.numbers] if "numbers" in reads else []
     if "flip" in reads:
-        none = logits[:, :0]
-        both = merge_views([Answer(None, none, view, none) for view in (split.main, split.flip)])
-        logits = both.logits
-        numbers.append(both.numbers)
+        views = (Answer(None, logits[:, :0], view, logits[:, :0]) for view in (logits, split.flip))
+        _, _, logits, disagreement = merge_views([*views])
+        numbers.append(disagreement)
     return logits, {"opinion": opinions or None, "numbers": torch.cat(numbers, 1) if numbers else None}
 
 
@@ -114,19 +111,16 @@ def all_scores(run: StoredRun, methods: Collection[str] = tuple(METHODS)) -> dic
 def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
     """How the staged head's NLL, by logits alone, differs from that of other methods: difference and half interval."""
     found: dict[str, float] = {"classes": run.calib.main.shape[1]}
-    for name in RIVALS:
-        if name in scores:
-            found[f"to_{name}"], error = mean_and_error(scores["head"].nll - scores[name].nll)
-            found[f"reach_{name}"] = NORMAL * error
+    for name in [name for name in RIVALS if name in scores]:
+        found[f"to_{name}"], found[f"reach_{name}"] = scores["head"].gap(scores[name])
     return found
 
 
 def run_numbers(run: StoredRun) -> Numbers:
     """The numbers of every method."""
     scores = all_scores(run)
-    found = {
-        (run.name, name): one.numbers(scores["none"], scores["temperature"]) for name, one in scores.items()
-    }
+    usual = scores["none"], scores["temperature"]
+    found = {(run.name, name): one.numbers(*usual) for name, one in scores.items()}
     found[run.name, "head"] |= against(run, scores)
     return found
 
@@ -137,8 +131,7 @@ def run_numbers(run: StoredRun) -> Numbers:
 def ensembles(runs: Sequence[StoredRun]) -> Iterator[tuple[str, list[StoredRun]]]:
     """Runs that differ in their seed alone, three or more, with a name for them."""
     for row, found in groupby(runs, lambda run: row_of(run.name)):
-        members = list(found)
-        if len(members) >= MIN_MEMBERS:
+        if len(members := list(found)) >= MIN_MEMBERS:
             yield f"{row}-ensemble{len(members)}", members
 
 
@@ -154,14 +147,15 @@ def mean_of(members: Sequence[Tensor]) -> Tensor:
 
 def ensemble_numbers(name: str, members: Sequence[Classifier]) -> Numbers:
     """`phi` and `delta` compare with the average member, raw and after temperature scaling."""
-    means = []
+    means, usual = [], []
     for own in ([run.calib for run in members], [run.test for run in members]):
         if any(not torch.equal(one.labels, own[0].labels) for one in own):
             raise ValueError(f"members of {name} must have predicted the same samples in the same order")
         means.append(Split(own[0].labels, mean_of([one.main for one in own])))
-    average = []
     for method in ("none", "temperature"):
         scores = [calibrated(method, run) for run in members]
-        average.append(scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0)))
-    found = {method: calibrated(method, Splits(*means)) for method in ("none", "temperature")}
-    return {(name, method): scores.numbers(*average) for method, scores in found.items()}
+        usual.append(scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0)))
+    ensemble = Splits(*means)
+    return {
+        (name, method): calibrated(method, ensemble).numbers(*usual) for method in ("none", "temperature")
+    }

@@ -30,12 +30,13 @@ from doublehead import Bins, Predictions, metrics
 from doublehead.calibrators.choose import mean_and_error
 from doublehead.metrics import fine_bins
 from doublehead.outcomes import NORMAL
+from doublehead.saving import under
 from doublehead.training.config import Config
 from doublehead.training.evaluation import as_plain
 from doublehead.training.run_folder import environment
 
 HERE = Path(__file__).resolve().parent
-LOGITS, TABLE = HERE / "logits", HERE / "results.csv"
+TABLE = HERE / "results.csv"
 COLUMNS = ["run", "output", "metric", "value"]
 # Levels per unit of log(1 + distance to the row's largest). The network's NLL changes by less than 0.05 %.
 LEVELS = {"main": 32, "flip": 12, "opinion": 12, "sphere": 8, "projected": 8}
@@ -87,11 +88,15 @@ class Scores(NamedTuple):
         """The counts behind a reliability diagram."""
         return Bins.of(1 - self.doubt.double(), self.correct, n_bins)
 
+    def gap(self, other: Scores) -> tuple[float, float]:
+        """How the NLL differs from that of other scores, sample by sample: the mean and half its 95 % interval."""
+        mean, error = mean_and_error(self.nll - other.nll)
+        return mean, NORMAL * error
+
     def numbers(self, none: Scores, temperature: Scores) -> dict[str, float]:
         """All metrics; `phi` and `delta` compare with the raw network and with temperature scaling."""
         floor = metrics.ece_floor(self.bins(fine_bins(15)), 15)  # of a perfectly calibrated model
-        delta, error = mean_and_error(self.nll - temperature.nll)
-        nll = float(self.nll.mean())
+        (delta, reach), nll = self.gap(temperature), float(self.nll.mean())
         return {
             "n": len(self.nll),
             "accuracy": float(self.correct.double().mean()),
@@ -103,9 +108,14 @@ class Scores(NamedTuple):
             "ece_all": self.ece_all,
             "phi": 1 - nll / float(none.nll.mean()),
             "delta": delta,
-            "delta_low": delta - NORMAL * error,
-            "delta_high": delta + NORMAL * error,
+            "delta_low": delta - reach,
+            "delta_high": delta + reach,
         }
+
+
+def read_table() -> pd.DataFrame:
+    """The committed table."""
+    return pd.read_csv(TABLE)
 
 
 # --- runs
@@ -163,13 +173,8 @@ class StoredRun:
     def splits(self) -> Splits:
         return read_splits(self.file)
 
-    @property
-    def calib(self) -> Split:
-        return self.splits.calib
-
-    @property
-    def test(self) -> Split:
-        return self.splits.test
+    calib = property(lambda self: self.splits.calib)
+    test = property(lambda self: self.splits.test)
 
     @cached_property
     def heads(self) -> dict[str, Scores]:
@@ -209,24 +214,25 @@ def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
 
 def pack(splits: Splits) -> Arrays:
     """What is stored of two splits."""
-    calib, both, arrays = splits.calib, splits._asdict(), {}
-    for name, part in both.items():
-        arrays[f"{name}/labels"] = part.labels.numpy().astype(np.uint8)
-        arrays[f"{name}/top"] = part.main.amax(1).numpy().astype(np.float16)
-    orders = [packed_order(arrays, name) for name in both]
-    known = [np.zeros((len(part.labels), 0)) for part in both.values()]
-    for field in [field for field in LEVELS if getattr(calib, field) is not None]:
-        steps = [quantise(getattr(part, field), LEVELS[field]) for part in both.values()]
-        left, arrays[f"weights/{field}"] = encode(steps, known)
-        arrays |= {f"{name}/{field}": one[:, order] for name, one, order in zip(both, left, orders)}
+    packed: dict[str, Arrays] = {"weights": {}}
+    for name, part in splits._asdict().items():
+        labels, top = part.labels.numpy().astype(np.uint8), part.main.amax(1).numpy().astype(np.float16)
+        packed[name] = {"labels": labels, "top": top}
+    parts = [packed[name] for name in Splits._fields]
+    orders, known = [packed_order(own) for own in parts], [np.zeros((len(own["top"]), 0)) for own in parts]
+    for field in [field for field in LEVELS if getattr(splits.calib, field) is not None]:
+        steps = [quantise(getattr(part, field), LEVELS[field]) for part in splits]
+        left, packed["weights"][field] = encode(steps, known)
+        for own, one, order in zip(parts, left, orders):
+            own[field] = one[:, order]
         known = steps if field == "main" else known
-    if calib.numbers is not None:
-        mean, step = calib.numbers.mean(0), calib.numbers.std(0).clamp(min=1e-6) / PER_DEVIATION
-        arrays["weights/numbers"] = torch.stack([mean, step]).numpy()
-        for (name, part), order in zip(both.items(), orders):
+    if (numbers := splits.calib.numbers) is not None:
+        mean, step = numbers.mean(0), numbers.std(0).clamp(min=1e-6) / PER_DEVIATION
+        packed["weights"]["numbers"] = torch.stack([mean, step]).numpy()
+        for own, part, order in zip(parts, splits, orders):
             scaled = ((part.numbers - mean) / step).round().clamp(-127, 127)
-            arrays[f"{name}/numbers"] = scaled.to(torch.int8).numpy().T[:, order]
-    return arrays
+            own["numbers"] = scaled.to(torch.int8).numpy().T[:, order]
+    return {f"{group}/{name}": value for group, own in packed.items() for name, value in own.items()}
 
 
 def read_splits(file: Path) -> Splits:
@@ -238,24 +244,23 @@ def read_splits(file: Path) -> Splits:
 
 def unpack(arrays: Arrays, part: str) -> Split:
     """What `pack` was given for the part "calib" or "test"."""
-    found = {"labels": torch.from_numpy(arrays[f"{part}/labels"].astype(np.int64))}
-    known, back = np.zeros((len(found["labels"]), 0)), np.argsort(packed_order(arrays, part))
-    for field in [field for field in LEVELS if f"{part}/{field}" in arrays]:
-        steps = decode(arrays[f"{part}/{field}"][:, back], arrays[f"weights/{field}"], known)
+    own = under(arrays, f"{part}/")
+    found = {"labels": torch.from_numpy(own["labels"].astype(np.int64))}
+    known, back = np.zeros((len(found["labels"]), 0)), np.argsort(packed_order(own))
+    for field in [field for field in LEVELS if field in own]:
+        steps = decode(own[field][:, back], arrays[f"weights/{field}"], known)
         found[field] = dequantise(steps, LEVELS[field])
         known = steps if field == "main" else known
-    found["main"] += torch.from_numpy(arrays[f"{part}/top"].astype(np.float32))[:, None]
-    if f"{part}/numbers" in arrays:
+    found["main"] += torch.from_numpy(own["top"].astype(np.float32))[:, None]
+    if "numbers" in own:
         mean, step = torch.from_numpy(arrays["weights/numbers"])
-        found["numbers"] = (
-            torch.from_numpy(arrays[f"{part}/numbers"][:, back].T.astype(np.float32)) * step + mean
-        )
+        found["numbers"] = torch.from_numpy(own["numbers"][:, back].T.astype(np.float32)) * step + mean
     return Split(**found)
 
 
-def packed_order(arrays: Mapping[str, Array], part: str) -> Array:
+def packed_order(own: Arrays) -> Array:
     """Samples of one class and of like logits beside each other, which compress better; both are stored unsorted."""
-    return np.lexsort((arrays[f"{part}/top"], arrays[f"{part}/labels"]))
+    return np.lexsort((own["top"], own["labels"]))
 
 
 def pack_scores(scores: Scores, name: str) -> Arrays:
@@ -328,17 +333,3 @@ def _rows(steps: Array, known: Array) -> Array:
 
 def _guess(weights: Array, rows: Array) -> Array:
     return np.floor(weights.T.astype(np.float64) @ rows / UNIT + 0.5)
-
-
-# --- the table
-
-
-def read_table() -> pd.DataFrame:
-    """The committed table."""
-    return pd.read_csv(TABLE)
-
-
-def write_table(numbers: pd.Series) -> pd.DataFrame:
-    """Write numbers by run, output and metric, sorted, and return the table."""
-    numbers.dropna().rename_axis(COLUMNS[:3]).rename("value").sort_index().to_csv(TABLE, float_format="%.6g")
-    return read_table()

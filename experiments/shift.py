@@ -1,22 +1,19 @@
-"""What the shift guard does to trained networks, with whole kinds of shift left out of its fit.
+"""What the shift guard does to trained networks, with whole kinds of shift left out of its fit (docs/shift.md).
 
     python experiments/shift_sets.py RUN_FOLDER --root data   # logits and distances: seen/RUN.pt
     python experiments/shift.py measure seen/*.pt             # shift.csv, figure of a stream
     python experiments/shift.py simulate                      # shift_alarms.csv
 
-`measure` fits every method to calibration data and measures it on test data. The kind of shift that it is measured on
-is never part of its fit. Each cell is a family at a severity on 1,000 inputs; streams are cells one by one. Runs on
-the same inputs form an ensemble.
-
-`simulate` counts false alarms with few calibration samples. Each of many calibration sets has a guard of its own, which
-sees windows of new samples of the same kind, and of weakly shifted ones. An alarm that knows all clean data shows what
-shift can be seen at all.
+`measure` fits every method to calibration data and measures it on test data, on a kind of shift that is not part of its
+fit. Each cell is a family at a severity on 1,000 inputs. Runs on the same inputs form an ensemble. `simulate` counts
+false alarms with few calibration samples: each set has a guard that sees windows of new and of weakly shifted samples.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +75,16 @@ def guard_of(
     clean: Seen, perturbed: Sequence[Seen] = (), window: int = WINDOW, prior: float | None = None
 ) -> Guard:
     """A guard that learned from these sets, each of the perturbed ones a group."""
-
-    def observed(sets: Sequence[Seen]) -> Observed:
-        groups = torch.cat([torch.full_like(one.labels, i) for i, one in enumerate(sets)])
-        z, far, labels, samples = joined(sets)
-        return Observed(far, z, labels, groups, samples)
-
     guard = Guard([1] * clean.far.shape[1], window)
     guard.distances = Given()
     guard.fit(observed([clean]), observed(perturbed) if perturbed else None, prior=prior)
     return guard
+
+
+def observed(sets: Sequence[Seen]) -> Observed:
+    z, far, labels, samples = joined(sets)
+    sizes = torch.tensor([len(one.labels) for one in sets])
+    return Observed(far, z, labels, torch.arange(len(sets)).repeat_interleave(sizes), samples)
 
 
 def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str, Method]:
@@ -109,9 +106,6 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
 
         return through
 
-    def ensemble(name: str) -> Tensor:
-        return mean_of([one[name].logits for one in members]).float()
-
     methods: dict[str, Method] = {
         "head": lambda name: by_head[name].logits,
         "temperature": lambda name: temperature(sets[name].logits),
@@ -121,8 +115,9 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         "perfect": lambda name: fitted(by_head[name])(by_head[name].logits),
     }
     if len(members) > 1:
-        pooled = fitted(clean._replace(logits=ensemble("calib/clean")))
-        methods["ensemble"] = lambda name: pooled(ensemble(name))
+        mean = {name: mean_of([one[name].logits for one in members]).float() for name in sets}
+        pooled = fitted(clean._replace(logits=mean["calib/clean"]))
+        methods["ensemble"] = lambda name: pooled(mean[name])
     methods |= {"single": guarded(0), "window-64": guarded(64), "window-256": guarded(256)}
     return methods | {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
 
@@ -238,15 +233,11 @@ def shift_table() -> str:
     table = pd.read_csv(TABLE)
     found = summary(table)
     cells = found.apply(lambda row: f"{row.share:.2f} ({row.cost_high:+.2f})", axis=1)
-    runs = found.index.unique("run")
-    shown = cells.unstack("run").reindex(index=SHOWN, columns=runs).fillna("").rename(SHOWN)
+    shown = cells.unstack("run").reindex(SHOWN, columns=found.index.unique("run")).fillna("").rename(SHOWN)
     clean = table[(table.method == "alarm-64") & (table.cell == "clean")].set_index("run").alarms
-    shares = {
-        "*ECE of temperature scaling*": found.ece.xs("temperature", level="method"),
-        "*clean windows of 64 with an alarm*": clean,
-    }
-    for title, values in shares.items():
-        shown.loc[title] = values.map(lambda share: f"{percent(share, 1)} %")
+    ece = found.ece.xs("temperature", level="method")
+    for title, shares in (("ECE of temperature scaling", ece), ("clean windows of 64 with an alarm", clean)):
+        shown.loc[f"*{title}*"] = shares.map("{:.1%}".format).str.replace("%", " %")
     shown.columns = shown.columns.str.partition("-cross").get_level_values(0)
     return markdown(shown.rename_axis("method").reset_index())
 
@@ -267,9 +258,8 @@ def frontier(table: pd.DataFrame) -> Figure:
             ax.plot(place.cost, place.share, marker, label=label.strip("*"), markersize=8)
         ax.axvline(0, color=plots.INK, linewidth=0.8, linestyle=":")
         ax.set_xscale("symlog", linthresh=0.1)
-        ax.set(
-            title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40), xticks=TICKS, xticklabels=TICKS
-        )
+        ax.set(title=run.partition("-cross")[0], ylim=(0, 1.15), xlim=(-40, 40))
+        ax.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
         ax.tick_params(labelbottom=True, labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes[len(runs) :]:
@@ -347,16 +337,14 @@ def simulate(kind: str, samples: int, sets: int) -> Iterator[dict[str, Any]]:
 def alarms_table() -> str:
     """False alarms of simulated guards, in percent."""
     groups = pd.read_csv(ALARMS).groupby(["stages", "samples"], sort=False)
-    mean = groups[["false", "seen", "known"]].mean()
-    made = pd.DataFrame(
-        {
-            "false alarms": mean.false.map(percent),
-            "in 95 % of sets at most": groups.false.quantile(0.95).map(percent),
-            "alarms": mean.seen.map("{:.0%}".format).str.rstrip("%"),
-            "of a perfect test": mean.known.map("{:.0%}".format).str.rstrip("%"),
-        }
-    )
-    return markdown(made.reset_index().assign(samples=lambda found: found.samples.map("{:,}".format)))
+    mean, whole = groups[["false", "seen", "known"]].mean(), partial(percent, digits=0)
+    made = {
+        "false alarms": mean.false.map(percent),
+        "in 95 % of sets at most": groups.false.quantile(0.95).map(percent),
+        "alarms": mean.seen.map(whole),
+        "of a perfect test": mean.known.map(whole),
+    }
+    return markdown(pd.DataFrame(made).rename("{:,}".format, level="samples").reset_index())
 
 
 # --- everything

@@ -17,25 +17,11 @@ import pandas as pd
 from results import HERE, StoredRun
 
 ROOT = HERE.parent
-DATA = {
-    "cifar10": "CIFAR-10",
-    "cifar100": "CIFAR-100",
-    "svhn": "SVHN",
-    "imagenet": "ImageNet",
-    "sst-fine": "SST fine",
-    "sst-binary": "SST binary",
-    "20newsgroups": "20 Newsgroups",
-    "20newsgroups-bydate": "20 Newsgroups by date",
-}
-NETWORKS = {
-    "resnet50": "ResNet-50",
-    "resnet101": "ResNet-101",
-    "densenet121": "DenseNet-121",
-    "wide_resnet28_10": "Wide ResNet 28-10",
-    "tree_lstm": "TreeLSTM",
-    "gp_cnn": "GP CNN",
-    "minilm": "MiniLM",
-}
+DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN", "sst-fine": "SST fine",
+        "sst-binary": "SST binary", "20newsgroups-bydate": "20 Newsgroups by date"}  # fmt: skip
+NETWORKS = {"resnet50": "ResNet-50", "resnet101": "ResNet-101", "densenet121": "DenseNet-121",
+            "wide_resnet28_10": "Wide ResNet 28-10", "tree_lstm": "TreeLSTM", "gp_cnn": "GP CNN",
+            "minilm": "MiniLM"}  # fmt: skip
 METHODS = {
     "none": "network as trained",
     "temperature": "temperature scaling (NLL)",
@@ -184,23 +170,22 @@ def methods_table(table: pd.DataFrame, runs: Runs) -> str:
 
 def readme_table(table: pd.DataFrame, runs: Runs) -> str:
     """The README's table: two networks, four methods."""
-    lines, found = [], cells(means(table))
-    for data in ("cifar10", "cifar100"):
-        for method in ("temperature", "sms", "annealing-double-head", "head+opinion"):
-            own = found.loc[f"{data}-resnet50-cross_entropy-e80", method]
-            line = {"network": f"{DATA[data]}, ResNet-50", "method": METHODS[method]}
-            lines.append(line | {key: own[key].replace("*", "") for key in ("accuracy", "NLL", "ECE")})
+    lines, found = [], cells(means(table)).replace(r"\*", "", regex=True)
+    methods = ("temperature", "sms", "annealing-double-head", "head+opinion")
+    for data, method in product(("cifar10", "cifar100"), methods):
+        own = found.loc[f"{data}-resnet50-cross_entropy-e80", method]
+        line = {"network": f"{DATA[data]}, ResNet-50", "method": METHODS[method]}
+        lines.append(line | own[["accuracy", "NLL", "ECE"]].to_dict())
     return markdown(lines)
 
 
 def overview_table(table: pd.DataFrame, runs: Runs) -> str:
     """NLL and ECE of a few methods on every cross-entropy network."""
-    lines, found = [], cells(means(table))
-    for row, first in networks(runs).items():
-        own = found.loc[row, "none"]
-        line = {"network": title_of(first), "seeds": own["runs"], "accuracy": own["accuracy"]}
-        lines.append(line | {title: found.short.get((row, name), "-") for name, title in OVERVIEW.items()})
-    return markdown(lines)
+    found, firsts = cells(means(table)), networks(runs)
+    shown = found.short.unstack().loc[list(firsts), list(OVERVIEW)].fillna("-").rename(columns=OVERVIEW)
+    own = found.xs("none", level="output").loc[shown.index]
+    about = {"network": [*map(title_of, firsts.values())], "seeds": own["runs"], "accuracy": own["accuracy"]}
+    return markdown(pd.DataFrame(about).join(shown))
 
 
 def losses_table(table: pd.DataFrame, runs: Runs) -> str:
@@ -210,11 +195,11 @@ def losses_table(table: pd.DataFrame, runs: Runs) -> str:
     several = {config.data for config in by_row.values() if config.loss != "cross_entropy"}
     for row, config in sorted(by_row.items(), key=lambda one: (one[1].data, one[1].loss)):
         if config.data in several:
-            own = found.loc[row, "none"]
+            own = found.loc[row]
             loss = {"flsd53": "FLSD-53", "mmce": "MMCE"}.get(config.loss, config.loss.replace("_", " "))
-            line = {"data": DATA[config.data], "loss": loss, "accuracy": own["accuracy"]}
-            line |= {OVERVIEW[name]: found.short[row, name] for name in ("none", "temperature", "head")}
-            lines.append(line | {"seeds": own["runs"]})
+            line = {"data": DATA[config.data], "loss": loss, "accuracy": own.accuracy["none"]}
+            line |= {OVERVIEW[name]: own.short[name] for name in ("none", "temperature", "head")}
+            lines.append(line | {"seeds": own.runs["none"]})
     return markdown(lines)
 
 
@@ -231,19 +216,19 @@ def eces_table(number: int, cell: Cell, table: pd.DataFrame, runs: Runs) -> str:
     printed, lines, every = paper(number), [], means(table)
     for row, first in rows(runs).items():
         where, loss = (first.config.data, first.config.model), first.config.loss.replace("_", "-")
-        if (*where, loss) not in printed.index or first.config.mixup:
+        if (*where, loss) not in printed.index:
             continue
-        found, own = every.loc[row], printed.loc[(*where, loss)]
+        found, theirs = every.loc[row], printed.loc[(*where, loss)]
         line = {
             "row": title_of(first),
             "loss": loss,
-            "as trained": _beside(found, "none", own.before, cell),
+            "as trained": _beside(found, "none", theirs.before, cell),
             "temperature (NLL)": cell(found.loc["temperature"]),
-            "temperature (grid)": _beside(found, "temperature_grid", own.after, cell),
+            "temperature (grid)": _beside(found, "temperature_grid", theirs.after, cell),
         }
         for name, title in (("double-head", "no annealing"), ("annealing-double-head", "beta0 1.2")):
             trained = loss == "cross-entropy"
-            line[title] = _beside(found, name, printed.loc[(*where, name)].before, cell) if trained else ""
+            line[title] = _beside(found, name, printed.before[(*where, name)], cell) if trained else ""
         lines.append(line)
     return markdown(lines)
 
@@ -284,13 +269,14 @@ def periods_table(table: pd.DataFrame, runs: Runs) -> str:
 
 def runs_table(table: pd.DataFrame, runs: Runs) -> str:
     """One line per run: what was trained, how long, on what, by which code."""
-    accuracy = table[(table.output == "none") & (table.metric == "accuracy")].set_index("run").value
-    lines = []
+    lines, accuracies = [], table[table.metric == "accuracy"].set_index(["run", "output"]).value
     for run in runs:
         about, place = run.certificate, run.certificate["environment"]
-        shares = {"train accuracy": about["train_accuracy"], "test accuracy": accuracy[run.name]}
-        line = {"run": f"`{run.name}`"} | {title: percent(share) for title, share in shares.items()}
-        line |= {"seconds": f"{about['train_seconds']:.0f}"}
+        line = {"run": f"`{run.name}`", "train accuracy": percent(about["train_accuracy"])}
+        line |= {
+            "test accuracy": percent(accuracies[run.name, "none"]),
+            "seconds": f"{about['train_seconds']:.0f}",
+        }
         line |= {key: place[key] for key in ("device", "torch", "commit")}
         lines.append(line | {"date": place["time"][:10]})
     return markdown(lines)
@@ -299,32 +285,26 @@ def runs_table(table: pd.DataFrame, runs: Runs) -> str:
 # --- the staged head
 
 
-def with_stages(table: pd.DataFrame, runs: Runs) -> tuple[Runs, pd.DataFrame]:
-    """The runs that every stage but the mirror view was measured on, and their numbers, (run, output) x metric."""
-    outputs = table.groupby("run").output.agg(set)
-    shown = [run for run in runs if set(STAGES) - {"head+mirror"} <= outputs[run.name]]
-    own = table[table.run.isin([run.name for run in shown])]
-    return shown, own.pivot_table("value", ["run", "output"], "metric")
-
-
 def stages_table(table: pd.DataFrame, runs: Runs) -> str:
     """What each stage of the staged head is worth."""
-    shown, wide = with_stages(table, runs)
+    wide, firsts = table.pivot_table("value", ["run", "output"], "metric"), networks(runs)
     wide["change"] = wide.nll / wide.nll.xs("temperature", level="output") - 1
     by_row = wide[["change", "ece"]].rename(row_of, level="run").groupby(level=["run", "output"]).mean()
     cells = by_row.apply(lambda one: f"{100 * one.change:+.2f} / {percent(one.ece)}", axis=1)
-    found = cells.unstack("output").reindex(columns=STAGES).fillna("-").rename(columns=STAGES)
-    found.insert(0, "network", [title_of(first) for first in rows(shown).values()])
+    found = cells.unstack("output").loc[list(firsts), list(STAGES)].fillna("-").rename(columns=STAGES)
+    found.insert(0, "network", [*map(title_of, firsts.values())])
     return markdown(found)
 
 
 def kept_table(table: pd.DataFrame, runs: Runs) -> str:
     """What keeping the predictions costs."""
-    wide = with_stages(table, runs)[1]
-    both = [wide.xs(name, level="output") for name in ("head+opinion", "head+opinion, best")]
-    own, free = (pd.DataFrame({"NLL": one.nll.map("{:.4f}".format), "ECE": one.ece.map(percent),
-                               "accuracy": one.accuracy.map(percent)}) for one in both)  # fmt: skip
-    return markdown((own + " / " + free).rename(lambda run: f"`{run}`").reset_index())
+    found = []
+    for output in ("head+opinion", "head+opinion, best"):
+        own = table[table.output == output].pivot(index="run", columns="metric", values="value")
+        shown = {"NLL": own.nll.map("{:.4f}".format)}
+        shown |= {"ECE": own.ece.map(percent), "accuracy": own.accuracy.map(percent)}
+        found.append(pd.DataFrame(shown).rename("`{}`".format))
+    return markdown((found[0] + " / " + found[1]).reset_index())
 
 
 # --- pages

@@ -151,7 +151,7 @@ def heads_of(run: StoredRun) -> set[str]:
 
 
 def test_every_run_has_arrays_and_a_certificate() -> None:
-    logits = {file.stem: file.stat().st_size for file in results.LOGITS.glob("*.npz")}
+    logits = {file.stem: file.stat().st_size for file in (results.HERE / "logits").glob("*.npz")}
     assert set(logits) == {run.name for run in RUNS}
     assert sum(logits.values()) <= 25e6
     for run in RUNS:
@@ -168,7 +168,7 @@ def test_every_run_has_arrays_and_a_certificate() -> None:
 
 def test_the_table_is_what_the_arrays_give() -> None:
     """The cheap rows of the smallest run; `make results` computes all of them."""
-    run = min(RUNS, key=lambda run: (results.LOGITS / f"{run.name}.npz").stat().st_size)
+    run = min(RUNS, key=lambda run: run.file.stat().st_size)
     table = read_table()
     own = table[table.run == run.name].pivot(index="output", columns="metric", values="value")
     scores = post_hoc.all_scores(run, ["none", "temperature", "vector", "head+opinion"])
@@ -228,21 +228,23 @@ def test_cells_of_the_ece() -> None:
     assert tables.ece_cell(pd.Series({"ece": 0.001, **band})) == "**0.10** (0.20 to 0.50)"
 
 
-# --- recipes and training
+# --- training
 
 
-def test_recipes() -> None:
-    full = run_script.recipe("cifar10")
-    assert (full.epochs, full.batch_size, full.warmup, full.auto) == (80, 256, 0.1, True)
+def test_a_run_is_trained_with_the_settings_of_its_certificate() -> None:
+    for run in RUNS:
+        assert (
+            replace(run_script.config_like(run.name, {}), predict_train=run.config.predict_train)
+            == run.config
+        )
+    full = run_script.config_like("cifar10-resnet50-cross_entropy-e80-s0", {})
     assert {"mlp-0.6", "mlp-1.5", "annealing-double-head-k70"} <= set(full.heads)
-    assert full.every_of["annealing-double-head-k70"] == 70
-    other = run_script.recipe("cifar10", "densenet121", seed=1)
-    assert set(other.heads) == set(run_script.HEADS)
-    assert not other.every_of
-    losses = ("mmce", "brier", "focal", "flsd-53", "label-smoothing", "mixup")
-    configs = [run_script.recipe("cifar100", method=name) for name in losses]
-    assert not any(config.heads or config.auto for config in configs)
-    assert len({config.name for config in (*configs, run_script.recipe("cifar100"))}) == 1 + len(losses)
+    change = {"model": "densenet121", "epochs": 40, "seed": 1}
+    other = run_script.config_like("cifar100-resnet50-focal-e80-s0", change)
+    assert other.name == "cifar100-densenet121-focal-e40-s1"
+    assert other.predict_train
+    with pytest.raises(ValueError, match="not known here: \\['layers'\\]"):
+        run_script.config_like(full.name, {"layers": 3})
 
 
 @pytest.fixture(scope="module")
