@@ -14,7 +14,7 @@ from doublehead.summary import aligned
 
 Name = Annotated[str, typer.Argument(help="A data set of `doublehead data list`.")]
 Root = Annotated[
-    Path | None, typer.Option(help="The folder of data sets [default: data, or $DOUBLEHEAD_DATA].")
+    Path | None, typer.Option(help="The folder of data sets [default: $DOUBLEHEAD_DATA, or else data].")
 ]
 
 
