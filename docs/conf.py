@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 from docutils import nodes
@@ -33,19 +34,27 @@ html_title = f"doublehead {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+smartquotes = False  # a "name" in a docstring is a value to type
 html_math_renderer = "mathml"
 copybutton_exclude = ".linenos, .gp, .go"  # commands without their prompt and output
 
 DOCTEST = re.compile(r"^(?:>>>|\.\.\.)", re.MULTILINE)
+LITERAL = re.compile(r"(?:(?:    |\|).*(?:\n|\Z))+")  # a block of indented code, or of a table's rows
 
 
 def plain_to_rst(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
     """Docstrings are plain text with `code`, lists and doctests; reStructuredText would read more into them."""
     blocks = re.split(r"\n\s*\n", "\n".join(lines))
-    lines[:] = "\n\n".join(block if DOCTEST.search(block) else _escaped(block) for block in blocks).split(
-        "\n"
-    )
+    lines[:] = "\n\n".join(map(_as_rst, blocks)).split("\n")
     lines.append("")
+
+
+def _as_rst(block: str) -> str:
+    if DOCTEST.search(block):
+        return block
+    if LITERAL.fullmatch(block):
+        return "::\n\n" + textwrap.indent(block, "    ")
+    return _escaped(block)
 
 
 def _escaped(text: str) -> str:
@@ -61,10 +70,11 @@ def readable_defaults(*event: Any) -> tuple[str, str | None] | None:
     return (signature.replace("<factory>", "..."), returned) if signature else None
 
 
-def skip_aliases(*event: Any) -> bool | None:
-    """The fields of a named tuple stand in its signature already."""
-    obj = event[3]
-    return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
+def skip_generated(*event: Any) -> bool | None:
+    """Leave out the fields of named tuples, which are in the signature, and scikit-learn's metadata requests."""
+    name, obj = event[2:4]
+    alias = str(getattr(obj, "__doc__", "")).startswith("Alias for field number")
+    return True if alias or name in ("set_fit_request", "set_score_request") else None
 
 
 def list_results(_app: Any, docname: str, source: list[str]) -> None:
@@ -84,6 +94,6 @@ def setup(app: Any) -> None:
     """Register the functions above."""
     app.connect("autodoc-process-docstring", plain_to_rst)
     app.connect("autodoc-process-signature", readable_defaults)
-    app.connect("autodoc-skip-member", skip_aliases)
+    app.connect("autodoc-skip-member", skip_generated)
     app.connect("source-read", list_results)
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))

@@ -1,4 +1,4 @@
-"""The plain loop under Accelerate: a DoubleHead beside the prepared network, `accelerate launch` this file."""
+"""The plain loop under Accelerate: a DoubleHead beside the prepared network. Run it by `accelerate launch`."""
 
 import torch
 import torch.nn.functional as F

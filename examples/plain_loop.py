@@ -1,4 +1,4 @@
-"""Three lines in your own training loop: the example of the README."""
+"""Three lines in your own training loop."""
 # ruff: noqa: B007
 
 import torch

@@ -37,4 +37,4 @@ if trainer.is_world_process_zero():  # this one has written the files
     print(calibration.model.head.choice)
     print(f"NLL of the model {numbers['eval_nll_main']:.3f} calibrated {numbers['eval_nll_calib']:.3f}")
     probs = load_calibrated("trained")(pixel_values=test[0]["pixel_values"][None]).logits.softmax(-1)
-    print(f"reloaded with its head: class {int(probs.argmax())}, confidence {float(probs.max()):.2f}")
+    print(f"reloaded with its head: class {int(probs.argmax())}, confidence {probs.max().item():.2f}")

@@ -27,7 +27,7 @@ def main() -> None:
     """Write the report, look at it twice, put both pictures side by side."""
     from results import stored_runs
 
-    run = next(run for run in stored_runs() if run.name.startswith("cifar10-resnet50-"))
+    run = next(run for run in stored_runs() if run.name == "cifar10-resnet50-cross_entropy-e80-s0")
     before = run.test.predictions
     after = Head().fit(run.calib.predictions).calibrate(before)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:

@@ -2,7 +2,7 @@
 
 Predictions may be `Predictions`, arrays or tensors with labels, a pandas DataFrame, or paths. An array holds
 probabilities; logits are given as `logits=...` or as `Predictions(logits, labels)`. Of a DataFrame or a file the kind
-may be left out where it is certain (the array of an .npz or the columns are called so, or rows sum to 1); else it is
+may be left out where it is certain (the names of the arrays or columns state it, or rows sum to 1); else it is
 `logits=...`, or "logits:FILE".
 """
 

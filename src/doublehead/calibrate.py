@@ -46,14 +46,14 @@ def calibrate(
     `calibrate(predictions)` returns a fitted `Calibrator`; `calibrate(probs, labels)`, `calibrate(frame)` and
     `calibrate("val.csv")` read predictions as `evaluate` does. `method` names the calibrator, one of
     `doublehead.calibrators.CALIBRATORS`; the default is the staged head. Where samples have several labels, it is what
-    `calibrators.PerLabel` fits to all labels together.
+    `calibrators.PerLabel` fits to all labels together. `keep="best"` allows predictions to change where that does not
+    cost accuracy.
 
-    Further options for a network: `keep="best"` allows predictions to change where that does not cost accuracy;
-    `views=["flip"]` averages over the image and its mirror image, at twice the cost of inference; `beside` is the
-    DoubleHead that was trained beside the network, or beside the one whose averaged weights (EMA, SWA) this one holds;
-    `train_data` is checked for samples in common; `alone=True` calibrates in one of several processes; `positions`
-    tokens or pixels are drawn from all that count; `to_pair`, `logits_of`, `outputs`, `task`, `ignore_index` and
-    `layer` as for `DoubleHead`.
+    Further options for a network: `views=["flip"]` averages over the image and its mirror image, at twice the cost of
+    inference; `beside` is the DoubleHead that was trained beside the network, or beside the one whose averaged weights
+    (EMA, SWA) this one holds; `train_data` is checked for samples in common; `alone=True` calibrates in one of several
+    processes; `positions` tokens or pixels are drawn from all that count; `to_pair`, `logits_of`, `outputs`, `task`,
+    `ignore_index` and `layer` as for `DoubleHead`.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> model = calibrate(network, (torch.randn(300, 4), torch.randint(3, (300,))))

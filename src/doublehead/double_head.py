@@ -222,7 +222,7 @@ class DoubleHead:
         return answers[readings.folds, rows]
 
     def answer(self, main: Tensor, features: Tensor) -> Tensor:
-        """(B, K) what the heads say as they are now: the only one's logits, or the mean of all log-probabilities."""
+        """(B, K) the heads' output at present: the logits of a single head, or the mean of all log-probabilities."""
 
         def answer(main: Tensor, features: Tensor) -> Tensor:
             answers: Tensor = self.bank(main, features)

@@ -117,7 +117,7 @@ def mse_logits(logits: Tensor, labels: Tensor, *, k: float = 1.0, m: float = 1.0
 def mmce(logits: Tensor, labels: Tensor, *, weight: float = 2.0, width: float = 0.4) -> Tensor:
     """Cross entropy + weight * MMCE, the maximum mean calibration error (Kumar et al. 2018).
 
-    With confidence r, correctness c and the kernel k(a, b) = exp(-|a - b| / width), MMCE is the **root** of
+    With confidence r, correctness c and the kernel k(a, b) = exp(-|a - b| / width), MMCE is the square root of
     sum_ij (c_i - r_i)(c_j - r_j) k(r_i, r_j) / B^2.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])  # confidence 0.5 twice, correct once

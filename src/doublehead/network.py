@@ -52,7 +52,7 @@ class Readings(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a network says of N samples or positions: its own output, features (N, F), logits (N, K), numbers (N, S)."""
+    """A network's output for N samples or positions, with features (N, F), logits (N, K) and numbers (N, S)."""
 
     output: Any
     features: Tensor

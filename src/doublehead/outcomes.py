@@ -88,7 +88,7 @@ class Comparison(NamedTuple):
     n: int
 
     def of_all(self, n: int, difference: float) -> Comparison:
-        """The NLL of all `n` samples, of which these were drawn: its mean difference is known, its spread is theirs."""
+        """The comparison on all `n` samples, of which these were drawn; `difference` is that of their mean NLLs."""
         if n == self.n:
             return self
         reach = (self.nll.high - self.nll.low) / 2 * math.sqrt(self.n / n)

@@ -1,4 +1,4 @@
-"""Predictions: the one currency after the network. What the numbers mean is stated, never guessed."""
+"""Predictions: scores and labels, which metrics and calibrators read. The kind of scores is stated, never guessed."""
 
 from __future__ import annotations
 

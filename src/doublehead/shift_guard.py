@@ -2,8 +2,8 @@
 
 The layers of a network change when its inputs are noisy, blurred or low in contrast, more than the logits show. A
 `ShiftGuard` reads the mean and deviation of channels at a few normalisation layers and measures, layer by layer, how
-far they lie from the calibration data's. Where they are far, it lowers the confidence and says so. Predictions never
-change. `doublehead.guard` holds what it learns.
+far they lie from the calibration data's. Where they are far, it lowers the confidence and raises an alarm.
+Predictions never change. `doublehead.guard` holds what it learns.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CHANNELS = 128  # of a layer at most, evenly spaced: more would take more data t
 
 
 class ShiftGuard(nn.Module):
-    """A trained classifier that is less confident where its inputs look unlike the calibration data, and says so.
+    """A trained classifier that is less confident where its inputs look unlike the calibration data, with an alarm.
 
     `model` is any classifier without a guard, best a calibrated one; it is not changed. `fit` needs calibration data
     that the classifier did not learn from, and a perturbation such as `doublehead.data.Shifts`; without one there is
-    only the alarm. `shift` says what the last `window` samples look like, and `reset` begins a new stream;
+    only the alarm. `shift` is the test of the last `window` samples, and `reset` begins a new stream;
     `window=0` judges each sample by itself. `rate` is the largest share of clean windows that may raise an alarm.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))

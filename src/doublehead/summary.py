@@ -181,7 +181,7 @@ class Summary:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the numbers must know besides, in sentences."""
+        """Further facts that are needed to read the numbers, as sentences."""
         if not self.n_zero_labels:
             return []
         nll, n = self.metrics["nll"].estimate, f"{self.n_zero_labels:,} of {self.n:,} samples"

@@ -1,13 +1,13 @@
 """What a classifier does, and how its outputs and labels are read as rows of logits (N, K) and classes (N,).
 
-| task      | outputs          | labels                                    | calibrated outputs            |
-|-----------|------------------|-------------------------------------------|-------------------------------|
-| "classes" | (B, K)           | (B,), or rows of probabilities (B, K)     | log-probabilities (B, K)      |
-| "binary"  | (B,) or (B, 1)   | 0 and 1, (B,) or (B, 1)                   | the logit, in its shape       |
-| "labels"  | (B, L)           | 0 and 1, (B, L): a sample may have several | logits (B, L)                 |
-| "tokens"  | (B, T, K)        | (B, T)                                    | log-probabilities (B, T, K)   |
-| "pixels"  | (B, K, H, W)     | (B, H, W)                                 | log-probabilities (B, K, H, W) |
-|           | (B, 1, H, W)     | 0 and 1, (B, H, W) or (B, 1, H, W)        | logits (B, 1, H, W)           |
+| task      | outputs        | labels                                     | calibrated outputs             |
+|-----------|----------------|--------------------------------------------|--------------------------------|
+| "classes" | (B, K)         | (B,), or rows of probabilities (B, K)      | log-probabilities (B, K)       |
+| "binary"  | (B,) or (B, 1) | 0 and 1, (B,) or (B, 1)                    | the logit, in its shape        |
+| "labels"  | (B, L)         | 0 and 1, (B, L): a sample may have several | logits (B, L)                  |
+| "tokens"  | (B, T, K)      | (B, T)                                     | log-probabilities (B, T, K)    |
+| "pixels"  | (B, K, H, W)   | (B, H, W)                                  | log-probabilities (B, K, H, W) |
+|           | (B, 1, H, W)   | 0 and 1, (B, H, W) or (B, 1, H, W)         | logits (B, 1, H, W)            |
 
 Everything after this works on rows, for every task.
 """
@@ -86,7 +86,7 @@ def recognise_task(values: Tensor, labels: Tensor) -> Task:
 def class_scores(values: Tensor, task: Task, outputs: Outputs = "logits") -> Tensor:
     """Logits (..., K) of samples or positions from a network's outputs; one logit z becomes those of two classes, 0, z.
 
-    Log-probabilities are logits whose softmax is what they say.
+    Log-probabilities serve as logits: their softmax gives back the probabilities.
 
     >>> class_scores(torch.tensor([[0.5]]), "binary", "probs")
     tensor([[0., 0.]])

@@ -14,23 +14,23 @@ from doublehead.summary import aligned
 
 Name = Annotated[str, typer.Argument(help="A data set of `doublehead data list`.")]
 Root = Annotated[
-    Path | None, typer.Option(help="The folder of data sets [default: data, or $DOUBLEHEAD_DATA].")
+    Path | None, typer.Option(help="The folder of data sets [default: $DOUBLEHEAD_DATA, or else data].")
 ]
 
 
 def list_() -> None:
     """List the data sets: sizes of train, calib and test, and where their files must be."""
-    rows = [["name", "kind", "classes", "train", "calib", "test", "files"]]
+    rows = [["name", "kind", "classes", "train", "calib", "test", "files, in ROOT/NAME or ROOT"]]
     for one in data.DATASETS.values():
         rows.append([one.name, one.kind, str(one.n_classes), *(f"{n:,}" for n in one.sizes), one.layout])
-    show(aligned(rows, left=("name", "kind", "files")))
+    show(aligned(rows, left=("name", "kind", rows[0][-1])))
 
 
 def get(name: Name, root: Root = None) -> None:
     """Download a data set and verify its checksums, or print where to put its files."""
     with bar(DownloadColumn(), TransferSpeedColumn()) as shown:
         place = data.get(name, root, _Bar(shown, shown.add_task(name, total=None)))
-    show(f"{name} lies in {place}")
+    show(f"{name} is in {place}")
 
 
 class _Bar:

@@ -42,7 +42,7 @@ def export(
         ),
     ] = None,
     root: Annotated[
-        Path | None, typer.Option(help="The folder that holds the data sets [default: data].")
+        Path | None, typer.Option(help="The folder of data sets [default: $DOUBLEHEAD_DATA, or else data].")
     ] = None,
 ) -> None:
     """Write network, head and shift guard as one model: outputs probs, label and confidence, any batch size.

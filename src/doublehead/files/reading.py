@@ -120,7 +120,7 @@ class PredictionTable:
     ) -> Tally:
         """Read the table once, in memory that does not grow with its rows.
 
-        `cluster` is a Dask `distributed.Client`, the address of a scheduler ("tcp://10.0.0.1:8786"), or "local" for one
+        `cluster` is a Dask `distributed.Client`, a scheduler's address (`"tcp://10.0.0.1:8786"`), or "local" for one
         worker process per core of this machine. Workers need doublehead installed and must see the files under the same
         paths; a script that starts a local cluster must do so under `if __name__ == "__main__":`, because each worker
         imports the script. The result has the same bits however the work is split.

@@ -35,7 +35,7 @@ N_BINS = 15
 
 
 class CompanionCallback:
-    """The part of a callback that no framework asks for: its arguments, the companion, and what it ends in.
+    """The part of a callback that is the same for every framework: its arguments, the companion and the result.
 
     `options` are those of `DoubleHead`, checked before there is a network. Heads that are given are used as trained,
     so there must be one. With `augment` it is a temperature head unless `heads` is given: the second opinion would be
@@ -173,7 +173,7 @@ class Attachment:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Inside the block the network answers as if nothing were attached."""
+        """Inside the block the network's output is its own, as if nothing were attached."""
         self.active, before = False, self.active
         try:
             yield

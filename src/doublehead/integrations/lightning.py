@@ -196,13 +196,13 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
             log_reliability(trainer.loggers, curve, "reliability", trainer.global_step, title)
 
     def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """From here the network answers with calibrated log-probabilities."""
+        """From here on the network returns calibrated log-probabilities."""
         self._attach(replace=True)
 
     on_predict_epoch_start = on_test_epoch_start
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """From here it gives its own answers again."""
+        """From here on the network returns its own output again."""
         self._detach()
 
     on_predict_epoch_end = on_test_epoch_end
@@ -233,7 +233,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
 def load_calibrated(
     path: str | Path, module_class: Any, *, classifier: str | None = None, **options: Any
 ) -> Any:
-    """`module_class.load_from_checkpoint(path)` with its calibration: in evaluation mode it answers calibrated.
+    """`module_class.load_from_checkpoint(path)` with its calibration, which it applies in evaluation mode.
 
     The checkpoint is one that `trainer.save_checkpoint` wrote after `fit`. Checkpoints of earlier epochs hold no
     calibration: `trainer.test(ckpt_path=...)` fits one, or `doublehead.calibrate` does. `options` go to

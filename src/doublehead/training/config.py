@@ -35,14 +35,14 @@ class Config:
 
     data: str = "cifar10"
     model: str = "resnet50"
-    model_options: Mapping[str, Any] = field(default_factory=dict)  # of `doublehead.models.build`
+    model_options: Mapping[str, Any] = field(default_factory=dict)  #: options of `doublehead.models.build`
     loss: str = "cross_entropy"
     loss_options: Mapping[str, float] = field(default_factory=dict)
-    mixup: float = 0.0  # alpha of mixup; 0 switches it off
-    heads: Mapping[str, HeadSpec] = field(default_factory=dict)  # trained beside the network, each an output
-    auto: bool = False  # train a second opinion too and fit the staged head with it at the end: output "auto"
-    views: tuple[Literal["flip"], ...] = ()  # other views of an image that "auto" averages over
-    guards: tuple[Perturbation, ...] = ()  # for each a ShiftGuard around "auto" is fitted at the end
+    mixup: float = 0.0  #: alpha of mixup; 0 switches it off
+    heads: Mapping[str, HeadSpec] = field(default_factory=dict)  #: trained beside the network, each an output
+    auto: bool = False  #: also train a second opinion and fit the staged head with it: output "auto"
+    views: tuple[Literal["flip"], ...] = ()  #: other views of an image that "auto" averages over
+    guards: tuple[Perturbation, ...] = ()  #: for each a ShiftGuard around "auto" is fitted at the end
     epochs: int = 80
     batch_size: int = 256
     optimizer: Literal["sgd", "adam", "adagrad"] = "sgd"
@@ -50,34 +50,34 @@ class Config:
     momentum: float = 0.9
     weight_decay: float = 5e-4
     schedule: Literal["cosine", "steps", "constant"] = "cosine"
-    warmup: float = 0.1  # share of the run in which the rate rises linearly from 0
-    milestones: tuple[float, ...] = (150 / 350, 250 / 350)  # of `schedule="steps"`, as shares of the run
-    # Of the training images; "none" also cuts texts at the end alone.
+    warmup: float = 0.1  #: share of the run in which the rate rises linearly from 0
+    milestones: tuple[float, ...] = (150 / 350, 250 / 350)  #: of `schedule="steps"`, as shares of the run
+    #: Augmentation of the training images; with "none" long texts are cut at their end.
     augment: Literal["crop-flip", "crop", "none"] = "crop-flip"
-    every: int = 10  # network steps per calibration step: the paper's k
-    every_of: Mapping[str, int] = field(default_factory=dict)  # heads (or "auto") with another k
+    every: int = 10  #: network steps per calibration step: the paper's k
+    every_of: Mapping[str, int] = field(default_factory=dict)  #: another k for some heads (or "auto")
     calib_batch_size: int = 128
     calib_weight_decay: float = 5e-5
-    calib_clip: float = 1.0  # the 2-norm to which a head's gradient is clipped
-    calib_augment: Literal["", Perturbation] = ""  # the paper's g, perturbs calibration batches
-    # Heads (or "auto") with another g.
+    calib_clip: float = 1.0  #: the 2-norm to which a head's gradient is clipped
+    calib_augment: Literal["", Perturbation] = ""  #: perturbation of calibration batches: the paper's g
+    #: Another g for some heads (or "auto").
     augment_of: Mapping[str, Literal["", Perturbation]] = field(default_factory=dict)
-    phrases: bool = True  # of trees: learn every labelled phrase, or whole sentences alone
-    embeddings: str = "glove"  # of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
-    max_words: int = 400  # longer texts are cut, in training at a random place
-    image_size: int = 224  # of images read from files
-    workers: int = field(default=0, compare=False)  # processes that read image files; changes no number
+    phrases: bool = True  #: of trees: learn every labelled phrase, or whole sentences alone
+    embeddings: str = "glove"  #: of text networks: "glove", a file glove.6B.50d.txt, or "random:50"
+    max_words: int = 400  #: longer texts are cut, in training at a random place
+    image_size: int = 224  #: of images read from files
+    workers: int = field(default=0, compare=False)  #: processes that read image files; changes no number
     seed: int = 0
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     compile: bool = False
-    deterministic: bool = False  # torch's deterministic algorithms: the same bits again on the same GPU
-    n_train: int | None = None  # use only this many samples of a split, for quick trials
+    deterministic: bool = False  #: torch's deterministic algorithms: the same bits again on the same GPU
+    n_train: int | None = None  #: use only this many samples of a split, for quick trials
     n_calib: int | None = None
     n_test: int | None = None
-    evaluate_every: int = 1  # epochs between two lines of test metrics
-    predict_train: bool = True  # also keep the predictions of the train split
+    evaluate_every: int = 1  #: epochs between two lines of test metrics
+    predict_train: bool = True  #: also keep the predictions of the train split
     record_gradients: bool = False
-    shift: tuple[str, ...] = ()  # "gaussian_noise:5", "cifar10c", or another data set's name
+    shift: tuple[str, ...] = ()  #: "gaussian_noise:5", "cifar10c", or another data set's name
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(Config).items():
@@ -120,7 +120,7 @@ class Config:
         return groups
 
     def guarded(self) -> dict[str, str]:
-        """The outputs of `guards` and the perturbation of each: "guarded" for shifts, "guarded@noise+broad", ..."""
+        """The outputs of `guards` and the perturbation of each: "guarded" for shifts, `"guarded@noise+broad"`, ..."""
         return {"guarded" if name == "shifts" else f"guarded@{name}": name for name in self.guards}
 
     @property
