@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -77,9 +76,7 @@ class RunFolder:
             raise RunError(
                 f"{file} cannot be read ({error}): remove the folder or choose another one"
             ) from error
-        if before != config:
-            settings = [f.name for f in fields(config) if f.compare]
-            differing = [name for name in settings if getattr(before, name) != getattr(config, name)]
+        if differing := before.differing(config):
             raise RunError(
                 f"{self.path} holds a run with other settings ({', '.join(differing)}): "
                 "choose another folder or remove it"
