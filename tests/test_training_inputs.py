@@ -166,6 +166,8 @@ def test_image_files(tmp_path: Path) -> None:
     assert results["shift"]["contrast:2"]["a"]["accuracy"] >= 0.5
     labels = Predictions.load(tmp_path / "run/predictions/test-main.npz").labels
     assert labels.tolist() == [0] * 5 + [1] * 5  # green, red
+    example = open_run(tmp_path / "run", "a").example  # pixels, not normalised ones
+    assert 0 <= example.min() < example.max() <= 1
 
 
 def test_two_processes_see_what_one_sees() -> None:

@@ -16,7 +16,6 @@ from doublehead.calibration_data import unpack
 from doublehead.calibration_head import HeadBank
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import note, show
-from doublehead.data import Images
 from doublehead.integrations.export import ALONE, FILES, export_model, model_card
 from doublehead.models import build
 from doublehead.network import Reader
@@ -126,7 +125,7 @@ def open_run(path: Path, head: str | None = None, root: Path | None = None) -> R
     if name in config.guarded():
         model = ShiftGuard(model)  # reads the layers that it read in training: the head has none of its own
         model.guard.load_state_dict(under(weights, f"{name}."))
-    if isinstance(inputs.splits.test, Images) and inputs.normalise is not None:
+    if inputs.normalise is not None:
         x = inputs.normalise.undo(x)
     return RunModel(model.eval(), name, x[:2].contiguous(), inputs, folder)
 
