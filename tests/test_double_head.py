@@ -721,6 +721,14 @@ def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
     torch.jit.script(net)
 
 
+def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:
+    _, double = train(beside=True)
+    with pytest.raises(TypeError, match="keeps"):
+        double.finish(keeps="best")
+    with pytest.raises(ZeroDivisionError):
+        double.finish(to_pair=lambda batch: 1 // 0)
+
+
 def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
     net, double = train(beside=True, heads=PAPER)
     model = double.finish()

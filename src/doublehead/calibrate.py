@@ -94,7 +94,8 @@ def _calibrate_network(
     with seeded(seed, device_of(inner)):
         if beside is not None:
             known = ("layer", "logits_of", "outputs", "task", "ignore_index")
-            to_pair, form = beside.to_pair, {name: getattr(beside.reader, name) for name in known}
+            to_pair = to_pair or beside.to_pair
+            form = {name: getattr(beside.reader, name) for name in known} | form
         first = unpack(first_of(as_batches(calib_data)), device_of(inner), to_pair)
         reader = Reader.of(inner, first, views=views, **form)
         readings = read(reader, calib_data, to_pair, positions, alone, skip=beside is not None)
