@@ -16,7 +16,7 @@ from doublehead.calibration_data import unpack
 from doublehead.calibration_head import HeadBank
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import note, show
-from doublehead.integrations.export import ALONE, FILES, export_model, model_card
+from doublehead.integrations.export import ALONE, FILES, Form, export_model, model_card
 from doublehead.models import build
 from doublehead.network import Reader
 from doublehead.predictions import Predictions
@@ -65,7 +65,7 @@ def export(
         found.example,
         to,  # type: ignore[arg-type]
         prepare=inputs.normalise,
-        card=card(found),
+        card=card(found, to),  # type: ignore[arg-type]
         facts={"run": inputs.config.name, "head": found.head, "classes": list(inputs.splits.class_names)},
     )
     if inputs.words:
@@ -148,8 +148,8 @@ def _pick(config: Config, head: str | None) -> str:
 # --- its card
 
 
-def card(found: RunModel) -> str:
-    """The model card of a run."""
+def card(found: RunModel, to: Form = "onnx") -> str:
+    """The model card of a run, exported to a form."""
     inputs, shape = found.inputs, (1, *found.example.shape[1:])
     config, images = inputs.config, found.example.is_floating_point()
     reads = "word pieces of the network's own tokenizer, padded with 0"
@@ -171,6 +171,7 @@ def card(found: RunModel) -> str:
         classes=inputs.splits.class_names,
         task="image-classification" if images else "text-classification",
         inputs=f'{{"input": np.zeros({shape}, np.{"float32" if images else "int64"})}}',
+        to=to,
         settings=asdict(config),
     )
 
