@@ -117,7 +117,7 @@ class TreeBatch:
     `levels`: a list; the nodes of height h are `levels[h] : levels[h + 1]`. They depend on lower nodes only, so a
     TreeLSTM needs one matrix product per height.
     `targets` (T,): the nodes to classify, roots or all labelled nodes. Logits come in this order.
-    `keys` (B,): a whole number for each tree, computed from its words and structure: equal trees have equal keys.
+    `sample_keys` (B,): whole numbers computed from each tree's words and structure: equal trees have equal keys.
 
     >>> batch = TreeBatch.of([parse_tree("(3 (2 a) (3 b))"), parse_tree("(1 c)")])
     >>> batch.levels, batch.words.tolist(), batch.children[3].tolist(), batch.roots.tolist()
@@ -130,7 +130,7 @@ class TreeBatch:
     roots: Tensor
     levels: list[int]
     targets: Tensor
-    keys: Tensor
+    sample_keys: Tensor
 
     @classmethod
     def of(cls, trees: Sequence[Tree], nodes: Literal["root", "all"] = "root") -> TreeBatch:
@@ -152,6 +152,7 @@ class TreeBatch:
         children = np.where(children >= 0, place[children], -1)[order]
         labels, roots = labels[order], place[starts + sizes - 1]
         targets = roots if nodes == "root" else np.flatnonzero(labels != IGNORED)
+        keys = [zlib.crc32(tree.words.tobytes() + tree.children.tobytes()) for tree in trees]
         levels = [0, *np.cumsum(np.bincount(height)).tolist()]
         arrays = {
             "words": words[order],
@@ -159,7 +160,7 @@ class TreeBatch:
             "labels": labels,
             "roots": roots,
             "targets": targets,
-            "keys": np.array([zlib.crc32(tree.words.tobytes() + tree.children.tobytes()) for tree in trees]),
+            "sample_keys": np.array(keys),
         }
         return cls(levels=levels, **{name: torch.from_numpy(array) for name, array in arrays.items()})
 
@@ -170,12 +171,8 @@ class TreeBatch:
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """The same batch on a device."""
-        names = ("words", "children", "labels", "roots", "targets", "keys")
+        names = ("words", "children", "labels", "roots", "targets", "sample_keys")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
-
-    def sample_keys(self) -> Tensor:
-        """`keys`, by which calibration data is divided into folds."""
-        return self.keys
 
     def __len__(self) -> int:
         return len(self.roots)
