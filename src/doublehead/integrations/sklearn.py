@@ -178,6 +178,8 @@ class CalibratedClassifier(_base.MetaEstimatorMixin, _Classifier):  # type: igno
         options = {} if weights is None else {"sample_weight": weights[learn]}
         self.estimator_ = _base.clone(self.estimator).fit(take(X, learn), take(y, learn), **options)
         self.classes_ = self.estimator_.classes_
+        if hasattr(self.estimator_, "n_features_in_"):
+            self.n_features_in_ = self.estimator_.n_features_in_
         if len(self.classes_) != len(classes):
             missing = sorted(set(classes.tolist()) - set(self.classes_.tolist()))
             raise ValueError(f"every class must have a sample left to train on, got none of {missing}")
@@ -191,14 +193,6 @@ class CalibratedClassifier(_base.MetaEstimatorMixin, _Classifier):  # type: igno
         _checks.check_is_fitted(self)
         with torch.no_grad():
             return self.calibrator_(torch.from_numpy(_logits(self.estimator_, X))).log_softmax(1).numpy()
-
-    @property
-    def n_features_in_(self) -> int:
-        """As the estimator saw them."""
-        if not hasattr(self, "estimator_"):
-            raise AttributeError(f"{type(self).__name__} has no n_features_in_ before it is fitted")
-        n: int = self.estimator_.n_features_in_
-        return n
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
