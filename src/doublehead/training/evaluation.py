@@ -108,9 +108,12 @@ def predict(run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: b
             for name, values in _outputs(run, batch, heads):
                 parts.setdefault(name, []).append(values)
     whole = {name: torch.cat(some) for name, some in parts.items()}
-    if n_processes() > 1:  # each has one contiguous part
-        device = run.fabric.device
-        whole = {name: torch.cat(from_every_process(rows.cpu())).to(device) for name, rows in whole.items()}
+    if n_processes() > 1:  # each has one contiguous part, that of few samples may be empty
+        shares = from_every_process({name: rows.cpu() for name, rows in whole.items()})
+        shares = [share for share in shares if share]
+        whole = {
+            name: torch.cat([share[name] for share in shares]).to(run.fabric.device) for name in shares[0]
+        }
     labels = whole.pop("labels")
     labels = labels if labelled else torch.zeros_like(labels)
     return {name: Predictions(logits.float(), labels) for name, logits in whole.items()}
