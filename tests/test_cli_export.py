@@ -1,6 +1,7 @@
 """`doublehead export`: real runs on real data as models for production."""
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -113,7 +114,9 @@ def _test_images(n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("to", ["torch-export", "safetensors"])
-def test_export_command_of_the_automatic_head(run: Path, tmp_path: Path, to: str) -> None:
+def test_export_command_of_the_automatic_head(
+    run: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     export(run, "--to", to, "--head", "auto", "-o", tmp_path)
     if to == "torch-export":
         saved = Predictions.load(run / "predictions/test-auto.npz")
@@ -121,6 +124,11 @@ def test_export_command_of_the_automatic_head(run: Path, tmp_path: Path, to: str
         np.testing.assert_allclose(probs, saved.probs, atol=STORED)
         np.testing.assert_allclose(probs, probs_of(open_run(run, "auto"), _test_images(300)), atol=1e-5)
     assert json.loads((tmp_path / "config.json").read_text())["classes"][0] == "T-shirt/top"
+    (code,) = re.findall("```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {"network": open_run(run, "auto").model.network}
+    exec(code, names)
+    assert names["probs"].shape == (1, 10)
 
 
 @pytest.mark.slow

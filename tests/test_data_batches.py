@@ -120,6 +120,8 @@ def test_normalise_from_images():
     np.testing.assert_allclose(normalise.std, (IMAGES / 255).std((0, 1, 2)), rtol=1e-9)
     images = torch.rand(2, 3, 4, 4)
     torch.testing.assert_close(normalise.undo(normalise(images)), images)
+    for level in range(256):  # a channel without variance, whose computed one may be below 0
+        assert Normalise.of(np.full((7, 1, 1, 1), level, np.uint8)).std == (1e-3,)
 
 
 def test_bad_arguments_are_named():
@@ -187,6 +189,11 @@ def test_each_file_has_its_own_crop(samples):
     same = ImageFiles(samples.files[:1] * 6, np.zeros(6, np.int64))
     x, _ = next(iter(FileBatches(same, 6, train=True, size=8)))
     assert len({image.numpy().tobytes() for image in x}) == 6
+
+
+def test_reading_files_seeds_no_gpu(samples, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the GPU was seeded"))
+    assert len(list(FileBatches(samples, 4, train=True, size=8))) > 0
 
 
 def test_workers_do_not_change_the_batches(samples):

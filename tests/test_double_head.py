@@ -721,6 +721,14 @@ def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
     torch.jit.script(net)
 
 
+def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:
+    _, double = train(beside=True)
+    with pytest.raises(TypeError, match="keeps"):
+        double.finish(keeps="best")
+    with pytest.raises(ZeroDivisionError):
+        double.finish(to_pair=lambda batch: 1 // 0)
+
+
 def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
     net, double = train(beside=True, heads=PAPER)
     model = double.finish()
@@ -735,6 +743,15 @@ def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
         several.finish()
 
 
+class NamedInputs(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: Tensor, scale: float) -> Tensor:
+        return self.net(images) * scale
+
+
 @pytest.mark.parametrize("method", ["head", "temperature"])
 def test_flipped_views_are_averaged(method: str) -> None:
     net = small_net()
@@ -746,6 +763,9 @@ def test_flipped_views_are_averaged(method: str) -> None:
         want = (net(x).log_softmax(1) + net(x.flip(-1)).log_softmax(1)) / 2
     torch.testing.assert_close(model.heads(x).main, want.log_softmax(1))
     torch.testing.assert_close(model(x), model(x.flip(-1)), atol=1e-4, rtol=1e-4)
+    by_name = [{"images": data.tensors[0], "scale": 1.0, "labels": data.tensors[1]}]
+    named = calibrate(NamedInputs(net), by_name, method=method, views=["flip"])
+    torch.testing.assert_close(named.heads(images=x, scale=1.0).main, want.log_softmax(1))
     with pytest.raises(ValueError, match=r"views must be functions or among \['flip'\], got \['turn'\]"):
         calibrate(net, data, views=["turn"])
 

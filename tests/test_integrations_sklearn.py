@@ -215,7 +215,7 @@ def test_bad_use_is_named() -> None:
             return self
 
     y = np.arange(10) % 2
-    few = CalibratedClassifier(GaussianNB(), calib_share=0.5, random_state=3)
+    few = CalibratedClassifier(GaussianNB(), calib_share=0.8)
     for model, labels, message in (
         (DoubleHeadClassifier(calibrate="never"), y, "calibrate must be 'after' or 'beside', got 'never'"),
         (DoubleHeadClassifier(), 0 * y, "DoubleHeadClassifier needs at least 2 classes, got one class"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from doublehead import Predictions, metrics
+from doublehead import HeadSpec, Predictions, metrics
 from doublehead.calibrators import Temperature
 from doublehead.training import loop
 from doublehead.training.loop import NUMBERS, compare
@@ -83,6 +83,13 @@ def test_a_run_with_more_guards_contains_one_with_fewer() -> None:
     assert loop._contains(several, plain)
     assert not loop._contains(one, several)
     assert not loop._contains(small(auto=True), one)
+
+
+@pytest.mark.parametrize(
+    "own", [{"auto": True, "views": ("flip",)}, {"heads": {"a": HeadSpec()}, "every_of": {"a": 5}}]
+)
+def test_a_run_with_settings_of_its_own_head_is_another_run(own: dict[str, Any]) -> None:
+    assert not loop._contains(small(**own), small())
 
 
 def test_each_head_of_a_sweep_has_a_row() -> None:

@@ -135,11 +135,11 @@ def test_folds_of_trees_follow_their_words_and_structure() -> None:
     ]
     lookup = {"a": 2, "b": 3, "c": 4}.__getitem__
     trees = [parse_tree(shape).index(lookup) for shape in shapes]
-    keys = TreeBatch.of(trees).sample_keys()
+    keys = TreeBatch.of(trees).sample_keys
     assert len(set(keys.tolist())) == len(trees)
     other_labels = parse_tree(shapes[0].replace("(3 ", "(0 ")).index(lookup)
     again = TreeBatch.of([trees[3], other_labels, trees[1]])
-    assert torch.equal(again.sample_keys(), keys[[3, 0, 1]])  # whatever the batch and the labels
+    assert torch.equal(again.sample_keys, keys[[3, 0, 1]])  # whatever the batch and the labels
     number = lambda word: int(word) if word != "a" else 2  # noqa: E731
     words = [parse_tree(f"(1 (2 a) (2 {i}))").index(number) for i in range(500)]
     folds = fold_of(unpack((TreeBatch.of(words), torch.zeros(500, dtype=torch.long)), CPU))
@@ -166,6 +166,8 @@ def test_image_files(tmp_path: Path) -> None:
     assert results["shift"]["contrast:2"]["a"]["accuracy"] >= 0.5
     labels = Predictions.load(tmp_path / "run/predictions/test-main.npz").labels
     assert labels.tolist() == [0] * 5 + [1] * 5  # green, red
+    example = open_run(tmp_path / "run", "a").example  # pixels, not normalised ones
+    assert 0 <= example.min() < example.max() <= 1
 
 
 def test_two_processes_see_what_one_sees() -> None:

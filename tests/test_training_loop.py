@@ -16,7 +16,7 @@ import tiny_networks
 from doublehead import Calibrated, HeadSpec, Predictions, ShiftGuard, metrics
 from doublehead.data import Images, corrupt
 from doublehead.saving import rebuild
-from doublehead.training import loop
+from doublehead.training import evaluation, loop
 from doublehead.training.config import METHODS, Config
 from doublehead.training.evaluation import as_plain
 from doublehead.training.run_folder import RunError, RunFolder, algorithms
@@ -125,6 +125,18 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert results["train_accuracy"] == pytest.approx(float(trained.correct.double().mean()), abs=1e-6)
     assert results["sizes"] == [240, 240, 150]
     assert Config.from_json(json.dumps(results["config"])) == config
+
+
+def test_a_process_may_have_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(heads={"h": HeadSpec()}, n_test=40)
+    made = loop.set_up(config, fabric_of(config), fashion(), None)
+    alone = evaluation.predict(made, made.inputs.make_eval(made.inputs.splits.test))
+    other = {name: p.logits for name, p in alone.items()} | {"labels": alone["main"].labels}
+    monkeypatch.setattr(evaluation, "n_processes", lambda: 2)
+    monkeypatch.setattr(evaluation, "from_every_process", lambda value: [value, other])
+    both = evaluation.predict(made, [])
+    assert all(torch.equal(both[name].logits, alone[name].logits) for name in ("main", "h"))
+    assert torch.equal(both["h"].labels, alone["h"].labels)
 
 
 def test_predictions_of_the_train_split_are_optional(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from doublehead import Predictions
+from doublehead.training import run_folder
 from doublehead.training.config import Config
 from doublehead.training.run_folder import RunError, RunFolder, commit, environment
 from samples import Bomb
@@ -139,3 +141,15 @@ def test_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(about)
     monkeypatch.setenv("DOUBLEHEAD_COMMIT", "abc123")
     assert commit() == "abc123"
+
+
+def test_the_commit_of_another_project_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DOUBLEHEAD_COMMIT", raising=False)
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "installed.py"))
+    (tmp_path / "installed.py").touch()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init"], ["commit", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    assert commit() == "unknown"
+    subprocess.run([*git, "add", "installed.py"], check=True)
+    assert commit().endswith("-dirty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -93,10 +94,13 @@ def _calibrate_network(
     inner = unwrapped(network)
     with seeded(seed, device_of(inner)):
         if beside is not None:
-            known = ("layer", "logits_of", "outputs", "task", "ignore_index")
-            to_pair, form = beside.to_pair, {name: getattr(beside.reader, name) for name in known}
-        first = unpack(first_of(as_batches(calib_data)), device_of(inner), to_pair)
-        reader = Reader.of(inner, first, views=views, **form)
+            to_pair, reader = (
+                to_pair or beside.to_pair,
+                replace(beside.reader, network=inner, views=views, **form),
+            )
+        else:
+            first = unpack(first_of(as_batches(calib_data)), device_of(inner), to_pair)
+            reader = Reader.of(inner, first, views=views, **form)
         readings = read(reader, calib_data, to_pair, positions, alone, skip=beside is not None)
     return fit(inner, reader, readings, method=method, keep=keep, beside=beside, seed=seed, alone=alone)
 

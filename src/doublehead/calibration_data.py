@@ -273,12 +273,12 @@ class Endless:
 # --- folds
 
 
-def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
-    """(B,) the fold, 0 to n_folds - 1, of each sample, computed from the content of its inputs.
+def fold_of(batch: Batch) -> Tensor:
+    """(B,) the fold, 0 to 4, of each sample, computed from the content of its inputs.
 
     A sample has the same fold in every epoch and any order, and equal samples share one, so duplicates never leak
     across folds. Folds are about equally large. Zeros at the end of a row do not matter, nor does padding that an
-    `attention_mask` masks. Inputs without tensors may offer `sample_keys()`, whole numbers (B,); without these all
+    `attention_mask` masks. Inputs without tensors may have `sample_keys`, whole numbers (B,); without these all
     samples are in fold 0.
     """
     if batch.folds is not None:
@@ -286,7 +286,7 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
     found = _hashes(batch)
     if found is None:
         return torch.zeros(len(batch.labels), dtype=torch.int64, device=batch.labels.device)
-    return (((found * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
+    return (((found * 0x9E3779B1) >> 24) & 0xFFFFFF) % N_FOLDS
 
 
 def _hashes(batch: Batch) -> Tensor | None:
@@ -294,7 +294,7 @@ def _hashes(batch: Batch) -> Tensor | None:
     total: Tensor | None = None
     mask = batch.kwargs.get("attention_mask")
     for value in (*batch.args, *(batch.kwargs[key] for key in sorted(batch.kwargs))):
-        keys = value.sample_keys() if hasattr(value, "sample_keys") else value
+        keys = getattr(value, "sample_keys", value)
         if not isinstance(keys, Tensor) or keys.ndim == 0 or len(keys) != len(batch.labels):
             continue
         rows = keys.detach().reshape(len(keys), -1)

@@ -60,8 +60,12 @@ class Answer(NamedTuple):
     numbers: Tensor
 
 
-def flip(images: Tensor) -> Tensor:
-    """Mirror images (..., W) left to right."""
+def flip(images: Any) -> Any:
+    """Mirror images (..., W) left to right; of named inputs those with more than two dimensions."""
+    if isinstance(images, Mapping):
+        return {
+            name: flip(value) if getattr(value, "ndim", 0) > 2 else value for name, value in images.items()
+        }
     return images.flip(-1)
 
 

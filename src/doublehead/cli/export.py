@@ -16,8 +16,7 @@ from doublehead.calibration_data import unpack
 from doublehead.calibration_head import HeadBank
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import note, show
-from doublehead.data import Images
-from doublehead.integrations.export import ALONE, FILES, export_model, model_card
+from doublehead.integrations.export import ALONE, FILES, Form, export_model, model_card
 from doublehead.models import build
 from doublehead.network import Reader
 from doublehead.predictions import Predictions
@@ -66,7 +65,7 @@ def export(
         found.example,
         to,  # type: ignore[arg-type]
         prepare=inputs.normalise,
-        card=card(found),
+        card=card(found, to),  # type: ignore[arg-type]
         facts={"run": inputs.config.name, "head": found.head, "classes": list(inputs.splits.class_names)},
     )
     if inputs.words:
@@ -126,7 +125,7 @@ def open_run(path: Path, head: str | None = None, root: Path | None = None) -> R
     if name in config.guarded():
         model = ShiftGuard(model)  # reads the layers that it read in training: the head has none of its own
         model.guard.load_state_dict(under(weights, f"{name}."))
-    if isinstance(inputs.splits.test, Images) and inputs.normalise is not None:
+    if inputs.normalise is not None:
         x = inputs.normalise.undo(x)
     return RunModel(model.eval(), name, x[:2].contiguous(), inputs, folder)
 
@@ -149,8 +148,8 @@ def _pick(config: Config, head: str | None) -> str:
 # --- its card
 
 
-def card(found: RunModel) -> str:
-    """The model card of a run."""
+def card(found: RunModel, to: Form = "onnx") -> str:
+    """The model card of a run, exported to a form."""
     inputs, shape = found.inputs, (1, *found.example.shape[1:])
     config, images = inputs.config, found.example.is_floating_point()
     reads = "word pieces of the network's own tokenizer, padded with 0"
@@ -172,6 +171,7 @@ def card(found: RunModel) -> str:
         classes=inputs.splits.class_names,
         task="image-classification" if images else "text-classification",
         inputs=f'{{"input": np.zeros({shape}, np.{"float32" if images else "int64"})}}',
+        to=to,
         settings=asdict(config),
     )
 

@@ -146,8 +146,8 @@ class Normalise:
         )
         values = np.arange(256) / 255.0
         mean = counts @ values / n_pixels
-        std = np.sqrt(counts @ values**2 / n_pixels - mean**2)
-        return cls(tuple(mean.tolist()), tuple(np.maximum(std, 1e-3).tolist()))
+        variance = counts @ values**2 / n_pixels - mean**2  # of a constant channel about 0, perhaps below
+        return cls(tuple(mean.tolist()), tuple(np.sqrt(np.maximum(variance, 1e-6)).tolist()))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Pixels in 0..1 -> normalised."""
@@ -304,7 +304,8 @@ class _Files(Dataset[tuple[Tensor, int]]):
         file = Path(os.fsdecode(self.files[i]))
         pillow = require("PIL.Image", extra="data")
         with naming(file), pillow.open(file) as image, torch.random.fork_rng(devices=()):
-            torch.manual_seed(self.key * 2_000_003 + i)
+            # Not torch.manual_seed, which would also seed the GPU, on which the network draws.
+            torch.default_generator.manual_seed(self.key * 2_000_003 + i)
             return self.transform(image.convert("RGB")), int(self.labels[i])
 
 

@@ -188,10 +188,8 @@ def _affine_sources(x: Tensor, jitter: float, generator: Generator) -> tuple[Ten
     shift = (2 * _rand((n, 3, 2), x, generator) - 1) * jitter
     after = torch.cat([before[:, :2] + shift, before[:, 2:].expand(n, 3, 1)], 2)  # (N, 3, 3), rows are points
     back = torch.linalg.solve(after, before.expand_as(after))  # destination -> source, (N, 3, 3)
-    down = torch.arange(height, device=x.device, dtype=x.dtype)[:, None, None].expand(height, width, 1)
-    across = torch.arange(width, device=x.device, dtype=x.dtype)[None, :, None].expand(height, width, 1)
-    grid = torch.cat([across, down, torch.ones_like(down)], 2)
-    source = grid.view(1, -1, 3) @ back  # (N, H * W, 3)
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1).to(x)  # (H * W, 2)
+    source = F.pad(places, (0, 1), value=1)[None] @ back  # (N, H * W, 3)
     column, row, _ = source.view(n, height, width, 3).unbind(-1)
     return row, column
 

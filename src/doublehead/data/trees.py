@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -116,6 +117,7 @@ class TreeBatch:
     `levels`: a list; the nodes of height h are `levels[h] : levels[h + 1]`. They depend on lower nodes only, so a
     TreeLSTM needs one matrix product per height.
     `targets` (T,): the nodes to classify, roots or all labelled nodes. Logits come in this order.
+    `sample_keys` (B,): whole numbers computed from each tree's words and structure: equal trees have equal keys.
 
     >>> batch = TreeBatch.of([parse_tree("(3 (2 a) (3 b))"), parse_tree("(1 c)")])
     >>> batch.levels, batch.words.tolist(), batch.children[3].tolist(), batch.roots.tolist()
@@ -128,6 +130,7 @@ class TreeBatch:
     roots: Tensor
     levels: list[int]
     targets: Tensor
+    sample_keys: Tensor
 
     @classmethod
     def of(cls, trees: Sequence[Tree], nodes: Literal["root", "all"] = "root") -> TreeBatch:
@@ -149,6 +152,7 @@ class TreeBatch:
         children = np.where(children >= 0, place[children], -1)[order]
         labels, roots = labels[order], place[starts + sizes - 1]
         targets = roots if nodes == "root" else np.flatnonzero(labels != IGNORED)
+        keys = [zlib.crc32(tree.words.tobytes() + tree.children.tobytes()) for tree in trees]
         levels = [0, *np.cumsum(np.bincount(height)).tolist()]
         arrays = {
             "words": words[order],
@@ -156,6 +160,7 @@ class TreeBatch:
             "labels": labels,
             "roots": roots,
             "targets": targets,
+            "sample_keys": np.array(keys),
         }
         return cls(levels=levels, **{name: torch.from_numpy(array) for name, array in arrays.items()})
 
@@ -166,26 +171,11 @@ class TreeBatch:
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """The same batch on a device."""
-        names = ("words", "children", "labels", "roots", "targets")
+        names = ("words", "children", "labels", "roots", "targets", "sample_keys")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
-
-    def sample_keys(self) -> Tensor:
-        """(B,) a whole number for each tree, computed from its words and structure: equal trees have equal keys."""
-        state = _mix(self.words + 1)  # (M,)
-        # Children are computed before their parent.
-        for start, stop in zip(self.levels[1:-1], self.levels[2:]):
-            left, right = state[self.children[start:stop]].unbind(1)
-            state[start:stop] = _mix(3 * left + 5 * right)
-        return state[self.roots]
 
     def __len__(self) -> int:
         return len(self.roots)
-
-
-def _mix(keys: Tensor) -> Tensor:
-    """Scramble whole numbers; products wrap around, the same on any device."""
-    keys = (keys + 1) * 0x2545F4914F6CDD1D
-    return (keys ^ (keys >> 29)) * 2654435761
 
 
 def _heights(children: Array) -> Array:

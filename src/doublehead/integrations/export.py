@@ -291,15 +291,32 @@ These numbers hold for data like the test data. Under distribution shift confide
 
 ```python
 import numpy as np
-import onnxruntime
-
-session = onnxruntime.InferenceSession("model.onnx")
-inputs = {inputs}
-probs, label, confidence = session.run(["probs", "label", "confidence"], inputs)
+{use}
 for one, how_sure in zip(label, confidence):
     print(f"class {{one}}, right with probability {{how_sure:.2f}}")
 ```
 """
+
+USE: dict[Form, str] = {
+    "onnx": """import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+inputs = {inputs}
+probs, label, confidence = session.run(["probs", "label", "confidence"], inputs)""",
+    "torch-export": """import torch
+from doublehead.integrations.export import load_program
+
+program = load_program("model.pt2")
+inputs = {inputs}
+probs, label, confidence = program(*map(torch.from_numpy, inputs.values()))""",
+    "safetensors": """import doublehead
+import torch
+
+model = doublehead.load("model.safetensors", network)  # of the same architecture; it gets the weights
+inputs = {inputs}
+probs = model(*map(torch.from_numpy, inputs.values())).softmax(-1)
+confidence, label = probs.max(-1)""",
+}
 
 
 def model_card(
@@ -313,13 +330,14 @@ def model_card(
     classes: Sequence[str] = (),
     task: str = "image-classification",
     inputs: str = '{"input": np.zeros((1, 3, 32, 32), np.float32)}',
+    to: Form = "onnx",
     settings: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of README.md: a YAML head that the Hub reads, then data, method and numbers for people.
 
     `dataset` is its short name, `data` a sentence about it. `test` are the calibrated predictions on data that neither
     the network nor its head has seen, `before` those of the network alone. ECE stands with its 95 % interval and the
-    floor of a perfect model. `inputs` is Python code for the example of use.
+    floor of a perfect model. `inputs` is Python code for the example of use, `to` the form that is exported.
     """
     after = Summary.of(test)
     both = (
@@ -335,7 +353,7 @@ def model_card(
     index = {"name": name, "results": [{"task": {"type": task}, "dataset": about, "metrics": metrics}]}
     card = CARD.format(
         name=name, task=task, index=json.dumps([index]), data=data, method=method, n=after.n, verdict=after.verdict,
-        table=side_by_side(both), inputs=inputs,
+        table=side_by_side(both), use=USE[to].format(inputs=inputs),
     )  # fmt: skip
     if classes:
         card += "\n## Classes\n\n" + "".join(f"{number}. {one}\n" for number, one in enumerate(classes))

@@ -240,8 +240,7 @@ def load_calibrated(
     `load_from_checkpoint`.
     """
     module = module_class.load_from_checkpoint(path, **options)
-    weights_only = bool(options.get("weights_only", False))
-    saved = torch.load(path, map_location=module.device, weights_only=weights_only)
+    saved = torch.load(path, map_location=module.device, weights_only=options.get("weights_only"))
     states = saved.get("callbacks", {}).values()
     fitted = next((state[FITTED] for state in states if isinstance(state, dict) and FITTED in state), None)
     if fitted is None:

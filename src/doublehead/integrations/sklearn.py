@@ -17,6 +17,7 @@ from doublehead.calibrated import Calibrated
 from doublehead.calibration_head import Standardise
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
+from doublehead.data.splits import split_rows
 from doublehead.double_head import DoubleHead
 from doublehead.metrics import ece
 from doublehead.predictions import Predictions
@@ -30,7 +31,6 @@ _utils: Any = require("sklearn.utils", extra="sklearn")
 _targets: Any = require("sklearn.utils.multiclass", extra="sklearn")
 _weights: Any = require("sklearn.utils.class_weight", extra="sklearn")
 ROWS = 256  # predicted together: always this many, so that a row's answer does not depend on its neighbours
-_split: Any = require("sklearn.model_selection", extra="sklearn").train_test_split
 
 
 class _Classifier(_base.ClassifierMixin, _base.BaseEstimator):  # type: ignore[misc]
@@ -178,6 +178,8 @@ class CalibratedClassifier(_base.MetaEstimatorMixin, _Classifier):  # type: igno
         options = {} if weights is None else {"sample_weight": weights[learn]}
         self.estimator_ = _base.clone(self.estimator).fit(take(X, learn), take(y, learn), **options)
         self.classes_ = self.estimator_.classes_
+        if hasattr(self.estimator_, "n_features_in_"):
+            self.n_features_in_ = self.estimator_.n_features_in_
         if len(self.classes_) != len(classes):
             missing = sorted(set(classes.tolist()) - set(self.classes_.tolist()))
             raise ValueError(f"every class must have a sample left to train on, got none of {missing}")
@@ -191,14 +193,6 @@ class CalibratedClassifier(_base.MetaEstimatorMixin, _Classifier):  # type: igno
         _checks.check_is_fitted(self)
         with torch.no_grad():
             return self.calibrator_(torch.from_numpy(_logits(self.estimator_, X))).log_softmax(1).numpy()
-
-    @property
-    def n_features_in_(self) -> int:
-        """As the estimator saw them."""
-        if not hasattr(self, "estimator_"):
-            raise AttributeError(f"{type(self).__name__} has no n_features_in_ before it is fitted")
-        n: int = self.estimator_.n_features_in_
-        return n
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -216,18 +210,13 @@ def ece_scorer(estimator: Any, X: Any, y: Any, n_bins: int = 15) -> float:
 
 
 def hold_out(labels: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """Rows to learn from and rows to hold back, in each class's proportion where there are enough of each."""
+    """Rows to learn from and rows to hold back, in each class's proportion."""
     n = len(labels)
     if n < 2 or not 0 < share < 1:
         raise ValueError(
             f"calib_share must leave samples on both sides: it is {share} of n_samples = {n}; at least 2 are needed"
         )
-    n_held = min(max(1, round(share * n)), n - 1)
-    counts = np.unique(labels, return_counts=True)[1]
-    enough = counts.min() >= 2 and n_held >= len(counts) and n - n_held >= len(counts)
-    rows = np.arange(n)
-    learn, hold = _split(rows, test_size=n_held, random_state=seed, stratify=labels if enough else None)
-    return np.sort(learn), np.sort(hold)
+    return split_rows(labels, min(max(1, round(share * n)), n - 1), seed)
 
 
 def _logits(estimator: Any, X: Any) -> Any:

@@ -23,7 +23,6 @@ from doublehead.system import read_file, require, write_file
 from doublehead.tasks import SUPPORTED
 from doublehead.torch_tools import (
     StaysFloat32,
-    average_over_processes,
     device_of,
     from_every_process,
     n_processes,
@@ -87,7 +86,7 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         check_disjoint(self.calib_data, train_dataloader)
         self._detach()  # of a training that was stopped
         detach(model)
-        saved = _load(_checkpoint(args, state), device_of(model)) if state.global_step else None
+        saved = _load(_checkpoint(args, state)) if state.global_step else None
         batches = self._batches(args, train_dataloader)
         self.double, self._model = DoubleHead(model, batches, follow=optimizer, **self.options), None
         if saved:
@@ -329,10 +328,9 @@ def _checkpoint(args: Any, state: Any) -> Path:
     return folder / STATE
 
 
-def _load(file: Path, device: torch.device) -> dict[str, Any] | None:
+def _load(file: Path) -> dict[str, Any] | None:
     """The state in a checkpoint, for all processes or for none: they must go on at the same step."""
-    there = average_over_processes(torch.tensor(float(file.exists()), device=device))
-    if there < 1:
+    if not all(from_every_process(file.exists())):
         warnings.warn(
             f"{file} is not there: the calibration heads start from scratch. To resume from a folder outside "
             "output_dir name it in TrainingArguments(resume_from_checkpoint=...) too",

@@ -110,6 +110,10 @@ class Config:
             levels = {level for _, level in corruptions_of(shifted)}
             _check(levels <= set("12345"), "shift", "of a severity from 1 to 5", shifted)
 
+    def differing(self, other: Config) -> list[str]:
+        """The names of the settings in which two configs differ, of those that change numbers."""
+        return [f.name for f in fields(self) if f.compare and getattr(self, f.name) != getattr(other, f.name)]
+
     def head_groups(self) -> dict[str, list[str]]:
         """The named heads by perturbation and period; the heads of a group are trained together."""
         groups: dict[str, list[str]] = {}
@@ -135,9 +139,8 @@ class Config:
     @property
     def folder_name(self) -> str:
         """The name and a hash of all settings: one folder for each config."""
-        usual = Config()  # only what differs counts, so a new setting renames no folder
-        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
-        settings = {name: value for name, value in settings.items() if value != getattr(usual, name)}
+        # Only what differs counts, so a new setting renames no folder.
+        settings = {name: getattr(self, name) for name in self.differing(Config())}
         settings["heads"] = {name: asdict(spec) for name, spec in self.heads.items()}
         text = json.dumps(settings, sort_keys=True)
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

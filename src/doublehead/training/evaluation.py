@@ -7,12 +7,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from doublehead import metrics
@@ -21,7 +20,6 @@ from doublehead.calibration_data import unpack
 from doublehead.calibrators.temperature import Temperature
 from doublehead.data import corrupt
 from doublehead.data.splits import Samples
-from doublehead.network import VIEWS
 from doublehead.predictions import Predictions
 from doublehead.saving import describe
 from doublehead.shift_guard import ShiftGuard
@@ -46,7 +44,7 @@ Outputs = dict[str, Predictions]
 
 def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
     """Fit `auto` and its guards, evaluate every output and write all files; returns the content of results.json."""
-    share_buffers(run)
+    same_on_all_processes(run.net)  # each has its own averages of BatchNorm
     if run.config.auto:
         _fit_auto(run)
     splits = run.inputs.splits
@@ -75,8 +73,7 @@ def finish(run: Run, folder: RunFolder) -> dict[str, Any]:
 def _fit_auto(run: Run) -> None:
     """The staged head with the second opinion, on all calibration data, and the guards around it."""
     config, calib = run.config, run.inputs.whole(run.inputs.splits.calib)
-    reader = copy.copy(run.reader)
-    reader.views = tuple(VIEWS[name] for name in config.views)
+    reader = replace(run.reader, views=config.views)
     with run.fabric.autocast():
         readings = reader.read(calib)
     with algorithms(deterministic=False):
@@ -101,7 +98,7 @@ def predict(run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: b
     The outputs are "main", each named head, and "auto" with its guards once they are fitted. Before that "opinion" is
     the mean of the heads of the second opinion. Without `labelled`, for data of other classes, all labels are 0.
     """
-    share_buffers(run)
+    same_on_all_processes(run.net)  # each has its own averages of BatchNorm
     parts: dict[str, list[Tensor]] = {}
     banks = [companion.bank for companion in run.companions.values()]
     for guard in run.guards.values():
@@ -111,9 +108,12 @@ def predict(run: Run, batches: Iterable[Any], *, heads: bool = True, labelled: b
             for name, values in _outputs(run, batch, heads):
                 parts.setdefault(name, []).append(values)
     whole = {name: torch.cat(some) for name, some in parts.items()}
-    if n_processes() > 1:  # each has one contiguous part
-        device = run.fabric.device
-        whole = {name: torch.cat(from_every_process(rows.cpu())).to(device) for name, rows in whole.items()}
+    if n_processes() > 1:  # each has one contiguous part, that of few samples may be empty
+        shares = from_every_process({name: rows.cpu() for name, rows in whole.items()})
+        shares = [share for share in shares if share]
+        whole = {
+            name: torch.cat([share[name] for share in shares]).to(run.fabric.device) for name in shares[0]
+        }
     labels = whole.pop("labels")
     labels = labels if labelled else torch.zeros_like(labels)
     return {name: Predictions(logits.float(), labels) for name, logits in whole.items()}
@@ -142,13 +142,6 @@ def _outputs(run: Run, batch: Any, heads: bool) -> Iterator[tuple[str, Tensor]]:
     yield "auto", auto
     if stages is not None:
         yield from ((name, guard(stages, auto)) for name, guard in run.guards.items())
-
-
-def share_buffers(run: Run) -> None:
-    """Give every process the first one's buffers: until then each has its own averages of BatchNorm."""
-    if n_processes() > 1:
-        for buffer in run.net.buffers():
-            dist.broadcast(buffer, 0)
 
 
 # --- numbers

@@ -19,8 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,9 +76,7 @@ class RunFolder:
             raise RunError(
                 f"{file} cannot be read ({error}): remove the folder or choose another one"
             ) from error
-        if before != config:
-            settings = [f.name for f in fields(config) if f.compare]
-            differing = [name for name in settings if getattr(before, name) != getattr(config, name)]
+        if differing := before.differing(config):
             raise RunError(
                 f"{self.path} holds a run with other settings ({', '.join(differing)}): "
                 "choose another folder or remove it"
@@ -184,10 +181,12 @@ def commit() -> str:
     """The commit of the code that runs, marked where the tree has changes; DOUBLEHEAD_COMMIT states it elsewhere."""
     if "DOUBLEHEAD_COMMIT" in os.environ:
         return os.environ["DOUBLEHEAD_COMMIT"]
-    here = Path(__file__).resolve().parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"]
+    file = Path(__file__).resolve()
+    ask = partial(subprocess.run, cwd=file.parent, capture_output=True, text=True, check=True, timeout=10)
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        # An installed package may lie within the repository of another project, which does not track it.
+        ask(["git", "ls-files", "--error-unmatch", file.name])
+        return str(ask(["git", "describe", "--always", "--dirty", "--exclude", "*"]).stdout).strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
