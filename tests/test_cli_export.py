@@ -129,8 +129,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str) -> None:
     assert "head: guarded" in export(guarded, "--to", to, "-o", tmp_path)
     saved = Predictions.load(guarded / "predictions/test-guarded.npz")
-    auto = Predictions.load(guarded / "predictions/test-auto.npz")
-    assert float((saved.probs - auto.probs).abs().max()) > 0.005  # the guard acts
     images, original = _test_images(300), open_run(guarded)
     normalise = original.inputs.normalise
     strange = (images + torch.randn(images.shape)).clamp(0, 1)

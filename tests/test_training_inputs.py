@@ -144,12 +144,12 @@ def test_image_files(tmp_path: Path) -> None:
                 pixels[..., place] += 120
                 pillow.fromarray(pixels).save(folder / f"{i}.png")
     config = small(
-        data=f"folder:{tmp_path / 'images'}", model="small_cnn", image_size=16, batch_size=8, epochs=3, workers=1,
+        data=f"folder:{tmp_path / 'images'}", model="small_cnn", image_size=16, batch_size=8, epochs=8, workers=1,
         heads={"a": HeadSpec()}, calib_augment="noise", shift=("contrast:2",), augment="crop-flip",
     )  # fmt: skip
     results = go(config, tmp_path / "run")
     assert results["sizes"] == [24, 12, 10]
-    assert results["shift"]["contrast:2"]["a"]["accuracy"] >= 0.5
+    assert results["shift"]["contrast:2"]["a"]["accuracy"] > 0.8
     labels = Predictions.load(tmp_path / "run/predictions/test-main.npz").labels
     assert labels.tolist() == [0] * 5 + [1] * 5  # green, red
 
