@@ -1,6 +1,7 @@
 """What the tests share."""
 
 import random
+import tarfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,15 @@ def resnet110(shared: Path) -> dict[str, Any]:
     with np.load(shared / "data/logits/resnet110_c10.npz") as arrays:
         splits = ("val", "test")
         return {name: Predictions(arrays[f"{name}_logits"], arrays[f"{name}_labels"]) for name in splits}
+
+
+@pytest.fixture(scope="session")
+def treebank(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the Stanford Sentiment Treebank's three files."""
+    folder = tmp_path_factory.mktemp("treebank")
+    with tarfile.open(shared / "data/sst/trees.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 @pytest.fixture

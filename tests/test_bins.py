@@ -9,14 +9,12 @@ import torch
 from doublehead import score_arrays
 from doublehead.bins import Bins, bin_of, inner_edges, quantise
 from doublehead.predictions import Predictions
+from samples import overconfident
 
 
 def random_predictions(n: int, k: int, *, dtype=torch.float32, probs: bool = False) -> Predictions:
-    generator = torch.Generator().manual_seed(n + k)
-    logits = torch.randn(n, k, generator=generator, dtype=dtype) * 2
-    right, other = torch.rand(n, generator=generator) < 0.7, torch.randint(k, (n,), generator=generator)
-    labels = torch.where(right, logits.argmax(1), other)
-    return Predictions.from_probs(logits.softmax(1), labels) if probs else Predictions(logits, labels)
+    p = overconfident(n, k, 1.0, spread=2.0, seed=n + k, dtype=dtype)
+    return Predictions.from_probs(p.probs, p.labels) if probs else p
 
 
 def slow_bins(confidence, correct, n_bins):
@@ -100,16 +98,14 @@ def test_any_split_and_order_gives_the_same_bits(make, probs, dtype):
     assert make(p[torch.randperm(1500)]) == whole
 
 
+@pytest.mark.usefixtures("one_thread")  # which restores their number
 def test_chunks_and_threads_give_the_same_bits(monkeypatch):
     p = random_predictions(500, 11)
-    before, found = torch.get_num_threads(), [(Bins.top(p), Bins.classwise(p), Bins.pooled(p))]
+    found = [(Bins.top(p), Bins.classwise(p), Bins.pooled(p))]
     monkeypatch.setattr(score_arrays, "CHUNK_ENTRIES", 88)
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append((Bins.top(p), Bins.classwise(p), Bins.pooled(p)))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append((Bins.top(p), Bins.classwise(p), Bins.pooled(p)))
     assert found[0] == found[1] == found[2]
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -158,10 +159,7 @@ def test_each_head_of_a_bank_trains_as_it_would_alone() -> None:
 
 PLAIN = (*SPECS, HeadSpec(hidden=0, dropout=0.4), HeadSpec(dropout=0.5))
 OF_LABELS = (PAPER, HeadSpec(reads=("features", "logits")), HeadSpec(hidden=0))
-STEPS = [
-    *((spec, soft, None) for spec in PLAIN for soft in (False, True)),
-    *((spec, False, 3) for spec in OF_LABELS),
-]
+STEPS = [*product(PLAIN, (False, True), (None,)), *product(OF_LABELS, (False,), (3,))]
 
 
 @pytest.mark.parametrize(("spec", "soft", "n_labels"), STEPS, ids=str)

@@ -2,25 +2,16 @@
 
 import math
 import sys
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from doublehead.calibrators import (
-    Calibrator,
-    Dirichlet,
-    EnsembleTemperature,
-    GaussianProcess,
-    Matrix,
-    NotConverged,
-    Temperature,
-    Vector,
-    fit_inverse_temperature,
-)
+from doublehead import calibrators
+from doublehead.calibrators import Dirichlet, Matrix, Temperature, Vector, fit_inverse_temperature
 from doublehead.calibrators.optimise import fit_logistic, minimise
 from doublehead.predictions import Predictions
 
@@ -38,11 +29,6 @@ def reference(loss, size: int) -> np.ndarray:
     """A minimiser that shares no code with ours."""
     optimize = pytest.importorskip("scipy.optimize")
     return optimize.minimize(loss, np.zeros(size), method="BFGS", options={"gtol": 1e-8, "maxiter": 5000}).x
-
-
-def numpy_nll(logits: np.ndarray, labels: np.ndarray) -> float:
-    shifted = logits - logits.max(1, keepdims=True)
-    return float(np.mean(np.log(np.exp(shifted).sum(1)) - shifted[np.arange(len(labels)), labels]))
 
 
 def vector(z: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -75,14 +61,13 @@ ODIR = np.concatenate([0.1 * OFF / 6, [0.02 / 3] * 3])  # of Kull et al.
     ],
     ids=["maximum likelihood", "vector", "odir", "matrix", "dirichlet"],
 )
-def test_fits_are_those_of_a_slow_reference(
-    calibrator: Vector, change: Callable[..., np.ndarray], pulls: np.ndarray
-) -> None:
+def test_fits_are_those_of_a_slow_reference(calibrator: Vector, change: Any, pulls: np.ndarray) -> None:
     """By logits that a temperature has scaled, what changes them being pulled towards nothing."""
     p = skewed()
     inputs = p.logits.log_softmax(1) if isinstance(calibrator, Dirichlet) else p.logits
     z = inputs.numpy() * fit_inverse_temperature(p.logits, p.labels)
-    loss = lambda v: numpy_nll(change(z, v), p.labels.numpy()) + (pulls * v**2).sum()  # noqa: E731
+    nll = lambda v: float(cross_entropy(torch.as_tensor(change(z, v)), p.labels))  # noqa: E731
+    loss = lambda v: nll(v) + (pulls * v**2).sum()  # noqa: E731
     expected = torch.as_tensor(change(z, reference(loss, len(pulls))))
     found = calibrator.fit(p)(p.logits)
     torch.testing.assert_close(found.log_softmax(1), expected.log_softmax(1), rtol=1e-4, atol=1e-4)
@@ -90,6 +75,8 @@ def test_fits_are_those_of_a_slow_reference(
 
 def test_a_strong_prior_leaves_temperature_scaling() -> None:
     p = skewed()
+    with pytest.raises(ValueError, match="prior must be above 0, got -1"):
+        Dirichlet(prior=-1).fit(p)
     stiff = Vector(prior=1e-5).fit(p)
     torch.testing.assert_close(stiff(p.logits), Temperature().fit(p)(p.logits), rtol=1e-3, atol=1e-3)
 
@@ -112,12 +99,13 @@ def test_dirichlet_sees_only_probabilities() -> None:
         torch.testing.assert_close(Dirichlet().fit(q).calibrate(q).probs, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Vector, Matrix, Dirichlet, EnsembleTemperature, GaussianProcess])
-def test_a_fit_cut_short_says_so(kind: type[Calibrator], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["vector", "matrix", "dirichlet", "ensemble_temperature", "gaussian_process"])
+def test_a_fit_cut_short_says_so(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = calibrators.CALIBRATORS[key]
     module = sys.modules[kind._learn.__module__]
     monkeypatch.setattr(module, "minimise", partial(minimise, max_steps=1, restarts=0))
     message = rf"{kind.__name__} did not converge: the largest gradient entry is [\d.e-]+"
-    with pytest.warns(NotConverged, match=message):
+    with pytest.warns(calibrators.NotConverged, match=message):
         fitted = kind().fit(skewed())
     assert not bool(fitted.converged_)
 
@@ -128,7 +116,7 @@ def test_ensemble_weights_are_the_best_of_a_fine_grid() -> None:
     wrong, other = torch.rand(200, generator=generator) < 0.15, torch.randint(3, (200,), generator=generator)
     labels = torch.where(wrong, other, p.labels)
     p = Predictions(3 * p.logits, labels)
-    fitted = EnsembleTemperature().fit(p)
+    fitted = calibrators.EnsembleTemperature().fit(p)
     parts = [p.logits / fitted.temperature_, p.logits, torch.zeros_like(p.logits)]
     at_label = torch.stack([part.softmax(1).gather(1, labels[:, None])[:, 0] for part in parts])
     steps = torch.linspace(0, 1, 201, dtype=torch.float64)
@@ -152,11 +140,10 @@ def test_logistic_fits_agree_with_a_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(3, 80, 2, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 1e3])
     targets = torch.rand(3, 80, generator=generator, dtype=torch.float64)
-    for x, y in zip(features.numpy(), targets.numpy()):
-        weight, loss, converged = fit_logistic(
-            torch.from_numpy(x), torch.from_numpy(y), towards=torch.tensor([1.0, 0.0]), ridge=0.0
-        )
+    for each_x, each_y in zip(features, targets):
+        weight, loss, converged = fit_logistic(each_x, each_y, towards=torch.tensor([1.0, 0.0]), ridge=0.0)
         assert converged
+        x, y = each_x.numpy(), each_y.numpy()
         unit = x / np.array([1.0, 1e3])
         slow = lambda v, x=unit, y=y: float(np.mean(np.logaddexp(0, x @ v) - y * (x @ v)))  # noqa: E731
         best = reference(slow, 2)

@@ -127,17 +127,12 @@ def test_which_calibrators_keep_the_argmax() -> None:
 )
 def test_nll_of_the_fitted_data_does_not_rise(name: str) -> None:
     """No change, or temperature scaling, is among what these may learn, at no penalty."""
-    calibrator = new(name)
-    for p in (suited(name), _hard(suited(name).n_classes)):
+    calibrator, usual = new(name), suited(name)
+    k = usual.n_classes
+    for p in (usual, Predictions(50 * torch.randn(12, k), torch.arange(12) % k)):  # few, mostly wrong
         out = calibrator.fresh().fit(p).calibrate(p)
         before, after = (cross_entropy(q.logits.double(), q.labels) for q in (p, out))
         assert after <= before + 1e-6
-
-
-def _hard(k: int) -> Predictions:
-    """Few, badly scaled and mostly wrong."""
-    logits = 50 * torch.randn(12, k, generator=torch.Generator().manual_seed(3))
-    return Predictions(logits, torch.arange(12) % k)
 
 
 @every
@@ -157,22 +152,24 @@ def test_clones_have_the_parameters(name: str) -> None:
     assert not copy.is_fitted
 
 
+STRANGE = {
+    "one row": lambda z, y: (z[:1], y[:1]),
+    "two rows": lambda z, y: (z[:2], y[:2]),
+    "one class": lambda z, y: (z, torch.zeros_like(y)),
+    "all correct": lambda z, y: (z, z.argmax(1)),
+    "all wrong": lambda z, y: (z, z.argmin(1)),
+    "flat": lambda z, y: (torch.zeros_like(z[:6]), torch.arange(6) % z.shape[1]),
+    "tiny": lambda z, y: (z * 1e-6, y),
+    "huge": lambda z, y: (z * 1e4, y),
+}
+
+
 @every
-@pytest.mark.parametrize("case", ["one row", "one class", "all correct", "all wrong", "flat", "tiny", "huge"])
+@pytest.mark.parametrize("case", STRANGE)
 def test_strange_data_gives_finite_answers(name: str, case: str) -> None:
-    p = suited(name, n=30)
-    z, y, k = p.logits, p.labels, p.n_classes
-    p = {
-        "one row": lambda: Predictions(z[:1], y[:1]),
-        "one class": lambda: Predictions(z, torch.zeros_like(y)),
-        "all correct": lambda: Predictions(z, z.argmax(1)),
-        "all wrong": lambda: Predictions(z, z.argmin(1)),
-        "flat": lambda: Predictions(torch.zeros(6, k), torch.arange(6) % k),
-        "tiny": lambda: Predictions(z * 1e-6, y),
-        "huge": lambda: Predictions(z * 1e4, y),
-    }[case]()
-    out = new(name).fit(p).calibrate(p)
-    assert torch.isfinite(out.logits).all()
+    usual = suited(name, n=30)
+    p = Predictions(*STRANGE[case](usual.logits, usual.labels))
+    assert torch.isfinite(new(name).fit(p).calibrate(p).logits).all()
 
 
 @every

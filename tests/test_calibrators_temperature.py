@@ -18,24 +18,17 @@ def mean_nll(p: Predictions, inverse: float) -> float:
     return float(cross_entropy(p.logits.double() * inverse, p.labels))
 
 
-def golden_section(p: Predictions, low: float = -14.0, high: float = 14.0) -> float:
+def golden_section(p: Predictions) -> float:
     """The inverse temperature by a golden-section search over log s, in units of the logits' spread."""
     unit = float((p.logits.double().amax(1) - p.logits.double().mean(1)).mean())
-    ratio = (math.sqrt(5) - 1) / 2
-    value = lambda u: mean_nll(p, math.exp(u) / unit)  # noqa: E731
-    a, b = low, high
-    c, d = b - ratio * (b - a), a + ratio * (b - a)
-    fc, fd = value(c), value(d)
-    while b - a > 1e-8:
-        if fc < fd:
-            b, d, fd = d, c, fc
-            c = b - ratio * (b - a)
-            fc = value(c)
+    low, high, ratio = -14.0, 14.0, (math.sqrt(5) - 1) / 2
+    while high - low > 1e-8:
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if mean_nll(p, math.exp(left) / unit) < mean_nll(p, math.exp(right) / unit):
+            high = right
         else:
-            a, c, fc = c, d, fd
-            d = a + ratio * (b - a)
-            fd = value(d)
-    return math.exp((a + b) / 2) / unit
+            low = left
+    return math.exp((low + high) / 2) / unit
 
 
 def noisy(n: int = 60, k: int = 5, seed: int = 0) -> Predictions:

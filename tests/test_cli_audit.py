@@ -130,10 +130,8 @@ def test_keep_best_may_change_predicted_classes(tmp_path: Path) -> None:
         words = ("--keep", keep, "--json")
         result = fitted_to_itself(tmp_path / "a.npz", tmp_path / f"{keep}.npz", *words, method="head")
         found[keep] = json.loads(result.stdout)
-    before, kept, best = (
-        one["metrics"]["accuracy"]["value"]
-        for one in (found["best"]["before"], found["predictions"]["after"], found["best"]["after"])
-    )
+    shown = found["best"]["before"], found["predictions"]["after"], found["best"]["after"]
+    before, kept, best = (one["metrics"]["accuracy"]["value"] for one in shown)
     assert before == kept < best - 0.05
 
 
@@ -318,17 +316,6 @@ def test_what_is_wrong_is_said_in_one_sentence(command: str, bad_files: Path, mo
     assert sorted(bad_files.rglob("*")) == files  # nothing written, nothing left behind
 
 
-def test_real_predictions_reach_the_known_numbers(shared: Path, tmp_path: Path) -> None:
-    file = shared / "data" / "logits" / "resnet110_c10.npz"
-    words = ("--method", "temperature", "--json")
-    found = json.loads(calibrate(f"{file}:val", f"{file}:test", tmp_path / "out.npz", *words).stdout)
-    ece = [100 * found[when]["metrics"]["ece"]["value"] for when in ("before", "after")]
-    nll = [found[when]["metrics"]["nll"]["value"] for when in ("before", "after")]
-    assert ece == pytest.approx([4.750, 1.132], abs=1e-3)
-    assert nll == pytest.approx([0.3583, 0.2093], abs=1e-4)
-    assert read_predictions(tmp_path / "out.npz").load().are_probs
-
-
 def test_the_tutorial_runs(shared: Path, tmp_path: Path, monkeypatch: Any) -> None:
     page = (Path(__file__).parents[1] / "docs" / "tutorials" / "audit.md").read_text(encoding="utf-8")
     write_tutorial_files(shared / "data" / "logits" / "resnet110_c10.npz", page, tmp_path)
@@ -462,11 +449,10 @@ def test_objects_of_scores_are_written_back(kind: str, tmp_path: Path) -> None:
     logits, labels = overconfident(0)
     scores = logits.softmax(1) if kind == "probs" else logits.log_softmax(1)
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [
-        json.dumps({"label": "abcd"[y], kind: dict(zip("abcd", row)), "other": {"id": i}}) + "\n"
-        for i, (y, row) in enumerate(zip(labels.tolist(), scores.tolist()))
-    ]
-    file.write_text("".join(lines))
+    with file.open("w") as lines:
+        for i, (y, row) in enumerate(zip(labels.tolist(), scores.tolist())):
+            record = {"label": "abcd"[y], kind: dict(zip("abcd", row)), "other": {"id": i}}
+            lines.write(json.dumps(record) + "\n")
     fitted_to_itself(file, out)
     first = json.loads(out.read_text().splitlines()[0])
     assert set(first["probs"]) == set("abcd")
@@ -484,16 +470,14 @@ def test_columns_called_the_other_kind_may_be_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("digits", [2, 3, 4, 6])
 @pytest.mark.parametrize("method", ["temperature", "vector"])
-def test_rounded_probabilities_are_repaired_not_ruined(
-    resnet110: dict[str, Predictions], tmp_path: Path, digits: int, method: str
-) -> None:
+def test_rounded_probabilities_are_repaired(resnet110: Any, tmp_path: Path, digits: int, method: str) -> None:
     """Zeros of a rounded file once blew temperatures up: ECE rose from 5.5 to 19.9 % on such files."""
+    arrays, file = {}, tmp_path / "both.npz"
     for split, p in resnet110.items():
-        probs = p.logits.double().softmax(1).numpy().round(digits)
-        np.savez(tmp_path / f"{split}.npz", probs=probs, labels=p.labels)
-    val, test, out = (tmp_path / f"{name}.npz" for name in ("val", "test", "out"))
-    result = calibrate(val, test, out, "--method", method, "--tolerance", "0.1", "--json")
-    found = json.loads(result.stdout)
+        arrays[f"{split}_probs"], arrays[f"{split}_labels"] = p.probs.numpy().round(digits), p.labels
+    np.savez(file, **arrays)
+    words = ("--method", method, "--tolerance", "0.1", "--json")
+    found = json.loads(calibrate(f"{file}:val", f"{file}:test", tmp_path / "out.npz", *words).stdout)
     before, after = (found[when]["metrics"] for when in ("before", "after"))
     assert after["ece"]["value"] < 0.02 < before["ece"]["value"]
     assert after["nll"]["value"] < 0.32

@@ -2,9 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
-import tarfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -74,36 +71,6 @@ def test_export_command(run: Path, tmp_path: Path) -> None:
     assert "9. ankle boot" in card
 
 
-@pytest.mark.slow
-def test_a_network_of_the_working_folder_is_trained_and_exported(tmp_path: Path) -> None:
-    """In processes of their own that look for modules beside their script alone, as one that pip installed does."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here/my_networks.py").write_text(
-        "from torch import nn\n\n\n"
-        "def tiny(n_classes):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, n_classes))\n"
-    )
-    (tmp_path / "script.py").write_text("from doublehead.cli import app\n\napp()\n")
-
-    def called(*words: str, folder: str = "here") -> subprocess.CompletedProcess[str]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        command = [sys.executable, str(tmp_path / "script.py"), *words]
-        return subprocess.run(command, cwd=tmp_path / folder, capture_output=True, text=True, check=False)
-
-    settings = ("epochs=1", "n_train=128", "n_calib=100", "n_test=100", "augment=none")
-    options = [word for setting in settings for word in ("--set", setting)]
-    trained = called("train", "--data", "fashion", "--model", "my_networks:tiny", "--method", "double-head",
-                     "--accelerator", "cpu", "-o", "runs", *options)  # fmt: skip
-    assert trained.returncode == 0, trained.stderr
-    (run,) = (tmp_path / "here/runs").iterdir()
-    exported = called("export", f"runs/{run.name}", "--to", "safetensors")
-    assert exported.returncode == 0, exported.stderr
-    assert (run / "export/model.safetensors").exists()
-    elsewhere = called("export", str(run), "--to", "safetensors", folder="elsewhere")
-    assert elsewhere.returncode == 2
-    assert "cannot import network 'my_networks:tiny'" in elsewhere.stderr
-
-
 def _test_images(n: int) -> Tensor:
     from doublehead.data import fashion_subset
     from doublehead.data.splits import stratified_draw
@@ -132,12 +99,10 @@ def test_export_command_of_the_automatic_head(
 
 
 @pytest.mark.slow
-def test_a_network_that_reads_words_brings_its_vocabulary(shared: Path, tmp_path: Path) -> None:
+def test_a_network_that_reads_words_brings_its_vocabulary(treebank: Path, tmp_path: Path) -> None:
     (tmp_path / "sst").mkdir()
-    with tarfile.open(shared / "data/sst/trees.tar.xz") as archive:
-        for name, n in (("train.txt", 200), ("dev.txt", 100), ("test.txt", 60)):
-            member = archive.extractfile(name)
-            (tmp_path / "sst" / name).write_bytes(b"".join(member.readline() for _ in range(n)))
+    for name, n in (("train.txt", 200), ("dev.txt", 100), ("test.txt", 60)):
+        (tmp_path / "sst" / name).write_text("".join((treebank / name).open().readlines()[:n]))
     settings = {"data": "sst-binary", "embeddings": "random:8", "epochs": 1, "batch_size": 32, "every": 2}
     heads = {"sample": HeadSpec(kind="temperature")}
     config = Config(model="gp_cnn", augment="none", heads=heads, **settings)
@@ -172,8 +137,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_export_command_of_a_guarded_run(guarded: Path, tmp_path: Path, to: str) -> None:
     assert "head: guarded" in export(guarded, "--to", to, "-o", tmp_path)
     saved = Predictions.load(guarded / "predictions/test-guarded.npz")
-    auto = Predictions.load(guarded / "predictions/test-auto.npz")
-    assert float((saved.probs - auto.probs).abs().max()) > 0.005  # the guard acts
     images, original = _test_images(300), open_run(guarded)
     normalise = original.inputs.normalise
     strange = (images + torch.randn(images.shape)).clamp(0, 1)

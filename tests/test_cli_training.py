@@ -76,28 +76,25 @@ def test_compare_prints_one_table(tmp_path: Path) -> None:
     assert shown(result.stderr)[:-1] == ["run 2/2 brier"]  # the first was there; no bar is drawn here
 
 
-def test_guarded(tmp_path: Path) -> None:
-    result = call("train", *SMALL, "--method", "guarded", "--set", "shift=contrast:5", "-o", tmp_path)
-    titles = [line[:27].strip() for line in result.stdout.splitlines()[1:]]
-    assert titles == ["Cross entropy", "Cross entropy + temperature", "Staged head, shift guard"]
-    compared = ("compare", *SMALL, "--methods", "auto,guarded", "--set", "shift=contrast:5", "-o", tmp_path)
-    result = call(*compared, "--json")
-    auto, guarded = json.loads(result.stdout)
-    assert (auto["method"], guarded["method"]) == ("Staged head, second opinion", "Staged head, shift guard")
-    assert auto["accuracy"] == guarded["accuracy"]
-    assert guarded["predictions"].endswith("test-guarded.npz")
-    assert len([*tmp_path.iterdir()]) == 1  # the run that was there has both
-
-
 def test_a_network_of_your_own_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python looks for modules beside the script alone, as it does for a command that pip installed."""
     (tmp_path / "my_networks.py").write_text(
         "from torch import nn\ndef net(n_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, n_classes))\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
-    own = ("--model", "my_networks:net", "--method", "focal", "--set", 'loss_options={"gamma":1}')
-    call("train", *SMALL, *own)
-    assert next(Path("runs").iterdir()).name.startswith("fashion-my_networks-net-focal-gamma1-e1-s0-")
+    path = [place for place in sys.path if place not in ("", ".")]
+
+    def called(*words: str | Path, folder: str = ".", code: int = 0) -> Any:
+        monkeypatch.chdir(tmp_path / folder)
+        monkeypatch.setattr(sys, "path", path.copy())
+        monkeypatch.delitem(sys.modules, "my_networks", raising=False)
+        return call(*words, code=code)
+
+    called("train", *SMALL, "--model", "my_networks:net", "--method", "double-head")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("fashion-my_networks-net-cross_entropy-e1-s0-")
+    called("export", run, "--to", "safetensors")
+    elsewhere = called("export", run, "--to", "safetensors", folder="runs", code=2)
+    assert "cannot import network 'my_networks:net'" in elsewhere.stderr
 
 
 @pytest.mark.parametrize(
@@ -153,16 +150,17 @@ def test_train_fits_the_staged_head_unless_told_otherwise(tmp_path: Path) -> Non
     assert len(made["auto"]["opinion"]["heads"]) == 5
 
 
+def test_tensorboard_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    sentence = refused("train", *SMALL, "--tensorboard", "-o", tmp_path)
+    assert sentence == "--tensorboard needs the package tensorboard: pip install tensorboard"
+
+
 def test_tensorboard(tmp_path: Path) -> None:
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError:
-        sentence = refused("train", *SMALL, "--tensorboard", "-o", tmp_path)
-        assert sentence == "--tensorboard needs the package tensorboard: pip install tensorboard"
-        pytest.skip("tensorboard is not installed")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     call("train", *SMALL, "--method", "annealing-double-head", "--tensorboard", "-o", tmp_path)
     (folder,) = tmp_path.iterdir()
-    read = EventAccumulator(str(folder / "tensorboard")).Reload()
+    read = reader.EventAccumulator(str(folder / "tensorboard")).Reload()
     row = json.loads((folder / "metrics.jsonl").read_text())
     (ece,) = read.Scalars("ece/annealing-double-head")
     assert ece.value == pytest.approx(row["test"]["annealing-double-head"]["ece"], rel=1e-5)
@@ -226,6 +224,8 @@ def test_settings_are_read_as_what_they_are() -> None:
     for setting, want in given.items():
         assert getattr(config, setting.partition("=")[0]) == want
     assert change(Config(), ["calib_clip=inf", "augment=none"]).calib_clip == float("inf")
+    focal = METHODS["focal"]
+    assert change(focal.apply(Config()), ['loss_options={"gamma":1}'], focal).loss_options == {"gamma": 1.0}
 
 
 def test_many_shifts_become_means(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from doublehead.files import reading
 from doublehead.files.reading import TableError, read_predictions
+from samples import overconfident
 
 distributed = pytest.importorskip("distributed")
 pa = pytest.importorskip("pyarrow")
@@ -28,12 +28,10 @@ def client() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parts")
-    generator = torch.Generator().manual_seed(0)
     for part in range(3):
-        logits = 4 * torch.randn(900, 5, generator=generator)
-        labels = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
-        table = {"label": labels.numpy(), "site": [f"site {i % 2}" for i in range(900)]}
-        table |= {f"logit_{k}": logits[:, k].numpy() for k in range(5)}
+        p = overconfident(900, 5, 1.0, spread=4.0, seed=part)
+        table = {"label": p.labels.numpy(), "site": [f"site {i % 2}" for i in range(900)]}
+        table |= {f"logit_{k}": p.logits[:, k].numpy() for k in range(5)}
         parquet.write_table(pa.table(table), folder / f"{part}.parquet", row_group_size=250)
     parquet.write_table(pa.table(table).slice(0, 0), folder / "empty.parquet")
     return folder

@@ -43,14 +43,12 @@ def test_reliability_agrees_with_the_metrics_and_with_bins_of_a_stream() -> None
         np.testing.assert_array_equal(getattr(curve, name), getattr(streamed, name))
 
 
-@pytest.mark.parametrize(
-    ("n", "chance"), [(1, 0.3), (2, 0.5), (17, 0.5), (400, 0.85), (5, 1.0), (20_000, 0.999)]
-)
-def test_band_and_p_value_equal_the_binomial_where_all_confidences_are_equal(n: int, chance: float) -> None:
+@pytest.mark.parametrize(("n", "p"), [(1, 0.3), (2, 0.5), (17, 0.5), (400, 0.85), (5, 1.0), (20_000, 0.999)])
+def test_band_and_p_value_equal_the_binomial_where_all_confidences_are_equal(n: int, p: float) -> None:
     stats = pytest.importorskip("scipy.stats")
-    binomial = stats.binom(n, chance)
-    for right in {0, n // 2, round(0.99 * n * chance), n}:
-        found = curves._perfect_model(np.array([[n]]), np.array([[n * chance]]), np.array([[right]]))[:, 0]
+    binomial = stats.binom(n, p)
+    for right in {0, n // 2, round(0.99 * n * p), n}:
+        found = curves._perfect_model(np.array([[n]]), np.array([[n * p]]), np.array([[right]]))[:, 0]
         np.testing.assert_allclose(found[:2] * n, binomial.ppf([0.05, 0.95]), atol=1e-6)
         two_sided = min(1.0, 2 * min(binomial.cdf(right), binomial.sf(right - 1)))
         assert found[2] == pytest.approx(two_sided, abs=1e-9)

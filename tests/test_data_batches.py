@@ -4,20 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead.data import (
-    CropFlip,
-    DeviceBatches,
-    FileBatches,
-    ImageFiles,
-    Images,
-    Normalise,
-    TextBatches,
-    Texts,
-    TreeBatch,
-    TreeBatches,
-    Trees,
-    Vocabulary,
-)
+from doublehead import data
+from doublehead.data import DeviceBatches, FileBatches, ImageFiles, Images, Normalise
 from doublehead.data.trees import parse_tree
 
 RANDOM = np.random.default_rng(0)
@@ -52,7 +40,7 @@ def test_normalised_values():
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_layout_and_type(channels_last):
-    how = {"augment": CropFlip(1), "channels_last": channels_last}
+    how = {"augment": data.CropFlip(1), "channels_last": channels_last}
     x, y = next(iter(DeviceBatches(SAMPLES, 8, train=True, **how)))
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert x.is_contiguous(memory_format=layout)
@@ -85,7 +73,7 @@ def all_crops(image, padding):
 
 
 def test_crops_and_flips_are_those_of_a_slow_reference():
-    batches = DeviceBatches(SAMPLES, 10, train=True, augment=CropFlip(2))
+    batches = DeviceBatches(SAMPLES, 10, train=True, augment=data.CropFlip(2))
     seen = []
     for _ in range(20):
         for x, y in batches:
@@ -100,13 +88,13 @@ def test_crops_and_flips_are_those_of_a_slow_reference():
 
 
 def test_without_flip_nothing_is_flipped():
-    for x, y in DeviceBatches(SAMPLES, 10, train=True, augment=CropFlip(0, flip=False)):
+    for x, y in DeviceBatches(SAMPLES, 10, train=True, augment=data.CropFlip(0, flip=False)):
         np.testing.assert_allclose(x.permute(0, 2, 3, 1).numpy(), IMAGES[y.numpy()] / 255, atol=1e-6)
 
 
 def test_chunks_do_not_show(monkeypatch):
     def take():
-        batches = DeviceBatches(SAMPLES, 8, train=True, augment=CropFlip(2))
+        batches = DeviceBatches(SAMPLES, 8, train=True, augment=data.CropFlip(2))
         return [torch.cat([x.flatten(1), y[:, None]], 1) for x, y in batches]
 
     together = take()
@@ -206,9 +194,9 @@ def test_workers_do_not_change_the_batches(samples):
 
 # --- what all kinds of batches have in common
 
-TEXTS = Texts(tuple("a " * (1 + i % 7) for i in range(23)), np.arange(23))
-TREES = Trees(tuple(parse_tree(f"(1 (2 a) ({i % 5} b))") for i in range(23)), np.arange(23))
-WORDS = Vocabulary("ab")
+TEXTS = data.Texts(tuple("a " * (1 + i % 7) for i in range(23)), np.arange(23))
+TREES = data.Trees(tuple(parse_tree(f"(1 (2 a) ({i % 5} b))") for i in range(23)), np.arange(23))
+WORDS = data.Vocabulary("ab")
 
 
 @pytest.fixture(params=["images", "files", "texts", "trees"])
@@ -218,19 +206,19 @@ def make(request, samples):
     def make(batch_size=4, train=True, **options):
         options |= {"train": train, "seed": 7}
         if request.param == "images":
-            return DeviceBatches(SAMPLES, batch_size, augment=CropFlip(1) if train else None, **options)
+            return DeviceBatches(SAMPLES, batch_size, augment=data.CropFlip(1) if train else None, **options)
         if request.param == "files":
             return FileBatches(samples, batch_size, size=8, **options)
         if request.param == "texts":
-            return TextBatches(TEXTS, WORDS, batch_size, max_length=3, crop=train, **options)
-        return TreeBatches(TREES, WORDS, batch_size, **options)
+            return data.TextBatches(TEXTS, WORDS, batch_size, max_length=3, crop=train, **options)
+        return data.TreeBatches(TREES, WORDS, batch_size, **options)
 
     return make
 
 
 def plain(batch):
     x, y = batch
-    return (x.words if isinstance(x, TreeBatch) else x).tolist(), y.tolist()
+    return (x.words if isinstance(x, data.TreeBatch) else x).tolist(), y.tolist()
 
 
 def stream(batches):

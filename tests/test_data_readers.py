@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import io
 import pickle
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -62,12 +61,9 @@ def small(monkeypatch):
     return shrink
 
 
-@pytest.mark.parametrize(
-    ("name", "folder", "n_classes"),
-    [("cifar10", "cifar-10-batches-py", 10), ("cifar100", "cifar-100-python", 100)],
-)
-def test_cifar_batches(tmp_path, small, name, folder, n_classes):
-    n_train = 5 if n_classes == 10 else 1
+@pytest.mark.parametrize(("n_classes", "folder"), [(10, "cifar-10-batches-py"), (100, "cifar-100-python")])
+def test_cifar_batches(tmp_path, small, n_classes, folder):
+    name, n_train = f"cifar{n_classes}", 5 if n_classes == 10 else 1
     written = write_cifar(tmp_path / folder, n_classes, [20] * n_train + [7])
     small(name, (16 * n_train, 4 * n_train, 7))
     splits = load(name, tmp_path)
@@ -99,9 +95,7 @@ def test_no_pickle_is_executed(tmp_path):
     assert sprung.exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["os.system", "builtins.eval", "numpy.load", "numpy.core.multiarray.fromfile"]
-)
+@pytest.mark.parametrize("name", ["os.system", "io.open", "numpy.load", "numpy.core.multiarray.fromfile"])
 def test_every_other_global_is_refused(tmp_path, name):
     module, _, attribute = name.rpartition(".")
     (tmp_path / "batch").write_bytes(f"c{module}\n{attribute}\n.".encode())
@@ -293,16 +287,8 @@ def test_sst_damage_is_named_with_its_line(tmp_path):
         load("sst-fine", tmp_path)
 
 
-@pytest.fixture(scope="module")
-def real_sst(shared, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sst")
-    with tarfile.open(shared / "data" / "sst" / "trees.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
-
-
-def test_real_sst(real_sst):
-    fine, binary = load("sst-fine", real_sst), load("sst-binary", real_sst)
+def test_real_sst(treebank):
+    fine, binary = load("sst-fine", treebank), load("sst-binary", treebank)
     assert fine.sizes == DATASETS["sst-fine"].sizes
     assert binary.sizes == DATASETS["sst-binary"].sizes
     assert np.bincount(fine.train.labels).tolist() == [1092, 2218, 1624, 2322, 1288]  # as published

@@ -1,4 +1,4 @@
-"""Every example and the notebook run, print what they should, and stay short."""
+"""Every example and the notebook run and print what they should."""
 
 import ast
 import json
@@ -53,6 +53,7 @@ def test_example(path: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> N
         assert numbers(out, "NLL")[1] < numbers(out, "NLL")[0]
     elif path.stem in ("one_logit", "several_labels", "segmentation", "language_model"):
         before_and_after = numbers(out, "NLL")
+        assert before_and_after
         assert all(after < before for before, after in zip(before_and_after[::2], before_and_after[1::2]))
     elif path.stem == "shift_guard":
         assert ["ALARM" in line for line in out.splitlines()] == [False] * 4 + [True] * 4
@@ -70,11 +71,6 @@ def test_example(path: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> N
         assert float(nlls[1]) < float(nlls[0]) + 0.01
     elif path.stem == "transformers_trainer":
         assert "reloaded with its head" in out
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 40
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -445,7 +445,7 @@ def as_table() -> Any:
     return pa.table({"label": TRUTH, "prob_0": [p[0] for p in PROBS], "prob_1": [p[1] for p in PROBS]})
 
 
-def as_json_lines(lists: bool) -> bytes:
+def as_json_lines(lists: bool = True) -> bytes:
     names = (lambda p: {"probs": p}) if lists else (lambda p: {"prob_0": p[0], "prob_1": p[1]})
     return "".join(json.dumps({"label": y, **names(p)}) + "\n" for y, p in zip(TRUTH, PROBS)).encode()
 
@@ -523,9 +523,7 @@ def test_layouts_formats_and_encodings_without_a_flag(name: str, tmp_path: Path)
     assert p.labels.tolist() == TRUTH
 
 
-@pytest.mark.parametrize(
-    "content", [plain, as_arrow, lambda: as_json_lines(True)], ids=["csv", "arrow", "jsonl"]
-)
+@pytest.mark.parametrize("content", [plain, as_arrow, as_json_lines])
 def test_standard_input(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content())))

@@ -17,14 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from doublehead import PAPER, Calibrated, DoubleHead, HeadSpec, Predictions, calibrate, metrics, torch_tools
 from doublehead.calibrated import read
 from doublehead.data import fashion_subset
+from doublehead.integrations import lightning as integration
 from doublehead.integrations.callbacks import Attachment
-from doublehead.integrations.lightning import (
-    DoubleHeadCallback,
-    _n_own,
-    find_classifier,
-    key_of_weights,
-    load_calibrated,
-)
+from doublehead.integrations.lightning import DoubleHeadCallback, find_classifier, load_calibrated
 from doublehead.system import require
 from tiny_networks import assert_same
 
@@ -38,10 +33,8 @@ Images = dict[str, TensorDataset]
 @pytest.fixture(scope="module")
 def images() -> Images:
     """Real images of clothes, 7 x 7, few enough for a test."""
-    parts = fashion_subset().first(256, 240, 121)
     made = {}
-    for name in ("train", "calib", "test"):
-        samples = getattr(parts, name)
+    for name, samples in fashion_subset().first(256, 240, 121).parts.items():
         pixels = torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255
         made[name] = TensorDataset(F.avg_pool2d(pixels, 4), torch.from_numpy(samples.labels))
     return made
@@ -171,9 +164,9 @@ def test_numbers_and_figure_are_logged(images: Images, tmp_path: Path) -> None:
     module = fit(images, tmp_path, callback, logger=CSVLogger(tmp_path, name="log"))
     logged = module.fitted_by.callback_metrics
     y = images["test"].tensors[1]
-    with torch.no_grad():  # the heads as they were in the last validation, before the calibration was fitted
-        readings = read(callback.double.reader, images["test"])
-        calib = callback.double.answer(readings.logits, readings.features)
+    # the heads as they were in the last validation, before the calibration was fitted
+    readings = read(callback.double.reader, images["test"])
+    calib = callback.double.answer(readings.logits, readings.features)
     for name, logits in (("main", readings.logits), ("calib", calib)):
         p = Predictions(logits, y)
         assert float(logged[f"val_ece_{name}"]) == pytest.approx(metrics.ece(p), abs=1e-6)
@@ -206,17 +199,16 @@ def test_testing_and_predicting_are_calibrated_by_hooks(images: Images, tmp_path
 
 
 def test_a_checkpoint_brings_the_heads_to_a_new_process(images: Images, tmp_path: Path) -> None:
-    for heads in (None, PAPER):
-        calib = loader(images["calib"], shuffle=True)
-        callback, again = (DoubleHeadCallback(calib, every=2, heads=heads) for _ in range(2))
-        module = fit(images, tmp_path, callback, max_epochs=1)
-        module.fitted_by.save_checkpoint(tmp_path / "last.ckpt")
-        with pytest.raises(RuntimeError, match="has no model yet"):
-            again.model  # noqa: B018
-        trainer = quiet_trainer(tmp_path, callbacks=[again])
-        found = trainer.predict(Classifier(), loader(images["test"]), ckpt_path=tmp_path / "last.ckpt")
-        want = callback.model.eval()(images["test"].tensors[0]).detach()
-        torch.testing.assert_close(torch.cat(found), want)
+    """One head; for several see the best checkpoint below."""
+    calib = loader(images["calib"], shuffle=True)
+    callback, again = (DoubleHeadCallback(calib, every=2, heads=PAPER) for _ in range(2))
+    module = fit(images, tmp_path, callback, max_epochs=1)
+    module.fitted_by.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(RuntimeError, match="has no model yet"):
+        again.model  # noqa: B018
+    trainer = quiet_trainer(tmp_path, callbacks=[again])
+    found = trainer.predict(Classifier(), loader(images["test"]), ckpt_path=tmp_path / "last.ckpt")
+    torch.testing.assert_close(torch.cat(found), callback.model.eval()(images["test"].tensors[0]))
 
 
 def test_the_calibration_is_that_of_finish(images: Images, tmp_path: Path, caplog: Any) -> None:
@@ -236,10 +228,9 @@ def test_one_head_is_used_as_trained(images: Images, tmp_path: Path) -> None:
         callback = DoubleHeadCallback(loader(images["calib"]), every=2, **how)
         module = fit(images, tmp_path, callback, max_epochs=1)
         x = images["test"].tensors[0]
-        with torch.no_grad():
-            readings = read(callback.double.reader, images["test"])
-            want = callback.double.answer(readings.logits, readings.features).log_softmax(1)
-            torch.testing.assert_close(callback.model.eval()(x), want)
+        readings = read(callback.double.reader, images["test"])
+        want = callback.double.answer(readings.logits, readings.features).log_softmax(1)
+        torch.testing.assert_close(callback.model.eval()(x), want)
         predicted = module.fitted_by.predict(module, loader(images["test"]))
         torch.testing.assert_close(torch.cat(predicted), want)
         assert callback.choice is None
@@ -251,9 +242,7 @@ def test_one_head_is_used_as_trained(images: Images, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("precision", "alone"), [("32-true", False), ("32-true", True), ("bf16-mixed", False), ("64-true", False)]
 )
-def test_the_best_checkpoint_is_calibrated(
-    images: Images, tmp_path: Path, precision: str, alone: bool
-) -> None:
+def test_the_best_checkpoint_is_calibrated(images: Any, tmp_path: Path, precision: str, alone: bool) -> None:
     """The checkpoint of an earlier epoch holds the heads as they were then."""
     every = 99 if alone else 2  # a checkpoint of weights alone holds no heads
     dtype = torch.float64 if precision == "64-true" else torch.float32
@@ -313,8 +302,7 @@ def test_a_checkpoint_after_training_is_loaded_with_its_calibration(
     again = load_calibrated(tmp_path / "last.ckpt", Classifier)
     assert isinstance(again, Classifier)
     assert not any(pickles)  # unless asked for
-    with torch.no_grad():
-        torch.testing.assert_close(again.model(x), callback.model.eval()(x))
+    torch.testing.assert_close(again.model(x), callback.model.eval()(x))
     with pytest.raises(ValueError, match="saved after fit"):
         load_calibrated(tmp_path / "weights.ckpt", Classifier)
 
@@ -385,8 +373,7 @@ def test_a_compiled_network_answers_with_the_calibration_of_now(images: Images, 
     for factor in (1.0, 1.0, 0.5):  # of the weights: the calibration is fitted again to others only
         network[-1].weight.data.mul_(factor)
         predicted = torch.cat(trainer.predict(module, loader(images["test"])))
-        with torch.no_grad():
-            torch.testing.assert_close(predicted, callback.model.eval()(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(predicted, callback.model.eval()(x), rtol=1e-4, atol=1e-4)
         choices.append(callback.choice)
     assert choices[0] is choices[1]
     assert choices[2] != choices[1]
@@ -429,14 +416,14 @@ def test_a_copied_module_answers_for_itself(images: Images, tmp_path: Path) -> N
 
 def test_the_key_of_weights_knows_them_apart() -> None:
     net = Classifier().model
-    keys = {key_of_weights(net)}
+    keys = {integration.key_of_weights(net)}
     for value in net.state_dict().values():
         value.view(-1)[0] += 1
-        keys.add(key_of_weights(net))
+        keys.add(integration.key_of_weights(net))
     assert len(keys) == 1 + len(net.state_dict())
-    assert key_of_weights(copy.deepcopy(net)) == key_of_weights(net)
-    assert key_of_weights(copy.deepcopy(net).bfloat16()) != key_of_weights(net)
-    assert key_of_weights(nn.ReLU()) == 0
+    assert integration.key_of_weights(copy.deepcopy(net)) == integration.key_of_weights(net)
+    assert integration.key_of_weights(copy.deepcopy(net).bfloat16()) != integration.key_of_weights(net)
+    assert integration.key_of_weights(nn.ReLU()) == 0
 
 
 class Rank(DoubleHeadCallback):
@@ -472,8 +459,7 @@ def test_two_processes(images: Images, tmp_path: Path) -> None:
         double = DoubleHead(net.model, images["calib"])
         double.bank.load_state_dict(first["heads"])
         readings = read(double.reader, images["test"])
-        with torch.no_grad():
-            answers = double.answer(readings.logits, readings.features)
+        answers = double.answer(readings.logits, readings.features)
         halves.append(Predictions(answers[rank::2], readings.labels[rank::2]))
     both = Predictions(torch.cat([p.logits for p in halves]), torch.cat([p.labels for p in halves]))
     assert first["logged"]["val_ece_calib"] == pytest.approx(metrics.ece(both), abs=1e-6)
@@ -509,8 +495,7 @@ def test_two_processes_count_every_validation_sample_once(images: Images, tmp_pa
 
     for n in (1, 41):  # of one sample the second process has none of its own
         data = TensorDataset(*(part[:n] for part in images["test"].tensors))
-        with torch.no_grad():
-            p = Predictions(module.eval().model(data.tensors[0]), data.tensors[1])
+        p = Predictions(module.eval().model(data.tensors[0]), data.tensors[1])
         one = validate(loader(data, 4))
         assert one["val_nll_main"] == pytest.approx(metrics.nll(p), rel=1e-6)
         wrapped = DataLoader(data, 4, sampler=torch_data.SubsetRandomSampler(range(n)))
@@ -532,7 +517,7 @@ def test_samples_count_once_over_all_processes(wrapped: bool, drop_last: bool) -
             sampler = Wrapper(range(n), **how) if wrapped else DistributedSampler(range(n), **how)
             batches = DataLoader(range(n), batch_size, sampler=sampler)
             for i, batch in enumerate(batches):
-                seen += batch[: _n_own(batches, i, len(batch))].tolist()
+                seen += batch[: integration._n_own(batches, i, len(batch))].tolist()
         wanted = n // n_processes * n_processes if drop_last else n
         assert len(seen) == len(set(seen)) == wanted, (n, n_processes, batch_size)
 
@@ -545,7 +530,7 @@ def test_samples_in_an_unknown_order_all_count() -> None:
         pass
 
     def counted(loader: Any, sizes: tuple[int, ...] = (2, 2, 1)) -> tuple[int, ...]:
-        return tuple(_n_own(loader, i, size) for i, size in enumerate(sizes))
+        return tuple(integration._n_own(loader, i, size) for i, size in enumerate(sizes))
 
     data = range(9)  # the second of two processes gets its fifth from the first
     sampler = DistributedSampler(data, num_replicas=2, rank=1)
@@ -577,8 +562,7 @@ def test_repeats_are_looked_for_in_the_data_that_is_validated(images: Images, tm
         return float(trainer.callback_metrics["val_nll_main"])
 
     def wanted(data: TensorDataset, rows: slice = slice(None)) -> Any:
-        with torch.no_grad():
-            p = Predictions(module.eval().model(data.tensors[0][rows]), data.tensors[1][rows])
+        p = Predictions(module.eval().model(data.tensors[0][rows]), data.tensors[1][rows])
         return pytest.approx(metrics.nll(p), rel=1e-5)
 
     module = Silent()

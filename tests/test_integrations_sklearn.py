@@ -19,7 +19,7 @@ sklearn = pytest.importorskip("sklearn")
 from sklearn.datasets import load_digits, load_iris, load_wine  # noqa: E402
 from sklearn.ensemble import RandomForestClassifier  # noqa: E402
 from sklearn.linear_model import LogisticRegression  # noqa: E402
-from sklearn.model_selection import GridSearchCV, cross_val_score  # noqa: E402
+from sklearn.model_selection import GridSearchCV, cross_validate  # noqa: E402
 from sklearn.naive_bayes import GaussianNB  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
@@ -158,22 +158,14 @@ def test_scorer_by_hand() -> None:
 
 def test_scorer_in_cross_validation_and_grid_search() -> None:
     x, y = load_wine(return_X_y=True)
-    scores = cross_val_score(GaussianNB(), x, y, scoring=ece_scorer, cv=3)
-    by_hand = []
-    for fold, model in _folds(x, y):
+    kept = {"return_estimator": True, "return_indices": True}
+    found = cross_validate(GaussianNB(), x, y, scoring=ece_scorer, cv=3, **kept)
+    for score, model, fold in zip(found["test_score"], found["estimator"], found["indices"]["test"]):
         p = Predictions.from_probs(model.predict_proba(x[fold]), y[fold])
-        by_hand.append(-float(metrics.ece(p)))
-    np.testing.assert_allclose(scores, by_hand)
+        assert score == pytest.approx(-metrics.ece(p))
     forest = RandomForestClassifier(20, random_state=0)
     search = GridSearchCV(forest, {"max_depth": [1, 8]}, scoring=ece_scorer, cv=3)
     assert search.fit(x, y).best_score_ <= 0
-
-
-def _folds(x: Any, y: Any) -> Any:
-    from sklearn.model_selection import StratifiedKFold
-
-    for learn, fold in StratifiedKFold(3).split(x, y):
-        yield fold, GaussianNB().fit(x[learn], y[learn])
 
 
 def test_calibrators_in_pipelines() -> None:

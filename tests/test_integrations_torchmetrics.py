@@ -13,17 +13,14 @@ from doublehead.bins import Bins
 from doublehead.integrations.torchmetrics import CalibrationError
 from doublehead.predictions import Predictions
 from processes import in_two_processes
+from samples import random_predictions
 
-SHAPE = (700, 6)
+CASES = {"top": None, "classwise": 6}  # components -> n_classes
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(SHAPE, generator=generator) * 3
-    return logits, torch.randint(0, SHAPE[1], (SHAPE[0],), generator=generator)
-
-
-CASES = {"top": None, "classwise": SHAPE[1]}  # components -> n_classes
+    p = random_predictions(700, k=6)
+    return p.logits, p.labels
 
 
 @pytest.mark.parametrize("components", CASES)

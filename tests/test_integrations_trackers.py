@@ -38,9 +38,7 @@ def test_each_logger_gets_the_figure_its_own_way(curve: Reliability, tmp_path: P
     assert (tmp_path / "val_reliability-00000007.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_trackers_of_transformers(
-    curve: Reliability, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_of_transformers(curve: Reliability, tmp_path: Path, monkeypatch: Any) -> None:
     got: dict[str, Any] = {}
     args = SimpleNamespace(report_to=["wandb", "mlflow"], output_dir=str(tmp_path))
     log_to_trackers(args, {"eval_ece_calib": 0.01}, curve, "reliability", 5)  # neither has been imported

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import tarfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,8 @@ from torch.utils.data import DataLoader, Subset
 from doublehead import PAPER, DoubleHead, HeadSpec, Predictions, calibrate, load, metrics
 from doublehead.calibration_data import fold_of, unpack
 from doublehead.data.trees import parse_tree
-from doublehead.integrations.transformers import (
-    DoubleHeadTrainerCallback,
-    attach,
-    attached_to,
-    detach,
-    load_calibrated,
-)
+from doublehead.integrations import transformers as integration
+from doublehead.integrations.transformers import DoubleHeadTrainerCallback, attach, load_calibrated
 from doublehead.system import require
 from tiny_networks import assert_same
 
@@ -34,15 +28,14 @@ Sentences = dict[str, list[tuple[str, int]]]
 
 
 @pytest.fixture(scope="module")
-def sentences(shared: Path) -> Sentences:
-    """Sentences of the Stanford Sentiment Treebank that are clearly positive or negative."""
+def sentences(treebank: Path) -> Sentences:
+    """Sentences that are clearly positive or negative."""
     found: Sentences = {}
-    with tarfile.open(shared / "data/sst/trees.tar.xz") as archive:
-        for name, file in (("train", "train.txt"), ("calib", "dev.txt"), ("test", "test.txt")):
-            member = archive.extractfile(file)
-            trees = (parse_tree(member.readline().decode()) for _ in range(2 * SIZES[name]))
-            some = [(tree.text.lower(), int(tree.labels[-1] > 2)) for tree in trees if tree.labels[-1] != 2]
-            found[name] = some[: SIZES[name]]
+    for name, file in (("train", "train.txt"), ("calib", "dev.txt"), ("test", "test.txt")):
+        lines = (treebank / file).read_text(encoding="utf-8").splitlines()[: 2 * SIZES[name]]
+        trees = map(parse_tree, lines)
+        some = [(tree.text.lower(), int(tree.labels[-1] > 2)) for tree in trees if tree.labels[-1] != 2]
+        found[name] = some[: SIZES[name]]
     return found
 
 
@@ -187,12 +180,8 @@ def test_evaluate_while_training_reports_both_heads(texts: Any, train: Any, test
             assert_numbers(metrics, (answer.logits, calib), labels)
             seen.append(metrics)
 
-    how = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_nll_calib",
-        "greater_is_better": False,
-    }
-    how |= {"save_strategy": "epoch", "eval_strategy": "epoch"}
+    how = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    how |= {"metric_for_best_model": "eval_nll_calib", "greater_is_better": False}
     trainer = train(tiny_bert(), Spy(texts["calib"], every=1), **how)
     assert len(seen) == 2
     assert trainer.state.best_metric == min(numbers["eval_nll_calib"] for numbers in seen)
@@ -241,7 +230,7 @@ def test_the_saved_model_reloads_with_its_calibration(
     torch.testing.assert_close(logits(again, inputs), want)
     plain = logits(hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved"), inputs)
     assert not torch.allclose(plain.log_softmax(1), want)
-    attachment = attached_to(again)
+    attachment = integration.attached_to(again)
     with attachment.resting():
         torch.testing.assert_close(logits(again, inputs), plain)
     again.save_pretrained(tmp_path / "twice", max_shard_size="20KB")
@@ -265,7 +254,7 @@ def test_an_attached_calibration_can_be_detached(texts: Any, tokenizer: Any, tes
     kept = model.calibration_head.state_dict().values()
     assert {value.dtype for value in kept if value.is_floating_point()} == {torch.float32}
     assert logits(model, inputs).dtype == torch.float32
-    detach(model.float())
+    integration.detach(model.float())
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert model.config.to_dict() == plain.config.to_dict()
     assert logits(model, inputs).exp().sum() != pytest.approx(len(want))
@@ -392,9 +381,7 @@ def test_folds_do_not_depend_on_padding() -> None:
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_calibration_data_keeps_the_columns_that_the_trainer_keeps(
-    texts: Any, tokenizer: Any, remove: bool
-) -> None:
+def test_calibration_data_keeps_the_columns_of_the_trainer(texts: Any, tokenizer: Any, remove: bool) -> None:
     """A transform makes columns that `column_names` does not list; the Trainer removes none then."""
 
     class Columns(list):
@@ -455,9 +442,7 @@ def test_adapters_of_other_tasks_are_loaded_too(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_several_labels(
-    sentences: Sentences, tokenizer: Any, train: Any, tmp_path: Path, adapter: bool
-) -> None:
+def test_several_labels(sentences: Any, tokenizer: Any, train: Any, tmp_path: Path, adapter: bool) -> None:
     """Is a sentence positive, is it long, has it a comma? Three labels of a model with BCEWithLogitsLoss."""
 
     def row(text: str, label: int) -> dict[str, Any]:
@@ -527,7 +512,7 @@ def test_a_copied_model_keeps_its_calibration(trained: Any) -> None:
     model = trained[0].model.eval()
     again, inputs = copy.deepcopy(model), {"input_ids": torch.arange(20).view(2, 10)}
     assert torch.equal(logits(again, inputs), logits(model, inputs))
-    attachment = attached_to(again)
+    attachment = integration.attached_to(again)
     assert attachment.network is again
     assert attachment.answer.__self__.head is again.calibration_head.head
     nn.init.zeros_(again.classifier.weight)

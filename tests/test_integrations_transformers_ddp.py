@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from doublehead import PAPER
 from doublehead.integrations.transformers import DoubleHeadTrainerCallback, attached_to, load_calibrated
@@ -146,20 +147,10 @@ def test_each_process_draws_batches_of_its_own_and_the_heads_learn_from_all(
         assert one["labels"].shape == other["labels"].shape
         assert not torch.equal(one["input_ids"], other["input_ids"])
         both.append({key: torch.cat([one[key], other[key]]) for key in one})
-    alone = Recorded(iter_again(both), every=3, heads=PAPER)
+    alone = Recorded(DataLoader(both, batch_size=None), every=3, heads=PAPER)
     train(tmp_path, alone, 1)
     for name, value in ranks[0]["states"]["paper heads"].items():
         torch.testing.assert_close(value, alone.trained[name], rtol=1e-3, atol=1e-4, msg=name)
-
-
-def iter_again(batches: list[Any]) -> Any:
-    """Batches as a loader: a list would be taken for a data set."""
-
-    class Loader:
-        def __iter__(self) -> Iterator[Any]:
-            return iter(batches)
-
-    return Loader()
 
 
 def test_every_test_sample_counts_once(folder: Path, ranks: Ranks) -> None:

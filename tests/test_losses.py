@@ -59,9 +59,6 @@ def close(got: Tensor, want: Any, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-# By hand -------------------------------------------------------------------------------------------------------
-
-
 def test_losses_of_single_examples_by_hand() -> None:
     logits, labels = of_probs([0.5, 0.3, 0.2], [0.1, 0.8, 0.1]), torch.tensor([0, 2])
     close(cross_entropy(logits, labels), [math.log(2), math.log(10)])
@@ -122,9 +119,6 @@ def test_avuc_threshold_of_a_batch_with_one_kind_is_its_mean() -> None:
     assert (avuc(logits, labels) != avuc(logits, labels, threshold=sum(h) / 4)).all()
 
 
-# Slow references -----------------------------------------------------------------------------------------------
-
-
 def rows(logits: Tensor, labels: Tensor) -> list[tuple[list[float], int]]:
     exps = [[math.exp(z) for z in row] for row in logits.tolist()]
     return [([e / sum(row) for e in row], label) for row, label in zip(exps, labels.tolist())]
@@ -182,9 +176,6 @@ def test_agreement_with_torch() -> None:
     close(entropy_penalty(logits, labels, weight=1.0), want)
     one_hot = F.one_hot(labels, 5).double()
     close(mse_logits(logits, labels), F.mse_loss(logits, one_hot, reduction="none").mean(1))
-
-
-# The contract ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -301,9 +292,6 @@ def test_runs_inside_a_cuda_graph(name: str) -> None:
     torch.testing.assert_close(captured, loss_of(other, labels).mean())
 
 
-# Bad input -------------------------------------------------------------------------------------------------------
-
-
 def test_bad_input_is_named() -> None:
     z, y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
     for loss, logits, labels, message in (
@@ -345,9 +333,6 @@ def test_bad_hyperparameters_are_named(loss: Any, hyper: dict[str, float], messa
     given = () if loss is AdaFocal else (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
         loss(*given, **hyper)
-
-
-# AdaFocal ------------------------------------------------------------------------------------------------------------
 
 
 def test_adafocal_by_hand() -> None:
@@ -413,9 +398,6 @@ def test_adafocal_changes_a_run_from_the_second_epoch_on(tmp_path: Path) -> None
         lines.append([row["train_loss"] for row in loop.RunFolder(tmp_path / name).lines()])
     assert lines[0][0] == pytest.approx(lines[1][0], rel=1e-4)  # the same in the first epoch
     assert lines[0][1] != pytest.approx(lines[1][1], rel=1e-4)
-
-
-# Mixup -----------------------------------------------------------------------------------------------------------
 
 
 def test_mixup_mixes_inputs_and_labels_alike() -> None:

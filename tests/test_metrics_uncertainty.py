@@ -5,7 +5,6 @@ import pytest
 
 from doublehead import metrics
 from doublehead.bins import Bins
-from doublehead.predictions import Predictions
 from samples import binary
 
 
@@ -78,18 +77,6 @@ def test_the_test_finds_overconfidence():
     assert metrics.calibration_test(p).ece == pytest.approx(metrics.ece(p), abs=1e-12)
 
 
-def test_bootstrap_estimates_are_the_metrics():
-    rng = np.random.default_rng(0)
-    p = Predictions(rng.normal(size=(300, 4)) * 2, rng.integers(0, 4, 300))
-    intervals = metrics.bootstrap(p, 10)
-    assert intervals == metrics.bootstrap(p, 10) != metrics.bootstrap(p, 10, seed=1)
-    for name, interval in intervals.items():
-        metric = getattr(metrics, name)
-        want = metric(p, 10) if name in ("ece", "ece2", "mce") else metric(p)
-        assert interval.estimate == pytest.approx(want, abs=1e-9), name
-        assert interval.low < interval.estimate < interval.high
-
-
 def test_bootstrap_does_not_push_an_ece_above_itself():
     """An ECE of 0, of which every resample has a larger one."""
     confidence = np.repeat([0.5, 0.6, 0.7, 0.8, 0.9], 100)
@@ -98,13 +85,7 @@ def test_bootstrap_does_not_push_an_ece_above_itself():
     assert interval.estimate == pytest.approx(0, abs=1e-9)
     assert interval.low == 0.0
     assert 0.005 < interval.high < 0.05
-
-
-def test_bootstrap_of_a_mean_is_the_textbook_interval():
-    p = binary(np.full(2000, 0.9), np.arange(2000) < 1700)
-    low, high = metrics.bootstrap(p)["accuracy"][1:]
-    half = 1.96 * np.sqrt(0.85 * 0.15 / 2000)
-    assert (low, high) == pytest.approx((0.85 - half, 0.85 + half), abs=0.1 * half)
+    assert metrics.bootstrap(p, seed=1)["ece"] != interval
 
 
 @pytest.mark.parametrize(("n", "low"), [(1, 0.2065), (30, 0.8865), (200, 0.9812)])
@@ -134,16 +115,13 @@ def test_bootstrap_intervals_cover(monkeypatch):
     assert 80 <= hits <= 98
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda p: metrics.bootstrap(Bins.zeros(960)), "must be top-label bins with samples"),
-        (lambda p: metrics.ece_floor(Bins.zeros(960)),
-         r"bins must be top-label bins with samples, got shape \(960,\), n 0"),
-        (lambda p: metrics.ece_floor(Bins.classwise(p, 960)), r"got shape \(2, 960\), n 4"),
-        (lambda p: metrics.ece_floor(Bins.top(p, 16)), "n_bins must divide the present 16 bins, got 15"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(binary([0.9, 0.8], [1, 0]))
+def test_bad_input_is_named():
+    p = binary([0.9, 0.8], [1, 0])
+    for function, bins, message in (
+        (metrics.bootstrap, Bins.zeros(960), "must be top-label bins with samples"),
+        (metrics.ece_floor, Bins.zeros(960), r"must be top-label bins with samples, got shape \(960,\), n 0"),
+        (metrics.ece_floor, Bins.classwise(p, 960), r"got shape \(2, 960\), n 4"),
+        (metrics.ece_floor, Bins.top(p, 16), "n_bins must divide the present 16 bins, got 15"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(bins)

@@ -216,9 +216,6 @@ def test_bad_arguments_are_named(kind, options, message):
         TreeBatch.of(forest(0), nodes="leaf")
 
 
-# --- MiniLM
-
-
 def test_minilm_equals_bert(tmp_path):
     theirs, network = tiny_bert(tmp_path).double(), MiniLM(3, weights=tmp_path).double().eval()
     texts = [[7, 8, 9, 10], [5], []]

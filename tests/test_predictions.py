@@ -57,9 +57,8 @@ def test_probabilities_are_kept_as_they_came():
     assert rounded.confidence.tolist() == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("shape", "are_probs"), [((4,), False), ((4, 1), False), ((4,), True), ((4, 1), True)]
-)
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+@pytest.mark.parametrize("are_probs", [False, True])
 def test_binary_models(shape, are_probs):
     chance = np.array([0.1, 0.5, 0.6, 0.9])
     scores = chance if are_probs else np.log(chance / (1 - chance))
@@ -96,23 +95,20 @@ def test_near_ties_are_told_apart():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("are_probs", [False, True])
+@pytest.mark.usefixtures("one_thread")  # which restores their number
 def test_chunks_and_threads_give_the_same_bits(monkeypatch, dtype, are_probs):
     scores = torch.randn(999, 10, generator=torch.Generator().manual_seed(0)) * 3
     scores = (scores.softmax(1) if are_probs else scores).to(dtype)
     labels = torch.randint(0, 10, (999,))
     make = Predictions.from_probs if are_probs else Predictions
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads, chunk in ((1, module.BLOCK_ENTRIES), (1, 70), (3, 70)):
-            monkeypatch.setattr(module, "CHUNK_ENTRIES", chunk)
-            monkeypatch.setattr(module, "BLOCK_ENTRIES", chunk)
-            torch.set_num_threads(threads)
-            p = make(scores, labels)
-            found.append((*p.top_label(), p.predicted, p.probs))
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
+    for threads, chunk in ((1, module.BLOCK_ENTRIES), (1, 70), (3, 70)):
+        monkeypatch.setattr(module, "CHUNK_ENTRIES", chunk)
+        monkeypatch.setattr(module, "BLOCK_ENTRIES", chunk)
+        torch.set_num_threads(threads)
+        p = make(scores, labels)
+        found.append((*p.top_label(), p.predicted, p.probs))
+        assert torch.get_num_threads() == threads
     for whole, *others in zip(*found):
         assert all(torch.equal(whole, other) for other in others)
 

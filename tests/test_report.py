@@ -207,9 +207,7 @@ def test_verdict_ranks_by_paired_differences_and_never_within_chance(named: dict
     assert "lowest" not in said
 
 
-def test_of_many_samples_every_method_keeps_the_same(
-    named: dict[str, Predictions], methods: list[Method], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_samples_every_method_keeps_the_same(named: Any, methods: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(outcomes_module, "MAX_SAMPLES", 400)
     drawn = measured(named)
     sums = ("accuracy", "ece", "nll", "brier", "ece_classwise", "p_value")
@@ -232,9 +230,7 @@ def test_of_many_samples_every_method_keeps_the_same(
 
 
 @pytest.mark.parametrize("size", [1, 77, 1500])
-def test_drawn_samples_do_not_depend_on_the_chunks(
-    named: dict[str, Predictions], size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawn_samples_do_not_depend_on_the_chunks(named: Any, size: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(outcomes_module, "MAX_SAMPLES", 100)
     all_of_them, times = Outcomes.of(named["sharp"]), np.arange(1500.0)
     parts = [slice(first, first + size) for first in range(0, 1500, size)]
@@ -303,18 +299,15 @@ def test_shift_from_predictions_and_from_numbers(named: dict[str, Predictions]) 
     assert "unknown" in page
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_arguments_are_named(named: dict[str, Predictions]) -> None:
+    for options, message in (
         ({"shift": {"blur": {"x": {}}}}, r"shift\['blur'\] .* the methods \['sharp', 'honest'\], got 'x'"),
         ({"named": {}}, "a report must hold 1 to 12 methods, got 0"),
         ({"classes": ["a", "b"]}, "classes must be 5 names, one per class of 'sharp', got 2"),
         ({"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),
-    ],
-)
-def test_bad_arguments_are_named(named: dict[str, Predictions], options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(**{"named": named, **options})
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(**{"named": named, **options})
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,9 +238,7 @@ def test_class_names_from_a_file(folder: Path) -> None:
         ([f"m{i}=main.npz" for i in range(13)], "must hold 1 to 12 methods, got 13"),
     ],
 )
-def test_bad_input_is_one_sentence_and_nothing_is_written(
-    folder: Path, arguments: Any, sentence: str
-) -> None:
+def test_bad_input_is_one_sentence_and_no_file(folder: Path, arguments: Any, sentence: str) -> None:
     made(n=40).save(folder / "main.npz")
     (folder / "two.txt").write_text("ant\nbee\n")
     (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")

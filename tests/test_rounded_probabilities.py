@@ -49,19 +49,14 @@ def real() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 def test_a_calibrator_repairs_what_files_hold(method: str, form: str, real: Any) -> None:
     calib, test = (Predictions.from_probs(FORMS[form](x), y, tolerance=0.05) for x, y in real)
     if CALIBRATORS[method].binary_only:
-        pairs = ((_one_class(p.probs), (p.labels == 3).long()) for p in (calib, test))
-        calib, test = (Predictions.from_probs(*pair) for pair in pairs)
+        pairs = ((p.probs[:, 3].clamp(max=1), (p.labels == 3).long()) for p in (calib, test))
+        calib, test = (Predictions.from_binary(*pair, are_probs=True) for pair in pairs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a fit did not converge
         after = make(method).fit(calib).calibrate(test)
     assert metrics.ece(after) < metrics.ece(test) + 0.005
     assert metrics.nll(after) < metrics.nll(test) + 0.05
     assert metrics.accuracy(after) > metrics.accuracy(test) - 0.01
-
-
-def _one_class(probs: Tensor) -> Tensor:
-    one = probs[:, 3].clamp(max=1)
-    return torch.stack([1 - one, one], 1)
 
 
 @pytest.mark.parametrize("form", FORMS)

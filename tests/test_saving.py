@@ -15,6 +15,7 @@ from doublehead import PAPER, DoubleHead, Predictions, calibrate, calibrators, l
 from doublehead.calibrators import Head, NotFitted, Temperature
 from doublehead.saving import describe, save
 from samples import Bomb
+from tiny_networks import Formed
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -22,8 +23,7 @@ pytestmark = pytest.mark.usefixtures("few_fits")
 
 def log_probs(model: Any) -> Tensor:
     """Of the first images, normalised: a guard's logits are not."""
-    with torch.no_grad():
-        return model(data()[0][:20]).log_softmax(1)
+    return model(data()[0][:20]).log_softmax(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,14 +66,13 @@ def test_every_combination_of_stages_restores(kind: str) -> None:
         if flags[3] and n_stages == 4:
             continue  # nothing to pool
         with_stages(model, flags)
-        with torch.no_grad():
-            answer = model.reader.run((images,), {})
-            want = model(images)
-            fresh = Head(keep=model.head.keep)
-            fresh.load_state_dict(model.head.state_dict())
-            model.head, kept = fresh, model.head
-            assert torch.equal(model(images), want)
-            model.head = kept
+        answer = model.reader.run((images,), {})
+        want = model(images)
+        fresh = Head(keep=model.head.keep)
+        fresh.load_state_dict(model.head.state_dict())
+        model.head, kept = fresh, model.head
+        assert torch.equal(model(images), want)
+        model.head = kept
         assert fresh.in_words() == kept.in_words()
         assert fresh.keeps_argmax == flags[-1]
         if flags[-1]:
@@ -108,10 +107,9 @@ def test_the_calibration_stays_wide_in_a_half_model() -> None:
     assert {value.dtype for value in half.network.parameters()} == {torch.bfloat16}
     kept = [*half.head.buffers(), *half.opinion.state_dict().values()]
     assert {value.dtype for value in kept if value.is_floating_point()} == {torch.float32}
-    with torch.no_grad():
-        got = half(data()[0][:20].bfloat16())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            mixed = model(data()[0][:20])
+    got = half(data()[0][:20].bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = model(data()[0][:20])
     for found in (got, mixed):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.exp(), want.exp(), atol=0.03, rtol=0)
@@ -174,22 +172,12 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Pair(nn.Module):
-    """A network that returns its logits second, and takes them for a function to find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self.net(x)
-        return x, out
-
-
 def test_logits_of_is_given_again(tmp_path: Path) -> None:
-    model = calibrate(Pair(), data(), logits_of=lambda output: output[1])
+    """Of a network that returns its logits second."""
+    model, fresh = (Formed(network(), lambda logits: (-logits, logits)) for _ in range(2))
+    model = calibrate(model, data(), logits_of=lambda output: output[1])
     model.save(tmp_path)
     with pytest.raises(TypeError, match="logits_of must be the function with which the saved model was made"):
-        load(tmp_path, Pair())
-    again = load(tmp_path, Pair(), logits_of=lambda output: output[1])
+        load(tmp_path, fresh)
+    again = load(tmp_path, fresh, logits_of=lambda output: output[1])
     assert torch.equal(log_probs(again), log_probs(model))

@@ -19,16 +19,16 @@ BASE = {"epochs": 1, "n_train": 120, "n_calib": 210, "n_test": 60, "shift": ("br
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("runs")
-    names = ["brier", "double-head", "cross-entropy", "auto", "brier"]
+    names = ["brier", "double-head", "cross-entropy", "auto", "guarded", "brier"]
     return folder, compare(small(**BASE), names, folder, fashion(), accelerator="cpu")
 
 
 def test_rows_in_the_order_asked_for(made: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, rows = made
-    assert [row["method"] for row in rows] == [
-        *("Brier", "Brier + temperature", "Double head", "Cross entropy", "Cross entropy + temperature"),
-        "Staged head, second opinion",
-    ]
+    titles = "Brier", "Brier + temperature", "Double head", "Cross entropy", "Cross entropy + temperature"
+    assert [row["method"] for row in rows[:-1]] == [*titles, "Staged head, second opinion"]
+    assert rows[-1]["method"] == "Staged head, shift guard"
+    assert rows[-1]["accuracy"] == rows[-2]["accuracy"]
     assert len([*folder.iterdir()]) == 2  # two losses, two runs
     wanted = {"method", *NUMBERS, "auroc brightness:1", "ece brightness:1", "predictions"}
     for row in rows:
@@ -38,7 +38,7 @@ def test_rows_in_the_order_asked_for(made: tuple[Path, list[dict[str, Any]]]) ->
 
 def test_numbers_are_those_of_the_saved_predictions(made: tuple[Path, list[dict[str, Any]]]) -> None:
     by_name = {row["method"]: row for row in made[1]}
-    for name in ("Brier", "Double head", "Staged head, second opinion"):
+    for name in ("Brier", "Double head", "Staged head, second opinion", "Staged head, shift guard"):
         row = by_name[name]
         p = Predictions.load(row["predictions"])
         assert row["accuracy"] == pytest.approx(float(metrics.accuracy(p)), rel=1e-5)

@@ -59,7 +59,7 @@ def test_two_processes_are_as_good_as_one(tmp_path: Path, monkeypatch: pytest.Mo
     rows = json.loads(done.stdout)  # one table: the second process is silent
     monkeypatch.chdir(TESTS)
     single = call(*COMMAND, "-o", tmp_path / "one")
-    for row, wanted in zip(rows, json.loads(single.stdout)):
+    for row, wanted in zip(rows, json.loads(single.stdout), strict=True):
         row["predictions"] = row["predictions"].replace("/two/", "/one/")
         if row["method"] != METHODS["guarded"].title:
             close(row, wanted)

@@ -24,17 +24,9 @@ from training_helpers import fashion, small
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.filterwarnings("ignore:.* calibration samples are little data:UserWarning")
-WORDS = {
-    "sport": ("goal", "team", "ball"),
-    "law": ("court", "judge", "trial"),
-    "food": ("soup", "bread", "salt"),
-}
+WORDS = {"game": ("win", "team", "ball"), "law": ("court", "judge", "jury"), "food": ("soup", "rice", "salt")}
 GRADES = ("awful", "poor", "film", "good", "superb")
 CPU = torch.device("cpu")
-
-
-def sentence(topic: str, draw: random.Random) -> str:
-    return " ".join(draw.choice([*WORDS[topic], "the", "a", "of"]) for _ in range(draw.randint(3, 9)))
 
 
 @pytest.fixture
@@ -46,7 +38,8 @@ def table(tmp_path: Path) -> str:
         rows.writerow(["text", "label"])
         for i in range(240):
             topic = [*WORDS][i % 3]
-            rows.writerow([sentence(topic, draw), topic])
+            text = [draw.choice([*WORDS[topic], "the", "a", "of"]) for _ in range(draw.randint(3, 9))]
+            rows.writerow([" ".join(text), topic])
     return f"table:{path}"
 
 
@@ -81,20 +74,18 @@ def words(**settings: Any) -> Config:
 
 @pytest.mark.parametrize("model", ["gp_cnn", "textcnn"])
 def test_texts_of_a_table(model: str, table: str, tmp_path: Path) -> None:
-    results = go(words(data=table, model=model, epochs=3), tmp_path / "run")
+    results = go(words(data=table, model=model, epochs=8), tmp_path / "run")
     assert results["sizes"] == [173, 19, 48]
     assert results["outputs"]["main"]["before"]["accuracy"] > 0.8  # three topics of three words each
     assert set(results["outputs"]) == {"main", "a", "b", "auto"}
 
 
-@pytest.mark.parametrize(
-    ("data", "model", "classes"), [("sst-fine", "tree_lstm", 5), ("sst-binary", "textcnn", 2)]
-)
-def test_trees(data: str, model: str, classes: int, trees: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("data", "model", "k"), [("sst-fine", "tree_lstm", 5), ("sst-binary", "textcnn", 2)])
+def test_trees(data: str, model: str, k: int, trees: Path, tmp_path: Path) -> None:
     results = go(words(data=data, model=model, batch_size=10), tmp_path / "run", root=str(trees))
     p = Predictions.load(tmp_path / "run/predictions/test-a.npz")
-    assert p.n_classes == classes
-    assert len(p) == results["sizes"][2] == (20 if classes == 5 else 16)  # of a tree its root is the answer
+    assert p.n_classes == k
+    assert len(p) == results["sizes"][2] == (20 if k == 5 else 16)  # of a tree its root is the answer
 
 
 def test_word_pieces_of_trees(trees: Path, tmp_path: Path) -> None:
@@ -126,13 +117,8 @@ def test_trees_are_learned_by_phrase_or_by_sentence(model: str, trees: Path) -> 
 
 
 def test_folds_of_trees_follow_their_words_and_structure() -> None:
-    shapes = [
-        "(1 (2 a) (3 (2 b) (2 c)))",
-        "(1 (3 (2 a) (2 b)) (2 c))",
-        "(1 (3 (2 b) (2 a)) (2 c))",
-        "(0 a)",
-        "(4 b)",
-    ]
+    shapes = ["(1 (2 a) (3 (2 b) (2 c)))", "(1 (3 (2 a) (2 b)) (2 c))", "(1 (3 (2 b) (2 a)) (2 c))"]
+    shapes += ["(0 a)", "(4 b)"]
     lookup = {"a": 2, "b": 3, "c": 4}.__getitem__
     trees = [parse_tree(shape).index(lookup) for shape in shapes]
     keys = TreeBatch.of(trees).sample_keys
@@ -158,12 +144,12 @@ def test_image_files(tmp_path: Path) -> None:
                 pixels[..., place] += 120
                 pillow.fromarray(pixels).save(folder / f"{i}.png")
     config = small(
-        data=f"folder:{tmp_path / 'images'}", model="small_cnn", image_size=16, batch_size=8, epochs=3, workers=1,
+        data=f"folder:{tmp_path / 'images'}", model="small_cnn", image_size=16, batch_size=8, epochs=8, workers=1,
         heads={"a": HeadSpec()}, calib_augment="noise", shift=("contrast:2",), augment="crop-flip",
     )  # fmt: skip
     results = go(config, tmp_path / "run")
     assert results["sizes"] == [24, 12, 10]
-    assert results["shift"]["contrast:2"]["a"]["accuracy"] >= 0.5
+    assert results["shift"]["contrast:2"]["a"]["accuracy"] > 0.8
     labels = Predictions.load(tmp_path / "run/predictions/test-main.npz").labels
     assert labels.tolist() == [0] * 5 + [1] * 5  # green, red
     example = open_run(tmp_path / "run", "a").example  # pixels, not normalised ones

@@ -1,7 +1,8 @@
 """Networks small enough for tests, named as `tiny_networks:mlp` by commands that run in this folder."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,17 @@ def small_net(*last: nn.Module) -> nn.Module:
         nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
         nn.Dropout(0.2), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4), *last,
     )  # fmt: skip
+
+
+class Formed(nn.Module):
+    """A network in whose output `form` puts the logits."""
+
+    def __init__(self, network: nn.Module, form: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.network, self.form = network, form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.network(x))
 
 
 def some_data(n: int, seed: int) -> TensorDataset:
