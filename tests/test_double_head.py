@@ -721,6 +721,22 @@ def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
     torch.jit.script(net)
 
 
+@pytest.mark.parametrize("heads", [None, PAPER])
+def test_a_finished_model_keeps_its_hook(heads: Any) -> None:
+    x, y = some_data(120, 1)[:]
+    double = DoubleHead(small_net(), (x, y), heads=heads, every=1)
+    double.step()
+    first, second = double.finish(), double.finish()
+    want = first(x)
+    double.close()
+    double.close()
+    assert torch.equal(first(x), want)
+    first.reader.close()
+    assert torch.equal(second(x), want)
+    second.reader.close()
+    assert not double.network[8]._forward_hooks
+
+
 def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
     net, double = train(beside=True, heads=PAPER)
     model = double.finish()

@@ -13,7 +13,6 @@ held-back data.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -242,8 +241,8 @@ class DoubleHead:
             options.pop("alone", None)  # nothing is fitted, so no process needs another
             if options:
                 raise TypeError(f"a single head is used as trained: finish takes no {sorted(options)} then")
-            reader = copy.copy(self.reader)
-            reader.network = unwrapped(self.network)
+            reader = self.reader.again(unwrapped(self.network))
+            self.close()
             return Calibrated(reader.network, self.bank.take(0), reader).eval()
         if not self._is_opinion:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -104,7 +104,7 @@ class Reader:
                 f"layer must name a module of {type(unwrapped(self.network)).__name__}, got {self.layer!r}; "
                 f"its last linear layers: {near}"
             )
-        self.tap = FeatureTap()
+        self.tap, self._is_closed = FeatureTap(), False
         if self.layer is not None:
             self.tap = FeatureTap.on(self.network, modules[self.layer], self.layer)
 
@@ -295,9 +295,15 @@ class Reader:
         shape = (self.n_classes, self.n_features)
         return layer.weight if isinstance(layer, nn.Linear) and layer.weight.shape == shape else None
 
+    def again(self, network: nn.Module) -> Reader:
+        """The same reader for `network`, which is this one's, perhaps without its wrappers."""
+        return replace(self, network=network)
+
     def close(self) -> None:
-        """Take the hook off the network."""
-        self.tap.remove()
+        """Take the hook off the network, unless another reader uses it; a second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.tap.remove()
 
 
 def per_row(batch: Batch, targets: Tensor, at: Tensor | None, folds: bool = True) -> list[Tensor]:
