@@ -737,6 +737,20 @@ def test_a_finished_model_keeps_its_hook(heads: Any) -> None:
     assert not double.network[8]._forward_hooks
 
 
+def test_a_model_in_evaluation_mode_answers_so_while_its_network_is_trained_on() -> None:
+    x, y = some_data(120, 1)[:]
+    net = small_net()
+    model = calibrate(net, (x, y))
+    want, before = model(x), copy.deepcopy(net.state_dict())
+    net.train()
+    assert torch.equal(model(x), want)
+    assert torch.equal(model.heads(x).calib, want)
+    assert net.training
+    assert net[1].training
+    assert_same(before, net.state_dict())
+    assert not torch.equal(model.train()(x), want)  # dropout
+
+
 def test_finish_of_the_papers_head_is_the_head_as_trained() -> None:
     net, double = train(beside=True, heads=PAPER)
     model = double.finish()
