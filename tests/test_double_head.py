@@ -646,9 +646,22 @@ def test_the_last_layer_is_the_one_that_gives_the_logits() -> None:
             self.aux(hidden)
             return self.score(hidden)
 
+    class Several(nn.Module):
+        """Two heads with as many outputs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"first": self.first(x), "second": self.second(x)}
+
     x, y = torch.randn(12, 6), torch.arange(12) % 3
     reader = DoubleHead(Auxiliary(), (x, y)).reader
     assert (reader.layer, reader.n_features, reader.n_classes) == ("score", 5, 3)
+    for head in ("first", "second"):
+        double = DoubleHead(Several(), (x, y), logits_of=lambda output, head=head: output[head])
+        assert double.reader.layer == head
     alone = DoubleHead(nn.Linear(6, 3), (x, y)).reader  # the network is its last layer
     assert (alone.layer, alone.n_features) == ("", 6)
 

@@ -32,6 +32,7 @@ from doublehead.torch_tools import device_of, evaluating, n_processes, uncompile
 
 View = Callable[[Any], Any]
 Caught = tuple[Tensor, Tensor]  # the input and the output of a layer
+Run = tuple[str, Tensor]  # the name of a layer and the start of its output
 POSITIONS = 20_000  # of tokens or pixels that are drawn to calibrate on
 PATIENCE = 20  # calibration batches in a row that may fail before no more are tried
 
@@ -147,7 +148,7 @@ class Reader:
             )
         per_row(first, targets, None, folds=False)  # checks the weights
         axis = {"tokens": -1, "binary": None}.get(task, 1)
-        layer = layer or _last_layer(inner, modules, run, 1 if axis is None else values.shape[axis])
+        layer = layer or _last_layer(inner, modules, run, values, 1 if axis is None else values.shape[axis])
         n_labels = values.shape[1] if task == "labels" else None
         form = (outputs or "logits", task, scores.shape[-1], 0, n_labels, ignore_index, logits_of, views)
         made = cls(network, layer, *form)
@@ -382,11 +383,11 @@ class FeatureTap:
 
 
 @torch.no_grad()
-def _watched(inner: nn.Module, modules: Mapping[str, nn.Module], first: Batch) -> tuple[Any, list[str]]:
-    """The network's output for a batch in evaluation mode, and the names of its linear layers in the order run."""
-    run: list[str] = []
+def _watched(inner: nn.Module, modules: Mapping[str, nn.Module], first: Batch) -> tuple[Any, list[Run]]:
+    """The network's output for a batch in evaluation mode, and its linear layers in the order run."""
+    run: list[Run] = []
     handles = [
-        module.register_forward_hook(lambda *_, name=name: run.append(name))
+        module.register_forward_hook(lambda _, __, out, name=name: run.append((name, _start(out))))
         for name, module in modules.items()
         if outputs_of(module)
     ]
@@ -398,16 +399,26 @@ def _watched(inner: nn.Module, modules: Mapping[str, nn.Module], first: Batch) -
             handle.remove()
 
 
+def _start(values: Tensor) -> Tensor:
+    """A few entries, which tell one layer's outputs from another's."""
+    return values.flatten()[:256].float()
+
+
 def _last_layer(
-    inner: nn.Module, modules: Mapping[str, nn.Module], run: Sequence[str], n_outputs: int
+    inner: nn.Module, modules: Mapping[str, nn.Module], run: Sequence[Run], values: Tensor, n_outputs: int
 ) -> str | None:
-    """The layer that gives the logits: timm's own statement, or the last one run with as many outputs."""
+    """The layer that gives the logits `values`.
+
+    It is the one that timm states; or of those with as many outputs the last one run whose output they are, as in a
+    network with several heads; or the last of all those.
+    """
     get_classifier: Any = getattr(inner, "get_classifier", None)
     stated = get_classifier() if get_classifier else None
-    for name in reversed(run):
-        if modules[name] is stated:
-            return name
-    return next((name for name in reversed(run) if outputs_of(modules[name]) == n_outputs), None)
+    fitting = [(name, start) for name, start in run if outputs_of(modules[name]) == n_outputs]
+    names = [name for name, _ in run if modules[name] is stated]
+    names = names or [name for name, start in fitting if torch.equal(start, _start(values))]
+    names = names or [name for name, _ in fitting]
+    return names[-1] if names else None
 
 
 def outputs_of(layer: nn.Module) -> int | None:
