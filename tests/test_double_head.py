@@ -632,6 +632,16 @@ def test_log_probabilities_and_probabilities_are_recognised(last: nn.Module) -> 
     torch.testing.assert_close(F.cross_entropy(model(x), y), loss)  # the same either way
 
 
+def test_probabilities_in_half_precision_are_recognised() -> None:
+    x, y = some_data(200, 1)[:]
+    for dtype in (torch.bfloat16, torch.float16):
+        net = small_net(nn.Softmax(1)).to(dtype)
+        model = calibrate(net, (x.to(dtype), y))
+        assert model.reader.outputs == "probs"
+        main = model.heads(x.to(dtype)).main.exp()
+        torch.testing.assert_close(main, net(x.to(dtype)).float(), atol=0.01, rtol=0)
+
+
 def test_the_last_layer_is_the_one_that_gives_the_logits() -> None:
     class Auxiliary(nn.Module):
         """Registers another layer after the one whose output are the logits."""
