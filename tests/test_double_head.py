@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from doublehead import PAPER, DoubleHead, HeadSpec, calibrate
 from doublehead.calibrated import read
-from doublehead.calibration_data import as_batches, fold_of, unpack
+from doublehead.calibration_data import as_batches, fold_of, unpack, until_repeated
 from doublehead.head_training import BURST
 from doublehead.system import require
 from doublehead.tasks import find_logits
@@ -598,6 +598,19 @@ def test_labels_may_be_rows_of_zeros_and_ones() -> None:
     net = small_net()
     models = [DoubleHead(net, (x, labels)).finish(method="temperature") for labels in (y, F.one_hot(y, 4))]
     torch.testing.assert_close(models[0](x), models[1](x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_stream_ends_where_it_starts_over_but_not_for_discrete_data() -> None:
+    def batches(rows: Tensor, passes: int) -> list[tuple[Tensor, Tensor]]:
+        draw = torch.Generator().manual_seed(0)
+        order = torch.cat([torch.randperm(len(rows), generator=draw) for _ in range(passes)])
+        return [(rows[some], torch.zeros(len(some), dtype=torch.int64)) for some in order.split(64)]
+
+    draw = torch.Generator().manual_seed(1)
+    read = list(until_repeated(batches(torch.randn(500, 8, generator=draw), 4)))
+    assert 500 <= sum(len(y) for _, y in read) < 600
+    few_values = batches(torch.randint(2, (1000, 8), generator=draw).float(), 1)  # 256 different rows
+    assert len(list(until_repeated(few_values))) == len(few_values)
 
 
 def test_a_plain_loader_of_tensors_is_read_as_rows() -> None:

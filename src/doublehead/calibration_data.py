@@ -25,6 +25,7 @@ from doublehead.torch_tools import Randomness
 
 N_FOLDS = 5
 BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
+MIXER = -0x61C8864680B583EB  # odd: 2^64 by the golden ratio, as a signed number
 MAX_AHEAD = 2**17  # numbers of inputs that are taken from memory together, for up to 8 batches
 
 ToPair = Callable[[Any], Any]
@@ -289,8 +290,11 @@ def fold_of(batch: Batch, n_folds: int = N_FOLDS) -> Tensor:
     return (((found * 0x9E3779B1) >> 24) & 0xFFFFFF) % n_folds
 
 
-def _hashes(batch: Batch) -> Tensor | None:
-    """(B,) a number for the content of each sample's inputs, the same on any device; None where no input has any."""
+def _hashes(batch: Batch, mixed: bool = False) -> Tensor | None:
+    """(B,) a number for the content of each sample's inputs, the same on any device; None where no input has any.
+
+    Rows of a few different values often share it unless the numbers of its entries are `mixed`.
+    """
     total: Tensor | None = None
     mask = batch.kwargs.get("attention_mask")
     for value in (*batch.args, *(batch.kwargs[key] for key in sorted(batch.kwargs))):
@@ -305,7 +309,10 @@ def _hashes(batch: Batch) -> Tensor | None:
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == keys.shape:
             # tokens, padded to the longest of their batch
             rows, factors = rows * mask, _odd(mask.long().cumsum(1))
-        summed = (rows.long() * factors).sum(1)  # wraps around
+        numbers = rows.long() * factors  # wraps around
+        if mixed:
+            numbers = (numbers ^ (numbers >> 31)) * MIXER
+        summed = numbers.sum(1)
         total = summed if total is None else total + summed
     return total
 
@@ -325,16 +332,23 @@ def _factors(n: int, device: torch.device) -> Tensor:
 def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Iterator[Any]:
     """Batches up to the first of which half or more came before: an endless stream starts over there.
 
+    Where more than a 20th of the samples are repeats before that, as of discrete data, all batches are given.
+
     >>> batch = torch.arange(6.0).view(3, 2), torch.arange(3)
     >>> len(list(until_repeated([batch, batch])))
     1
     """
     seen: set[int] = set()
+    n = n_repeats = last = (
+        0  # samples; repeats before the last batch, in which the stream may have started over
+    )
     for batch in batches:
-        found = _hashes(unpack(batch, torch.device("cpu"), to_pair))
+        found = _hashes(unpack(batch, torch.device("cpu"), to_pair), mixed=True)
         keys = [] if found is None else found.tolist()
-        if 2 * sum(key in seen for key in keys) >= len(keys) > 0:
+        if 2 * sum(key in seen for key in keys) >= len(keys) > 0 and 20 * n_repeats <= n:
             return
+        n, n_repeats = n + len(keys), n_repeats + last
+        last = len(keys) - len(set(keys) - seen)
         seen.update(keys)
         yield batch
 
