@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from doublehead.calibrated import Calibrated, in_parts
 from doublehead.calibration_data import BATCH_SIZE, Endless, Ready, Rows, ToPair, as_batches, first_of, unpack
@@ -187,10 +188,15 @@ class DoubleHead:
         if self.augment is not None:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)
-        with torch.set_grad_enabled(False), evaluating(self.network):  # no_grad is slower
+        network = self.network
+        if isinstance(network, DistributedDataParallel):
+            network = (
+                network.module
+            )  # the wrapper's forward would change the buffers of all processes but the first
+        with torch.set_grad_enabled(False), evaluating(network):  # no_grad is slower
             if self._is_compiled:
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
-            logits, features = self.reader.rows(*self.reader.tap.run(self.network, args, kwargs), at)
+            logits, features = self.reader.rows(*self.reader.tap.run(network, args, kwargs), at)
         return self._progress(progress), logits, features, *known
 
     def _progress(self, given: float | None) -> float:
