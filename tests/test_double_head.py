@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from doublehead import PAPER, DoubleHead, HeadSpec, calibrate
+from doublehead import PAPER, DoubleHead, HeadSpec, ShiftGuard, calibrate
 from doublehead.calibrated import read
 from doublehead.calibration_data import as_batches, fold_of, unpack, until_repeated
 from doublehead.head_training import BURST
@@ -535,6 +535,11 @@ def test_what_is_wrong_is_said_at_construction() -> None:
         calibrate(net, [])
     with pytest.raises(ValueError, match=r"outputs have shape \(4, 3, 6, 6\) .* supported are classes"):
         DoubleHead(nn.Conv2d(1, 3, 3), (x, y))
+    guarded = ShiftGuard(net).fit([(x, y)] * 8)
+    with pytest.raises(ValueError, match="network must be without a ShiftGuard"):
+        calibrate(guarded, (x, y))
+
+
 
 
 def test_other_forms_of_data_and_outputs() -> None:

@@ -135,6 +135,11 @@ class Reader:
                 raise ValueError(f"{name} must be one of {known}, got {given!r}")
         inner = unwrapped(network)
         modules = dict(inner.named_modules())
+        if any(getattr(module, "goes_round_double_head", False) for module in modules.values()):
+            raise ValueError(
+                "network must be without a ShiftGuard, which would count the calibration data: calibrate first, then "
+                "put the guard around the result"
+            )
         output, run = _watched(inner, modules, first)
         values = find_logits(output, logits_of)
         task = task or recognise_task(values, first.labels)
