@@ -514,6 +514,10 @@ def test_what_is_wrong_is_said_at_construction() -> None:
         ((x, y[:3]), "equally long, got 4 and 3"),
         (x, "pair of arrays .* got Tensor"),
         ("calib.csv", "pair of arrays .* got str"),
+        ({"inputs": x, "labels": y}, "pair of arrays .* got dict"),
+        (((x, x), y), "must hold the inputs in one array, got them as tuple: give a loader"),
+        (({"x": x}, y), "must hold the inputs in one array, got them as dict"),
+        ((x[:0], y[:0]), "at least one sample in its first batch, got none"),
         ((x, np.array(list("abcd"))), "must hold numbers, got <U1"),
         (list(zip(x, y)), r"got one of shape \(\); put single samples into batches"),
     ):
@@ -522,6 +526,7 @@ def test_what_is_wrong_is_said_at_construction() -> None:
     for options, message in (
         ({"every": 0}, "every must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"layer": "9"}, "layer must name a module of Sequential, got '9'"),
         ({"heads": []}, "at least one HeadSpec"),
     ):
@@ -540,6 +545,28 @@ def test_what_is_wrong_is_said_at_construction() -> None:
         calibrate(guarded, (x, y))
 
 
+def test_inputs_that_the_network_cannot_take_are_described() -> None:
+    x, y = torch.randn(6, 5), torch.arange(6) % 3
+    for batch, got in (
+        ((x.double().numpy(), y), r"RuntimeError for torch.float64 \(6, 5\): "),
+        ((x[:, :4], y), r"RuntimeError for torch.float32 \(6, 4\): "),
+        ([{"x": x, "labels": y}], r"TypeError for x=torch.float32 \(6, 5\): "),
+        ([((x, x), y)], r"TypeError for torch.float32 \(6, 5\), torch.float32 \(6, 5\): "),
+    ):
+        for make in (DoubleHead, calibrate):
+            with pytest.raises(
+                RuntimeError, match=f"must run on the inputs of a calibration batch, got {got}"
+            ):
+                make(nn.Linear(5, 3), batch)
+
+
+def test_rows_with_logits_that_are_not_finite_are_counted() -> None:
+    x, y = torch.randn(300, 5), torch.arange(300) % 3
+    x[[130, 140]] = torch.nan
+    with pytest.raises(
+        ValueError, match="finite, got nan in 2 of 128 rows of calibration batch 1, counted from 0"
+    ):
+        calibrate(nn.Linear(5, 3), (x, y))
 
 
 def test_other_forms_of_data_and_outputs() -> None:
@@ -708,6 +735,17 @@ def test_token_logits_find_their_features() -> None:
     x, at = torch.randn(4, 7, 6), torch.tensor([0, 6, 3, 2])
     double = DoubleHead(Decoder(), [((x, at), torch.tensor([0, 1, 2, 0]))])
     torch.testing.assert_close(read(double.reader, double.calib_data).features, x[torch.arange(4), at])
+
+    class Options(Decoder):
+        """Some of a language model's words are the options."""
+
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:
+            return super().forward(x, at)[:, :2]
+
+    with pytest.raises(
+        ValueError, match=r"become the 2 logits, got 'score' with outputs of shape \(4, 7, 3\)"
+    ):
+        DoubleHead(Options(), [((x, at), torch.tensor([0, 1, 1, 0]))], layer="score")
 
 
 def test_a_network_without_a_linear_layer_has_no_features() -> None:

@@ -124,9 +124,7 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     >>> [len(y) for x, y in as_batches((torch.randn(5, 3), torch.arange(5)), 2)]
     [2, 2, 1]
     """
-    of_arrays = isinstance(data, (tuple, list)) and all(
-        hasattr(part, "__array__") and hasattr(part, "ndim") for part in data
-    )
+    of_arrays = isinstance(data, (tuple, list)) and all(map(_is_array, data))
     if of_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1:
         arrays = [_as_tensor(part) for part in data]
         if len({len(part) for part in arrays}) > 1:
@@ -140,12 +138,21 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
         return Rows(data.dataset.tensors, data.batch_size, shuffle, drop_last=data.drop_last)
     if isinstance(data, Dataset) and hasattr(data, "__len__"):
         return DataLoader(data, batch_size, shuffle=shuffle)
-    if isinstance(data, (Iterator, str, Tensor, np.ndarray)) or not hasattr(data, "__iter__"):
+    if isinstance(data, (tuple, list)) and len(data) == 2 and not _is_array(data[0]) and _is_array(data[1]):
+        raise TypeError(
+            "a pair of arrays as calibration data must hold the inputs in one array, got them as "
+            f"{type(data[0]).__name__}: give a loader, or a list of batches such as [(inputs, labels)]"
+        )
+    if isinstance(data, (Iterator, str, Tensor, np.ndarray, Mapping)) or not hasattr(data, "__iter__"):
         raise TypeError(
             "calibration data must be a loader, a Dataset or a pair of arrays that can be read again and again, "
             f"got {type(data).__name__}"
         )
     return data  # type: ignore[no-any-return]
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and hasattr(value, "ndim")
 
 
 def _as_tensor(array: Any) -> Tensor:

@@ -88,7 +88,8 @@ class DoubleHead:
         clip: float = 1.0,
         seed: int = 0,
     ) -> None:
-        for name, value in (("every", every), ("steps", 1 if steps is None else steps)):
+        counts = {"every": every, "batch_size": batch_size, "steps": 1 if steps is None else steps}
+        for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if isinstance(network, Calibrated) or not isinstance(network, nn.Module):

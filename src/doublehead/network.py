@@ -140,6 +140,8 @@ class Reader:
                 "network must be without a ShiftGuard, which would count the calibration data: calibrate first, then "
                 "put the guard around the result"
             )
+        if not len(first.labels):
+            raise ValueError("calibration data must hold at least one sample in its first batch, got none")
         output, run = _watched(inner, modules, first)
         values = find_logits(output, logits_of)
         task = task or recognise_task(values, first.labels)
@@ -221,6 +223,11 @@ class Reader:
             return features.mean((2, 3))
         if features.ndim == 3 and output.ndim == 3 and values.ndim <= 2:
             # (B, T, F), one of T outputs became the logits
+            if output.shape[2] != values.shape[1:].numel():
+                raise ValueError(
+                    f"layer must name one whose outputs become the {values.shape[1:].numel()} logits, got "
+                    f"{self.layer!r} with outputs of shape {tuple(output.shape)}"
+                )
             place = (output == values.reshape(values.shape[0], 1, -1)).all(-1).int().argmax(1)  # (B,)
             return features[torch.arange(place.shape[0], device=place.device), place]
         return features.flatten(1)
@@ -263,21 +270,24 @@ class Reader:
         reservoir = Reservoir(positions if self.task in ("tokens", "pixels") else None)
         inner, iterator, n = unwrapped(self.network), iter(batches), 0
         failed: list[Exception] = []
-        in_a_row = 0
+        in_a_row, n_read = 0, -1
         with evaluating(inner):
             while n < max_samples and in_a_row < PATIENCE:
                 try:
                     raw = next(iterator, None)
                     if raw is None:
                         break
+                    n_read += 1
                     batch = unpack(raw, device_of(inner), to_pair)
                     targets = self.targets(batch.labels)
                     at = reservoir.draw(targets)
                     answer = self.run(batch.args, batch.kwargs, network=inner, at=at)
                     known = per_row(batch, targets, at)
-                    if not bool(torch.isfinite(answer.logits).all()):
+                    bad = ~torch.isfinite(answer.logits)
+                    if bool(bad.any()):
                         raise ValueError(
-                            "the network's logits must be finite, got others for a calibration batch"
+                            f"the network's logits must be finite, got {float(answer.logits[bad][0])} in "
+                            f"{int(bad.any(-1).sum())} of {len(bad)} rows of calibration batch {n_read}, counted from 0"
                         )
                     reservoir.add(*(part.float() for part in answer[1:]), *known)
                     n, in_a_row = n + len(batch.labels), 0
@@ -293,7 +303,12 @@ class Reader:
             warnings.warn(
                 f"{len(failed)} calibration batches were left out, the first for {what}", stacklevel=2
             )
-        return Readings(*reservoir.rows())
+        readings = Readings(*reservoir.rows())
+        if not len(readings.labels):
+            raise ValueError(
+                f"labels must hold some other than ignore_index = {self.ignore_index}, got none in {n} samples"
+            )
+        return readings
 
     def last_layer(self) -> Tensor | None:
         """The weight (K, F) that makes logits of features; None where no linear layer does."""
@@ -399,6 +414,13 @@ def _watched(inner: nn.Module, modules: Mapping[str, nn.Module], first: Batch) -
     try:
         with evaluating(inner):
             return inner(*first.args, **first.kwargs), run
+    except Exception as error:
+        parts = [*first.args, *(f"{name}=" + _form(part) for name, part in first.kwargs.items())]
+        inputs = ", ".join(part if isinstance(part, str) else _form(part) for part in parts)
+        raise RuntimeError(
+            f"the network must run on the inputs of a calibration batch, got {type(error).__name__} for {inputs}: "
+            f"{error}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -407,6 +429,11 @@ def _watched(inner: nn.Module, modules: Mapping[str, nn.Module], first: Batch) -
 def _start(values: Tensor) -> Tensor:
     """A few entries, which tell one layer's outputs from another's."""
     return values.flatten()[:256].float()
+
+
+def _form(value: Any) -> str:
+    """What a part of the inputs is, for a message."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _last_layer(

@@ -155,9 +155,10 @@ def targets_of(
     if check and counted.numel():
         low, high = int(counted.min()), int(counted.max())
         if low < 0 or high >= n_classes:
+            ignored = f" where they are not ignore_index = {ignore_index}" if counted is not labels else ""
             raise ValueError(
-                f"labels must lie in 0..{n_classes - 1} for a network with {n_classes} classes, got {low}..{high}; "
-                f"{SUPPORTED}"
+                f"labels must lie in 0..{n_classes - 1} for a network with {n_classes} classes{ignored}, got "
+                f"{low}..{high}; {SUPPORTED}"
             )
     return labels
 
