@@ -415,6 +415,24 @@ def test_bad_batches_never_stop_the_users_training() -> None:
         calibrate(double.network, broken)
 
 
+def test_classes_masked_with_infinity_are_noticed_while_training() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).masked_fill(torch.arange(4) == 3, -math.inf)
+
+    images, labels = some_data(40, 1)[:]
+    double = DoubleHead(Masked(), (images, labels.clamp(max=2)), every=1)
+    with pytest.warns(UserWarning, match="loss is not finite"):
+        for _ in range(2 * BURST):
+            double.step()
+    assert double.skipped == BURST  # too many in a row: no more are tried
+    assert not double.active
+
+
 def test_a_loss_that_is_not_finite_is_noticed_within_a_burst() -> None:
     x, y = some_data(8, 1)[:]
     double = DoubleHead(small_net(), [(x, y), (x * math.nan, y), (x, y), (x, y)], every=1)
