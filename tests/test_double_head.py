@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from doublehead import PAPER, DoubleHead, HeadSpec, calibrate
+from doublehead import PAPER, DoubleHead, HeadSpec, ShiftGuard, calibrate
 from doublehead.calibrated import read
-from doublehead.calibration_data import as_batches, fold_of, unpack
+from doublehead.calibration_data import as_batches, fold_of, unpack, until_repeated
 from doublehead.head_training import BURST
 from doublehead.system import require
 from doublehead.tasks import find_logits
@@ -415,6 +415,24 @@ def test_bad_batches_never_stop_the_users_training() -> None:
         calibrate(double.network, broken)
 
 
+def test_classes_masked_with_infinity_are_noticed_while_training() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).masked_fill(torch.arange(4) == 3, -math.inf)
+
+    images, labels = some_data(40, 1)[:]
+    double = DoubleHead(Masked(), (images, labels.clamp(max=2)), every=1)
+    with pytest.warns(UserWarning, match="loss is not finite"):
+        for _ in range(2 * BURST):
+            double.step()
+    assert double.skipped == BURST  # too many in a row: no more are tried
+    assert not double.active
+
+
 def test_a_loss_that_is_not_finite_is_noticed_within_a_burst() -> None:
     x, y = some_data(8, 1)[:]
     double = DoubleHead(small_net(), [(x, y), (x * math.nan, y), (x, y), (x, y)], every=1)
@@ -514,6 +532,10 @@ def test_what_is_wrong_is_said_at_construction() -> None:
         ((x, y[:3]), "equally long, got 4 and 3"),
         (x, "pair of arrays .* got Tensor"),
         ("calib.csv", "pair of arrays .* got str"),
+        ({"inputs": x, "labels": y}, "pair of arrays .* got dict"),
+        (((x, x), y), "must hold the inputs in one array, got them as tuple: give a loader"),
+        (({"x": x}, y), "must hold the inputs in one array, got them as dict"),
+        ((x[:0], y[:0]), "at least one sample in its first batch, got none"),
         ((x, np.array(list("abcd"))), "must hold numbers, got <U1"),
         (list(zip(x, y)), r"got one of shape \(\); put single samples into batches"),
     ):
@@ -522,6 +544,7 @@ def test_what_is_wrong_is_said_at_construction() -> None:
     for options, message in (
         ({"every": 0}, "every must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"layer": "9"}, "layer must name a module of Sequential, got '9'"),
         ({"heads": []}, "at least one HeadSpec"),
     ):
@@ -535,6 +558,33 @@ def test_what_is_wrong_is_said_at_construction() -> None:
         calibrate(net, [])
     with pytest.raises(ValueError, match=r"outputs have shape \(4, 3, 6, 6\) .* supported are classes"):
         DoubleHead(nn.Conv2d(1, 3, 3), (x, y))
+    guarded = ShiftGuard(net).fit([(x, y)] * 8)
+    with pytest.raises(ValueError, match="network must be without a ShiftGuard"):
+        calibrate(guarded, (x, y))
+
+
+def test_inputs_that_the_network_cannot_take_are_described() -> None:
+    x, y = torch.randn(6, 5), torch.arange(6) % 3
+    for batch, got in (
+        ((x.double().numpy(), y), r"RuntimeError for torch.float64 \(6, 5\): "),
+        ((x[:, :4], y), r"RuntimeError for torch.float32 \(6, 4\): "),
+        ([{"x": x, "labels": y}], r"TypeError for x=torch.float32 \(6, 5\): "),
+        ([((x, x), y)], r"TypeError for torch.float32 \(6, 5\), torch.float32 \(6, 5\): "),
+    ):
+        for make in (DoubleHead, calibrate):
+            with pytest.raises(
+                RuntimeError, match=f"must run on the inputs of a calibration batch, got {got}"
+            ):
+                make(nn.Linear(5, 3), batch)
+
+
+def test_rows_with_logits_that_are_not_finite_are_counted() -> None:
+    x, y = torch.randn(300, 5), torch.arange(300) % 3
+    x[[130, 140]] = torch.nan
+    with pytest.raises(
+        ValueError, match="finite, got nan in 2 of 128 rows of calibration batch 1, counted from 0"
+    ):
+        calibrate(nn.Linear(5, 3), (x, y))
 
 
 def test_other_forms_of_data_and_outputs() -> None:
@@ -582,6 +632,19 @@ def test_calibrated_logits_take_the_place_of_the_networks(form: Any) -> None:
     torch.testing.assert_close(find_logits(output).exp().sum(1), torch.ones(8))
 
 
+def test_a_stream_ends_where_it_starts_over_but_not_for_discrete_data() -> None:
+    def batches(rows: Tensor, passes: int) -> list[tuple[Tensor, Tensor]]:
+        draw = torch.Generator().manual_seed(0)
+        order = torch.cat([torch.randperm(len(rows), generator=draw) for _ in range(passes)])
+        return [(rows[some], torch.zeros(len(some), dtype=torch.int64)) for some in order.split(64)]
+
+    draw = torch.Generator().manual_seed(1)
+    read = list(until_repeated(batches(torch.randn(500, 8, generator=draw), 4)))
+    assert 500 <= sum(len(y) for _, y in read) < 600
+    few_values = batches(torch.randint(2, (1000, 8), generator=draw).float(), 1)  # 256 different rows
+    assert len(list(until_repeated(few_values))) == len(few_values)
+
+
 def test_a_plain_loader_of_tensors_is_read_as_rows() -> None:
     data = TensorDataset(torch.arange(10), torch.arange(10))
     for loader in (DataLoader(data, 4), DataLoader(data, 4, drop_last=True)):
@@ -614,6 +677,16 @@ def test_log_probabilities_and_probabilities_are_recognised(last: nn.Module) -> 
     torch.testing.assert_close(F.cross_entropy(model(x), y), loss)  # the same either way
 
 
+def test_probabilities_in_half_precision_are_recognised() -> None:
+    x, y = some_data(200, 1)[:]
+    for dtype in (torch.bfloat16, torch.float16):
+        net = small_net(nn.Softmax(1)).to(dtype)
+        model = calibrate(net, (x.to(dtype), y))
+        assert model.reader.outputs == "probs"
+        main = model.heads(x.to(dtype)).main.exp()
+        torch.testing.assert_close(main, net(x.to(dtype)).float(), atol=0.01, rtol=0)
+
+
 def test_the_last_layer_is_the_one_that_gives_the_logits() -> None:
     class Auxiliary(nn.Module):
         """Registers another layer after the one whose output are the logits."""
@@ -628,9 +701,22 @@ def test_the_last_layer_is_the_one_that_gives_the_logits() -> None:
             self.aux(hidden)
             return self.score(hidden)
 
+    class Several(nn.Module):
+        """Two heads with as many outputs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"first": self.first(x), "second": self.second(x)}
+
     x, y = torch.randn(12, 6), torch.arange(12) % 3
     reader = DoubleHead(Auxiliary(), (x, y)).reader
     assert (reader.layer, reader.n_features, reader.n_classes) == ("score", 5, 3)
+    for head in ("first", "second"):
+        double = DoubleHead(Several(), (x, y), logits_of=lambda output, head=head: output[head])
+        assert double.reader.layer == head
     alone = DoubleHead(nn.Linear(6, 3), (x, y)).reader  # the network is its last layer
     assert (alone.layer, alone.n_features) == ("", 6)
 
@@ -649,6 +735,17 @@ def test_token_logits_find_their_features() -> None:
     x, at = torch.randn(4, 7, 6), torch.tensor([0, 6, 3, 2])
     double = DoubleHead(Decoder(), [((x, at), torch.tensor([0, 1, 2, 0]))])
     torch.testing.assert_close(read(double.reader, double.calib_data).features, x[torch.arange(4), at])
+
+    class Options(Decoder):
+        """Some of a language model's words are the options."""
+
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:
+            return super().forward(x, at)[:, :2]
+
+    with pytest.raises(
+        ValueError, match=r"become the 2 logits, got 'score' with outputs of shape \(4, 7, 3\)"
+    ):
+        DoubleHead(Options(), [((x, at), torch.tensor([0, 1, 1, 0]))], layer="score")
 
 
 def test_a_network_without_a_linear_layer_has_no_features() -> None:
@@ -701,6 +798,36 @@ def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
     other.close()
     assert not any(module._forward_hooks for module in net.modules())
     torch.jit.script(net)
+
+
+@pytest.mark.parametrize("heads", [None, PAPER])
+def test_a_finished_model_keeps_its_hook(heads: Any) -> None:
+    x, y = some_data(120, 1)[:]
+    double = DoubleHead(small_net(), (x, y), heads=heads, every=1)
+    double.step()
+    first, second = double.finish(), double.finish()
+    want = first(x)
+    double.close()
+    double.close()
+    assert torch.equal(first(x), want)
+    first.reader.close()
+    assert torch.equal(second(x), want)
+    second.reader.close()
+    assert not double.network[8]._forward_hooks
+
+
+def test_a_model_in_evaluation_mode_answers_so_while_its_network_is_trained_on() -> None:
+    x, y = some_data(120, 1)[:]
+    net = small_net()
+    model = calibrate(net, (x, y))
+    want, before = model(x), copy.deepcopy(net.state_dict())
+    net.train()
+    assert torch.equal(model(x), want)
+    assert torch.equal(model.heads(x).calib, want)
+    assert net.training
+    assert net[1].training
+    assert_same(before, net.state_dict())
+    assert not torch.equal(model.train()(x), want)  # dropout
 
 
 def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def everything(rank: int, folder: Path) -> None:
-    for work in (train, half_the_work, sharded, several_labels, processes_of_all_kinds):
+    for work in (train, half_the_work, untouched, sharded, several_labels, processes_of_all_kinds):
         work(rank, folder)
         (folder / f"{work.__name__}-{rank}").touch()
 
@@ -84,6 +84,24 @@ def half_the_work(rank: int, folder: Path) -> None:
     for _ in range(3):
         double.step(0.5)
     torch.save(double.bank.state_dict(), folder / f"half-{rank}.pt")
+
+
+def untouched(rank: int, folder: Path) -> None:
+    """BatchNorm's averages too: those of a process that has seen other batches than the first."""
+    states = []
+    for beside in (False, True):
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        double = DoubleHead(model, data(2, 400), follow=optimizer, every=2) if beside else None
+        for step in range(6):
+            x, y = data(10 + step)
+            F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if double is not None:
+                double.step()
+        states.append(model.module.state_dict())
+    assert_same(*states)
 
 
 def calib_loader(rank: int, n: int) -> DataLoader[Any]:
@@ -148,6 +166,6 @@ def several_labels(rank: int, folder: Path) -> None:
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("work", [sharded, several_labels, processes_of_all_kinds])
+@pytest.mark.parametrize("work", [untouched, sharded, several_labels, processes_of_all_kinds])
 def test_what_is_asserted_in_the_processes_holds(work: Any, folder: Path) -> None:
     assert all((folder / f"{work.__name__}-{rank}").exists() for rank in range(2))

@@ -300,6 +300,17 @@ def test_predictions_never_change() -> None:
     assert (out.softmax(1).amax(1) < plain.softmax(1).amax(1) - 1e-3).any()
 
 
+def test_a_guarded_calibration_still_gives_log_probabilities() -> None:
+    net, x = small_net().eval(), torch.rand(120, 3, 8, 8)
+    with torch.no_grad():
+        y = net(x).argmax(1).where(torch.arange(120) % 3 > 0, torch.arange(120) % 4)
+        model = calibrate(net, (x, y))
+        guard = fitted(model)
+        out = guard(5 * x)
+        torch.testing.assert_close(out.exp().sum(1), torch.ones(len(x)))
+        assert (out.exp().amax(1) < model(5 * x).exp().amax(1) - 1e-3).any()
+
+
 def test_before_it_is_fitted_it_does_nothing() -> None:
     net, x = small_net().eval(), torch.rand(4, 3, 8, 8)
     guard = ShiftGuard(net).eval()

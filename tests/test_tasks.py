@@ -452,6 +452,15 @@ def test_pixels_are_calibrated_and_keep_their_form(tmp_path: Path) -> None:
     assert len(again.report((x[700:800], y[700:800]))) == 3  # it still knows which pixels do not count
 
 
+def test_labels_that_do_not_count_are_named() -> None:
+    x, y = torch.randn(4, 3, 6, 6), torch.randint(4, (4, 6, 6))
+    network = nn.Conv2d(3, 4, 1)
+    with pytest.raises(ValueError, match=r"in 0..3 .* where they are not ignore_index = -100, got 0..255"):
+        dh.calibrate(network, (x, torch.where(y == 1, 255, y)))
+    with pytest.raises(ValueError, match="some other than ignore_index = 255, got none in 4 samples"):
+        dh.calibrate(network, (x, torch.full_like(y, 255)), ignore_index=255)
+
+
 def test_heads_learn_beside_pixels() -> None:
     net, x, y = trained_pixels()
     double = dh.DoubleHead(net, (x[100:400], y[100:400]), every=1, ignore_index=255, batch_size=64)

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from doublehead.calibration_data import BATCH_SIZE, ToPair, as_batches, length_of, until_repeated
 from doublehead.calibration_head import CalibrationHead
-from doublehead.network import POSITIONS, Reader, Readings
+from doublehead.network import POSITIONS, Answer, Reader, Readings
 from doublehead.torch_tools import evaluating, from_every_process, n_processes
 
 ROWS_AT_ONCE = 1 << 17  # calibrated together: a large image has more
@@ -47,15 +47,22 @@ class Calibrated(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output with calibrated, normalised log-probabilities in place of its logits."""
-        answer = self.reader.run(args, kwargs, network=self.network)
+        answer = self._run(args, kwargs)
         log_probs = self.calibrated(answer.logits, answer.features, answer.numbers)
         return self.reader.replaced(answer.output, log_probs)
 
     def heads(self, *args: Any, **kwargs: Any) -> Heads:
         """The log-probabilities of the network and the calibrated ones, as rows of classes in every task."""
-        answer = self.reader.run(args, kwargs, network=self.network)
+        answer = self._run(args, kwargs)
         calib = self.calibrated(answer.logits, answer.features, answer.numbers)
         return Heads(answer.logits.float().log_softmax(-1), calib)
+
+    def _run(self, args: Any, kwargs: Any) -> Answer:
+        """The network's answer; in evaluation mode also where the network itself is trained on meanwhile."""
+        if self.training or not self.network.training:
+            return self.reader.run(args, kwargs, network=self.network)
+        with evaluating(self.network):
+            return self.reader.run(args, kwargs, network=self.network)
 
     def calibrated(self, main: Tensor, features: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Calibrated log-probabilities for given logits and features of the network."""

@@ -25,6 +25,7 @@ from doublehead.torch_tools import Randomness
 
 N_FOLDS = 5
 BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
+MIXER = -0x61C8864680B583EB  # odd: 2^64 by the golden ratio, as a signed number
 MAX_AHEAD = 2**17  # numbers of inputs that are taken from memory together, for up to 8 batches
 
 ToPair = Callable[[Any], Any]
@@ -123,9 +124,7 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     >>> [len(y) for x, y in as_batches((torch.randn(5, 3), torch.arange(5)), 2)]
     [2, 2, 1]
     """
-    of_arrays = isinstance(data, (tuple, list)) and all(
-        hasattr(part, "__array__") and hasattr(part, "ndim") for part in data
-    )
+    of_arrays = isinstance(data, (tuple, list)) and all(map(_is_array, data))
     if of_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1:
         arrays = [_as_tensor(part) for part in data]
         if len({len(part) for part in arrays}) > 1:
@@ -139,12 +138,21 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
         return Rows(data.dataset.tensors, data.batch_size, shuffle, drop_last=data.drop_last)
     if isinstance(data, Dataset) and hasattr(data, "__len__"):
         return DataLoader(data, batch_size, shuffle=shuffle)
-    if isinstance(data, (Iterator, str, Tensor, np.ndarray)) or not hasattr(data, "__iter__"):
+    if isinstance(data, (tuple, list)) and len(data) == 2 and not _is_array(data[0]) and _is_array(data[1]):
+        raise TypeError(
+            "a pair of arrays as calibration data must hold the inputs in one array, got them as "
+            f"{type(data[0]).__name__}: give a loader, or a list of batches such as [(inputs, labels)]"
+        )
+    if isinstance(data, (Iterator, str, Tensor, np.ndarray, Mapping)) or not hasattr(data, "__iter__"):
         raise TypeError(
             "calibration data must be a loader, a Dataset or a pair of arrays that can be read again and again, "
             f"got {type(data).__name__}"
         )
     return data  # type: ignore[no-any-return]
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and hasattr(value, "ndim")
 
 
 def _as_tensor(array: Any) -> Tensor:
@@ -289,8 +297,11 @@ def fold_of(batch: Batch) -> Tensor:
     return (((found * 0x9E3779B1) >> 24) & 0xFFFFFF) % N_FOLDS
 
 
-def _hashes(batch: Batch) -> Tensor | None:
-    """(B,) a number for the content of each sample's inputs, the same on any device; None where no input has any."""
+def _hashes(batch: Batch, mixed: bool = False) -> Tensor | None:
+    """(B,) a number for the content of each sample's inputs, the same on any device; None where no input has any.
+
+    Rows of a few different values often share it unless the numbers of its entries are `mixed`.
+    """
     total: Tensor | None = None
     mask = batch.kwargs.get("attention_mask")
     for value in (*batch.args, *(batch.kwargs[key] for key in sorted(batch.kwargs))):
@@ -305,7 +316,10 @@ def _hashes(batch: Batch) -> Tensor | None:
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == keys.shape:
             # tokens, padded to the longest of their batch
             rows, factors = rows * mask, _odd(mask.long().cumsum(1))
-        summed = (rows.long() * factors).sum(1)  # wraps around
+        numbers = rows.long() * factors  # wraps around
+        if mixed:
+            numbers = (numbers ^ (numbers >> 31)) * MIXER
+        summed = numbers.sum(1)
         total = summed if total is None else total + summed
     return total
 
@@ -325,16 +339,23 @@ def _factors(n: int, device: torch.device) -> Tensor:
 def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Iterator[Any]:
     """Batches up to the first of which half or more came before: an endless stream starts over there.
 
+    Where more than a 20th of the samples are repeats before that, as of discrete data, all batches are given.
+
     >>> batch = torch.arange(6.0).view(3, 2), torch.arange(3)
     >>> len(list(until_repeated([batch, batch])))
     1
     """
     seen: set[int] = set()
+    n = n_repeats = last = (
+        0  # samples; repeats before the last batch, in which the stream may have started over
+    )
     for batch in batches:
-        found = _hashes(unpack(batch, torch.device("cpu"), to_pair))
+        found = _hashes(unpack(batch, torch.device("cpu"), to_pair), mixed=True)
         keys = [] if found is None else found.tolist()
-        if 2 * sum(key in seen for key in keys) >= len(keys) > 0:
+        if 2 * sum(key in seen for key in keys) >= len(keys) > 0 and 20 * n_repeats <= n:
             return
+        n, n_repeats = n + len(keys), n_repeats + last
+        last = len(keys) - len(set(keys) - seen)
         seen.update(keys)
         yield batch
 

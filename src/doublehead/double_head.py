@@ -13,13 +13,13 @@ held-back data.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from doublehead.calibrated import Calibrated, in_parts
 from doublehead.calibration_data import BATCH_SIZE, Endless, Ready, Rows, ToPair, as_batches, first_of, unpack
@@ -88,7 +88,8 @@ class DoubleHead:
         clip: float = 1.0,
         seed: int = 0,
     ) -> None:
-        for name, value in (("every", every), ("steps", 1 if steps is None else steps)):
+        counts = {"every": every, "batch_size": batch_size, "steps": 1 if steps is None else steps}
+        for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if isinstance(network, Calibrated) or not isinstance(network, nn.Module):
@@ -188,10 +189,15 @@ class DoubleHead:
         if self.augment is not None:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)
-        with torch.set_grad_enabled(False), evaluating(self.network):  # no_grad is slower
+        network = self.network
+        if isinstance(network, DistributedDataParallel):
+            network = (
+                network.module
+            )  # the wrapper's forward would change the buffers of all processes but the first
+        with torch.set_grad_enabled(False), evaluating(network):  # no_grad is slower
             if self._is_compiled:
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
-            logits, features = self.reader.rows(*self.reader.tap.run(self.network, args, kwargs), at)
+            logits, features = self.reader.rows(*self.reader.tap.run(network, args, kwargs), at)
         return self._progress(progress), logits, features, *known
 
     def _progress(self, given: float | None) -> float:
@@ -242,8 +248,8 @@ class DoubleHead:
             options.pop("alone", None)  # nothing is fitted, so no process needs another
             if options:
                 raise TypeError(f"a single head is used as trained: finish takes no {sorted(options)} then")
-            reader = copy.copy(self.reader)
-            reader.network = unwrapped(self.network)
+            reader = self.reader.again(unwrapped(self.network))
+            self.close()
             return Calibrated(reader.network, self.bank.take(0), reader).eval()
         if not self._is_opinion:
             raise ValueError(

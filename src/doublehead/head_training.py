@@ -137,7 +137,7 @@ class HeadTraining:
             found = (stack.step(step, beta[t], pull[t]) for stack, (beta, pull) in zip(self._stacks, pulls))
             logits, norms, finite = zip(*found)
             fine.append(self.bank.in_order(finite))
-        self._flags.send(torch.stack(fine).flatten(1))
+        self._flags.send(torch.stack(fine).flatten(1) & fit.isfinite().unsqueeze(1))
         self.grad_norms, self.progress = self.bank.in_order(norms).flatten(), progress[-1]
         parts = [_losses(some.log_softmax(1), targets[-1], own[-1]) for some, own in zip(logits, weights)]
         return average_over_processes(self.bank.in_order(parts))

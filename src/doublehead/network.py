@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -32,6 +32,7 @@ from doublehead.torch_tools import device_of, evaluating, n_processes, uncompile
 
 View = Callable[[Any], Any]
 Caught = tuple[Tensor, Tensor]  # the input and the output of a layer
+Run = tuple[str, Tensor]  # the name of a layer and the start of its output
 POSITIONS = 20_000  # of tokens or pixels that are drawn to calibrate on
 PATIENCE = 20  # calibration batches in a row that may fail before no more are tried
 
@@ -108,7 +109,7 @@ class Reader:
                 f"layer must name a module of {type(unwrapped(self.network)).__name__}, got {self.layer!r}; "
                 f"its last linear layers: {near}"
             )
-        self.tap = FeatureTap()
+        self.tap, self._is_closed = FeatureTap(), False
         if self.layer is not None:
             self.tap = FeatureTap.on(self.network, modules[self.layer], self.layer)
 
@@ -138,6 +139,13 @@ class Reader:
                 raise ValueError(f"{name} must be one of {known}, got {given!r}")
         inner = unwrapped(network)
         modules = dict(inner.named_modules())
+        if any(getattr(module, "goes_round_double_head", False) for module in modules.values()):
+            raise ValueError(
+                "network must be without a ShiftGuard, which would count the calibration data: calibrate first, then "
+                "put the guard around the result"
+            )
+        if not len(first.labels):
+            raise ValueError("calibration data must hold at least one sample in its first batch, got none")
         output, run = _watched(inner, modules, first)
         values = find_logits(output, logits_of)
         task = task or recognise_task(values, first.labels)
@@ -151,7 +159,7 @@ class Reader:
             )
         per_row(first, targets, None, folds=False)  # checks the weights
         axis = {"tokens": -1, "binary": None}.get(task, 1)
-        layer = layer or _last_layer(inner, modules, run, 1 if axis is None else values.shape[axis])
+        layer = layer or _last_layer(inner, modules, run, values, 1 if axis is None else values.shape[axis])
         n_labels = values.shape[1] if task == "labels" else None
         form = (outputs or "logits", task, scores.shape[-1], 0, n_labels, ignore_index, logits_of, views)
         made = cls(network, layer, *form)
@@ -219,6 +227,11 @@ class Reader:
             return features.mean((2, 3))
         if features.ndim == 3 and output.ndim == 3 and values.ndim <= 2:
             # (B, T, F), one of T outputs became the logits
+            if output.shape[2] != values.shape[1:].numel():
+                raise ValueError(
+                    f"layer must name one whose outputs become the {values.shape[1:].numel()} logits, got "
+                    f"{self.layer!r} with outputs of shape {tuple(output.shape)}"
+                )
             place = (output == values.reshape(values.shape[0], 1, -1)).all(-1).int().argmax(1)  # (B,)
             return features[torch.arange(place.shape[0], device=place.device), place]
         return features.flatten(1)
@@ -261,21 +274,24 @@ class Reader:
         reservoir = Reservoir(positions if self.task in ("tokens", "pixels") else None)
         inner, iterator, n = unwrapped(self.network), iter(batches), 0
         failed: list[Exception] = []
-        in_a_row = 0
+        in_a_row, n_read = 0, -1
         with evaluating(inner):
             while n < max_samples and in_a_row < PATIENCE:
                 try:
                     raw = next(iterator, None)
                     if raw is None:
                         break
+                    n_read += 1
                     batch = unpack(raw, device_of(inner), to_pair)
                     targets = self.targets(batch.labels)
                     at = reservoir.draw(targets)
                     answer = self.run(batch.args, batch.kwargs, network=inner, at=at)
                     known = per_row(batch, targets, at)
-                    if not bool(torch.isfinite(answer.logits).all()):
+                    bad = ~torch.isfinite(answer.logits)
+                    if bool(bad.any()):
                         raise ValueError(
-                            "the network's logits must be finite, got others for a calibration batch"
+                            f"the network's logits must be finite, got {float(answer.logits[bad][0])} in "
+                            f"{int(bad.any(-1).sum())} of {len(bad)} rows of calibration batch {n_read}, counted from 0"
                         )
                     reservoir.add(*(part.float() for part in answer[1:]), *known)
                     n, in_a_row = n + len(batch.labels), 0
@@ -291,7 +307,12 @@ class Reader:
             warnings.warn(
                 f"{len(failed)} calibration batches were left out, the first for {what}", stacklevel=2
             )
-        return Readings(*reservoir.rows())
+        readings = Readings(*reservoir.rows())
+        if not len(readings.labels):
+            raise ValueError(
+                f"labels must hold some other than ignore_index = {self.ignore_index}, got none in {n} samples"
+            )
+        return readings
 
     def last_layer(self) -> Tensor | None:
         """The weight (K, F) that makes logits of features; None where no linear layer does."""
@@ -299,9 +320,15 @@ class Reader:
         shape = (self.n_classes, self.n_features)
         return layer.weight if isinstance(layer, nn.Linear) and layer.weight.shape == shape else None
 
+    def again(self, network: nn.Module) -> Reader:
+        """The same reader for `network`, which is this one's, perhaps without its wrappers."""
+        return replace(self, network=network)
+
     def close(self) -> None:
-        """Take the hook off the network."""
-        self.tap.remove()
+        """Take the hook off the network, unless another reader uses it; a second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.tap.remove()
 
 
 def per_row(batch: Batch, targets: Tensor, at: Tensor | None, folds: bool = True) -> list[Tensor]:
@@ -380,32 +407,54 @@ class FeatureTap:
 
 
 @torch.no_grad()
-def _watched(inner: nn.Module, modules: Mapping[str, nn.Module], first: Batch) -> tuple[Any, list[str]]:
-    """The network's output for a batch in evaluation mode, and the names of its linear layers in the order run."""
-    run: list[str] = []
+def _watched(inner: nn.Module, modules: Mapping[str, nn.Module], first: Batch) -> tuple[Any, list[Run]]:
+    """The network's output for a batch in evaluation mode, and its linear layers in the order run."""
+    run: list[Run] = []
     handles = [
-        module.register_forward_hook(lambda *_, name=name: run.append(name))
+        module.register_forward_hook(lambda _, __, out, name=name: run.append((name, _start(out))))
         for name, module in modules.items()
         if outputs_of(module)
     ]
     try:
         with evaluating(inner):
             return inner(*first.args, **first.kwargs), run
+    except Exception as error:
+        parts = [*first.args, *(f"{name}=" + _form(part) for name, part in first.kwargs.items())]
+        inputs = ", ".join(part if isinstance(part, str) else _form(part) for part in parts)
+        raise RuntimeError(
+            f"the network must run on the inputs of a calibration batch, got {type(error).__name__} for {inputs}: "
+            f"{error}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
 
 
+def _start(values: Tensor) -> Tensor:
+    """A few entries, which tell one layer's outputs from another's."""
+    return values.flatten()[:256].float()
+
+
+def _form(value: Any) -> str:
+    """What a part of the inputs is, for a message."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def _last_layer(
-    inner: nn.Module, modules: Mapping[str, nn.Module], run: Sequence[str], n_outputs: int
+    inner: nn.Module, modules: Mapping[str, nn.Module], run: Sequence[Run], values: Tensor, n_outputs: int
 ) -> str | None:
-    """The layer that gives the logits: timm's own statement, or the last one run with as many outputs."""
+    """The layer that gives the logits `values`.
+
+    It is the one that timm states; or of those with as many outputs the last one run whose output they are, as in a
+    network with several heads; or the last of all those.
+    """
     get_classifier: Any = getattr(inner, "get_classifier", None)
     stated = get_classifier() if get_classifier else None
-    for name in reversed(run):
-        if modules[name] is stated:
-            return name
-    return next((name for name in reversed(run) if outputs_of(modules[name]) == n_outputs), None)
+    fitting = [(name, start) for name, start in run if outputs_of(modules[name]) == n_outputs]
+    names = [name for name, _ in run if modules[name] is stated]
+    names = names or [name for name, start in fitting if torch.equal(start, _start(values))]
+    names = names or [name for name, _ in fitting]
+    return names[-1] if names else None
 
 
 def outputs_of(layer: nn.Module) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import as_batches, unpack
 from doublehead.guard import RATE, WINDOW, Guard, Observed, Shift
 from doublehead.tasks import find_logits, with_logits
@@ -42,7 +43,7 @@ class ShiftGuard(nn.Module):
     (torch.Size([32, 4]), True)
     """
 
-    goes_round_double_head = True  # a DoubleHead refuses a model with one inside
+    goes_round_double_head = True  # calibrate and DoubleHead refuse a model with one inside
 
     def __init__(
         self,
@@ -73,11 +74,17 @@ class ShiftGuard(nn.Module):
         self.guard.reset()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; in evaluation mode with its logits scaled by the guard."""
+        """What the model returns; in evaluation mode with its logits scaled by the guard.
+
+        Those of a `Calibrated` stay normalised log-probabilities.
+        """
         if self.training:
             return self.model(*args, **kwargs)
         output, logits, stages = self._run(self.model, args, kwargs)
-        return with_logits(output, self.guard(stages, logits))
+        scaled: Tensor = self.guard(stages, logits)
+        if isinstance(uncompiled(self.model), Calibrated):
+            scaled = scaled.log_softmax(-1)
+        return with_logits(output, scaled)
 
     def _run(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[Any, Tensor, Tensor]:
         """The model's output, its logits (B, K) and stages (B, S)."""

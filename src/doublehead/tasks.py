@@ -25,7 +25,7 @@ from torch.nn.functional import one_hot
 LogitsOf = Callable[[Any], Tensor]
 Outputs = Literal["logits", "log_probs", "probs"]
 Task = Literal["classes", "binary", "labels", "tokens", "pixels"]
-TOLERANCE = 1e-3  # by which rows of probabilities may miss a sum of 1: bfloat16 rounds to 4e-3 of each entry
+TOLERANCE = 1e-3  # by which rows of probabilities may miss a sum of 1
 IGNORE_INDEX = -100  # the label of positions that do not count, as in torch's cross entropy
 SUPPORTED = (
     "supported are classes: logits (B, K) with labels (B,) or rows of probabilities (B, K), one logit (B,) or (B, 1) "
@@ -48,7 +48,8 @@ def recognise(values: Tensor, task: Task = "classes") -> Outputs:
             )
         return "logits"
     rows = rows.movedim(1, -1) if task == "pixels" else rows
-    if bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < TOLERANCE).all()):
+    rounding = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0  # bfloat16: 8e-3
+    if bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < max(TOLERANCE, rounding / 2)).all()):
         return "probs"
     if bool((rows <= 0).all()) and bool((rows.logsumexp(-1).abs() < TOLERANCE).all()):
         return "log_probs"
@@ -154,9 +155,10 @@ def targets_of(
     if check and counted.numel():
         low, high = int(counted.min()), int(counted.max())
         if low < 0 or high >= n_classes:
+            ignored = f" where they are not ignore_index = {ignore_index}" if counted is not labels else ""
             raise ValueError(
-                f"labels must lie in 0..{n_classes - 1} for a network with {n_classes} classes, got {low}..{high}; "
-                f"{SUPPORTED}"
+                f"labels must lie in 0..{n_classes - 1} for a network with {n_classes} classes{ignored}, got "
+                f"{low}..{high}; {SUPPORTED}"
             )
     return labels
 
