@@ -107,6 +107,7 @@ def test_folder_of_npz_and_names_that_collide(folder: Path) -> None:
         made(1.0).save(folder / place / "y.npz")
     run("a")
     assert list(methods_of("report.html")) == ["x", "y"]
+    assert "a/x.npz has no column 'site', it has" in run("a", "--by", "site", code=2)
     run("a", "b")
     assert list(methods_of("report.html")) == ["a/x", "a/y", "b/x", "b/y"]
     run("a/x.npz", "b/x.npz", "third=b/y.npz")
