@@ -237,11 +237,11 @@ def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, 
         old, new = _answers(chunk.scores, repair, repair.kind), _answers(probs, repair, "probs")
         changed += int((old != new).any(1).sum())
         if isinstance(known := chunk.predictions, Predictions):
-            labels, weights = known.labels, known.weights
             if repair.layout.independent:
-                fixed = Predictions.from_binary(probs.flatten(), labels, weights, are_probs=True)
+                fixed = Predictions.from_binary(probs.flatten(), known.labels, are_probs=True)
             else:
-                fixed = Predictions.from_probs(probs, labels, weights)
+                fixed = Predictions.from_probs(probs, known.labels)
+            fixed.weights = known.weights  # of these rows all may be 0
             for p, (drawn, tallies) in zip((known, fixed), sides.values()):
                 tallies[:] = [Tally.of(p, n_bins, chunk.groups, onto=tallies[0] if tallies else None)]
                 drawn.add(Outcomes.of(p))

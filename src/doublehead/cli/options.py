@@ -76,7 +76,7 @@ def how_to_read(
     return {
         "kind": "logits" if logits else "probs" if probs else None,
         "label": label,
-        "scores": None if scores is None else [name.strip() for name in scores.split(",") if name.strip()],
+        "scores": scores,
         "weights": weights,
         "base": label_base,
         "tolerance": tolerance,

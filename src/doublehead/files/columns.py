@@ -78,7 +78,7 @@ class Given(NamedTuple):
     kind: Kind | None = None
     label: str | None = None
     labels: tuple[str, ...] = ()
-    scores: Sequence[str] | None = None
+    scores: str | Sequence[str] | None = None
     base: int | None = None
     taken: Sequence[str] = ()  # columns that are no scores
     label_needed: bool = True
@@ -118,7 +118,7 @@ def choose_layout(columns: Mapping[str, str], where: str, given: Given) -> Layou
     left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *given.taken)}
     layout = Layout(label, (), (), 0, guesses, labels=labels, independent=independent)
     if given.scores is not None:
-        names = named_columns(given.scores, left, where, "scores")
+        names = named_columns(split_names(given.scores, left), left, where, "scores")
         layout = with_scores(layout, names, given.base, told=False)
     else:
         names = _guess_scores(left, where, kind)
@@ -154,7 +154,7 @@ def label_columns(
     """The label column, or several of them; neither where several are named, not needed and missing."""
     if label is None or (isinstance(label, str) and (label in columns or not set(label) & set("*?,"))):
         return label, ()
-    names = [name.strip() for name in label.split(",")] if isinstance(label, str) else label
+    names = split_names(label, columns)
     try:
         found = named_columns(names, columns, where, "labels")
     except TableError:
@@ -162,6 +162,13 @@ def label_columns(
             raise
         return None, ()
     return (found[0], ()) if len(found) == 1 else (None, found)
+
+
+def split_names(names: str | Sequence[str], columns: Mapping[str, str]) -> Sequence[str]:
+    """Names that may be one text, separated by commas unless it is the name of a column itself."""
+    if not isinstance(names, str):
+        return names
+    return [names] if names in columns else [name.strip() for name in names.split(",")]
 
 
 def plain(name: str) -> str:
@@ -214,22 +221,24 @@ def named_columns(names: Sequence[str], columns: Mapping[str, str], where: str, 
         if not matches:
             raise TableError(f"{where} has no column {name!r} for the {what}, it has {listed(columns)}")
         found += matches
+    if not found:
+        raise TableError(f"{what} must name at least one column, got none")
     return tuple(dict.fromkeys(found))
 
 
 def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tuple[str, ...] | None:
     """The columns whose names mark them as scores (logit_0, cat_prob, ... or lists of numbers), None without such."""
     known = PREFIXES[kind]
-    matrices = [name for name, holds in columns.items() if holds == "matrix"]
-    fitting = [name for name in matrices if name.lower() in known] or matrices
-    if len(fitting) == 1:
-        return (fitting[0],)
+    lists = {name.lower(): (name,) for name, holds in columns.items() if holds == "matrix"}
+    if len(lists) == 1:
+        return next(iter(lists.values()))
     classes: dict[str, dict[str, str]] = {}  # by prefix and column
     for name in columns:
         prefix, of_class = split_score(name, kind)
         if of_class is not None:
             classes.setdefault(prefix, {})[name] = of_class
-    numbered, named = {}, {}
+    numbered: dict[str, tuple[str, ...]] = {}
+    named: dict[str, tuple[str, ...]] = {}
     for prefix, found in classes.items():
         numbers = {name: int(text) for name, text in found.items() if WHOLE.fullmatch(text)}
         if _consecutive(numbers.values()):
@@ -237,7 +246,7 @@ def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tu
         others = [name for name in found if prefix not in numbered or name not in numbers]
         if len(others) >= 2 and prefix:
             named[prefix] = tuple(others)
-    for family in (numbered, named):
+    for family in (lists, numbered, named):
         # one that says what it holds goes before "score_0", "class_0" or a bare number
         prefixes = [p for p in known if p in family and p not in SCORES] or [p for p in known if p in family]
         if len(prefixes) > 1:
@@ -256,8 +265,18 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
         return family
     decimal = [name for name, holds in columns.items() if holds == "number"]
     single = [name for name in decimal if name.lower().rstrip("_1") in known[:-1]]
+    if not decimal:  # percentages, or 0 and 1 alone
+        single = [
+            name for name, holds in columns.items() if holds == "whole" and name.lower() in (*LOGITS, *PROBS)
+        ]
     if len(decimal) == 1 and split_score(decimal[0], kind)[0] in (*LOGITS, *PROBS):
         single = decimal  # prob_yes
+        of_class = split_score(decimal[0], kind)[1] or "1"
+        if WHOLE.fullmatch(of_class) and int(of_class) != 1:
+            raise TableError(
+                f"{where} has one score column, {decimal[0]!r}, and a single score must be that of class 1: name the "
+                "columns of all classes with --scores"
+            )
     if len(single) == 1:
         return (single[0],)
     if len(decimal) >= 2:  # whole numbers between them are scores too: zeros alone are written as 0
@@ -346,7 +365,7 @@ def listed(columns: Mapping[str, str]) -> str:
     """The names of the columns, the first ten where there are many."""
     names = [quoted(name) for name in columns]
     few = names if len(names) <= 12 else [*names[:10], f"... ({len(names)} columns)"]
-    return ", ".join(few) or "no columns"
+    return ", ".join(few) or "no other columns"
 
 
 def quoted(name: str) -> str:

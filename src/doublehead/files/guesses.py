@@ -136,7 +136,7 @@ def _one_of_each(batch: Batch, layout: Layout, kind: Kind | None, tolerance: flo
         return layout
     if kind != "logits" and recognise(batch.scores, tolerance) not in ("probabilities", "log-probabilities"):
         return layout
-    guesses = (*layout.guesses, "one-hot labels")
+    guesses = (*(guess.replace(" labels)", " classes)") for guess in layout.guesses), "one-hot labels")
     return replace(layout, independent=False, one_hot=True, guesses=guesses)
 
 
@@ -196,10 +196,8 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     found = recognise(scores[usual] if usual.mean() > 0.9 else scores, tolerance) if several else ""
     if found == "probabilities":
         return "probs", "rows sum to 1"
-    for kind, names in NAMED.items():
-        if all(
-            columns.split_score(name, kind)[0] in names or name.lower() in names for name in layout.scores
-        ):
+    for kind in NAMED:
+        if all(_states(name, kind) for name in layout.scores):
             return kind, CALLED
     if found == "log-probabilities":
         return "logits", found
@@ -220,15 +218,24 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
 
 def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     """Refuse guessed columns that are called the other kind than was stated: prob_0, ... stated as logits."""
-    other = "probs" if kind == "logits" else "logits"
-    if layout.top_only or not all(column.lower().startswith(other[:-1]) for column in layout.scores):
+    other: Kind = "probs" if kind == "logits" else "logits"
+    called = [
+        column for column in layout.scores if column.lower().startswith(other[:-1]) and _states(column, other)
+    ]
+    if layout.top_only or not called:
         return
-    named = f"--{kind} --scores '{layout.scores[0][: len(other)]}*'"
+    named = f"--{kind} --scores '{called[0][: len(other)]}*'"
     if why and why != CALLED:
         does = f"but {why}: give {named} if they hold {kind}"
     else:
         does = f"but --{kind} was given: give --{other} ({other}:FILE in a report), or {named} if they hold {kind}"
-    raise TableError(f"{name} has columns such as {layout.scores[0]!r}, {does}")
+    raise TableError(f"{name} has columns such as {called[0]!r}, {does}")
+
+
+def _states(column: str, kind: Kind) -> bool:
+    """Whether a column is called what holds this kind: logit_0, cat_prob, probs."""
+    prefix, of_class = columns.split_score(column, kind)
+    return column.lower() in NAMED[kind] or (of_class is not None and prefix in NAMED[kind])
 
 
 def _without_others(batch: Batch, layout: Layout, kind: Kind | None, tolerance: float) -> Layout:

@@ -108,8 +108,10 @@ class ArraysReader(Reader):
 
     def _read(self, wanted: Wanted) -> Iterator[Raw]:
         for name in wanted.scores:
-            if self.arrays[name].dtype.kind not in "fiub":
-                raise TableError(f"{self.source}: {name!r} must hold numbers, got {self.arrays[name].dtype}")
+            found = self.arrays[name]
+            if found.dtype.kind not in "fiub" or found.ndim > 2:
+                got = f"{found.dtype} of shape {found.shape}"
+                raise TableError(f"{self.source}: {name!r} must hold numbers (N,) or (N, K), got {got}")
         n = next(iter(self.arrays.values())).shape[0]
         for first in range(0, n, wanted.rows):
             last = min(n, first + wanted.rows)
@@ -355,12 +357,13 @@ def to_numpy(column: Any) -> Array:
 
 
 def _matrix(column: Any) -> Array:
-    """(B, K) from lists of K numbers; rows of another length or a missing list become nan."""
+    """(B, K) from lists of K numbers; rows of another length than most, or a missing list, become nan."""
     lengths = (
         require("pyarrow.compute", extra="tables").list_value_length(column).to_numpy(zero_copy_only=False)
     )
     values = to_numpy(column.flatten())
-    width = int(np.nanmax(lengths)) if len(lengths) else 0
+    found, counts = np.unique(np.nan_to_num(lengths), return_counts=True)
+    width = int(max(zip(counts, found))[1]) if len(found) else 0
     if not np.array_equal(lengths, np.full(len(lengths), width)):
         rows = [
             row if row is not None and len(row) == width else [np.nan] * width for row in column.to_pylist()
