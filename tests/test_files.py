@@ -133,13 +133,18 @@ def test_labels_from_a_base_on_and_a_binary_score_in_an_array(tmp_path: Path) ->
     assert read_predictions(tmp_path / "b.npz").load().logits.tolist() == [[0.0, 2.0], [0.0, -1.0]]
 
 
-def test_where_and_by(tmp_path: Path) -> None:
+def test_where_and_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {**columns(), "site": ["A", None, "A", "B"], "month": [1, 1, 2, 2]}
     file = as_parquet(tmp_path / "a.parquet", table)
     for where, wanted in (({"site": "A"}, [0, 2]), ({"site": "A", "month": "2"}, [2])):
         assert read_predictions(file, kind="logits", where=where).load().labels.tolist() == wanted
     groups = read_predictions(file, kind="logits", by="site").tally().groups
     assert {name: tally.n for name, tally in groups.items()} == {"A": 2, "B": 1, "(missing)": 1}
+    rows = ["0,0.25,0.75,007"] * 30 + ["1,0.25,0.75,A1"]
+    codes = write_csv(tmp_path / "codes.csv", "label,prob_0,prob_1,site", *rows)
+    monkeypatch.setattr(formats, "BLOCK", 100)  # codes that look like whole numbers at first
+    groups = read_predictions(codes, by="site").tally().groups
+    assert {name: tally.n for name, tally in groups.items()} == {"007": 30, "A1": 1}
     said = "none of the 4 rows of .* has site=C; the values there are .*A, B"
     refused(said, file, kind="logits", where={"site": "C"})
 
@@ -163,6 +168,20 @@ def test_rows_and_groups_without_weight_do_not_count(tmp_path: Path, monkeypatch
     assert read_predictions(file, weights="size").load().weights.tolist() == table["size"]
     with pytest.raises(ValueError, match="weights must be above 0 for some sample, got 0 for all"):
         evaluate(file, weights="size", where={"part": "0"})
+
+
+def test_objects_whose_other_values_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "BLOCK", 100)
+    rows: list[dict[str, Any]] = [{"label": i % 2, "probs": {"0": i % 2, "1": 1 - i % 2}} for i in range(12)]
+    rows += [{"label": 1, "probs": {"0": 0.25, "1": 0.75}, "note": "late"}]
+    others = ["x", 1, None, [1, {}], 2**70]
+    rows = [{**row, "id": i if i < 9 else f"x{i}", "other": others[i % 5]} for i, row in enumerate(rows)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_predictions(file, label="label").load().probs[-1].tolist() == [0.25, 0.75]
+    refused("column 'id' must hold one kind of values, got number and string", file, label="label", by="id")
+    (tmp_path / "b.jsonl").write_text("[0.5, 0.5]\n[1]\n")
+    refused("b.jsonl cannot be read as jsonl", tmp_path / "b.jsonl")
 
 
 def test_scores_are_named_as_a_list_or_as_one_text(tmp_path: Path) -> None:
@@ -662,13 +681,13 @@ def wide_lines(scores: Any, texts: list[str]) -> list[str]:
     return [header, *(",".join([text, *map(str, row), str(i), "ab"[i % 2]]) for text, row, i in rows)]
 
 
-@pytest.mark.parametrize("case", ["plain", "windows", "zipped", "quotes", "line break in quotes"])
+@pytest.mark.parametrize("case", ["plain", "windows", "mac", "zipped", "quotes", "line break in quotes"])
 def test_wide_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "WIDE_BLOCK", 1 << 15)  # so that there are several
     scores = np.random.default_rng(0).normal(size=(12, 2000)).round(4)
     odd = {"quotes": '"x, y"', "line break in quotes": '"x\ny"'}.get(case, "")
     text = "\n".join(wide_lines(scores, ["t"] * 9 + [odd] + ["t"] * 2)) + "\n"
-    content = text.replace("\n", "\r\n").encode() if case == "windows" else text.encode()
+    content = text.replace("\n", {"windows": "\r\n", "mac": "\r"}.get(case, "\n")).encode()
     file = tmp_path / "a.csv"
     file.write_bytes(gzip.compress(content) if case == "zipped" else content)
     table = read_predictions(file, by="site", extra=["text"])

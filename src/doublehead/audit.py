@@ -339,7 +339,8 @@ def read_table(data: Data, kind: Kind | None, labels: Any = None, **reading: Any
         if isinstance(data, str):
             data, kind = split_kind(data, kind)
         sources = find_sources(data if isinstance(data, list) else [data])
-        return read_predictions(sources, kind=open_source(sources[0]).states or kind, label=labels, **reading)
+        kind = kind and (open_source(sources[0]).states or kind)
+        return read_predictions(sources, kind=kind, label=labels, **reading)
     names = [str(name) for name in data.columns]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise TableError(f"the DataFrame has more than one column called {repeated[0]!r}")

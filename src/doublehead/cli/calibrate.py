@@ -161,7 +161,7 @@ def _with_classes(table: PredictionTable, classes: Sequence[str], fitted: str) -
     ours, theirs = ({name.casefold(): name for name in names} for names in (classes, layout.classes))
     if {*ours} == {*theirs} and len(ours) == len(classes) == len(layout.scores) == len(theirs):
         columns = dict(zip(map(str.casefold, layout.classes), layout.scores))
-        return replace(table, layout=with_scores(layout, tuple(columns[name] for name in ours), told=False))
+        return replace(table, layout=with_scores(layout, tuple(columns[name] for name in ours)))
     difference = [
         f"{what} {', '.join([name for key, name in one.items() if key not in other][:5])}"
         for what, one, other in (("lacks", ours, theirs), ("also has", theirs, ours))

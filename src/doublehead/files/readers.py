@@ -60,6 +60,7 @@ class Wanted(NamedTuple):
     others: Sequence[str]
     rows: int
     keep: bool = False  # the Arrow batches have every column
+    texts: Sequence[str] = ()  # of the others, those that are names, though the first may be whole numbers
 
 
 class Reader:

@@ -156,7 +156,8 @@ class PredictionTable:
         if reader.columns[self.layout.scores[0]] == "matrix":
             width = 1000  # not known before reading; enough for small chunks of wide rows
         rows = min(max(1, CHUNK_ENTRIES // width), MAX_ROWS)
-        return reader.batches(Wanted(self.layout.scores, list(dict.fromkeys(others)), rows, keep))
+        texts = [name for name in (self.by, *self.where) if name is not None]
+        return reader.batches(Wanted(self.layout.scores, list(dict.fromkeys(others)), rows, keep, texts))
 
     def _chunk(self, batch: Batch) -> Chunk:
         layout = self.layout
@@ -285,7 +286,7 @@ def read_predictions(
     layout = columns.choose_layout(reader.columns, str(reader.source), given)
     if reader.classes and not layout.classes:
         layout = columns.with_classes(layout, reader.classes, base)
-    layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
+    layout = replace(layout, notes=reader.guesses)
     if scores is None and stated is not None:
         guesses.check_names(layout, stated, "", str(reader.source))
     guesses.check_groups(layout, [*where, *filter(None, [by])])
