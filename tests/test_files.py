@@ -226,6 +226,10 @@ def test_an_empty_file_of_a_folder_does_not_describe_it(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", "label,cat,dog")
     write_csv(tmp_path / "b.csv", "label,cat,dog", "cat,0.25,0.75")
     assert len(read_predictions(tmp_path).load()) == 1
+    (tmp_path / "c.csv").write_text("label,cat,dog")  # without a line break
+    (tmp_path / "d.csv").write_text("label,cat,dog\n\ndog,0.5,0.5\n")
+    assert len(read_predictions(tmp_path).load()) == 2
+    assert len(read_predictions([tmp_path / name for name in ("d.csv", "c.csv")]).load()) == 1
 
 
 def test_probabilities_a_rounding_error_outside_are_certain_and_clipped(tmp_path: Path) -> None:

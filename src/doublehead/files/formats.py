@@ -70,7 +70,7 @@ class CsvReader(TableReader):
             self.has_bom = start.startswith(BOM) or self._encoding != "utf8"
             text = start.decode(self._encoding, errors="ignore").removeprefix("\ufeff")
             self.before = text[: len(text) - len(text.lstrip("\r\n"))].count("\n")  # lines above the header
-            lines = re.split(r"\r\n?|\n", text.lstrip("\r\n"), maxsplit=3)[:3]
+            lines = re.split(r"[\r\n]+", text.lstrip("\r\n"), maxsplit=3)[:3]
             if lines[0].lower().startswith("sep="):  # as Excel writes it
                 self.before, lines = self.before + 1, lines[1:]
             lines = lines[:2] or [""]
@@ -106,6 +106,8 @@ class CsvReader(TableReader):
         """The names of the columns, and their types by the beginning of the text."""
         number = self._arrow.float64()
         names = self._names or next(csv.reader(lines[:1], delimiter=self.delimiter), [])
+        if self.empty:  # Arrow refuses a header without a line break
+            return names, [self._arrow.string()] * len(names)
         first = lines[-1].split(self.delimiter)
         places = [i for i, cell in enumerate(first) if DECIMAL.fullmatch(cell.strip())]
         if len(set(names)) == len(names) == len(first) >= WIDE and len(places) > 1:
@@ -159,6 +161,8 @@ class CsvReader(TableReader):
         return cells if padded and '"' not in lines[0] else None
 
     def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
+        if self.empty:
+            return
         types = self._types(self.columns, wanted)
         with (
             reading(self.source, self.names, self.header + self.before),
