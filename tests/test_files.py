@@ -180,8 +180,14 @@ def test_objects_whose_other_values_change(tmp_path: Path, monkeypatch: pytest.M
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_predictions(file, label="label").load().probs[-1].tolist() == [0.25, 0.75]
     refused("column 'id' must hold one kind of values, got number and string", file, label="label", by="id")
-    (tmp_path / "b.jsonl").write_text("[0.5, 0.5]\n[1]\n")
-    refused("b.jsonl cannot be read as jsonl", tmp_path / "b.jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"label": 1, "pro')
+    refused('a.jsonl, line 14 must be a JSON object, got \'."label": 1, "pro\'', file, label="label")
+    (tmp_path / "none.json").write_text("[]")
+    refused("none.json has no rows", tmp_path / "none.json")
+    (tmp_path / "one.json").write_text('{"label": 1, "probs": [0.25, 0.75]}')
+    assert len(read_predictions([tmp_path / "one.json", tmp_path / "none.json"]).load()) == 1
+    (tmp_path / "b.jsonl").write_text('"[0.5, 0.5]"\n[1]\n')
+    refused("b.jsonl, line 1 must be a JSON object, got .*0.5, 0.5", tmp_path / "b.jsonl")
 
 
 def test_scores_are_named_as_a_list_or_as_one_text(tmp_path: Path) -> None:

@@ -44,9 +44,8 @@ def open_source(source: Source) -> Reader:
     if suffix in CSV:
         return CsvReader(source, zipped)
     if suffix in JSON_LINES:
-        with reading(source):
-            answers = holds_answers(source.path)
-        return readers.AnswersReader(source) if answers else JsonReader(source, zipped)
+        reader = JsonReader(source, zipped)
+        return readers.AnswersReader(source, reader.rows) if reader.holds_answers else reader
     binary: dict[str, Callable[[Source], Reader]] = {
         ".parquet": readers.ParquetReader,
         ".npz": readers.NpzReader,
@@ -114,7 +113,11 @@ class CsvReader(TableReader):
             # all numbers from the first to the last decimal one: zeros may be written as 0
             scores = range(places[0], places[-1] + 1)
             types = {names[i]: number for i in scores if NUMBER.fullmatch(first[i].strip())}
-            types |= self._other_types(names, types, text)
+            if rest := [name for name in names if name not in types]:
+                with self._reader(
+                    {}, block, rest
+                ) as reader:  # Arrow needs kilobytes for each column it looks at
+                    types |= dict(zip(reader.schema.names, reader.schema.types))
             return names, [types[name] for name in names]
         with self._reader({}, block) as reader:
             names, kinds = reader.schema.names, reader.schema.types
@@ -125,18 +128,6 @@ class CsvReader(TableReader):
             except ValueError as error:
                 self.mixed = mixed[0], explain(str(error), self.source, names, self.header + self.before)
         return names, kinds
-
-    def _other_types(self, names: list[str], types: dict[str, Any], text: str) -> dict[str, Any]:
-        """The types of the columns that have none yet; Arrow sees them alone: it needs kilobytes for each column."""
-        rest = [i for i, name in enumerate(names) if name not in types]
-        if not rest:
-            return {}
-        lines, cut = text.splitlines(), io.StringIO()
-        whole = lines[self.header : max(len(lines) - 1, self.header + 1)]
-        rows = (row for row in csv.reader(whole, delimiter=self.delimiter) if len(row) == len(names))
-        csv.writer(cut, delimiter=self.delimiter).writerows([row[i] for i in rest] for row in rows)
-        batch = self._parsed(cut.getvalue().encode(), [names[i] for i in rest], {})
-        return {names[i]: batch.column(names[i]).type for i in rest}
 
     def _header(self, lines: list[str]) -> list[str] | None:
         """Names for the columns where the file has none or one too few, or where its own are padded; else None."""
@@ -161,8 +152,6 @@ class CsvReader(TableReader):
         return cells if padded and '"' not in lines[0] else None
 
     def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
-        if self.empty:
-            return
         types = self._types(self.columns, wanted)
         with (
             reading(self.source, self.names, self.header + self.before),
@@ -277,15 +266,22 @@ class JsonReader(TableReader):
             with self._open()[1] as stream:
                 self.is_list = stream.read(BLOCK).lstrip().startswith(b"[")
             first = next(self._blocks(), (b"", 0))[0]
-            self._schema = self._arrow.schema(self._fields([*_objects(first)]))
+            rows = [*_objects(first, source)]
+            self.empty, self.columns = not rows, {}
+            self.holds_answers = bool(rows) and holds_answers(rows[0])
+            if self.holds_answers or self.empty:  # answers are read from `rows`: each has columns of its own
+                return
+            self._schema = self._arrow.schema(self._fields(rows))
             flat = self._flat(self._parsed(first, self._schema)).schema
             self._describe(flat.names, flat.types)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The objects as Python reads them."""
+        n_lines = 0
         with reading(self.source):
             for block, _ in self._blocks():
-                yield from _objects(block)
+                yield from _objects(block, self.source, n_lines)
+                n_lines += block.count(b"\n")
 
     def _fields(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Names and types of what the first rows hold; what has values of several kinds is left out."""
@@ -305,9 +301,16 @@ class JsonReader(TableReader):
             field.with_type(self._decimal(field.type)) if holds(field, wanted.scores) else field
             for field in fields
         ]
+        schema, n_lines = self._arrow.schema(fields), 0
         with reading(self.source):
             for block, done in self._blocks():
-                table = self._flat(self._parsed(block, self._arrow.schema(fields)))
+                try:
+                    table = self._flat(self._parsed(block, schema))
+                except self._arrow.ArrowInvalid:
+                    for _ in _objects(block, self.source, n_lines):  # names the line where one is damaged
+                        pass
+                    raise
+                n_lines += block.count(b"\n")
                 for batch in table.select(names).combine_chunks().to_batches(max_chunksize=wanted.rows):
                     yield batch, done
 
@@ -371,12 +374,17 @@ def _encoding(start: bytes, source: Source) -> str:
     return "utf8"
 
 
-def _objects(block: bytes) -> Iterator[dict[str, Any]]:
-    for line in io.BytesIO(block):
+def _objects(block: bytes, source: Source, n_before: int = 0) -> Iterator[dict[str, Any]]:
+    """The objects in lines of JSON; errors name the line, of which `n_before` come before these."""
+    for i, line in enumerate(io.BytesIO(block), n_before + 1):
         if line.strip():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
             if not isinstance(row, dict):
-                raise ValueError(f"a line must be an object, got {line.decode()[:80]!r}")
+                got = line.strip()[:80].decode(errors="replace")
+                raise TableError(f"{source}, line {i} must be a JSON object, got {got!r}")
             yield row
 
 

@@ -73,7 +73,7 @@ class Reader:
     scores: tuple[str, ...] | None = None  # the score columns where the file itself names them
     guesses: tuple[str, ...] = ()  # about the file as a whole
     mixed: tuple[str, str] | None = None  # a column that begins with decimal numbers but holds text; where
-    empty: bool = False  # a header and no rows
+    empty: bool = False  # no rows, and maybe a header
     classes: tuple[str, ...] = ()  # their names where the file lists them
 
     def __init__(self, source: Source) -> None:
@@ -83,7 +83,7 @@ class Reader:
     def batches(self, wanted: Wanted) -> Generator[Batch, None, None]:
         """One after the other."""
         first = self.first_row
-        for raw in self._read(wanted):
+        for raw in () if self.empty else self._read(wanted):
             n = len(raw[0])
             yield Batch(self.source, np.arange(first, first + n) + 1, *raw)
             first += n
@@ -181,11 +181,10 @@ class AnswersReader(ArraysReader):
 
     states: Kind | None = "logits"
 
-    def __init__(self, source: Source) -> None:
-        with reading(source):
-            arrays = read_answers(source.path)
-        super().__init__(source, arrays)
-        self.scores = tuple(name for name in arrays if arrays[name].dtype.kind == "f")
+    def __init__(self, source: Source, rows: Callable[[], Iterator[dict[str, Any]]]) -> None:
+        self.rows = rows
+        super().__init__(source, read_answers(rows(), str(source)))
+        self.scores = tuple(name for name, kind in self.columns.items() if kind == "number")
 
 
 def excel_reader(source: Source) -> ArraysReader:

@@ -150,10 +150,10 @@ class PredictionTable:
         """Batches of the columns that matter; every file must have them."""
         others = [*self.layout.others, *filter(None, (self.by, self.weights)), *self.where, *self.extra]
         for name in (*self.layout.scores, *others):
-            if name not in reader.columns:
+            if name not in reader.columns and not reader.empty:
                 raise TableError(f"{reader.source} has no column {name!r}, which {self.sources[0]} has")
         width = max(len(self.layout.scores), 2)
-        if reader.columns[self.layout.scores[0]] == "matrix":
+        if reader.columns.get(self.layout.scores[0]) == "matrix":
             width = 1000  # not known before reading; enough for small chunks of wide rows
         rows = min(max(1, CHUNK_ENTRIES // width), MAX_ROWS)
         texts = [name for name in (self.by, *self.where) if name is not None]

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from doublehead.files.formats import BOM, JsonReader
-from doublehead.files.readers import NpzReader
+from doublehead.files.readers import AnswersReader, NpzReader
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
-from doublehead.llm_answers import holds_answers, write_answers
 from doublehead.system import require
 
 Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
@@ -113,9 +112,6 @@ def _write_source(
         _write_arrays(one, target, pairs)
     elif suffix in (".parquet", *ARROW):
         _write_table(one, target, pairs, suffix)
-    elif suffix in JSON_LINES and holds_answers(source.path):
-        probs = torch.cat([probs for _, probs in pairs]).numpy()
-        write_answers(source.path, target, table.layout.scores, probs)
     else:
         (_write_json if suffix in JSON_LINES else _write_csv)(one, target, pairs)
 
@@ -135,16 +131,18 @@ def _write_csv(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk
 
 
 def _write_json(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
-    """The objects of the file with other scores, in their places."""
+    """The objects of the file with other scores, in their places; answers have them as `probs`."""
     reader, names = table.reader, table.layout.scores
-    assert isinstance(reader, JsonReader)
+    assert isinstance(reader, JsonReader | AnswersReader)
     rows = reader.rows()
     with _text_file(target) as file:
         for chunk, probs in pairs:
             lists = chunk.batch.scores.shape[1] > len(names)
             for values, row in zip(_columns(table, probs).tolist(), rows):
                 found = {names[0]: values} if lists else dict(zip(names, values))
-                file.write(json.dumps(_with_scores(row, found, table)).encode() + b"\n")
+                answer = isinstance(reader, AnswersReader)
+                new = {**row, "probs": found} if answer else _with_scores(row, found, table)
+                file.write(json.dumps(new).encode() + b"\n")
 
 
 def _with_scores(
