@@ -134,35 +134,38 @@ def _write_json(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chun
     """The objects of the file with other scores, in their places; answers have them as `probs`."""
     reader, names = table.reader, table.layout.scores
     assert isinstance(reader, JsonReader | AnswersReader)
-    rows = reader.rows()
+    rows, answers = reader.rows(), isinstance(reader, AnswersReader)
+    paths = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)} | {*names}
     with _text_file(target) as file:
         for chunk, probs in pairs:
-            lists = chunk.batch.scores.shape[1] > len(names)
+            lists, lines = chunk.batch.scores.shape[1] > len(names), []
             for values, row in zip(_columns(table, probs).tolist(), rows):
                 found = {names[0]: values} if lists else dict(zip(names, values))
-                answer = isinstance(reader, AnswersReader)
-                new = {**row, "probs": found} if answer else _with_scores(row, found, table)
-                file.write(json.dumps(new).encode() + b"\n")
+                new = {**row, "probs": found} if answers else _with_scores(row, found, paths, table)
+                lines.append(json.dumps(new) + "\n")
+            file.write("".join(lines).encode())
 
 
 def _with_scores(
-    row: dict[str, Any], found: Mapping[str, Any], table: PredictionTable, path: str = ""
-) -> Any:
-    """The object, or the one at a path inside it, with the scores found by their columns: `probs.cat`."""
-
-    def replaced(key: str, value: Any) -> tuple[str, Any]:
-        here = f"{path}{key}"
-        if here in found:
-            return _new_name(key, row, table), found[here]
-        if not any(name.startswith(f"{here}.") for name in found):
-            return key, value
-        if isinstance(value, dict):
-            value = _with_scores(value, found, table, f"{here}.")
+    row: dict[str, Any],
+    found: Mapping[str, Any],
+    paths: Container[str],
+    table: PredictionTable,
+    path: str = "",
+) -> dict[str, Any]:
+    """The object at a path with the scores found by their columns, such as `probs.cat`, which are below `paths`."""
+    made = {}
+    for key, value in row.items():
+        if (here := path + key) not in paths:
+            made[key] = value
+        elif here in found:
+            made[_new_name(key, row, table)] = found[here]
+        elif isinstance(value, dict):
+            made[_new_name(key, row, table)] = _with_scores(value, found, paths, table, f"{here}.")
         else:  # a list of labels and scores
-            value = [{**one, "score": found[f"{here}.{one['label']}"]} for one in value]
-        return _new_name(key, row, table), value
-
-    return dict(replaced(key, value) for key, value in row.items())
+            pairs = [{**one, "score": found[f"{here}.{one['label']}"]} for one in value]
+            made[_new_name(key, row, table)] = pairs
+    return made
 
 
 def _text_file(target: Path) -> Any:
