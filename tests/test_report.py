@@ -363,6 +363,9 @@ def test_report_takes_predictions_pairs_and_paths(tmp_path: Path) -> None:
     page = report({"array": probs}, tmp_path / "page.html", shift=moved).read_text(encoding="utf-8")
     shown = f'<td class="nowrap">{100 * metrics.ece(p):.2f}<'
     assert page.count(shown) == 2
+    p.save(tmp_path / "moved" / "array.npz")
+    page = report({"array": probs}, tmp_path / "page.html", shift={"fog": tmp_path / "moved"})
+    assert page.read_text(encoding="utf-8").count(shown) == 1
     with pytest.raises(TypeError, match="label must be given with a DataFrame or with files, got an array"):
         report({"array": probs}, tmp_path / "page.html", label="y")
 

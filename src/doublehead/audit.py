@@ -103,9 +103,10 @@ def report(
 
     `predictions` are the methods by name, the one to improve on first, or one method. A method is a `Predictions`, a
     pair (probs, labels), a DataFrame, or paths: a file ("logits:FILE" where it does not show what it holds), or the
-    folder of a run with its outputs. `shift[data][method]` are predictions on shifted data in the same forms; `windows`
-    say whether new data raise an alarm (`list(shift_guard.watch(clean, new))` or `[guard.shift]`). `by` and `time` are
-    the group and the time of each sample, or names of columns: the report then compares groups, and stretches of time.
+    folder of a run with its outputs. `shift[data][method]` are predictions on shifted data in the same forms, and
+    `shift[data]` may be a folder of files called like the methods; `windows` say whether new data raise an alarm
+    (`list(shift_guard.watch(clean, new))` or `[guard.shift]`). `by` and `time` are the group and the time of each
+    sample, or names of columns: the report then compares groups, and stretches of time.
     Further arguments are those of `files.read_predictions`, such as `weights`. The file is written completely or
     not at all.
     """
@@ -113,16 +114,7 @@ def report(
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
     inputs = collect(list(named.items()), n_bins=n_bins, by=by, time=time, **reading)
     how = {name: value for name, value in reading.items() if name != "weights" or isinstance(value, str)}
-
-    def measured(one: Any) -> Any:
-        if isinstance(one, Mapping):
-            return one
-        return next(iter(read_input(one, n_bins=n_bins, **how).methods.values()))
-
-    shifted = {
-        data: {name: measured(one) for name, one in by_method.items()}
-        for data, by_method in (shift or {}).items()
-    }
+    shifted = read_shifts(shift or {}, inputs.methods, n_bins=n_bins, **how)
     return write_page(path, inputs.page(title, classes, shifted, windows))
 
 
@@ -262,6 +254,32 @@ def read_input(
             found.shift = json.loads(results.read_text()).get("shift") or {}
         except (ValueError, AttributeError) as error:
             raise TableError(f"{results} does not hold the results of a run: {error}") from error
+    return found
+
+
+def read_shifts(
+    shift: Mapping[str, Any], methods: Mapping[str, Record], **reading: Any
+) -> dict[str, dict[str, Any]]:
+    """Results on shifted data by method: from inputs by method, or one whose files are called like the methods."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, data in shift.items():
+        if isinstance(data, Mapping):
+            known = {
+                method: one for method, one in data.items() if isinstance(one, Mapping)
+            }  # measured before
+            rest = {method: read_input(data[method], **reading) for method in data.keys() - known.keys()}
+            found[name] = known | {method: next(iter(one.methods.values())) for method, one in rest.items()}
+            continue
+        by_name = read_input(data, **reading).methods
+        if len(by_name) == len(methods) == 1:
+            by_name = dict(zip(methods, by_name.values()))
+        if not by_name.keys() & methods.keys():
+            got = ", ".join(filter(None, by_name)) or "one file"
+            raise ValueError(
+                f"{data} must hold predictions of {', '.join(methods)} under these names, got {got}: with several "
+                "methods give a folder whose files are called like them"
+            )
+        found[name] = {method: record for method, record in by_name.items() if method in methods}
     return found
 
 
