@@ -86,7 +86,8 @@ def report(
         show_guesses(table)
         show_counts(table)
     moved = options.parse_pairs(shift or [], "--shift", "NAME=FILE")
-    windows = list(watch(read_features(features[0]), read_features(features[1]))) if features else []
+    clean = read_features(features[0]) if features else None
+    windows = list(watch(clean, read_features(features[1], clean))) if features and clean is not None else []
     page = found.page(
         title=title,
         classes=_read_classes(classes) if classes else None,

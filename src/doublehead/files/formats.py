@@ -136,7 +136,8 @@ class CsvReader(TableReader):
         numbers = [cell for cell in cells if NUMBER.fullmatch(cell)]
         decimals = [cell for cell in cells if re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())]
         repeated = len(numbers) > len(set(numbers))  # no names of columns
-        if len(cells) > 1 and (numbers == cells or len(decimals) >= 2 or repeated):
+        counted = len(cells) > 2 and cells == [str(i) for i in range(len(cells))]  # as pandas calls columns
+        if len(cells) > 1 and not counted and (numbers == cells or len(decimals) >= 2 or repeated):
             self.header, self.guesses = 0, (*self.guesses, "no header")
             whole = [i for i, cell in enumerate(cells) if not re.search(r"[.,]\d", cell)]
             if len(whole) == 1 and whole[0] in (0, len(cells) - 1):
