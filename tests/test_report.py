@@ -34,7 +34,7 @@ from doublehead.report_page.record import (
     compare_methods,
     measure,
 )
-from doublehead.report_page.tables import metrics_table
+from doublehead.report_page.tables import metrics_table, risk_ticks
 from samples import overconfident
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
@@ -384,6 +384,7 @@ def test_times_with_zones_and_times_that_are_none(tmp_path: Path) -> None:
 def test_errors_of_one_confidence_come_in_the_order_of_the_file() -> None:
     record = Record.of(Predictions.from_probs([[1.0, 0.0]] * 40, [1] * 40))
     assert [error.row for error in record.errors] == [*range(1, 26)]
+    assert risk_ticks([measure(0, "wrong", record)])[-1] == 1  # no error above 100 %
 
 
 def test_needs_the_report_extra(monkeypatch: pytest.MonkeyPatch) -> None:
