@@ -462,6 +462,37 @@ def test_objects_of_scores_are_written_back(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(found.probs.float(), wanted.float(), atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["columns", "object", "list", "pairs"])
+def test_json_keeps_everything_but_the_scores(form: str, tmp_path: Path) -> None:
+    logits, labels = overconfident(0)
+    rows: list[dict[str, Any]] = []
+    for i, (scores, label) in enumerate(zip(logits.tolist(), labels.tolist())):
+        by_name = dict(zip("abcd", scores))
+        pairs = [{"label": name, "score": score} for name, score in by_name.items()]
+        forms = {"object": by_name, "list": scores, "pairs": pairs}
+        flat = {f"logit_{k}": score for k, score in enumerate(scores)}
+        own = flat if form == "columns" else {"logits": forms[form]}
+        named = "abcd"[label] if form in ("object", "pairs") else label
+        other = {
+            "when": "2024-01-01T00:00:00Z",
+            "big": 2**70,
+            "mixed": [1, {"é": None}, "x"],
+            "id": [i, str(i)][i % 2],
+        }
+        rows.append({"truth": named, **own, **other, **({"rare": 1.0} if i == 7 else {})})
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fitted_to_itself(file, out, "--logits")
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    for row, new in zip(rows, found, strict=True):
+        assert [*new] == [name.replace("logit", "prob") for name in row]
+        assert {name: new[name] for name in row if "logit" not in name} == {
+            name: value for name, value in row.items() if "logit" not in name
+        }
+    wanted = calibrators.Temperature().fit(Predictions(logits, labels))(logits).softmax(1)
+    assert torch.allclose(read_predictions(out, kind="probs").load().probs.float(), wanted.float(), atol=1e-4)
+
+
 def test_columns_called_the_other_kind_may_be_named(tmp_path: Path) -> None:
     file = write_csv(tmp_path / "a.csv", 0, names="prob")
     call("evaluate", file, "--logits", code=2)

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead import Predictions
+from doublehead import Predictions, evaluate
 from doublehead.files import TableError, formats, read_predictions
 from doublehead.outcomes import Outcomes
 from doublehead.stream import Tally
+from doublehead.summary import Summary
 from samples import random_predictions
 
 pa = pytest.importorskip("pyarrow")
@@ -132,15 +133,86 @@ def test_labels_from_a_base_on_and_a_binary_score_in_an_array(tmp_path: Path) ->
     assert read_predictions(tmp_path / "b.npz").load().logits.tolist() == [[0.0, 2.0], [0.0, -1.0]]
 
 
-def test_where_and_by(tmp_path: Path) -> None:
+def test_where_and_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {**columns(), "site": ["A", None, "A", "B"], "month": [1, 1, 2, 2]}
     file = as_parquet(tmp_path / "a.parquet", table)
     for where, wanted in (({"site": "A"}, [0, 2]), ({"site": "A", "month": "2"}, [2])):
         assert read_predictions(file, kind="logits", where=where).load().labels.tolist() == wanted
     groups = read_predictions(file, kind="logits", by="site").tally().groups
     assert {name: tally.n for name, tally in groups.items()} == {"A": 2, "B": 1, "(missing)": 1}
+    rows = ["0,0.25,0.75,007"] * 30 + ["1,0.25,0.75,A1"]
+    codes = write_csv(tmp_path / "codes.csv", "label,prob_0,prob_1,site", *rows)
+    monkeypatch.setattr(formats, "BLOCK", 100)  # codes that look like whole numbers at first
+    groups = read_predictions(codes, by="site").tally().groups
+    assert {name: tally.n for name, tally in groups.items()} == {"007": 30, "A1": 1}
     said = "none of the 4 rows of .* has site=C; the values there are .*A, B"
     refused(said, file, kind="logits", where={"site": "C"})
+
+
+def test_rows_and_groups_without_weight_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = random_predictions(90, 3)
+    scores = {f"logit_{k}": p.logits[:, k].numpy() for k in range(3)}
+    table = {
+        "label": p.labels.numpy(),
+        **scores,
+        "size": [0.0] * 60 + [1.0, 0.5] * 15,
+        "part": [0] * 30 + [1] * 60,
+    }
+    file = as_parquet(tmp_path / "a.parquet", table)
+    monkeypatch.setattr("doublehead.files.reading.MAX_ROWS", 20)  # whole chunks have no weight
+    found = evaluate(file, weights="size", by="part")
+    kept = Summary.of(Predictions(p.logits[60:], p.labels[60:], table["size"][60:]))
+    assert found.values["nll"] == kept.values["nll"]
+    assert found.values["ece_classwise"] == kept.values["ece_classwise"]
+    assert [*found.groups] == ["1"]
+    assert read_predictions(file, weights="size").load().weights.tolist() == table["size"]
+    with pytest.raises(ValueError, match="weights must be above 0 for some sample, got 0 for all"):
+        evaluate(file, weights="size", where={"part": "0"})
+
+
+def test_objects_whose_other_values_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "BLOCK", 100)
+    rows: list[dict[str, Any]] = [{"label": i % 2, "probs": {"0": i % 2, "1": 1 - i % 2}} for i in range(12)]
+    rows += [{"label": 1, "probs": {"0": 0.25, "1": 0.75}, "note": "late"}]
+    others = ["x", 1, None, [1, {}], 2**70]
+    rows = [{**row, "id": i if i < 9 else f"x{i}", "other": others[i % 5]} for i, row in enumerate(rows)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_predictions(file, label="label").load().probs[-1].tolist() == [0.25, 0.75]
+    refused("column 'id' must hold one kind of values, got number and string", file, label="label", by="id")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"label": 1, "pro')
+    refused('a.jsonl, line 14 must be a JSON object, got \'."label": 1, "pro\'', file, label="label")
+    (tmp_path / "none.json").write_text("[]")
+    refused("none.json has no rows", tmp_path / "none.json")
+    (tmp_path / "one.json").write_text('{"label": 1, "probs": [0.25, 0.75]}')
+    assert len(read_predictions([tmp_path / "one.json", tmp_path / "none.json"]).load()) == 1
+    (tmp_path / "b.jsonl").write_text('"[0.5, 0.5]"\n[1]\n')
+    refused("b.jsonl, line 1 must be a JSON object, got .*0.5, 0.5", tmp_path / "b.jsonl")
+
+
+def test_scores_are_named_as_a_list_or_as_one_text(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", 'label,"yes, no",no', "0,0.75,0.25")
+    for scores in ("no, y*", ["no", "yes, no"]):
+        assert read_predictions(file, kind="probs", scores=scores).layout.scores == ("no", "yes, no")
+    assert read_predictions(file, kind="probs", scores="yes, no").layout.binary
+    refused("scores must name at least one column, got none", file, kind="probs", scores=[])
+
+
+def test_evaluate_refuses_what_an_array_cannot_use() -> None:
+    pandas = pytest.importorskip("pandas")
+    p = random_predictions(30, 3)
+    for unused in ({"where": {"site": "A"}}, {"cluster": "local"}, {"lable": "y"}):
+        with pytest.raises(
+            TypeError, match=f"{next(iter(unused))} must be given with a DataFrame or with files"
+        ):
+            evaluate(p.probs, p.labels, **unused)
+    assert evaluate(p.logits, p.labels, kind="logits").values == Summary.of(p).values
+    frame = pandas.DataFrame(p.logits.numpy()).assign(label=p.labels.numpy(), site=[1.0, None] * 15)
+    assert [*evaluate(frame, kind="logits", by="site").groups] == ["(missing)", "1"]
+    with pytest.raises(TypeError, match="classes are given with an array"):
+        evaluate(frame, classes=["a", "b", "c"])
+    with pytest.raises(TableError, match="more than one column called '1'"):
+        evaluate(frame[["label", 0, 1, 1]])
 
 
 def test_a_kind_is_asked_for_only_where_it_is_not_certain(tmp_path: Path) -> None:
@@ -160,6 +232,10 @@ def test_an_empty_file_of_a_folder_does_not_describe_it(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", "label,cat,dog")
     write_csv(tmp_path / "b.csv", "label,cat,dog", "cat,0.25,0.75")
     assert len(read_predictions(tmp_path).load()) == 1
+    (tmp_path / "c.csv").write_text("label,cat,dog")  # without a line break
+    (tmp_path / "d.csv").write_text("label,cat,dog\n\ndog,0.5,0.5\n")
+    assert len(read_predictions(tmp_path).load()) == 2
+    assert len(read_predictions([tmp_path / name for name in ("d.csv", "c.csv")]).load()) == 1
 
 
 def test_probabilities_a_rounding_error_outside_are_certain_and_clipped(tmp_path: Path) -> None:
@@ -201,6 +277,7 @@ BAD_LOGITS = {  # text -> message
     HEADER + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
     HEADER + "0,1e300,0\n1,2,3": r"row 1: logits must lie within 1e\+30",
     HEADER + "1e20,1,2": "row 1 must hold a class",
+    "label,prob_0,prob_1,size\n0,0.5,0.5,1.5": "columns such as 'prob_0', but --logits was given: give --probs",
 }
 BAD_PROBS = {
     "label,prob_0,prob_1,p_0,p_1\n0,1,0,1,0": r"several sets of score columns \(prob_0, p_0, ...\)",
@@ -225,6 +302,10 @@ BAD_UNSTATED = {
     + "0,no,0.75\n1,yes,0.5\n" * 10: "must call the classes by the same names",
     "label,cat,dog\ncat,0.75,0.25\n,,": "column 'cat', row 2 must hold a finite number, got nothing",
     "<html><body>404</body></html>": "a.csv has no rows",
+    "y,prob\n0,3\n1,75": "row 1: probabilities must lie in 0..1, got 3 .*; divide percentages by 100",
+    "label,prob_0\n0,0.9\n1,0.2": "one score column, 'prob_0', and a single score must be that of class 1",
+    "label,prob_4,prob_5\n0,0.75,0.25\n1,0.5,0.5": "must lie in 4..5, got 0; if .* from 0, give --label-base 0",
+    "label\n0": "no columns that look like scores: .* it has no other columns",
     HEADER + "0,0.25,0.75\n" * 20 + "1,1.5,-0.5": "row 21: .* got -0.5; remove it if it is a total",
     "correct,confidence\n1,75.0\n0,50.5": "row 1 must hold a confidence in 0..1, got 75",
     "correct,confidence\n2,0.75": "must say whether the answer was right",
@@ -256,7 +337,13 @@ def test_columns_of_parquet_that_are_text_ragged_or_missing_in_a_later_file(tmp_
     text = as_parquet(tmp_path / "t.parquet", {**columns(), "logit_1": ["1", "2", "x", "3"]})
     refused("t.parquet: column 'logit_1' must hold numbers, got text", text, kind="logits")
     ragged = as_parquet(tmp_path / "r.parquet", {"label": [0, 1], "logits": [[1.0, 2.0], [3.0]]})
-    refused(r"r.parquet, column 'logits', row 2 \(number 0 of the row\)", ragged, kind="logits")
+    refused(
+        "r.parquet, column 'logits', row 2 must hold a list of 2 numbers, got none, or", ragged, kind="logits"
+    )
+    both = {"label": [0], "logits": [[1.0, 2.0]], "probs": [[0.5, 0.5]]}
+    refused(
+        r"several sets of score columns \(logits, probs, ...\)", as_parquet(tmp_path / "both.parquet", both)
+    )
     short = columns()
     del short["logit_2"]
     files = [as_parquet(tmp_path / "a.parquet"), as_parquet(tmp_path / "b.parquet", short)]
@@ -602,13 +689,13 @@ def wide_lines(scores: Any, texts: list[str]) -> list[str]:
     return [header, *(",".join([text, *map(str, row), str(i), "ab"[i % 2]]) for text, row, i in rows)]
 
 
-@pytest.mark.parametrize("case", ["plain", "windows", "zipped", "quotes", "line break in quotes"])
+@pytest.mark.parametrize("case", ["plain", "windows", "mac", "zipped", "quotes", "line break in quotes"])
 def test_wide_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "WIDE_BLOCK", 1 << 15)  # so that there are several
     scores = np.random.default_rng(0).normal(size=(12, 2000)).round(4)
     odd = {"quotes": '"x, y"', "line break in quotes": '"x\ny"'}.get(case, "")
     text = "\n".join(wide_lines(scores, ["t"] * 9 + [odd] + ["t"] * 2)) + "\n"
-    content = text.replace("\n", "\r\n").encode() if case == "windows" else text.encode()
+    content = text.replace("\n", {"windows": "\r\n", "mac": "\r"}.get(case, "\n")).encode()
     file = tmp_path / "a.csv"
     file.write_bytes(gzip.compress(content) if case == "zipped" else content)
     table = read_predictions(file, by="site", extra=["text"])

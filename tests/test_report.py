@@ -21,11 +21,20 @@ pytest.importorskip("jinja2")
 from doublehead import outcomes as outcomes_module
 from doublehead import report
 from doublehead.curves import class_gaps
+from doublehead.files import TableError
 from doublehead.outcomes import Drawn, Outcomes, compare_all
 from doublehead.report_page import page as page_module
 from doublehead.report_page.page import Page, build_page, page_verdict
-from doublehead.report_page.record import THRESHOLDS, Method, Record, at_thresholds, compare_methods, measure
-from doublehead.report_page.tables import metrics_table
+from doublehead.report_page.record import (
+    THRESHOLDS,
+    Method,
+    Record,
+    as_times,
+    at_thresholds,
+    compare_methods,
+    measure,
+)
+from doublehead.report_page.tables import metrics_table, risk_ticks
 from samples import overconfident
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
@@ -337,6 +346,38 @@ def test_report_takes_predictions_pairs_and_paths(tmp_path: Path) -> None:
     assert numbers == pytest.approx(dict.fromkeys(both, metrics.nll(p)))
     alone = report(tmp_path / "logits.npz", tmp_path / "alone.html").read_text(encoding="utf-8")
     assert [method["name"] for method in embedded(alone)["methods"]] == ["logits"]
+    twice = report([tmp_path / "logits.npz", p.save(tmp_path / "more.npz")], tmp_path / "twice.html")
+    assert [method["n"] for method in embedded(twice.read_text(encoding="utf-8"))["methods"]] == [160]
+    moved = {
+        "blur": {"array": probs},
+        "fog": {"array": tmp_path / "logits.npz"},
+        "rain": {"array": {"ece": 0.5}},
+    }
+    page = report({"array": probs}, tmp_path / "page.html", shift=moved).read_text(encoding="utf-8")
+    shown = f'<td class="nowrap">{100 * metrics.ece(p):.2f}<'
+    assert page.count(shown) == 2
+    p.save(tmp_path / "moved" / "array.npz")
+    page = report({"array": probs}, tmp_path / "page.html", shift={"fog": tmp_path / "moved"})
+    assert page.read_text(encoding="utf-8").count(shown) == 1
+    with pytest.raises(TypeError, match="label must be given with a DataFrame or with files, got an array"):
+        report({"array": probs}, tmp_path / "page.html", label="y")
+
+
+def test_times_with_zones_and_times_that_are_none(tmp_path: Path) -> None:
+    times = np.array(["2024-01-31 23:00:00+00:00", "2024-03-01T10:00Z"], dtype=object)
+    found = as_times(times, "taken", "a.csv").astype(str).tolist()
+    assert found == ["2024-01-31T23:00:00", "2024-03-01T10:00:00"]
+    for wrong in ("31/01/2024", "2024年"):
+        with pytest.raises(
+            TableError, match=f"'taken' must be numbers or dates such as 2024-12-31, got .*{wrong}"
+        ):
+            as_times(np.array([wrong], dtype=object), "taken", "a.csv")
+
+
+def test_errors_of_one_confidence_come_in_the_order_of_the_file() -> None:
+    record = Record.of(Predictions.from_probs([[1.0, 0.0]] * 40, [1] * 40))
+    assert [error.row for error in record.errors] == [*range(1, 26)]
+    assert risk_ticks([measure(0, "wrong", record)])[-1] == 1  # no error above 100 %
 
 
 def test_needs_the_report_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ def test_folder_of_npz_and_names_that_collide(folder: Path) -> None:
         made(1.0).save(folder / place / "y.npz")
     run("a")
     assert list(methods_of("report.html")) == ["x", "y"]
+    assert "a/x.npz has no column 'site', it has" in run("a", "--by", "site", code=2)
     run("a", "b")
     assert list(methods_of("report.html")) == ["a/x", "a/y", "b/x", "b/y"]
     run("a/x.npz", "b/x.npz", "third=b/y.npz")
@@ -194,6 +195,18 @@ def test_alarm_of_new_features(folder: Path) -> None:
     assert since[0] in page
     (table,) = re.findall(r'id="alarm".*?<tbody>(.*?)</tbody>', page, re.DOTALL)
     assert re.findall(r"<tr><td>(\d+)</td><td>4</td><td>(\w+)", table) == [("256", "no"), ("512", "yes")]
+    header = ",".join(map(str, range(5)))  # as pandas names columns
+    np.savetxt("new.csv.gz", np.load("new.npy"), delimiter=",", header=header, comments="")
+    assert since[0] in run("main.npz", "--features", "calib.npy", "new.csv.gz")
+    np.save("odd.npy", np.array([[1.0, 2, 3, 4, np.nan]]))
+    np.save("narrow.npy", np.zeros((200, 4)))
+    for name, wanted in (
+        ("odd", "finite numbers, got nan or inf in row 1"),
+        ("narrow", "5 features .* got 4"),
+    ):
+        assert re.search(
+            f"{name}.npy must .*{wanted}", run("main.npz", "--features", "calib.npy", f"{name}.npy", code=2)
+        )
     run("main.npz")
     assert 'id="alarm"' not in text_of("report.html")
 
@@ -234,7 +247,7 @@ def test_class_names_from_a_file(folder: Path) -> None:
         (["main.npz", "--classes", "two.txt"], "classes must be 3 names, one per class of 'main', got 2"),
         (["main.npz", "--classes", "binary.txt"], "binary.txt must be a text file in UTF-8"),
         (["main.npz", "--shift", "main.npz"], "--shift must read NAME=FILE, got 'main.npz'"),
-        (["main.npz", "--features", "none.npy", "none.npy"], "No such file"),
+        (["main.npz", "--features", "none.npy", "none.npy"], "none.npy does not exist"),
         ([f"m{i}=main.npz" for i in range(13)], "must hold 1 to 12 methods, got 13"),
     ],
 )

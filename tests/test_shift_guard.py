@@ -251,13 +251,15 @@ def test_bad_files_of_features(tmp_path: Path) -> None:
     np.save(tmp_path / "few.npy", np.zeros((10, 2)))
     np.save(tmp_path / "other.npy", np.zeros((10, 3)))
     np.save(tmp_path / "flat.npy", np.zeros(10))
-    (tmp_path / "a.txt").write_text("1")
+    (tmp_path / "a.bin").write_text("1")
+    (tmp_path / "text.csv").write_text("name\nx\n")
     for pair, said in (
         (("few.npy", "few.npy"), "two windows of 64 rows, got 10"),
-        (("few.npy", "other.npy"), r"stream must be finite numbers \(N, 2\), got shape \(10, 3\)"),
+        (("few.npy", "other.npy"), "other.npy must have 2 features like the calibration data, got 3"),
         (("flat.npy", "few.npy"), r"got shape \(10,\)"),
-        (("a.txt", "few.npy"), "got a.txt"),
-        (("none.npy", "few.npy"), "No such file"),
+        (("a.bin", "few.npy"), "a.bin must end in one of .csv, "),
+        (("text.csv", "few.npy"), r"text.csv must hold a table of numbers, got shape \(0, 0\)"),
+        (("none.npy", "few.npy"), "none.npy does not exist"),
     ):
         found = call("shift", *(tmp_path / name for name in pair), code=2)
         assert re.search(said, found.output), found.output

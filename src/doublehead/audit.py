@@ -24,6 +24,7 @@ from doublehead.calibrators import Temperature
 from doublehead.files.formats import open_source
 from doublehead.files.reading import PredictionTable, read_predictions
 from doublehead.files.sources import Kind, Source, TableError, find_sources
+from doublehead.files.values import to_text
 from doublehead.guard import Shift as Window
 from doublehead.predictions import Predictions
 from doublehead.report_page.page import TITLE, Page, Shift, build_page
@@ -63,24 +64,26 @@ def evaluate(
     if (probs is None) == (logits is None):
         given = "neither" if probs is None else "both"
         raise ValueError(f"give probabilities as the first argument or logits=..., got {given}")
-    kind: Kind | None = None if logits is None else "logits"
+    kind: Kind | None = reading.pop("kind", None) if logits is None else "logits"
     data = probs if logits is None else logits
-    if not is_path(data) and not is_frame(data):
+    if not is_table(data):
+        _refuse_for_arrays([*reading, *(["cluster"] if cluster is not None else [])])
         return Summary.of(as_predictions(data, labels, kind or "probs", classes, weights), n_bins, by)
+    if classes is not None:
+        raise TypeError("classes are given with an array: columns of a DataFrame or a file have names")
     column = by if isinstance(by, str) else None
     if is_path(data) and by is not column:
         raise ValueError(f"by must name a column of the files, got {type(by).__name__}")
     table = read_table(data, kind, labels, weights=weights, by=column, **reading)
     if is_path(data):
         return table.tally(n_bins, cluster=cluster).summary()
-    p, groups = table.load(), by if column is None else data[column]
+    p, groups = table.load(), by if column is None else to_text(np.asarray(data[column]))
     return Summary.of(p, n_bins, row_groups(p, groups, table.layout.labels))
 
 
 def load_predictions(data: Data, labels: Any = None) -> Predictions:
     """`Predictions` of probabilities (N, K) and labels, of a DataFrame, or of paths, as for `evaluate`."""
-    is_table = is_path(data) or is_frame(data)
-    return read_table(data, None, labels).load() if is_table else as_predictions(data, labels)
+    return read_table(data, None, labels).load() if is_table(data) else as_predictions(data, labels)
 
 
 def report(
@@ -99,17 +102,20 @@ def report(
     """Write one self-contained HTML page about the calibration of one or several methods.
 
     `predictions` are the methods by name, the one to improve on first, or one method. A method is a `Predictions`, a
-    pair (probs, labels), a DataFrame, or a path: a file ("logits:FILE" where it does not show what it holds), or the
-    folder of a run with its outputs. `shift[data][method]` are predictions on shifted data; `windows`
-    say whether new data raise an alarm (`list(shift_guard.watch(clean, new))` or `[guard.shift]`). `by` and `time` are
-    the group and the time of each sample, or names of columns: the report then compares groups, and stretches of time.
+    pair (probs, labels), a DataFrame, or paths: a file ("logits:FILE" where it does not show what it holds), or the
+    folder of a run with its outputs. `shift[data][method]` are predictions on shifted data in the same forms, and
+    `shift[data]` may be a folder of files called like the methods; `windows` say whether new data raise an alarm
+    (`list(shift_guard.watch(clean, new))` or `[guard.shift]`). `by` and `time` are the group and the time of each
+    sample, or names of columns: the report then compares groups, and stretches of time.
     Further arguments are those of `files.read_predictions`, such as `weights`. The file is written completely or
     not at all.
     """
     path = check_page_path(path)
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
     inputs = collect(list(named.items()), n_bins=n_bins, by=by, time=time, **reading)
-    return write_page(path, inputs.page(title, classes, shift or {}, windows))
+    how = {name: value for name, value in reading.items() if name != "weights" or isinstance(value, str)}
+    shifted = read_shifts(shift or {}, inputs.methods, n_bins=n_bins, **how)
+    return write_page(path, inputs.page(title, classes, shifted, windows))
 
 
 def summaries(
@@ -189,6 +195,10 @@ class Inputs:
 
 def collect(named: Sequence[tuple[str, Data]], **reading: Any) -> Inputs:
     """The methods of all inputs under unique names; an empty name is replaced by that of the file."""
+    if not any(is_table(data) for _, data in named):
+        _refuse_for_arrays(
+            [name for name in reading if name not in ("kind", "weights", "n_bins", "by", "time")]
+        )
     found = Inputs()
     for name, data in named:
         part = read_input(data, **reading)
@@ -213,28 +223,64 @@ def read_input(
     **reading: Any,
 ) -> Inputs:
     """The methods of one input: one, or several where it is a folder of .npz files or of a run."""
-    if not is_path(data) and not is_frame(data):
+    if not is_table(data):
         scores, labels = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         groups = None if by is None else np.asarray(by)
         times = None if time is None else as_times(np.asarray(time), "time", "predictions")
         p = as_predictions(scores, labels, kind or "probs", weights=reading.get("weights"))
         return Inputs({"": Record.of(p, n_bins, groups, times)})
-    if is_path(data):
+    found, files = Inputs(), {"": data}
+    folder, inside, tests = Path(), Path(), dict[str, Path]()  # of a run
+    if is_path(data) and not isinstance(data, list):
         path, kind = split_kind(str(data), kind)
         folder = Path(path)
         inside = folder / "predictions" if (folder / "predictions").is_dir() else folder
-        files = sorted(inside.glob("*.npz")) if folder.is_dir() else []
-        tests = {file.stem.removeprefix("test-"): file for file in files if file.stem.startswith("test-")}
-        if tests:
-            return _read_run(folder, inside, tests, n_bins)
-        if files:
-            tables = {file.stem: read_table(file, kind, **reading) for file in files}
-            records = {name: Record.of_table(table, n_bins) for name, table in tables.items()}
-            return Inputs(records, tables=list(tables.values()))
-        data = find_sources([path])  # once: standard input cannot be read again
-    table = read_table(data, kind, by=by, extra=[time] if time else [], **reading)
-    classes = ("no", "yes") if table.layout.independent else table.layout.classes
-    return Inputs({"": Record.of_table(table, n_bins, time)}, classes, tables=[table])
+        outputs = {file.stem: file for file in sorted(inside.glob("*.npz"))} if folder.is_dir() else {}
+        tests = {
+            name.removeprefix("test-"): file for name, file in outputs.items() if name.startswith("test-")
+        }
+        files = {name: tests[name] for name in sorted(tests, key=lambda name: (name != "main", name))}
+        files = files or outputs or {"": path}
+    for name, file in files.items():
+        table = read_table(file, kind, by=by, extra=[time] if time else [], **reading)
+        found.tables.append(table)
+        found.methods[name] = Record.of_table(table, n_bins, time)
+        found.classes = found.classes or (("no", "yes") if table.layout.independent else table.layout.classes)
+        if tests and name == "main" and (calib := inside / "calib-main.npz").exists():
+            scaled = Temperature().fit(read_predictions(calib).load()).calibrate(table.load())
+            found.methods["main+T"] = Record.of(scaled, n_bins)
+    if tests and (results := folder / "results.json").exists():
+        try:
+            found.shift = json.loads(results.read_text()).get("shift") or {}
+        except (ValueError, AttributeError) as error:
+            raise TableError(f"{results} does not hold the results of a run: {error}") from error
+    return found
+
+
+def read_shifts(
+    shift: Mapping[str, Any], methods: Mapping[str, Record], **reading: Any
+) -> dict[str, dict[str, Any]]:
+    """Results on shifted data by method: from inputs by method, or one whose files are called like the methods."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, data in shift.items():
+        if isinstance(data, Mapping):
+            known = {
+                method: one for method, one in data.items() if isinstance(one, Mapping)
+            }  # measured before
+            rest = {method: read_input(data[method], **reading) for method in data.keys() - known.keys()}
+            found[name] = known | {method: next(iter(one.methods.values())) for method, one in rest.items()}
+            continue
+        by_name = read_input(data, **reading).methods
+        if len(by_name) == len(methods) == 1:
+            by_name = dict(zip(methods, by_name.values()))
+        if not by_name.keys() & methods.keys():
+            got = ", ".join(filter(None, by_name)) or "one file"
+            raise ValueError(
+                f"{data} must hold predictions of {', '.join(methods)} under these names, got {got}: with several "
+                "methods give a folder whose files are called like them"
+            )
+        found[name] = {method: record for method, record in by_name.items() if method in methods}
+    return found
 
 
 def as_predictions(
@@ -294,6 +340,16 @@ def is_frame(data: Data) -> bool:
     return hasattr(data, "columns") and hasattr(data, "to_numpy")
 
 
+def is_table(data: Data) -> bool:
+    """Whether this has columns with names: a DataFrame or paths."""
+    return is_path(data) or is_frame(data)
+
+
+def _refuse_for_arrays(names: Sequence[str]) -> None:
+    if names:
+        raise TypeError(f"{', '.join(names)} must be given with a DataFrame or with files, got an array")
+
+
 def read_table(data: Data, kind: Kind | None, labels: Any = None, **reading: Any) -> PredictionTable:
     """The table of paths or of a DataFrame; an .npz that states what it holds is taken at its word."""
     labels = reading.pop("label", None) if labels is None else labels
@@ -301,14 +357,18 @@ def read_table(data: Data, kind: Kind | None, labels: Any = None, **reading: Any
         if isinstance(data, str):
             data, kind = split_kind(data, kind)
         sources = find_sources(data if isinstance(data, list) else [data])
-        return read_predictions(sources, kind=open_source(sources[0]).states or kind, label=labels, **reading)
+        kind = kind and (open_source(sources[0]).states or kind)
+        return read_predictions(sources, kind=kind, label=labels, **reading)
+    names = [str(name) for name in data.columns]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise TableError(f"the DataFrame has more than one column called {repeated[0]!r}")
     arrays = {str(name): np.asarray(data[name]) for name in data.columns}
     columns = {"labels": labels, "weights": reading.pop("weights", None)}
     for what, given in columns.items():
         if given is None or isinstance(given, str):
             continue
-        names = isinstance(given, list) and {*map(str, given)} <= {*arrays}
-        if names and all(np.isin(arrays[str(name)], (0, 1)).all() for name in given):
+        named = isinstance(given, list) and {*map(str, given)} <= {*arrays}
+        if named and all(np.isin(arrays[str(name)], (0, 1)).all() for name in given):
             continue  # several columns of labels
         if len(given) != len(data):
             raise ValueError(f"{what} must have {len(data)} entries, one per row, got {len(given)}")
@@ -319,32 +379,11 @@ def read_table(data: Data, kind: Kind | None, labels: Any = None, **reading: Any
     return read_predictions([source], kind=kind, **how, **reading)
 
 
-def _read_run(folder: Path, inside: Path, tests: Mapping[str, Path], n_bins: int) -> Inputs:
-    """Every output of a run on its test set, and the main one after a temperature fitted on its calibration set."""
-    found = Inputs()
-    for name in sorted(tests, key=lambda output: (output != "main", output)):
-        table = read_predictions(tests[name])
-        found.tables.append(table)
-        p = table.load()
-        found.methods[name] = Record.of(p, n_bins)
-        calib = inside / f"calib-{name}.npz"
-        if name == "main" and calib.exists():
-            scaled = Temperature().fit(read_predictions(calib).load()).calibrate(p)
-            found.methods["main+T"] = Record.of(scaled, n_bins)
-    results = folder / "results.json"
-    if results.exists():
-        try:
-            found.shift = json.loads(results.read_text()).get("shift") or {}
-        except (ValueError, AttributeError) as error:
-            raise TableError(f"{results} does not hold the results of a run: {error}") from error
-    return found
-
-
 def _unique_name(name: str, data: Data, inner: str, several: bool, taken: Mapping[str, Any]) -> str:
     """`inner` is the name inside a folder, empty for a single method."""
     candidates = [name or "predictions"]
     if is_path(data):
-        path, _ = split_kind(str(data), None)
+        path, _ = split_kind(str(data[0] if isinstance(data, list) else data), None)
         stem = Path(path).name
         if inner:
             before = name or (stem if several else "")

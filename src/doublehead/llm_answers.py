@@ -9,12 +9,9 @@ The classes are the `options` (or `choices`) of the first line, or else the labe
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -102,64 +99,34 @@ def option_logprobs(
     return table
 
 
-def holds_answers(path: Path) -> bool:
-    """Whether the first line of a file has log-probabilities of tokens; a list of numbers has no tokens.
+def holds_answers(record: Mapping[str, Any]) -> bool:
+    """Whether a record has log-probabilities of tokens; a list of numbers has no tokens.
 
-    Not where it has calibrated probabilities beside them, see `write_answers`.
+    Not where it has calibrated probabilities beside them, as `doublehead calibrate` writes them.
     """
-    with _open(path) as file:
-        first = next((line for line in file if line.strip()), "")
     try:
-        record = json.loads(first)
         return not isinstance(record.get("probs"), dict) and bool(token_logprobs(_answer(record)))
     except (AttributeError, TypeError, ValueError):
         return False
 
 
-def read_answers(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """The columns of a file: the label, where there is one, and a log-probability for each option."""
-    records = list(_records(path))
+def read_answers(rows: Iterable[dict[str, Any]], name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """The columns of the rows of a file `name`: the label, if there is one, and a log-probability for each option."""
+    records = list(rows)
+    answers = [_answer(record) for record in records]
+    if None in answers:
+        i = answers.index(None)
+        raise ValueError(f"{name}, line {i + 1} must have {' or '.join(ANSWERS)}, got {str(records[i])[:80]}")
     labels = [next((str(record[key]) for key in LABELS if key in record), None) for record in records]
     known = [label for label in labels if label is not None]
     if known and len(known) < len(records):
-        raise ValueError(f"{path}, line {labels.index(None) + 1} must have a label like the others, got none")
-    options = _options(records, known)
-    columns = dict(zip(options, option_logprobs([_answer(record) for record in records], options).T))
+        raise ValueError(f"{name}, line {labels.index(None) + 1} must have a label like the others, got none")
+    options = _options(records[0], answers, known)
+    columns = dict(zip(options, option_logprobs(answers, options).T))
     return {**({"label": np.array(labels, dtype=object)} if known else {}), **columns}
 
 
-def write_answers(path: Path, target: Path, options: Sequence[str], probs: np.ndarray[Any, Any]) -> None:
-    """The lines of a file with the calibrated probabilities of the options added, as `probs`."""
-    opener: Any = gzip.open if target.suffix == ".gz" else open
-    with opener(target, "wt", encoding="utf-8") as file:
-        for record, row in zip(_records(path), probs.tolist()):
-            file.write(json.dumps({**record, "probs": dict(zip(options, row))}) + "\n")
-
-
-def _open(path: Path) -> IO[str]:
-    with path.open("rb") as start:
-        opener: Any = gzip.open if start.read(2) == b"\x1f\x8b" else open
-    file: IO[str] = opener(path, "rt", encoding="utf-8")
-    return file
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with _open(path) as file:
-        for i, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                got = f"got {line.strip()[:80]!r}"
-                raise ValueError(f"{path}, line {i} must be a JSON object, {got}") from error
-            if not isinstance(record, dict) or _answer(record) is None:
-                got = f"got {line.strip()[:80]!r}"
-                raise ValueError(f"{path}, line {i} must have {' or '.join(ANSWERS)}, {got}")
-            yield record
-
-
-def _answer(record: dict[str, Any]) -> Any:
+def _answer(record: Mapping[str, Any]) -> Any:
     """The log-probabilities of a record, also of a whole answer of a server (`choices`)."""
     if any(record.get(key) is not None for key in ANSWERS):
         return next(record[key] for key in ANSWERS if record.get(key) is not None)
@@ -167,11 +134,10 @@ def _answer(record: dict[str, Any]) -> Any:
     return _answer(inner[0]) if isinstance(inner, list) and inner and isinstance(inner[0], dict) else None
 
 
-def _options(records: list[dict[str, Any]], labels: list[str]) -> list[str]:
-    stated = next((records[0][key] for key in ("options", "choices") if key in records[0]), None)
+def _options(first: dict[str, Any], answers: list[Any], labels: list[str]) -> list[str]:
+    stated = next((first[key] for key in ("options", "choices") if key in first), None)
     if isinstance(stated, (list, dict)) and all(isinstance(option, str) for option in stated):
         return list(stated)
     if len(set(labels)) >= 2:
         return sorted(set(labels))
-    shared = set.intersection(*(set(token_logprobs(_answer(record))) for record in records))
-    return sorted(shared)
+    return sorted(set.intersection(*(set(token_logprobs(answer)) for answer in answers)))

@@ -140,8 +140,12 @@ class Tally:
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
+        if not self.top.n:
+            raise ValueError("weights must be above 0 for some sample, got 0 for all")
         groups = {
-            name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)
+            name: replace(group, zero_floor=self.zero_floor)
+            for name, group in sorted(self.groups.items())
+            if group.top.n  # else all its weights are 0
         }
         found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
         floor, test = metrics.floor_and_test(self.top, self.n_bins, seed)

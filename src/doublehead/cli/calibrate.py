@@ -161,7 +161,7 @@ def _with_classes(table: PredictionTable, classes: Sequence[str], fitted: str) -
     ours, theirs = ({name.casefold(): name for name in names} for names in (classes, layout.classes))
     if {*ours} == {*theirs} and len(ours) == len(classes) == len(layout.scores) == len(theirs):
         columns = dict(zip(map(str.casefold, layout.classes), layout.scores))
-        return replace(table, layout=with_scores(layout, tuple(columns[name] for name in ours), told=False))
+        return replace(table, layout=with_scores(layout, tuple(columns[name] for name in ours)))
     difference = [
         f"{what} {', '.join([name for key, name in one.items() if key not in other][:5])}"
         for what, one, other in (("lacks", ours, theirs), ("also has", theirs, ours))
@@ -237,11 +237,11 @@ def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, 
         old, new = _answers(chunk.scores, repair, repair.kind), _answers(probs, repair, "probs")
         changed += int((old != new).any(1).sum())
         if isinstance(known := chunk.predictions, Predictions):
-            labels, weights = known.labels, known.weights
             if repair.layout.independent:
-                fixed = Predictions.from_binary(probs.flatten(), labels, weights, are_probs=True)
+                fixed = Predictions.from_binary(probs.flatten(), known.labels, are_probs=True)
             else:
-                fixed = Predictions.from_probs(probs, labels, weights)
+                fixed = Predictions.from_probs(probs, known.labels)
+            fixed.weights = known.weights  # of these rows all may be 0
             for p, (drawn, tallies) in zip((known, fixed), sides.values()):
                 tallies[:] = [Tally.of(p, n_bins, chunk.groups, onto=tallies[0] if tallies else None)]
                 drawn.add(Outcomes.of(p))

@@ -76,7 +76,8 @@ def evaluate(
     if abstain is not None and not 0 < abstain < 1:
         raise ValueError(f"--abstain must lie between 0 and 1 (0.01 is 1 %), got {abstain:g}")
     how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
-    table = read_predictions(files, by=by, where=options.parse_where(where or []), **how)
+    chosen = options.parse_pairs(where or [], "--where", "COLUMN=VALUE")
+    table = read_predictions(files, by=by, where=chosen, **how)
     show_guesses(table)
     with progress("reading", table.n_bytes) as advance:
         summary = table.tally(bins, advance, cluster).summary()

@@ -76,19 +76,19 @@ def how_to_read(
     return {
         "kind": "logits" if logits else "probs" if probs else None,
         "label": label,
-        "scores": None if scores is None else [name.strip() for name in scores.split(",") if name.strip()],
+        "scores": scores,
         "weights": weights,
         "base": label_base,
         "tolerance": tolerance,
     }
 
 
-def parse_where(filters: Sequence[str]) -> dict[str, str]:
+def parse_pairs(given: Sequence[str], option: str, form: str) -> dict[str, str]:
     """{"site": "A"} from ["site=A"]."""
-    for text in filters:
+    for text in given:
         if text.find("=") < 1:
-            raise ValueError(f"--where must read COLUMN=VALUE, got {text!r}")
-    return dict(text.split("=", 1) for text in filters)
+            raise ValueError(f"{option} must read {form}, got {text!r}")
+    return dict(text.split("=", 1) for text in given)
 
 
 def importable_here(model: str | None) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,7 +14,6 @@ from doublehead.cli import options
 from doublehead.cli.output import show, show_counts, show_guesses
 from doublehead.cli.shift import read_features
 from doublehead.files.writing import check_file
-from doublehead.report_page.record import Record
 from doublehead.shift_guard import watch
 
 
@@ -87,11 +85,13 @@ def report(
     for table in found.tables:
         show_guesses(table)
         show_counts(table)
-    windows = list(watch(read_features(features[0]), read_features(features[1]))) if features else []
+    moved = options.parse_pairs(shift or [], "--shift", "NAME=FILE")
+    clean = read_features(features[0]) if features else None
+    windows = list(watch(clean, read_features(features[1], clean))) if features and clean is not None else []
     page = found.page(
         title=title,
         classes=_read_classes(classes) if classes else None,
-        shift=_read_shifts(shift or [], found.methods, {**how, "n_bins": bins}),
+        shift=audit.read_shifts(moved, found.methods, n_bins=bins, **how),
         windows=windows,
         command=shlex.join(["doublehead", *sys.argv[1:]]),
     )
@@ -113,24 +113,3 @@ def _read_classes(file: Path) -> list[str]:
         return file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be a text file in UTF-8, one class per line: {error}") from error
-
-
-def _read_shifts(
-    given: Sequence[str], methods: Mapping[str, Record], how: Mapping[str, Any]
-) -> dict[str, dict[str, Record]]:
-    shifts: dict[str, dict[str, Record]] = {}
-    for text in given:
-        name, equals, path = text.partition("=")
-        if not equals or not name:
-            raise ValueError(f"--shift must read NAME=FILE, got {text!r}")
-        part = audit.read_input(path, **how).methods
-        if len(part) == 1 and len(methods) == 1:
-            part = dict(zip(methods, part.values()))
-        if not part.keys() & methods.keys():
-            got = ", ".join(filter(None, part)) or "one file"
-            raise ValueError(
-                f"{path} must hold predictions of {', '.join(methods)} under these names, got {got}: with several "
-                "methods give a folder whose files are called like them"
-            )
-        shifts[name] = {method: p for method, p in part.items() if method in methods}
-    return shifts

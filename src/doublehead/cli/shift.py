@@ -11,17 +11,23 @@ import typer
 from torch import Tensor
 
 from doublehead.cli.output import show
+from doublehead.files.columns import SEVERAL
+from doublehead.files.formats import open_source
+from doublehead.files.readers import Wanted
+from doublehead.files.sources import Source, TableError, reading
 from doublehead.guard import RATE, WINDOW
 from doublehead.shift_guard import watch
 from doublehead.summary import aligned
-from doublehead.system import require
 
-FORMATS = ".npy, .npz, .csv or .parquet"
+ROWS = 1 << 14  # read together
 
 
 def shift(
     calib: Annotated[
-        Path, typer.Argument(metavar="CALIB", help=f"Features of calibration data, a row each: {FORMATS}.")
+        Path,
+        typer.Argument(
+            metavar="CALIB", help="Features of calibration data, a row each: .npy, .npz, .csv, ..."
+        ),
     ],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Features of new data, in order of arrival.")],
     window: Annotated[int, typer.Option(min=2, help="Rows that are tested together.")] = WINDOW,
@@ -38,7 +44,8 @@ def shift(
 
         doublehead shift calib_features.npy new_features.npy
     """
-    found = list(watch(read_features(calib), read_features(new), window, rate))
+    clean = read_features(calib)
+    found = list(watch(clean, read_features(new, clean), window, rate))
     rows = [["rows", "alarm", "p-value", "strength"]]
     for one in found:
         alarm = "ALARM" if one.alarm else ""
@@ -53,20 +60,31 @@ def shift(
         raise typer.Exit(1)
 
 
-def read_features(path: Path) -> Tensor:
-    """A table of numbers (N, F) from a file."""
-    if path.suffix in (".npy", ".npz"):
-        found = np.load(path, allow_pickle=False)
-        if path.suffix == ".npz":
-            if "features" not in found and len(found.files) != 1:
-                raise ValueError(f"{path} must hold an array `features`, got {', '.join(found.files)}")
-            found = found["features" if "features" in found else found.files[0]]
-    elif path.suffix in (".csv", ".parquet"):
-        pandas = require("pandas", extra="tables")
-        table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
-        found = table.select_dtypes("number").to_numpy()
-    else:
-        raise ValueError(f"features must be in a {FORMATS} file, got {path.name}")
-    if found.ndim != 2 or not len(found):
-        raise ValueError(f"{path} must hold a table of numbers, got shape {found.shape}")
-    return torch.from_numpy(np.ascontiguousarray(found, dtype=np.float32))
+def read_features(path: Path, like: Tensor | None = None) -> Tensor:
+    """A table of finite numbers (N, F) from a file: an array, or all columns of numbers; F must be that of `like`."""
+    source = Source(path)
+    with reading(source):
+        if path.suffix == ".npy":
+            found = np.load(path, allow_pickle=False)
+        else:
+            reader = open_source(source)
+            tables = [name for name, holds in reader.columns.items() if holds in SEVERAL]
+            numbers = [name for name, holds in reader.columns.items() if holds in ("number", "whole")]
+            names = ["features"] if "features" in tables else tables or numbers
+            if len(tables) > 1 and names != ["features"]:
+                raise TableError(f"{path} must hold an array `features`, got {', '.join(tables)}")
+            parts = [batch.scores for batch in reader.batches(Wanted(names, [], ROWS))] if names else []
+            found = np.concatenate(parts) if parts else np.empty((0, 0))
+        if found.ndim != 2 or not found.size:
+            raise TableError(f"{path} must hold a table of numbers, got shape {found.shape}")
+        if found.dtype.kind not in "fiub":
+            raise TableError(f"{path} must hold a table of numbers, got {found.dtype}")
+        features = torch.from_numpy(np.ascontiguousarray(found, dtype=np.float32))
+    if not features.isfinite().all():
+        row = int((~features.isfinite()).any(1).int().argmax()) + 1
+        raise ValueError(f"{path} must hold finite numbers, got nan or inf in row {row}")
+    if like is not None and features.shape[1] != like.shape[1]:
+        raise ValueError(
+            f"{path} must have {like.shape[1]} features like the calibration data, got {features.shape[1]}"
+        )
+    return features

@@ -51,7 +51,7 @@ class Layout:
     scores: tuple[str, ...]
     classes: tuple[str, ...]
     base: int | None
-    guesses: tuple[str, ...] = ()
+    guessed: tuple[str, ...] = ()  # which of "label" and "scores"
     binary: bool = False  # one column of a binary model's single score, of class 1
     unnamed: bool = False  # the scores are all columns of decimal numbers, because no names identify them
     predicted: str | None = None  # the score is the confidence in this class
@@ -59,6 +59,22 @@ class Layout:
     labels: tuple[str, ...] = ()
     independent: bool = False
     one_hot: bool = False  # the labels are 0 or 1 for each class, and 1 for one of them
+    notes: tuple[str, ...] = ()  # what was found out about the file as a whole
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """What the caller did not say, in words."""
+        found = [*self.notes]
+        if self.predicted is not None:
+            both = f"predicted class {self.predicted!r} and its confidence {self.scores[0]!r}"
+            found.append(f"label column {self.label!r}, {both}")
+        if self.correct is not None:
+            found.append(f"confidence {self.scores[0]!r} and whether it was right, {self.correct!r}")
+        if "label" in self.guessed and self.label is not None:
+            found.append(f"label column {self.label!r}")
+        if "scores" in self.guessed:
+            found.append(f"score {_told(self.scores, 'labels' if self.independent else 'classes')}")
+        return (*found, "one-hot labels") if self.one_hot else tuple(found)
 
     @property
     def top_only(self) -> bool:
@@ -78,7 +94,7 @@ class Given(NamedTuple):
     kind: Kind | None = None
     label: str | None = None
     labels: tuple[str, ...] = ()
-    scores: Sequence[str] | None = None
+    scores: str | Sequence[str] | None = None
     base: int | None = None
     taken: Sequence[str] = ()  # columns that are no scores
     label_needed: bool = True
@@ -95,11 +111,10 @@ def choose_layout(columns: Mapping[str, str], where: str, given: Given) -> Layou
     ('y', ('logit_0', 'logit_1'), ("label column 'y'", "score columns 'logit_0' .. 'logit_1' (2 classes)"))
     """
     kind, label, labels, independent = given.kind, given.label, given.labels, given.independent
-    guesses: tuple[str, ...] = ()
+    guessed: tuple[str, ...] = ()
     if label is None and not labels:
         label = find([name for name in columns if not independent or columns[name] in SEVERAL], LABELS)
-        if label is not None and label != "labels":
-            guesses = (f"label column {label!r}",)
+        guessed = ("label",) if label != "labels" else ()
     elif label is not None and label not in columns:
         if given.label_needed:
             raise TableError(f"{where} has no column {label!r} for the label, it has {listed(columns)}")
@@ -116,24 +131,22 @@ def choose_layout(columns: Mapping[str, str], where: str, given: Given) -> Layou
             f"it has {listed(columns)}"
         )
     left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *given.taken)}
-    layout = Layout(label, (), (), 0, guesses, labels=labels, independent=independent)
+    unnamed = False
     if given.scores is not None:
-        names = named_columns(given.scores, left, where, "scores")
-        layout = with_scores(layout, names, given.base, told=False)
+        scores = named_columns(split_names(given.scores, left), left, where, "scores")
     else:
-        names = _guess_scores(left, where, kind)
-        unnamed = len(names) > 1 and score_family(left, where, kind) is None
-        layout = with_scores(replace(layout, unnamed=unnamed), names, given.base, told=names != (kind,))
-    return replace(layout, binary=len(names) == 1 and columns[names[0]] != "matrix")
+        family = score_family(left, where, kind)
+        scores = family or _guess_scores(left, where, kind)
+        unnamed = family is None and len(scores) > 1
+        guessed += ("scores",) if scores != (kind,) else ()
+    binary = len(scores) == 1 and columns[scores[0]] != "matrix"
+    layout = Layout(label, (), (), 0, guessed, binary, unnamed, labels=labels, independent=independent)
+    return with_scores(layout, scores, given.base)
 
 
-def with_scores(
-    layout: Layout, scores: tuple[str, ...], base: int | None = None, told: bool = True
-) -> Layout:
-    """The layout with other score columns; where they are guessed it is `told`."""
-    guesses = [guess for guess in layout.guesses if not guess.startswith("score column")]
-    guesses += [f"score {_told(scores, 'labels' if layout.independent else 'classes')}"] if told else []
-    return with_classes(replace(layout, scores=scores, guesses=tuple(guesses)), class_names(scores), base)
+def with_scores(layout: Layout, scores: tuple[str, ...], base: int | None = None) -> Layout:
+    """The layout with other score columns."""
+    return with_classes(replace(layout, scores=scores), class_names(scores), base)
 
 
 def with_classes(layout: Layout, classes: tuple[str, ...], base: int | None = None) -> Layout:
@@ -154,7 +167,7 @@ def label_columns(
     """The label column, or several of them; neither where several are named, not needed and missing."""
     if label is None or (isinstance(label, str) and (label in columns or not set(label) & set("*?,"))):
         return label, ()
-    names = [name.strip() for name in label.split(",")] if isinstance(label, str) else label
+    names = split_names(label, columns)
     try:
         found = named_columns(names, columns, where, "labels")
     except TableError:
@@ -162,6 +175,13 @@ def label_columns(
             raise
         return None, ()
     return (found[0], ()) if len(found) == 1 else (None, found)
+
+
+def split_names(names: str | Sequence[str], columns: Mapping[str, str]) -> Sequence[str]:
+    """Names that may be one text, separated by commas unless it is the name of a column itself."""
+    if not isinstance(names, str):
+        return names
+    return [names] if names in columns else [name.strip() for name in names.split(",")]
 
 
 def plain(name: str) -> str:
@@ -196,11 +216,9 @@ def _top_label(columns: Mapping[str, str], where: str, kind: str | None, label: 
     if not ranked and (plain(confidence) in PROBS or score_family(columns, where, kind) is not None):
         return None  # `prob` may be that of class 1
     if label is not None and predicted is not None:
-        told = f"label column {label!r}, predicted class {predicted!r} and its confidence {confidence!r}"
-        return Layout(label, (confidence,), (), 0, (told,), predicted=predicted)
+        return Layout(label, (confidence,), (), 0, predicted=predicted)
     if correct is not None:
-        told = f"confidence {confidence!r} and whether it was right, {correct!r}"
-        return Layout(None, (confidence,), (), 0, (told,), correct=correct)
+        return Layout(None, (confidence,), (), 0, correct=correct)
     return None
 
 
@@ -214,22 +232,24 @@ def named_columns(names: Sequence[str], columns: Mapping[str, str], where: str, 
         if not matches:
             raise TableError(f"{where} has no column {name!r} for the {what}, it has {listed(columns)}")
         found += matches
+    if not found:
+        raise TableError(f"{what} must name at least one column, got none")
     return tuple(dict.fromkeys(found))
 
 
 def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tuple[str, ...] | None:
     """The columns whose names mark them as scores (logit_0, cat_prob, ... or lists of numbers), None without such."""
     known = PREFIXES[kind]
-    matrices = [name for name, holds in columns.items() if holds == "matrix"]
-    fitting = [name for name in matrices if name.lower() in known] or matrices
-    if len(fitting) == 1:
-        return (fitting[0],)
+    lists = {name.lower(): (name,) for name, holds in columns.items() if holds == "matrix"}
+    if len(lists) == 1:
+        return next(iter(lists.values()))
     classes: dict[str, dict[str, str]] = {}  # by prefix and column
     for name in columns:
         prefix, of_class = split_score(name, kind)
         if of_class is not None:
             classes.setdefault(prefix, {})[name] = of_class
-    numbered, named = {}, {}
+    numbered: dict[str, tuple[str, ...]] = {}
+    named: dict[str, tuple[str, ...]] = {}
     for prefix, found in classes.items():
         numbers = {name: int(text) for name, text in found.items() if WHOLE.fullmatch(text)}
         if _consecutive(numbers.values()):
@@ -237,7 +257,7 @@ def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tu
         others = [name for name in found if prefix not in numbered or name not in numbers]
         if len(others) >= 2 and prefix:
             named[prefix] = tuple(others)
-    for family in (numbered, named):
+    for family in (lists, numbered, named):
         # one that says what it holds goes before "score_0", "class_0" or a bare number
         prefixes = [p for p in known if p in family and p not in SCORES] or [p for p in known if p in family]
         if len(prefixes) > 1:
@@ -251,13 +271,22 @@ def score_family(columns: Mapping[str, str], where: str, kind: str | None) -> tu
 
 
 def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> tuple[str, ...]:
+    """The score columns where no names identify them as a set."""
     known = PREFIXES[kind]
-    if (family := score_family(columns, where, kind)) is not None:
-        return family
     decimal = [name for name, holds in columns.items() if holds == "number"]
     single = [name for name in decimal if name.lower().rstrip("_1") in known[:-1]]
+    if not decimal:  # percentages, or 0 and 1 alone
+        single = [
+            name for name, holds in columns.items() if holds == "whole" and name.lower() in (*LOGITS, *PROBS)
+        ]
     if len(decimal) == 1 and split_score(decimal[0], kind)[0] in (*LOGITS, *PROBS):
         single = decimal  # prob_yes
+        of_class = split_score(decimal[0], kind)[1] or "1"
+        if WHOLE.fullmatch(of_class) and int(of_class) != 1:
+            raise TableError(
+                f"{where} has one score column, {decimal[0]!r}, and a single score must be that of class 1: name the "
+                "columns of all classes with --scores"
+            )
     if len(single) == 1:
         return (single[0],)
     if len(decimal) >= 2:  # whole numbers between them are scores too: zeros alone are written as 0
@@ -346,7 +375,7 @@ def listed(columns: Mapping[str, str]) -> str:
     """The names of the columns, the first ten where there are many."""
     names = [quoted(name) for name in columns]
     few = names if len(names) <= 12 else [*names[:10], f"... ({len(names)} columns)"]
-    return ", ".join(few) or "no columns"
+    return ", ".join(few) or "no other columns"
 
 
 def quoted(name: str) -> str:

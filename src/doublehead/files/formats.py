@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,8 @@ def open_source(source: Source) -> Reader:
     if suffix in CSV:
         return CsvReader(source, zipped)
     if suffix in JSON_LINES:
-        with reading(source):
-            answers = holds_answers(source.path)
-        return readers.AnswersReader(source) if answers else JsonReader(source, zipped)
+        reader = JsonReader(source, zipped)
+        return readers.AnswersReader(source, reader.rows) if reader.holds_answers else reader
     binary: dict[str, Callable[[Source], Reader]] = {
         ".parquet": readers.ParquetReader,
         ".npz": readers.NpzReader,
@@ -69,7 +69,7 @@ class CsvReader(TableReader):
             self.has_bom = start.startswith(BOM) or self._encoding != "utf8"
             text = start.decode(self._encoding, errors="ignore").removeprefix("\ufeff")
             self.before = text[: len(text) - len(text.lstrip("\r\n"))].count("\n")  # lines above the header
-            lines = re.split(r"\r\n?|\n", text.lstrip("\r\n"), maxsplit=3)[:3]
+            lines = re.split(r"[\r\n]+", text.lstrip("\r\n"), maxsplit=3)[:3]
             if lines[0].lower().startswith("sep="):  # as Excel writes it
                 self.before, lines = self.before + 1, lines[1:]
             lines = lines[:2] or [""]
@@ -105,13 +105,19 @@ class CsvReader(TableReader):
         """The names of the columns, and their types by the beginning of the text."""
         number = self._arrow.float64()
         names = self._names or next(csv.reader(lines[:1], delimiter=self.delimiter), [])
+        if self.empty:  # Arrow refuses a header without a line break
+            return names, [self._arrow.string()] * len(names)
         first = lines[-1].split(self.delimiter)
         places = [i for i, cell in enumerate(first) if DECIMAL.fullmatch(cell.strip())]
         if len(set(names)) == len(names) == len(first) >= WIDE and len(places) > 1:
             # all numbers from the first to the last decimal one: zeros may be written as 0
             scores = range(places[0], places[-1] + 1)
             types = {names[i]: number for i in scores if NUMBER.fullmatch(first[i].strip())}
-            types |= self._other_types(names, types, text)
+            if rest := [name for name in names if name not in types]:
+                with self._reader(
+                    {}, block, rest
+                ) as reader:  # Arrow needs kilobytes for each column it looks at
+                    types |= dict(zip(reader.schema.names, reader.schema.types))
             return names, [types[name] for name in names]
         with self._reader({}, block) as reader:
             names, kinds = reader.schema.names, reader.schema.types
@@ -123,18 +129,6 @@ class CsvReader(TableReader):
                 self.mixed = mixed[0], explain(str(error), self.source, names, self.header + self.before)
         return names, kinds
 
-    def _other_types(self, names: list[str], types: dict[str, Any], text: str) -> dict[str, Any]:
-        """The types of the columns that have none yet; Arrow sees them alone: it needs kilobytes for each column."""
-        rest = [i for i, name in enumerate(names) if name not in types]
-        if not rest:
-            return {}
-        lines, cut = text.splitlines(), io.StringIO()
-        whole = lines[self.header : max(len(lines) - 1, self.header + 1)]
-        rows = (row for row in csv.reader(whole, delimiter=self.delimiter) if len(row) == len(names))
-        csv.writer(cut, delimiter=self.delimiter).writerows([row[i] for i in rest] for row in rows)
-        batch = self._parsed(cut.getvalue().encode(), [names[i] for i in rest], {})
-        return {names[i]: batch.column(names[i]).type for i in rest}
-
     def _header(self, lines: list[str]) -> list[str] | None:
         """Names for the columns where the file has none or one too few, or where its own are padded; else None."""
         parts = lines[0].split(self.delimiter)
@@ -142,7 +136,8 @@ class CsvReader(TableReader):
         numbers = [cell for cell in cells if NUMBER.fullmatch(cell)]
         decimals = [cell for cell in cells if re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())]
         repeated = len(numbers) > len(set(numbers))  # no names of columns
-        if len(cells) > 1 and (numbers == cells or len(decimals) >= 2 or repeated):
+        counted = len(cells) > 2 and cells == [str(i) for i in range(len(cells))]  # as pandas calls columns
+        if len(cells) > 1 and not counted and (numbers == cells or len(decimals) >= 2 or repeated):
             self.header, self.guesses = 0, (*self.guesses, "no header")
             whole = [i for i, cell in enumerate(cells) if not re.search(r"[.,]\d", cell)]
             if len(whole) == 1 and whole[0] in (0, len(cells) - 1):
@@ -158,7 +153,7 @@ class CsvReader(TableReader):
         return cells if padded and '"' not in lines[0] else None
 
     def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
-        types = self._types(self.columns, wanted.scores, wanted.keep)
+        types = self._types(self.columns, wanted)
         with (
             reading(self.source, self.names, self.header + self.before),
             self._reader(types, self._block, names) as reader,
@@ -166,11 +161,15 @@ class CsvReader(TableReader):
             for batch in reader:
                 yield batch, self._file.tell()
 
-    def _types(self, names: Iterable[str], scores: Sequence[str] = (), keep: bool = False) -> dict[str, Any]:
+    def _types(self, names: Iterable[str], wanted: Wanted) -> dict[str, Any]:
         """Scores are parsed as float64; other columns too if they are numbers and need not be written back."""
-        number, text, kept = self._arrow.float64(), self._arrow.string(), set(scores)
-        numeric = () if keep else ("number", "whole")
-        return {name: number if name in kept or self.columns[name] in numeric else text for name in names}
+
+        def is_number(name: str) -> bool:
+            kinds = ("number",) if name in wanted.texts else ("number", "whole")
+            return name in scores or (not wanted.keep and self.columns[name] in kinds)
+
+        number, text, scores = self._arrow.float64(), self._arrow.string(), set(wanted.scores)
+        return {name: number if is_number(name) else text for name in names}
 
     def _read(self, wanted: Wanted) -> Iterator[Raw]:
         """Many score columns side by side are parsed as one; from the first row on that is not plain, as any file."""
@@ -178,7 +177,7 @@ class CsvReader(TableReader):
         together = self.names[first : first + width] == list(wanted.scores)
         plain = self._encoding == "utf8" and not self.before and not wanted.keep
         if together and width >= WIDE and plain:
-            for raw in self._wide_batches(first, width, wanted.others):
+            for raw in self._wide_batches(first, width, wanted):
                 if raw is None:
                     break
                 seen += len(raw[0])
@@ -191,23 +190,23 @@ class CsvReader(TableReader):
             if skip < len(scores):
                 yield scores[skip:], {name: column[skip:] for name, column in columns.items()}, batch, done
 
-    def _wide_batches(self, first: int, width: int, others: Sequence[str]) -> Iterator[Raw | None]:
+    def _wide_batches(self, first: int, width: int, wanted: Wanted) -> Iterator[Raw | None]:
         """Batches of `width` scores from column `first` on; None at a quote, or a row that is not as it should be."""
         skip = self.header
         file, stream = self._open()
         with stream:
             for block in _line_blocks(stream, WIDE_BLOCK):
-                text = block.removeprefix(BOM).split(b"\n", 1)[1] if skip else block
-                skip = 0
+                header, newline, rest = block.partition(b"\n")
+                text, skip = (rest if newline else header) if skip else block, 0
                 if not text.strip():
                     continue
-                found = self._wide_batch(text, first, width, others)
+                found = self._wide_batch(text, first, width, wanted)
                 yield None if found is None else (*found, None, file.tell())
                 if found is None:
                     return
 
     def _wide_batch(
-        self, text: bytes, first: int, width: int, others: Sequence[str]
+        self, text: bytes, first: int, width: int, wanted: Wanted
     ) -> tuple[Array, dict[str, Array]] | None:
         delimiter, outside = self.delimiter.encode(), [*self.names[:first], *self.names[first + width :]]
         cut = [_cut(line, delimiter, first, width, len(outside)) for line in text.splitlines() if line]
@@ -218,10 +217,10 @@ class CsvReader(TableReader):
         rest = b"\n".join(row[0] for row in rows)
         try:
             table = self._parsed(scores, ["score"], {"score": self._arrow.float64()})
-            batch = self._parsed(rest, outside, self._types(outside)) if outside else None
+            batch = self._parsed(rest, outside, self._types(outside, wanted)) if outside else None
         except ValueError:
             return None
-        return to_numpy(table.column(0)).reshape(-1, width), self._others(batch, others, len(rows))
+        return to_numpy(table.column(0)).reshape(-1, width), self._others(batch, wanted.others, len(rows))
 
     def _parsed(self, text: bytes, names: list[str], types: dict[str, Any]) -> Any:
         """Lines without a header as one Arrow batch."""
@@ -264,41 +263,79 @@ class JsonReader(TableReader):
     def __init__(self, source: Source, zipped: bool) -> None:
         super().__init__(source, zipped)
         self._json = require("pyarrow.json", extra="tables")
-        self.nested: set[str] = set()  # names of objects in a row
         with reading(source):
             with self._open()[1] as stream:
                 self.is_list = stream.read(BLOCK).lstrip().startswith(b"[")
-            first = self._parsed(next(self._blocks(), (b"", 0))[0], None)
-            self._schema, flat = first.schema, self._flat(first).schema
+            first = next(self._blocks(), (b"", 0))[0]
+            rows = [*_objects(first, source)]
+            self.empty, self.columns = not rows, {}
+            self.holds_answers = bool(rows) and holds_answers(rows[0])
+            if self.holds_answers or self.empty:  # answers are read from `rows`: each has columns of its own
+                return
+            self._schema = self._arrow.schema(self._fields(rows))
+            flat = self._flat(self._parsed(first, self._schema)).schema
             self._describe(flat.names, flat.types)
 
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The objects as Python reads them."""
+        n_lines = 0
+        with reading(self.source):
+            for block, _ in self._blocks():
+                yield from _objects(block, self.source, n_lines)
+                n_lines += block.count(b"\n")
+
+    def _fields(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Names and types of what the first rows hold; what has values of several kinds is left out."""
+        for name in dict.fromkeys(name for row in rows for name in row):
+            with suppress(self._arrow.ArrowInvalid, self._arrow.ArrowTypeError, OverflowError):
+                kind = self._arrow.array([row.get(name) for row in rows]).type
+                yield name, self._arrow.string() if kind == "null" else kind
+
     def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
-        whole = {field.name for field in self._schema if field.type == "int64"} & {*wanted.scores}
-        number = self._arrow.float64()
-        fields = [field.with_type(number) if field.name in whole else field for field in self._schema]
-        schema = self._arrow.schema(fields)
+        names = [*wanted.scores, *(name for name in wanted.others if name in names)]
+
+        def holds(field: Any, columns: Sequence[str]) -> bool:
+            return any(name == field.name or name.startswith(f"{field.name}.") for name in columns)
+
+        fields = [field for field in self._schema if holds(field, names)]  # others may hold anything
+        fields = [
+            field.with_type(self._decimal(field.type)) if holds(field, wanted.scores) else field
+            for field in fields
+        ]
+        schema, n_lines = self._arrow.schema(fields), 0
         with reading(self.source):
             for block, done in self._blocks():
-                table = self._flat(self._parsed(block, schema)).select(names).combine_chunks()
-                for batch in table.to_batches(max_chunksize=wanted.rows):
+                try:
+                    table = self._flat(self._parsed(block, schema))
+                except self._arrow.ArrowInvalid:
+                    for _ in _objects(block, self.source, n_lines):  # names the line where one is damaged
+                        pass
+                    raise
+                n_lines += block.count(b"\n")
+                for batch in table.select(names).combine_chunks().to_batches(max_chunksize=wanted.rows):
                     yield batch, done
 
+    def _decimal(self, kind: Any) -> Any:
+        """The type with decimal numbers in place of whole ones, which may be those of the first rows alone."""
+        types = require("pyarrow.types", extra="tables")
+        if types.is_struct(kind):
+            return self._arrow.struct([field.with_type(self._decimal(field.type)) for field in kind])
+        if types.is_list(kind):
+            return self._arrow.list_(self._decimal(kind.value_type))
+        return self._arrow.float64() if types.is_integer(kind) else kind
+
     def _parsed(self, block: bytes, schema: Any) -> Any:
-        options = self._json.ParseOptions(
-            explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
-        )
+        options = self._json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
         read = self._json.ReadOptions(use_threads=False, block_size=len(block) + 1)
         return self._json.read_json(self._arrow.BufferReader(block), read, options)
 
     def _flat(self, table: Any) -> Any:
         """The table with the entries of objects as columns of their own."""
         types = require("pyarrow.types", extra="tables")
-        while objects := [field.name for field in table.schema if types.is_struct(field.type)]:
-            self.nested |= {*objects}
+        while any(types.is_struct(kind) for kind in table.schema.types):
             table = table.flatten()
         for at, field in reversed([*enumerate(table.schema)]):
             if str(field.type) == LABELS_AND_SCORES:
-                self.nested.add(field.name)
                 scores = self._by_label(table.column(at).combine_chunks(), field.name)
                 table = table.remove_column(at)
                 for name, column in reversed(scores.items()):
@@ -336,6 +373,20 @@ def _encoding(start: bytes, source: Source) -> str:
     except UnicodeDecodeError:
         return "cp1252"
     return "utf8"
+
+
+def _objects(block: bytes, source: Source, n_before: int = 0) -> Iterator[dict[str, Any]]:
+    """The objects in lines of JSON; errors name the line, of which `n_before` come before these."""
+    for i, line in enumerate(io.BytesIO(block), n_before + 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                got = line.strip()[:80].decode(errors="replace")
+                raise TableError(f"{source}, line {i} must be a JSON object, got {got!r}")
+            yield row
 
 
 def _line_blocks(stream: Any, size: int) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ from doublehead.files.readers import Batch, Reader, Wanted
 from doublehead.files.sources import Array, Kind, Source, TableError
 from doublehead.files.values import MISSING, recognise, to_text
 from doublehead.score_arrays import ROUNDED
+from doublehead.system import require
 
 SAMPLES = (
     "sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid",
@@ -45,27 +46,25 @@ def from_long_form(sources: Sequence[Source], reader: Reader, label: str | None)
     parts = [batch for source in sources for batch in open_source(source).batches(wanted)]
     if not parts:
         return None
-    found = {name: np.concatenate([to_text(part.columns[name]) for part in parts]) for name in wanted.others}
-    names, first, which = np.unique(found[sample], return_index=True, return_inverse=True)
-    if len(names) == len(which):
+    texts = {name: np.concatenate([to_text(part.columns[name]) for part in parts]) for name in wanted.others}
+    frame = require("pandas", extra="tables").DataFrame(texts)
+    frame[score] = np.concatenate([part.scores[:, 0] for part in parts])
+    if frame[sample].is_unique:
         return None  # a row for each sample after all
-    numbered = all(name.isdecimal() for name in set(found[of_class]))
-    classes = sorted(set(found[of_class]), key=int if numbered else str)
-    column = {name: k for k, name in enumerate(classes)}
-    table = np.full((len(names), len(classes)), np.nan)
-    table[which, [column[name] for name in found[of_class]]] = np.concatenate([p.scores[:, 0] for p in parts])
+    classes = sorted(set(frame[of_class]), key=int if frame[of_class].str.isdecimal().all() else str)
     place = f"{sources[0]} (a row for each {sample!r} and {of_class!r})"
-    if len(which) != table.size or np.isnan(table).any():
-        counts = np.bincount(which)
-        at = int(counts.argmin() if len(which) < table.size else counts.argmax())
+    counts = frame[sample].value_counts(sort=False)
+    twice = frame[sample][frame.duplicated([sample, of_class])]
+    if wrong := [*counts.index[counts != len(classes)], *twice]:
         raise TableError(
-            f"{place} must have {len(classes)} rows for each sample, one per class, not so for {names[at]!r}"
+            f"{place} must have {len(classes)} rows for each sample, one per class, not so for {wrong[0]!r}"
         )
-    if (found[label] != found[label][first][which]).any():
+    if (frame.groupby(sample)[label].nunique() > 1).any():
         raise TableError(f"{place} must have one label for each sample in {label!r}")
-    order = np.argsort(first)  # samples as they first appear
-    arrays = {name: found[name][first[order]] for name in wanted.others if name != of_class}
-    arrays |= {f"{score}_{name}": table[order, k] for k, name in enumerate(classes)}
+    table = frame.pivot(index=sample, columns=of_class, values=score)
+    first = frame.drop_duplicates(sample)  # samples as they first appear
+    arrays = {name: first[name].to_numpy() for name in wanted.others if name != of_class}
+    arrays |= {f"{score}_{name}": table[name][first[sample]].to_numpy() for name in classes}
     return Source(sources[0].path, arrays=arrays, name=place)
 
 
@@ -115,8 +114,7 @@ def settle(
     elif layout.label is not None and layout.binary and not layout.independent:
         labels = to_text(batch.columns[layout.label])
         layout = _binary_classes(labels, layout, source)
-        guessed = any(guess.startswith("score column") for guess in layout.guesses)
-        if guessed and stated != "logits":
+        if "scores" in layout.guessed and stated != "logits":
             _check_binary(scores, labels, layout.scores[0], source)
     if layout.unnamed and layout.label is not None:
         before, layout = layout.scores, _without_others(batch, layout, stated, tolerance)
@@ -136,8 +134,7 @@ def _one_of_each(batch: Batch, layout: Layout, kind: Kind | None, tolerance: flo
         return layout
     if kind != "logits" and recognise(batch.scores, tolerance) not in ("probabilities", "log-probabilities"):
         return layout
-    guesses = (*layout.guesses, "one-hot labels")
-    return replace(layout, independent=False, one_hot=True, guesses=guesses)
+    return replace(layout, independent=False, one_hot=True)
 
 
 def _check_binary(scores: Array, labels: Array, name: str, source: Source) -> None:
@@ -196,10 +193,8 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
     found = recognise(scores[usual] if usual.mean() > 0.9 else scores, tolerance) if several else ""
     if found == "probabilities":
         return "probs", "rows sum to 1"
-    for kind, names in NAMED.items():
-        if all(
-            columns.split_score(name, kind)[0] in names or name.lower() in names for name in layout.scores
-        ):
+    for kind in NAMED:
+        if all(_states(name, kind) for name in layout.scores):
             return kind, CALLED
     if found == "log-probabilities":
         return "logits", found
@@ -220,15 +215,24 @@ def _certain_kind(scores: Array, layout: Layout, tolerance: float, source: Sourc
 
 def check_names(layout: Layout, kind: Kind, why: str, name: str) -> None:
     """Refuse guessed columns that are called the other kind than was stated: prob_0, ... stated as logits."""
-    other = "probs" if kind == "logits" else "logits"
-    if layout.top_only or not all(column.lower().startswith(other[:-1]) for column in layout.scores):
+    other: Kind = "probs" if kind == "logits" else "logits"
+    called = [
+        column for column in layout.scores if column.lower().startswith(other[:-1]) and _states(column, other)
+    ]
+    if layout.top_only or not called:
         return
-    named = f"--{kind} --scores '{layout.scores[0][: len(other)]}*'"
+    named = f"--{kind} --scores '{called[0][: len(other)]}*'"
     if why and why != CALLED:
         does = f"but {why}: give {named} if they hold {kind}"
     else:
         does = f"but --{kind} was given: give --{other} ({other}:FILE in a report), or {named} if they hold {kind}"
-    raise TableError(f"{name} has columns such as {layout.scores[0]!r}, {does}")
+    raise TableError(f"{name} has columns such as {called[0]!r}, {does}")
+
+
+def _states(column: str, kind: Kind) -> bool:
+    """Whether a column is called what holds this kind: logit_0, cat_prob, probs."""
+    prefix, of_class = columns.split_score(column, kind)
+    return column.lower() in NAMED[kind] or (of_class is not None and prefix in NAMED[kind])
 
 
 def _without_others(batch: Batch, layout: Layout, kind: Kind | None, tolerance: float) -> Layout:

@@ -60,6 +60,7 @@ class Wanted(NamedTuple):
     others: Sequence[str]
     rows: int
     keep: bool = False  # the Arrow batches have every column
+    texts: Sequence[str] = ()  # of the others, those that are names, though the first may be whole numbers
 
 
 class Reader:
@@ -72,7 +73,7 @@ class Reader:
     scores: tuple[str, ...] | None = None  # the score columns where the file itself names them
     guesses: tuple[str, ...] = ()  # about the file as a whole
     mixed: tuple[str, str] | None = None  # a column that begins with decimal numbers but holds text; where
-    empty: bool = False  # a header and no rows
+    empty: bool = False  # no rows, and maybe a header
     classes: tuple[str, ...] = ()  # their names where the file lists them
 
     def __init__(self, source: Source) -> None:
@@ -82,7 +83,7 @@ class Reader:
     def batches(self, wanted: Wanted) -> Generator[Batch, None, None]:
         """One after the other."""
         first = self.first_row
-        for raw in self._read(wanted):
+        for raw in () if self.empty else self._read(wanted):
             n = len(raw[0])
             yield Batch(self.source, np.arange(first, first + n) + 1, *raw)
             first += n
@@ -108,8 +109,10 @@ class ArraysReader(Reader):
 
     def _read(self, wanted: Wanted) -> Iterator[Raw]:
         for name in wanted.scores:
-            if self.arrays[name].dtype.kind not in "fiub":
-                raise TableError(f"{self.source}: {name!r} must hold numbers, got {self.arrays[name].dtype}")
+            found = self.arrays[name]
+            if found.dtype.kind not in "fiub" or found.ndim > 2:
+                got = f"{found.dtype} of shape {found.shape}"
+                raise TableError(f"{self.source}: {name!r} must hold numbers (N,) or (N, K), got {got}")
         n = next(iter(self.arrays.values())).shape[0]
         for first in range(0, n, wanted.rows):
             last = min(n, first + wanted.rows)
@@ -178,11 +181,10 @@ class AnswersReader(ArraysReader):
 
     states: Kind | None = "logits"
 
-    def __init__(self, source: Source) -> None:
-        with reading(source):
-            arrays = read_answers(source.path)
-        super().__init__(source, arrays)
-        self.scores = tuple(name for name in arrays if arrays[name].dtype.kind == "f")
+    def __init__(self, source: Source, rows: Callable[[], Iterator[dict[str, Any]]]) -> None:
+        self.rows = rows
+        super().__init__(source, read_answers(rows(), str(source)))
+        self.scores = tuple(name for name, kind in self.columns.items() if kind == "number")
 
 
 def excel_reader(source: Source) -> ArraysReader:
@@ -355,12 +357,13 @@ def to_numpy(column: Any) -> Array:
 
 
 def _matrix(column: Any) -> Array:
-    """(B, K) from lists of K numbers; rows of another length or a missing list become nan."""
+    """(B, K) from lists of K numbers; rows of another length than most, or a missing list, become nan."""
     lengths = (
         require("pyarrow.compute", extra="tables").list_value_length(column).to_numpy(zero_copy_only=False)
     )
     values = to_numpy(column.flatten())
-    width = int(np.nanmax(lengths)) if len(lengths) else 0
+    found, counts = np.unique(np.nan_to_num(lengths), return_counts=True)
+    width = int(max(zip(counts, found))[1]) if len(found) else 0
     if not np.array_equal(lengths, np.full(len(lengths), width)):
         rows = [
             row if row is not None and len(row) == width else [np.nan] * width for row in column.to_pylist()

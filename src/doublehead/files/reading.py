@@ -150,13 +150,14 @@ class PredictionTable:
         """Batches of the columns that matter; every file must have them."""
         others = [*self.layout.others, *filter(None, (self.by, self.weights)), *self.where, *self.extra]
         for name in (*self.layout.scores, *others):
-            if name not in reader.columns:
+            if name not in reader.columns and not reader.empty:
                 raise TableError(f"{reader.source} has no column {name!r}, which {self.sources[0]} has")
         width = max(len(self.layout.scores), 2)
-        if reader.columns[self.layout.scores[0]] == "matrix":
+        if reader.columns.get(self.layout.scores[0]) == "matrix":
             width = 1000  # not known before reading; enough for small chunks of wide rows
         rows = min(max(1, CHUNK_ENTRIES // width), MAX_ROWS)
-        return reader.batches(Wanted(self.layout.scores, list(dict.fromkeys(others)), rows, keep))
+        texts = [name for name in (self.by, *self.where) if name is not None]
+        return reader.batches(Wanted(self.layout.scores, list(dict.fromkeys(others)), rows, keep, texts))
 
     def _chunk(self, batch: Batch) -> Chunk:
         layout = self.layout
@@ -169,8 +170,12 @@ class PredictionTable:
         predictions: Predictions | Outcomes | None
         if layout.top_only:
             predictions = Outcomes(scores[:, 0], values.to_correct(batch, layout), weights=weights)
-        else:
+        elif weights is None or weights.any():
             predictions = self._predictions(scores, batch, weights)
+        else:  # only those of all rows together may not be 0
+            predictions = self._predictions(scores, batch, torch.ones_like(weights))
+            if predictions is not None and predictions.weights is not None:
+                predictions.weights.zero_()
         if isinstance(predictions, Predictions):
             groups = row_groups(predictions, groups, layout.labels)
         return Chunk(scores, predictions, groups, batch)
@@ -207,7 +212,7 @@ def read_predictions(
     *,
     kind: Kind | None = None,
     label: str | Sequence[str] | None = None,
-    scores: Sequence[str] | None = None,
+    scores: str | Sequence[str] | None = None,
     by: str | None = None,
     weights: str | None = None,
     where: Mapping[str, str] | None = None,
@@ -222,14 +227,14 @@ def read_predictions(
 
     `kind` says whether the scores are logits or probs. It may be left out where an .npz calls its array so, where rows
     of numbers in 0..1 sum to 1, or where the columns are called logits or probabilities.
-    `label` and `scores` name columns (or arrays; * and ? stand for any characters); what is not named is guessed and
-    recorded in `.layout.guesses`. Labels are whole numbers from `base` on (0, or the number of the first score
-    column) or names of classes that match the score columns. Several columns of 0 and 1 (a list, or a name with * in
-    it), or lists of 0 and 1, are one-hot labels where each row has a single 1 and its scores are of one class, else
-    as many labels of each sample; `independent` states the latter, also of files without labels. A
-    file may also hold a row for each sample and class, the predicted class and its confidence alone, or answers of a
-    language model. `where` keeps the rows with these values, `by` is a column of groups, which may be
-    the name of folders called `by=value`, `weights` is one of sample weights; `extra` columns are read too. With
+    `label` and `scores` name columns (or arrays; * and ? stand for any characters; several are a list, or one text with
+    commas); what is not named is guessed and recorded in `.layout.guesses`. Labels are whole numbers from `base` on (0,
+    or the number of the first score column) or names of classes that match the score columns. Several columns of 0 and
+    1 (a list, or a name with * in it), or lists of 0 and 1, are one-hot labels where each row has a single 1 and its
+    scores are of one class, else as many labels of each sample; `independent` states the latter, also of files without
+    labels. A file may also hold a row for each sample and class, the predicted class and its confidence alone, or
+    answers of a language model. `where` keeps the rows with these values, `by` is a column of groups, which may be the
+    name of folders called `by=value`, `weights` is one of sample weights; `extra` columns are read too. With
     `label_needed=False` files without labels, or without weights, are read too. Scores that are not named are the
     columns of the table `like` where this one has them.
 
@@ -281,7 +286,9 @@ def read_predictions(
     layout = columns.choose_layout(reader.columns, str(reader.source), given)
     if reader.classes and not layout.classes:
         layout = columns.with_classes(layout, reader.classes, base)
-    layout = replace(layout, guesses=(*reader.guesses, *layout.guesses))
+    layout = replace(layout, notes=reader.guesses)
+    if scores is None and stated is not None:
+        guesses.check_names(layout, stated, "", str(reader.source))
     guesses.check_groups(layout, [*where, *filter(None, [by])])
     how = (by, where, tolerance, tuple(extra), weights)
     table = PredictionTable(tuple(sources), stated or "logits", layout, *how)
@@ -293,7 +300,7 @@ def read_predictions(
         table = replace(table, layout=layout, kind=certain, why=why)
     elif stated is None:
         raise NoRows(table._nothing(0, set()))
-    if scores is None:
+    if scores is None and stated is None:
         guesses.check_names(table.layout, table.kind, table.why, table.name)
     return table
 

@@ -144,6 +144,9 @@ def explain(message: str, source: Source, names: Sequence[str], header: int) -> 
             f"{source}, row {row} has {short[3]} values where the header has {short[2]}: "
             "the file is truncated or has a wrong delimiter there"
         )
+    if mixed := re.search(r"Column\(/(.*)\) changed from (\w+) to (\w+)", message):
+        name, *got = mixed[1].replace("/", "."), mixed[2], mixed[3]
+        return f"{source}, column {name!r} must hold one kind of values, got {' and '.join(got)}"
     if "Empty CSV file" in message:
         return f"{source} has no rows"
     if "UTF8" in message:

@@ -41,12 +41,13 @@ def to_scores(batch: Batch, layout: Layout, kind: str, tolerance: float) -> tupl
     wrong = ~np.isfinite(table)
     if wrong.any():
         i, j = (int(index[0]) for index in np.nonzero(wrong))
-        got, lists = (
-            "nothing or nan" if np.isnan(table[i, j]) else table[i, j],
-            len(layout.scores) < wrong.shape[1],
-        )
-        name, which = (layout.scores[0], f" (number {j} of the row)") if lists else (layout.scores[j], "")
-        batch.refuse(wrong.any(1), name, lambda _: f"{which} must hold a finite number, got {got}")
+        name, must = layout.scores[min(j, len(layout.scores) - 1)], " must hold a finite number"
+        got = "nothing or nan" if np.isnan(table[i, j]) else table[i, j]
+        if len(layout.scores) < table.shape[1]:
+            must = f" (number {j} of the row){must}"
+            if np.isnan(table[i]).all():
+                must, got = f" must hold a list of {table.shape[1]} numbers", "none, or one of another length"
+        batch.refuse(wrong.any(1), name, lambda _: f"{must}, got {got}")
     clipped, reach = 0, min(tolerance, OUTSIDE)
     low, high = table.min(), table.max()
     if kind == "probs" and (low < 0 or high > 1) and -reach <= low and high <= 1 + reach:
@@ -162,11 +163,15 @@ def to_labels(batch: Batch, layout: Layout, n_classes: int) -> Array:
         lambda i: f" must hold {CLASS}, got {'nothing' if np.isnan(number[i]) else f'{number[i]:g}'}",
     )
     labels: Array = number.astype(np.int64) - base
-    hint = ""  # where every label is one too high or one too low
+    first = (
+        None  # where every label is one too high or one too low, or counted from 0 beside numbers of columns
+    )
     low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
-    if (low >= 1 and high == n_classes) or (low == -1 and high < n_classes - 1 and base > 0):
+    if base > 1 and low + base >= 0 and high + base < n_classes:
+        first = 0
+    elif (low >= 1 and high == n_classes) or (low == -1 and high < n_classes - 1 and base > 0):
         first = base + (1 if low >= 1 else -1)
-        hint = f"; if labels are counted from {first}, give --label-base {first}"
+    hint = "" if first is None else f"; if labels are counted from {first}, give --label-base {first}"
     allowed = f"labels of {n_classes} classes must lie in {base}..{base + n_classes - 1}"
     outside = (labels < 0) | (labels >= n_classes)
     batch.refuse(outside, name, lambda i: f": {allowed}, got {labels[i] + base}{hint}")

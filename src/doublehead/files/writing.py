@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from doublehead.files.formats import BOM, CsvReader, JsonReader
-from doublehead.files.readers import NpzReader
+from doublehead.files.formats import BOM, JsonReader
+from doublehead.files.readers import AnswersReader, NpzReader
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import ARROW, JSON_LINES, NoRows, Source, TableError, content_of, format_of
-from doublehead.llm_answers import holds_answers, write_answers
 from doublehead.system import require
 
 Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
@@ -113,41 +112,65 @@ def _write_source(
         _write_arrays(one, target, pairs)
     elif suffix in (".parquet", *ARROW):
         _write_table(one, target, pairs, suffix)
-    elif suffix in JSON_LINES and holds_answers(source.path):
-        probs = torch.cat([probs for _, probs in pairs]).numpy()
-        write_answers(source.path, target, table.layout.scores, probs)
     else:
-        _write_text(one, target, pairs)
+        (_write_json if suffix in JSON_LINES else _write_csv)(one, target, pairs)
 
 
-def _write_text(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
-    """CSV and JSON Lines."""
-    arrow, reader = require("pyarrow", extra="tables"), table.reader
-    with arrow.output_stream(str(target), compression="gzip" if target.suffix == ".gz" else None) as file:
+def _write_csv(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    reader: Any = table.reader
+    with _text_file(target) as file:
         for i, (chunk, probs) in enumerate(pairs):
             batch = _replaced(table, chunk, probs)
-            if isinstance(reader, JsonReader):
-                rows = (_nested(row, reader.nested) for row in batch.to_pylist())
-                file.write("".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
-            elif isinstance(reader, CsvReader):
-                if i == 0:
-                    header = io.StringIO()
-                    csv.writer(header, delimiter=reader.delimiter, lineterminator="\n").writerow(
-                        batch.schema.names
-                    )
-                    file.write((BOM if reader.has_bom else b"") + header.getvalue().encode())
-                file.write(_csv_lines(batch, reader.delimiter, reader.decimal_point))
+            if i == 0:
+                header = io.StringIO()
+                csv.writer(header, delimiter=reader.delimiter, lineterminator="\n").writerow(
+                    batch.schema.names
+                )
+                file.write((BOM if reader.has_bom else b"") + header.getvalue().encode())
+            file.write(_csv_lines(batch, reader.delimiter, reader.decimal_point))
 
 
-def _nested(row: dict[str, Any], parents: set[str]) -> dict[str, Any]:
-    """{"probs": {"cat": 0.9}} from {"probs.cat": 0.9}, for the objects that the file had."""
-    found: dict[str, Any] = {}
-    for name, value in row.items():
-        inner, start = found, 0
-        while (dot := name.find(".", start)) >= 0 and name[:dot] in parents:
-            inner, start = inner.setdefault(name[start:dot], {}), dot + 1
-        inner[name[start:]] = value
-    return found
+def _write_json(table: PredictionTable, target: Path, pairs: Iterator[tuple[Chunk, Tensor]]) -> None:
+    """The objects of the file with other scores, in their places; answers have them as `probs`."""
+    reader, names = table.reader, table.layout.scores
+    assert isinstance(reader, JsonReader | AnswersReader)
+    rows, answers = reader.rows(), isinstance(reader, AnswersReader)
+    paths = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)} | {*names}
+    with _text_file(target) as file:
+        for chunk, probs in pairs:
+            lists, lines = chunk.batch.scores.shape[1] > len(names), []
+            for values, row in zip(_columns(table, probs).tolist(), rows):
+                found = {names[0]: values} if lists else dict(zip(names, values))
+                new = {**row, "probs": found} if answers else _with_scores(row, found, paths, table)
+                lines.append(json.dumps(new) + "\n")
+            file.write("".join(lines).encode())
+
+
+def _with_scores(
+    row: dict[str, Any],
+    found: Mapping[str, Any],
+    paths: Container[str],
+    table: PredictionTable,
+    path: str = "",
+) -> dict[str, Any]:
+    """The object at a path with the scores found by their columns, such as `probs.cat`, which are below `paths`."""
+    made = {}
+    for key, value in row.items():
+        if (here := path + key) not in paths:
+            made[key] = value
+        elif here in found:
+            made[_new_name(key, row, table)] = found[here]
+        elif isinstance(value, dict):
+            made[_new_name(key, row, table)] = _with_scores(value, found, paths, table, f"{here}.")
+        else:  # a list of labels and scores
+            pairs = [{**one, "score": found[f"{here}.{one['label']}"]} for one in value]
+            made[_new_name(key, row, table)] = pairs
+    return made
+
+
+def _text_file(target: Path) -> Any:
+    compression = "gzip" if target.suffix == ".gz" else None
+    return require("pyarrow", extra="tables").output_stream(str(target), compression=compression)
 
 
 def _csv_lines(batch: Any, delimiter: str, decimal_point: str) -> bytes:
@@ -213,11 +236,7 @@ def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
     lists = chunk.batch.scores.shape[1] > len(table.layout.scores)
     narrow = chunk.batch.scores.dtype in (np.float16, np.float32)
     for i, name in enumerate(table.layout.scores):
-        at, new = places[name], probs_name(name, table)
-        if new in places and new != name:
-            raise TableError(
-                f"{table.sources[0]} already has a column {new!r}, which the calibrated {name!r} would take"
-            )
+        at, new = places[name], _new_name(name, places, table)
         if lists:
             ends = np.arange(0, values.size + 1, values.shape[1])
             made = arrow.LargeListArray.from_arrays(ends, values.reshape(-1))
@@ -226,6 +245,16 @@ def _replaced(table: PredictionTable, chunk: Chunk, probs: Tensor) -> Any:
             columns[at] = arrow.array(values[:, i].astype(np.float32 if narrow else np.float64))
         names[at] = new
     return arrow.RecordBatch.from_arrays(columns, names).replace_schema_metadata(batch.schema.metadata)
+
+
+def _new_name(column: str, columns: Container[str], table: PredictionTable) -> str:
+    """`probs_name` of one of the columns, none of which has it yet."""
+    new = probs_name(column, table)
+    if new in columns and new != column:
+        raise TableError(
+            f"{table.sources[0]} already has a column {new!r}, which the calibrated {column!r} would take"
+        )
+    return new
 
 
 def _columns(table: PredictionTable, probs: Tensor) -> Tensor:

@@ -208,7 +208,8 @@ def _meta(methods: Sequence[Method]) -> str:
 
     several = max(m.record.several for m in methods)
     n_classes = [m.summary.n_classes for m in methods]
-    parts = [f"{each([m.summary.n // m.record.several for m in methods])} samples"]
+    n = [m.summary.n // m.record.several for m in methods]
+    parts = [f"{each(n)} sample{'s' if max(n) > 1 else ''}"]
     parts += [f"{several} labels of each"] if several > 1 else []
     parts += ["weighted"] if any(m.record.outcomes.weights is not None for m in methods) else []
     parts += [f"{each(n_classes)} classes"] if several == 1 and max(n_classes) else []

@@ -6,6 +6,7 @@ Sums are those of all samples. What needs samples one by one comes from some dra
 from __future__ import annotations
 
 import heapq
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -115,7 +116,9 @@ def _gathered(parts: Iterable[_Part], n_bins: int) -> Record:
         found = p if isinstance(p, Outcomes) else Outcomes.of(p)
         drawn.add(found, None if part.times is None else np.repeat(part.times, several))
         counts = counts + np.stack(at_thresholds(found, THRESHOLDS))
-        errors = heapq.nlargest(MAX_ERRORS, [*errors, *_errors(found, part, several)])
+        errors = heapq.nlargest(
+            MAX_ERRORS, [*errors, *_errors(found, part, several)], key=lambda row: row.confidence
+        )
     assert tally is not None
     outcomes, times = drawn.joined(tally.zero_floor)
     accepted, wrong = counts
@@ -142,11 +145,14 @@ def as_times(column: Array, name: str, source: str) -> Array:
     else:
         texts, which = np.unique([str(value).strip() for value in column.tolist()], return_inverse=True)
         try:
-            # Parsing is slow, and different texts are seldom many.
-            times = np.array(texts, dtype="datetime64[s]")[which]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that times with a zone become universal time
+                # Parsing is slow, and different texts are seldom many.
+                times = np.array(texts, dtype="datetime64[s]")[which]
         except ValueError as error:
+            got = repr(str(error.object)) if isinstance(error, UnicodeEncodeError) else error
             raise TableError(
-                f"{source}: the times in {name!r} must be numbers or dates such as 2024-12-31, got {error}"
+                f"{source}: the times in {name!r} must be numbers or dates such as 2024-12-31, got {got}"
             ) from error
     if missing := int(np.isnan(times).sum()):
         raise TableError(f"{source}: the time in {name!r} is missing in {missing} rows")
@@ -207,7 +213,8 @@ def measure(index: int, name: str, record: Record) -> Method:
     if record.times is not None:
         names, which = _periods(record.times)
         parts = [record.outcomes[np.flatnonzero(which == i)] for i in range(len(names))]
-        groups = {name: Tally.of(part, summary.n_bins).summary() for name, part in zip(names, parts)}
+        tallies = {name: Tally.of(part, summary.n_bins) for name, part in zip(names, parts)}
+        groups = {name: tally.summary() for name, tally in tallies.items() if tally.top.n}
         periods = replace(summary, groups=groups)
     confidences: Any = record.outcomes  # all that the curve reads
     return Method(

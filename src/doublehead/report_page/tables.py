@@ -268,7 +268,8 @@ def nice_ticks(end: float, wanted: int = 5) -> list[float]:
 
 def risk_ticks(methods: Sequence[Method]) -> list[float]:
     """Up to the largest error of a tenth of the samples or more: that of fewer is noise."""
-    return nice_ticks(1.05 * max(0.001, *(float(m.risk.risk[m.risk.coverage >= 0.1].max()) for m in methods)))
+    largest = max(float(m.risk.risk[m.risk.coverage >= 0.1].max()) for m in methods)
+    return nice_ticks(min(1.0, 1.05 * max(0.001, largest)))
 
 
 def shift_ticks(shifts: Sequence[tuple[str, Any]]) -> list[float]:
