@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid, softplus
 
 from doublehead.calibrators import (
     BBQ,
@@ -184,6 +184,21 @@ def test_an_empty_bin_holds_its_middle() -> None:
     assert fitted.values_[1].tolist() == pytest.approx([0.0, between, between, 1.0])
 
 
+@pytest.mark.parametrize("kind", ["top", "one-vs-rest"])
+def test_no_edge_of_a_histogram_lies_at_odds_that_occur(kind: str) -> None:
+    """Where many samples have the lowest odds; rounded to float32 an edge there would fall on either side of them."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        logits = 2 * torch.randn(5, 4, generator=generator)[torch.randint(5, (300,), generator=generator)]
+        labels = torch.randint(4, (300,), generator=generator)
+        fitted = HistogramBinning(kind=kind, smoothing=0).fit(Predictions(logits, labels))
+        narrow, wide = (fitted(z).double().softmax(1) for z in (logits, logits.double()))
+        torch.testing.assert_close(narrow, wide, atol=1e-5, rtol=0)
+    one = Predictions(torch.tensor([[2.0, 0.0]] * 8), [0] * 6 + [1] * 2)  # all odds are equal
+    confidence = HistogramBinning(kind=kind, smoothing=0).fit(one).calibrate(one).confidence
+    torch.testing.assert_close(confidence, torch.full((8,), 0.75))
+
+
 def test_histogram_one_vs_rest_agrees_with_a_loop() -> None:
     p = several()
     out = HistogramBinning(n_bins=7, kind="one-vs-rest", smoothing=0).fit(p).calibrate(p).probs
@@ -325,3 +340,23 @@ def test_spline_leaves_a_calibrated_model_nearly_alone_and_repairs_a_bent_one() 
     assert float((found.confidence - target).abs().mean()) < 0.02
     before = cross_entropy(Temperature().fit(bent).calibrate(bent).logits, bent.labels)
     assert float(cross_entropy(found.logits, bent.labels)) < float(before)
+
+
+def test_beta_weighs_the_pull_on_what_is_held_at_0() -> None:
+    """Of odds in the thousands the pull towards 1 is not small: a slope of 0 must not be free of it."""
+    odds = torch.tensor([-1600.0, 200.0, -800.0, 600.0]).double().repeat(5)
+    labels = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 1, 1, 1, 1, 0])
+    p = Predictions(torch.stack([torch.zeros_like(odds), odds], 1), labels)
+    features = torch.stack([logsigmoid(odds), -logsigmoid(-odds), torch.ones_like(odds)], 1)
+    units, y = features.square().mean(0), labels.double()
+
+    def loss(weights: list[float]) -> float:
+        w = torch.tensor(weights).double()
+        z = features @ w
+        drift = (units * (w - torch.tensor([1.0, 1.0, 0.0])).square()).sum() * 5e-7
+        return float((softplus(z) - y * z).mean() + drift)
+
+    found = Beta().fit(p).weights_[0].tolist()
+    grid = product(np.linspace(0, 2e-3, 11), np.linspace(0, 2e-3, 11), np.linspace(0, 2, 11))
+    assert loss(found) <= min(loss([*map(float, weights)]) for weights in grid)
+    assert min(found[:2]) >= 0
