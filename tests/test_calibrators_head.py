@@ -13,6 +13,7 @@ from doublehead import Predictions
 from doublehead.calibrators import Head, Temperature, choose, choose_calibrator, head_stages
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.metrics import nll
+from doublehead.score_arrays import Target
 from samples import overconfident
 
 # --- the rule
@@ -434,3 +435,15 @@ def test_stages_that_contradict_kept_predictions_are_not_used() -> None:
     assert free.choice.chosen != "temperature"
     before, after = (one.choice.scores[one.choice.chosen].accuracy for one in (kept, free))
     assert before < 0.5 < after
+
+
+def test_parts_that_are_all_worse_than_none_get_no_weight() -> None:
+    logits = 3 * torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
+    target = Target(logits.argmin(1))
+    assert head_stages.fit_pool([logits.log_softmax(1)] * 2, target).tolist() == [0.0, 0.0]
+    # Folds of which each says the opposite of the other: no stage survives the other's samples.
+    labels = torch.cat([logits[:200].argmax(1), logits[200:].argmin(1)])
+    folds = (torch.arange(400) >= 200).long()
+    head = Head().fit(Predictions(logits, labels), folds=folds)
+    assert head.choice is not None
+    assert head.choice.chosen == "temperature"
