@@ -23,7 +23,7 @@ from doublehead.bins import UNIT, Bins, bin_of, entries_of
 from doublehead.curves import CLASS_CELLS, class_gaps_of, predicted_bins
 from doublehead.metrics import Interval, fine_bins
 from doublehead.outcomes import NORMAL, Outcomes
-from doublehead.predictions import Predictions
+from doublehead.predictions import COARSEST, Predictions
 from doublehead.summary import METRICS, Summary, without_interval
 from doublehead.tasks import IGNORE_INDEX, Reservoir, Task, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
@@ -193,7 +193,10 @@ def exact_sum(values: Tensor) -> int:
     True
     """
     values = values.double()
-    if float(values.abs().max()) * len(values) > 2.0**62:
+    largest = float(values.abs().max())
+    if not math.isfinite(largest):
+        raise ValueError("scores must give a finite NLL, Brier score and entropy, got nan or infinity")
+    if largest * len(values) > 2.0**62:
         return sum(round(Fraction(value) * int(UNIT)) for value in values.tolist())
     units = (values * UNIT).round()
     high = (units / UNIT).floor()
@@ -302,14 +305,19 @@ class Stream:
         # The last cell holds what does not count.
         state = torch.zeros(3, n_groups * cells + 1, dtype=torch.int64, device=values.device)
         sums, squares = dict.fromkeys(SCORES, 0), dict.fromkeys(SCORES, 0)
+        n_zero, smallest = 0, COARSEST  # labels of probability 0, and the smallest probability above 0
         with one_thread():
             for image, truth in zip(values, targets):
                 for start in range(0, image.shape[1], at_once):
                     labels = truth[start : start + at_once]
                     counts = labels >= 0
-                    found = _scores(
-                        image[:, start : start + at_once].float(), labels.clamp(min=0), self.are_probs
-                    )
+                    part = image[:, start : start + at_once].float()
+                    found = _scores(part, labels.clamp(min=0), self.are_probs)
+                    if self.are_probs:
+                        zero = counts & (part.gather(0, labels.clamp(min=0)[None])[0] == 0)
+                        found["nll"] = found["nll"].where(~zero, 0.0)
+                        n_zero += int(zero.sum())
+                        smallest = min(smallest, float(part.where((part > 0) & counts, torch.inf).amin()))
                     confidence, guess = found.pop("confidence"), found.pop("guess")
                     place = bin_of(confidence, cells) + (guess * cells if n_groups > 1 else 0)
                     place = place.where(counts, n_groups * cells)
@@ -321,7 +329,10 @@ class Stream:
         by_class = Bins.from_state(state[:, :-1].cpu().reshape(3, n_groups, cells))
         top = Bins.from_state(by_class.state().sum(1))
         predicted = by_class.coarsen(CLASS_CELLS) if cells % CLASS_CELLS == 0 and n_groups > 1 else None
-        return Tally(self.n_bins, k, top, None, predicted, int(top.n), sums, squares, {}) if top.n else None
+        if not top.n:
+            return None
+        floor = max(smallest / k, torch.finfo(torch.float32).tiny) if self.are_probs else math.inf
+        return Tally(self.n_bins, k, top, None, predicted, int(top.n), sums, squares, {}, n_zero, floor)
 
     @property
     def sample(self) -> Predictions:
