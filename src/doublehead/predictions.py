@@ -310,7 +310,7 @@ class Predictions:
     @property
     def probs(self) -> Tensor:
         """(N, K), rows summing to 1."""
-        scores = self._scores.to(self.dtype)
+        scores = self._scores.to(self.dtype).contiguous()  # sums in another order would be rounded differently
         return scores if self._are_probs else softmax_of(scores, self._predicted, torch.empty_like(scores))
 
     @property
