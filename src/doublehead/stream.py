@@ -35,6 +35,7 @@ MAX_GROUPS = 1000
 AT_ONCE = 1 << 15  # positions: their logits of some classes stay in a core's cache
 AT_ONCE_GPU = 1 << 22
 SAMPLE = 100_000
+TINY_MEAN = 1e-4  # of weights: the units in which their squares are counted are too coarse below
 MAX_CLASSES = 1000  # beyond, nothing is counted class by class
 
 
@@ -140,16 +141,25 @@ class Tally:
 
     def summary(self, seed: int = 0) -> Summary:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
+        if self.top.squares is not None and not self.top.n >= TINY_MEAN * self.n:
+            raise ValueError(
+                f"weights must have a mean of at least {TINY_MEAN:g}, got {self.top.n / self.n:.2g}: multiply all of "
+                "them by one number"
+            )
+        return self._summary(seed)
+
+    def _summary(self, seed: int) -> Summary:
         groups = {
-            name: replace(self.groups[name], zero_floor=self.zero_floor) for name in sorted(self.groups)
+            name: replace(self.groups[name], zero_floor=self.zero_floor)
+            for name in sorted(self.groups)
+            if self.groups[name].top.n > 0  # else all its weights are 0
         }
         found = metrics.bootstrap(self.top, self.n_bins, seed=seed) | self._scores()
         floor, test = metrics.floor_and_test(self.top, self.n_bins, seed)
         classes = None
         if self.classwise is not None and self.predicted is not None:
-            pooled = Bins(*(part.sum(0) for part in self.classwise.parts))
             found["ece_classwise"] = without_interval(float(self.classwise.ece().mean()))
-            found["ece_all"] = without_interval(float(pooled.ece()) * self.n_classes)
+            found["ece_all"] = without_interval(metrics.pooled_ece(self.classwise))
             classes = class_gaps_of(self.predicted, self.classwise)
         return Summary(
             n=self.n,
@@ -160,7 +170,7 @@ class Tally:
             p_value=test.p_value,
             bins=self.top,
             classes=classes,
-            groups={name: group.summary(seed) for name, group in groups.items()},
+            groups={name: group._summary(seed) for name, group in groups.items()},
             n_zero_labels=self.n_zero_labels,
             zero_floor=self.zero_floor if self.n_zero_labels else 0.0,
             answers=self.answers,
@@ -170,7 +180,7 @@ class Tally:
         """Means with the interval of the normal distribution, for the effective number of samples (Kish)."""
         found, total, n = {}, self.top.n, float(self.n)
         if self.top.squares is not None:
-            n = total**2 * UNIT / float(self.top.squares.sum())
+            n = total**2 / max(float(self.top.mass_of_squares.sum()), 1 / UNIT)
         unlikely = -math.log(self.zero_floor) if self.n_zero_labels else 0.0  # NLL of a label at 0
         for name in self.sums:
             mean, square = self.sums[name] / UNIT / total, self.squares[name] / UNIT / total
