@@ -20,6 +20,7 @@ from doublehead.calibrators import (
     Temperature,
     base,
 )
+from doublehead.calibrators.binning import _score_binning
 from doublehead.calibrators.smooth import _slope_of_running_mean
 from doublehead.predictions import Predictions
 from samples import overconfident
@@ -340,6 +341,25 @@ def test_spline_leaves_a_calibrated_model_nearly_alone_and_repairs_a_bent_one() 
     assert float((found.confidence - target).abs().mean()) < 0.02
     before = cross_entropy(Temperature().fit(bent).calibrate(bent).logits, bent.labels)
     assert float(cross_entropy(found.logits, bent.labels)) < float(before)
+
+
+def test_the_evidence_of_a_binning_of_many_samples() -> None:
+    """Log gamma functions of bins with 70,000 samples need float64."""
+    n, n_bins, generator = 200_000, 3, torch.Generator().manual_seed(0)
+    odds = torch.randn(1, n, dtype=torch.float64, generator=generator).sort(1).values
+    hits = torch.bernoulli(odds.sigmoid(), generator=generator)
+    below = torch.cat([hits.new_zeros(1, 1), hits.cumsum(1)], 1)
+    evidence, _, probs = _score_binning(odds, below, n_bins)
+    cuts, wanted = [0, 66_667, 133_333, n], 0.0
+    middles = [0.0, *((odds[0, i - 1] + odds[0, i]).div(2).sigmoid().item() for i in cuts[1:-1]), 1.0]
+    for b in range(n_bins):
+        count, hit = cuts[b + 1] - cuts[b], float(hits[0, cuts[b] : cuts[b + 1]].sum())
+        one = 2 / n_bins * (middles[b] + middles[b + 1]) / 2
+        zero, total = 2 / n_bins - one, 2 / n_bins
+        wanted += math.lgamma(total) - math.lgamma(count + total) + math.lgamma(hit + one)
+        wanted += math.lgamma(count - hit + zero) - math.lgamma(one) - math.lgamma(zero)
+        assert float(probs[0, b]) == pytest.approx((hit + one) / (count + total), rel=1e-12)
+    assert float(evidence) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_beta_weighs_the_pull_on_what_is_held_at_0() -> None:

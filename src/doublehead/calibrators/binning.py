@@ -200,7 +200,7 @@ def _score_binning(odds: Tensor, below: Tensor, n_bins: int) -> tuple[Tensor, Te
     cuts = pad(pad(inner, (1, 0)), (0, 1), value=odds.shape[1])
     middle = _middles(edges).clamp(1e-6, 1 - 1e-6)
     strength = BBQ_PRIOR / n_bins
-    hits, counts = below.gather(1, cuts).diff(), cuts.diff()
+    hits, counts = below.gather(1, cuts).diff(), cuts.diff().to(odds.dtype)  # int64 plus a number is float32
     ones, zeros = strength * middle, strength * (1 - middle)  # the bin's beta prior
     evidence = torch.lgamma(hits + ones) - torch.lgamma(ones)
     evidence += torch.lgamma(counts - hits + zeros) - torch.lgamma(zeros)
