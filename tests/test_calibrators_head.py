@@ -437,6 +437,26 @@ def test_stages_that_contradict_kept_predictions_are_not_used() -> None:
     assert before < 0.5 < after
 
 
+@pytest.mark.parametrize("factor", [0.1, 8.0, 20.0])
+def test_log_scales_of_logits_many_times_too_large_or_small(factor: float) -> None:
+    """As those of an overconfident network on perturbed data: most of the way is one step for all samples."""
+    generator = torch.Generator().manual_seed(0)
+    logits, inputs = 2 * torch.randn(600, 5, generator=generator), torch.randn(600, 3, generator=generator)
+    labels = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
+    labels = labels.where(inputs[:, 0] < 0, torch.randint(5, (600,), generator=generator))
+    design, ridge = torch.cat([inputs, torch.ones(600, 1)], 1), torch.tensor([12.0, 12.0, 12.0, 1e-6])
+
+    def loss(weights: Tensor) -> float:
+        scale = (design @ weights).clamp(-4, 4).exp()[:, None]
+        return (
+            nll(Predictions(factor * logits * scale, labels)) + float((ridge * weights.square()).sum()) / 1200
+        )
+
+    usual = fit_log_scale(logits, labels, design, ridge)
+    wanted = usual - torch.tensor([0.0, 0.0, 0.0, math.log(factor)])
+    assert loss(fit_log_scale(factor * logits, labels, design, ridge)) < loss(wanted) + 0.01
+
+
 def test_parts_that_are_all_worse_than_none_get_no_weight() -> None:
     logits = 3 * torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
     target = Target(logits.argmin(1))
