@@ -13,6 +13,7 @@ from doublehead import Predictions
 from doublehead.calibrators import Head, Temperature, choose, choose_calibrator, head_stages
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.metrics import nll
+from doublehead.score_arrays import Target
 from samples import overconfident
 
 # --- the rule
@@ -414,3 +415,35 @@ def test_stages_that_contradict_kept_predictions_are_not_used() -> None:
     assert free.choice.chosen != "temperature"
     before, after = (one.choice.scores[one.choice.chosen].accuracy for one in (kept, free))
     assert before < 0.5 < after
+
+
+@pytest.mark.parametrize("factor", [0.1, 8.0, 20.0])
+def test_log_scales_of_logits_many_times_too_large_or_small(factor: float) -> None:
+    """As those of an overconfident network on perturbed data: most of the way is one step for all samples."""
+    generator = torch.Generator().manual_seed(0)
+    logits, inputs = 2 * torch.randn(600, 5, generator=generator), torch.randn(600, 3, generator=generator)
+    labels = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
+    labels = labels.where(inputs[:, 0] < 0, torch.randint(5, (600,), generator=generator))
+    design, ridge = torch.cat([inputs, torch.ones(600, 1)], 1), torch.tensor([12.0, 12.0, 12.0, 1e-6])
+
+    def loss(weights: Tensor) -> float:
+        scale = (design @ weights).clamp(-4, 4).exp()[:, None]
+        return (
+            nll(Predictions(factor * logits * scale, labels)) + float((ridge * weights.square()).sum()) / 1200
+        )
+
+    usual = fit_log_scale(logits, labels, design, ridge)
+    wanted = usual - torch.tensor([0.0, 0.0, 0.0, math.log(factor)])
+    assert loss(fit_log_scale(factor * logits, labels, design, ridge)) < loss(wanted) + 0.01
+
+
+def test_parts_that_are_all_worse_than_none_get_no_weight() -> None:
+    logits = 3 * torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
+    target = Target(logits.argmin(1))
+    assert head_stages.fit_pool([logits.log_softmax(1)] * 2, target).tolist() == [0.0, 0.0]
+    # Folds of which each says the opposite of the other: no stage survives the other's samples.
+    labels = torch.cat([logits[:200].argmax(1), logits[200:].argmin(1)])
+    folds = (torch.arange(400) >= 200).long()
+    head = Head().fit(Predictions(logits, labels), folds=folds)
+    assert head.choice is not None
+    assert head.choice.chosen == "temperature"

@@ -6,9 +6,19 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid, softplus
 
-from doublehead.calibrators import BBQ, Beta, HistogramBinning, Isotonic, Platt, Spline, Temperature, base
+from doublehead.calibrators import (
+    BBQ,
+    Beta,
+    HistogramBinning,
+    Isotonic,
+    Platt,
+    Spline,
+    Temperature,
+    base,
+)
+from doublehead.calibrators.binning import _score_binning
 from doublehead.calibrators.smooth import _slope_of_running_mean
 from doublehead.predictions import Predictions
 from samples import overconfident
@@ -164,6 +174,21 @@ def test_an_empty_bin_holds_its_middle() -> None:
     assert fitted.values_[1].tolist() == pytest.approx([0.0, between, between, 1.0])
 
 
+@pytest.mark.parametrize("kind", ["top", "one-vs-rest"])
+def test_no_edge_of_a_histogram_lies_at_odds_that_occur(kind: str) -> None:
+    """Where many samples have the lowest odds; rounded to float32 an edge there would fall on either side of them."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        logits = 2 * torch.randn(5, 4, generator=generator)[torch.randint(5, (300,), generator=generator)]
+        labels = torch.randint(4, (300,), generator=generator)
+        fitted = HistogramBinning(kind=kind, smoothing=0).fit(Predictions(logits, labels))
+        narrow, wide = (fitted(z).double().softmax(1) for z in (logits, logits.double()))
+        torch.testing.assert_close(narrow, wide, atol=1e-5, rtol=0)
+    one = Predictions(torch.tensor([[2.0, 0.0]] * 8), [0] * 6 + [1] * 2)  # all odds are equal
+    confidence = HistogramBinning(kind=kind, smoothing=0).fit(one).calibrate(one).confidence
+    torch.testing.assert_close(confidence, torch.full((8,), 0.75))
+
+
 def test_histogram_one_vs_rest_agrees_with_a_loop() -> None:
     p = several()
     out = HistogramBinning(n_bins=7, kind="one-vs-rest", smoothing=0).fit(p).calibrate(p).probs
@@ -295,3 +320,42 @@ def test_spline_leaves_a_calibrated_model_nearly_alone_and_repairs_a_bent_one() 
     assert float((found.confidence - target).abs().mean()) < 0.02
     before = cross_entropy(Temperature().fit(bent).calibrate(bent).logits, bent.labels)
     assert float(cross_entropy(found.logits, bent.labels)) < float(before)
+
+
+def test_the_evidence_of_a_binning_of_many_samples() -> None:
+    """Log gamma functions of bins with 70,000 samples need float64."""
+    n, n_bins, generator = 200_000, 3, torch.Generator().manual_seed(0)
+    odds = torch.randn(1, n, dtype=torch.float64, generator=generator).sort(1).values
+    hits = torch.bernoulli(odds.sigmoid(), generator=generator)
+    below = torch.cat([hits.new_zeros(1, 1), hits.cumsum(1)], 1)
+    evidence, _, probs = _score_binning(odds, below, n_bins)
+    cuts, wanted = [0, 66_667, 133_333, n], 0.0
+    middles = [0.0, *((odds[0, i - 1] + odds[0, i]).div(2).sigmoid().item() for i in cuts[1:-1]), 1.0]
+    for b in range(n_bins):
+        count, hit = cuts[b + 1] - cuts[b], float(hits[0, cuts[b] : cuts[b + 1]].sum())
+        one = 2 / n_bins * (middles[b] + middles[b + 1]) / 2
+        zero, total = 2 / n_bins - one, 2 / n_bins
+        wanted += math.lgamma(total) - math.lgamma(count + total) + math.lgamma(hit + one)
+        wanted += math.lgamma(count - hit + zero) - math.lgamma(one) - math.lgamma(zero)
+        assert float(probs[0, b]) == pytest.approx((hit + one) / (count + total), rel=1e-12)
+    assert float(evidence) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_beta_weighs_the_pull_on_what_is_held_at_0() -> None:
+    """Of odds in the thousands the pull towards 1 is not small: a slope of 0 must not be free of it."""
+    odds = torch.tensor([-1600.0, 200.0, -800.0, 600.0]).double().repeat(5)
+    labels = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 1, 1, 1, 1, 0])
+    p = Predictions(torch.stack([torch.zeros_like(odds), odds], 1), labels)
+    features = torch.stack([logsigmoid(odds), -logsigmoid(-odds), torch.ones_like(odds)], 1)
+    units, y = features.square().mean(0), labels.double()
+
+    def loss(weights: list[float]) -> float:
+        w = torch.tensor(weights).double()
+        z = features @ w
+        drift = (units * (w - torch.tensor([1.0, 1.0, 0.0])).square()).sum() * 5e-7
+        return float((softplus(z) - y * z).mean() + drift)
+
+    found = Beta().fit(p).weights_[0].tolist()
+    grid = product(np.linspace(0, 2e-3, 11), np.linspace(0, 2e-3, 11), np.linspace(0, 2, 11))
+    assert loss(found) <= min(loss([*map(float, weights)]) for weights in grid)
+    assert min(found[:2]) >= 0

@@ -379,6 +379,13 @@ def test_updates_of_adafocal_against_a_slow_reference() -> None:
     assert min(gammas) < 0 < max(gammas)
 
 
+def test_an_update_of_adafocal_takes_neither_weights_nor_soft_labels() -> None:
+    logits = torch.randn(40, 3)
+    for p in (Predictions(logits, [0] * 40, [1.0] * 40), Predictions(logits, logits.softmax(1))):
+        with pytest.raises(TypeError, match="class labels and no weights"):
+            AdaFocal().update(p)
+
+
 def test_adafocal_in_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypatch: Any) -> None:
     config = small(loss="adafocal", loss_options={"n_bins": 5}, epochs=4)
     seen: list[Predictions] = []
@@ -427,6 +434,16 @@ def test_mixed_loss_is_the_share_of_each() -> None:
     close(mixed(focal, logits, pair, gamma=1.0), want, 1e-6)
     soft = 0.3 * F.one_hot(labels, 5) + 0.7 * F.one_hot(labels.flip(0), 5)
     close(mixed(cross_entropy, logits, pair), cross_entropy(logits, soft.double()), 1e-6)
+
+
+def test_mixup_by_a_small_alpha_hardly_mixes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draws = [
+        mixup(torch.eye(2), torch.arange(2), alpha=0.01, generator=generator)[1].share for _ in range(500)
+    ]
+    shares = torch.stack(draws)
+    assert float(((shares > 0.1) & (shares < 0.9)).float().mean()) < 0.06  # 0.022 of Beta(0.01, 0.01)
+    assert 0.4 < float((shares > 0.5).float().mean()) < 0.6
 
 
 def test_mixup_keeps_the_type_and_refuses_what_cannot_be_mixed() -> None:

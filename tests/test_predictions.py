@@ -310,3 +310,13 @@ def test_a_negative_zero_is_a_zero(dtype):
     assert p.predicted.tolist() == [2, 1]
     assert p.confidence.tolist() == [0.75, 1.0]
     assert p.zero_floor == pytest.approx(0.01 / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_probs_do_not_depend_on_where_entries_lie_in_memory(dtype: torch.dtype) -> None:
+    """A row's sum is rounded differently where its entries are added in another order."""
+    logits = (3 * torch.randn(100, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
+    labels = torch.zeros(100, dtype=torch.int64)
+    transposed = Predictions(logits.T.contiguous().T, labels)
+    assert torch.equal(transposed.probs, Predictions(logits, labels).probs)
+    assert torch.equal(transposed.probs.amax(1), transposed.confidence)

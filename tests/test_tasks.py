@@ -600,6 +600,43 @@ def test_a_stream_counts_what_the_whole_counts(limit: int) -> None:
     assert probs.summary().values["nll"] == pytest.approx(want.values["nll"], abs=1e-5)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_stream_refuses_scores_that_are_not_finite_where_labels_count(bad: float) -> None:
+    scores, labels = torch.randn(2, 50, 3), torch.randint(3, (2, 50))
+    scores[1, 7, 0] = bad
+    stream = dh.Stream(sample=5)
+    with pytest.raises(ValueError, match="scores must give a finite NLL"):
+        stream.add(scores, labels)
+    labels[1, 7] = -100
+    stream.add(scores, labels)
+    assert stream.summary().n == 99
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16])
+def test_positions_take_labels_of_any_integer_type(dtype: torch.dtype) -> None:
+    scores, labels = torch.randn(2, 3, 8, 8), torch.randint(3, (2, 8, 8))
+    labels[0, 0] = 100
+    stream, whole = (dh.Stream(ignore_index=100) for _ in range(2))
+    stream.add(scores, labels.to(dtype))
+    whole.add(scores, labels)
+    assert stream.summary().to_dict() == whole.summary().to_dict()
+    p = dh.Predictions.positions(scores, labels.to(dtype), ignore_index=100)
+    assert len(p) == stream.summary().n == 2 * 64 - 8
+
+
+def test_a_stream_takes_a_probability_of_0_as_predictions_do() -> None:
+    probs = torch.randn(200, 4, generator=torch.Generator().manual_seed(0)).mul(3).softmax(1).mul(50).round()
+    probs /= probs.sum(1, keepdim=True)
+    labels = torch.arange(200) % 4
+    stream = dh.Stream(are_probs=True, task="classes")
+    for part in torch.arange(200).split(70):
+        stream.add(probs[part], labels[part])
+    found, want = stream.summary(), dh.evaluate(probs, labels)
+    assert found.n_zero_labels == want.n_zero_labels > 20
+    assert found.zero_floor == pytest.approx(want.zero_floor)
+    assert found.metrics["nll"] == pytest.approx(tuple(want.metrics["nll"]), rel=1e-5)
+
+
 def test_the_reservoir_draws_every_row_as_often() -> None:
     from doublehead.tasks import Reservoir
 

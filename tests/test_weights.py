@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from commands import call
 from doublehead import Predictions, metrics
 from doublehead.bins import Bins
 from doublehead.calibrators import CALIBRATORS, make
+from doublehead.outcomes import Outcomes
 from doublehead.stream import Tally
 from doublehead.summary import Summary
 from samples import overconfident
@@ -56,6 +58,55 @@ def test_bins_of_weights_add_up_exactly_and_with_whole_ones() -> None:
     assert float(Bins.top(p).n) == pytest.approx(float(p.weights.sum()))
     parts = Tally.of(p[:150]) + Tally.of(p[150:])
     assert parts.summary().to_dict() == Tally.of(p).summary().to_dict()
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e-5, 0.3, 1e3, 1e6])
+def test_only_the_ratios_of_weights_matter(factor: float) -> None:
+    logits, labels, weights = sample()
+    p, scaled = (Predictions(logits, labels, weights * times) for times in (1, factor))
+    wanted, found = Summary.of(p), Summary.of(scaled)
+    for name, interval in wanted.metrics.items():
+        assert found.metrics[name] == pytest.approx(tuple(interval), rel=1e-5, abs=1e-6, nan_ok=True), name
+    assert found.floor == pytest.approx(tuple(wanted.floor), rel=1e-5)
+    assert found.p_value == pytest.approx(wanted.p_value, abs=2e-3)
+    for name in SCALARS:
+        assert getattr(metrics, name)(scaled) == pytest.approx(getattr(metrics, name)(p), rel=1e-5), name
+
+
+def test_large_weights_of_a_stream_add_up_and_tiny_ones_are_refused() -> None:
+    logits, labels, weights = sample()
+    large = Predictions(logits, labels, weights * 1e6)
+    parts = Tally.of(large[:150]) + Tally.of(large[150:])
+    assert parts.summary().to_dict() == Tally.of(large).summary().to_dict() == Summary.of(large).to_dict()
+    total = Bins.top(large)
+    with pytest.raises(ValueError, match="weights must have a sum below"):
+        for _ in range(8):
+            total = total + total
+    with pytest.raises(ValueError, match="weights must have a mean of at least 0.0001, got 1.5e-06"):
+        Tally.of(Predictions(logits, labels, weights / weights.mean() * 1.5e-6)).summary()
+
+
+def test_ece_of_all_components_with_weights_and_many_classes() -> None:
+    """The pooled counts, a weight for each of 40,000 classes, do not fit into an int64."""
+    k, rows = 40_000, 60
+    logits = torch.randn(rows, k, generator=torch.Generator().manual_seed(0)) * 4
+    labels = torch.arange(rows)
+    plain, weighted = Predictions(logits, labels), Predictions(logits, labels, torch.full((rows,), 1000.0))
+    wanted = metrics.ece(plain, components="all")
+    assert wanted > 0.1
+    assert metrics.ece(weighted, components="all") == pytest.approx(wanted, rel=1e-6)
+    assert Summary.of(weighted).values["ece_all"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_samples_of_weight_0_make_no_group_and_no_point_of_a_curve() -> None:
+    logits, labels, _ = sample()
+    rows = torch.arange(len(labels))
+    p = Predictions(logits, labels, (rows < 300).double())
+    assert list(Summary.of(p, by=np.where(rows < 300, "a", "b")).groups) == ["a"]
+    curve = metrics.risk_coverage(Outcomes.of(p))  # type: ignore[arg-type]
+    known = metrics.risk_coverage(Predictions(logits[:300], labels[:300]))
+    for column, wanted in zip(curve, known):
+        torch.testing.assert_close(column, wanted)
 
 
 def test_weights_of_one_change_nothing_in_a_summary() -> None:

@@ -1,6 +1,7 @@
 """Bins: per bin the count, the sum of confidences and the sum of correct answers; halves add up to the whole.
 
 With sample weights or soft labels, counts and correct answers are sums of weights, in the same units as confidences.
+Squares of weights are sums of two int64: their whole part, and the rest in units of 2^-32.
 
 The edges are i / n_bins rounded to the type of the confidences (float32 or float64), and a bin is closed on the
 right: a confidence c belongs to bin i when i / n_bins < c <= (i + 1) / n_bins, and 0 belongs to the first bin. So
@@ -28,6 +29,7 @@ from doublehead.torch_tools import one_thread
 
 SEARCHED = 64  # up to so many bins, a search is the fastest way to the right one
 UNIT = 2.0**32  # conf_sums are in units of 1 / UNIT
+MAX_TOTAL = 2.0**31  # weight, of which the units and the squares are still an int64
 # A number in 0..1 plus this has a last bit of 1 / UNIT in float64: its bits, read as int64, are those of ROUNDING
 # plus the number in whole units.
 ROUNDING = 1.5 * 2.0**52 / UNIT
@@ -51,13 +53,13 @@ class Bins:
     counts: Tensor  # in units of 2^-32 where there are `squares`, else whole
     conf_sums: Tensor  # in units of 2^-32
     correct_sums: Tensor  # in the units of counts
-    squares: Tensor | None = None  # sums of squared weights, in units of 2^-32
+    squares: Tensor | None = None  # sums of the whole parts of squared weights
+    rest_squares: Tensor | None = None  # of what is left of them, in units of 2^-32
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        weighted = self.squares is not None or self.rest_squares is not None
+        for field in fields(self)[: 5 if weighted else 3]:
             tensor = getattr(self, field.name)
-            if tensor is None and field.name == "squares":
-                continue
             if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
                 got = (
                     str(tensor.dtype).removeprefix("torch.")
@@ -105,7 +107,7 @@ class Bins:
     def classwise(cls, predictions: Predictions, n_bins: int = 15) -> Bins:
         """Bins (K, n_bins): those of class k hold the probability of class k and whether k is the label."""
         weighted = check_predictions(predictions).weights is not None or predictions.are_soft
-        shape = (4 if weighted else 3, predictions.n_classes, check_n_bins(n_bins))
+        shape = (5 if weighted else 3, predictions.n_classes, check_n_bins(n_bins))
         with one_thread():  # else the threads that share the zeros wait for more in a busy loop
             made = cls.from_state(torch.zeros(shape, dtype=torch.int64, device=predictions.device))
         return made.add_classwise_(predictions)
@@ -131,20 +133,20 @@ class Bins:
     def state(self) -> Tensor:
         """(3, ..., n_bins) int64: counts, conf_sums, correct_sums. Sum it over processes with one all-reduce.
 
-        (4, ..., n_bins) with weights: squares come last.
+        (5, ..., n_bins) with weights: squares and rest_squares come last.
         """
         return torch.stack(self.parts)
 
     @property
     def parts(self) -> list[Tensor]:
-        """Counts, conf_sums, correct_sums and, with weights, squares."""
-        parts = [self.counts, self.conf_sums, self.correct_sums]
-        return parts if self.squares is None else [*parts, self.squares]
+        """Counts, conf_sums, correct_sums and, with weights, squares and rest_squares."""
+        parts = [self.counts, self.conf_sums, self.correct_sums, self.squares, self.rest_squares]
+        return [part for part in parts if part is not None]
 
     @classmethod
     def from_state(cls, state: Tensor) -> Bins:
         """The bins whose `state()` this is."""
-        if state.ndim < 2 or state.shape[0] not in (3, 4):
+        if state.ndim < 2 or state.shape[0] not in (3, 5):
             raise ValueError(f"state must have shape (3, ..., n_bins), got {tuple(state.shape)}")
         return cls(*state)
 
@@ -153,7 +155,7 @@ class Bins:
         if self.squares is not None:
             return self
         counts, unit = self.counts * int(UNIT), int(UNIT)
-        return Bins(counts, self.conf_sums, self.correct_sums * unit, counts)
+        return Bins(counts, self.conf_sums, self.correct_sums * unit, self.counts, torch.zeros_like(counts))
 
     def __add__(self, other: Bins) -> Bins:
         if not isinstance(other, Bins):
@@ -165,6 +167,10 @@ class Bins:
             )
         if (self.squares is None) != (other.squares is None):
             return self.weighted() + other.weighted()
+        if self.squares is not None and not float((self.mass + other.mass).sum(-1).amax()) < MAX_TOTAL:
+            raise ValueError(
+                f"weights must have a sum below {MAX_TOTAL:.2g}: divide all of them by one number"
+            )
         return Bins(*(mine + theirs for mine, theirs in zip(self.parts, other.parts)))
 
     def __eq__(self, other: Any) -> bool:
@@ -201,11 +207,18 @@ class Bins:
         return self.counts if self.squares is None else self.counts.double() / UNIT
 
     @property
+    def mass_of_squares(self) -> Tensor:
+        """(..., n_bins) the sum of squared weights in each bin, or how many entries it holds."""
+        if self.squares is None or self.rest_squares is None:
+            return self.counts.double()
+        return self.squares.double() + self.rest_squares.double() / UNIT
+
+    @property
     def effective(self) -> Tensor:
         """(..., n_bins) int64: how many entries of one weight vary as much as those of each bin (Kish)."""
         if self.squares is None:
             return self.counts
-        found = self.mass.square() / (self.squares.double() / UNIT).clamp(min=1 / UNIT)
+        found = self.mass.square() / self.mass_of_squares.clamp(min=1 / UNIT)
         return found.round().long().clamp(min=1).where(self.counts > 0, 0)
 
     @property
@@ -278,8 +291,8 @@ def check_n_bins(n_bins: int) -> int:
 
 
 def _state_of(confidence: Tensor, correct: Tensor, n_bins: int, weights: Tensor | None = None) -> Tensor:
-    """(3, n_bins) the state of confidences (M,) and whether each was correct (M,); (4, n_bins) with weights (M,)."""
-    size = 4 if weights is not None or correct.is_floating_point() else 3
+    """(3, n_bins) the state of confidences (M,) and whether each was correct (M,); (5, n_bins) with weights (M,)."""
+    size = 5 if weights is not None or correct.is_floating_point() else 3
     state = torch.zeros(size, check_n_bins(n_bins), dtype=torch.int64, device=confidence.device)
     step = 1 << 20
     for i in range(0, len(confidence), step):
@@ -290,12 +303,13 @@ def _state_of(confidence: Tensor, correct: Tensor, n_bins: int, weights: Tensor 
 
 
 def entries_of(confidence: Tensor, correct: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(3, M) what each sample adds to a state: 1, confidence, correct; (4, M) with weights or soft labels."""
+    """(3, M) what each sample adds to a state: 1, confidence, correct; (5, M) with weights or soft labels."""
     if weights is None and not correct.is_floating_point():
         whole = correct.to(torch.int64)
         return torch.stack([torch.ones_like(whole), quantise(confidence), whole])
     w = torch.ones_like(confidence, dtype=torch.float64) if weights is None else weights.double()
-    return quantise(torch.stack([w, w * confidence.double(), w * correct.double(), w * w]))
+    sums = quantise(torch.stack([w, w * confidence.double(), w * correct.double(), (w * w).frac()]))
+    return torch.stack([*sums[:3], (w * w).long(), sums[3]])
 
 
 @one_thread()  # too short to share

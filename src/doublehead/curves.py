@@ -109,7 +109,7 @@ def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Relia
     >>> int(curve.counts[8]), round(float(curve.accuracy[8]), 3), bool(curve.outside[8])
     (100, 0.9, False)
     """
-    fine = p if isinstance(p, Bins) else Bins.top(p, fine_bins(n_bins))
+    fine = p if isinstance(p, Bins) else Bins.top(p.with_countable_weights(), fine_bins(n_bins))
     fine = fine.to("cpu")
     floor = ece_floor(fine, n_bins, seed=seed)  # checks that these are top-label bins with samples
     bins = fine.coarsen(n_bins)
@@ -153,6 +153,7 @@ def class_gaps(p: Predictions, n_bins: int = 15) -> ClassGaps:
     >>> gaps.counts.tolist(), [round(g, 2) for g in gaps.gap.tolist()]
     ([2, 1], [0.3, -0.4])
     """
+    p = p.with_countable_weights()
     return class_gaps_of(predicted_bins(p), Bins.classwise(p, n_bins))
 
 
@@ -163,7 +164,7 @@ def predicted_bins(p: Predictions, onto: Bins | None = None) -> Bins:
     """
     confidence = p.confidence
     cell = p.predicted * CLASS_CELLS + bin_of(confidence, CLASS_CELLS)
-    entries = entries_of(confidence, p.correct, p.weights)  # (3, N), or (4, N) with weights
+    entries = entries_of(confidence, p.correct, p.weights)  # (3, N), or (5, N) with weights
     if onto is None:
         # numpy's zeros take up no memory until they are written to: with many classes, few are ever predicted
         zeros = np.zeros((len(entries), p.n_classes, CLASS_CELLS), dtype=np.int64)

@@ -255,9 +255,10 @@ class AdaFocal(nn.Module):
         """Adapt the bins and their gammas to predictions of the calibration data."""
         if len(calib) < self.n_bins:
             raise ValueError(f"calib must have at least {self.n_bins} samples, one per bin, got {len(calib)}")
-        confidence, order = calib.confidence.double().sort()
+        confidence, correct = (column.double() for column in calib.top_label())
+        confidence, order = confidence.sort()
         values, tied = confidence.unique_consecutive(return_inverse=True)
-        sums = torch.zeros_like(values).index_add(0, tied, calib.correct[order].double())
+        sums = torch.zeros_like(values).index_add(0, tied, correct[order])
         # Ties have no order, so each gets the mean accuracy of its tie.
         correct = (sums / tied.bincount())[tied]
         excess = torch.stack([part.mean() for part in (confidence - correct).tensor_split(self.n_bins)])
@@ -292,9 +293,12 @@ def mixup(
     if not inputs.is_floating_point():
         raise TypeError(f"inputs must be floating-point, got {_name(inputs.dtype)}")
     device = inputs.device if generator is None else generator.device
-    # Beta by two Gamma draws: torch.distributions.Beta takes no generator.
-    one, other = torch._standard_gamma(torch.full((2,), alpha, device=device), generator).unbind()
-    share = (one / (one + other)).to(inputs.device)
+    # Beta by two Gamma draws: torch.distributions.Beta takes no generator. One of a small alpha would be 0; one of
+    # alpha + 1, times U^(1 / alpha) with U uniform, has the same distribution and a finite logarithm.
+    more = torch._standard_gamma(torch.full((2,), alpha + 1, device=device), generator)
+    uniform = 1 - torch.rand(2, generator=generator, device=device)
+    one, other = (more.log() + uniform.log() / alpha).unbind()
+    share = (one - other).sigmoid().to(inputs.device)
     order = torch.randperm(len(inputs), device=device, generator=generator).to(inputs.device)
     mixture = share.to(inputs.dtype) * inputs + (1 - share).to(inputs.dtype) * inputs[order]
     return mixture, MixedLabels(labels, labels[order], share)

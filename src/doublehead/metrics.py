@@ -169,10 +169,14 @@ def ece(p: Predictions, n_bins: int = 15, components: Components = "top") -> flo
     if components not in ("top", "all", "classwise"):
         raise ValueError(f"components must be 'top', 'all' or 'classwise', got {components!r}")
     if components == "top":
-        return float(Bins.top(p, n_bins).ece())
-    if components == "classwise":
-        return float(Bins.classwise(p, n_bins).ece().mean())
-    return float(Bins.pooled(p, n_bins).ece()) * p.n_classes
+        return float(_top_bins(p, n_bins).ece())
+    classwise = Bins.classwise(check_predictions(p).with_countable_weights(), n_bins)
+    return float(classwise.ece().mean()) if components == "classwise" else pooled_ece(classwise)
+
+
+def pooled_ece(classwise: Bins) -> float:
+    """`ece` of all components, from class-wise bins (K, n_bins). Pooled counts of weights may exceed an int64."""
+    return float(classwise.excess.sum(0).abs().sum() / classwise.mass[0].sum())
 
 
 def mce(p: Predictions, n_bins: int = 15) -> float:
@@ -180,12 +184,12 @@ def mce(p: Predictions, n_bins: int = 15) -> float:
 
     Use it where the worst confidence matters. Bins with few samples dominate it, so look at the counts.
     """
-    return float(Bins.top(p, n_bins).mce())
+    return float(_top_bins(p, n_bins).mce())
 
 
 def ece2(p: Predictions, n_bins: int = 15) -> float:
     """Root mean squared calibration error over bins of equal width; large gaps weigh more than in `ece`."""
-    return float(Bins.top(p, n_bins).ece2())
+    return float(_top_bins(p, n_bins).ece2())
 
 
 def adaptive_ece(p: Predictions, n_bins: int = 15) -> float:
@@ -212,6 +216,10 @@ def debiased_ece(p: Predictions, n_bins: int = 15) -> float:
     # A bin of one sample says nothing about its own variance and counts as 0.
     squares = (gap.square() - hit * (1 - hit) / (counts - 1)).where(counts > 1, 0.0)
     return float(((counts * squares).sum() / counts.sum()).clamp(min=0).sqrt())
+
+
+def _top_bins(p: Predictions, n_bins: int) -> Bins:
+    return Bins.top(check_predictions(p).with_countable_weights(), n_bins)
 
 
 # --- without bins
@@ -386,8 +394,8 @@ def bootstrap(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> dict[st
     values = {name: float(found[0]) for name, found in c.metrics(c.right[None], wrong[None]).items()}
     values |= {"ece": float(c.bins.ece()), "mce": float(c.bins.mce()), "ece2": float(c.bins.ece2())}
     found = {name: _interval(value, draws[name], name) for name, value in values.items()}
-    squares = c.mass if c.bins.squares is None else c.bins.squares.numpy() / UNIT
-    return found | {"accuracy": _wilson(values["accuracy"], float(c.mass.sum() ** 2 / squares.sum()))}
+    n = float(c.mass.sum() ** 2) / max(float(c.bins.mass_of_squares.sum()), 1 / UNIT)
+    return found | {"accuracy": _wilson(values["accuracy"], n)}
 
 
 def fine_bins(n_bins: int) -> int:
@@ -422,7 +430,7 @@ class _Cells(NamedTuple):
 
     @classmethod
     def of(cls, p: Predictions | Bins, n_bins: int) -> _Cells:
-        fine = (p if isinstance(p, Bins) else Bins.top(p, fine_bins(n_bins))).to("cpu")
+        fine = (p if isinstance(p, Bins) else _top_bins(p, fine_bins(n_bins))).to("cpu")
         if fine.counts.ndim != 1 or fine.n == 0:
             raise ValueError(
                 f"bins must be top-label bins with samples, got shape {tuple(fine.counts.shape)}, n {fine.n}"
@@ -505,4 +513,5 @@ def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
     size, wrong = (
         torch.zeros_like(values).index_add_(0, group, part) for part in (weights, weights * ~correct)
     )
-    return values.flip(0), size.flip(0), wrong.flip(0)
+    seen = size > 0  # not where all weights are 0
+    return values[seen].flip(0), size[seen].flip(0), wrong[seen].flip(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -37,6 +38,7 @@ from doublehead.tasks import IGNORE_INDEX, class_scores, recognise_task, targets
 from doublehead.torch_tools import one_thread
 
 PER_SAMPLE = ("_scores", "_predicted", "_confidence", "_truth", "weights")  # attributes with N rows
+TINY_WEIGHT = 2.0**-10  # a mean of weights; bins count them in units of 2^-32, and their squares too
 COARSEST = 0.01  # resolution of probabilities that are rounded to two digits
 
 
@@ -267,6 +269,14 @@ class Predictions:
             return Target(self._truth.argmax(1), self._truth, weights)
         return Target(self._truth, None, weights)
 
+    def with_countable_weights(self) -> Predictions:
+        """The same where weights are not tiny, else with weights that bins can count; their ratios stay exact."""
+        if self.weights is None or float(self.weights.mean()) >= TINY_WEIGHT:
+            return self
+        made = copy(self)
+        made.weights = self.weights * 2.0 ** -round(math.log2(float(self.weights.mean())))
+        return made
+
     def with_logits(self, logits: ArrayLike) -> Predictions:
         """Other logits for the same labels and weights."""
         made = Predictions(logits, self._truth, self.weights)
@@ -310,7 +320,9 @@ class Predictions:
     @property
     def probs(self) -> Tensor:
         """(N, K), rows summing to 1."""
-        scores = self._scores.to(self.dtype)
+        scores = self._scores.to(
+            self.dtype
+        ).contiguous()  # sums in another order would be rounded differently
         return scores if self._are_probs else softmax_of(scores, self._predicted, torch.empty_like(scores))
 
     @property

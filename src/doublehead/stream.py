@@ -23,7 +23,7 @@ from doublehead.bins import UNIT, Bins, bin_of, entries_of
 from doublehead.curves import CLASS_CELLS, class_gaps_of, predicted_bins
 from doublehead.metrics import Interval, fine_bins
 from doublehead.outcomes import NORMAL, Outcomes
-from doublehead.predictions import Predictions
+from doublehead.predictions import COARSEST, Predictions
 from doublehead.summary import METRICS, Summary, without_interval
 from doublehead.tasks import IGNORE_INDEX, Reservoir, Task, recognise_task, targets_of
 from doublehead.torch_tools import one_thread
@@ -35,6 +35,7 @@ MAX_GROUPS = 1000
 AT_ONCE = 1 << 15  # positions: their logits of some classes stay in a core's cache
 AT_ONCE_GPU = 1 << 22
 SAMPLE = 100_000
+TINY_MEAN = 1e-4  # of weights: the units in which their squares are counted are too coarse below
 MAX_CLASSES = 1000  # beyond, nothing is counted class by class
 
 
@@ -142,6 +143,14 @@ class Tally:
         """Every number with its 95 % interval; simulated numbers depend on `seed`."""
         if not self.top.n:
             raise ValueError("weights must be above 0 for some sample, got 0 for all")
+        if self.top.squares is not None and self.top.n < TINY_MEAN * self.n:
+            raise ValueError(
+                f"weights must have a mean of at least {TINY_MEAN:g}, got {self.top.n / self.n:.2g}: multiply all of "
+                "them by one number"
+            )
+        return self._summary(seed)
+
+    def _summary(self, seed: int) -> Summary:
         groups = {
             name: replace(group, zero_floor=self.zero_floor)
             for name, group in sorted(self.groups.items())
@@ -151,9 +160,8 @@ class Tally:
         floor, test = metrics.floor_and_test(self.top, self.n_bins, seed)
         classes = None
         if self.classwise is not None and self.predicted is not None:
-            pooled = Bins(*(part.sum(0) for part in self.classwise.parts))
             found["ece_classwise"] = without_interval(float(self.classwise.ece().mean()))
-            found["ece_all"] = without_interval(float(pooled.ece()) * self.n_classes)
+            found["ece_all"] = without_interval(metrics.pooled_ece(self.classwise))
             classes = class_gaps_of(self.predicted, self.classwise)
         return Summary(
             n=self.n,
@@ -164,7 +172,7 @@ class Tally:
             p_value=test.p_value,
             bins=self.top,
             classes=classes,
-            groups={name: group.summary(seed) for name, group in groups.items()},
+            groups={name: group._summary(seed) for name, group in groups.items()},
             n_zero_labels=self.n_zero_labels,
             zero_floor=self.zero_floor if self.n_zero_labels else 0.0,
             answers=self.answers,
@@ -174,7 +182,7 @@ class Tally:
         """Means with the interval of the normal distribution, for the effective number of samples (Kish)."""
         found, total, n = {}, self.top.n, float(self.n)
         if self.top.squares is not None:
-            n = total**2 * UNIT / float(self.top.squares.sum())
+            n = total**2 / max(float(self.top.mass_of_squares.sum()), 1 / UNIT)
         unlikely = -math.log(self.zero_floor) if self.n_zero_labels else 0.0  # NLL of a label at 0
         for name in self.sums:
             mean, square = self.sums[name] / UNIT / total, self.squares[name] / UNIT / total
@@ -197,7 +205,10 @@ def exact_sum(values: Tensor) -> int:
     True
     """
     values = values.double()
-    if float(values.abs().max()) * len(values) > 2.0**62:
+    largest = float(values.abs().max())
+    if not math.isfinite(largest):
+        raise ValueError("scores must give a finite NLL, Brier score and entropy, got nan or infinity")
+    if largest * len(values) > 2.0**62:
         return sum(round(Fraction(value) * int(UNIT)) for value in values.tolist())
     units = (values * UNIT).round()
     high = (units / UNIT).floor()
@@ -306,14 +317,19 @@ class Stream:
         # The last cell holds what does not count.
         state = torch.zeros(3, n_groups * cells + 1, dtype=torch.int64, device=values.device)
         sums, squares = dict.fromkeys(SCORES, 0), dict.fromkeys(SCORES, 0)
+        n_zero, smallest = 0, COARSEST  # labels of probability 0, and the smallest probability above 0
         with one_thread():
             for image, truth in zip(values, targets):
                 for start in range(0, image.shape[1], at_once):
                     labels = truth[start : start + at_once]
                     counts = labels >= 0
-                    found = _scores(
-                        image[:, start : start + at_once].float(), labels.clamp(min=0), self.are_probs
-                    )
+                    part = image[:, start : start + at_once].float()
+                    found = _scores(part, labels.clamp(min=0), self.are_probs)
+                    if self.are_probs:
+                        zero = counts & (part.gather(0, labels.clamp(min=0)[None])[0] == 0)
+                        found["nll"] = found["nll"].where(~zero, 0.0)
+                        n_zero += int(zero.sum())
+                        smallest = min(smallest, float(part.where((part > 0) & counts, torch.inf).amin()))
                     confidence, guess = found.pop("confidence"), found.pop("guess")
                     place = bin_of(confidence, cells) + (guess * cells if n_groups > 1 else 0)
                     place = place.where(counts, n_groups * cells)
@@ -325,7 +341,10 @@ class Stream:
         by_class = Bins.from_state(state[:, :-1].cpu().reshape(3, n_groups, cells))
         top = Bins.from_state(by_class.state().sum(1))
         predicted = by_class.coarsen(CLASS_CELLS) if cells % CLASS_CELLS == 0 and n_groups > 1 else None
-        return Tally(self.n_bins, k, top, None, predicted, int(top.n), sums, squares, {}) if top.n else None
+        if not top.n:
+            return None
+        floor = max(smallest / k, torch.finfo(torch.float32).tiny) if self.are_probs else math.inf
+        return Tally(self.n_bins, k, top, None, predicted, int(top.n), sums, squares, {}, n_zero, floor)
 
     @property
     def sample(self) -> Predictions:

@@ -109,7 +109,7 @@ class Summary:
         """
         from doublehead.stream import Tally, row_groups
 
-        summary = Tally.of(p, n_bins, row_groups(p, by)).summary(seed)
+        summary = Tally.of(p.with_countable_weights(), n_bins, row_groups(p, by)).summary(seed)
         return summary if p.weights is not None or p.are_soft else add_sample_metrics(summary, p)
 
     @property

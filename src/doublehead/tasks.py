@@ -127,6 +127,8 @@ def targets_of(
     >>> targets_of(torch.tensor([[2, -100]]), "tokens", 3).tolist()
     [2, -1]
     """
+    if not labels.is_floating_point():
+        labels = labels.long()  # masks are often uint8, which holds no -1
     if task in ("binary", "labels"):
         labels = labels.flatten()
         if check:

@@ -173,13 +173,17 @@ def _odds_and_hits(predictions: Predictions, kind: str) -> tuple[Tensor, Tensor]
 def _equal_mass(odds: Tensor, n_bins: int) -> Tensor:
     """(C, n_bins - 1) edges midway between neighbours, where each bin gets N / n_bins of them.
 
-    Equal odds stay together above the edge, so that the last bin is never empty.
+    Equal odds stay together above the edge, so that the last bin is never empty; only the lowest stay below it. No edge
+    lies at odds that occur, where a rounding would move them into another bin: it is -inf if all are equal.
     """
     ordered = odds.sort(1).values
     n = odds.shape[1]
     cuts = (torch.arange(1, n_bins, device=odds.device) * n / n_bins).round().long().clamp(0, n - 1)
-    first = torch.searchsorted(ordered, ordered[:, cuts].contiguous()).clamp(1, max(1, n - 1))
-    return (ordered.gather(1, first - 1) + ordered.gather(1, first.clamp(max=n - 1))) / 2
+    at_cut = ordered[:, cuts].contiguous()
+    first, end = (torch.searchsorted(ordered, at_cut, right=right) for right in (False, True))
+    above = first.where(first > 0, end)  # the first place above the edge; n if all are equal
+    middles = (ordered.gather(1, above - 1) + ordered.gather(1, above.clamp(max=n - 1))) / 2
+    return middles.where(above < n, -torch.inf)
 
 
 def _middles(edges: Tensor) -> Tensor:
@@ -196,7 +200,7 @@ def _score_binning(odds: Tensor, below: Tensor, n_bins: int) -> tuple[Tensor, Te
     cuts = pad(pad(inner, (1, 0)), (0, 1), value=odds.shape[1])
     middle = _middles(edges).clamp(1e-6, 1 - 1e-6)
     strength = BBQ_PRIOR / n_bins
-    hits, counts = below.gather(1, cuts).diff(), cuts.diff()
+    hits, counts = below.gather(1, cuts).diff(), cuts.diff().to(odds.dtype)  # int64 plus a number is float32
     ones, zeros = strength * middle, strength * (1 - middle)  # the bin's beta prior
     evidence = torch.lgamma(hits + ones) - torch.lgamma(ones)
     evidence += torch.lgamma(counts - hits + zeros) - torch.lgamma(zeros)

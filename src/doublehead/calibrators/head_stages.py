@@ -228,6 +228,8 @@ def fit_pool(parts: Sequence[Tensor], target: Target, start: Tensor | None = Non
         if bool((weights >= 0).all()):
             return weights.to(x.dtype)
         used.remove(int(weights.argmin()))
+        if not used:  # each part is worse than none
+            return torch.zeros_like(weights).to(x.dtype)
 
 
 def fit_curve(log_probs: Tensor, target: Target, start: Tensor | None = None) -> Tensor:

@@ -123,7 +123,7 @@ def fit_log_scale(
 ) -> Tensor:
     """Weights w (P,) such that logits (N, K) times exp(design w), design (N, P), have the lowest NLL.
 
-    `ridge` (P,) is the pull of each weight towards 0, in samples.
+    `ridge` (P,) is the pull of each weight towards 0, in samples. The last column of the design is 1.
     """
     target = labels if isinstance(labels, Target) else Target(labels)
     below = logits - logits.amax(1, keepdim=True)
@@ -149,5 +149,12 @@ def fit_log_scale(
         curvature = design.mT @ (design * second.clamp(min=1e-8)[:, None]) / n + ridge.diag()
         return float(nll.sum()) / n + 0.5 * float((ridge * w.square()).sum()), gradient, curvature
 
-    begin = logits.new_zeros(design.shape[1]) if start is None else start
-    return newton(evaluate, begin.double()).to(logits.dtype)
+    begin = (logits.new_zeros(design.shape[1]) if start is None else start).double()
+    if start is None:
+        # Of logits that are many times too large or small, Newton's first steps are far too long: begin nearer.
+        loss, step = evaluate(begin)[0], torch.zeros_like(begin)
+        for sign in (-1.0, 1.0):
+            step[-1] = sign
+            while abs(float(begin[-1])) < 4 and (now := evaluate(begin + step)[0]) < loss:
+                begin, loss = begin + step, now
+    return newton(evaluate, begin).to(logits.dtype)

@@ -30,6 +30,7 @@ SHARED = {"head": Head, "temperature": Temperature, "none": Identity}
 RIDGE = 10.0  # samples: each label's map is pulled towards no change with the weight of this many
 MARGIN = 2.0  # standard errors by which maps of their own must be better than sharing
 FOLDS = 5
+PULL = 1e-6  # of beta scaling, in units of features of mean square 1
 
 
 class Vector(Calibrator):
@@ -211,8 +212,10 @@ def _fit_beta(odds: Tensor, targets: Tensor) -> tuple[Tensor, bool]:
     fits = []
     for free in ([1.0, 1.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]):
         mask = features.new_tensor(free)
-        weights, loss, converged = fit_logistic(features * mask, targets, towards=towards)
+        weights, loss, converged = fit_logistic(features * mask, targets, towards=towards, ridge=PULL)
         weights = weights * mask
+        # what the pull towards 1 costs where a weight is held at 0
+        loss += PULL / 2 * float(((1 - mask) * towards.square() * features.square().mean(0)).sum())
         if bool((weights[:2] >= 0).all()):
             fits.append((loss, weights, converged))
             if min(free) > 0:
