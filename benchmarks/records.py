@@ -82,18 +82,18 @@ def installed(packages: Mapping[str, str]) -> dict[str, Any]:
 
 
 def take_turns(
-    candidates: Mapping[str, Callable[[], Any]], rounds: int, once: float = math.inf
+    candidates: Mapping[str, Callable[[], Any]], rounds: int, slow: float = math.inf
 ) -> dict[str, dict[str, Any]]:
     """By candidate: CPU and wall seconds, each of its fastest round, and its value; or what it failed with.
 
-    One that takes over `once` seconds runs once. Before each there is a pause, in which the threads of the one before
+    One that takes over `slow` seconds runs in three rounds. Before each there is a pause, in which the threads of the one before
     stop waiting for more work; their waiting counts as CPU time.
     """
     found: dict[str, dict[str, Any]] = {name: {"cpu": math.inf, "wall": math.inf} for name in candidates}
     for number in range(rounds):
         for name, candidate in candidates.items():
             row = found[name]
-            if "error" in row or (number and row["cpu"] > once):
+            if "error" in row or (number >= 3 and row["cpu"] > slow):
                 continue
             time.sleep(PAUSE)
             wall, cpu = time.perf_counter(), time.process_time()
