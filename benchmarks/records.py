@@ -86,8 +86,8 @@ def take_turns(
 ) -> dict[str, dict[str, Any]]:
     """By candidate: CPU and wall seconds, each of its fastest round, and its value; or what it failed with.
 
-    One that takes over `slow` seconds runs in three rounds. Before each there is a pause, in which the threads of the one before
-    stop waiting for more work; their waiting counts as CPU time.
+    One that takes over `slow` seconds runs in three rounds. Before each there is a pause, in which the threads of the
+    one before stop waiting for more work; their waiting counts as CPU time.
     """
     found: dict[str, dict[str, Any]] = {name: {"cpu": math.inf, "wall": math.inf} for name in candidates}
     for number in range(rounds):
