@@ -7,13 +7,13 @@ functions of the log odds of a class, not of its probability: confidences that r
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from doublehead.predictions import Predictions
+from doublehead.system import warn
 from doublehead.torch_tools import StaysFloat32
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Calibrator(StaysFloat32):
             learned = self._learn(predictions, **known)
         if not learned.get("converged_", True):
             facts = learned.get("facts", "it ran out of steps")
-            warnings.warn(f"{type(self).__name__} did not converge: {facts}", NotConverged, stacklevel=3)
+            warn(f"{type(self).__name__} did not converge: {facts}", NotConverged)
         like = predictions.logits[:1]
         for name in (*self.learned, "converged_"):
             value = learned.get(name, True)
