@@ -93,12 +93,17 @@ class Calibrator(StaysFloat32):
     ) -> Tensor:
         """Calibrated logits (..., K) for logits (..., K); half precision is widened to float32.
 
+        A logit of -inf excludes a class: its probability stays 0.
+
         `features`, `opinion` and `numbers` are for the staged head; calibrators that read logits alone ignore them.
         """
         self._check_use(logits)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        return self._transform(logits)
+        # A class excluded by -inf stays excluded, and the only one left stays certain.
+        excluded = logits == -torch.inf
+        alone = excluded.sum(-1, keepdim=True) == logits.shape[-1] - 1
+        return torch.where(excluded | alone, logits.detach(), self._transform(logits))
 
     def _check_use(self, logits: Tensor) -> None:
         if not self.is_fitted:

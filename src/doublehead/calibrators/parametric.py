@@ -121,12 +121,21 @@ class Matrix(Vector):
     def _times(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.T
 
+    def _inputs(self, logits: Tensor) -> Tensor:
+        return _least_for_excluded(logits)
+
 
 class Dirichlet(Matrix):
     """Matrix scaling of log probabilities (Kull et al. 2019). Use it like Matrix, when only probabilities are known."""
 
     def _inputs(self, logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1)
+        return _least_for_excluded(logits.log_softmax(-1))
+
+
+def _least_for_excluded(logits: Tensor) -> Tensor:
+    """Logits (..., K) where classes at -inf count, in the sums of the others, as the least likely one that is left."""
+    excluded = logits == -torch.inf
+    return torch.where(excluded, logits.masked_fill(excluded, torch.inf).amin(-1, keepdim=True), logits)
 
 
 class Platt(Calibrator):
@@ -205,6 +214,7 @@ class Beta(Calibrator):
 
 def _features(odds: Tensor) -> Tensor:
     """(...) -> (..., 3): log p, -log(1 - p), 1."""
+    odds = odds.clamp(min=torch.finfo(odds.dtype).min)  # times a weight of 0, -inf would be nan
     return torch.stack([logsigmoid(odds), -logsigmoid(-odds), torch.ones_like(odds)], -1)
 
 
