@@ -232,6 +232,9 @@ def test_classes_excluded_by_minus_infinity_keep_probability_0(name: str) -> Non
     logits[n // 2 :, 1:] = -torch.inf  # a single class is left
     logits[-1] = torch.tensor([-torch.inf] * (k - 1) + [2.0])
     probs = fitted(name)(logits).softmax(1)
+    torch._dynamo.reset()
+    compiled = torch.compile(fitted(name), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(logits).softmax(1), probs)
     assert torch.isfinite(probs).all()
     assert not probs[logits == -torch.inf].any()
     assert torch.equal(probs[n // 2 :], (logits[n // 2 :] > -torch.inf).float())

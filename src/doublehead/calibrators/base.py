@@ -100,6 +100,9 @@ class Calibrator(StaysFloat32):
         self._check_use(logits)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if logits.is_cpu and not traced and logits.numel() and bool(logits.amin() > -torch.inf):
+            return self._transform(logits)  # as nearly always; what follows takes longer than a temperature
         # A class excluded by -inf stays excluded, and the only one left stays certain.
         excluded = logits == -torch.inf
         alone = excluded.sum(-1, keepdim=True) == logits.shape[-1] - 1
