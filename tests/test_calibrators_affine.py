@@ -73,6 +73,22 @@ def test_fits_are_those_of_a_slow_reference(calibrator: Vector, change: Any, pul
     torch.testing.assert_close(found.log_softmax(1), expected.log_softmax(1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "calibrator", [Matrix(odir=(0.1, 0.02)), Matrix(odir=(0.0, 0.0)), Vector(prior=math.inf)]
+)
+def test_free_weights_reach_their_optimum_on_logits_worse_than_chance(calibrator: Vector) -> None:
+    """Reversing all signs is one of the fits that cost nothing; the temperature is infinite."""
+    generator = torch.Generator().manual_seed(1)
+    true = 3 * torch.randn(400, 3, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(true.softmax(1), 1, generator=generator)[:, 0]
+    for best in (labels, true.argmax(1)):  # the second are separable
+        p = Predictions(-true, best)
+        fitted = calibrator.fresh().fit(p)
+        assert bool(fitted.converged_)
+        wanted = 0.01 if best is not labels else float(cross_entropy(true, best)) + 1e-6
+        assert float(cross_entropy(fitted(p.logits), best)) <= wanted
+
+
 def test_a_strong_prior_leaves_temperature_scaling() -> None:
     p = skewed()
     with pytest.raises(ValueError, match="prior must be above 0, got -1"):

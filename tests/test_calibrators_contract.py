@@ -221,3 +221,24 @@ def test_cuda_agrees_with_the_cpu(name: str) -> None:
 
 def _registry_name(name: str) -> str:
     return next(key for key, kind in CALIBRATORS.items() if kind is type(VARIANTS[name]))
+
+
+@every
+def test_classes_excluded_by_minus_infinity_keep_probability_0(name: str) -> None:
+    logits = suited(name, seed=3).logits.clone()
+    n, k = logits.shape
+    if k > 2:
+        logits[: n // 2, 1] = -torch.inf
+    logits[n // 2 :, 1:] = -torch.inf  # a single class is left
+    logits[-1] = torch.tensor([-torch.inf] * (k - 1) + [2.0])
+    probs = fitted(name)(logits).softmax(1)
+    torch._dynamo.reset()
+    compiled = torch.compile(fitted(name), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(logits).softmax(1), probs)
+    assert torch.isfinite(probs).all()
+    assert not probs[logits == -torch.inf].any()
+    assert torch.equal(probs[n // 2 :], (logits[n // 2 :] > -torch.inf).float())
+    if k > 2:
+        assert (probs[: n // 2, [0, 2, 3]] > 0).all()
+    if fitted(name).keeps_argmax:
+        assert torch.equal(probs.argmax(1), logits.argmax(1))

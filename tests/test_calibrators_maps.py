@@ -359,3 +359,22 @@ def test_beta_weighs_the_pull_on_what_is_held_at_0() -> None:
     grid = product(np.linspace(0, 2e-3, 11), np.linspace(0, 2e-3, 11), np.linspace(0, 2, 11))
     assert loss(found) <= min(loss([*map(float, weights)]) for weights in grid)
     assert min(found[:2]) >= 0
+
+
+@pytest.mark.parametrize(
+    "calibrator",
+    [HistogramBinning(), HistogramBinning(kind="one-vs-rest"), BBQ(), Isotonic(kind="one-vs-rest")],
+)
+def test_the_order_of_the_classes_is_of_no_account_where_logits_are_rounded(calibrator) -> None:
+    """Many log odds are then equal, in theory."""
+    for seed in range(3):
+        p = overconfident(1000, 4, 2.0, seed=seed, dtype=torch.float64)
+        logits, turned = p.logits.round(), torch.tensor([2, 0, 3, 1])
+        one = Predictions(logits, p.labels)
+        other = Predictions(logits[:, turned], turned.argsort()[p.labels])
+        rows = (logits == logits.amax(1, keepdim=True)).sum(
+            1
+        ) == 1  # of several largest the first is predicted
+        one, other = one[rows], other[rows]
+        a, b = (calibrator.fresh().fit(q).calibrate(q).probs for q in (one, other))
+        torch.testing.assert_close(a[:, turned], b, rtol=1e-6, atol=1e-6)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from doublehead import PAPER, DoubleHead, HeadSpec, ShiftGuard, calibrate
+from doublehead import PAPER, DoubleHead, HeadSpec, Predictions, ShiftGuard, calibrate, calibrators
 from doublehead.calibrated import read
 from doublehead.calibration_data import as_batches, fold_of, unpack, until_repeated
 from doublehead.head_training import BURST
@@ -305,8 +305,8 @@ def test_batches_that_do_not_fit_are_found_when_they_are_read(monkeypatch: pytes
     assert double.step()
     with pytest.warns(UserWarning, match=r"must be \(7, 4\) and \(7, 16\) for 7 labels, got \(8, 4\)"):
         assert not double.step()
-    assert not double.step(1.5)  # a progress that is none
-    assert double.skipped == 2
+    assert double.skipped == 1
+    assert double.step()
     assert not double.step()  # the second batch again
     for limit, waiting in ((3, 2), (1, 0)):  # nothing large is kept
         monkeypatch.setattr("doublehead.head_training.MAX_WAITING", limit * 8 * (4 + 16))
@@ -832,8 +832,16 @@ def test_a_model_in_evaluation_mode_answers_so_while_its_network_is_trained_on()
 
 def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:
     _, double = train(beside=True)
-    with pytest.raises(TypeError, match="keeps"):
-        double.finish(keeps="best")
+    for said, options in (
+        (r"'keeps' here; did you mean keep\?", {"keeps": 1}),
+        (r"'nonsense' here$", {"nonsense": 1}),
+    ):
+        match = f"calibrate has no option {said}"
+        with pytest.raises(TypeError, match=match):
+            double.finish(**options)
+        for what in ((small_net(), some_data(32, 2)), (Predictions(torch.randn(9, 2), [1] * 9),)):
+            with pytest.raises(TypeError, match=match):
+                calibrate(*what, **options)
     with pytest.raises(ZeroDivisionError):
         double.finish(to_pair=lambda batch: 1 // 0)
 
@@ -898,3 +906,29 @@ def test_before_and_after_on_held_back_and_on_test_data(tmp_path: Path) -> None:
         assert before["accuracy"] == after["accuracy"]
     assert all(name in str(found) for name in found)
     assert str(model.head.choice) in repr(model).replace("\n  ", "\n")
+
+
+def test_a_progress_that_is_none_is_refused_at_once() -> None:
+    double = DoubleHead(small_net(), some_data(32, 2))
+    for progress in (1.5, -0.1, math.nan):
+        with pytest.raises(ValueError, match=r"progress must lie in 0\.\.1, .* got "):
+            double.step(progress)
+    assert double.calls == double.skipped == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_point_at_the_users_line() -> None:
+    x, y = some_data(40, 1).tensors
+    net, broken = small_net(), [(x[:20], y[:20]), (x[20:], y[20:] + 100)]
+    double, other = DoubleHead(net, (x, y)), DoubleHead(net, broken)
+    p = Predictions(torch.randn(40, 3), torch.arange(40) % 3)
+    for call, n in (
+        (lambda: calibrate(net, (x, y)), 1),
+        (lambda: calibrate(p), 1),
+        (lambda: calibrators.make("head").fit(p), 1),
+        (double.finish, 1),
+        (other.finish, 2),  # and of the batch that is left out
+    ):
+        with pytest.warns(UserWarning) as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__] * n

@@ -723,3 +723,44 @@ def test_wide_files_name_the_place(cell: str, message: str, tmp_path: Path, monk
     (tmp_path / "a.csv").write_text("\n".join(lines))
     with pytest.raises(TableError, match=message):
         read_predictions(tmp_path / "a.csv").tally()
+
+
+def test_frames_in_one_json_object_are_refused(tmp_path: Path) -> None:
+    frame = pytest.importorskip("pandas").DataFrame(
+        {"label": [0, 1, 1], "p_0": [0.9, 0.2, 0.4], "p_1": [0.1, 0.8, 0.6]}
+    )
+    for orient in ("columns", "index", "split"):
+        for rows in (frame, frame[frame.label == 1]):
+            rows.to_json(tmp_path / "a.json", orient=orient)
+            refused(r"one of columns: .* to_json\(path, orient='records', lines=True\)", tmp_path / "a.json")
+    frame.to_json(tmp_path / "a.json", orient="records", lines=True)
+    assert len(read_predictions(tmp_path / "a.json").load()) == 3
+    (tmp_path / "b.json").write_text('{"label": 1, "probs": {"0": 0.25, "1": 0.75}}\n')  # a row
+    assert read_predictions(tmp_path / "b.json").load().probs.tolist() == [[0.25, 0.75]]
+
+
+def test_files_of_different_classes_are_named(tmp_path: Path) -> None:
+    for name, k in (("a", 3), ("b", 4)):
+        np.savez(
+            tmp_path / f"{name}.npz",
+            logits=np.random.default_rng(0).normal(size=(5, k)),
+            labels=np.arange(5) % k,
+        )
+    table = read_predictions([tmp_path / "a.npz", tmp_path / "b.npz"])
+    for read in (table.load, table.tally):
+        with pytest.raises(TableError, match=r"b\.npz has 4 scores in a row, but the first file has 3"):
+            read()
+
+
+def test_scores_of_three_dimensions_are_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", logits=np.zeros((4, 5, 3)), labels=np.zeros((4, 5), dtype=int))
+    refused(r"a\.npz: 'logits' must hold scores \(N, K\), got shape \(4, 5, 3\)", tmp_path / "a.npz")
+    np.save(tmp_path / "x.npy", np.zeros((4, 5, 3)))
+    np.save(tmp_path / "y.npy", np.zeros(4, dtype=int))
+    refused(
+        r"'scores' must hold scores \(N, K\), got shape \(4, 5, 3\)", [tmp_path / "x.npy", tmp_path / "y.npy"]
+    )
+    np.savez(
+        tmp_path / "b.npz", images=np.zeros((4, 5, 3)), logits=np.zeros((4, 3)), labels=np.zeros(4, dtype=int)
+    )
+    assert len(read_predictions(tmp_path / "b.npz").load()) == 4

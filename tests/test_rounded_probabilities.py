@@ -15,6 +15,7 @@ from results import Split, stored_runs
 
 from doublehead import Predictions, metrics
 from doublehead.calibrators import CALIBRATORS, make
+from doublehead.outcomes import Outcomes
 from doublehead.stream import Tally
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -97,3 +98,17 @@ def test_labels_of_probability_zero_are_told_and_do_not_depend_on_chunks() -> No
     assert "infinite" in summary.notes[0]
     assert summary.notes[0] in str(summary)
     assert Tally.of(p[:8]).summary().notes == []
+
+
+def test_weighted_labels_of_probability_zero_do_not_depend_on_chunks() -> None:
+    probs = torch.tensor([[0.9, 0.1, 0.0]] * 9 + [[0.999, 0.001, 0.0]])
+    labels, weights = torch.tensor([0] * 6 + [2, 2, 2, 0]), torch.tensor([1.0] * 6 + [0.0, 2.0, 0.5, 1.0])
+    p = Predictions.from_probs(probs, labels, weights)
+    rows = slice(8), slice(8, None)
+    parts = [Predictions.from_probs(probs[some], labels[some], weights[some]) for some in rows]
+    summary = (Tally.of(parts[0]) + Tally.of(parts[1])).summary()
+    assert summary.metrics["nll"].estimate == pytest.approx(metrics.nll(p))
+    assert summary.to_dict() == Tally.of(p).summary().to_dict()
+    assert summary.n_zero_labels == 2  # of a weight above 0
+    kept = Outcomes.joined([Outcomes.of(part) for part in parts]).with_floor(p.zero_floor)
+    torch.testing.assert_close(kept.nll, metrics.per_sample(p)["nll"])

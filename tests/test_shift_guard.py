@@ -481,6 +481,14 @@ def test_models_that_cannot_be_guarded() -> None:
         ShiftGuard(unused).eval()(torch.rand(2, 4))
     rows = nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Unflatten(0, (-1, 3))
     folded = nn.Sequential(*rows, nn.Flatten(), nn.Linear(12, 2))
+    for net, labels, got in (
+        (small_net(1), torch.rand(20).round(), r"logits of shape \(20, 1\)"),
+        (small_net(3), torch.rand(20, 3).round(), r"labels of shape \(20, 3\)"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"supports classifiers .* not one logit, several labels, .* got {got}"
+        ):
+            ShiftGuard(net).fit([(torch.rand(20, 3, 8, 8), labels)])
     with pytest.raises(RuntimeError, match=r"one row for each of the 5 samples, .* do not: \['1'\]; name"):
         ShiftGuard(folded).eval()(torch.rand(5, 3, 4))
 

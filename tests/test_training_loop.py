@@ -257,6 +257,8 @@ def test_shifts_that_cannot_be_had_are_told_before_training(tmp_path: Path) -> N
     for shift, error, message in (
         ("saturate:2", ValueError, "shift must be one for grey images, got 'saturate:2'"),
         ("svhn", FileNotFoundError, "svhn was not found"),
+        ("gausian_noise:5", ValueError, "shift must name .* did you mean gaussian_noise"),
+        ("svnh", ValueError, "shift must name .* did you mean svhn"),
     ):
         with pytest.raises(error, match=message):
             run(small(shift=(shift,)), tmp_path / "run", root=str(tmp_path))

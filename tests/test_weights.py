@@ -172,6 +172,9 @@ def test_other_calibrators_and_metrics_refuse(p: Predictions) -> None:
     for name in ("adaptive_ece", "debiased_ece", "smooth_ece", "ks_error", "mmce", "aurc"):
         with pytest.raises(TypeError, match="class labels and no weights here, got"):
             getattr(metrics, name)(p)
+        if not p.are_soft and name != "mmce":
+            with pytest.raises(TypeError, match="no weights here, got sample weights"):
+                getattr(metrics, name)(Outcomes.of(p))
 
 
 def test_bad_weights_and_soft_labels_are_named() -> None:

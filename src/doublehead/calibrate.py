@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -11,13 +12,14 @@ from torch import nn
 
 from doublehead.calibrated import Calibrated, read
 from doublehead.calibration_data import ToPair, as_batches, check_disjoint, first_of, unpack
-from doublehead.calibrators import make
+from doublehead.calibrators import CALIBRATORS, make
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.parametric import PerLabel
 from doublehead.double_head import DoubleHead
 from doublehead.network import POSITIONS, Reader, Readings, View
 from doublehead.predictions import Predictions
+from doublehead.system import did_you_mean
 from doublehead.torch_tools import (
     device_of,
     from_every_process,
@@ -62,12 +64,23 @@ def calibrate(
     (torch.Size([2, 3]), 300)
     """
     if isinstance(what, nn.Module):
+        _check_options(options, _calibrate_network, Reader.of)
         return _calibrate_network(what, calib_data, method, seed, **options)
     if not isinstance(what, Predictions):
         from doublehead.audit import load_predictions
 
         what = load_predictions(what, calib_data)
+    if kind := PerLabel if what.n_labels else CALIBRATORS.get(method):
+        _check_options(options, kind)
     return _unfitted(what.n_labels, method, seed, **options).fit(what)
+
+
+def _check_options(given: Iterable[str], *takers: Callable[..., Any]) -> None:
+    """Refuse options that none of these functions or classes takes."""
+    known = {"method", *(name for taker in takers for name in inspect.signature(taker).parameters)} - {"form"}
+    for name in given:
+        if name not in known:
+            raise TypeError(f"calibrate has no option {name!r} here{did_you_mean(name, known)}")
 
 
 def _calibrate_network(

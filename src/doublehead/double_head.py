@@ -13,7 +13,6 @@ held-back data.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from doublehead.calibrated import Calibrated, in_parts
 from doublehead.calibration_data import BATCH_SIZE, Endless, Ready, Rows, ToPair, as_batches, first_of, unpack
 from doublehead.calibration_head import HeadBank, HeadSpec, second_opinion
-from doublehead.head_training import HeadTraining
+from doublehead.head_training import HeadTraining, anneal
 from doublehead.network import PATIENCE, Reader, Readings, per_row
+from doublehead.system import warn
 from doublehead.tasks import IGNORE_INDEX, LogitsOf, Outputs, Task
 from doublehead.torch_tools import (
     Randomness,
@@ -157,6 +157,8 @@ class DoubleHead:
         Call it after your optimizer's step, inside your autocast block if you have one. `progress` is the share of
         the epoch that is over.
         """
+        if progress is not None:
+            anneal(1.0, progress)  # a mistake of the caller, not of a calibration batch: an error now
         self.calls += 1
         if self.calls % self.every or not self.active:
             return False
@@ -211,13 +213,12 @@ class DoubleHead:
     def _note_failure(self, what: str, in_a_row: int) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"a calibration step was skipped: {what}; further ones are counted", stacklevel=3)
+            warn(f"a calibration step was skipped: {what}; further ones are counted")
         if in_a_row >= PATIENCE and self.active:
             self.active = False
-            warnings.warn(
+            warn(
                 f"{in_a_row} calibration steps in a row were skipped ({what}): the calibration heads are no longer "
-                "trained, and finish() will calibrate without them",
-                stacklevel=3,
+                "trained, and finish() will calibrate without them"
             )
 
     def opinion(self, readings: Readings) -> Tensor:

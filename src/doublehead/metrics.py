@@ -499,6 +499,7 @@ def aurc(p: Predictions) -> float:
     >>> aurc(Predictions.from_probs([[0.9, 0.1], [0.6, 0.4]], [0, 1]))
     0.25
     """
+    check_predictions(p).top_label()  # refuses weights, which the curve of outcomes takes
     _, size, wrong = _groups(p)
     share = (wrong / size).repeat_interleave(size.long(), output_size=len(p))
     accepted = torch.arange(1, len(p) + 1, device=share.device, dtype=torch.float64)
@@ -507,7 +508,8 @@ def aurc(p: Predictions) -> float:
 
 def _groups(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct confidences from high to low, how many samples (or what weight) have each and are wrong there."""
-    confidence, correct = check_predictions(p).top_label()
+    known = isinstance(check_predictions(p), Predictions)
+    confidence, correct = p.top_label() if known else (p.confidence, p.correct)
     values, group = confidence.double().unique(return_inverse=True)
     weights = torch.ones_like(confidence, dtype=torch.float64) if p.weights is None else p.weights
     size, wrong = (

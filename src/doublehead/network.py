@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from doublehead.calibration_data import Batch, ToPair, fold_of, unpack
+from doublehead.system import warn
 from doublehead.tasks import (
     IGNORE_INDEX,
     SUPPORTED,
@@ -304,9 +304,7 @@ class Reader:
             raise failed[0] if failed else ValueError(nothing)
         if failed:
             what = f"{type(failed[0]).__name__}: {failed[0]}"
-            warnings.warn(
-                f"{len(failed)} calibration batches were left out, the first for {what}", stacklevel=2
-            )
+            warn(f"{len(failed)} calibration batches were left out, the first for {what}")
         readings = Readings(*reservoir.rows())
         if not len(readings.labels):
             raise ValueError(

@@ -40,15 +40,13 @@ class Outcomes:
     correct: Tensor  # (N,) bool
     labels: Tensor | None = None  # (N,) int32
     predicted: Tensor | None = None  # (N,) int32
-    nll: Tensor | None = None  # (N,) float64; without weights inf where the label has a probability of 0
+    nll: Tensor | None = None  # (N,) float64; inf where the label has a probability of 0
     weights: Tensor | None = None  # (N,) float64
 
     @classmethod
     def of(cls, p: Predictions) -> Outcomes:
         """The outcomes of predictions, on the CPU."""
-        nll = metrics.per_sample(p)["nll"]
-        if p.weights is None:
-            nll = nll.where(~metrics.zero_labels(p), torch.inf)
+        nll = metrics.per_sample(p)["nll"].where(~metrics.zero_labels(p), torch.inf)
         columns = (p.confidence, p.correct, p.labels.int(), p.predicted.int(), nll, p.weights)
         return cls(*(None if column is None else column.cpu() for column in columns))  # type: ignore[arg-type]
 
@@ -73,6 +71,8 @@ class Outcomes:
 
     def top_label(self) -> tuple[Tensor, Tensor]:
         """(N,) `confidence` and (N,) `correct`, as of `Predictions`."""
+        if self.weights is not None:
+            raise TypeError("predictions must have class labels and no weights here, got sample weights")
         return self.confidence, self.correct
 
     def bins(self, n_bins: int) -> Bins:

@@ -26,15 +26,20 @@ from doublehead.torch_tools import device_of, evaluating, seeded, uncompiled
 VIEWS = 6  # perturbed copies of the calibration data to learn from
 N_LAYERS = 9  # over the whole depth of the network
 CHANNELS = 128  # of a layer at most, evenly spaced: more would take more data to know their usual values
+SUPPORTED = (
+    "a ShiftGuard supports classifiers with one of several classes for each sample, logits (B, K) and labels (B,), not "
+    "one logit, several labels, tokens or pixels: got "
+)
 
 
 class ShiftGuard(nn.Module):
     """A trained classifier that is less confident where its inputs look unlike the calibration data, with an alarm.
 
-    `model` is any classifier without a guard, best a calibrated one; it is not changed. `fit` needs calibration data
-    that the classifier did not learn from, and a perturbation such as `doublehead.data.Shifts`; without one there is
-    only the alarm. `shift` is the test of the last `window` samples, and `reset` begins a new stream;
-    `window=0` judges each sample by itself. `rate` is the largest share of clean windows that may raise an alarm.
+    `model` is any classifier of samples into several classes without a guard, best a calibrated one; it is not changed.
+    `fit` needs calibration data that the classifier did not learn from, and a perturbation such as
+    `doublehead.data.Shifts`; without one there is only the alarm. `shift` is the test of the last `window` samples, and
+    `reset` begins a new stream; `window=0` judges each sample by itself. `rate` is the largest share of clean windows
+    that may raise an alarm.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     >>> batches = [(torch.rand(32, 3, 8, 8), torch.randint(4, (32,))) for _ in range(4)]
@@ -91,6 +96,8 @@ class ShiftGuard(nn.Module):
         with self.tap.recording(kwargs.get("attention_mask")):  # Hugging Face's name for what is not padding
             output = model(*args, **kwargs)
         logits = find_logits(output)
+        if logits.ndim != 2 or logits.shape[1] < 2:
+            raise ValueError(f"{SUPPORTED}logits of shape {tuple(logits.shape)}")
         return output, logits, self.tap.take(logits.shape[0])
 
     def fit(
@@ -146,6 +153,8 @@ class ShiftGuard(nn.Module):
 
     def _look(self, args: Sequence[Any], kwargs: Any, *known: Tensor) -> tuple[Tensor, ...]:
         _, logits, stages = self._run(uncompiled(self.model), args, kwargs)
+        if known[0].ndim != 1:
+            raise ValueError(f"{SUPPORTED}labels of shape {tuple(known[0].shape)}")
         return stages, logits.float(), *known
 
 

@@ -61,6 +61,7 @@ class Tally:
     n_zero_labels: int = 0
     zero_floor: float = math.inf
     answers: Tensor | None = None  # (2, T) `abstain.threshold_counts`
+    zero_mass: int = 0  # the weight of `n_zero_labels`, in units of 2^-32
 
     @classmethod
     def of(
@@ -87,8 +88,9 @@ class Tally:
         plain = p.weights is None and not p.are_soft
         counts = threshold_counts(*p.top_label()) if plain else None
         scores, weights = metrics.per_sample(p), 1.0 if p.weights is None else p.weights
-        zero = metrics.zero_labels(p) if plain else torch.zeros(len(p), dtype=torch.bool)
-        scores["nll"] = scores["nll"].where(~zero.to(scores["nll"].device), 0.0)
+        zero = torch.zeros_like(scores["nll"], dtype=torch.bool) if p.are_soft else metrics.zero_labels(p)
+        scores["nll"] = scores["nll"].where(~zero, 0.0)
+        of_zeros = zero.double() * weights  # (N,)
         return cls(
             n_bins,
             p.n_classes,
@@ -99,9 +101,10 @@ class Tally:
             {name: exact_sum(scores[name] * weights) for name in SCORES},
             {name: exact_sum(scores[name].clamp(max=1e150).square() * weights) for name in SCORES},
             by_group,
-            int(zero.sum()),
+            int((of_zeros > 0).sum()),
             p.zero_floor if p.are_probs else math.inf,
             counts,
+            zero_mass=exact_sum(of_zeros),
         )
 
     def __add__(self, other: Tally) -> Tally:
@@ -128,6 +131,7 @@ class Tally:
             n_zero_labels=self.n_zero_labels + other.n_zero_labels,
             zero_floor=min(self.zero_floor, other.zero_floor),
             answers=_both(self.answers, other.answers),
+            zero_mass=self.zero_mass + other.zero_mass,
         )
 
     def _add(self, p: Predictions | Outcomes, groups: Array | None) -> Tally:
@@ -187,7 +191,7 @@ class Tally:
         for name in self.sums:
             mean, square = self.sums[name] / UNIT / total, self.squares[name] / UNIT / total
             if name == "nll":
-                share = self.n_zero_labels / total
+                share = self.zero_mass / UNIT / total
                 mean, square = mean + share * unlikely, square + share * unlikely**2
             reach = NORMAL * (max(square - mean * mean, 0.0) / n) ** 0.5
             found[SCORES[name]] = Interval(mean, max(0.0, mean - reach), mean + reach)
@@ -344,7 +348,20 @@ class Stream:
         if not top.n:
             return None
         floor = max(smallest / k, torch.finfo(torch.float32).tiny) if self.are_probs else math.inf
-        return Tally(self.n_bins, k, top, None, predicted, int(top.n), sums, squares, {}, n_zero, floor)
+        return Tally(
+            self.n_bins,
+            k,
+            top,
+            None,
+            predicted,
+            int(top.n),
+            sums,
+            squares,
+            {},
+            n_zero,
+            floor,
+            zero_mass=n_zero * int(UNIT),
+        )
 
     @property
     def sample(self) -> Predictions:

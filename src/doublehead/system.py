@@ -1,4 +1,4 @@
-"""What several modules need: optional packages, files that are written completely or not at all, misspelt names."""
+"""What several modules need: optional packages, files written completely or not at all, misspelt names, warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib
 import json
 import os
 import shutil
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +78,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name.lower(), list(known), 3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called this package: the first one outside it and torch, or in a command."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_inside(module: str) -> bool:
+    return f"{module}.".startswith(("doublehead.", "torch.")) and not module.startswith("doublehead.cli")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from doublehead.system import warn
 
 # --- modules
 
@@ -244,7 +245,7 @@ def meet(what: str) -> None:
             raise RuntimeError(text)
         if waited > WARN_WAIT and warned == began:
             warned = time.monotonic()
-            warnings.warn(text, stacklevel=4)
+            warn(text)
         time.sleep(0.01)
 
 

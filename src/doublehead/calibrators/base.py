@@ -7,13 +7,13 @@ functions of the log odds of a class, not of its probability: confidences that r
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from doublehead.predictions import Predictions
+from doublehead.system import warn
 from doublehead.torch_tools import StaysFloat32
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Calibrator(StaysFloat32):
             learned = self._learn(predictions, **known)
         if not learned.get("converged_", True):
             facts = learned.get("facts", "it ran out of steps")
-            warnings.warn(f"{type(self).__name__} did not converge: {facts}", NotConverged, stacklevel=3)
+            warn(f"{type(self).__name__} did not converge: {facts}", NotConverged)
         like = predictions.logits[:1]
         for name in (*self.learned, "converged_"):
             value = learned.get(name, True)
@@ -93,12 +93,20 @@ class Calibrator(StaysFloat32):
     ) -> Tensor:
         """Calibrated logits (..., K) for logits (..., K); half precision is widened to float32.
 
+        A logit of -inf excludes a class: its probability stays 0.
+
         `features`, `opinion` and `numbers` are for the staged head; calibrators that read logits alone ignore them.
         """
         self._check_use(logits)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        return self._transform(logits)
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if logits.is_cpu and not traced and logits.numel() and bool(logits.amin() > -torch.inf):
+            return self._transform(logits)  # as nearly always; what follows takes longer than a temperature
+        # A class excluded by -inf stays excluded, and the only one left stays certain.
+        excluded = logits == -torch.inf
+        alone = excluded.sum(-1, keepdim=True) == logits.shape[-1] - 1
+        return torch.where(excluded | alone, logits.detach(), self._transform(logits))
 
     def _check_use(self, logits: Tensor) -> None:
         if not self.is_fitted:

@@ -78,7 +78,7 @@ class HistogramBinning(_OddsMap):
             raise ValueError(f"kind must be 'top' or 'one-vs-rest', got {self.kind!r}")
         if not self.smoothing >= 0:
             raise ValueError(f"smoothing must be at least 0, got {self.smoothing}")
-        odds, hits = _odds_and_hits(predictions, self.kind)
+        odds, hits = _odds_and_hits(predictions, self.kind, ties=True)
         edges = _equal_mass(odds, self.n_bins)
         which = torch.searchsorted(edges, odds)
         zeros = odds.new_zeros(len(odds), self.n_bins)
@@ -99,7 +99,7 @@ class BBQ(_OddsMap):
     """
 
     def _learn(self, predictions: Predictions) -> dict[str, Any]:
-        odds, hits = _odds_and_hits(predictions, self.kind)
+        odds, hits = _odds_and_hits(predictions, self.kind, ties=True)
         odds, order = odds.sort(1)
         n = odds.shape[1]
         below = pad(hits.gather(1, order).cumsum(1), (1, 0))  # (K, N + 1) hits among the first i
@@ -162,12 +162,18 @@ def _side_by_side(name: str, maps: list[tuple[Tensor, Tensor]]) -> dict[str, Ten
     return {name: pad_sequence(places, True, torch.inf), "values_": pad_sequence(values, True)}
 
 
-def _odds_and_hits(predictions: Predictions, kind: str) -> tuple[Tensor, Tensor]:
-    """Log odds (C, N) and whether each came true (C, N), in float64; C = 1 for the top class."""
+def _odds_and_hits(predictions: Predictions, kind: str, ties: bool = False) -> tuple[Tensor, Tensor]:
+    """Log odds (C, N) and whether each came true (C, N), in float64; C = 1 for the top class.
+
+    With `ties` odds are those of float32. Odds of rounded logits that are equal in theory differ in the last digits of
+    float64, by the order of the classes and the CPU.
+    """
     logits = predictions.logits.double()
     if kind == "top":
-        return top_log_odds(logits)[None], predictions.correct.double()[None]
-    return log_odds(logits).T.contiguous(), one_hot(predictions.labels, predictions.n_classes).T.double()
+        odds, hits = top_log_odds(logits)[None], predictions.correct.double()[None]
+    else:
+        odds, hits = log_odds(logits).T, one_hot(predictions.labels, predictions.n_classes).T.double()
+    return (odds.float().double() if ties else odds).contiguous(), hits
 
 
 def _equal_mass(odds: Tensor, n_bins: int) -> Tensor:

@@ -17,7 +17,6 @@ must win clearly; with fewer only a temperature is fitted. Below 1 it is fitted 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +31,7 @@ from doublehead.calibrators.choose import Choice, Scores, choose, stratified_fol
 from doublehead.calibrators.head_stages import OF_FEATURES, OWN, STAGES, Evidence, Params
 from doublehead.predictions import Predictions
 from doublehead.score_arrays import Target
+from doublehead.system import warn
 from doublehead.torch_tools import one_thread
 
 if TYPE_CHECKING:
@@ -267,11 +267,7 @@ class _Fit:
     def learned(self) -> dict[str, Any]:
         """What the head learns."""
         if self.n < WARN_SAMPLES:
-            warnings.warn(
-                f"{self.n} calibration samples are little data: only a temperature is fitted",
-                UserWarning,
-                stacklevel=5,
-            )
+            warn(f"{self.n} calibration samples are little data: only a temperature is fitted")
         wrong = int((self.logits.argmax(1) != self.labels).sum())  # by the likeliest class of soft labels
         self._add("temperature")
         opened: Sequence[str] = ()

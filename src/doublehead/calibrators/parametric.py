@@ -31,6 +31,7 @@ RIDGE = 10.0  # samples: each label's map is pulled towards no change with the w
 MARGIN = 2.0  # standard errors by which maps of their own must be better than sharing
 FOLDS = 5
 PULL = 1e-6  # of beta scaling, in units of features of mean square 1
+TINY = 1e-100  # a mean square
 
 
 class Vector(Calibrator):
@@ -60,13 +61,18 @@ class Vector(Calibrator):
         x = self._inputs(predictions.logits.double()) * scale
         pull, pull_bias, center = self._pulls(x)
         top, moved = x - x.amax(1, keepdim=True), x - center  # rows of large logits keep their digits
+        # In units in which the curvature is about 1: weights that are not pulled are found for tiny inputs too, such as
+        # those of a network worse than chance, whose temperature is infinite.
+        unit = (moved.square().mean(0) + 2 * pull).clamp(min=TINY).rsqrt()
+        unit_bias = (1 + 2 * pull_bias) ** -0.5
 
         def loss(change: Tensor, bias: Tensor) -> Tensor:
+            change, bias = change * unit, bias * unit_bias
             drift = (pull * change.square()).sum() + pull_bias * bias.square().sum()
             return cross_entropy(top + self._times(moved, change) + bias, predictions.labels) + drift
 
         found = minimise(loss, [torch.zeros_like(pull), torch.zeros_like(x[0])])
-        change, bias = found.values
+        change, bias = (value * u for value, u in zip(found.values, (unit, unit_bias)))
         same = torch.ones_like(bias).diag() if change.ndim == 2 else 1
         bias = bias - self._times(center, change)
         return {"weight_": (same + change) * scale, "bias_": bias, **found.verdict()}
@@ -115,12 +121,21 @@ class Matrix(Vector):
     def _times(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.T
 
+    def _inputs(self, logits: Tensor) -> Tensor:
+        return _least_for_excluded(logits)
+
 
 class Dirichlet(Matrix):
     """Matrix scaling of log probabilities (Kull et al. 2019). Use it like Matrix, when only probabilities are known."""
 
     def _inputs(self, logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1)
+        return _least_for_excluded(logits.log_softmax(-1))
+
+
+def _least_for_excluded(logits: Tensor) -> Tensor:
+    """Logits (..., K) where classes at -inf count, in the sums of the others, as the least likely one that is left."""
+    excluded = logits == -torch.inf
+    return torch.where(excluded, logits.masked_fill(excluded, torch.inf).amin(-1, keepdim=True), logits)
 
 
 class Platt(Calibrator):
@@ -199,6 +214,7 @@ class Beta(Calibrator):
 
 def _features(odds: Tensor) -> Tensor:
     """(...) -> (..., 3): log p, -log(1 - p), 1."""
+    odds = odds.clamp(min=torch.finfo(odds.dtype).min)  # times a weight of 0, -inf would be nan
     return torch.stack([logsigmoid(odds), -logsigmoid(-odds), torch.ones_like(odds)], -1)
 
 

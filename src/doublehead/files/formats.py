@@ -268,6 +268,11 @@ class JsonReader(TableReader):
                 self.is_list = stream.read(BLOCK).lstrip().startswith(b"[")
             first = next(self._blocks(), (b"", 0))[0]
             rows = [*_objects(first, source)]
+            if len(rows) == 1 and _is_frame(rows[0]):
+                raise TableError(
+                    f"{source} must hold an object for each row, got one of columns: in pandas write it with "
+                    "to_json(path, orient='records', lines=True)"
+                )
             self.empty, self.columns = not rows, {}
             self.holds_answers = bool(rows) and holds_answers(rows[0])
             if self.holds_answers or self.empty:  # answers are read from `rows`: each has columns of its own
@@ -387,6 +392,19 @@ def _objects(block: bytes, source: Source, n_before: int = 0) -> Iterator[dict[s
                 got = line.strip()[:80].decode(errors="replace")
                 raise TableError(f"{source}, line {i} must be a JSON object, got {got!r}")
             yield row
+
+
+def _is_frame(row: dict[str, Any]) -> bool:
+    """Whether this is a whole pandas frame in one object, by column or by row, and not a row itself."""
+    if row.keys() == {"columns", "index", "data"}:
+        return True
+    if len(row) < 2 or not all(isinstance(part, dict) for part in row.values()):
+        return False
+    keys, *others = (list(part) for part in row.values())
+    return all(other == keys for other in others) and any(
+        names and all(map(str.isdecimal, names))
+        for names in (list(row), keys)  # those of an index
+    )
 
 
 def _line_blocks(stream: Any, size: int) -> Iterator[bytes]:

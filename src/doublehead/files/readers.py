@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from doublehead.files.columns import LABELS
+from doublehead.files.columns import LABELS, LOGITS, PROBS, SCORES, plain
 from doublehead.files.sources import Array, Kind, Source, TableError, reading
 from doublehead.llm_answers import read_answers
 from doublehead.system import require
@@ -105,6 +105,12 @@ class ArraysReader(Reader):
         if len(set(lengths.values())) > 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise TableError(f"{self.source}: all arrays must have one length, got {shapes}")
+        for name, array in arrays.items():
+            if array.ndim > 2 and plain(name) in (*LOGITS, *PROBS, *SCORES):
+                raise TableError(
+                    f"{self.source}: {name!r} must hold scores (N, K), got shape {array.shape}; of tokens and pixels "
+                    "give a row for each position"
+                )
         self.columns = {name: _array_kind(array) for name, array in arrays.items()}
 
     def _read(self, wanted: Wanted) -> Iterator[Raw]:
@@ -166,7 +172,7 @@ class NpyReader(ArraysReader):
         for path in (source.path, source.partner):
             with reading(Source(path)):
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
-            arrays["scores" if array.dtype.kind == "f" and array.ndim == 2 else "labels"] = array
+            arrays["scores" if array.dtype.kind == "f" and array.ndim > 1 else "labels"] = array
         if len(arrays) < 2:
             raise TableError(
                 f"{source.path} and {source.partner} must be scores (N, K) and labels (N,), got two "

@@ -61,6 +61,7 @@ class PredictionTable:
     extra: tuple[str, ...] = ()  # further columns to read
     weights: str | None = None  # the column of sample weights
     why: str = ""  # it is of this kind, where that was not stated
+    width: int | None = None  # scores in a row of the first file
     counts: dict[str, int] = field(default_factory=dict, compare=False)  # of the last time all was read
     opened: dict[str, Reader] = field(default_factory=dict, compare=False)  # reads the beginning once
 
@@ -161,6 +162,11 @@ class PredictionTable:
 
     def _chunk(self, batch: Batch) -> Chunk:
         layout = self.layout
+        width = batch.scores.shape[1]
+        if width != (self.width or width):
+            raise TableError(
+                f"{batch.source} has {width} scores in a row, but the first file has {self.width}"
+            )
         scores, clipped = values.to_scores(batch, layout, self.kind, self.tolerance)
         self.counts["clipped"] += clipped
         weights = None
@@ -297,7 +303,8 @@ def read_predictions(
         first = next(batches, None)
     if first is not None:
         layout, certain, why = guesses.settle(first, layout, stated, tolerance, label_needed, not independent)
-        table = replace(table, layout=layout, kind=certain, why=why)
+        width = len(layout.scores) if len(layout.scores) > 1 else first.scores.shape[1]
+        table = replace(table, layout=layout, kind=certain, why=why, width=width)
     elif stated is None:
         raise NoRows(table._nothing(0, set()))
     if scores is None and stated is None:

@@ -24,10 +24,12 @@ from doublehead.models import MODELS, build
 from doublehead.models.text import weights_folder
 from doublehead.network import Reader
 from doublehead.shift_guard import StageTap, layers_to_read
+from doublehead.system import did_you_mean
 from doublehead.torch_tools import from_every_process, get_random, n_processes, rank, set_random
 from doublehead.training.config import ADAPTIVE, Config, corruptions_of
 
 EVAL_BATCH = 500
+OWN_DATA = ("arrays:", "folder:", "table:")  # how the names of one's own data begin
 
 
 class Inputs:
@@ -319,6 +321,10 @@ def _others(config: Config, inputs: Inputs, root: str | os.PathLike[str] | None)
     """The data sets among `shift`, read before training so that a missing one is noticed."""
     made: dict[str, Batches] = {}
     for asked in config.shift:
+        if not (corruptions_of(asked) or asked in data.DATASETS or asked.startswith(OWN_DATA)):
+            hint = did_you_mean(asked.partition(":")[0], ["cifar10c", *data.FAMILIES, *data.DATASETS])
+            wanted = "corruptions, such as gaussian_noise:5 or cifar10c, or a data set"
+            raise ValueError(f"shift must name {wanted}, got {asked!r}{hint}")
         if not corruptions_of(asked):
             made[asked] = inputs.make_eval(
                 data.load(asked).test if ":" in asked else data.load_test(asked, root)
