@@ -3,8 +3,10 @@
 import copy
 import math
 import random
+import threading
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -21,6 +23,7 @@ from doublehead import PAPER, DoubleHead, HeadSpec, ShiftGuard, calibrate
 from doublehead.calibrated import read
 from doublehead.calibration_data import as_batches, fold_of, unpack, until_repeated
 from doublehead.head_training import BURST
+from doublehead.integrations.callbacks import Attachment
 from doublehead.system import require
 from doublehead.tasks import find_logits
 from tiny_networks import Formed, assert_same, small_net, some_data
@@ -828,6 +831,33 @@ def test_a_model_in_evaluation_mode_answers_so_while_its_network_is_trained_on()
     assert net[1].training
     assert_same(before, net.state_dict())
     assert not torch.equal(model.train()(x), want)  # dropout
+
+
+@pytest.mark.parametrize("form", ["model", "guard", "attached"])
+def test_threads_that_run_one_model_do_not_disturb_each_other(form: str) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Pause(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 3 and not go_on.is_set():
+                entered.set()
+                assert go_on.wait(60)
+            return x
+
+    net = nn.Sequential(Pause(), small_net())
+    model: nn.Module = calibrate(net, some_data(120, 1))
+    if form == "guard":
+        model = ShiftGuard(model, window=0).fit(some_data(120, 1))
+    if form == "attached":
+        Attachment(net, model.reader, model.calibrated)
+        model = net
+    x = some_data(8, 2)[:][0]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(model, x[:3])
+        assert entered.wait(60)
+        others = model(x)
+        go_on.set()
+        torch.testing.assert_close(answer.result(), others[:3])
 
 
 def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:

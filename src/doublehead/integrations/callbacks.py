@@ -120,7 +120,6 @@ class Attachment:
     ) -> None:
         self.network, self.reader, self.answer = network, reader, answer
         self.replace, self.seen, self.active = replace, seen, True
-        self._opened = False
         self._handles = [
             network.register_forward_pre_hook(self._before),
             network.register_forward_hook(self._after, with_kwargs=True),
@@ -133,16 +132,20 @@ class Attachment:
                 "a calibration head cannot follow the copies of a model that nn.DataParallel makes: start a process "
                 "for each GPU (torchrun --nproc_per_node), or make one visible (CUDA_VISIBLE_DEVICES=0)"
             )
-        if self._opened:  # the last forward raised an error
-            self._opened = tap.recording = False
-        if self.active and not network.training and not tap.recording:
-            self._opened = tap.recording = True
+        if tap.now.opener is self:  # the last forward raised an error
+            tap.now.opener = None
+            tap.record(False)
+        if self.active and not network.training and not tap.now.recording:
+            tap.now.opener = self
+            tap.record(True)
 
     def _after(self, network: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if not self._opened:
+        tap = self.reader.tap
+        if tap.now.opener is not self:
             return output
-        self._opened = self.reader.tap.recording = False
-        answer = self.reader.answer(output, self.reader.tap.take())
+        tap.now.opener = None
+        tap.record(False)
+        answer = self.reader.answer(output, tap.collect())
         heads = self._heads(answer.logits, answer.features)
         if self.seen is not None:
             self.seen(heads, kwargs)
