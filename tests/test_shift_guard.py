@@ -333,6 +333,15 @@ def test_two_guards_on_one_network() -> None:
     assert not one.tap.now.caught
 
 
+def test_a_guard_made_in_inference_mode_runs_outside_of_it() -> None:
+    net, x = small_net(), torch.rand(20, 3, 8, 8)
+    with torch.inference_mode():
+        guard = ShiftGuard(net, window=16).fit(some_batches())
+        want = guard(x)
+    guard.reset()
+    assert torch.equal(guard(x), want)
+
+
 def test_copies_stand_on_their_own() -> None:
     guard, x = fitted(), torch.rand(6, 3, 8, 8)
     out = guard(x)

@@ -62,7 +62,8 @@ class ShiftGuard(nn.Module):
                 )
         self.model = model
         self.tap = StageTap(model, layers)
-        self.guard = Guard(self.tap.widths, window, rate).to(device_of(model)).eval()
+        with torch.inference_mode(False):  # the window moves on outside of it, too
+            self.guard = Guard(self.tap.widths, window, rate).to(device_of(model)).eval()
 
     @property
     def shift(self) -> Shift:
@@ -93,6 +94,7 @@ class ShiftGuard(nn.Module):
         logits = find_logits(output)
         return output, logits, self.tap.take(logits.shape[0])
 
+    @torch.inference_mode(False)
     def fit(
         self,
         calib_data: Any,
