@@ -6,7 +6,6 @@ and the module keeps its class, the names of its weights and its place in the fr
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,13 +160,13 @@ class Attachment:
             found = self.reader.run(args, kwargs)
         return self._heads(found.logits, found.features)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        """A copied network has a calibration of its own; the copy drops its listener, which may not be copyable."""
-        memo[id(self)] = made = copy.copy(self)
-        made.seen = None
-        parts = (self.network, self.reader, self.answer, self._handles)
-        made.network, made.reader, made.answer, made._handles = copy.deepcopy(parts, memo)
-        return made
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied network has a calibration of its own; the copy drops its listener, which may not be copyable.
+
+        One that only listens to heads in training rests in the copy: these do not follow it.
+        """
+        state = {**self.__dict__, "seen": None}
+        return state if self.replace else {**state, "answer": None, "active": False}
 
     def detach(self) -> None:
         """Take the hooks off again."""
