@@ -318,7 +318,10 @@ class Reader:
         """The weight (K, F) that makes logits of features; None where no linear layer does."""
         layer = None if self.layer is None else unwrapped(self.network).get_submodule(self.layer)
         shape = (self.n_classes, self.n_features)
-        return layer.weight if isinstance(layer, nn.Linear) and layer.weight.shape == shape else None
+        if not isinstance(layer, nn.Linear) or layer.weight.shape != shape:
+            return None
+        whole: Tensor = getattr(layer.weight, "full_tensor", lambda: layer.weight)()  # FSDP shards weights
+        return whole
 
     def again(self, network: nn.Module) -> Reader:
         """The same reader for `network`, which is this one's, perhaps without its wrappers."""
