@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import doublehead as dh
 from doublehead.system import require
-from doublehead.tasks import recognise, recognise_task
+from doublehead.tasks import check_shifted, recognise, recognise_task
 from tiny_networks import assert_same
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -718,3 +718,8 @@ def test_tokens_in_the_trainer(tmp_path: Path) -> None:
     assert out.shape == (40, 12, 4)
     assert torch.equal(out, again)
     torch.testing.assert_close(out.exp().sum(-1), torch.ones(40, 12))
+
+
+def test_a_batch_in_which_no_token_counts_is_not_taken_for_inputs() -> None:
+    ids = torch.arange(6).view(2, 3)
+    check_shifted(ids, torch.full_like(ids, -100), "tokens", -100)

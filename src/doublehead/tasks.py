@@ -211,7 +211,8 @@ def with_logits(output: Any, logits: Tensor) -> Any:
 def check_shifted(ids: Any, labels: Tensor, task: Task, ignore_index: int) -> None:
     """Refuse labels of a causal language model that are its `input_ids`: it predicts the next token."""
     aligned = task == "tokens" and isinstance(ids, Tensor) and ids.shape == labels.shape
-    if aligned and bool((ids == labels)[labels != ignore_index].all()):
+    counted = labels != ignore_index
+    if aligned and bool(counted.any()) and bool((ids == labels)[counted].all()):
         raise ValueError(
             "labels must be what the network predicts at each position, got its inputs: for a language model give "
             "logits_of=lambda output: output.logits[:, :-1] and a to_pair= that shifts the labels, labels[:, 1:]"
