@@ -367,6 +367,39 @@ def rate(double: DoubleHead) -> float:
     return double.training.schedule.now()
 
 
+def test_a_loader_with_a_state_draws_from_the_companions_generators_when_it_is_resumed() -> None:
+    class Loader:
+        def __iter__(self) -> Any:
+            torch.randperm(3)
+            return iter([some_data(8, 1)[:]] * 3)
+
+        def __len__(self) -> int:
+            return 3
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            assert state == {"place": 1}
+
+    double = DoubleHead(small_net(), Loader(), every=1)
+    double.step()
+    before, state = torch.get_rng_state(), double.state_dict()
+    double.load_state_dict(state)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_steps_under_way_are_not_counted_in_a_state_that_is_loaded() -> None:
+    x, y = some_data(8, 1)[:]
+    double = DoubleHead(small_net(), [(x, y), (x * math.nan, y)], every=1)
+    state = double.state_dict()
+    for _ in range(2):
+        double.step()
+    assert double.training.losses is not None  # both steps are made, and not counted yet
+    double.load_state_dict(state)
+    assert double.skipped == 0
+
+
 def test_the_rate_follows_the_shape_of_the_schedule() -> None:
     net = small_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-5)
@@ -646,6 +679,20 @@ def test_a_stream_ends_where_it_starts_over_but_not_for_discrete_data() -> None:
     assert 500 <= sum(len(y) for _, y in read) < 600
     few_values = batches(torch.randint(2, (1000, 8), generator=draw).float(), 1)  # 256 different rows
     assert len(list(until_repeated(few_values))) == len(few_values)
+
+
+def test_data_on_a_gpu_are_awaited_where_the_network_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the CPU that does not block is read before it has arrived."""
+    move, blocking = Tensor.to, []
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        blocking.append(not options.get("non_blocking", False))
+        return move(tensor, *args, **options)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    x, y = some_data(8, 1)[:]
+    unpack(({"x": x, "y": [x]}, y), torch.device("cpu"))
+    assert blocking == [True, True, True]
 
 
 def test_a_plain_loader_of_tensors_is_read_as_rows() -> None:
