@@ -5,12 +5,14 @@ import math
 import random
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from doublehead.head_training import BURST
 from doublehead.integrations.callbacks import Attachment
 from doublehead.system import require
 from doublehead.tasks import find_logits
+from doublehead.torch_tools import AsyncFlags
 from tiny_networks import Formed, assert_same, small_net, some_data
 
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -478,6 +481,39 @@ def test_a_loss_that_is_not_finite_is_noticed_within_a_burst() -> None:
     assert double.skipped == BURST // 4
 
 
+def test_processes_give_up_at_the_same_call_however_late_their_flags_arrive(monkeypatch: Any) -> None:
+    """One that went on alone would wait for the others' gradients."""
+    monkeypatch.setattr("doublehead.double_head.n_processes", lambda: 2)
+
+    class Late(AsyncFlags):
+        def arrived(self, wait: bool = False) -> Iterator[bool]:
+            return super().arrived() if wait else iter(())
+
+    x, y = some_data(8, 1)[:]
+    ends = []
+    for flags in (AsyncFlags(), Late()):
+        double = DoubleHead(small_net(), [(x, y), *[(x * math.nan, y)] * 99], every=1)
+        double._training._flags, double._training._is_alone = flags, False
+        with pytest.warns(UserWarning, match="no longer trained"):
+            for _ in range(30):
+                double.step()
+        ends.append(double._batches.taken)
+    assert ends[0] == ends[1] < 30
+
+
+def test_flags_are_awaited_on_the_stream_of_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: Any = SimpleNamespace(device=torch.device("cuda:1"), shape=(1, 1))
+    here = SimpleNamespace(copy_=lambda *_, **__: None, tolist=lambda: [[True]])
+    event = MagicMock()
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: here)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"that of {device}")
+    sent = AsyncFlags()
+    sent.send(flags)
+    event.record.assert_called_once_with("that of cuda:1")
+    assert list(sent.arrived()) == [True]
+
+
 def test_a_file_that_cannot_be_read_never_stops_the_users_training() -> None:
     class Files(torch.utils.data.Dataset[Any]):
         data = some_data(60, 1)
@@ -838,6 +874,20 @@ def test_compiled_networks() -> None:
     torch.testing.assert_close(again(x), model(x))
 
 
+def test_the_network_inside_data_parallel_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies on several GPUs would each leave the features of some samples."""
+    double = DoubleHead(nn.DataParallel(small_net()), some_data(16, 1), every=1)
+    monkeypatch.setattr(nn.DataParallel, "forward", None)
+    assert double.step()
+
+
+def test_a_network_in_float64() -> None:
+    x, y = some_data(120, 1)[:]
+    double = DoubleHead(small_net().double(), (x.double(), y), every=1, heads=STATISTICS)
+    assert double.step()
+    assert double.finish()(x.double()).dtype == torch.float32
+
+
 def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
     net, data = small_net(), some_data(32, 2)
     one, other = DoubleHead(net, data), DoubleHead(net, data, heads=PAPER)
@@ -921,6 +971,10 @@ def test_what_finish_refuses() -> None:
         one.finish(views=["flip"])
     with pytest.raises(ValueError, match=r"double\.bank\.take"):
         several.finish()
+    with pytest.raises(
+        ValueError, match=r"second opinion, got one with heads of its own: .* double\.bank\.take"
+    ):
+        calibrate(one.network, some_data(300, 1), beside=one)
 
 
 class NamedInputs(nn.Module):

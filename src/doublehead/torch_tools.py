@@ -235,7 +235,7 @@ class AsyncFlags:
         here = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
         here.copy_(flags, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(flags.device))  # which may not be the current device
         self._pending.append((here, event))
 
     def arrived(self, wait: bool = False) -> Iterator[bool]:
