@@ -93,7 +93,7 @@ def class_scores(values: Tensor, task: Task, outputs: Outputs = "logits") -> Ten
     tensor([[0., 0.]])
     """
     if _is_one_logit(values.shape, task):
-        column = values.reshape(values.shape[0]) if task == "binary" else values
+        column = values.reshape(-1) if task == "binary" else values  # also of one sample, squeezed
         column = column.squeeze(1) if task == "pixels" else column
         column = torch.logit(column.float(), eps=1e-7) if outputs == "probs" else column
         return torch.stack([torch.zeros_like(column), column], -1)
