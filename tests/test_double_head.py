@@ -963,6 +963,7 @@ def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:
         double.finish(keeps="best")
     with pytest.raises(ZeroDivisionError):
         double.finish(to_pair=lambda batch: 1 // 0)
+    assert double.finish(layer=None, outputs=None, task=None).reader.layer == double.reader.layer
 
 
 def test_what_finish_refuses() -> None:

@@ -194,7 +194,8 @@ class DoubleHead:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)
         network = self.network
-        # The first's forward changes the buffers of all processes but one, the second's copies have one tap for all.
+        # The forward of the one changes buffers of all processes but the first, that of the other runs copies of the
+        # network, which have one tap for all.
         if isinstance(network, (DistributedDataParallel, nn.DataParallel)):
             network = network.module
         with torch.set_grad_enabled(False), evaluating(network):  # no_grad is slower
