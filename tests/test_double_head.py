@@ -3,12 +3,16 @@
 import copy
 import math
 import random
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -21,8 +25,10 @@ from doublehead import PAPER, DoubleHead, HeadSpec, Predictions, ShiftGuard, cal
 from doublehead.calibrated import read
 from doublehead.calibration_data import as_batches, fold_of, unpack, until_repeated
 from doublehead.head_training import BURST
+from doublehead.integrations.callbacks import Attachment
 from doublehead.system import require
 from doublehead.tasks import find_logits
+from doublehead.torch_tools import AsyncFlags
 from tiny_networks import Formed, assert_same, small_net, some_data
 
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -364,6 +370,39 @@ def rate(double: DoubleHead) -> float:
     return double.training.schedule.now()
 
 
+def test_a_loader_with_a_state_draws_from_the_companions_generators_when_it_is_resumed() -> None:
+    class Loader:
+        def __iter__(self) -> Any:
+            torch.randperm(3)
+            return iter([some_data(8, 1)[:]] * 3)
+
+        def __len__(self) -> int:
+            return 3
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            assert state == {"place": 1}
+
+    double = DoubleHead(small_net(), Loader(), every=1)
+    double.step()
+    before, state = torch.get_rng_state(), double.state_dict()
+    double.load_state_dict(state)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_steps_under_way_are_not_counted_in_a_state_that_is_loaded() -> None:
+    x, y = some_data(8, 1)[:]
+    double = DoubleHead(small_net(), [(x, y), (x * math.nan, y)], every=1)
+    state = double.state_dict()
+    for _ in range(2):
+        double.step()
+    assert double.training.losses is not None  # both steps are made, and not counted yet
+    double.load_state_dict(state)
+    assert double.skipped == 0
+
+
 def test_the_rate_follows_the_shape_of_the_schedule() -> None:
     net = small_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-5)
@@ -440,6 +479,39 @@ def test_a_loss_that_is_not_finite_is_noticed_within_a_burst() -> None:
         for _ in range(BURST):
             assert double.step()
     assert double.skipped == BURST // 4
+
+
+def test_processes_give_up_at_the_same_call_however_late_their_flags_arrive(monkeypatch: Any) -> None:
+    """One that went on alone would wait for the others' gradients."""
+    monkeypatch.setattr("doublehead.double_head.n_processes", lambda: 2)
+
+    class Late(AsyncFlags):
+        def arrived(self, wait: bool = False) -> Iterator[bool]:
+            return super().arrived() if wait else iter(())
+
+    x, y = some_data(8, 1)[:]
+    ends = []
+    for flags in (AsyncFlags(), Late()):
+        double = DoubleHead(small_net(), [(x, y), *[(x * math.nan, y)] * 99], every=1)
+        double._training._flags, double._training._is_alone = flags, False
+        with pytest.warns(UserWarning, match="no longer trained"):
+            for _ in range(30):
+                double.step()
+        ends.append(double._batches.taken)
+    assert ends[0] == ends[1] < 30
+
+
+def test_flags_are_awaited_on_the_stream_of_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: Any = SimpleNamespace(device=torch.device("cuda:1"), shape=(1, 1))
+    here = SimpleNamespace(copy_=lambda *_, **__: None, tolist=lambda: [[True]])
+    event = MagicMock()
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: here)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"that of {device}")
+    sent = AsyncFlags()
+    sent.send(flags)
+    event.record.assert_called_once_with("that of cuda:1")
+    assert list(sent.arrived()) == [True]
 
 
 def test_a_file_that_cannot_be_read_never_stops_the_users_training() -> None:
@@ -645,6 +717,20 @@ def test_a_stream_ends_where_it_starts_over_but_not_for_discrete_data() -> None:
     assert len(list(until_repeated(few_values))) == len(few_values)
 
 
+def test_data_on_a_gpu_are_awaited_where_the_network_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the CPU that does not block is read before it has arrived."""
+    move, blocking = Tensor.to, []
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        blocking.append(not options.get("non_blocking", False))
+        return move(tensor, *args, **options)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    x, y = some_data(8, 1)[:]
+    unpack(({"x": x, "y": [x]}, y), torch.device("cpu"))
+    assert blocking == [True, True, True]
+
+
 def test_a_plain_loader_of_tensors_is_read_as_rows() -> None:
     data = TensorDataset(torch.arange(10), torch.arange(10))
     for loader in (DataLoader(data, 4), DataLoader(data, 4, drop_last=True)):
@@ -788,6 +874,20 @@ def test_compiled_networks() -> None:
     torch.testing.assert_close(again(x), model(x))
 
 
+def test_the_network_inside_data_parallel_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies on several GPUs would each leave the features of some samples."""
+    double = DoubleHead(nn.DataParallel(small_net()), some_data(16, 1), every=1)
+    monkeypatch.setattr(nn.DataParallel, "forward", None)
+    assert double.step()
+
+
+def test_a_network_in_float64() -> None:
+    x, y = some_data(120, 1)[:]
+    double = DoubleHead(small_net().double(), (x.double(), y), every=1, heads=STATISTICS)
+    assert double.step()
+    assert double.finish()(x.double()).dtype == torch.float32
+
+
 def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
     net, data = small_net(), some_data(32, 2)
     one, other = DoubleHead(net, data), DoubleHead(net, data, heads=PAPER)
@@ -830,6 +930,33 @@ def test_a_model_in_evaluation_mode_answers_so_while_its_network_is_trained_on()
     assert not torch.equal(model.train()(x), want)  # dropout
 
 
+@pytest.mark.parametrize("form", ["model", "guard", "attached"])
+def test_threads_that_run_one_model_do_not_disturb_each_other(form: str) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Pause(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 3 and not go_on.is_set():
+                entered.set()
+                assert go_on.wait(60)
+            return x
+
+    net = nn.Sequential(Pause(), small_net())
+    model: nn.Module = calibrate(net, some_data(120, 1))
+    if form == "guard":
+        model = ShiftGuard(model, window=0).fit(some_data(120, 1))
+    if form == "attached":
+        Attachment(net, model.reader, model.calibrated)
+        model = net
+    x = some_data(8, 2)[:][0]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(model, x[:3])
+        assert entered.wait(60)
+        others = model(x)
+        go_on.set()
+        torch.testing.assert_close(answer.result(), others[:3])
+
+
 def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:
     _, double = train(beside=True)
     for said, options in (
@@ -844,6 +971,7 @@ def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:
                 calibrate(*what, **options)
     with pytest.raises(ZeroDivisionError):
         double.finish(to_pair=lambda batch: 1 // 0)
+    assert double.finish(layer=None, outputs=None, task=None).reader.layer == double.reader.layer
 
 
 def test_what_finish_refuses() -> None:
@@ -852,6 +980,10 @@ def test_what_finish_refuses() -> None:
         one.finish(views=["flip"])
     with pytest.raises(ValueError, match=r"double\.bank\.take"):
         several.finish()
+    with pytest.raises(
+        ValueError, match=r"second opinion, got one with heads of its own: .* double\.bank\.take"
+    ):
+        calibrate(one.network, some_data(300, 1), beside=one)
 
 
 class NamedInputs(nn.Module):

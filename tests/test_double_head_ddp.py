@@ -148,6 +148,9 @@ def sharded(rank: int, folder: Path) -> None:
     again = load(folder / str(rank), net())
     x, _ = data(3)
     torch.testing.assert_close(again(x), model(x))
+    many = nn.Linear(8, 40)  # too many classes for means of each: the last layer gives an opinion
+    fully_shard(many, mesh=init_device_mesh("cpu", (2,)))
+    assert calibrate(many, data(2, 400)).head.last_layer_.shape == (40, 8)
 
 
 def several_labels(rank: int, folder: Path) -> None:

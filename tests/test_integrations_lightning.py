@@ -1,6 +1,7 @@
 """The Lightning callback in real Trainers."""
 
 import copy
+import pickle
 import warnings
 from collections.abc import Iterator
 from itertools import cycle, product
@@ -396,6 +397,16 @@ def test_weights_that_another_callback_changes(images: Images, tmp_path: Path, f
     assert callback.settled == first
     trainer.test(module, loader(images["test"]), verbose=False)
     assert callback.settled
+
+
+def test_a_module_can_be_copied_while_its_heads_are_trained() -> None:
+    """As averages of weights begin. The DoubleHead holds an open loader, which cannot be copied."""
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(5, 4)
+    double = DoubleHead(net, (torch.randn(60, 4), torch.randint(3, (60,))), every=1)
+    double.step()
+    Attachment(net, double.reader, double.answer, replace=False, seen=lambda *_: None)
+    for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(again(x), net(x))
 
 
 def test_a_copied_module_answers_for_itself(images: Images, tmp_path: Path) -> None:

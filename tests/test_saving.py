@@ -42,6 +42,14 @@ def test_models_come_back(kind: str, tmp_path: Path) -> None:
     assert torch.equal(log_probs(model.to("cpu")), want)
 
 
+def test_what_was_loaded_in_inference_mode_runs_outside_of_it(tmp_path: Path) -> None:
+    model, fresh = make("guard")
+    want = log_probs(model)
+    with torch.inference_mode():
+        again = load(save(model, tmp_path), fresh)
+    torch.testing.assert_close(log_probs(again), want)
+
+
 def test_a_copy_is_independent() -> None:
     model, _ = make("opinion")
     want = log_probs(model)

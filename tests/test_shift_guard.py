@@ -133,10 +133,10 @@ def test_nothing_is_kept_between_runs() -> None:
     guard(x)
     guard.model(x)  # the network alone: nobody records
     assert torch.equal(guard.train()(x), guard.model(x))  # in training it is the model
-    assert not guard.tap._caught
+    assert not guard.tap.now.caught
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         guard.eval()(torch.rand(4, 3, 20, 20))  # breaks in the last layer
-    assert not guard.tap._recording
+    assert not guard.tap.now.recording
     with guard.tap.recording():
         pass
     with pytest.raises(RuntimeError, match="these were not"):  # nor what was caught before it broke
@@ -330,7 +330,16 @@ def test_two_guards_on_one_network() -> None:
     assert torch.equal(one(x), before)
     one.reset()
     assert not torch.allclose(one(x), other(x))
-    assert not one.tap._caught
+    assert not one.tap.now.caught
+
+
+def test_a_guard_made_in_inference_mode_runs_outside_of_it() -> None:
+    net, x = small_net(), torch.rand(20, 3, 8, 8)
+    with torch.inference_mode():
+        guard = ShiftGuard(net, window=16).fit(some_batches())
+        want = guard(x)
+    guard.reset()
+    assert torch.equal(guard(x), want)
 
 
 def test_copies_stand_on_their_own() -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import doublehead as dh
 from doublehead.system import require
-from doublehead.tasks import recognise, recognise_task
-from tiny_networks import assert_same
+from doublehead.tasks import check_shifted, recognise, recognise_task
+from tiny_networks import Formed, assert_same
 
 datasets = pytest.importorskip("sklearn.datasets")
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -718,3 +718,18 @@ def test_tokens_in_the_trainer(tmp_path: Path) -> None:
     assert out.shape == (40, 12, 4)
     assert torch.equal(out, again)
     torch.testing.assert_close(out.exp().sum(-1), torch.ones(40, 12))
+
+
+def test_a_batch_in_which_no_token_counts_is_not_taken_for_inputs() -> None:
+    ids = torch.arange(6).view(2, 3)
+    check_shifted(ids, torch.full_like(ids, -100), "tokens", -100)
+
+
+def test_a_last_batch_of_one_whose_logit_is_squeezed() -> None:
+    net = nn.Linear(4, 1)
+    squeezed = Formed(net, torch.squeeze)  # () for one sample
+    x = torch.randn(241, 4)
+    batches = [(some, (some[:, 0] > 0).float()) for some in x.split(60)]
+    model = dh.calibrate(squeezed, batches)
+    assert model.head.choice.n == 241
+    torch.testing.assert_close(model(x[:1]), model(x[:2])[0])

@@ -107,10 +107,9 @@ def _calibrate_network(
     inner = unwrapped(network)
     with seeded(seed, device_of(inner)):
         if beside is not None:
-            to_pair, reader = (
-                to_pair or beside.to_pair,
-                replace(beside.reader, network=inner, views=views, **form),
-            )
+            to_pair = to_pair or beside.to_pair
+            stated = {name: value for name, value in form.items() if value is not None}
+            reader = replace(beside.reader, network=inner, views=views, **stated)
         else:
             first = unpack(first_of(as_batches(calib_data)), device_of(inner), to_pair)
             reader = Reader.of(inner, first, views=views, **form)

@@ -84,7 +84,7 @@ def unpack(batch: Any, device: torch.device, to_pair: ToPair | None = None) -> B
             "put single samples into batches with a DataLoader"
         )
     kind = torch.float32 if labels.is_floating_point() else torch.int64
-    labels = labels.to(device, kind, non_blocking=True)
+    labels = labels.to(device, kind, non_blocking=device.type != "cpu")
     if weights is not None:
         weights = _to(_check_weights(torch.as_tensor(weights), labels).float(), device)
     inputs = _to(inputs, device)
@@ -108,7 +108,7 @@ def _check_weights(weights: Tensor, labels: Tensor) -> Tensor:
 
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=device.type != "cpu")  # the CPU would not wait for a GPU's copy
     if isinstance(value, (tuple, list)):
         return [_to(part, device) for part in value]
     if isinstance(value, Mapping):
@@ -267,7 +267,8 @@ class Endless:
         self.length = state["length"]
         if state["own"] is not None:
             self.batches.load_state_dict(state["own"])  # type: ignore[attr-defined]
-            self.iterator = None if state["fresh"] else iter(self.batches)
+            with self.randomness:  # a loader may draw from the generators here
+                self.iterator = None if state["fresh"] else iter(self.batches)
         elif not state["fresh"]:
             self.randomness.state = self.start
             with self.randomness:

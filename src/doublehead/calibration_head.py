@@ -159,7 +159,7 @@ class CalibrationHead(StaysFloat32):
         parts = []
         for name in self.reads:
             if name == "statistics":
-                parts.append(statistics(main))
+                parts.append(statistics(main).float())
             elif name == "logits":
                 odds = main if self.n_labels is None else (main[:, 1] - main[:, 0]).view(-1, self.n_labels)
                 parts.append(odds.float())

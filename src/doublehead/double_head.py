@@ -162,17 +162,21 @@ class DoubleHead:
         self.calls += 1
         if self.calls % self.every or not self.active:
             return False
+        several = n_processes() > 1
+        if several:  # of the steps before this one, so that all processes stop at the same call
+            self._training.count_skipped(wait=True)
         with self._randomness:
             try:
                 self._training.add(*self._read(progress))
             except Exception as error:  # whatever data and network raise
-                if n_processes() > 1:
+                if several:
                     raise  # the other processes wait for this one
                 self._failed, self._failed_in_a_row = self._failed + 1, self._failed_in_a_row + 1
                 self._note_failure(f"{type(error).__name__}: {error}", self._failed_in_a_row)
             else:
                 self._failed_in_a_row = 0
-        self._training.count_skipped()
+        if not several:
+            self._training.count_skipped()
         if self._training.skipped:
             self._note_failure("the calibration loss is not finite", self._training.skipped_in_a_row)
         return not self._failed_in_a_row
@@ -192,10 +196,10 @@ class DoubleHead:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)
         network = self.network
-        if isinstance(network, DistributedDataParallel):
-            network = (
-                network.module
-            )  # the wrapper's forward would change the buffers of all processes but the first
+        # The forward of the one changes buffers of all processes but the first, that of the other runs copies of the
+        # network, which have one tap for all.
+        if isinstance(network, (DistributedDataParallel, nn.DataParallel)):
+            network = network.module
         with torch.set_grad_enabled(False), evaluating(network):  # no_grad is slower
             if self._is_compiled:
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up
@@ -223,6 +227,11 @@ class DoubleHead:
 
     def opinion(self, readings: Readings) -> Tensor:
         """(N, K) log-probabilities of each sample by the head that never saw it, for calibration data just read."""
+        if not self._is_opinion:
+            raise ValueError(
+                "calibrate takes a DoubleHead that trained the second opinion, got one with heads of its own: take "
+                "these with double.bank.take(number)"
+            )
         with torch.no_grad(), evaluating(self.bank):
             answers: Tensor = self.bank(readings.logits, readings.features).log_softmax(-1)  # (H, N, K)
         rows = torch.arange(len(readings.labels), device=answers.device)

@@ -167,6 +167,7 @@ class HeadTraining:
         for stack, saved in zip(self._stacks, state["velocity"], strict=True):
             stack.velocity.copy_(saved)
         self.schedule.peak = state["schedule"]
+        self._flags = AsyncFlags()  # those under way are of the steps before
         self.skipped, self.skipped_in_a_row = state["skipped"]
 
 

@@ -28,7 +28,7 @@ from doublehead.tasks import (
     targets_of,
     with_logits,
 )
-from doublehead.torch_tools import device_of, evaluating, n_processes, uncompiled, unwrapped
+from doublehead.torch_tools import Tap, device_of, evaluating, n_processes, uncompiled, unwrapped
 
 View = Callable[[Any], Any]
 Caught = tuple[Tensor, Tensor]  # the input and the output of a layer
@@ -316,7 +316,10 @@ class Reader:
         """The weight (K, F) that makes logits of features; None where no linear layer does."""
         layer = None if self.layer is None else unwrapped(self.network).get_submodule(self.layer)
         shape = (self.n_classes, self.n_features)
-        return layer.weight if isinstance(layer, nn.Linear) and layer.weight.shape == shape else None
+        if not isinstance(layer, nn.Linear) or layer.weight.shape != shape:
+            return None
+        whole: Tensor = getattr(layer.weight, "full_tensor", lambda: layer.weight)()  # FSDP shards weights
+        return whole
 
     def again(self, network: nn.Module) -> Reader:
         """The same reader for `network`, which is this one's, perhaps without its wrappers."""
@@ -355,12 +358,12 @@ def merge_views(answers: Sequence[Answer]) -> Answer:
     return Answer(answers[0].output, features, mean, numbers)
 
 
-class FeatureTap:
+class FeatureTap(Tap):
     """A forward hook that notes the input of one layer while `run` is under way; without a layer it notes nothing."""
 
     def __init__(self, layer: nn.Module | None = None, name: str = "") -> None:
-        self.name, self.recording = name, False
-        self.caught: Caught | None = None
+        super().__init__()
+        self.name = name
         self._handle = None if layer is None else layer.register_forward_hook(self._catch)
         self._users = 1
 
@@ -381,17 +384,12 @@ class FeatureTap:
         self, network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Caught | None]:
         """The network's output, and the layer's input and output."""
-        self.recording = True
+        self.record(True)
         try:
             output = network(*args, **kwargs)
         finally:
-            self.recording = False
-        return output, self.take()
-
-    def take(self) -> Caught | None:
-        """What was caught last; it is kept no longer."""
-        caught, self.caught = self.caught, None
-        return caught
+            self.record(False)
+        return output, self.collect()
 
     def remove(self) -> None:
         """Take the hook off once nobody uses it."""
@@ -400,8 +398,8 @@ class FeatureTap:
             self._handle.remove()
 
     def _catch(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.recording:
-            self.caught = args[0], output
+        if self.now.recording:
+            self.now.caught = args[0], output
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from doublehead import calibrators
@@ -35,6 +36,7 @@ def save(model: Calibrated | ShiftGuard, path: str | Path) -> Path:
     return file
 
 
+@torch.inference_mode(False)  # a guard's window moves on outside of it, too
 def load(path: str | Path, network: nn.Module, *, logits_of: LogitsOf | None = None) -> Any:
     """What `save` wrote to the folder `path`, put into `network`, a network of the same architecture.
 

@@ -21,7 +21,7 @@ from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import as_batches, unpack
 from doublehead.guard import RATE, WINDOW, Guard, Observed, Shift
 from doublehead.tasks import find_logits, with_logits
-from doublehead.torch_tools import device_of, evaluating, seeded, uncompiled
+from doublehead.torch_tools import Tap, device_of, evaluating, seeded, uncompiled
 
 VIEWS = 6  # perturbed copies of the calibration data to learn from
 N_LAYERS = 9  # over the whole depth of the network
@@ -67,7 +67,8 @@ class ShiftGuard(nn.Module):
                 )
         self.model = model
         self.tap = StageTap(model, layers)
-        self.guard = Guard(self.tap.widths, window, rate).to(device_of(model)).eval()
+        with torch.inference_mode(False):  # the window moves on outside of it, too
+            self.guard = Guard(self.tap.widths, window, rate).to(device_of(model)).eval()
 
     @property
     def shift(self) -> Shift:
@@ -100,6 +101,7 @@ class ShiftGuard(nn.Module):
             raise ValueError(f"{SUPPORTED}logits of shape {tuple(logits.shape)}")
         return output, logits, self.tap.take(logits.shape[0])
 
+    @torch.inference_mode(False)
     def fit(
         self,
         calib_data: Any,
@@ -158,7 +160,7 @@ class ShiftGuard(nn.Module):
         return stages, logits.float(), *known
 
 
-class StageTap:
+class StageTap(Tap):
     """Catches what goes into some layers while a model runs, as a mean and a deviation per channel.
 
     `layers` names normalisation or linear layers. Without it the model is cut into nine equal parts, and the first
@@ -167,6 +169,7 @@ class StageTap:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str] | None = None) -> None:
+        super().__init__()
         modules = dict(uncompiled(model).named_modules())
         names = layers_to_read(model)
         if layers is None:
@@ -180,9 +183,6 @@ class StageTap:
         self.layers = list(layers)
         read = [-(-n // _stride(n)) for n in (channels_of(modules[name]) for name in self.layers)]
         self.widths = [width for width in read for _ in ("mean", "deviation")]
-        self._recording = False
-        self._inside: Tensor | None = None
-        self._caught: dict[int, Tensor] = {}
         for number, name in enumerate(self.layers):
             modules[name].register_forward_hook(partial(self._catch, number))
         if any(module is not uncompiled(module) for module in model.modules()):
@@ -194,15 +194,20 @@ class StageTap:
 
         `inside` (B, T) is 0 where a text is only padding.
         """
-        self._recording, self._inside, self._caught = True, inside, {}
+        both = self._compiled, self.now
+        for notes in both:
+            notes.inside, notes.caught = inside, None
+        self.record(True)
         try:
             yield
         finally:
-            self._recording, self._inside = False, None
+            self.record(False)
+            for notes in both:
+                notes.inside = None
 
     def take(self, n: int) -> Tensor:
         """Return the stages (n, S) of the last run, over `n` samples, and forget them."""
-        caught, self._caught = self._caught, {}
+        caught: dict[int, Tensor] = self.collect() or {}
         missing = [name for number, name in enumerate(self.layers) if number not in caught]
         if missing:
             raise RuntimeError(f"layers must be run in the model's forward, but these were not: {missing}")
@@ -215,11 +220,12 @@ class StageTap:
         return torch.cat([caught[number] for number in range(len(self.layers))], 1)
 
     def _catch(self, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._recording:
+        if self.now.recording:
             maps, stride = args[0].detach(), _stride(channels_of(layer))
             if _channels_last(layer, maps):
                 maps = maps.movedim(-1, 1)
-            self._caught[number] = moments(maps[:, ::stride], self._inside)
+            found = {number: moments(maps[:, ::stride], self.now.inside)}
+            self.now.caught = {**(self.now.caught or {}), **found}
 
 
 def moments(maps: Tensor, inside: Tensor | None = None) -> Tensor:

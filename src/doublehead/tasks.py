@@ -93,7 +93,7 @@ def class_scores(values: Tensor, task: Task, outputs: Outputs = "logits") -> Ten
     tensor([[0., 0.]])
     """
     if _is_one_logit(values.shape, task):
-        column = values.reshape(values.shape[0]) if task == "binary" else values
+        column = values.reshape(-1) if task == "binary" else values  # also of one sample, squeezed
         column = column.squeeze(1) if task == "pixels" else column
         column = torch.logit(column.float(), eps=1e-7) if outputs == "probs" else column
         return torch.stack([torch.zeros_like(column), column], -1)
@@ -211,7 +211,8 @@ def with_logits(output: Any, logits: Tensor) -> Any:
 def check_shifted(ids: Any, labels: Tensor, task: Task, ignore_index: int) -> None:
     """Refuse labels of a causal language model that are its `input_ids`: it predicts the next token."""
     aligned = task == "tokens" and isinstance(ids, Tensor) and ids.shape == labels.shape
-    if aligned and bool((ids == labels)[labels != ignore_index].all()):
+    counted = labels != ignore_index
+    if aligned and bool(counted.any()) and bool((ids == labels)[counted].all()):
         raise ValueError(
             "labels must be what the network predicts at each position, got its inputs: for a language model give "
             "logits_of=lambda output: output.logits[:, :-1] and a to_pair= that shifts the labels, labels[:, 1:]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -112,6 +113,49 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class Notes:
+    """What hooks note while a network runs."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.caught: Any = None
+        self.inside: Tensor | None = None  # where texts are not padding
+        self.opener: Any = None  # who began the recording
+
+
+class NotesOfThread(threading.local, Notes):
+    """Each thread has notes of its own. Copies start anew."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotesOfThread, ()
+
+
+class Tap:
+    """Hooks on a network that several threads may run at once.
+
+    Compiled code has notes of its own, for all threads: it would not see that those of a thread have changed.
+    """
+
+    def __init__(self) -> None:
+        self._compiled, self._of_thread = Notes(), NotesOfThread()
+
+    @property
+    def now(self) -> Notes:
+        """The notes of the code that asks."""
+        return self._compiled if torch.compiler.is_compiling() else self._of_thread
+
+    def record(self, on: bool) -> None:
+        """Begin or end to note, also in compiled code that is called from here."""
+        self._compiled.recording = self.now.recording = on
+
+    def collect(self) -> Any:
+        """What was caught last; it is kept no longer."""
+        now, compiled = self.now, self._compiled
+        caught = compiled.caught if now.caught is None else now.caught
+        now.caught = compiled.caught = None
+        return caught
+
+
 # --- random numbers
 
 
@@ -192,7 +236,7 @@ class AsyncFlags:
         here = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
         here.copy_(flags, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(flags.device))  # which may not be the current device
         self._pending.append((here, event))
 
     def arrived(self, wait: bool = False) -> Iterator[bool]:

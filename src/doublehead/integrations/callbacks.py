@@ -6,7 +6,6 @@ and the module keeps its class, the names of its weights and its place in the fr
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,7 +119,6 @@ class Attachment:
     ) -> None:
         self.network, self.reader, self.answer = network, reader, answer
         self.replace, self.seen, self.active = replace, seen, True
-        self._opened = False
         self._handles = [
             network.register_forward_pre_hook(self._before),
             network.register_forward_hook(self._after, with_kwargs=True),
@@ -133,16 +131,20 @@ class Attachment:
                 "a calibration head cannot follow the copies of a model that nn.DataParallel makes: start a process "
                 "for each GPU (torchrun --nproc_per_node), or make one visible (CUDA_VISIBLE_DEVICES=0)"
             )
-        if self._opened:  # the last forward raised an error
-            self._opened = tap.recording = False
-        if self.active and not network.training and not tap.recording:
-            self._opened = tap.recording = True
+        if tap.now.opener is self:  # the last forward raised an error
+            tap.now.opener = None
+            tap.record(False)
+        if self.active and not network.training and not tap.now.recording:
+            tap.now.opener = self
+            tap.record(True)
 
     def _after(self, network: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if not self._opened:
+        tap = self.reader.tap
+        if tap.now.opener is not self:
             return output
-        self._opened = self.reader.tap.recording = False
-        answer = self.reader.answer(output, self.reader.tap.take())
+        tap.now.opener = None
+        tap.record(False)
+        answer = self.reader.answer(output, tap.collect())
         heads = self._heads(answer.logits, answer.features)
         if self.seen is not None:
             self.seen(heads, kwargs)
@@ -158,13 +160,13 @@ class Attachment:
             found = self.reader.run(args, kwargs)
         return self._heads(found.logits, found.features)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        """A copied network has a calibration of its own; the copy drops its listener, which may not be copyable."""
-        memo[id(self)] = made = copy.copy(self)
-        made.seen = None
-        parts = (self.network, self.reader, self.answer, self._handles)
-        made.network, made.reader, made.answer, made._handles = copy.deepcopy(parts, memo)
-        return made
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied network has a calibration of its own; the copy drops its listener, which may not be copyable.
+
+        One that only listens to heads in training rests in the copy: these do not follow it.
+        """
+        state = {**self.__dict__, "seen": None}
+        return state if self.replace else {**state, "answer": None, "active": False}
 
     def detach(self) -> None:
         """Take the hooks off again."""
