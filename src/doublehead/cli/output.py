@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from doublehead.calibrators import NotConverged
@@ -65,12 +64,12 @@ def notes() -> Console:
 
 def note(text: str, style: str | None = "dim") -> None:
     """Print plain text that is not the result."""
-    notes().print(escape(text), style=style)
+    notes().print(text, style=style, markup=False, emoji=False)
 
 
 def show(text: str, style: str | None = None) -> None:
-    """Print plain text as a result; brackets in it are not markup."""
-    Console(highlight=False, soft_wrap=True).print(escape(text), style=style)
+    """Print plain text as a result; brackets in it are not markup, and `:x:` is no emoji."""
+    Console(highlight=False, soft_wrap=True).print(text, style=style, markup=False, emoji=False)
 
 
 def show_guesses(table: PredictionTable) -> None:
