@@ -427,3 +427,11 @@ def test_numbers_that_round_to_zero_have_no_minus() -> None:
     text = re.sub(r"<style>.*?</style>|<script.*?</script>", "", build({"even": p}), flags=re.DOTALL)
     assert not re.findall(r"[-+]0\.0+(?!\d)", text)
     assert metrics_table(measured({"even": p}))[4]["cells"][0]["text"] == "0.00 %"
+
+
+def test_every_method_of_a_full_page_looks_different() -> None:
+    page = build({f"m{i}": made(60, sharpness=1 + i) for i in range(12)})
+    (legend,) = re.findall(r'id="decisions".*?<ul class="legend">(.*?)</ul>', page, re.DOTALL)
+    looks = re.findall(r"<svg.*?</svg>", legend)
+    assert len(looks) == len(set(looks)) == 12
+    assert len(set(re.findall(r'<path d="(.*?)"', legend))) == 12  # also without colours

@@ -215,6 +215,7 @@ def test_classes_are_sorted_searched_and_downloaded(page: Any) -> None:
     assert counts() == sorted(counts())
     page.locator("#class-search").fill("BE")
     assert table.locator("tbody td.name").all_inner_texts() == ["bee"]
+    assert page.locator("#class-shown").inner_text() == "1 of 4 classes shown"
     with page.expect_download() as download:
         page.locator("#class-csv").click()
     lines = download.value.path().read_text().splitlines()

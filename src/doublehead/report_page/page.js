@@ -89,10 +89,12 @@
       if (!everything.checked) shown = shown.slice(0, worst);
       const widest = Math.max(...shown.map((row) => Math.abs(row[5] ?? 0)), 0);
       body.replaceChildren(...shown.map((row) => made(row, widest)));
+      return `${shown.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} classes shown`;
     };
     const bodies = all("[data-class-rows]");
     const apply = () => {
-      for (const body of bodies) fill(body, data.methods[Number(body.dataset.classRows)].classes, 20);
+      const told = bodies.map((body) => fill(body, data.methods[Number(body.dataset.classRows)].classes, 20));
+      byId("class-shown").textContent = told[0]; // methods have the same classes
     };
     for (const body of bodies) {
       const heads = all("th[data-sort]", body.parentElement);

@@ -44,6 +44,7 @@ JOINERS, BLANKS = "\u200c\u200d", "\t\n\r"
 MAX_CLASSES = 2000  # in the table that can be sorted, the worst ones
 MAX_PAIRS = 15
 MAX_GROUPS = 200
+MAX_BINS_SHOWN = 30  # their table is open at first
 WORST = 20  # classes that the table shows at first, also in the script
 ERROR_LIMITS = (0.05, 0.02, 0.01, 0.001)  # for which a guaranteed threshold is searched
 START = 0.9  # where the slider stands at first
