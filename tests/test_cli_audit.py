@@ -380,6 +380,14 @@ def test_force_replaces_and_a_closed_pipe_is_silent(test: Path, tmp_path: Path, 
     assert result.stdout == "{\n"
     assert "Traceback" not in result.stderr
     assert "Error" not in result.stderr
+    rows = [f"{i % 2},0.6,0.4,{i % 900} {'x' * 90}" for i in range(1800)]  # more text than a pipe holds
+    (tmp_path / "many.csv").write_text("\n".join(["label,cat,dog,g", *rows]) + "\n")
+    command = shlex.join(
+        [sys.executable, "-m", "doublehead", "evaluate", str(tmp_path / "many.csv"), "--by", "g"]
+    )
+    piped = ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"]
+    result = subprocess.run(piped, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines()[1:] == ["0"]
     monkeypatch.setattr(sys, "argv", ["doublehead", "evaluate", "nowhere.csv"])
     with pytest.raises(SystemExit, match="2"):
         main()
