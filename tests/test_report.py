@@ -34,7 +34,7 @@ from doublehead.report_page.record import (
     compare_methods,
     measure,
 )
-from doublehead.report_page.tables import metrics_table, risk_ticks
+from doublehead.report_page.tables import metrics_table, risk_ticks, shift_ticks
 from samples import overconfident
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
@@ -378,6 +378,7 @@ def test_errors_of_one_confidence_come_in_the_order_of_the_file() -> None:
     record = Record.of(Predictions.from_probs([[1.0, 0.0]] * 40, [1] * 40))
     assert [error.row for error in record.errors] == [*range(1, 26)]
     assert risk_ticks([measure(0, "wrong", record)])[-1] == 1  # no error above 100 %
+    assert shift_ticks([("wrong", [{"ece": 1.0}, None])])[-1] == 1
 
 
 def test_needs_the_report_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,3 +436,13 @@ def test_every_method_of_a_full_page_looks_different() -> None:
     looks = re.findall(r"<svg.*?</svg>", legend)
     assert len(looks) == len(set(looks)) == 12
     assert len(set(re.findall(r'<path d="(.*?)"', legend))) == 12  # also without colours
+
+
+def test_only_the_ratios_of_weights_count_also_where_they_are_tiny() -> None:
+    p, weights = made(300), torch.linspace(0.5, 1.5, 300)
+    large, tiny = (
+        measured({"m": Predictions(p.logits, p.labels, scale * weights)})[0].summary
+        for scale in (1.0, 2.0**-20)
+    )
+    assert tiny.values["ece"] == pytest.approx(large.values["ece"])
+    assert tiny.values["nll"] == pytest.approx(large.values["nll"])

@@ -67,6 +67,7 @@ class Record:
         cls, p: Predictions, n_bins: int = 15, by: Array | None = None, times: Array | None = None
     ) -> Record:
         """The record of predictions in memory."""
+        p = p.with_countable_weights()
         samples = np.arange(len(p) // (p.n_labels or 1)) + 1
         return _gathered([_Part(p, row_groups(p, by), samples, "", None, times)], n_bins)
 

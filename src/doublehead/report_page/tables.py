@@ -296,7 +296,7 @@ def risk_ticks(methods: Sequence[Method]) -> list[float]:
 
 def shift_ticks(shifts: Sequence[tuple[str, Any]]) -> list[float]:
     """Up to the largest ECE of any method on any data."""
-    return nice_ticks(1.02 * np.nanmax([one["ece"] for _, row in shifts for one in row if one]))
+    return nice_ticks(min(1.0, 1.02 * np.nanmax([one["ece"] for _, row in shifts for one in row if one])))
 
 
 def time_ticks(gaps: ClassGaps) -> list[float]:
