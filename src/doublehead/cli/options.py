@@ -57,7 +57,8 @@ By = Annotated[
     typer.Option(help="Column whose values are groups: a site, a month; also folders called site=A."),
 ]
 Where = Annotated[
-    list[str] | None, typer.Option(help="COLUMN=VALUE: only these rows. May be given several times.")
+    list[str] | None,
+    typer.Option(help="COLUMN=VALUE: only these rows. May be given once for each of several columns."),
 ]
 
 
