@@ -1,5 +1,8 @@
 """Abstaining: the curve by hand, the bound against scipy, the guarantee by simulation."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -157,3 +160,14 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             function(*given)
+
+
+def test_the_printed_threshold_accepts_no_more_than_was_tested():
+    """Thresholds are float32: 0.8 is a little more than the 0.8 of a file, whose answers here are often wrong."""
+    right = np.r_[np.ones(5000), np.arange(5000) % 2]
+    choice = abstain.choose_threshold(binary(np.r_[np.full(5000, 0.9), np.full(5000, 0.8)], right), 0.02)
+    assert choice.n_accepted == 5000
+    for threshold in (choice.threshold, 1 - 1.6e-6, 0.5, 0.0):
+        printed = float(re.search(r">= ([\d.]+) ", str(replace(choice, threshold=threshold)))[1])
+        assert threshold <= printed <= threshold + 1e-6
+        assert 1 - printed >= 0.99 * (1 - threshold)

@@ -90,10 +90,11 @@ def test_evaluate_json_is_the_summary(test: Path) -> None:
 
 def test_names_from_files_are_not_markup(tmp_path: Path) -> None:
     file = tmp_path / "[bold]x.csv"
-    file.write_text("label,cat,dog,site\ncat,0.5,0.5,[red]A\ndog,0.5,0.5,[/red]\n")
+    file.write_text("label,cat,dog,site\ncat,0.5,0.5,[red]A\ndog,0.5,0.5,[/red]\ndog,0.5,0.5,:x:\n")
     result = call("evaluate", file, "--probs", "--by", "site")
     assert "[bold]x.csv" in result.stdout
     assert "[red]A" in result.stdout
+    assert ":x:" in result.stdout
 
 
 def test_calibrate_repairs_a_csv_and_keeps_the_rest(val: Path, test: Path, tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_calibrate_every_format(tmp_path: Path) -> None:
     for name in ("test.npz", "wide.parquet", *lists_in, "z.npy"):
         out = tmp_path / f"fixed_{name}"
         pair = ["--apply", tmp_path / "y.npy"] if name == "z.npy" else []
-        calibrate(val, tmp_path / name, out, *pair, "--logits", "--method", "temperature")
+        calibrate(val, tmp_path / name, out, *pair, "--logits", "--method", "temperature", "--force")
         if name == "z.npy":
             assert np.allclose(np.load(out), wanted, atol=1e-6)
             continue
@@ -265,6 +266,8 @@ BAD_CALLS = {
     "evaluate nowhere.csv --logits": "nowhere.csv does not exist",
     "evaluate test.csv --logits --label truth": "no column 'truth' for the label",
     "evaluate test.csv --logits --where site": "--where must read COLUMN=VALUE, got 'site'",
+    "evaluate test.csv --logits --where site=a --where site=b": "--where must be given once for each COLUMN",
+    "evaluate test.csv --logits --abstain 0.1 --weights id": "give one of --abstain and --weights",
     "evaluate test.csv --probs": "has columns such as 'logit_0', but --probs was given",
     "evaluate test.csv --logits --cluster tcp://127.0.0.1:1": "no Dask scheduler answers",
     "calibrate --apply test.csv --logits -o out.csv": "give either --fit FILE",
@@ -377,6 +380,14 @@ def test_force_replaces_and_a_closed_pipe_is_silent(test: Path, tmp_path: Path, 
     assert result.stdout == "{\n"
     assert "Traceback" not in result.stderr
     assert "Error" not in result.stderr
+    rows = [f"{i % 2},0.6,0.4,{i % 900} {'x' * 90}" for i in range(1800)]  # more text than a pipe holds
+    (tmp_path / "many.csv").write_text("\n".join(["label,cat,dog,g", *rows]) + "\n")
+    command = shlex.join(
+        [sys.executable, "-m", "doublehead", "evaluate", str(tmp_path / "many.csv"), "--by", "g"]
+    )
+    piped = ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"]
+    result = subprocess.run(piped, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines()[1:] == ["0"]
     monkeypatch.setattr(sys, "argv", ["doublehead", "evaluate", "nowhere.csv"])
     with pytest.raises(SystemExit, match="2"):
         main()
@@ -513,3 +524,13 @@ def test_rounded_probabilities_are_repaired(resnet110: Any, tmp_path: Path, digi
     assert after["ece"]["value"] < 0.02 < before["ece"]["value"]
     assert after["nll"]["value"] < 0.32
     assert after["accuracy"]["value"] > before["accuracy"]["value"] - 0.005
+
+
+def test_a_calibrator_is_replaced_only_by_force(val: Path, tmp_path: Path) -> None:
+    fitted_to_itself(val, tmp_path / "out.csv")
+    (tmp_path / "out.csv").unlink()
+    kept = (tmp_path / "out.calibrator.safetensors").read_bytes()
+    said = calibrate(val, val, tmp_path / "out.csv", "--method", "vector", code=2)
+    assert "out.calibrator.safetensors exists" in said.stderr
+    assert (tmp_path / "out.calibrator.safetensors").read_bytes() == kept
+    fitted_to_itself(val, tmp_path / "out.csv", "--force")

@@ -34,7 +34,7 @@ from doublehead.report_page.record import (
     compare_methods,
     measure,
 )
-from doublehead.report_page.tables import metrics_table, risk_ticks
+from doublehead.report_page.tables import metrics_table, risk_ticks, shift_ticks
 from samples import overconfident
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
@@ -378,9 +378,71 @@ def test_errors_of_one_confidence_come_in_the_order_of_the_file() -> None:
     record = Record.of(Predictions.from_probs([[1.0, 0.0]] * 40, [1] * 40))
     assert [error.row for error in record.errors] == [*range(1, 26)]
     assert risk_ticks([measure(0, "wrong", record)])[-1] == 1  # no error above 100 %
+    assert shift_ticks([("wrong", [{"ece": 1.0}, None])])[-1] == 1
 
 
 def test_needs_the_report_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"doublehead\[report\]"):
         build({"a": made(60)})
+
+
+def test_counts_at_thresholds_of_float32_and_with_weights() -> None:
+    probs = np.array([[0.7, 0.3], [0.9, 0.1]], dtype=np.float32)  # 0.7 and 0.9 are a little less as float64
+    p = Predictions.from_probs(probs, [0, 1])
+    accepted, wrong = at_thresholds(Outcomes.of(p), np.array([0.0, 0.7, 0.9, 0.95]))
+    assert (accepted.tolist(), wrong.tolist()) == ([2, 2, 1, 0], [1, 1, 1, 0])
+    weighted = Predictions.from_probs([[0.9, 0.1]] * 3, [0, 0, 1], weights=[0.6, 0.6, 0.6])
+    (row,) = [row for row in embedded(build({"w": weighted}))["methods"][0]["classes"] if row[0] == 0]
+    assert row[1] == 2  # 1.8 samples
+
+
+def test_thousands_of_bins_make_pictures_without_negative_sizes() -> None:
+    page = build({"fine": made(400)}, n_bins=1200)
+    assert not re.findall(r'width="-|h--', page)
+
+
+def test_names_keep_their_blanks_and_joiners() -> None:
+    page = build({"m": made(60)}, classes=["日本\u3000語", "👩\u200d🔬", "two\nlines", "a\xa0b", "\x00"])
+    shown = {"日本 語", "👩\u200d🔬", "two lines", "a b", "\ufffd"}
+    assert shown <= set(re.findall(r"<bdi>(.*?)</bdi>", page))
+
+
+def test_a_month_of_days_and_a_day_of_hours_have_several_periods() -> None:
+    days = np.datetime64("2024-01-01T00:00:00") + np.arange(1500) // 49 * np.timedelta64(86400, "s")
+    hours = np.datetime64("2024-01-01T00:00:00") + np.arange(1500) // 63 * np.timedelta64(3600, "s")
+    for times in (days, hours):
+        method = measure(0, "m", Record.of(made(), times=times))
+        assert method.periods is not None
+        names = list(method.periods.groups)
+        assert 12 <= len(names) <= 24
+        assert names[0].startswith("2024-01-01")
+        assert sum(group.n for group in method.periods.groups.values()) == 1500
+    page = build_page({"m": Record.of(made(), times=np.zeros(1500))}).html
+    assert "All samples are of one time." in page
+    assert not re.findall(r'd="M[\d. ]+" class="curve (?:right|claimed)"', page)  # a point is not drawn
+
+
+def test_numbers_that_round_to_zero_have_no_minus() -> None:
+    p = Predictions.from_probs([[0.75 - 1e-6, 0.25 + 1e-6]] * 400, [0] * 300 + [1] * 100)
+    text = re.sub(r"<style>.*?</style>|<script.*?</script>", "", build({"even": p}), flags=re.DOTALL)
+    assert not re.findall(r"[-+]0\.0+(?!\d)", text)
+    assert metrics_table(measured({"even": p}))[4]["cells"][0]["text"] == "0.00 %"
+
+
+def test_every_method_of_a_full_page_looks_different() -> None:
+    page = build({f"m{i}": made(60, sharpness=1 + i) for i in range(12)})
+    (legend,) = re.findall(r'id="decisions".*?<ul class="legend">(.*?)</ul>', page, re.DOTALL)
+    looks = re.findall(r"<svg.*?</svg>", legend)
+    assert len(looks) == len(set(looks)) == 12
+    assert len(set(re.findall(r'<path d="(.*?)"', legend))) == 12  # also without colours
+
+
+def test_only_the_ratios_of_weights_count_also_where_they_are_tiny() -> None:
+    p, weights = made(300), torch.linspace(0.5, 1.5, 300)
+    large, tiny = (
+        measured({"m": Predictions(p.logits, p.labels, scale * weights)})[0].summary
+        for scale in (1.0, 2.0**-20)
+    )
+    assert tiny.values["ece"] == pytest.approx(large.values["ece"])
+    assert tiny.values["nll"] == pytest.approx(large.values["nll"])

@@ -215,6 +215,7 @@ def test_classes_are_sorted_searched_and_downloaded(page: Any) -> None:
     assert counts() == sorted(counts())
     page.locator("#class-search").fill("BE")
     assert table.locator("tbody td.name").all_inner_texts() == ["bee"]
+    assert page.locator("#class-shown").inner_text() == "1 of 4 classes shown"
     with page.expect_download() as download:
         page.locator("#class-csv").click()
     lines = download.value.path().read_text().splitlines()
@@ -375,3 +376,44 @@ def test_one_method_needs_no_comparison(browser: Any, tmp_path: Path) -> None:
         assert page.locator(".verdict").inner_text().startswith("“alone”: ")
         page.locator("#threshold").press("Home")
         assert "100.0 %" in row_of(page, 0)
+
+
+def test_classes_sort_by_number_and_unknown_ones_come_last(browser: Any, tmp_path: Path) -> None:
+    p = made(1.0, k=12)
+    never = p.logits.clone()
+    never[:, 3] = -9.0
+    named = {
+        "a": p,
+        "b": Predictions(p.logits + 1e-6 * p.logits, p.labels),
+        "c": Predictions(never, p.labels),
+    }
+    path = write_report(named, tmp_path / "sorted.html")
+    with opened(browser, path) as page:
+        page.locator("#class-method").select_option("c")
+        table = page.locator("[data-of=class-method]").nth(2)
+        by_name, by_gap = (table.get_by_role("button", name=name) for name in ("When it says", "Gap"))
+        by_name.click()
+        by_name.click()
+        shown = table.locator("tbody td.name").all_inner_texts()
+        assert shown == [f"class {k}" for k in range(12)]
+        assert table.locator("tbody td.name bdi").count() == 12
+        for _ in range(2):
+            by_gap.click()
+            assert table.locator("tbody td.name").last.inner_text() == "class 3"
+        page.locator("#before").select_option("a")
+        page.locator("#after").select_option("b")
+        assert "-0.0000" not in page.locator("#compare").inner_text()
+
+
+def test_choosers_name_the_methods_that_have_the_part(browser: Any, tmp_path: Path) -> None:
+    """Of the first method only confidences are known; its name is too long for a phone."""
+    p = made(1.0)
+    rows = [f"{int(one)},{sure:.6f}" for one, sure in zip(p.correct.tolist(), p.confidence.tolist())]
+    (tmp_path / "top.csv").write_text("\n".join(["correct,confidence", *rows]) + "\n")
+    long = "a name that is too long for the width of a phone"
+    path = write_report({long: tmp_path / "top.csv", long + "!": p}, tmp_path / "page.html")
+    with opened(browser, path, viewport={"width": 390, "height": 800}) as page:
+        assert page.locator("#class-method option").all_inner_texts() == [long + "!"]
+        assert page.locator("[data-of=class-method] table").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert "cannot be compared" in page.locator("#pair-sentence").inner_text()

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +266,41 @@ def test_bad_input_is_one_sentence_and_no_file(folder: Path, arguments: Any, sen
     assert sentence in said
     assert "Traceback" not in said
     assert sorted(folder.rglob("*")) == before
+
+
+def test_classes_in_another_order_are_put_in_that_of_the_first_file(folder: Path) -> None:
+    p, q = made(), made(1.0)
+    names = np.array(["cat", "dog", "emu"])
+    for file, one, order in (("a.csv", p, [0, 1, 2]), ("b.csv", q, [2, 0, 1])):
+        write_csv(folder / file, one, names[order].tolist(), one.probs[:, order])
+        lines = (folder / file).read_text().splitlines()
+        rows = [f"{names[int(line[0])]}{line[1:]}" for line in lines[1:]]
+        (folder / file).write_text("\n".join([lines[0], *rows]) + "\n")
+    run("a.csv", "b.csv")
+    found = methods_of("report.html")
+    assert found["b"]["nll"] == pytest.approx(metrics.nll(q))
+    page = text_of("report.html")
+    assert "different samples" not in page
+    (classes,) = re.findall(r"Classes of <bdi>b</bdi>.*?</table>", page, re.DOTALL)
+    counts = dict(re.findall(r"<bdi>(\w+)</bdi></td><td>(\d+)</td>", classes))
+    assert counts == {name: str(int((q.predicted == k).sum())) for k, name in enumerate(names)}
+    sets = {"probs": q.probs[:, [2, 0, 1]], "labels": (q.labels + 1) % 3, "classes": names[[2, 0, 1]]}
+    np.savez(folder / "c.npz", **sets)
+    assert "the classes of c.npz must be in the order of those of a.csv" in run("a.csv", "c.npz", code=2)
+
+
+def test_class_names_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+    made().save(folder / "main.npz")
+    (folder / "names.txt").write_text("ant\nbee\ncow\n", encoding="utf-8-sig")
+    run("main.npz", "--classes", "names.txt")
+    assert "<bdi>ant</bdi>" in text_of("report.html")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_the_terminal_cannot_show_is_escaped(folder: Path, encoding: str) -> None:
+    made().save(folder / "main.npz")
+    command = [sys.executable, "-m", "doublehead", "report", "m=main.npz", "-o", "page\u5317.html"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    result = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    assert ("page\u5317" if encoding == "utf-8" else "page\\u5317") in result.stdout.decode(encoding)

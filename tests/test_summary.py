@@ -13,7 +13,7 @@ from doublehead.bins import Bins
 from doublehead.metrics import Floor, Interval
 from doublehead.outcomes import compare
 from doublehead.stream import Tally, exact_sum
-from doublehead.summary import METRICS
+from doublehead.summary import METRICS, aligned, percent
 from samples import random_predictions
 
 
@@ -272,3 +272,12 @@ def test_files_and_frames_show_their_kind_and_calibrate_reads_what_evaluate_read
         doublehead.evaluate(tmp_path / "b.csv")
     with pytest.raises(ValueError, match="labels must be given"):
         doublehead.calibrate(p.probs)
+
+
+def test_tables_align_wide_letters_and_zeros_have_no_minus() -> None:
+    rows = aligned([["group", "n"], ["北京", "1"], ["ab", "22"]]).splitlines()
+    assert rows == ["group   n", "北京    1", "ab     22"]  # two columns for each wide letter
+    assert (percent(-1e-9), percent(-0.0123)) == ("0.00 %", "-1.23 %")
+    assert "-0.00 " not in str(
+        Summary.of(Predictions.from_probs([[0.75 - 1e-6, 0.25 + 1e-6]] * 4, [0, 0, 0, 1]))
+    )

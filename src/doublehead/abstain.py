@@ -46,8 +46,9 @@ class ThresholdChoice:
                 f"the lowest error that can be guaranteed is {100 * self.bound:.2f} %."
             )
         return (
-            f"Accepting confidence >= {self.threshold:.6g} guarantees {want}: it keeps {100 * self.coverage:.1f} % "
-            f"({self.n_accepted:,} of {self.n:,} samples, observed error {100 * self.error:.2f} %)."
+            f"Accepting confidence >= {_rounded_up(self.threshold)} guarantees {want}: it keeps "
+            f"{100 * self.coverage:.1f} % ({self.n_accepted:,} of {self.n:,} samples, observed error "
+            f"{100 * self.error:.2f} %)."
         )
 
 
@@ -113,6 +114,12 @@ def clopper_pearson_upper(errors: int, n: int, level: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if _chance_at_most(counts, n, middle) > level else (low, middle)
     return high
+
+
+def _rounded_up(threshold: float) -> str:
+    """A threshold in six digits or more, so that what is printed accepts no more than was tested."""
+    digits = 6 if threshold >= 1 else max(6, 3 - math.floor(math.log10(1 - threshold)))
+    return f"{math.ceil(threshold * 10**digits) / 10**digits:.{digits}g}"
 
 
 def _log_counts(k: int, n: int) -> Array:

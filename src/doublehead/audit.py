@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ import numpy as np
 
 import doublehead
 from doublehead.calibrators import Temperature
+from doublehead.files.columns import in_order
 from doublehead.files.formats import open_source
 from doublehead.files.reading import PredictionTable, read_predictions
 from doublehead.files.sources import Kind, Source, TableError, find_sources
@@ -201,7 +202,8 @@ def collect(named: Sequence[tuple[str, Data]], **reading: Any) -> Inputs:
         )
     found = Inputs()
     for name, data in named:
-        part = read_input(data, **reading)
+        first = next((table for table in found.tables if table.layout.classes), None)
+        part = read_input(data, first=first, **reading)
         for inner, p in part.methods.items():
             shown = _unique_name(name, data, inner, len(named) > 1, found.methods)
             found.methods[shown] = p
@@ -220,9 +222,13 @@ def read_input(
     n_bins: int = 15,
     by: Any = None,
     time: Any = None,
+    first: PredictionTable | None = None,
     **reading: Any,
 ) -> Inputs:
-    """The methods of one input: one, or several where it is a folder of .npz files or of a run."""
+    """The methods of one input: one, or several where it is a folder of .npz files or of a run.
+
+    Classes are put in the order of those of the table `first`, where they have the same names.
+    """
     if not is_table(data):
         scores, labels = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         groups = None if by is None else np.asarray(by)
@@ -243,6 +249,8 @@ def read_input(
         files = files or outputs or {"": path}
     for name, file in files.items():
         table = read_table(file, kind, by=by, extra=[time] if time else [], **reading)
+        table = table if first is None else _ordered(table, first)
+        first = first or (table if table.layout.classes else None)
         found.tables.append(table)
         found.methods[name] = Record.of_table(table, n_bins, time)
         found.classes = found.classes or (("no", "yes") if table.layout.independent else table.layout.classes)
@@ -255,6 +263,15 @@ def read_input(
         except (ValueError, AttributeError) as error:
             raise TableError(f"{results} does not hold the results of a run: {error}") from error
     return found
+
+
+def _ordered(table: PredictionTable, first: PredictionTable) -> PredictionTable:
+    classes = first.layout.classes
+    if (layout := in_order(table.layout, classes)) is not None:
+        return replace(table, layout=layout)
+    if {*map(str.casefold, table.layout.classes)} == {*map(str.casefold, classes)}:
+        raise TableError(f"the classes of {table.name} must be in the order of those of {first.name}")
+    return table
 
 
 def read_shifts(

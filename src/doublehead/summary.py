@@ -6,6 +6,7 @@ It is made from the sums of a `stream.Tally`.
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -319,14 +320,35 @@ def without_interval(value: float) -> Interval:
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[str] = ("", "group", "method", "meaning")) -> str:
     """Text columns, the header first; those whose title is in `left` to the left, numbers to the right."""
     signs = ["<" if title in left else ">" for title in rows[0]]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ("  ".join(f"{cell:{s}{w}}" for cell, s, w in zip(row, signs, widths)) for row in rows)
+    widths = [max(map(_width, column)) for column in zip(*rows)]
+    lines = (
+        "  ".join(
+            f"{cell:{sign}{width - _width(cell) + len(cell)}}"
+            for cell, sign, width in zip(row, signs, widths)
+        )
+        for row in rows
+    )
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal a text takes: two for each letter of Chinese, Japanese and Korean."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
+
+
+def fixed(value: float, digits: int, sign: str = "-") -> str:
+    """A number with so many digits, and no minus before zeros; with the sign "+" one before positive numbers too.
+
+    >>> fixed(-0.001, 2), fixed(0.0475, 2, "+")
+    ('0.00', '+0.05')
+    """
+    return f"{round(float(value), digits) + 0.0:{sign}.{digits}f}"
 
 
 def percent(value: float, digits: int = 2) -> str:
     """4.75 % for the fraction 0.0475."""
-    return f"{100 * value:.{digits}f} %"
+    return f"{fixed(100 * value, digits)} %"
 
 
 def p_value_text(value: float, equal: str = "") -> str:
@@ -336,12 +358,12 @@ def p_value_text(value: float, equal: str = "") -> str:
 
 def span(low: float, high: float) -> str:
     """0.17 to 0.39 % for fractions."""
-    return f"{100 * low:.2f} to {100 * high:.2f} %"
+    return f"{fixed(100 * low, 2)} to {fixed(100 * high, 2)} %"
 
 
 def shown(value: float, is_share: bool) -> str:
     """4.75 % for the share 0.0475, 0.3583 for other numbers."""
-    return percent(value) if is_share else f"{value:.4f}"
+    return percent(value) if is_share else fixed(value, 4)
 
 
 def shown_interval(value: Interval, is_share: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import signal
 import sys
 from typing import Annotated, Any
@@ -40,6 +41,10 @@ def _main(
         ),
     ] = False,
 ) -> None:
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # what its encoding lacks is escaped, as standard error does it
+        sys.stdout.reconfigure(errors="backslashreplace")
     # a terminated command cleans up like an interrupted one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 

@@ -20,14 +20,14 @@ from doublehead.calibrators import CALIBRATORS, Calibrator
 from doublehead.calibrators.choose import score_table
 from doublehead.cli import options
 from doublehead.cli.output import note, notes, progress, show, show_counts, show_guesses
-from doublehead.files.columns import with_scores
+from doublehead.files.columns import in_order
 from doublehead.files.reading import Chunk, PredictionTable, read_predictions
 from doublehead.files.sources import TableError, find_sources
-from doublehead.files.writing import check_output, write_calibrated
+from doublehead.files.writing import check_file, check_output, write_calibrated
 from doublehead.outcomes import MIN_SAMPLES, Comparison, Drawn, Outcomes, compare_all
 from doublehead.predictions import Predictions
 from doublehead.stream import Tally
-from doublehead.summary import side_by_side
+from doublehead.summary import fixed, side_by_side
 from doublehead.system import did_you_mean, read_file, replacing
 
 
@@ -115,6 +115,8 @@ def calibrate(
         )
         show_guesses(learn)
         check_output(output, repair, learn, force=force)
+        for file in _beside(output):
+            check_file(file, force)
         if {s.path.resolve() for s in learn.sources} & {s.path.resolve() for s in repair.sources}:
             note("Warning: --fit and --apply share a file, so the numbers after are too good", style=None)
         fitted = _fit(method, learn, keep)
@@ -155,13 +157,9 @@ def _open(
 def _with_classes(table: PredictionTable, classes: Sequence[str], fitted: str) -> PredictionTable:
     """The table with its columns in the order of the classes of the fit, by their names."""
     table.require_scores()
-    layout = table.layout
-    if not classes or not layout.classes or tuple(classes) == layout.classes:
-        return table
-    ours, theirs = ({name.casefold(): name for name in names} for names in (classes, layout.classes))
-    if {*ours} == {*theirs} and len(ours) == len(classes) == len(layout.scores) == len(theirs):
-        columns = dict(zip(map(str.casefold, layout.classes), layout.scores))
-        return replace(table, layout=with_scores(layout, tuple(columns[name] for name in ours)))
+    if (layout := in_order(table.layout, classes)) is not None:
+        return replace(table, layout=layout)
+    ours, theirs = ({name.casefold(): name for name in names} for names in (classes, table.layout.classes))
     difference = [
         f"{what} {', '.join([name for key, name in one.items() if key not in other][:5])}"
         for what, one, other in (("lacks", ours, theirs), ("also has", theirs, ours))
@@ -282,19 +280,17 @@ def _repair(repair: PredictionTable, fitted: Fitted, output: Path, n_bins: int, 
 
 def _paired(found: Comparison) -> str:
     nll = found.nll
-    interval = f"95 % interval {nll.low:+.4f} to {nll.high:+.4f}, paired by sample"
+    interval = f"95 % interval {fixed(nll.low, 4, '+')} to {fixed(nll.high, 4, '+')}, paired by sample"
     if found.is_clear:
         judged = f"{'better' if nll.estimate < 0 else 'worse'} by more than chance"
     else:
         judged = "within chance" if found.n >= MIN_SAMPLES else "too few samples to judge"
-    return f"NLL after minus before: {nll.estimate:+.4f} ({interval}): {judged}."
+    return f"NLL after minus before: {fixed(nll.estimate, 4, '+')} ({interval}): {judged}."
 
 
 def _save(repair: PredictionTable, fitted: Fitted, output: Path, numbers: dict[str, Any]) -> list[str]:
     """The calibrator beside the output with the facts about it, which its .json shows to people."""
-    stem = re.sub(r"\.(csv|tsv|jsonl|ndjson|parquet|arrow|feather|npz|npy)(\.gz)?$", "", output.name)
-    weights = output.with_name(f"{stem}.calibrator.safetensors")
-    description = weights.with_suffix(".json")
+    weights, description = _beside(output)
     facts = {
         **fitted.facts,
         "why": fitted.why,
@@ -307,6 +303,13 @@ def _save(repair: PredictionTable, fitted: Fitted, output: Path, numbers: dict[s
         text.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         calibrators.save(fitted.calibrator, weights, facts)
     return [str(weights), str(description)]
+
+
+def _beside(output: Path) -> tuple[Path, Path]:
+    """Where the calibrator and its description are written."""
+    stem = re.sub(r"\.(csv|tsv|jsonl|ndjson|parquet|arrow|feather|npz|npy)(\.gz)?$", "", output.name)
+    weights = output.with_name(f"{stem}.calibrator.safetensors")
+    return weights, weights.with_suffix(".json")
 
 
 def _apply(fitted: Fitted, scores: torch.Tensor, table: PredictionTable) -> torch.Tensor:

@@ -75,6 +75,10 @@ def evaluate(
     """
     if abstain is not None and not 0 < abstain < 1:
         raise ValueError(f"--abstain must lie between 0 and 1 (0.01 is 1 %), got {abstain:g}")
+    if abstain is not None and weights is not None:
+        raise ValueError(
+            "give one of --abstain and --weights: with sample weights no threshold carries a guarantee"
+        )
     how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
     chosen = options.parse_pairs(where or [], "--where", "COLUMN=VALUE")
     table = read_predictions(files, by=by, where=chosen, **how)

@@ -57,7 +57,8 @@ By = Annotated[
     typer.Option(help="Column whose values are groups: a site, a month; also folders called site=A."),
 ]
 Where = Annotated[
-    list[str] | None, typer.Option(help="COLUMN=VALUE: only these rows. May be given several times.")
+    list[str] | None,
+    typer.Option(help="COLUMN=VALUE: only these rows. May be given once for each of several columns."),
 ]
 
 
@@ -88,7 +89,14 @@ def parse_pairs(given: Sequence[str], option: str, form: str) -> dict[str, str]:
     for text in given:
         if text.find("=") < 1:
             raise ValueError(f"{option} must read {form}, got {text!r}")
-    return dict(text.split("=", 1) for text in given)
+    pairs = dict(text.split("=", 1) for text in given)
+    if len(pairs) < len(given):
+        names = [text.partition("=")[0] for text in given]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"{option} must be given once for each {form.partition('=')[0]}, got {twice!r} twice"
+        )
+    return pairs
 
 
 def importable_here(model: str | None) -> None:

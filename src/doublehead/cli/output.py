@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from doublehead.calibrators import NotConverged
@@ -58,6 +57,13 @@ def is_first_process() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in ranks)
 
 
+class _Console(Console):
+    """Rich's console, which leaves a closed pipe to `told_to_user`: by itself it ends with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def notes() -> Console:
     """Standard error, for what is not the result."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
@@ -65,12 +71,12 @@ def notes() -> Console:
 
 def note(text: str, style: str | None = "dim") -> None:
     """Print plain text that is not the result."""
-    notes().print(escape(text), style=style)
+    notes().print(text, style=style, markup=False, emoji=False)
 
 
 def show(text: str, style: str | None = None) -> None:
-    """Print plain text as a result; brackets in it are not markup."""
-    Console(highlight=False, soft_wrap=True).print(escape(text), style=style)
+    """Print plain text as a result; brackets in it are not markup, and `:x:` is no emoji."""
+    _Console(highlight=False, soft_wrap=True).print(text, style=style, markup=False, emoji=False)
 
 
 def show_guesses(table: PredictionTable) -> None:

@@ -110,6 +110,6 @@ def _split_name(text: str) -> tuple[str, str]:
 
 def _read_classes(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        return file.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be a text file in UTF-8, one class per line: {error}") from error

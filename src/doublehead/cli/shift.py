@@ -52,9 +52,9 @@ def shift(
         rows.append([f"{one.seen:,}", alarm, f"{one.p_value:.2g}", f"{one.strength:.1f}"])
     show(aligned(rows, left=()))
     last, alarms = found[-1], sum(one.alarm for one in found)
-    show(
-        f"{alarms} of {len(found)} windows raise an alarm; at most {rate * len(found):.2g} are expected by chance."
-    )
+    expected = rate * len(found)
+    chance = f"{expected:.2g}" if expected < 10 else f"{expected:,.0f}"
+    show(f"{alarms} of {len(found)} windows raise an alarm; at most {chance} are expected by chance.")
     show(last.sentence)
     if last.alarm:
         raise typer.Exit(1)

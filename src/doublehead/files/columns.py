@@ -161,6 +161,17 @@ def with_classes(layout: Layout, classes: tuple[str, ...], base: int | None = No
     return replace(layout, classes=classes, base=first if base is None else base)
 
 
+def in_order(layout: Layout, classes: Sequence[str]) -> Layout | None:
+    """The layout with its columns in the order of these classes, by their names; None where they cannot be put so."""
+    if not classes or not layout.classes or tuple(classes) == layout.classes:
+        return layout
+    ours, theirs = ({name.casefold() for name in names} for names in (classes, layout.classes))
+    if ours != theirs or not len(ours) == len(classes) == len(layout.scores) == len(layout.classes):
+        return None
+    columns = dict(zip(map(str.casefold, layout.classes), layout.scores))
+    return with_scores(layout, tuple(columns[name.casefold()] for name in classes))
+
+
 def label_columns(
     label: str | Sequence[str] | None, columns: Mapping[str, str], where: str, needed: bool
 ) -> tuple[str | None, tuple[str, ...]]:

@@ -4,7 +4,8 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
-  const percent = (value, digits = 2) => (100 * value).toFixed(digits);
+  const fixed = (value, digits) => value.toFixed(digits).replace(/^-(0\.?0*)$/, "$1"); // no minus before zeros
+  const percent = (value, digits = 2) => fixed(100 * value, digits);
   const hide = (selector, when) => {
     for (const element of all(selector)) element.classList.toggle("off", when(element));
   };
@@ -59,13 +60,14 @@
     if (!search) return;
     const nameOf = (k) => (data.names ? data.names[k] : `class ${k}`);
     const known = (value, digits = 1) => (value === null ? "unknown" : value.toFixed(digits));
+    const byName = new Intl.Collator(undefined, { numeric: true }); // class 9 before class 10
     const drawn = document.querySelector("[data-class-rows] tr");
     const made = ([k, count, off, claims, right, gap, low, high, ece], widest) => {
       const row = drawn.cloneNode(true), length = gap === null || !widest ? 0 : 48 * gap / widest, size = Math.abs(length);
-      const told = gap === null ? "" : `${gap >= 0.05 ? "+" : ""}${gap.toFixed(1).replace(/^-0.0$/, "0.0")}`;
-      const span = count ? `${known(low)} to ${known(high)}` : "";
+      const told = gap === null ? "" : `${gap >= 0.05 ? "+" : ""}${fixed(gap, 1)}`;
+      const span = low !== null ? `${known(low)} to ${known(high)}` : "";
       const texts = [nameOf(k), count.toLocaleString("en"), known(claims), known(right), told, null, span, known(ece, 2)];
-      texts.forEach((text, i) => { if (text !== null) row.cells[i].textContent = text; });
+      texts.forEach((text, i) => { if (text !== null) (row.cells[i].querySelector("bdi") ?? row.cells[i]).textContent = text; });
       if (off) {
         row.cells[4].replaceChildren(Object.assign(document.createElement("strong"), { textContent: told }),
           Object.assign(document.createElement("span"), { className: "sr", textContent: " (more than chance explains)" }));
@@ -80,16 +82,19 @@
       let shown = rows.filter((row) => nameOf(row[0]).toLowerCase().includes(wanted));
       const { sort, up } = body.dataset;
       if (sort !== undefined) {
-        const value = (row) => (sort === "0" ? nameOf(row[0]) : row[sort] ?? -Infinity);
-        shown = [...shown].sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (up ? 1 : -1));
+        const unknown = (row) => sort !== "0" && row[sort] === null; // comes last in either order
+        const order = (a, b) => (sort === "0" ? byName.compare(nameOf(a[0]), nameOf(b[0])) : a[sort] - b[sort]);
+        shown = [...shown].sort((a, b) => unknown(a) - unknown(b) || order(a, b) * (up ? 1 : -1));
       }
       if (!everything.checked) shown = shown.slice(0, worst);
       const widest = Math.max(...shown.map((row) => Math.abs(row[5] ?? 0)), 0);
       body.replaceChildren(...shown.map((row) => made(row, widest)));
+      return `${shown.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} classes shown`;
     };
     const bodies = all("[data-class-rows]");
     const apply = () => {
-      for (const body of bodies) fill(body, data.methods[Number(body.dataset.classRows)].classes, 20);
+      const told = bodies.map((body) => fill(body, data.methods[Number(body.dataset.classRows)].classes, 20));
+      byId("class-shown").textContent = told[0]; // methods have the same classes
     };
     for (const body of bodies) {
       const heads = all("th[data-sort]", body.parentElement);
@@ -124,9 +129,9 @@
   function pair() {
     const before = byId("before"), after = byId("after");
     if (!before) return;
-    const show = (row, value) => row.percent ? `${percent(value)} %` : value.toFixed(4);
+    const show = (row, value) => row.percent ? `${percent(value)} %` : fixed(value, 4);
     const change = (row, difference) => {
-      const text = row.percent ? percent(difference) : difference.toFixed(4);
+      const text = row.percent ? percent(difference) : fixed(difference, 4);
       if (Number(text) === 0) return "no change";
       const better = row.better === 0 ? "" : row.better * difference > 0 ? " (better)" : " (worse)";
       return `${difference > 0 ? "+" : ""}${text}${better}`;
@@ -144,9 +149,9 @@
       hide("[data-after]", (band) => band.dataset.after !== after.value);
       const found = data.pairs[Number(before.value)][Number(after.value)];
       byId("pair-sentence").textContent = found === null
-        ? `${a.name} and ${b.name} were measured on different samples.`
-        : `NLL of ${b.name} minus that of ${a.name}: ${found.nll[0].toFixed(4)} (95\u00a0% interval ` +
-          `${found.nll[1].toFixed(4)} to ${found.nll[2].toFixed(4)}, paired by sample). ` +
+        ? `${a.name} and ${b.name} cannot be compared sample by sample.`
+        : `NLL of ${b.name} minus that of ${a.name}: ${fixed(found.nll[0], 4)} (95\u00a0% interval ` +
+          `${fixed(found.nll[1], 4)} to ${fixed(found.nll[2], 4)}, paired by sample). ` +
           `${found.n_changed.toLocaleString("en")} of ${found.n.toLocaleString("en")} predicted classes differ.`;
     };
     follow([before, after], apply);

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from doublehead import metrics
 from doublehead.curves import Reliability, reliability, risk_coverage_curve
@@ -66,6 +67,7 @@ class Record:
         cls, p: Predictions, n_bins: int = 15, by: Array | None = None, times: Array | None = None
     ) -> Record:
         """The record of predictions in memory."""
+        p = p.with_countable_weights()
         samples = np.arange(len(p) // (p.n_labels or 1)) + 1
         return _gathered([_Part(p, row_groups(p, by), samples, "", None, times)], n_bins)
 
@@ -165,7 +167,7 @@ def _periods(times: Array) -> tuple[list[str], Array]:
         for unit in ("D", "M", "Y"):
             rounded = times.astype(f"datetime64[{unit}]")
             values, which = np.unique(rounded, return_inverse=True)
-            if len(values) <= MAX_PERIODS:
+            if 1 < len(values) <= MAX_PERIODS:
                 return [str(value) for value in values], which
     values, which = np.unique(times, return_inverse=True)
     if len(values) <= MAX_PERIODS:
@@ -173,11 +175,15 @@ def _periods(times: Array) -> tuple[list[str], Array]:
     edges = np.unique(np.quantile(which, np.arange(1, MAX_PERIODS) / MAX_PERIODS, method="nearest"))
     which = np.searchsorted(edges, which, side="right")
     bounds = [(times[which == i].min(), times[which == i].max()) for i in range(int(which.max()) + 1)]
-    return [f"{_told(low)} to {_told(high)}" for low, high in bounds], which
+    return [_told(low) + (f" to {_told(high)}" if high > low else "") for low, high in bounds], which
 
 
 def _told(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, np.floating) else str(value).replace("T", " ")
+    return (
+        f"{value:g}"
+        if isinstance(value, np.floating)
+        else str(value).replace("T", " ").removesuffix(" 00:00:00")
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +236,9 @@ def measure(index: int, name: str, record: Record) -> Method:
 
 def at_thresholds(p: Outcomes, thresholds: Array) -> tuple[Array, Array]:
     """How many samples (or what weight) have at least each confidence, and how many of these are wrong."""
-    reached = np.searchsorted(thresholds, p.confidence.double().numpy(), side="right")  # (N,) so many
+    # 0.7 in float32 is at least 0.7, though as a float64 it is less
+    edges = torch.from_numpy(thresholds).to(p.confidence.dtype)
+    reached = torch.bucketize(p.confidence, edges, right=True).numpy()  # (N,) so many
 
     def at_least(rows: Array) -> Array:
         weights = None if p.weights is None else p.weights.numpy()[rows]

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import floor, isfinite, log10
 from typing import Any, NamedTuple
+from unicodedata import category
 
 import numpy as np
 import torch
 
-from doublehead.curves import ClassGaps
+from doublehead.curves import ClassGaps, Reliability
 from doublehead.guard import Shift
 from doublehead.metrics import Interval
 from doublehead.report_page.record import Array, Method
@@ -39,9 +40,11 @@ OWN_ROWS = {
 }
 PAIRED = ("ece", "overconfidence", "ece_classwise", "nll", "brier", "aurc", "accuracy")
 LONGEST_NAME = 100
+JOINERS, BLANKS = "\u200c\u200d", "\t\n\r"
 MAX_CLASSES = 2000  # in the table that can be sorted, the worst ones
 MAX_PAIRS = 15
 MAX_GROUPS = 200
+MAX_BINS_SHOWN = 30  # their table is open at first
 WORST = 20  # classes that the table shows at first, also in the script
 ERROR_LIMITS = (0.05, 0.02, 0.01, 0.001)  # for which a guaranteed threshold is searched
 START = 0.9  # where the slider stands at first
@@ -77,7 +80,7 @@ def metrics_table(methods: Sequence[Method]) -> list[dict[str, Any]]:
 def _value_text(key: str, value: float, is_share: bool) -> str:
     if key == "p_value":
         return "< 0.001" if value < 0.001 else f"{value:.3f}"
-    return f"{100 * value:+.2f} %" if key == "overconfidence" else shown(value, is_share)
+    return f"{number(value, signed=True)} %" if key == "overconfidence" else shown(value, is_share)
 
 
 def pair_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -96,7 +99,12 @@ def class_data(gaps: ClassGaps | None) -> list[list[float | None]]:
     columns = (gaps.confidence, gaps.accuracy, gaps.gap, gaps.band_low, gaps.band_high, gaps.ece)
     shares = np.round(100 * np.stack(columns, 1), 2).tolist()
     return [
-        [int(k), int(gaps.counts[k]), int(gaps.off[k]), *(v if isfinite(v) else None for v in shares[k])]
+        [
+            int(k),
+            round(float(gaps.counts[k])),
+            int(gaps.off[k]),
+            *(v if isfinite(v) else None for v in shares[k]),
+        ]
         for k in gaps.worst_first()[:MAX_CLASSES]
     ]
 
@@ -105,13 +113,13 @@ def drift(periods: Summary) -> str:
     """Whether the gap differs between periods by more than chance: a chi-squared test of equal gaps."""
     gaps = periods.group_gaps
     if gaps is None or len(gaps.counts) < 2:
-        return ""
+        return "All samples are of one time."
     sizes = np.array([float(g.bins.effective.sum()) for g in periods.groups.values()])
     right = (gaps.accuracy * sizes + 0.5) / (sizes + 1)  # never 0 or 1, so that no variance is 0
     weight = sizes / (right * (1 - right))
     excess = float((weight * (gaps.gap - np.average(gaps.gap, weights=weight)) ** 2).sum())
     p = float(torch.special.gammaincc(torch.tensor((len(weight) - 1) / 2), torch.tensor(excess / 2)))
-    low, high = (f"{100 * value:+.1f}" for value in (gaps.gap.min(), gaps.gap.max()))
+    low, high = (number(value, 1, signed=True) for value in (gaps.gap.min(), gaps.gap.max()))
     changed = "changes" if p < 0.05 else "does not change"
     return (
         f"The gap between confidence and accuracy {changed} over time by more than chance explains "
@@ -154,8 +162,17 @@ def widest(gaps: ClassGaps, order: Array) -> float:
 
 
 def clean(name: str, longest: int = LONGEST_NAME) -> str:
-    """A name that can be encoded and printed: control characters and broken file names become U+FFFD."""
-    whole = "".join(c if c.isprintable() else "\ufffd" for c in str(name))
+    """A name that can be encoded and printed: control characters and broken file names become U+FFFD.
+
+    Blanks of other widths, tabs and line ends become a blank. The two joiners stay, which emoji and Persian need.
+
+    >>> clean("two\\nlines"), clean("日本\\u3000語")
+    ('two lines', '日本 語')
+    """
+    whole = "".join(
+        c if c.isprintable() or c in JOINERS else " " if c in BLANKS or category(c) == "Zs" else "\ufffd"
+        for c in str(name)
+    )
     return whole if len(whole) <= longest else whole[: longest - 1] + "…"
 
 
@@ -254,6 +271,11 @@ class Frame(NamedTuple):
         return "M" + "L".join(points) if points else ""
 
 
+def bar_gap(curve: Reliability) -> float:
+    """Pixels between the bars of neighbouring bins, which are 300 wide together."""
+    return min(1.0, 100 / len(curve.counts))
+
+
 def nice_ticks(end: float, wanted: int = 5) -> list[float]:
     """Round numbers from 0 on, the last one at or above `end`.
 
@@ -274,7 +296,7 @@ def risk_ticks(methods: Sequence[Method]) -> list[float]:
 
 def shift_ticks(shifts: Sequence[tuple[str, Any]]) -> list[float]:
     """Up to the largest ECE of any method on any data."""
-    return nice_ticks(1.02 * np.nanmax([one["ece"] for _, row in shifts for one in row if one]))
+    return nice_ticks(min(1.0, 1.02 * np.nanmax([one["ece"] for _, row in shifts for one in row if one])))
 
 
 def time_ticks(gaps: ClassGaps) -> list[float]:
