@@ -347,9 +347,8 @@ def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Ite
     1
     """
     seen: set[int] = set()
-    n = n_repeats = last = (
-        0  # samples; repeats before the last batch, in which the stream may have started over
-    )
+    # Samples; repeats before the last batch, in which the stream may have started over; repeats in that one.
+    n = n_repeats = last = 0
     for batch in batches:
         found = _hashes(unpack(batch, torch.device("cpu"), to_pair), mixed=True)
         keys = [] if found is None else found.tolist()

@@ -320,9 +320,8 @@ class Predictions:
     @property
     def probs(self) -> Tensor:
         """(N, K), rows summing to 1."""
-        scores = self._scores.to(
-            self.dtype
-        ).contiguous()  # sums in another order would be rounded differently
+        # Sums in another order would be rounded differently.
+        scores = self._scores.to(self.dtype).contiguous()
         return scores if self._are_probs else softmax_of(scores, self._predicted, torch.empty_like(scores))
 
     @property

@@ -163,9 +163,8 @@ def to_labels(batch: Batch, layout: Layout, n_classes: int) -> Array:
         lambda i: f" must hold {CLASS}, got {'nothing' if np.isnan(number[i]) else f'{number[i]:g}'}",
     )
     labels: Array = number.astype(np.int64) - base
-    first = (
-        None  # where every label is one too high or one too low, or counted from 0 beside numbers of columns
-    )
+    # Where every label is one too high or one too low, or counted from 0 beside numbers of columns.
+    first = None
     low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
     if base > 1 and low + base >= 0 and high + base < n_classes:
         first = 0
