@@ -1,10 +1,12 @@
-"""How fast the training loop is on one GPU, and what the calibration head adds: ResNet-50, 32x32 images, batch 128.
+"""How fast the training loop is on one GPU, what the calibration head adds and what determinism costs.
 
     python benchmarks/gpu_training.py --save     # writes benchmarks/results/gpu_training.json
 
-A plain eager loop (bf16 autocast, channels_last, the same on-device batches), our loop, and our loop with the
-paper's head every 10 and every 70 steps take turns on the same network in one process; each figure is the median
-over the rounds. Images are random numbers: speed does not depend on what they show.
+ResNet-50, 32x32 images, batch 128. A plain eager loop (bf16 autocast, channels_last, the same on-device batches), our
+loop, and our loop with the paper's head every 10 and every 70 steps take turns on the same network in one process; each
+figure is the median over the rounds. Then whole runs are trained twice from one seed, with and without deterministic
+algorithms: which groups of saved tensors differ, and the time of the last epochs. Images are random numbers: speed does
+not depend on what they show.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import tempfile
 import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import records
@@ -21,10 +28,11 @@ import torch.nn.functional as F
 
 from doublehead import PAPER, DoubleHead
 from doublehead.data import Images, Splits
+from doublehead.system import require
 from doublehead.torch_tools import uncompiled
 from doublehead.training.config import Config
-from doublehead.training.loop import make_fabric, run_epoch, set_up
-from doublehead.training.run_folder import environment
+from doublehead.training.loop import make_fabric, run_epoch, set_up, train
+from doublehead.training.run_folder import RunFolder, environment
 
 
 def generated(n_train: int) -> Splits:
@@ -55,16 +63,34 @@ def seconds(epoch, *arguments) -> float:
     return time.perf_counter() - began
 
 
+def trained_twice(config: Config, splits: Splits) -> dict[str, Any]:
+    """Two runs from one seed: the groups of saved tensors that differ, and the seconds of the last epochs."""
+    load = require("safetensors.torch", extra="train").load_file
+    weights, took = [], []
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as place:
+            folder = RunFolder(Path(place) / "run")
+            train(config, folder, splits)
+            weights.append(load(folder.path / "model.safetensors"))
+            before, last = (line["seconds"] for line in folder.lines()[-2:])
+            took.append(round(last - before, 3))
+    one, other = weights
+    differing = sorted({name.partition(".")[0] for name in one if not torch.equal(one[name], other[name])})
+    return {"tensors": len(one), "differing": differing, "seconds": took}
+
+
 def main() -> None:
     parser = records.arguments(__doc__)
     parser.add_argument("--steps", type=int, default=210)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=4, help="of each run that is trained twice")
     options = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)  # `records` holds others to one
     config = Config(batch_size=128, precision="bf16-mixed", compile=True, epochs=1000, evaluate_every=10_000)
     fabric = make_fabric(config, accelerator="cuda", devices=1)
     n_images = options.steps * config.batch_size
-    run = set_up(config, fabric, generated(n_images), None)
+    splits = generated(n_images)
+    run = set_up(config, fabric, splits, None)
 
     def with_head(every: int):
         calib = run.inputs.make_calib()
@@ -81,6 +107,19 @@ def main() -> None:
                 times[name].append(took)
     medians = {name: statistics.median(took) for name, took in times.items()}
     added = {name: round(100 * (medians[name] / medians["ours"] - 1), 2) for name in list(ways)[2:]}
+    assert uncompiled(run.forward) is run.net
+    twice = {}
+    for compiled, deterministic in product((True, False), repeat=2):
+        way = ("compiled" if compiled else "eager") + (", deterministic" if deterministic else "")
+        again = replace(
+            config,
+            compile=compiled,
+            deterministic=deterministic,
+            epochs=options.epochs,
+            heads={"paper": PAPER},
+        )
+        twice[way] = trained_twice(again, splits)
+        print(way, twice[way], flush=True)
     result = {
         "what": "ResNet-50 (32x32 stem), batch 128, bf16, channels_last; images per second in training",
         "steps_per_round": options.steps,
@@ -88,9 +127,9 @@ def main() -> None:
         "faster_than_eager": round(medians["eager"] / medians["ours"], 3),
         "head_adds_percent": added,
         "seconds": times,
+        "trained_twice": twice,
         "environment": environment(fabric.device),
     }
-    assert uncompiled(run.forward) is run.net
     print(json.dumps({key: value for key, value in result.items() if key != "seconds"}, indent=1))
     if options.save:
         records.save("gpu_training", result)
