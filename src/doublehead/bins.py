@@ -15,7 +15,7 @@ holds up to 2^31 samples of confidence 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import accumulate, islice
 from threading import Lock
 from typing import Any
 
@@ -352,28 +352,30 @@ def _sift(probs: Tensor, labels: Tensor, wide: Tensor, edge: float) -> tuple[Ten
     the first bin is the total minus the rest, exact because everything is a whole number.
     """
     if probs.device.type == "cpu":
-        high, totals = _sift_on_cpu(probs.numpy(), wide, edge)
-    else:
-        high = (probs > edge).view(-1).nonzero()[:, 0]
-        totals = wide.resize_(probs.shape).copy_(probs).add_(ROUNDING).view(torch.int64).sum(0)
-    totals = totals - _wrapped(len(probs) * ROUNDING_BITS)
-    return totals, labels, probs.gather(1, labels[:, None])[:, 0], high % probs.shape[1], probs.view(-1)[high]
+        return _sift_on_cpu(probs.numpy(), labels, wide, edge)
+    places = (probs > edge).view(-1).nonzero()[:, 0]
+    totals = wide.resize_(probs.shape).copy_(probs).add_(ROUNDING).view(torch.int64).sum(0)
+    return totals, labels, places, probs.view(-1)[places]
 
 
-def _sift_on_cpu(probs: Array, wide: Tensor, edge: float) -> tuple[Tensor, Tensor]:
-    """Places above the edge (M,), and the sums of each class (K,), block by block; torch is slow without AVX2."""
-    (n, k), above = probs.shape, np.empty(probs.shape, dtype=bool)
-    rows, totals = max(1, BLOCK_ENTRIES // 2 // k), np.zeros(k, dtype=np.int64)
+def _sift_on_cpu(probs: Array, labels: Tensor, wide: Tensor, edge: float) -> tuple[Tensor, ...]:
+    """Sums of each class (K,), labels, places above the edge (M,) and what is there; torch is slow without AVX2."""
+    (n, k), found, high = probs.shape, [], []
+    rows, totals = max(1, BLOCK_ENTRIES // 4 // k), np.zeros(k, dtype=np.int64)
+    memory, limit = wide.resize_(rows, k).numpy(), probs.dtype.type(edge)
     for start in range(0, n, rows):
         block = probs[start : start + rows]
-        units = wide.resize_(block.shape).numpy()
-        np.greater(block, probs.dtype.type(edge), out=above[start : start + rows])
+        places = np.flatnonzero(block > limit)
+        found.append(places + start * k)
+        high.append(block.reshape(-1)[places])
+        units = memory[: len(block)]
         if block.dtype != np.float64:
             np.copyto(units, block)
             block = units
         np.add(block, ROUNDING, out=units)
         totals += np.add.reduce(units.view(np.int64), axis=0)  # overflow is undone by the caller
-    return torch.from_numpy(np.flatnonzero(above)), torch.from_numpy(totals)
+    columns = (np.concatenate(parts) for parts in (found, high))
+    return torch.from_numpy(totals), labels, *map(torch.from_numpy, columns)
 
 
 def _wrapped(whole: int) -> int:
@@ -382,17 +384,19 @@ def _wrapped(whole: int) -> int:
 
 
 def _add_sifted(parts: list[Tensor], seen: list[tuple[Tensor, ...]]) -> None:
-    n_bins = parts[0].shape[1]
-    totals = torch.stack([chunk[0] for chunk in seen]).sum(0)
-    labels, at_label, classes, conf = (torch.cat(columns) for columns in list(zip(*seen))[1:])
-    parts[0][:, 0] += len(labels)
-    parts[1][:, 0] += totals
-    counts, conf_sums, correct_sums = (part.view(-1) for part in parts)
-    correct_sums.scatter_add_(0, labels * n_bins + bin_of(at_label, n_bins), torch.ones_like(labels))
+    (k, n_bins), starts = parts[0].shape, accumulate((len(chunk[1]) for chunk in seen), initial=0)
+    labels, conf = (torch.cat([chunk[i] for chunk in seen]) for i in (1, 3))
+    places = torch.cat([chunk[2] + start * k for start, chunk in zip(starts, seen)])
+    totals = torch.stack([chunk[0] for chunk in seen]).sum(0) - _wrapped(len(labels) * ROUNDING_BITS)
+    wholes = torch.full_like(totals, len(labels)), totals, labels.bincount(minlength=k)
+    for part, whole in zip(parts, wholes):
+        part[:, 0] += whole
+    classes = places % k
     first = classes * n_bins
     place = first + bin_of(conf, n_bins)
-    for sums, entries in ((counts, torch.ones_like(first)), (conf_sums, quantise(conf))):
-        sums.scatter_add_(0, place, entries).scatter_add_(0, first, -entries)
+    entries = entries_of(conf, labels[places // k] == classes)
+    for part, entry in zip(parts, entries):
+        part.view(-1).scatter_add_(0, place, entry).scatter_add_(0, first, -entry)
 
 
 def check_outcomes(confidence: ArrayLike, correct: ArrayLike) -> tuple[Tensor, Tensor]:
