@@ -307,6 +307,8 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", BAD_CALLS)
 def test_what_is_wrong_is_said_in_one_sentence(command: str, bad_files: Path, monkeypatch: Any) -> None:
+    if "--cluster" in command:
+        pytest.importorskip("distributed")
     monkeypatch.chdir(bad_files)
     monkeypatch.setattr("doublehead.files.reading.CONNECT_SECONDS", 0.2)
     files = sorted(bad_files.rglob("*"))
