@@ -145,7 +145,8 @@ def test_parsed_tree_by_hand():
 
 def test_batched_trees_are_the_same_trees():
     trees = [parse_tree(line) for line in SENTENCES]
-    batch = TreeBatch.of(trees)
+    batch, labelled = TreeBatch.of(trees), TreeBatch.of(trees, nodes="all")
+    labels = dict(zip(labelled.targets.tolist(), labelled.target_labels.tolist()))
     height = np.zeros(len(batch.words), int)
     for level, (start, stop) in enumerate(zip(batch.levels, batch.levels[1:])):
         height[start:stop] = level
@@ -154,12 +155,12 @@ def test_batched_trees_are_the_same_trees():
         assert height[node] == (0 if children[0] < 0 else 1 + max(height[children]))
 
     def unfold(node, tokens):
-        label = int(batch.labels[node])
+        label = labels.get(node, -100)
         if batch.words[node] >= 0:
             return (label, tokens[batch.words[node]])
         return (label, *(unfold(child, tokens) for child in batch.children[node].tolist()))
 
-    for tree, root in zip(trees, batch.roots.tolist()):
+    for tree, root in zip(trees, batch.targets.tolist()):
         assert unfold(root, tree.tokens) == nested(tree, len(tree) - 1)
 
 

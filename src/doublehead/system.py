@@ -12,8 +12,8 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ import torch
 HEADER = "doublehead"  # the entry of a safetensors header that holds facts as JSON
 # Packages that import torchvision if it is installed.
 IMPORT_TORCHVISION = ("torchvision", "timm", "torchmetrics", "lightning", "transformers")
-
-_torchvision_library: torch.library.Library | None = None  # its declarations end when it is deleted
 
 
 def require(name: str, extra: str) -> Any:
@@ -44,30 +42,27 @@ def require(name: str, extra: str) -> Any:
         ) from error
 
 
-def _declare_torchvision_operators() -> ModuleType | None:
+@cache  # which keeps the library: its declarations end when it is deleted
+def _declare_torchvision_operators() -> torch.library.Library | None:
     """Make torchvision importable when its compiled operators do not match the installed torch.
 
     With a CPU build of torch, torchvision's CUDA build cannot load its compiled library. Its import then fails
     because it registers rules for operators that do not exist. Networks and transforms do not need these operators,
     so declaring their signatures is enough.
     """
-    global _torchvision_library  # noqa: PLW0603 (declared once per process)
-    if _torchvision_library is not None:
-        return None
     try:
-        return importlib.import_module("torchvision")
+        importlib.import_module("torchvision")
     except ModuleNotFoundError:
         return None
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
-    _torchvision_library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, operator):
-            _torchvision_library.define(
-                f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
-    return importlib.import_module("torchvision")
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        importlib.import_module("torchvision")
+        return library
+    return None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

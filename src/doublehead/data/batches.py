@@ -276,7 +276,6 @@ class FileBatches(Batches):
             pin_memory=self.device.type == "cuda",
             # Workers draw their base seed from this generator; the default is the global one.
             generator=torch.Generator().manual_seed(self.seed),
-            worker_init_fn=_one_thread,
         )
         for pixels, labels in batches:
             images = pixels.to(self.device, non_blocking=True).float() / 255
@@ -307,7 +306,3 @@ class _Files(Dataset[tuple[Tensor, int]]):
             # Not torch.manual_seed, which would also seed the GPU, on which the network draws.
             torch.default_generator.manual_seed(self.key * 2_000_003 + i)
             return self.transform(image.convert("RGB")), int(self.labels[i])
-
-
-def _one_thread(worker: int) -> None:
-    torch.set_num_threads(1)

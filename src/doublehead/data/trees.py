@@ -25,6 +25,7 @@ class Tree:
     `words` (n,): position of a leaf in `tokens` or, after `index`, its vocabulary row; -1 for inner nodes.
     `children` (n, 2): node numbers of the left and the right child, which come before their parent; -1 for leaves.
     `labels` (n,): class of each node's phrase, -100 if it has none.
+    `heights` (n,): 0 for leaves, else 1 + the larger height of the children.
 
     >>> tree = parse_tree("(3 (2 a) (4 (2 very) (3 good)))")
     >>> tree.tokens, tree.words.tolist(), tree.children.tolist()[3:], tree.labels.tolist()
@@ -35,6 +36,7 @@ class Tree:
     words: Array
     children: Array
     labels: Array
+    heights: Array
 
     def __len__(self) -> int:
         return len(self.words)
@@ -67,7 +69,8 @@ class Tree:
             leaves = self.words[nodes][self.words[nodes] >= 0]
             words = np.maximum(self.words[nodes] - leaves[0], -1)
             children = np.maximum(self.children[nodes] - start[node], -1)
-            yield Tree(self.tokens[leaves[0] : leaves[-1] + 1], words, children, self.labels[nodes])
+            tokens = self.tokens[leaves[0] : leaves[-1] + 1]
+            yield Tree(tokens, words, children, self.labels[nodes], self.heights[nodes])
 
 
 def parse_tree(line: str) -> Tree:
@@ -76,7 +79,7 @@ def parse_tree(line: str) -> Tree:
     Each node must hold one word or two nodes: SST's trees are binary.
     """
     tokens: list[str] = []
-    nodes: list[tuple[int, int, int, int]] = []  # finished: word, left, right, label
+    nodes: list[tuple[int, int, int, int, int]] = []  # finished: word, left, right, label, height
     # Label, and what was read of it: words and finished nodes.
     open_nodes: list[tuple[int, list[int | str]]] = []
     # A word may contain a no-break space ("8 1/2").
@@ -93,10 +96,10 @@ def parse_tree(line: str) -> Tree:
             continue
         match open_nodes.pop():
             case label, [str(word)]:
-                nodes.append((len(tokens), -1, -1, label))
+                nodes.append((len(tokens), -1, -1, label, 0))
                 tokens.append(word)
             case label, [int(left), int(right)]:
-                nodes.append((-1, left, right, label))
+                nodes.append((-1, left, right, label, 1 + max(nodes[left][4], nodes[right][4])))
             case _, entries:
                 raise ValueError(f"each node must hold one word or two nodes, got {len(entries)} entries")
         if open_nodes:
@@ -104,7 +107,7 @@ def parse_tree(line: str) -> Tree:
     if open_nodes or not nodes:
         raise ValueError(f"a tree must close all its brackets, {len(open_nodes)} are open at the end")
     columns = np.array(nodes, np.int64)
-    return Tree(tuple(tokens), columns[:, 0], columns[:, 1:3], columns[:, 3])
+    return Tree(tuple(tokens), columns[:, 0], columns[:, 1:3], columns[:, 3], columns[:, 4])
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,24 +115,23 @@ class TreeBatch:
     """Many trees as one forest whose nodes are sorted by height: leaves first, then height 1, 2, ...
 
     With M nodes in all:
-    `words` (M,), `children` (M, 2), `labels` (M,): as in `Tree`, children numbered within the forest.
-    `roots` (B,): root of each tree.
+    `words` (M,), `children` (M, 2): as in `Tree`, children numbered within the forest.
     `levels`: a list; the nodes of height h are `levels[h] : levels[h + 1]`. They depend on lower nodes only, so a
     TreeLSTM needs one matrix product per height.
-    `targets` (T,): the nodes to classify, roots or all labelled nodes. Logits come in this order.
+    `targets` (T,), `target_labels` (T,): the nodes to classify, roots or all labelled nodes, and their classes. Logits
+    come in this order.
     `sample_keys` (B,): whole numbers computed from each tree's words and structure: equal trees have equal keys.
 
     >>> batch = TreeBatch.of([parse_tree("(3 (2 a) (3 b))"), parse_tree("(1 c)")])
-    >>> batch.levels, batch.words.tolist(), batch.children[3].tolist(), batch.roots.tolist()
+    >>> batch.levels, batch.words.tolist(), batch.children[3].tolist(), batch.targets.tolist()
     ([0, 3, 4], [0, 1, 0, -1], [0, 1], [3, 2])
     """
 
     words: Tensor
     children: Tensor
-    labels: Tensor
-    roots: Tensor
     levels: list[int]
     targets: Tensor
+    target_labels: Tensor
     sample_keys: Tensor
 
     @classmethod
@@ -141,46 +143,30 @@ class TreeBatch:
             raise ValueError("trees must hold at least one tree, got none")
         sizes = np.array([len(tree) for tree in trees])
         starts = np.cumsum(sizes) - sizes
-        words, children, labels = (
+        words, children, labels, heights = (
             np.concatenate([getattr(tree, name) for tree in trees])
-            for name in ("words", "children", "labels")
+            for name in ("words", "children", "labels", "heights")
         )
-        children = np.where(words[:, None] < 0, children + np.repeat(starts, sizes)[:, None], -1)
-        height = _heights(children)
-        order = np.argsort(height, kind="stable")  # new position -> old node
+        order = np.argsort(heights, kind="stable")  # new position -> old node
         place = np.argsort(order)  # old node -> new position
-        children = np.where(children >= 0, place[children], -1)[order]
-        labels, roots = labels[order], place[starts + sizes - 1]
-        targets = roots if nodes == "root" else np.flatnonzero(labels != IGNORED)
+        children = np.where(words[:, None] < 0, place[children + np.repeat(starts, sizes)[:, None]], -1)
+        targets = place[starts + sizes - 1]
+        if nodes == "all":
+            targets = np.flatnonzero(labels[order] != IGNORED)
         keys = [zlib.crc32(tree.words.tobytes() + tree.children.tobytes()) for tree in trees]
-        levels = [0, *np.cumsum(np.bincount(height)).tolist()]
-        arrays = {
-            "words": words[order],
-            "children": children,
-            "labels": labels,
-            "roots": roots,
-            "targets": targets,
-            "sample_keys": np.array(keys),
-        }
-        return cls(levels=levels, **{name: torch.from_numpy(array) for name, array in arrays.items()})
-
-    @property
-    def target_labels(self) -> Tensor:
-        """(T,) the classes of the nodes to classify."""
-        return self.labels[self.targets]
+        return cls(
+            words=torch.from_numpy(words[order]),
+            children=torch.from_numpy(children[order]),
+            levels=[0, *np.cumsum(np.bincount(heights)).tolist()],
+            targets=torch.from_numpy(targets),
+            target_labels=torch.from_numpy(labels[order][targets]),
+            sample_keys=torch.tensor(keys),
+        )
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """The same batch on a device."""
-        names = ("words", "children", "labels", "roots", "targets", "sample_keys")
+        names = ("words", "children", "targets", "target_labels", "sample_keys")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     def __len__(self) -> int:
-        return len(self.roots)
-
-
-def _heights(children: Array) -> Array:
-    """(M,) 0 for leaves, else 1 + the larger height of the children; one pass per height."""
-    height = np.zeros(len(children), np.int64)
-    while not np.array_equal(taller := np.where(children[:, 0] < 0, 0, 1 + height[children].max(1)), height):
-        height = taller
-    return height
+        return len(self.sample_keys)
