@@ -62,21 +62,14 @@ def test_lines_agree_with_numpy() -> None:
         np.testing.assert_allclose(found[:, c].numpy(), expected, atol=1e-12)
 
 
-def test_top_odds_are_set_and_the_rest_keeps_its_proportions() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0]], dtype=torch.float64)
-    out = base.with_top_odds(logits, torch.tensor([math.log(0.6 / 0.4)], dtype=torch.float64)).exp()
-    assert float(out[0, 0]) == pytest.approx(0.6)
-    assert float(out[0, 1] / out[0, 2]) == pytest.approx(math.e)
-    assert float(out.sum()) == pytest.approx(1)
-
-
-def test_top_odds_never_dethrone_the_top_class() -> None:
-    logits = torch.tensor([[2.0, 1.9, 0.0]])
-    out = base.with_top_odds(logits, torch.tensor([-20.0]))
-    assert out.argmax(1).tolist() == [0]
-    probs = out.exp()[0]
-    assert float(probs[0]) == pytest.approx(float(probs[1]), rel=1e-5)
-    assert float(probs.sum()) == pytest.approx(1, abs=1e-5)
+def test_top_odds_are_set_as_far_as_the_top_class_stays() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.9, 0.0]])
+    probs = base.with_top_odds(logits, torch.tensor([math.log(0.6 / 0.4), -20.0])).exp()
+    assert float(probs[0, 0]) == pytest.approx(0.6)
+    assert float(probs[0, 1] / probs[0, 2]) == pytest.approx(math.e)  # the rest keeps its proportions
+    assert probs.argmax(1).tolist() == [0, 0]
+    assert float(probs[1, 0]) == pytest.approx(float(probs[1, 1]), rel=1e-5)
+    assert probs.sum(1).tolist() == pytest.approx([1, 1], abs=1e-5)
 
 
 def test_keep_top_breaks_ties_for_the_predicted_class_only() -> None:
@@ -252,30 +245,19 @@ def _slow_bbq(odds: np.ndarray, hits: np.ndarray) -> np.ndarray:
     return out
 
 
-def test_isotonic_one_vs_rest_agrees_with_scikit_learn_on_its_samples() -> None:
-    isotonic = pytest.importorskip("sklearn.isotonic")
+@pytest.mark.parametrize(("kind", "n_maps", "close"), [("one-vs-rest", 4, 1e-6), ("shared", 1, 1e-5)])
+def test_isotonic_agrees_with_scikit_learn(kind: str, n_maps: int, close: float) -> None:
+    """A map of each class, or one of the probabilities of all classes together."""
+    model = pytest.importorskip("sklearn.isotonic").IsotonicRegression(y_min=0, y_max=1)
     p = several()
-    columns = []
-    for k in range(4):
-        probs, hits = p.probs[:, k].numpy(), (p.labels == k).double().numpy()
-        columns.append(isotonic.IsotonicRegression(y_min=0, y_max=1).fit(probs, hits).predict(probs))
-    expected = np.maximum(np.stack(columns, 1), 1e-6)
-    expected /= expected.sum(1, keepdims=True)
-    found = Isotonic(kind="one-vs-rest").fit(p).calibrate(p).probs.numpy()
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-def test_shared_isotonic_pools_all_classes() -> None:
-    isotonic = pytest.importorskip("sklearn.isotonic")
-    p = several()
-    probs = p.probs.numpy()
-    hits = np.eye(4)[p.labels.numpy()]
-    pooled = isotonic.IsotonicRegression(y_min=0, y_max=1).fit(probs.ravel(), hits.ravel())
-    expected = np.maximum(pooled.predict(probs.ravel()).reshape(probs.shape), 1e-6)
-    expected /= expected.sum(1, keepdims=True)
-    fitted = Isotonic().fit(p)
-    np.testing.assert_allclose(fitted.calibrate(p).probs.numpy(), expected, atol=1e-5)
-    assert len(fitted.values_) == 1
+    probs, hits = p.probs.numpy(), np.eye(4)[p.labels.numpy()]
+    groups = [(x.ravel(), y.ravel()) for x, y in zip(np.split(probs, n_maps, 1), np.split(hits, n_maps, 1))]
+    mapped = [model.fit(x, y).predict(x).reshape(len(p), -1) for x, y in groups]
+    expected = np.maximum(np.concatenate(mapped, 1), 1e-6)
+    fitted = Isotonic(kind=kind).fit(p)
+    found = fitted.calibrate(p).probs.numpy()
+    np.testing.assert_allclose(found, expected / expected.sum(1, keepdims=True), atol=close)
+    assert len(fitted.values_) == n_maps
 
 
 def test_slope_of_the_running_mean_agrees_with_scipy() -> None:

@@ -204,16 +204,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    listed = {DOCS / "index.md", *(DOCS / "results").rglob("*.md")}  # docs/conf.py adds the pages of results
-    for page in DOCS.rglob("*.md"):
-        for block in blocks(page):
-            if block.language == "{toctree}":
-                entries = [line for line in block.code.splitlines() if line and not line.startswith(":")]
-                listed |= {page.parent / f"{entry}.md" for entry in entries}
-    assert listed == set(DOCS.rglob("*.md"))
-
-
 def test_every_public_module_is_in_the_reference() -> None:
     from test_layout import ORDER
 
@@ -230,11 +220,3 @@ def test_the_comparison_with_other_libraries_is_that_of_its_results(monkeypatch:
     shown = text_of(DOCS / "peers.md").split(MARK)[1].split("<!-- end -->")[0]
     assert shown.strip() == as_markdown(results["rows"], versions).strip()
     sys.modules.pop("definitions", None)
-
-
-def test_generated_blocks_have_an_end() -> None:
-    for page in PAGES:
-        marks = re.findall(r"^<!-- (results: [\w-]+|end|written by .*) -->$", text_of(page), re.MULTILINE)
-        marks = [mark for mark in marks if not mark.startswith("written by `make")]
-        assert marks[1::2] == ["end"] * (len(marks) // 2), f"{name_of(page)}: {marks}"
-        assert len(marks) % 2 == 0, f"{name_of(page)}: {marks}"

@@ -455,30 +455,14 @@ def test_bad_batches_never_stop_the_users_training() -> None:
 
 
 def test_classes_masked_with_infinity_are_noticed_while_training() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = small_net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x).masked_fill(torch.arange(4) == 3, -math.inf)
-
+    masked = Formed(small_net(), lambda logits: logits.masked_fill(torch.arange(4) == 3, -math.inf))
     images, labels = some_data(40, 1)[:]
-    double = DoubleHead(Masked(), (images, labels.clamp(max=2)), every=1)
+    double = DoubleHead(masked, (images, labels.clamp(max=2)), every=1)
     with pytest.warns(UserWarning, match="loss is not finite"):
         for _ in range(2 * BURST):
             double.step()
     assert double.skipped == BURST  # too many in a row: no more are tried
     assert not double.active
-
-
-def test_a_loss_that_is_not_finite_is_noticed_within_a_burst() -> None:
-    x, y = some_data(8, 1)[:]
-    double = DoubleHead(small_net(), [(x, y), (x * math.nan, y), (x, y), (x, y)], every=1)
-    with pytest.warns(UserWarning, match="skipped: the calibration loss is not finite"):
-        for _ in range(BURST):
-            assert double.step()
-    assert double.skipped == BURST // 4
 
 
 def test_processes_give_up_at_the_same_call_however_late_their_flags_arrive(monkeypatch: Any) -> None:
@@ -835,16 +819,12 @@ def test_token_logits_find_their_features() -> None:
 
 
 def test_a_network_without_a_linear_layer_has_no_features() -> None:
-    class Means(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([x.mean(1), x.std(1), x.amax(1)], 1)
-
+    means = Formed(nn.Identity(), lambda x: torch.stack([x.mean(1), x.std(1), x.amax(1)], 1))
     x, y = torch.randn(300, 6), torch.arange(300) % 3
     with pytest.raises(ValueError, match="name the last layer"):
-        DoubleHead(Means(), (x, y))
-    double = DoubleHead(Means(), (x, y), heads=STATISTICS, every=1)
-    assert double.step()
-    assert calibrate(Means(), (x, y))(x).shape == (300, 3)
+        DoubleHead(means, (x, y))
+    assert DoubleHead(means, (x, y), heads=STATISTICS, every=1).step()
+    assert calibrate(means, (x, y))(x).shape == (300, 3)
 
 
 def test_bf16_autocast_and_channels_last() -> None:

@@ -42,18 +42,23 @@ def everything(rank: int, folder: Path) -> None:
         (folder / f"{work.__name__}-{rank}").touch()
 
 
-def train(rank: int, folder: Path) -> None:
-    inner = net()
-    model = DistributedDataParallel(inner)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = data(2, 400)
-    double = DoubleHead(model, [(x[rank::2], y[rank::2])], follow=optimizer, every=2)
+def six_steps(rank: int, model: nn.Module, optimizer: Any, double: DoubleHead | None) -> None:
+    """With this process's half of each batch."""
     for step in range(6):
         x, y = data(10 + step)
         F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        double.step()
+        if double is not None:
+            double.step()
+
+
+def train(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = data(2, 400)
+    double = DoubleHead(model, [(x[rank::2], y[rank::2])], follow=optimizer, every=2)
+    six_steps(rank, model, optimizer, double)
     model.eval()
     calibrated = double.finish()
     state = {"bank": double.bank.state_dict(), "head": calibrated.head.state_dict()}
@@ -93,13 +98,7 @@ def untouched(rank: int, folder: Path) -> None:
         model = DistributedDataParallel(net())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         double = DoubleHead(model, data(2, 400), follow=optimizer, every=2) if beside else None
-        for step in range(6):
-            x, y = data(10 + step)
-            F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if double is not None:
-                double.step()
+        six_steps(rank, model, optimizer, double)
         states.append(model.module.state_dict())
     assert_same(*states)
 
@@ -133,13 +132,7 @@ def sharded(rank: int, folder: Path) -> None:
             fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
         optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
         double = DoubleHead(network, data(2, 400), follow=optimizer, every=2) if beside else None
-        for step in range(6):
-            x, y = data(10 + step)
-            F.cross_entropy(network(x[rank::2]), y[rank::2]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if double is not None:
-                double.step()
+        six_steps(rank, network, optimizer, double)
         weights.append([value.full_tensor() for value in network.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
     assert double.skipped == 0

@@ -269,9 +269,7 @@ BAD_LOGITS = {  # text -> message
     Z_HEADER + "1,1,2\n2,1,2": "row 2: labels of 2 .* lie in 0..1, got 2; .*--label-base 1",
     "label,logit_1,logit_2\n0,1,2\n1,1,2": "row 1: labels .* must lie in 1..2, got 0; .*--label-base 0",
     Z_HEADER: "a.csv has no rows",
-    "label,cat,dog\n": "a.csv has no rows",
     "label,cat,dog\ncat,1.5,2.5\ndog,abc,2.5": "column 'cat', row 2 must hold a number, got 'abc'",
-    HEADER + "0,0.29,0.7\n1,0.5,0.5": "each row sums to 1, so these are probabilities: give --probs",
     "label,logit_0,logit_0\n0,1,2": "more than one column called 'logit_0'",
     HEADER + "0,0.25,0.75\n1,0.5,0.5": "each row sums to 1, so these are probabilities: give --probs",
     HEADER + "0,25,75\n1,50,50": "each row sums to 100, so these are percentages",
@@ -429,12 +427,6 @@ def test_a_decimal_column_that_is_no_score_is_refused(kind: Any, text: bool, tmp
     assert read_predictions(fine, kind=kind).load().n_classes == 3
 
 
-def test_rows_are_not_chosen_by_their_label(tmp_path: Path) -> None:
-    file = simple_csv(tmp_path / "a.csv")
-    for how in ({"by": "label"}, {"where": {"label": "2"}}):
-        refused("cannot be selected or grouped by their label", file, kind="logits", **how)
-
-
 def test_rows_that_rounding_moved_from_one(tmp_path: Path) -> None:
     for row, is_rounded in (("0.33,0.33,0.33", True), ("0.3,0.3,0.3", False), ("0.3333,0.33,0.33", False)):
         file = write_csv(tmp_path / "a.csv", "label,a,b,c", "0,0.2,0.3,0.5", f"1,{row}")
@@ -448,6 +440,8 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     file = simple_csv(tmp_path / "a.csv")
     refused(r"--tolerance\) must lie in 0..1, got nan", file, kind="logits", tolerance=math.nan)
     refused("must name a column", file, kind="logits", by="")
+    for how in ({"by": "label"}, {"where": {"label": "2"}}):
+        refused("cannot be selected or grouped by their label", file, kind="logits", **how)
     np.savez(tmp_path / "none.npz", logits=np.zeros((4, 0)), labels=np.zeros(4, dtype=int))
     refused("at least one score per row", tmp_path / "none.npz")
     (tmp_path / "b.csv").write_bytes(b"label,cat,dog\n\x00\x81,0.5,0.5\n")

@@ -16,7 +16,7 @@ from doublehead.integrations.sklearn import CalibratedClassifier, DoubleHeadClas
 
 pd = pytest.importorskip("pandas")
 sklearn = pytest.importorskip("sklearn")
-from sklearn.datasets import load_digits, load_iris, load_wine  # noqa: E402
+from sklearn.datasets import load_digits, load_wine  # noqa: E402
 from sklearn.ensemble import RandomForestClassifier  # noqa: E402
 from sklearn.linear_model import LogisticRegression  # noqa: E402
 from sklearn.model_selection import GridSearchCV, cross_validate  # noqa: E402
@@ -129,17 +129,6 @@ def test_a_module_on_images_and_one_from_a_function() -> None:
 
     whole = DoubleHeadClassifier(module=make, **QUICK).fit(x[:400].astype(int), y[:400])
     assert whole.score(x[:400].astype(int), y[:400]) > 0.8
-
-
-def test_data_frames_and_string_labels() -> None:
-    iris = load_iris(as_frame=True)
-    names = iris.target.map(dict(enumerate(iris.target_names)))
-    for model in (DoubleHeadClassifier(**QUICK), CalibratedClassifier(GaussianNB(), random_state=0)):
-        model.fit(iris.data, names)
-        assert model.classes_.tolist() == ["setosa", "versicolor", "virginica"]
-        assert model.score(iris.data, names) > 0.85
-        assert set(model.predict(iris.data[:5])) <= set(model.classes_)
-    assert model.n_features_in_ == 4
 
 
 def test_scorer_by_hand() -> None:

@@ -180,8 +180,3 @@ def test_error_inside_a_module_is_not_hidden(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="package_that_is_not_there"):
         build("needs_more:ours", 7)
-
-
-@needs_torchvision
-def test_network_from_torchvision_by_import():
-    assert build("torchvision.models:squeezenet1_1", 7)(torch.zeros(1, 3, 64, 64)).shape == (1, 7)

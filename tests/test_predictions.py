@@ -198,21 +198,6 @@ def test_save_and_load(tmp_path, are_probs):
         Predictions.load(rough)
 
 
-def test_save_leaves_nothing_half_written(tmp_path, monkeypatch):
-    p = Predictions(LOGITS, [0, 1])
-    p.save(tmp_path / "p.npz")
-    before = (tmp_path / "p.npz").read_bytes()
-
-    def fail(*_args, **_arrays):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(np, "savez_compressed", fail)
-    with pytest.raises(OSError, match="disk full"):
-        p.save(tmp_path / "p.npz")
-    assert [file.name for file in tmp_path.iterdir()] == ["p.npz"]
-    assert (tmp_path / "p.npz").read_bytes() == before
-
-
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match=r"path must end in .npz, got 'p.csv'"):
         Predictions(LOGITS, [0, 1]).save(tmp_path / "p.csv")
@@ -275,7 +260,6 @@ def test_bad_input_is_named(logits, labels, error, message):
 
 BAD_PROBS = [
     ([[0.5, 0.5], [np.nan, 1.0]], r"probs must be finite, got 1 non-finite values, .* \(nan\) in row 1, column 0"),
-    ([[0.5, 0.5], [0.5, np.nan]], r"the first one \(nan\) in row 1, column 1"),
     ([[np.inf, 0.5]], r"the first one \(inf\) in row 0, column 0"),
     ([[1.0, -np.inf]], r"the first one \(-inf\) in row 0, column 1"),
     ([[0.5, 0.5], [0.5, -np.nan]], r"the first one \(nan\) in row 1, column 1"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from doublehead import Predictions, abstain, metrics
+from doublehead import Predictions, abstain, calibrators, metrics
 
 pytest.importorskip("jinja2")
 from doublehead import outcomes as outcomes_module
@@ -319,19 +320,28 @@ def test_bad_arguments_are_named(named: dict[str, Predictions]) -> None:
             build(**{"named": named, **options})
 
 
-def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = report({"a": made(60)}, tmp_path / "new" / "page.html", title="first")
-    assert "first" in path.read_text(encoding="utf-8")
-    assert os.listdir(path.parent) == ["page.html"]
+# What writes a file, given its path and what to write.
+WRITERS: dict[str, Callable[[Path, Predictions], Any]] = {
+    "page.html": lambda path, p: report({"a": p}, path),
+    "p.npz": lambda path, p: p.save(path),
+    "fitted.safetensors": lambda path, p: calibrators.save(calibrators.Temperature().fit(p), path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_written_whole_or_not_at_all(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / name
+    WRITERS[name](path, made(60))
+    before = path.read_bytes()
 
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space left"):
-        report(made(60), path, title="second")
-    assert "first" in path.read_text(encoding="utf-8")
-    assert os.listdir(path.parent) == ["page.html"]
+        WRITERS[name](path, made(50))
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [name]
     with pytest.raises(ValueError, match=r"path must end in .html, got 'page.txt'"):
         report(made(60), tmp_path / "page.txt")
 

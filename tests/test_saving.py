@@ -50,15 +50,17 @@ def test_what_was_loaded_in_inference_mode_runs_outside_of_it(tmp_path: Path) ->
     torch.testing.assert_close(log_probs(again), want)
 
 
-def test_a_copy_is_independent() -> None:
-    model, _ = make("opinion")
-    want = log_probs(model)
-    other = copy.deepcopy(model)
-    assert other.reader.network is other.network
+@pytest.mark.parametrize("kind", ["opinion", "guard"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_independent(kind: str, copied: Any) -> None:
+    model, _ = make(kind)
+    want, other = log_probs(model), copied(model)
     with torch.no_grad():
         for value in other.parameters():
             value.zero_()
-        main = other.heads(data()[0][:20]).main
+        inner = other.model if kind == "guard" else other
+        assert inner.reader.network is inner.network
+        main = inner.heads(data()[0][:20]).main
         torch.testing.assert_close(main, torch.full_like(main, 1 / N_CLASSES).log())  # reads its own network
     assert torch.equal(log_probs(model), want)
     assert not torch.equal(log_probs(other), want)
