@@ -67,11 +67,6 @@ def test_against_plain_python(dtype):
         assert abs(Fraction(got, 2**32) - want) <= Fraction(count, 2**33)
 
 
-def test_confidences_are_kept_to_two_to_the_minus_33():
-    values = torch.tensor([0.0, 1.0, 2.0**-32, 2.0**-34, 1 / 3], dtype=torch.float64)
-    assert quantise(values).tolist() == [0, 2**32, 1, 0, round(2**32 / 3)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("probs", [False, True])
 @pytest.mark.parametrize(("k", "n_bins"), [(2, 15), (10, 15), (10, 1), (40, 4), (120, 15)])
@@ -109,23 +104,21 @@ def test_chunks_and_threads_give_the_same_bits(monkeypatch):
     assert found[0] == found[1] == found[2]
 
 
-def test_class_wise_sums_round_half_to_even():
-    """0.5, 1.5 and 2.5 units of 2^-32, as `quantise` rounds them."""
+def test_confidences_are_kept_to_two_to_the_minus_33():
+    values = torch.tensor([0.0, 1.0, 2.0**-32, 2.0**-34, 1 / 3], dtype=torch.float64)
+    assert quantise(values).tolist() == [0, 2**32, 1, 0, round(2**32 / 3)]
+    # 0.5, 1.5 and 2.5 units of 2^-32 round half to even, in class-wise sums as well
     small = torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64) / 2**32
     p = Predictions.from_probs(torch.stack([small, 1 - small], 1), [1, 1, 1])
     assert int(Bins.classwise(p).conf_sums[0, 0]) == int(quantise(small).sum()) == 4
 
 
-def test_a_stream_starts_from_zeros():
-    p = random_predictions(100, 5)
+def test_a_stream_starts_from_zeros_and_coarser_bins_are_exact():
+    p = random_predictions(5000, 8)
     assert Bins.zeros(15) + Bins.top(p) == Bins.top(p)
-    assert Bins.zeros(5, 15) + Bins.classwise(p) == Bins.classwise(p)
+    assert Bins.zeros(8, 15) + Bins.classwise(p) == Bins.classwise(p)
     assert Bins.zeros(15).n == 0
     assert bool(torch.isnan(Bins.zeros(15).ece()))
-
-
-def test_coarser_bins_are_exact():
-    p = random_predictions(5000, 8)
     assert Bins.top(p, 960).coarsen(15) == Bins.top(p, 15)
     assert Bins.classwise(p, 30).coarsen(15) == Bins.classwise(p, 15)
     with pytest.raises(ValueError, match="n_bins must divide the present 15 bins, got 4"):

@@ -155,6 +155,8 @@ def test_each_head_of_a_bank_trains_as_it_would_alone() -> None:
         alone = trained((spec,)).eval()
         torch.testing.assert_close(answers[number], alone(main, features)[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(together.take(number)(main, features), answers[number])
+    torch.testing.assert_close(together.take(0, 1)(main, features), answers[:2])
+    assert together.take(2).specs == SPECS[2:3]
 
 
 PLAIN = (*SPECS, HeadSpec(hidden=0, dropout=0.4), HeadSpec(dropout=0.5))
@@ -207,10 +209,3 @@ def test_a_broken_head_does_not_stop_the_others() -> None:
     assert torch.equal(before[key][1], after[key][1])
     training.count_skipped(wait=True)
     assert training.skipped == 0
-
-
-def test_heads_of_one_bank_can_be_taken_together() -> None:
-    bank = HeadBank(6, 3, [replace(PAPER, seed=seed) for seed in range(4)])
-    main, features = torch.randn(5, 3), torch.randn(5, 6)
-    torch.testing.assert_close(bank.take(1, 3)(main, features), bank(main, features)[[1, 3]])
-    assert bank.take(2).specs == (bank.specs[2],)

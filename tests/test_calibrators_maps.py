@@ -158,9 +158,7 @@ def test_histogram_by_hand() -> None:
     smooth = HistogramBinning(n_bins=3).fit(p).calibrate(p).confidence
     assert float(smooth[0]) == pytest.approx(1.6 / 3)
     assert float(smooth[2]) == pytest.approx(3.9 / 5)
-
-
-def test_an_empty_bin_holds_its_middle() -> None:
+    # An empty bin holds its middle.
     p = Predictions.from_binary(np.array([0.9, 0.8]), [1, 0], are_probs=True)
     fitted = HistogramBinning(n_bins=4, kind="one-vs-rest", smoothing=0).fit(p)
     between = 6 / 7  # odds 6, between 4 and 9 in their logarithms

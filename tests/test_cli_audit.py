@@ -374,12 +374,6 @@ def test_force_replaces_and_a_closed_pipe_is_silent(test: Path, tmp_path: Path, 
     calibrate(*arguments)
     calibrate(*arguments, code=2)
     calibrate(*arguments, "--force")
-    command = shlex.join([sys.executable, "-m", "doublehead", "evaluate", str(test), "--json"])
-    piped = ["bash", "-c", f"{command} | head -n 1"]
-    result = subprocess.run(piped, capture_output=True, text=True, check=False)
-    assert result.stdout == "{\n"
-    assert "Traceback" not in result.stderr
-    assert "Error" not in result.stderr
     rows = [f"{i % 2},0.6,0.4,{i % 900} {'x' * 90}" for i in range(1800)]  # more text than a pipe holds
     (tmp_path / "many.csv").write_text("\n".join(["label,cat,dog,g", *rows]) + "\n")
     command = shlex.join(
@@ -388,6 +382,8 @@ def test_force_replaces_and_a_closed_pipe_is_silent(test: Path, tmp_path: Path, 
     piped = ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"]
     result = subprocess.run(piped, capture_output=True, text=True, check=False)
     assert result.stdout.splitlines()[1:] == ["0"]
+    assert "Traceback" not in result.stderr
+    assert "Error" not in result.stderr
     monkeypatch.setattr(sys, "argv", ["doublehead", "evaluate", "nowhere.csv"])
     with pytest.raises(SystemExit, match="2"):
         main()
@@ -451,24 +447,6 @@ def test_text_is_written_back_as_utf_8_with_its_delimiter_and_decimal_commas(tmp
         assert len(read_predictions(out).load()) == 60
 
 
-@pytest.mark.parametrize("kind", ["probs", "top_logprobs"])
-def test_objects_of_scores_are_written_back(kind: str, tmp_path: Path) -> None:
-    logits, labels = overconfident(0)
-    scores = logits.softmax(1) if kind == "probs" else logits.log_softmax(1)
-    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    with file.open("w") as lines:
-        for i, (y, row) in enumerate(zip(labels.tolist(), scores.tolist())):
-            record = {"label": "abcd"[y], kind: dict(zip("abcd", row)), "other": {"id": i}}
-            lines.write(json.dumps(record) + "\n")
-    fitted_to_itself(file, out)
-    first = json.loads(out.read_text().splitlines()[0])
-    assert set(first["probs"]) == set("abcd")
-    assert first["other"] == {"id": 0}
-    wanted = calibrators.Temperature().fit(Predictions(logits, labels))(logits).softmax(1)
-    found = read_predictions(out).load()  # the calibrated probabilities, whatever else is there
-    assert torch.allclose(found.probs.float(), wanted.float(), atol=1e-4)
-
-
 @pytest.mark.parametrize("form", ["columns", "object", "list", "pairs"])
 def test_json_keeps_everything_but_the_scores(form: str, tmp_path: Path) -> None:
     logits, labels = overconfident(0)
@@ -500,26 +478,13 @@ def test_json_keeps_everything_but_the_scores(form: str, tmp_path: Path) -> None
     assert torch.allclose(read_predictions(out, kind="probs").load().probs.float(), wanted.float(), atol=1e-4)
 
 
-def test_columns_called_the_other_kind_may_be_named(tmp_path: Path) -> None:
-    file = write_csv(tmp_path / "a.csv", 0, names="prob")
+def test_what_is_refused_at_first_may_be_stated(tmp_path: Path) -> None:
+    file, rough = write_csv(tmp_path / "a.csv", 0, names="prob"), tmp_path / "b.csv"
     call("evaluate", file, "--logits", code=2)
     call("evaluate", file, "--logits", "--scores", "prob_*")
-
-
-@pytest.mark.parametrize("digits", [2, 3, 4, 6])
-@pytest.mark.parametrize("method", ["temperature", "vector"])
-def test_rounded_probabilities_are_repaired(resnet110: Any, tmp_path: Path, digits: int, method: str) -> None:
-    """Zeros of a rounded file once blew temperatures up: ECE rose from 5.5 to 19.9 % on such files."""
-    arrays, file = {}, tmp_path / "both.npz"
-    for split, p in resnet110.items():
-        arrays[f"{split}_probs"], arrays[f"{split}_labels"] = p.probs.numpy().round(digits), p.labels
-    np.savez(file, **arrays)
-    words = ("--method", method, "--tolerance", "0.1", "--json")
-    found = json.loads(calibrate(f"{file}:val", f"{file}:test", tmp_path / "out.npz", *words).stdout)
-    before, after = (found[when]["metrics"] for when in ("before", "after"))
-    assert after["ece"]["value"] < 0.02 < before["ece"]["value"]
-    assert after["nll"]["value"] < 0.32
-    assert after["accuracy"]["value"] > before["accuracy"]["value"] - 0.005
+    rough.write_text("label,prob_0,prob_1\n0,0.7,0.33\n1,0.2,0.8\n")
+    call("evaluate", rough, code=2)
+    call("evaluate", rough, "--tolerance", "0.1")
 
 
 def test_a_calibrator_is_replaced_only_by_force(val: Path, tmp_path: Path) -> None:

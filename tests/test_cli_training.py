@@ -150,13 +150,11 @@ def test_train_fits_the_staged_head_unless_told_otherwise(tmp_path: Path) -> Non
     assert len(made["auto"]["opinion"]["heads"]) == 5
 
 
-def test_tensorboard_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    sentence = refused("train", *SMALL, "--tensorboard", "-o", tmp_path)
+def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "torch.utils.tensorboard", None)
+        sentence = refused("train", *SMALL, "--tensorboard", "-o", tmp_path)
     assert sentence == "--tensorboard needs the package tensorboard: pip install tensorboard"
-
-
-def test_tensorboard(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     call("train", *SMALL, "--method", "annealing-double-head", "--tensorboard", "-o", tmp_path)
     (folder,) = tmp_path.iterdir()

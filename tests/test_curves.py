@@ -100,9 +100,6 @@ def test_thinned_risk_coverage_keeps_points_of_the_whole_curve() -> None:
     assert len(risk_coverage_curve(binary([0.6, 0.9], [True, True])).coverage) == 2
     with pytest.raises(ValueError, match="n_points must be at least 2, got 1"):
         risk_coverage_curve(p, 1)
-
-
-def test_thinning_survives_many_equal_confidences() -> None:
     p = binary([0.9] * 500 + [0.6 + i / 5000 for i in range(500)], [True] * 1000)
     thin = risk_coverage_curve(p, 20)
     assert len(thin.coverage) <= 20

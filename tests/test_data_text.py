@@ -190,14 +190,11 @@ def splits():
     return Splits("toy", texts("the film qqq", "the film"), texts("the café zzz"), texts("."), ("only",))
 
 
-def test_glove_file(glove):
+def test_embedding(glove, splits):
     found = read_glove(glove, {"the", "café", "zzz"})
     assert set(found) == {"the", "café"}
     assert found["café"].tolist() == [3, 4]
     assert found["the"].dtype == np.float32
-
-
-def test_embedding(glove, splits):
     vocabulary, vectors = embed(splits, glove)
     # zzz is not in train and has no vector
     assert vocabulary.words == ("film", "the", "qqq", ".", "café")

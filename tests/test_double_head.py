@@ -606,6 +606,11 @@ def test_what_is_wrong_is_said_at_construction() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             DoubleHead(net, (x, y), **options)
+    double = DoubleHead(net, (x, y))
+    for progress in (1.5, -0.1, math.nan):
+        with pytest.raises(ValueError, match=r"progress must lie in 0\.\.1, .* got "):
+            double.step(progress)
+    assert double.calls == double.skipped == 0
     with pytest.raises(TypeError, match="network must be a plain classifier, got function"):
         DoubleHead(small_net, (x, y))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"give its \.network"):
@@ -632,9 +637,6 @@ def test_inputs_that_the_network_cannot_take_are_described() -> None:
                 RuntimeError, match=f"must run on the inputs of a calibration batch, got {got}"
             ):
                 make(nn.Linear(5, 3), batch)
-
-
-def test_rows_with_logits_that_are_not_finite_are_counted() -> None:
     x, y = torch.randn(300, 5), torch.arange(300) % 3
     x[[130, 140]] = torch.nan
     with pytest.raises(
@@ -1018,14 +1020,6 @@ def test_before_and_after_on_held_back_and_on_test_data(tmp_path: Path) -> None:
         assert before["accuracy"] == after["accuracy"]
     assert all(name in str(found) for name in found)
     assert str(model.head.choice) in repr(model).replace("\n  ", "\n")
-
-
-def test_a_progress_that_is_none_is_refused_at_once() -> None:
-    double = DoubleHead(small_net(), some_data(32, 2))
-    for progress in (1.5, -0.1, math.nan):
-        with pytest.raises(ValueError, match=r"progress must lie in 0\.\.1, .* got "):
-            double.step(progress)
-    assert double.calls == double.skipped == 0
 
 
 @pytest.mark.filterwarnings("default")

@@ -222,12 +222,6 @@ def test_means_are_over_the_seeds_of_a_row() -> None:
     assert tables.means(table).nll["d-m-l-e1-ensemble3", "none"] == 9.0
 
 
-def test_cells_of_the_ece() -> None:
-    band = {"ece_low": 0.002, "ece_high": 0.005}
-    assert tables.ece_cell(pd.Series({"ece": 0.01, **band})) == "1.00 (0.20 to 0.50)"
-    assert tables.ece_cell(pd.Series({"ece": 0.001, **band})) == "**0.10** (0.20 to 0.50)"
-
-
 # --- training
 
 

@@ -362,14 +362,6 @@ def test_places_that_are_not_tables(tmp_path: Path) -> None:
     refused("alone.npy has no partner", tmp_path / "alone.npy", kind="logits")
 
 
-def test_a_column_of_ids_is_not_a_group(tmp_path: Path) -> None:
-    n = 1001
-    table = {"label": [0] * n, "cat": [0.5] * n, "dog": [0.5] * n, "id": list(range(n))}
-    file = as_parquet(tmp_path / "a.parquet", table)
-    with pytest.raises(ValueError, match="at most 1000 different values"):
-        read_predictions(file, kind="probs", by="id").tally()
-
-
 def test_chunks_do_not_change_the_tally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     p = random_predictions(500)
     table = {"label": p.labels.numpy(), **{f"logit_{k}": p.logits[:, k].numpy() for k in range(7)}}
@@ -436,10 +428,15 @@ def test_rows_that_rounding_moved_from_one(tmp_path: Path) -> None:
             refused("row 2: probabilities must sum to 1", file, kind="probs")
 
 
+IDS = [f"{i % 2},0.25,{i}" for i in range(1001)]
+
+
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     file = simple_csv(tmp_path / "a.csv")
     refused(r"--tolerance\) must lie in 0..1, got nan", file, kind="logits", tolerance=math.nan)
     refused("must name a column", file, kind="logits", by="")
+    with pytest.raises(ValueError, match="at most 1000 different values"):  # a column of ids
+        read_predictions(write_csv(tmp_path / "ids.csv", "label,prob,id", *IDS), by="id").tally()
     for how in ({"by": "label"}, {"where": {"label": "2"}}):
         refused("cannot be selected or grouped by their label", file, kind="logits", **how)
     np.savez(tmp_path / "none.npz", logits=np.zeros((4, 0)), labels=np.zeros(4, dtype=int))

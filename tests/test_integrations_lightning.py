@@ -690,6 +690,9 @@ def test_bad_use_is_named(images: Images, tmp_path: Path) -> None:
             DoubleHeadCallback(images["calib"], **options)
     with pytest.raises(ValueError, match="heads must be None or one HeadSpec, got 2 of them"):
         DoubleHeadCallback(images["calib"], heads=[HeadSpec(beta0=1.0), HeadSpec(beta0=1.2)])
+    trainer = quiet_trainer(tmp_path, callbacks=[DoubleHeadCallback(images["calib"])], max_epochs=1)
+    with pytest.warns(UserWarning, match="the validation data holds calibration data"):
+        trainer.fit(Classifier(), loader(images["train"]), loader(images["calib"]))
 
 
 def test_training_data_of_unknown_length(images: Images, tmp_path: Path) -> None:
@@ -713,10 +716,3 @@ def test_calibration_data_without_an_end(images: Images, tmp_path: Path, monkeyp
         callback = DoubleHeadCallback(DataLoader(Endless(), batch_size), every=2)
         fit(images, tmp_path, callback, max_epochs=1)
         assert callback.choice.n == n
-
-
-def test_validating_on_calibration_data_warns(images: Images, tmp_path: Path) -> None:
-    callback = DoubleHeadCallback(loader(images["calib"]), every=2)
-    trainer = quiet_trainer(tmp_path, callbacks=[callback], max_epochs=1)
-    with pytest.warns(UserWarning, match="the validation data holds calibration data"):
-        trainer.fit(Classifier(), loader(images["train"]), loader(images["calib"]))

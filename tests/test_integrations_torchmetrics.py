@@ -33,25 +33,17 @@ def test_batches_give_the_value_of_the_whole(components, size):
     assert float(metric.compute()) == metrics.ece(Predictions(logits, labels)[: 200 * size], 15, components)
 
 
-def test_forward_returns_the_batch_and_keeps_the_sum():
-    logits, labels = data()
-    metric = CalibrationError()
-    first = metric(logits[:100], labels[:100])
-    assert float(first) == metrics.ece(Predictions(logits[:100], labels[:100]))
-    metric(logits[100:], labels[100:])
-    assert float(metric.compute()) == metrics.ece(Predictions(logits, labels))
-    metric.reset()
-    assert int(metric.bins.sum()) == 0
-
-
 def test_probabilities_are_stated():
     logits, labels = data()
-    metric = CalibrationError(are_probs=True)
-    p = Predictions(logits, labels)
-    metric.update(p.probs, labels)
+    metric, p = CalibrationError(are_probs=True), Predictions(logits, labels)
+    first = metric(p.probs[:100], labels[:100])  # of the batch
+    assert float(first) == metrics.ece(p[:100])
+    metric.update(p.probs[100:], labels[100:])
     assert float(metric.compute()) == metrics.ece(p)
     with pytest.raises(ValueError, match="probs must lie in 0..1"):
         metric.update(logits, labels)
+    metric.reset()
+    assert int(metric.bins.sum()) == 0
 
 
 def test_state_does_not_grow_and_survives_copies():

@@ -29,6 +29,9 @@ def test_by_hand():
     assert metrics.mean_entropy(p) == pytest.approx(entropy)
     assert metrics.mean_confidence(p) == pytest.approx(0.6)
     assert metrics.overconfidence(p) == pytest.approx(0.1)
+    p = Predictions.from_probs(np.array([[1.0, 0.0]], dtype=np.float32), [1])  # finite
+    assert metrics.nll(p) == pytest.approx(-math.log(0.01 / 2))
+    assert metrics.mean_entropy(p) == 0.0
 
 
 OF_PREDICTIONS = """accuracy nll brier mean_entropy mean_confidence overconfidence per_sample zero_labels ece mce ece2
@@ -39,12 +42,6 @@ adaptive_ece debiased_ece smooth_ece ks_error mmce ece_floor calibration_test au
 def test_an_array_is_no_predictions(name):
     with pytest.raises(TypeError, match=r"p must be Predictions, got ndarray: give Predictions\(logits, lab"):
         getattr(metrics, name)(np.eye(3))
-
-
-def test_a_label_of_probability_zero_is_finite():
-    p = Predictions.from_probs(np.array([[1.0, 0.0]], dtype=np.float32), [1])
-    assert metrics.nll(p) == pytest.approx(-math.log(0.01 / 2))
-    assert metrics.mean_entropy(p) == 0.0
 
 
 def test_against_sklearn(p):

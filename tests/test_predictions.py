@@ -216,9 +216,6 @@ def test_files_that_cannot_be_read(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             Predictions.load(tmp_path / f"{name}.npz")
-
-
-def test_a_damaged_file_is_named(tmp_path):
     path = Predictions(np.random.default_rng(0).normal(size=(200, 5)), [0] * 200).save(tmp_path / "p.npz")
     with zipfile.ZipFile(path) as file:
         start = file.getinfo("logits.npy").header_offset + 60

@@ -314,9 +314,6 @@ def test_deterministic_algorithms_are_on_for_the_run_alone(tmp_path: Path, monke
     with pytest.raises(RunError, match="the training loss is"):
         run(small(lr=1e30, deterministic=True), tmp_path / "fails")
     assert settings() == before
-
-
-def test_settings_of_deterministic_algorithms_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with algorithms(deterministic=True):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own is as good

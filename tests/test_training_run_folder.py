@@ -63,12 +63,6 @@ def test_predictions_are_float16_and_finite(tmp_path: Path) -> None:
     assert p.predicted.tolist() == [0, 0, 1]  # 7 and 7.0001 are one number in float16
 
 
-def test_a_folder_in_which_nothing_happened_goes_again(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run").locked():
-        pass
-    assert not (tmp_path / "run").exists()
-
-
 def test_another_config_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_text("config.json", Config(epochs=3).to_json())
@@ -81,7 +75,10 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
         folder.check(Config(epochs=3))
 
 
-def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_folder_in_which_nothing_happened_and_a_place_that_is_none(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run").locked():
+        pass
+    assert not (tmp_path / "run").exists()
     (tmp_path / "file").touch()
     refused = pytest.raises(RunError, match=r"file/run cannot be used as a run folder \(Not a directory\)")
     with refused, RunFolder(tmp_path / "file" / "run").locked():
