@@ -12,17 +12,14 @@ from doublehead.system import require
 from samples import binary
 
 
-def test_curve_by_hand():
-    curve = metrics.risk_coverage(binary([0.9, 0.9, 0.7, 0.6], [1, 0, 1, 0]))
+def test_curve_and_aurc_by_hand_and_against_slow():
+    p = binary([0.9, 0.9, 0.7, 0.6], [1, 0, 1, 0])
+    curve = metrics.risk_coverage(p)
     assert curve.threshold.tolist() == pytest.approx([0.9, 0.7, 0.6])
     assert curve.coverage.tolist() == pytest.approx([0.5, 0.75, 1.0])
     assert curve.risk.tolist() == pytest.approx([1 / 2, 1 / 3, 2 / 4])
-
-
-def test_aurc_by_hand_and_against_slow():
     # the two at 0.9 in the mean over both orders: 0.5 and 0.5; then 1/3, then 2/4
-    found = metrics.aurc(binary([0.9, 0.9, 0.7, 0.6], [1, 0, 1, 0]))
-    assert found == pytest.approx((0.5 + 0.5 + 1 / 3 + 0.5) / 4)
+    assert metrics.aurc(p) == pytest.approx((0.5 + 0.5 + 1 / 3 + 0.5) / 4)
     rng = np.random.default_rng(0)
     confidence = rng.uniform(0.5, 1, 500)
     correct = rng.random(500) < confidence

@@ -118,14 +118,6 @@ def test_guessed_columns(header: str, kind: Any, wanted: tuple[str, ...], tmp_pa
     assert all(name in layout.guesses[1] for name in (wanted[0], wanted[-1]))
 
 
-def test_named_columns_with_patterns(tmp_path: Path) -> None:
-    file = write_csv(tmp_path / "a.csv", "truth2,m_10,m_9,m_8,label", "10,0.5,0.25,0.25,x")
-    table = read_predictions(file, kind="probs", label="truth2", scores=["m_*"])
-    assert table.layout.scores == ("m_8", "m_9", "m_10")
-    assert table.layout.guesses == ()
-    assert table.load().labels.tolist() == [2]  # the label 10 is the column m_10
-
-
 def test_labels_from_a_base_on_and_a_binary_score_in_an_array(tmp_path: Path) -> None:
     based = write_csv(tmp_path / "c.csv", "label,cat,dog", "1,0.5,0.5", "2,0.5,0.5")
     assert read_predictions(based, kind="probs", base=1).load().labels.tolist() == [0, 1]
@@ -190,7 +182,12 @@ def test_objects_whose_other_values_change(tmp_path: Path, monkeypatch: pytest.M
     refused("b.jsonl, line 1 must be a JSON object, got .*0.5, 0.5", tmp_path / "b.jsonl")
 
 
-def test_scores_are_named_as_a_list_or_as_one_text(tmp_path: Path) -> None:
+def test_named_columns(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "a.csv", "truth2,m_10,m_9,m_8,label", "10,0.5,0.25,0.25,x")
+    table = read_predictions(file, kind="probs", label="truth2", scores=["m_*"])
+    assert table.layout.scores == ("m_8", "m_9", "m_10")
+    assert table.layout.guesses == ()
+    assert table.load().labels.tolist() == [2]  # the label 10 is the column m_10
     file = write_csv(tmp_path / "a.csv", 'label,"yes, no",no', "0,0.75,0.25")
     for scores in ("no, y*", ["no", "yes, no"]):
         assert read_predictions(file, kind="probs", scores=scores).layout.scores == ("no", "yes, no")
@@ -346,6 +343,10 @@ def test_columns_of_parquet_that_are_text_ragged_or_missing_in_a_later_file(tmp_
     del short["logit_2"]
     files = [as_parquet(tmp_path / "a.parquet"), as_parquet(tmp_path / "b.parquet", short)]
     refused("b.parquet has no column 'logit_2', which .*a.parquet has", files, kind="logits")
+    bad = {**columns(), "logit_0": np.array([1, 2, 3, np.nan], dtype=np.float32)}
+    table = read_predictions(as_parquet(tmp_path / "a.parquet", bad, row_group_size=2), kind="logits")
+    with pytest.raises(TableError, match="row 4 must hold a finite number"):  # its place in the file
+        table.split()[1].tally()
 
 
 def test_places_that_are_not_tables(tmp_path: Path) -> None:
@@ -381,14 +382,6 @@ def test_chunks_do_not_change_the_tally(tmp_path: Path, monkeypatch: pytest.Monk
         total = total + piece
     assert total.top == found.top
     assert total.predicted == found.predicted
-
-
-def test_rows_of_later_row_groups_are_named_by_their_place_in_the_file(tmp_path: Path) -> None:
-    bad = columns()
-    bad["logit_0"] = np.array([1, 2, 3, np.nan], dtype=np.float32)
-    table = read_predictions(as_parquet(tmp_path / "a.parquet", bad, row_group_size=2), kind="logits")
-    with pytest.raises(TableError, match="row 4 must hold a finite number"):
-        table.split()[1].tally()
 
 
 def scores_csv(path: Path, names: list[str], extra: str, kind: str, text: bool) -> Path:
@@ -645,20 +638,16 @@ def test_groups_by_the_predicted_class_and_not_by_whether_it_is_right(tmp_path: 
         read_predictions(tmp_path / "a.csv", by="correct")
 
 
-def test_folders_named_by_a_column(tmp_path: Path) -> None:
+def test_folders_named_by_a_column_and_files_named_twice(tmp_path: Path) -> None:
     for site in ("north", "south"):
         (tmp_path / "new" / f"site={site}").mkdir(parents=True)
         (tmp_path / "new" / f"site={site}" / "part.csv").write_bytes(plain())
     groups = read_predictions(tmp_path / "new", by="site").tally().groups
     assert {name: tally.n for name, tally in groups.items()} == {"north": 3, "south": 3}
     assert read_predictions(tmp_path / "new", where={"site": "north"}).tally().n == 3
-
-
-def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
-    file = tmp_path / "a.csv"
-    file.write_bytes(plain())
-    (tmp_path / "link.csv").symlink_to(file)
-    assert read_predictions([file, str(file), tmp_path / "link.csv"]).tally().n == 3
+    file, link = tmp_path / "new/site=north/part.csv", tmp_path / "link.csv"
+    link.symlink_to(file)
+    assert read_predictions([file, str(file), link]).tally().n == 3
 
 
 def test_excel(tmp_path: Path) -> None:

@@ -76,16 +76,12 @@ def test_calibrated_export(tmp_path: Path) -> None:
     assert export_model(compiled, tmp_path / "compiled", x[:2], "safetensors").exists()
 
 
-def test_views_of_your_own_travel_in_a_program(tmp_path: Path) -> None:
-    model = calibrate(network(), data(), views=[lambda images: images.roll(1, -1)])
-    x = data()[0][:9]
-    model.export(tmp_path, x[:2], "torch-export")
-    check(load_program(tmp_path)(x), model(x).exp())
-
-
-def test_an_output_that_is_no_tensor(tmp_path: Path) -> None:
-    keyed, x = Formed(network(), lambda logits: {"out": logits}), data()[0][:9]
-    model = calibrate(keyed, data(), logits_of=itemgetter("out"))
+@pytest.mark.parametrize(
+    "options", [{"views": [lambda images: images.roll(1, -1)]}, {"logits_of": itemgetter("out")}]
+)
+def test_views_of_your_own_and_outputs_that_are_no_tensor(options: dict[str, Any], tmp_path: Path) -> None:
+    net = Formed(network(), lambda logits: {"out": logits}) if "logits_of" in options else network()
+    model, x = calibrate(net, data(), **options), data()[0][:9]
     model.export(tmp_path, x[:2], "torch-export")
     check(load_program(tmp_path)(x), model(x).exp())
 

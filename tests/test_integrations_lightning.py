@@ -50,19 +50,19 @@ class Classifier(pl.LightningModule):
         self.model = nn.Sequential(*body, nn.Linear(100, 10))
         self.schedule = schedule
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self.model(x), y)
-        self.log("train_loss", loss)
+    def loss(self, batch: Any, name: str) -> Tensor:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        self.log(name, loss)
         return loss
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch, "train_loss")
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", F.cross_entropy(self.model(x), y))
+        self.loss(batch, "val_loss")
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("test_loss", F.cross_entropy(self.model(x), y))
+        self.loss(batch, "test_loss")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits: Tensor = self.model(batch[0])

@@ -149,6 +149,8 @@ def test_tasks_are_recognised_by_shapes_or_refused() -> None:
     with pytest.raises(ValueError, match=r"\(4, 3\) and the labels \(5,\): supported are .* regression"):
         recognise_task(b, torch.zeros(5))
     assert recognise(torch.zeros(4, 1), "binary") == "logits"  # a last layer of zeros
+    ids = torch.arange(6).view(2, 3)  # a batch in which no token counts is not taken for inputs
+    check_shifted(ids, torch.full_like(ids, -100), "tokens", -100)
     with pytest.raises(ValueError, match=r"task 'labels' does not fit outputs of shape \(8, 3\) and labels"):
         dh.calibrate(nn.Linear(5, 3), (torch.randn(8, 5), torch.arange(8) % 2), task="labels")
     data = torch.randn(8, 5), torch.arange(8) % 3
@@ -718,11 +720,6 @@ def test_tokens_in_the_trainer(tmp_path: Path) -> None:
     assert out.shape == (40, 12, 4)
     assert torch.equal(out, again)
     torch.testing.assert_close(out.exp().sum(-1), torch.ones(40, 12))
-
-
-def test_a_batch_in_which_no_token_counts_is_not_taken_for_inputs() -> None:
-    ids = torch.arange(6).view(2, 3)
-    check_shifted(ids, torch.full_like(ids, -100), "tokens", -100)
 
 
 def test_a_last_batch_of_one_whose_logit_is_squeezed() -> None:
