@@ -1,9 +1,11 @@
-"""Predictions that several tests make, and a pickle that none may load."""
+"""Predictions that several tests make, calls that are refused, and a pickle that none may load."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from doublehead import Predictions
@@ -17,6 +19,14 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
+
+
+def refused(
+    message: str, call: Callable[..., Any], *args: Any, error: Any = ValueError, **options: Any
+) -> None:
+    """That `call(*args, **options)` raises this error; `message` is a regular expression."""
+    with pytest.raises(error, match=message):
+        call(*args, **options)
 
 
 def binary(confidence: Any, correct: Any, dtype: Any = np.float64) -> Predictions:

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from doublehead.calibrators import CALIBRATORS, Calibrator, NotFitted, describe, load, make, save
 from doublehead.predictions import Predictions
-from samples import overconfident
+from samples import overconfident, refused
 
 # Every class as it comes, and the variants that take another path.
 VARIANTS: dict[str, Calibrator] = {name: kind() for name, kind in CALIBRATORS.items()} | {
@@ -49,10 +49,8 @@ def test_fit_returns_self_and_leaves_its_data_alone(name: str) -> None:
 def test_unfitted_use_says_what_to_do(name: str) -> None:
     calibrator = new(name)
     assert not calibrator.is_fitted
-    with pytest.raises(NotFitted, match=r"not fitted: call fit\(predictions\) first"):
-        calibrator(suited(name).logits)
-    with pytest.raises(NotFitted, match="nothing to save"):
-        save(calibrator, "never.safetensors")
+    refused(r"not fitted: call fit\(predictions\) first", calibrator, suited(name).logits, error=NotFitted)
+    refused("nothing to save", save, calibrator, "never.safetensors", error=NotFitted)
     assert "not fitted" in repr(calibrator)
     assert "learned: " in repr(fitted(name))
 
@@ -184,8 +182,7 @@ def test_it_compiles_without_breaks(name: str) -> None:
 @every
 def test_a_fit_wants_predictions_and_a_call_logits_of_as_many_classes(name: str) -> None:
     if fitted(name)._n_classes() is not None:
-        with pytest.raises(ValueError, match=r"logits must have shape \(\.\.\., \d\).* got \(3, 7\)"):
-            fitted(name)(torch.zeros(3, 7))
+        refused(r"logits must have shape \(\.\.\., \d\).* got \(3, 7\)", fitted(name), torch.zeros(3, 7))
     with pytest.raises(TypeError, match="predictions must be a Predictions, got Tensor"):
         new(name).fit(torch.zeros(3, 2))
     with pytest.raises(TypeError, match=r"logits must be a tensor .*, got Predictions; calibrate\(\) takes"):

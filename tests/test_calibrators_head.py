@@ -14,7 +14,7 @@ from doublehead.calibrators import Head, Temperature, choose, choose_calibrator,
 from doublehead.calibrators.optimise import fit_log_scale
 from doublehead.metrics import nll
 from doublehead.score_arrays import Target
-from samples import overconfident
+from samples import overconfident, refused
 
 # --- the rule
 
@@ -78,8 +78,7 @@ def test_choosing_a_calibrator_skips_what_fails() -> None:
     found, choice = choose_calibrator(p, {"temperature": Temperature(), "failing": Failing()})
     assert isinstance(found, Temperature)
     assert "singular" in choice.notes["failing"]
-    with pytest.raises(ValueError, match=r"folds must lie in 2..300"):
-        choose_calibrator(p, folds=1)
+    refused(r"folds must lie in 2..300", choose_calibrator, p, folds=1)
 
 
 def test_a_candidate_far_behind_is_given_up_after_one_fold() -> None:
@@ -157,8 +156,7 @@ def test_a_second_opinion_is_pooled() -> None:
     assert float(gain) > 0.05
     right = [(z.argmax(1) == labels[test]).float().mean() for z in (out, alone)]
     assert right[0] > right[1] + 0.02
-    with pytest.raises(ValueError, match="opinion must be given exactly where"):
-        head(views[0][test])
+    refused("opinion must be given exactly where", head, views[0][test])
 
 
 def test_features_bring_distances_to_the_class_means() -> None:
@@ -174,8 +172,7 @@ def test_features_bring_distances_to_the_class_means() -> None:
     with_features = nll(Predictions(head(logits[test], features[test]), labels[test]))
     without = nll(Predictions(plain(logits[test]), labels[test]))
     assert float(with_features) < float(without) - 0.1
-    with pytest.raises(ValueError, match="features must be given"):
-        head(logits[test])
+    refused("features must be given", head, logits[test])
 
 
 @pytest.mark.parametrize("make", STAGES)
@@ -387,8 +384,7 @@ def test_fits_are_repeatable_and_leave_random_numbers_alone() -> None:
 
 @pytest.mark.parametrize("argument", [{"keep": "all"}, {"folds": 1}])
 def test_wrong_arguments(argument: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(argument))} must be"):
-        Head(**argument).fit(overconfident(50, 3))
+    refused(f"{next(iter(argument))} must be", Head(**argument).fit, overconfident(50, 3))
 
 
 def test_better_than_temperature_scaling_on_a_published_network(resnet110: dict[str, Predictions]) -> None:

@@ -7,7 +7,7 @@ import torch
 from doublehead import Bins, Predictions, curves
 from doublehead.curves import class_gaps, reliability, risk_coverage_curve
 from doublehead.metrics import ece, ece_floor, fine_bins, risk_coverage
-from samples import binary, overconfident
+from samples import binary, overconfident, refused
 
 
 def random_predictions(n: int = 3000, k: int = 5, sharpness: float = 2.0) -> Predictions:
@@ -81,12 +81,9 @@ def test_band_covers_nine_in_ten_bins_of_calibrated_models_and_misses_overconfid
 
 def test_reliability_says_what_is_wrong() -> None:
     p = random_predictions(50)
-    with pytest.raises(ValueError, match="n_bins must be a whole number >= 1, got 0"):
-        reliability(p, n_bins=0)
-    with pytest.raises(ValueError, match="top-label bins with samples"):
-        reliability(Bins.classwise(p, 15))
-    with pytest.raises(ValueError, match="n_bins must divide the present 16 bins, got 15"):
-        reliability(Bins.top(p, 16))
+    refused("n_bins must be a whole number >= 1, got 0", reliability, p, n_bins=0)
+    refused("top-label bins with samples", reliability, Bins.classwise(p, 15))
+    refused("n_bins must divide the present 16 bins, got 15", reliability, Bins.top(p, 16))
 
 
 def test_thinned_risk_coverage_keeps_points_of_the_whole_curve() -> None:
@@ -98,8 +95,7 @@ def test_thinned_risk_coverage_keeps_points_of_the_whole_curve() -> None:
     assert (thin.coverage[0], thin.coverage[-1]) == (whole.coverage[0], 1.0)
     assert float(thin.coverage.diff().max()) < 1.5 / 49
     assert len(risk_coverage_curve(binary([0.6, 0.9], [True, True])).coverage) == 2
-    with pytest.raises(ValueError, match="n_points must be at least 2, got 1"):
-        risk_coverage_curve(p, 1)
+    refused("n_points must be at least 2, got 1", risk_coverage_curve, p, 1)
     p = binary([0.9] * 500 + [0.6 + i / 5000 for i in range(500)], [True] * 1000)
     thin = risk_coverage_curve(p, 20)
     assert len(thin.coverage) <= 20

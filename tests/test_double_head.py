@@ -29,6 +29,7 @@ from doublehead.integrations.callbacks import Attachment
 from doublehead.system import require
 from doublehead.tasks import find_logits
 from doublehead.torch_tools import AsyncFlags
+from samples import refused
 from tiny_networks import Formed, assert_same, small_net, some_data
 
 pytestmark = pytest.mark.usefixtures("few_fits")
@@ -450,8 +451,7 @@ def test_bad_batches_never_stop_the_users_training() -> None:
     assert all(torch.isfinite(p).all() for p in double.bank.parameters())
     with pytest.warns(UserWarning, match="4 calibration batches were left out, the first for ValueError"):
         assert double.finish().head.choice.n == 8
-    with pytest.raises(ValueError, match="labels must lie in"):
-        calibrate(double.network, broken)
+    refused("labels must lie in", calibrate, double.network, broken)
 
 
 def test_classes_masked_with_infinity_are_noticed_while_training() -> None:
@@ -595,8 +595,7 @@ def test_what_is_wrong_is_said_at_construction() -> None:
         ((x, np.array(list("abcd"))), "must hold numbers, got <U1"),
         (list(zip(x, y)), r"got one of shape \(\); put single samples into batches"),
     ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            DoubleHead(net, data)
+        refused(message, DoubleHead, net, data, error=(TypeError, ValueError))
     for options, message in (
         ({"every": 0}, "every must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
@@ -604,24 +603,19 @@ def test_what_is_wrong_is_said_at_construction() -> None:
         ({"layer": "9"}, "layer must name a module of Sequential, got '9'"),
         ({"heads": []}, "at least one HeadSpec"),
     ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            DoubleHead(net, (x, y), **options)
+        refused(message, DoubleHead, net, (x, y), error=(TypeError, ValueError), **options)
     double = DoubleHead(net, (x, y))
     for progress in (1.5, -0.1, math.nan):
-        with pytest.raises(ValueError, match=r"progress must lie in 0\.\.1, .* got "):
-            double.step(progress)
+        refused(r"progress must lie in 0\.\.1, .* got ", double.step, progress)
     assert double.calls == double.skipped == 0
     with pytest.raises(TypeError, match="network must be a plain classifier, got function"):
         DoubleHead(small_net, (x, y))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"give its \.network"):
-        DoubleHead(calibrate(net, some_data(120, 1)), (x, y))
-    with pytest.raises(ValueError, match="at least one batch"):
-        calibrate(net, [])
+    refused(r"give its \.network", DoubleHead, calibrate(net, some_data(120, 1)), (x, y), error=TypeError)
+    refused("at least one batch", calibrate, net, [])
     with pytest.raises(ValueError, match=r"outputs have shape \(4, 3, 6, 6\) .* supported are classes"):
         DoubleHead(nn.Conv2d(1, 3, 3), (x, y))
     guarded = ShiftGuard(net).fit([(x, y)] * 8)
-    with pytest.raises(ValueError, match="network must be without a ShiftGuard"):
-        calibrate(guarded, (x, y))
+    refused("network must be without a ShiftGuard", calibrate, guarded, (x, y))
 
 
 def test_inputs_that_the_network_cannot_take_are_described() -> None:
@@ -664,8 +658,7 @@ def test_other_forms_of_data_and_outputs() -> None:
     tupled = Formed(small_net(), lambda logits: (-logits, logits))
     how = {"to_pair": lambda batch: batch[:2], "logits_of": lambda output: output[1]}
     assert DoubleHead(tupled, [(x, y, "id")], every=1, **how).step()
-    with pytest.raises(TypeError, match="give logits_of="):
-        DoubleHead(tupled, (x, y))
+    refused("give logits_of=", DoubleHead, tupled, (x, y), error=TypeError)
     assert DoubleHead(small_net(), (x.numpy(), y.numpy()), every=1).step()
     series = require("pandas", extra="tables").Series(y.numpy())
     assert DoubleHead(small_net(), (x, series), every=1).step()
@@ -823,8 +816,7 @@ def test_token_logits_find_their_features() -> None:
 def test_a_network_without_a_linear_layer_has_no_features() -> None:
     means = Formed(nn.Identity(), lambda x: torch.stack([x.mean(1), x.std(1), x.amax(1)], 1))
     x, y = torch.randn(300, 6), torch.arange(300) % 3
-    with pytest.raises(ValueError, match="name the last layer"):
-        DoubleHead(means, (x, y))
+    refused("name the last layer", DoubleHead, means, (x, y))
     assert DoubleHead(means, (x, y), heads=STATISTICS, every=1).step()
     assert calibrate(means, (x, y))(x).shape == (300, 3)
 
@@ -946,11 +938,9 @@ def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:
         (r"'nonsense' here$", {"nonsense": 1}),
     ):
         match = f"calibrate has no option {said}"
-        with pytest.raises(TypeError, match=match):
-            double.finish(**options)
+        refused(match, double.finish, error=TypeError, **options)
         for what in ((small_net(), some_data(32, 2)), (Predictions(torch.randn(9, 2), [1] * 9),)):
-            with pytest.raises(TypeError, match=match):
-                calibrate(*what, **options)
+            refused(match, calibrate, *what, error=TypeError, **options)
     with pytest.raises(ZeroDivisionError):
         double.finish(to_pair=lambda batch: 1 // 0)
     assert double.finish(layer=None, outputs=None, task=None).reader.layer == double.reader.layer
@@ -958,10 +948,8 @@ def test_finish_refuses_unknown_options_and_takes_known_ones() -> None:
 
 def test_what_finish_refuses() -> None:
     one, several = (DoubleHead(small_net(), some_data(32, 2), heads=h) for h in (PAPER, [PAPER, BOTH]))
-    with pytest.raises(TypeError, match=r"finish takes no \['views'\]"):
-        one.finish(views=["flip"])
-    with pytest.raises(ValueError, match=r"double\.bank\.take"):
-        several.finish()
+    refused(r"finish takes no \['views'\]", one.finish, views=["flip"], error=TypeError)
+    refused(r"double\.bank\.take", several.finish)
     with pytest.raises(
         ValueError, match=r"second opinion, got one with heads of its own: .* double\.bank\.take"
     ):

@@ -22,6 +22,7 @@ from doublehead.integrations import lightning as integration
 from doublehead.integrations.callbacks import Attachment
 from doublehead.integrations.lightning import DoubleHeadCallback, find_classifier, load_calibrated
 from doublehead.system import require
+from samples import refused
 from tiny_networks import assert_same
 
 pl = require("lightning.pytorch", extra="lightning")
@@ -304,8 +305,7 @@ def test_a_checkpoint_after_training_is_loaded_with_its_calibration(
     assert isinstance(again, Classifier)
     assert not any(pickles)  # unless asked for
     torch.testing.assert_close(again.model(x), callback.model.eval()(x))
-    with pytest.raises(ValueError, match="saved after fit"):
-        load_calibrated(tmp_path / "weights.ckpt", Classifier)
+    refused("saved after fit", load_calibrated, tmp_path / "weights.ckpt", Classifier)
 
 
 def test_training_goes_on_after_testing(images: Images, tmp_path: Path) -> None:
@@ -649,10 +649,8 @@ def test_classifier_is_found_or_named() -> None:
     assert find_classifier(module) is module.model
     assert find_classifier(whole) is whole
     assert find_classifier(module, "model.0") is module.model[0]
-    with pytest.raises(ValueError, match=r"found in Parts: .*'backbone', 'top'.*classifier='...'"):
-        find_classifier(parts)
-    with pytest.raises(AttributeError, match="Classifier has no attribute `net`"):
-        find_classifier(module, "net")
+    refused(r"found in Parts: .*'backbone', 'top'.*classifier='...'", find_classifier, parts)
+    refused("Classifier has no attribute `net`", find_classifier, module, "net", error=AttributeError)
 
 
 def test_a_module_that_is_the_classifier_itself(images: Images, tmp_path: Path) -> None:
@@ -686,8 +684,7 @@ def test_bad_use_is_named(images: Images, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="calibration data must hold at least one batch"):
         fit(images, tmp_path, DoubleHeadCallback([], every=1))
     for options in ({"wrap": DoubleHead}, {"follow": None}, {"steps": 3}):
-        with pytest.raises(TypeError, match=next(iter(options))):
-            DoubleHeadCallback(images["calib"], **options)
+        refused(next(iter(options)), DoubleHeadCallback, images["calib"], error=TypeError, **options)
     with pytest.raises(ValueError, match="heads must be None or one HeadSpec, got 2 of them"):
         DoubleHeadCallback(images["calib"], heads=[HeadSpec(beta0=1.0), HeadSpec(beta0=1.2)])
     trainer = quiet_trainer(tmp_path, callbacks=[DoubleHeadCallback(images["calib"])], max_epochs=1)

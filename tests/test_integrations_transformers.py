@@ -19,6 +19,7 @@ from doublehead.data.trees import parse_tree
 from doublehead.integrations import transformers as integration
 from doublehead.integrations.transformers import DoubleHeadTrainerCallback, attach, load_calibrated
 from doublehead.system import require
+from samples import refused
 from tiny_networks import assert_same
 
 hf = require("transformers", extra="transformers")
@@ -494,8 +495,7 @@ def test_bad_use_is_named(texts: Any, tokenizer: Any, train: Any, tmp_path: Path
         ({"logits_of": lambda output: output.logits}, "logits_of must not be given"),
         ({"heads": [PAPER, PAPER]}, "heads must be None or one HeadSpec, got 2"),
     ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            DoubleHeadTrainerCallback(same, **options)
+        refused(message, DoubleHeadTrainerCallback, same, error=(TypeError, ValueError), **options)
     net = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model must be a classifier of transformers .* got Sequential"):
         make_trainer(net, texts, tmp_path, tokenizer, DoubleHeadTrainerCallback(texts["calib"]))
@@ -503,8 +503,7 @@ def test_bad_use_is_named(texts: Any, tokenizer: Any, train: Any, tmp_path: Path
     with pytest.raises(ValueError, match="calibrated must be a Calibrated of this very Bert"):
         attach(tiny_bert(), calibrate(tiny_bert(), loader))
     tiny_bert().save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="no entry 'doublehead' in its config.json"):
-        load_calibrated(tmp_path / "plain")
+    refused("no entry 'doublehead' in its config.json", load_calibrated, tmp_path / "plain")
 
 
 def test_a_copied_model_keeps_its_calibration(trained: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from doublehead.models import MODELS, SmallCNN, WideResNet, build
 from doublehead.models import images as networks
 from doublehead.system import require
+from samples import refused
 
 IMAGES = [name for name, row in MODELS.items() if row.reads == "images"]
 SMALLER = {"wide_resnet28_10": {"depth": 10, "width": 1}}  # the same code at a fraction of the time
@@ -134,12 +135,9 @@ def test_weights_from_a_file_with_another_number_of_classes(tmp_path):
 
 def test_weights_that_do_not_fit(tmp_path):
     _, path = saved(tmp_path, 3, input=(3, 224, 224))
-    with pytest.raises(ValueError, match=r"input above 64x64 .*(?s:.)*conv1.weight"):
-        build("resnet18", 3, weights=path)
-    with pytest.raises(FileNotFoundError, match="no.safetensors"):
-        build("resnet18", 3, weights="no.safetensors")
-    with pytest.raises(ValueError, match=r"one of .*IMAGENET1K_V1.* for resnet18, got 'BEST'"):
-        build("resnet18", 3, weights="BEST")
+    refused(r"input above 64x64 .*(?s:.)*conv1.weight", build, "resnet18", 3, weights=path)
+    refused("no.safetensors", build, "resnet18", 3, weights="no.safetensors", error=FileNotFoundError)
+    refused(r"one of .*IMAGENET1K_V1.* for resnet18, got 'BEST'", build, "resnet18", 3, weights="BEST")
 
 
 def test_published_weights_are_checked_and_never_unpickled(tmp_path, monkeypatch):
@@ -157,7 +155,5 @@ def test_published_weights_are_checked_and_never_unpickled(tmp_path, monkeypatch
 
     content = {"block.denselayer1.norm.1.weight": torch.ones(2), "fc.bias": torch.zeros(1)}
     assert sorted(served(content)) == ["block.denselayer1.norm1.weight", "fc.bias"]
-    with pytest.raises(Exception, match="Weights only load failed"):
-        served({"fc.bias": SmallCNN(3)})
-    with pytest.raises(RuntimeError, match="invalid hash value"):
-        served({}, "00000000")
+    refused("Weights only load failed", served, {"fc.bias": SmallCNN(3)}, error=Exception)
+    refused("invalid hash value", served, {}, "00000000", error=RuntimeError)

@@ -8,6 +8,7 @@ import torch
 
 from doublehead import score_arrays as module
 from doublehead.predictions import Predictions
+from samples import refused
 
 LOGITS = [[2.0, 0.0, -1.0], [0.0, 1.0, 3.0]]
 
@@ -194,13 +195,11 @@ def test_save_and_load(tmp_path, are_probs):
     assert path.stat().st_mode & 0o777 == 0o644  # others can read it
     rough = Predictions.from_probs([[0.7, 0.33]], [0], tolerance=0.1).save(path)
     assert len(Predictions.load(rough, tolerance=0.1)) == 1
-    with pytest.raises(ValueError, match=r"each row of probs must sum to 1 within 0.001, got 1.03 in row 0"):
-        Predictions.load(rough)
+    refused(r"each row of probs must sum to 1 within 0.001, got 1.03 in row 0", Predictions.load, rough)
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match=r"path must end in .npz, got 'p.csv'"):
-        Predictions(LOGITS, [0, 1]).save(tmp_path / "p.csv")
+    refused(r"path must end in .npz, got 'p.csv'", Predictions(LOGITS, [0, 1]).save, tmp_path / "p.csv")
     with pytest.raises(FileNotFoundError):
         Predictions.load(tmp_path / "missing.npz")
     (tmp_path / "text.npz").write_text("a,b\n1,2\n")
@@ -214,19 +213,16 @@ def test_files_that_cannot_be_read(tmp_path):
         ("pickle", "must hold plain arrays in whole, got: .*allow_pickle=False"),
         ("both", r"either 'logits' or 'probs', got \['labels', 'logits', 'probs'\]"),
     ):
-        with pytest.raises(ValueError, match=message):
-            Predictions.load(tmp_path / f"{name}.npz")
+        refused(message, Predictions.load, tmp_path / f"{name}.npz")
     path = Predictions(np.random.default_rng(0).normal(size=(200, 5)), [0] * 200).save(tmp_path / "p.npz")
     with zipfile.ZipFile(path) as file:
         start = file.getinfo("logits.npy").header_offset + 60
     broken = bytearray(path.read_bytes())
     broken[start : start + 200] = bytes(200)
     path.write_bytes(broken)
-    with pytest.raises(ValueError, match=r"p.npz must hold plain arrays in whole"):
-        Predictions.load(path)
+    refused(r"p.npz must hold plain arrays in whole", Predictions.load, path)
     path.write_bytes(broken[: len(broken) // 2])
-    with pytest.raises(ValueError, match="truncated file"):
-        Predictions.load(path)
+    refused("truncated file", Predictions.load, path)
 
 
 BAD = [
@@ -251,8 +247,7 @@ BAD = [
 
 @pytest.mark.parametrize(("logits", "labels", "error", "message"), BAD)
 def test_bad_input_is_named(logits, labels, error, message):
-    with pytest.raises(error, match=message):
-        Predictions(logits, labels)
+    refused(message, Predictions, logits, labels, error=error)
 
 
 BAD_PROBS = [
@@ -271,8 +266,7 @@ BAD_PROBS = [
 
 @pytest.mark.parametrize(("probs", "message"), BAD_PROBS)
 def test_bad_probabilities_are_named(probs, message):
-    with pytest.raises(ValueError, match=message):
-        Predictions.from_probs(probs, [0] * len(probs))
+    refused(message, Predictions.from_probs, probs, [0] * len(probs))
 
 
 def test_bad_binary_scores_are_named():
@@ -281,8 +275,7 @@ def test_bad_binary_scores_are_named():
         ([1.5], [0], True, "probs must lie in 0..1"),
         ([1.5], [2], False, "labels must lie in 0..1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            Predictions.from_binary(scores, labels, are_probs=are_probs)
+        refused(message, Predictions.from_binary, scores, labels, are_probs=are_probs)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

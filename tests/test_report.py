@@ -36,7 +36,7 @@ from doublehead.report_page.record import (
     measure,
 )
 from doublehead.report_page.tables import metrics_table, risk_ticks, shift_ticks
-from samples import overconfident
+from samples import overconfident, refused
 
 HOSTILE = "<script>alert(1)</script>\"'&</style><!--\u2028\udcff"
 
@@ -326,8 +326,7 @@ def test_bad_arguments_are_named(named: dict[str, Predictions]) -> None:
         ({"classes": ["a", "b"]}, "classes must be 5 names, one per class of 'sharp', got 2"),
         ({"n_bins": 0}, "n_bins must be a whole number >= 1, got 0"),
     ):
-        with pytest.raises(ValueError, match=message):
-            build(**{"named": named, **options})
+        refused(message, build, **{"named": named, **options})
 
 
 # What writes a file, given its path and what to write.
@@ -348,12 +347,10 @@ def test_written_whole_or_not_at_all(name: str, tmp_path: Path, monkeypatch: pyt
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="no space left"):
-        WRITERS[name](path, made(50))
+    refused("no space left", WRITERS[name], path, made(50), error=OSError)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [name]
-    with pytest.raises(ValueError, match=r"path must end in .html, got 'page.txt'"):
-        report(made(60), tmp_path / "page.txt")
+    refused(r"path must end in .html, got 'page.txt'", report, made(60), tmp_path / "page.txt")
 
 
 def test_report_takes_predictions_pairs_and_paths(tmp_path: Path) -> None:
@@ -403,8 +400,7 @@ def test_errors_of_one_confidence_come_in_the_order_of_the_file() -> None:
 
 def test_needs_the_report_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r"doublehead\[report\]"):
-        build({"a": made(60)})
+    refused(r"doublehead\[report\]", build, {"a": made(60)}, error=ImportError)
 
 
 def test_counts_at_thresholds_of_float32_and_with_weights() -> None:

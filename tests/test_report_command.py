@@ -245,7 +245,6 @@ def test_class_names_from_a_file(folder: Path) -> None:
         (["nowhere.csv", "--logits"], "nowhere.csv does not exist"),
         (["main.npz", "-o", "page.txt"], "--output must end in .html, got 'page.txt'"),
         (["main.npz", "-o", "missing/page.html"], "missing/page.html cannot be written"),
-        (["main.npz", "--logits", "--probs"], "give one of --logits and --probs, not both"),
         (["broken"], "broken/predictions/test-main.npz"),
         (["main.npz", "--classes", "nowhere.txt"], "nowhere.txt"),
         (["main.npz", "--classes", "two.txt"], "classes must be 3 names, one per class of 'main', got 2"),

@@ -14,7 +14,7 @@ from calibrated_models import KINDS, N_CLASSES, data, make, network, with_stages
 from doublehead import PAPER, DoubleHead, Predictions, calibrate, calibrators, load
 from doublehead.calibrators import Head, NotFitted, Temperature
 from doublehead.saving import describe, save
-from samples import Bomb
+from samples import Bomb, refused
 from tiny_networks import Formed
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -148,37 +148,30 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="path must be a folder with model.safetensors"):
         load(tmp_path, network())
     calibrators.save(Temperature().fit(Predictions(torch.randn(50, 3), torch.arange(50) % 3)), file)
-    with pytest.raises(ValueError, match="must be a file that model.save wrote"):
-        load(tmp_path, network())
+    refused("must be a file that model.save wrote", load, tmp_path, network())
     for content in (b"", b"no model", pickle.dumps(Bomb(tmp_path / "exploded"))):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match="must be a file that doublehead saved"):
-            load(file, network())
+        refused("must be a file that doublehead saved", load, file, network())
     assert not (tmp_path / "exploded").exists()
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     model, _ = make("head")
     model.save(tmp_path)
-    with pytest.raises(ValueError, match="layer must name a module of Sequential, got '4'"):
-        load(tmp_path, network()[:3])
+    refused("layer must name a module of Sequential, got '4'", load, tmp_path, network()[:3])
     wider = network()
     wider[0], wider[1] = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        load(tmp_path, wider)
+    refused("size mismatch", load, tmp_path, wider, error=RuntimeError)
 
 
 def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     model = calibrate(network(), data(), views=[lambda x: x])
-    with pytest.raises(TypeError, match="views of your own"):
-        model.save(tmp_path)
+    refused("views of your own", model.save, tmp_path, error=TypeError)
     model.reader.views = ()
     model.head = Temperature()
-    with pytest.raises(NotFitted, match="this Temperature is not fitted: there is nothing to save"):
-        model.save(tmp_path)
+    refused("this Temperature is not fitted: there is nothing to save", model.save, tmp_path, error=NotFitted)
     model.head = nn.Identity()
-    with pytest.raises(TypeError, match="must be one of .* got Identity"):
-        model.save(tmp_path)
+    refused("must be one of .* got Identity", model.save, tmp_path, error=TypeError)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,6 +19,7 @@ from doublehead import Calibrated, Predictions, ShiftGuard, calibrate, metrics
 from doublehead.data import DATASETS, GaussianNoise, Shifts, corrupt, fashion_subset
 from doublehead.models import build
 from doublehead.shift_guard import CHANNELS, N_LAYERS, StageTap, channels_of, moments
+from samples import refused
 
 NORMALISE = DATASETS["fashion"].normalise
 
@@ -471,8 +472,7 @@ def test_models_that_cannot_be_guarded() -> None:
         (small_net(), {"window": 1}, "window must be 0 or at least 2"),
         (small_net(), {"rate": 0.0}, "rate must be at least 0.0001 and below 1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ShiftGuard(net, **options)
+        refused(message, ShiftGuard, net, **options)
     unused = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     unused.forward = unused[1].forward
     with pytest.raises(RuntimeError, match=r"layers must be run .* these were not: \['0'\]"):
@@ -500,8 +500,7 @@ def test_a_guard_round_a_guard() -> None:
         (torch.compile(guard, backend="eager"), "a ShiftGuard: pass the model inside it"),
         (nn.Sequential(nn.Identity(), guard), "Sequential with one as '1': "),
     ):
-        with pytest.raises(ValueError, match=said + got):
-            ShiftGuard(model)
+        refused(said + got, ShiftGuard, model)
     assert len(net[1]._forward_hooks) == 1  # what was refused left none
     ShiftGuard(guard.model)
 
@@ -531,8 +530,7 @@ def test_bad_settings_and_data() -> None:
         ([x], {}, r"a calibration batch must be \(inputs, labels\)"),
         ([(x, y)], {"perturb": lambda images: images * math.nan}, "logits must be finite"),
     ):
-        with pytest.raises((ValueError, TypeError), match=said):
-            guard.fit(batches, **{"perturb": noisy} | options)
+        refused(said, guard.fit, batches, error=(ValueError, TypeError), **{"perturb": noisy} | options)
     assert not len(guard.guard.null)  # as before
     hidden = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     hidden.forward = lambda x: hidden[1](hidden[0](x).nan_to_num())

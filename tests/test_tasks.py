@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import doublehead as dh
 from doublehead.system import require
 from doublehead.tasks import check_shifted, recognise, recognise_task
+from samples import refused
 from tiny_networks import Formed, assert_same
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -104,8 +105,7 @@ def test_probabilities_of_one_class_must_be_stated() -> None:
     (x, y), net = tumours(), OneLogit()
     train(net, x[:150], y[:150], steps=20)
     sigmoid = nn.Sequential(net, nn.Sigmoid())
-    with pytest.raises(ValueError, match="outputs='probs'"):
-        dh.calibrate(sigmoid, (x[150:350], y[150:350]))
+    refused("outputs='probs'", dh.calibrate, sigmoid, (x[150:350], y[150:350]))
     stated = dh.calibrate(sigmoid, (x[150:350], y[150:350]), outputs="probs", layer="0.net.2")
     expected = dh.calibrate(net, (x[150:350], y[150:350]))
     torch.testing.assert_close(stated(x).sigmoid(), expected(x).sigmoid(), rtol=1e-2, atol=1e-2)
@@ -146,8 +146,7 @@ def test_tasks_are_recognised_by_shapes_or_refused() -> None:
         (torch.randn(4, 3, 5, 6), torch.zeros(4, 5, 6), "pixels"),
     ):
         assert recognise_task(values, labels) == task
-    with pytest.raises(ValueError, match=r"\(4, 3\) and the labels \(5,\): supported are .* regression"):
-        recognise_task(b, torch.zeros(5))
+    refused(r"\(4, 3\) and the labels \(5,\): supported are .* regression", recognise_task, b, torch.zeros(5))
     assert recognise(torch.zeros(4, 1), "binary") == "logits"  # a last layer of zeros
     ids = torch.arange(6).view(2, 3)  # a batch in which no token counts is not taken for inputs
     check_shifted(ids, torch.full_like(ids, -100), "tokens", -100)
@@ -258,8 +257,7 @@ def test_bad_labels_in_memory_and_heads_that_cannot_read_several_are_found_at_on
         ((y,), {"heads": dh.HeadSpec(reads="statistics")}, "reads must not hold"),
         ((y,), {"heads": dh.HeadSpec(kind="temperature", reads="features")}, "reads must not hold"),
     ):
-        with pytest.raises(ValueError, match=message):
-            dh.DoubleHead(segment_net(), (x, *labels), batch_size=10, **options)
+        refused(message, dh.DoubleHead, segment_net(), (x, *labels), batch_size=10, **options)
 
 
 def test_heads_learn_several_labels_beside_the_network(tmp_path: Path) -> None:
@@ -319,8 +317,7 @@ def test_the_summary_of_several_labels_has_each_of_them() -> None:
         assert group.floor.mean > summary.floor.mean  # a seventh of the data
     with pytest.raises(ValueError, match=r"both have shape \(N, L\), got \(2, 3\) and \(2,\)"):
         dh.Predictions.multilabel(torch.randn(2, 3), [0, 1])
-    with pytest.raises(ValueError, match=r"Predictions\.multilabel"):
-        dh.Predictions(net(x), y)
+    refused(r"Predictions\.multilabel", dh.Predictions, net(x), y)
 
 
 def test_labels_share_where_they_have_little_data_and_not_where_they_differ() -> None:
@@ -398,8 +395,7 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
         ({"label": "y_*", "where": {"y_a": "1"}}, "grouped by their label"),
         ({"label": ["y_a", "z"]}, "no column 'z' for the labels"),
     ):
-        with pytest.raises(ValueError, match=message):
-            read_predictions(test, kind="logits", **wrong).load()
+        refused(message, read_predictions(test, kind="logits", **wrong).load)
 
 
 # --- tokens and pixels
@@ -607,8 +603,7 @@ def test_a_stream_refuses_scores_that_are_not_finite_where_labels_count(bad: flo
     scores, labels = torch.randn(2, 50, 3), torch.randint(3, (2, 50))
     scores[1, 7, 0] = bad
     stream = dh.Stream(sample=5)
-    with pytest.raises(ValueError, match="scores must give a finite NLL"):
-        stream.add(scores, labels)
+    refused("scores must give a finite NLL", stream.add, scores, labels)
     labels[1, 7] = -100
     stream.add(scores, labels)
     assert stream.summary().n == 99

@@ -20,6 +20,7 @@ from doublehead.training import evaluation, loop
 from doublehead.training.config import METHODS, Config
 from doublehead.training.evaluation import as_plain
 from doublehead.training.run_folder import RunError, RunFolder, algorithms
+from samples import refused
 from training_helpers import fashion, run, small
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -97,8 +98,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(loop, "make_fabric", lambda *_, **__: pytest.fail("started again"))
     assert run(config, tmp_path) == results == RunFolder(tmp_path).results
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()} == stamps
-    with pytest.raises(RunError, match=r"other settings \(lr\)"):
-        run(small(epochs=1, lr=0.01), tmp_path)
+    refused(r"other settings \(lr\)", run, small(epochs=1, lr=0.01), tmp_path, error=RunError)
 
 
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
@@ -260,8 +260,7 @@ def test_shifts_that_cannot_be_had_are_told_before_training(tmp_path: Path) -> N
         ("gausian_noise:5", ValueError, "shift must name .* did you mean gaussian_noise"),
         ("svnh", ValueError, "shift must name .* did you mean svhn"),
     ):
-        with pytest.raises(error, match=message):
-            run(small(shift=(shift,)), tmp_path / "run", root=str(tmp_path))
+        refused(message, run, small(shift=(shift,)), tmp_path / "run", root=str(tmp_path), error=error)
     assert not (tmp_path / "run").exists()
     results = run(small(epochs=1, n_train=80, n_test=20, shift=("cifar10c",)), tmp_path / "run")
     assert len(results["shift"]) == 12 * 5

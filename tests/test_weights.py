@@ -16,7 +16,7 @@ from doublehead.calibrators import CALIBRATORS, make
 from doublehead.outcomes import Outcomes
 from doublehead.stream import Tally
 from doublehead.summary import Summary
-from samples import overconfident
+from samples import overconfident, refused
 
 
 def sample(n: int = 400, k: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,8 +170,7 @@ def test_other_calibrators_and_metrics_refuse(p: Predictions) -> None:
         with pytest.raises((TypeError, ValueError), match="neither sample weights nor soft labels|2 classes"):
             make(method).fit(p)
     for name in ("adaptive_ece", "debiased_ece", "smooth_ece", "ks_error", "mmce", "aurc"):
-        with pytest.raises(TypeError, match="class labels and no weights here, got"):
-            getattr(metrics, name)(p)
+        refused("class labels and no weights here, got", getattr(metrics, name), p, error=TypeError)
         if not p.are_soft and name != "mmce":
             with pytest.raises(TypeError, match="no weights here, got sample weights"):
                 getattr(metrics, name)(Outcomes.of(p))
@@ -186,8 +185,7 @@ def test_bad_weights_and_soft_labels_are_named() -> None:
         ([[0.5, 0.6], [1.0, 0.0]], None, "soft labels must be >= 0 and sum to 1.* row 0"),
         ([[0.5, 0.5], [1.5, -0.5]], None, "soft labels must be >= 0 and sum to 1.* row 1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            Predictions(logits, labels, weights)
+        refused(message, Predictions, logits, labels, weights)
 
 
 @pytest.mark.usefixtures("few_fits")
@@ -240,8 +238,7 @@ def test_files_take_weights(weighted_and_repeated: tuple[Path, Path], tmp_path: 
         assert found[name] == pytest.approx(wanted[name], rel=1e-6)
     negative = tmp_path / "negative.csv"
     negative.write_text("label,logit_0,logit_1,size\n0,1.5,2.5,-1\n")
-    with pytest.raises(ValueError, match="'size', row 1 must hold a weight >= 0, got -1"):
-        dh.evaluate(logits=negative, weights="size")
+    refused("'size', row 1 must hold a weight >= 0, got -1", dh.evaluate, logits=negative, weights="size")
 
 
 def test_calibrate_measures_with_weights(weighted_and_repeated: tuple[Path, Path], tmp_path: Path) -> None:
