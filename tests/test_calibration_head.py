@@ -189,8 +189,7 @@ def test_a_step_is_that_of_autograd_and_sgd(spec: HeadSpec, soft: bool, n_labels
         optimizer.zero_grad()
         losses.sum().backward()
         optimizer.step()
-    for mine, theirs in zip(bank.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close([*bank.parameters()], [*twin.parameters()], rtol=1e-4, atol=1e-6)
 
 
 def test_a_broken_head_does_not_stop_the_others() -> None:

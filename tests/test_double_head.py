@@ -103,8 +103,7 @@ def test_one_step_by_hand() -> None:
     torch.optim.SGD(reference.parameters(), 0.1, 0.9, weight_decay=5e-5, nesterov=True).step()
     assert double.step(0.25)
     torch.testing.assert_close(double.training.losses[0], loss.detach())
-    for a, b in zip(double.bank.parameters(), reference.parameters()):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*double.bank.parameters()], [*reference.parameters()])
     norm = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm()
     torch.testing.assert_close(double.training.grad_norms[0], norm)
 

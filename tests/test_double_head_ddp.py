@@ -68,8 +68,7 @@ def train(rank: int, folder: Path) -> None:
 def test_two_processes_share_one_head_and_one_calibration(folder: Path) -> None:
     first, second = (torch.load(folder / f"train-{rank}.pt", weights_only=True) for rank in range(2))
     for part, values in first.items():
-        for name, value in values.items():
-            torch.testing.assert_close(value, second[part][name], rtol=0, atol=0, msg=name)
+        assert_same(values, second[part])
     fresh = DoubleHead(net(), data(2))
     assert not torch.equal(first["bank"]["stacks.0.first_weight"], fresh.bank.stacks[0].first_weight)
 
@@ -79,8 +78,7 @@ def test_two_processes_step_like_one_with_both_halves(folder: Path) -> None:
     double = DoubleHead(net().eval(), [data(2)], every=1, heads=PAPER)
     for _ in range(3):
         double.step(0.5)
-    for name, value in double.bank.state_dict().items():
-        torch.testing.assert_close(together[name], value, msg=name)
+    torch.testing.assert_close(together, double.bank.state_dict())
 
 
 def half_the_work(rank: int, folder: Path) -> None:
