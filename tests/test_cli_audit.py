@@ -447,7 +447,7 @@ def test_text_is_written_back_as_utf_8_with_its_delimiter_and_decimal_commas(tmp
         assert len(read_predictions(out).load()) == 60
 
 
-@pytest.mark.parametrize("form", ["columns", "object", "list", "pairs"])
+@pytest.mark.parametrize("form", ["columns", "object", "list", "pairs", "probs"])
 def test_json_keeps_everything_but_the_scores(form: str, tmp_path: Path) -> None:
     logits, labels = overconfident(0)
     rows: list[dict[str, Any]] = []
@@ -456,8 +456,9 @@ def test_json_keeps_everything_but_the_scores(form: str, tmp_path: Path) -> None
         pairs = [{"label": name, "score": score} for name, score in by_name.items()]
         forms = {"object": by_name, "list": scores, "pairs": pairs}
         flat = {f"logit_{k}": score for k, score in enumerate(scores)}
-        own = flat if form == "columns" else {"logits": forms[form]}
-        named = "abcd"[label] if form in ("object", "pairs") else label
+        probs = {"probs": dict(zip("abcd", torch.tensor(scores).softmax(0).tolist()))}
+        own = {"columns": flat, "probs": probs}.get(form) or {"logits": forms[form]}
+        named = "abcd"[label] if form in ("object", "pairs", "probs") else label
         other = {
             "when": "2024-01-01T00:00:00Z",
             "big": 2**70,
@@ -467,13 +468,11 @@ def test_json_keeps_everything_but_the_scores(form: str, tmp_path: Path) -> None
         rows.append({"truth": named, **own, **other, **({"rare": 1.0} if i == 7 else {})})
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fitted_to_itself(file, out, "--logits")
+    fitted_to_itself(file, out, "--probs" if form == "probs" else "--logits")
     found = [json.loads(line) for line in out.read_text().splitlines()]
     for row, new in zip(rows, found, strict=True):
         assert [*new] == [name.replace("logit", "prob") for name in row]
-        assert {name: new[name] for name in row if "logit" not in name} == {
-            name: value for name, value in row.items() if "logit" not in name
-        }
+        assert all(new[name] == row[name] for name in row.keys() - own.keys())
     wanted = calibrators.Temperature().fit(Predictions(logits, labels))(logits).softmax(1)
     assert torch.allclose(read_predictions(out, kind="probs").load().probs.float(), wanted.float(), atol=1e-4)
 
