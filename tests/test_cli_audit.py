@@ -264,6 +264,7 @@ BAD_CALLS = {
     "calibrate --fit val.csv --apply top.csv --logits -o out.csv": "score",
     "evaluate test.csv --logits --probs": "give one of --logits and --probs, not both",
     "evaluate nowhere.csv --logits": "nowhere.csv does not exist",
+    "evaluate test.csv --logits --label truth": "no column 'truth' for the label",
     "evaluate test.csv --logits --where site": "--where must read COLUMN=VALUE, got 'site'",
     "evaluate test.csv --logits --where site=a --where site=b": "--where must be given once for each COLUMN",
     "evaluate test.csv --logits --abstain 0.1 --weights id": "give one of --abstain and --weights",

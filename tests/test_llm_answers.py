@@ -115,6 +115,8 @@ def test_files_that_are_no_answers_are_named(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             dh.evaluate(file)
+    file.write_text(good + "\n" + json.dumps({"label": "B", "top_logprobs": PLAIN}) + "\n")  # no options
+    assert dh.evaluate(file).values["accuracy"] == 0.5
     file.write_text('{"label": 1, "logprobs": [-1.0, -0.5]}\n')  # an ordinary column
     assert dh.evaluate(logits=file).values["accuracy"] == 1
 

@@ -168,3 +168,8 @@ def test_error_inside_a_module_is_not_hidden(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     refused("package_that_is_not_there", build, "needs_more:ours", 7, error=ModuleNotFoundError)
+
+
+@needs_torchvision
+def test_network_from_torchvision_by_import():
+    assert build("torchvision.models:squeezenet1_1", 7)(torch.zeros(1, 3, 64, 64)).shape == (1, 7)

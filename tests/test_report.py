@@ -440,3 +440,13 @@ def test_every_method_of_a_full_page_looks_different() -> None:
     looks = re.findall(r"<svg.*?</svg>", legend)
     assert len(looks) == len(set(looks)) == 12
     assert len(set(re.findall(r'<path d="(.*?)"', legend))) == 12  # also without colours
+
+
+def test_only_the_ratios_of_weights_count_also_where_they_are_tiny() -> None:
+    p, weights = made(300), torch.linspace(0.5, 1.5, 300)
+    large, tiny = (
+        measured({"m": Predictions(p.logits, p.labels, scale * weights)})[0].summary
+        for scale in (1.0, 2.0**-20)
+    )
+    assert tiny.values["ece"] == pytest.approx(large.values["ece"])
+    assert tiny.values["nll"] == pytest.approx(large.values["nll"])
