@@ -395,7 +395,8 @@ def test_files_with_several_label_columns(tmp_path: Path) -> None:
         ({"label": "y_*", "where": {"y_a": "1"}}, "grouped by their label"),
         ({"label": ["y_a", "z"]}, "no column 'z' for the labels"),
     ):
-        refused(message, read_predictions(test, kind="logits", **wrong).load)
+        with pytest.raises(ValueError, match=message):
+            read_predictions(test, kind="logits", **wrong).load()
 
 
 # --- tokens and pixels
