@@ -490,6 +490,11 @@ TEXTS = {
     "one probability": "label,prob\nFalse,0.25\nTrue,0.875\nTrue,0.5\n",
     "yes and no": "label,p\nNo,0.25\nYes,0.875\nYes,0.5\n",
     "one named probability": "y_true,p_spam\nham,0.25\nspam,0.875\nspam,0.5\n",
+    "one probability of no": "label,prob_False\n1,0.25\n0,0.875\n0,0.5\n",
+    "yes first": "label,True,False\nTrue,0.75,0.25\nFalse,0.125,0.875\nfalse,0.5,0.5\n",
+    "yes first, labels are numbers": "y,prob_pos,prob_neg\n1,0.75,0.25\n0,0.125,0.875\n0,0.5,0.5\n",
+    "floats as names": "label,prob_20.0,prob_10.0\n20.0,0.75,0.25\n10.0,0.125,0.875\n10,0.5,0.5\n",
+    "floats as names in disorder": "label,1.0,0.0\n0.0,0.25,0.75\n1.0,0.875,0.125\n1,0.5,0.5\n",
     "one-hot": "y_a,y_b,p_a,p_b\n1,0,0.75,0.25\n0,1,0.125,0.875\n0,1,0.5,0.5\n",
     "ids": "row_id,gt,prob_a,prob_b\n7,a,0.75,0.25\n8,b,0.125,0.875\n9,b,0.5,0.5\n",
     "long": "id,label,class,prob\n0,a,a,0.75\n0,a,b,0.25\n1,b,a,0.125\n1,b,b,0.875\n2,b,a,0.5\n2,b,b,0.5\n",
@@ -572,6 +577,9 @@ CONTENTS = {
     "gzip.csv.gz": lambda: gzip.compress(plain()),
     "windows-1252.csv": lambda: b"label;caf\xe9;b\ncaf\xe9;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n",
     "a.parquet": lambda: as_parquet_bytes(as_table()),
+    "booleans.parquet": lambda: as_parquet_bytes(
+        pa.table({"label": [True, False, False], **dict(zip(("True", "False"), zip(*PROBS)))})
+    ),
     "lists.parquet": lambda: as_parquet_bytes(pa.table({"label": TRUTH, "probs": PROBS})),
     "categories.parquet": lambda: as_parquet_bytes(
         pa.table({"label": pa.array(list("abb")).dictionary_encode(), **dict(zip("ab", zip(*PROBS)))})

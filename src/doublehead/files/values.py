@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from doublehead.files.columns import WHOLE, Layout, quoted, without_prefix
+from doublehead.files.columns import WHOLE, Layout, no_yes, quoted, without_prefix
 from doublehead.files.readers import Batch
 from doublehead.files.sources import Array, TableError
 from doublehead.score_arrays import ROUNDED, rounding_error
@@ -220,6 +220,7 @@ def _places(layout: Layout) -> dict[str, int]:
     """The number of each class by the names that labels may call it; the first ones go before the others."""
     forms = [layout.classes, layout.scores, without_prefix(layout.scores)]
     forms += [tuple(map(str.casefold, names)) for names in forms]
+    forms.append(tuple(map(str, no_yes(layout.classes))))
     places: dict[str, int] = {}
     for names in forms:
         if len(set(names)) == len(names) > 1:  # no two classes that differ by case alone
