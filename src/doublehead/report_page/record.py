@@ -94,11 +94,13 @@ class Record:
     @property
     def notes(self) -> list[str]:
         """What a reader of the page must know about its numbers, in sentences."""
+        notes = ["Tables count each sample by its weight."] if self.outcomes.weights is not None else []
         if len(self.outcomes) == self.tally.n:
-            return []
+            return notes
         return [
+            *notes,
             f"Equal-mass ECE, AURC, error by coverage, confused classes, changed predictions and periods are those of "
-            f"{len(self.outcomes):,} samples drawn at random, all other numbers those of all {self.tally.n:,}."
+            f"{len(self.outcomes):,} samples drawn at random, all other numbers those of all {self.tally.n:,}.",
         ]
 
 
