@@ -478,6 +478,7 @@ TEXTS = {
     "no header": "0,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
     "no header, label last": "0.75,0.25,0\n0.125,0.875,1\n0.5,0.5,1\n",
     "bars": "label|a|b\na|0.75|0.25\nb|0.125|0.875\nb|0.5|0.5\n",
+    "commas in the names": "label;b, c, d, e;a, e\nb, c, d, e;0.75;0.25\na, e;0.125;0.875\na, e;0.5;0.5\n",
     "blanks": "label a b\na 0.75 0.25\nb 0.125 0.875\nb 0.5 0.5\n",
     "Excel's first line": "sep=;\nlabel;a;b\na;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n",
     "blank lines first": "\n\nlabel,a,b\na,0.75,0.25\nb,0.125,0.875\nb,0.5,0.5\n",
