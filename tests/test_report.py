@@ -210,6 +210,8 @@ def test_verdict_ranks_by_paired_differences_and_never_within_chance(named: dict
     assert "is within chance" in said
     assert "below" not in said
     assert "sharp" not in said
+    three = verdict_of(*((name, honest) for name in ("one", "two", "three")))
+    assert three.startswith("“one”, “two” and “three” have the lowest NLL")
     assert verdict_of(("sharp", sharp)).startswith("“sharp”: Badly miscalibrated: overconfident by")
     said = verdict_of(("a", made(200)), ("b", made(150)))
     assert "different samples" in said

@@ -117,6 +117,11 @@ def test_folder_of_npz_and_names_that_collide(folder: Path) -> None:
     assert list(methods_of("report.html")) == ["x", "b/x", "third"]
     said = run(*["a/x.npz"] * 4, code=2)
     assert "two inputs have the name 'x': give them different ones as NAME=FILE" in said
+    assert "two inputs have the name 'm'" in run("m=a/x.npz", "m=b/x.npz", code=2)
+    (folder / "one.csv").write_text("label,p_0,p_1,p_2\n" + "0,0.5,0.25,0.25\n" * 20)
+    made().save(folder / "one.npz")
+    run("one.csv", "one.npz")
+    assert list(methods_of("report.html")) == ["one", "one.npz"]
 
 
 def test_one_set_of_an_npz_that_holds_several(folder: Path) -> None:

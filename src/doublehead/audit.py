@@ -406,8 +406,9 @@ def _unique_name(name: str, data: Data, inner: str, several: bool, taken: Mappin
             before = name or (stem if several else "")
             candidates = [f"{before}/{inner}" if before else inner, f"{path}/{inner}"]
         else:
-            shown = name or (stem.replace(".npz:", ":") if ".npz:" in stem else Path(path).stem)
-            candidates = [shown, f"{Path(path).parent.name}/{shown}", path]
+            shown = stem.replace(".npz:", ":") if ".npz:" in stem else Path(path).stem
+            folder = Path(path).parent.name
+            candidates = [name] if name else [shown, f"{folder}/{shown}" if folder else path, path]
     free = [candidate for candidate in candidates if candidate not in taken]
     if not free:
         raise ValueError(f"two inputs have the name {candidates[0]!r}: give them different ones as NAME=FILE")

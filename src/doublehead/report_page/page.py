@@ -112,7 +112,7 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
     equal = [m for m, pair in zip(methods, pairs[best]) if m is methods[best] or not (pair and pair.is_clear)]
     # of those that chance alone may rank, the one to improve on if it is there
     first, found = equal[0], pairs[0][best]
-    names = " and ".join(f"“{m.name}”" for m in equal)
+    names = " and ".join(filter(None, [", ".join(f"“{m.name}”" for m in equal[:-1]), f"“{equal[-1].name}”"]))
     if len(equal) > 1:
         sentence = f"{names} have the lowest NLL; the difference between them is within chance."
     elif best == 0 or found is None:
