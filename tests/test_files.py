@@ -207,6 +207,13 @@ def test_evaluate_refuses_what_an_array_cannot_use() -> None:
         ):
             evaluate(p.probs, p.labels, **unused)
     assert evaluate(p.logits, p.labels, kind="logits").values == Summary.of(p).values
+    for given in ({"labels": p.labels}, {"weights": torch.ones(30)}):
+        with pytest.raises(TypeError, match=f"{next(iter(given))} must not be given with Predictions"):
+            evaluate(p, **given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="classes must be different names, got a, b, a"):
+        evaluate(p.probs, ["a", "b", "a"] * 10, classes=["a", "b", "a"])
+    with pytest.raises(TypeError, match="no option 'bins'; did you mean n_bins"):
+        evaluate(pandas.DataFrame(p.probs.numpy()).assign(label=p.labels.numpy()), bins=10)
     frame = pandas.DataFrame(p.logits.numpy()).assign(label=p.labels.numpy(), site=[1.0, None] * 15)
     assert [*evaluate(frame, kind="logits", by="site").groups] == ["(missing)", "1"]
     with pytest.raises(TypeError, match="classes are given with an array"):

@@ -376,6 +376,11 @@ def test_times_with_zones_and_times_that_are_none(tmp_path: Path) -> None:
             as_times(np.array([wrong], dtype=object), "taken", "a.csv")
 
 
+def test_times_are_one_for_each_sample(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one time for each of 100 samples, got shape \(5,\)"):
+        report({"a": made(100)}, tmp_path / "a.html", time=range(5))
+
+
 def test_errors_of_one_confidence_come_in_the_order_of_the_file() -> None:
     record = Record.of(Predictions.from_probs([[1.0, 0.0]] * 40, [1] * 40))
     assert [error.row for error in record.errors] == [*range(1, 26)]

@@ -70,6 +70,10 @@ class Record:
         """The record of predictions in memory."""
         p = p.with_countable_weights()
         samples = np.arange(len(p) // (p.n_labels or 1)) + 1
+        if times is not None and times.shape != samples.shape:
+            raise ValueError(
+                f"time must hold one time for each of {len(samples)} samples, got shape {times.shape}"
+            )
         return _gathered([_Part(p, row_groups(p, by), row_groups(p), samples, "", None, times)], n_bins)
 
     @classmethod
