@@ -528,6 +528,17 @@ def test_rounded_probabilities_are_repaired(resnet110: Any, tmp_path: Path, digi
     assert after["accuracy"]["value"] > before["accuracy"]["value"] - 0.005
 
 
+def test_sets_of_one_npz_are_apart_and_keep_the_names_of_their_classes(tmp_path: Path) -> None:
+    (logits, labels), file, sets = overconfident(0), tmp_path / "both.npz", {}
+    for name in ("val", "test"):
+        sets[f"{name}_logits"], sets[f"{name}_labels"] = logits.numpy(), labels.numpy()
+    names = tuple(f"kind {k}" for k in range(K))
+    np.savez(file, **sets, classes=np.array(names))
+    done = calibrate(f"{file}:val", f"{file}:test", tmp_path / "out.npz", "--method", "temperature")
+    assert "share a file" not in done.stderr
+    assert read_predictions(tmp_path / "out.npz").layout.classes == names
+
+
 def test_a_calibrator_is_replaced_only_by_force(val: Path, tmp_path: Path) -> None:
     fitted_to_itself(val, tmp_path / "out.csv")
     (tmp_path / "out.csv").unlink()

@@ -140,6 +140,15 @@ def test_where_and_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert read_predictions(file, kind="logits", where=where).load().labels.tolist() == wanted
     groups = read_predictions(file, kind="logits", by="site").tally().groups
     assert {name: tally.n for name, tally in groups.items()} == {"A": 2, "B": 1, "(missing)": 1}
+    days = np.array(["2024-01-01", "2024-01-01", "2024-01-02T06", "2024-01-03"], dtype="datetime64[s]")
+    file = as_parquet(tmp_path / "b.parquet", {**columns(), "new": [True, False, True, True], "day": days})
+    for by, wanted in (
+        ("new", {"True": 3, "False": 1}),
+        ("day", {"2024-01-01": 2, "2024-01-02 06:00:00": 1, "2024-01-03": 1}),
+    ):  # as CSV files write them
+        groups = read_predictions(file, kind="logits", by=by).tally().groups
+        assert {name: tally.n for name, tally in groups.items()} == wanted
+    file = as_parquet(tmp_path / "a.parquet", table)
     rows = ["0,0.25,0.75,007"] * 30 + ["1,0.25,0.75,A1"]
     codes = write_csv(tmp_path / "codes.csv", "label,prob_0,prob_1,site", *rows)
     monkeypatch.setattr(formats, "BLOCK", 100)  # codes that look like whole numbers at first
