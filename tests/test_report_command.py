@@ -179,7 +179,7 @@ def test_several_labels_are_told_apart(folder: Path) -> None:
         assert "60 samples, 2 labels of each" in page
         (errors,) = re.findall(r"The most confident errors.*?</table>", page, re.DOTALL)
         assert {"y_red", "y_new"} <= set(re.findall(r"<bdi>(\w+)</bdi>", errors))
-        assert errors.count(">Label</th>") == 1
+        assert errors.count('class="name">Label</th>') == 1
         assert errors.count(">Group</th>") == headings
 
 
