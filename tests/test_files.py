@@ -517,6 +517,7 @@ TEXTS = {
     "long": "id,label,class,prob\n0,a,a,0.75\n0,a,b,0.25\n1,b,a,0.125\n1,b,b,0.875\n2,b,a,0.5\n2,b,b,0.5\n",
     "names that end in a number": "label,stage1,stage2\nstage1,0.75,0.25\nstage2,0.125,0.875\nstage2,0.5,0.5\n",
     "numbers after a blank": "label,grade 1,grade 2\ngrade 1,0.75,0.25\ngrade 2,0.125,0.875\nGRADE 2,0.5,0.5\n",
+    "a prefix, a word and a number": "label,p_kind 1,p_kind 2\nkind 1,0.75,0.25\nkind 2,0.125,0.875\nkind 2,0.5,0.5\n",
     "names like class_0": "label,class_0,class_1\nclass_0,0.75,0.25\nclass_1,0.125,0.875\nclass_1,0.5,0.5\n",
     "label is the name of a column": "label,p_a,p_b\np_a,0.75,0.25\np_b,0.125,0.875\nb,0.5,0.5\n",
     "counted from 1": "label,prob_1,prob_2\n1,0.75,0.25\n2.0,0.125,0.875\n2,0.5,0.5\n",

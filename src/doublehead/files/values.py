@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from doublehead.files.columns import WHOLE, Layout, no_yes, quoted, without_prefix
+from doublehead.files.columns import WHOLE, Layout, no_yes, quoted, split_score, without_prefix
 from doublehead.files.readers import Batch
 from doublehead.files.sources import Array, TableError
 from doublehead.score_arrays import ROUNDED, rounding_error
@@ -223,6 +223,7 @@ def is_number(text: str) -> bool:
 def _places(layout: Layout) -> dict[str, int]:
     """The number of each class by the names that labels may call it; the first ones go before the others."""
     forms = [layout.classes, layout.scores, without_prefix(layout.scores)]
+    forms.append(tuple(split_score(name, None)[1] or name for name in layout.scores))
     forms += [tuple(map(str.casefold, names)) for names in forms]
     for words in (("0", "1"), ("false", "true")):
         forms.append(tuple(words[number] for number in no_yes(layout.classes)))
