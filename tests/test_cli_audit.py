@@ -487,6 +487,17 @@ def test_what_is_refused_at_first_may_be_stated(tmp_path: Path) -> None:
     call("evaluate", rough, "--tolerance", "0.1")
 
 
+def test_sets_of_one_npz_are_apart_and_keep_the_names_of_their_classes(tmp_path: Path) -> None:
+    (logits, labels), file, sets = overconfident(0), tmp_path / "both.npz", {}
+    for name in ("val", "test"):
+        sets[f"{name}_logits"], sets[f"{name}_labels"] = logits.numpy(), labels.numpy()
+    names = tuple(f"kind {k}" for k in range(K))
+    np.savez(file, **sets, classes=np.array(names))
+    done = calibrate(f"{file}:val", f"{file}:test", tmp_path / "out.npz", "--method", "temperature")
+    assert "share a file" not in done.stderr
+    assert read_predictions(tmp_path / "out.npz").layout.classes == names
+
+
 def test_a_calibrator_is_replaced_only_by_force(val: Path, tmp_path: Path) -> None:
     assert "share a file" in fitted_to_itself(val, tmp_path / "out.csv").stderr
     (tmp_path / "out.csv").unlink()

@@ -132,6 +132,15 @@ def test_where_and_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert read_predictions(file, kind="logits", where=where).load().labels.tolist() == wanted
     groups = read_predictions(file, kind="logits", by="site").tally().groups
     assert {name: tally.n for name, tally in groups.items()} == {"A": 2, "B": 1, "(missing)": 1}
+    days = np.array(["2024-01-01", "2024-01-01", "2024-01-02T06", "2024-01-03"], dtype="datetime64[s]")
+    file = as_parquet(tmp_path / "b.parquet", {**columns(), "new": [True, False, True, True], "day": days})
+    for by, wanted in (
+        ("new", {"True": 3, "False": 1}),
+        ("day", {"2024-01-01": 2, "2024-01-02 06:00:00": 1, "2024-01-03": 1}),
+    ):  # as CSV files write them
+        groups = read_predictions(file, kind="logits", by=by).tally().groups
+        assert {name: tally.n for name, tally in groups.items()} == wanted
+    file = as_parquet(tmp_path / "a.parquet", table)
     rows = ["0,0.25,0.75,007"] * 30 + ["1,0.25,0.75,A1"]
     codes = write_csv(tmp_path / "codes.csv", "label,prob_0,prob_1,site", *rows)
     monkeypatch.setattr(formats, "BLOCK", 100)  # codes that look like whole numbers at first
@@ -204,6 +213,13 @@ def test_evaluate_refuses_what_an_array_cannot_use() -> None:
         ):
             evaluate(p.probs, p.labels, **unused)
     assert evaluate(p.logits, p.labels, kind="logits").values == Summary.of(p).values
+    for given in ({"labels": p.labels}, {"weights": torch.ones(30)}):
+        with pytest.raises(TypeError, match=f"{next(iter(given))} must not be given with Predictions"):
+            evaluate(p, **given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="classes must be different names, got a, b, a"):
+        evaluate(p.probs, ["a", "b", "a"] * 10, classes=["a", "b", "a"])
+    with pytest.raises(TypeError, match="no option 'bins'; did you mean n_bins"):
+        evaluate(pandas.DataFrame(p.probs.numpy()).assign(label=p.labels.numpy()), bins=10)
     frame = pandas.DataFrame(p.logits.numpy()).assign(label=p.labels.numpy(), site=[1.0, None] * 15)
     assert [*evaluate(frame, kind="logits", by="site").groups] == ["(missing)", "1"]
     with pytest.raises(TypeError, match="classes are given with an array"):
@@ -462,6 +478,7 @@ TEXTS = {
     "no header": "0,0.75,0.25\n1,0.125,0.875\n1,0.5,0.5\n",
     "no header, label last": "0.75,0.25,0\n0.125,0.875,1\n0.5,0.5,1\n",
     "bars": "label|a|b\na|0.75|0.25\nb|0.125|0.875\nb|0.5|0.5\n",
+    "commas in the names": "label;b, c, d, e;a, e\nb, c, d, e;0.75;0.25\na, e;0.125;0.875\na, e;0.5;0.5\n",
     "blanks": "label a b\na 0.75 0.25\nb 0.125 0.875\nb 0.5 0.5\n",
     "Excel's first line": "sep=;\nlabel;a;b\na;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n",
     "blank lines first": "\n\nlabel,a,b\na,0.75,0.25\nb,0.125,0.875\nb,0.5,0.5\n",
@@ -474,11 +491,17 @@ TEXTS = {
     "one probability": "label,prob\nFalse,0.25\nTrue,0.875\nTrue,0.5\n",
     "yes and no": "label,p\nNo,0.25\nYes,0.875\nYes,0.5\n",
     "one named probability": "y_true,p_spam\nham,0.25\nspam,0.875\nspam,0.5\n",
+    "one probability of no": "label,prob_False\n1,0.25\n0,0.875\n0,0.5\n",
+    "yes first": "label,True,False\nTrue,0.75,0.25\nFalse,0.125,0.875\nfalse,0.5,0.5\n",
+    "yes first, labels are numbers": "y,prob_pos,prob_neg\n1,0.75,0.25\n0,0.125,0.875\n0,0.5,0.5\n",
+    "floats as names": "label,prob_20.0,prob_10.0\n20.0,0.75,0.25\n10.0,0.125,0.875\n10,0.5,0.5\n",
+    "floats as names in disorder": "label,1.0,0.0\n0.0,0.25,0.75\n1.0,0.875,0.125\n1,0.5,0.5\n",
     "one-hot": "y_a,y_b,p_a,p_b\n1,0,0.75,0.25\n0,1,0.125,0.875\n0,1,0.5,0.5\n",
     "ids": "row_id,gt,prob_a,prob_b\n7,a,0.75,0.25\n8,b,0.125,0.875\n9,b,0.5,0.5\n",
     "long": "id,label,class,prob\n0,a,a,0.75\n0,a,b,0.25\n1,b,a,0.125\n1,b,b,0.875\n2,b,a,0.5\n2,b,b,0.5\n",
     "names that end in a number": "label,stage1,stage2\nstage1,0.75,0.25\nstage2,0.125,0.875\nstage2,0.5,0.5\n",
     "numbers after a blank": "label,grade 1,grade 2\ngrade 1,0.75,0.25\ngrade 2,0.125,0.875\nGRADE 2,0.5,0.5\n",
+    "a prefix, a word and a number": "label,p_kind 1,p_kind 2\nkind 1,0.75,0.25\nkind 2,0.125,0.875\nkind 2,0.5,0.5\n",
     "names like class_0": "label,class_0,class_1\nclass_0,0.75,0.25\nclass_1,0.125,0.875\nclass_1,0.5,0.5\n",
     "label is the name of a column": "label,p_a,p_b\np_a,0.75,0.25\np_b,0.125,0.875\nb,0.5,0.5\n",
     "counted from 1": "label,prob_1,prob_2\n1,0.75,0.25\n2.0,0.125,0.875\n2,0.5,0.5\n",
@@ -556,6 +579,9 @@ CONTENTS = {
     "gzip.csv.gz": lambda: gzip.compress(plain()),
     "windows-1252.csv": lambda: b"label;caf\xe9;b\ncaf\xe9;0,75;0,25\nb;0,125;0,875\nb;0,5;0,5\n",
     "a.parquet": lambda: as_parquet_bytes(as_table()),
+    "booleans.parquet": lambda: as_parquet_bytes(
+        pa.table({"label": [True, False, False], **dict(zip(("True", "False"), zip(*PROBS)))})
+    ),
     "lists.parquet": lambda: as_parquet_bytes(pa.table({"label": TRUTH, "probs": PROBS})),
     "categories.parquet": lambda: as_parquet_bytes(
         pa.table({"label": pa.array(list("abb")).dictionary_encode(), **dict(zip("ab", zip(*PROBS)))})

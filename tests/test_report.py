@@ -211,6 +211,8 @@ def test_verdict_ranks_by_paired_differences_and_never_within_chance(named: dict
     assert "is within chance" in said
     assert "below" not in said
     assert "sharp" not in said
+    three = verdict_of(*((name, honest) for name in ("one", "two", "three")))
+    assert three.startswith("“one”, “two” and “three” have the lowest NLL")
     assert verdict_of(("sharp", sharp)).startswith("“sharp”: Badly miscalibrated: overconfident by")
     said = verdict_of(("a", made(200)), ("b", made(150)))
     assert "different samples" in said
@@ -389,6 +391,11 @@ def test_times_with_zones_and_times_that_are_none(tmp_path: Path) -> None:
             TableError, match=f"'taken' must be numbers or dates such as 2024-12-31, got .*{wrong}"
         ):
             as_times(np.array([wrong], dtype=object), "taken", "a.csv")
+
+
+def test_times_are_one_for_each_sample(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one time for each of 100 samples, got shape \(5,\)"):
+        report({"a": made(100)}, tmp_path / "a.html", time=range(5))
 
 
 def test_errors_of_one_confidence_come_in_the_order_of_the_file() -> None:

@@ -117,6 +117,11 @@ def test_folder_of_npz_and_names_that_collide(folder: Path) -> None:
     assert list(methods_of("report.html")) == ["x", "b/x", "third"]
     said = run(*["a/x.npz"] * 4, code=2)
     assert "two inputs have the name 'x': give them different ones as NAME=FILE" in said
+    assert "two inputs have the name 'm'" in run("m=a/x.npz", "m=b/x.npz", code=2)
+    (folder / "one.csv").write_text("label,p_0,p_1,p_2\n" + "0,0.5,0.25,0.25\n" * 20)
+    made().save(folder / "one.npz")
+    run("one.csv", "one.npz")
+    assert list(methods_of("report.html")) == ["one", "one.npz"]
 
 
 def test_one_set_of_an_npz_that_holds_several(folder: Path) -> None:
@@ -166,13 +171,16 @@ def test_groups_times_errors_and_provenance(folder: Path) -> None:
 
 
 def test_several_labels_are_told_apart(folder: Path) -> None:
-    rows = [f"{i % 2},{i % 3 == 0:d},0.{3 + i % 5},0.{1 + i % 7}" for i in range(60)]
-    (folder / "several.csv").write_text("\n".join(["y_red,y_new,p_red,p_new", *rows]) + "\n")
-    run("several.csv", "--label", "y_*")
-    page = text_of("report.html")
-    assert "60 samples, 2 labels of each" in page
-    (errors,) = re.findall(r"The most confident errors.*?</table>", page, re.DOTALL)
-    assert {"y_red", "y_new"} <= set(re.findall(r"<bdi>(\w+)</bdi>", errors))
+    rows = [f"{i % 2},{i % 3 == 0:d},0.{3 + i % 5},0.{1 + i % 7},{'ns'[i // 30]}" for i in range(60)]
+    (folder / "several.csv").write_text("\n".join(["y_red,y_new,p_red,p_new,site", *rows]) + "\n")
+    for options, headings in ([], 0), (["--by", "site"], 1):
+        run("several.csv", "--label", "y_*", *options)
+        page = text_of("report.html")
+        assert "60 samples, 2 labels of each" in page
+        (errors,) = re.findall(r"The most confident errors.*?</table>", page, re.DOTALL)
+        assert {"y_red", "y_new"} <= set(re.findall(r"<bdi>(\w+)</bdi>", errors))
+        assert errors.count('class="name">Label</th>') == 1
+        assert errors.count(">Group</th>") == headings
 
 
 def test_confidences_alone_make_a_page(folder: Path) -> None:
@@ -180,6 +188,8 @@ def test_confidences_alone_make_a_page(folder: Path) -> None:
     (folder / "top.csv").write_text("\n".join(["correct,confidence", *rows]) + "\n")
     said = run("top.csv")
     assert "“top”: " in said
+    (folder / "full.csv").write_text("label,p_0,p_1\n" + "0,0.75,0.25\n" * 400)
+    assert "only the confidence of “top” is known. “full”: " in run("full.csv", "top.csv", "-o", "both.html")
     page = text_of("report.html")
     assert "400 samples" in page
     assert 'id="classes"' not in page

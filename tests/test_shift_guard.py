@@ -254,7 +254,7 @@ def test_bad_files_of_features(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_text("1")
     (tmp_path / "text.csv").write_text("name\nx\n")
     for pair, said in (
-        (("few.npy", "few.npy"), "two windows of 64 rows, got 10"),
+        (("few.npy", "few.npy"), "few.npy must hold at least two windows of 64 rows, got 10"),
         (("few.npy", "other.npy"), "other.npy must have 2 features like the calibration data, got 3"),
         (("flat.npy", "few.npy"), r"got shape \(10,\)"),
         (("a.bin", "few.npy"), "a.bin must end in one of .csv, "),

@@ -169,6 +169,9 @@ def test_compare_is_paired() -> None:
     assert (found.n_changed, found.n, found.is_clear) == (0, 400, True)
     assert not compare(before, before).is_clear
     assert not compare(before[:1], after[:1]).is_clear  # one sample shows nothing
+    even, shifted = (Predictions([[0.0, 0.0]] * 50, [0] * 50), Predictions([[1e-7, 0.0]] * 50, [0] * 50))
+    assert compare(even, shifted).nll.high < 0
+    assert not compare(even, shifted).is_clear  # a rounding that is the same for every sample shows nothing
     flipped = Predictions(before.logits.flip(1), before.labels)
     assert compare(before, flipped).n_changed == int((flipped.predicted != before.predicted).sum())
     refused("same labels in the same order, got 400 and 100 samples", compare, before, before[:100])

@@ -13,6 +13,7 @@ from commands import call
 from doublehead import Predictions, metrics
 from doublehead.bins import Bins
 from doublehead.calibrators import CALIBRATORS, make
+from doublehead.curves import class_gaps, reliability
 from doublehead.outcomes import Outcomes
 from doublehead.stream import Tally
 from doublehead.summary import Summary
@@ -117,6 +118,41 @@ def test_weights_of_one_change_nothing_in_a_summary() -> None:
     assert ones["ece_floor"] == pytest.approx(plain["ece_floor"])
     assert ones["n"] == plain["n"]
     assert "smooth_ece" not in ones["metrics"]  # needs all samples, equally weighted
+
+
+def test_bands_of_uneven_weights_hold_the_accuracies_of_calibrated_models() -> None:
+    outside, bins = np.zeros(2), np.zeros(2)
+    for seed in range(25):
+        p = overconfident(600, 3, 1.0, spread=3.0, seed=seed)
+        weights = np.random.default_rng(seed).lognormal(0, 1.5, 600)  # an effective number of about 80
+        weighted = Predictions(p.logits, p.labels, weights)
+        curve, gaps = reliability(weighted), class_gaps(weighted)
+        beyond = (gaps.accuracy < gaps.band_low) | (gaps.accuracy > gaps.band_high)
+        full = curve.counts > 0
+        outside += curve.outside[full].sum(), beyond.sum()
+        bins += full.sum(), len(beyond)
+    assert (
+        outside / bins < 0.2
+    ).all()  # 0.1 but for chance and the normal form; 0.35 with the number of samples
+
+
+def test_drift_of_uneven_weights() -> None:
+    pytest.importorskip("jinja2")
+    from doublehead.report_page.record import Record, measure
+    from doublehead.report_page.tables import drift
+
+    confidence = torch.cat([torch.linspace(0.7, 0.9, 10), torch.linspace(0.55, 0.95, 390)]).repeat(2)
+    heavy, when = (torch.arange(800) % 400 < 10), torch.arange(800) // 400
+    right = torch.arange(800) % 2 == 0
+    right[:10], right[400:410] = (
+        torch.arange(10) < 9,
+        torch.arange(10) < 7,
+    )  # so that ten answers decide nearly alone
+    probs = torch.stack([confidence, 1 - confidence], 1)
+    p = Predictions.from_probs(probs, (~right).long(), torch.where(heavy, 1000.0, 0.1))
+    method = measure(0, "a", Record.of(p, times=when.double().numpy()))
+    assert method.periods is not None
+    assert "does not change" in drift(method.periods)  # 9 of 10 against 7 of 10
 
 
 def test_uneven_weights_widen_intervals_and_raise_the_floor() -> None:

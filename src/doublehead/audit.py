@@ -9,6 +9,7 @@ may be left out where it is certain (the names of the arrays or columns state it
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ from doublehead.report_page.page import TITLE, Page, Shift, build_page
 from doublehead.report_page.record import Record, as_times
 from doublehead.stream import row_groups
 from doublehead.summary import Summaries, Summary
-from doublehead.system import replacing
+from doublehead.system import did_you_mean, replacing
 
 Data: TypeAlias = Any  # Predictions, an array or tensor, a DataFrame, a path or several
 
@@ -309,12 +310,16 @@ def as_predictions(
 ) -> Predictions:
     """`Predictions` as they are, or from an array (N, K) or (N,) of scores, labels and optional weights."""
     if isinstance(data, Predictions):
+        if given := [name for name, value in (("labels", labels), ("weights", weights)) if value is not None]:
+            raise TypeError(f"{' and '.join(given)} must not be given with Predictions, which hold their own")
         return data
     if labels is None:
         raise ValueError(f"labels must be given with an array of {kind}, got None")
     names = np.asarray(labels)
     if names.dtype.kind in "OUS":
         names = names.astype(str)
+        if classes is not None and len(set(classes)) < len(classes):
+            raise ValueError(f"classes must be different names, got {', '.join(map(str, classes))}")
         if classes is None and len(np.unique(names)) != np.shape(data)[-1]:
             raise ValueError(
                 "classes must name the columns where labels are names that do not all occur, "
@@ -370,6 +375,9 @@ def _refuse_for_arrays(names: Sequence[str]) -> None:
 def read_table(data: Data, kind: Kind | None, labels: Any = None, **reading: Any) -> PredictionTable:
     """The table of paths or of a DataFrame; an .npz that states what it holds is taken at its word."""
     labels = reading.pop("label", None) if labels is None else labels
+    known = {name for verb in (evaluate, read_predictions) for name in inspect.signature(verb).parameters}
+    for name in reading.keys() - known:
+        raise TypeError(f"there is no option {name!r}{did_you_mean(name, known)}")
     if not is_frame(data):
         if isinstance(data, str):
             data, kind = split_kind(data, kind)
@@ -406,8 +414,9 @@ def _unique_name(name: str, data: Data, inner: str, several: bool, taken: Mappin
             before = name or (stem if several else "")
             candidates = [f"{before}/{inner}" if before else inner, f"{path}/{inner}"]
         else:
-            shown = name or (stem.replace(".npz:", ":") if ".npz:" in stem else Path(path).stem)
-            candidates = [shown, f"{Path(path).parent.name}/{shown}", path]
+            shown = stem.replace(".npz:", ":") if ".npz:" in stem else Path(path).stem
+            folder = Path(path).parent.name
+            candidates = [name] if name else [shown, f"{folder}/{shown}" if folder else path, path]
     free = [candidate for candidate in candidates if candidate not in taken]
     if not free:
         raise ValueError(f"two inputs have the name {candidates[0]!r}: give them different ones as NAME=FILE")

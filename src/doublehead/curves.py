@@ -113,7 +113,7 @@ def reliability(p: Predictions | Bins, n_bins: int = 15, seed: int = 0) -> Relia
     fine = fine.to("cpu")
     floor = ece_floor(fine, n_bins, seed=seed)  # checks that these are top-label bins with samples
     bins = fine.coarsen(n_bins)
-    low, high, _ = _perfect_model(*(part.reshape(n_bins, -1) for part in _effective(fine)))
+    low, high, _ = _perfect_model(*_effective(Bins.from_state(fine.state().unflatten(-1, (n_bins, -1)))))
     return Reliability(
         edges=bins.edges.numpy(),
         confidence=bins.confidence.numpy(),
@@ -203,8 +203,12 @@ def class_gaps_of(predicted: Bins, classwise: Bins) -> ClassGaps:
 
 
 def _effective(bins: Bins) -> tuple[Array, Array, Array]:
-    """Effective counts, and sums of confidences and correct answers of so many samples of one weight."""
-    n = bins.effective
+    """Counts (R, cells), and sums of confidences and right answers, that vary as much as the weighted samples of a row.
+
+    They are those of samples of one weight, of which the row has its effective number (Kish): not whole numbers.
+    """
+    scale = bins.mass.sum(-1, True) / bins.mass_of_squares.sum(-1, True).clamp(min=1 / UNIT)
+    n = bins.mass * scale
     confidence, accuracy = (part.nan_to_num(0.0) * n for part in (bins.confidence, bins.accuracy))
     return n.numpy(), confidence.numpy(), accuracy.numpy()
 
@@ -220,8 +224,11 @@ def _perfect_model(counts: Array, conf_sums: Array, correct_sums: Array) -> Arra
     for i in np.flatnonzero(counts.sum(1)):
         size = counts[i][counts[i] > 0]
         chance = np.clip(conf_sums[i][counts[i] > 0] / size, 0, 1)
-        right, n = round(float(correct_sums[i].sum())), int(size.sum())
-        low, high, p_value = _exact(size, chance, right) if n <= EXACT_UP_TO else _normal(size, chance, right)
+        right, n, whole = float(correct_sums[i].sum()), float(size.sum()), size.round()
+        if n <= EXACT_UP_TO and np.allclose(size, whole, rtol=1e-6):
+            low, high, p_value = _exact(whole, chance, round(right))
+        else:  # many, or weighted
+            low, high, p_value = _normal(size, chance, right)
         found[:, i] = low / n, high / n, p_value
     return found
 
@@ -238,7 +245,7 @@ def _exact(size: Array, chance: Array, right: int) -> tuple[float, float, float]
     return float(low), float(min(high, n)), float(np.clip(2 * min(below[right], above), 0, 1))
 
 
-def _normal(size: Array, chance: Array, right: int) -> tuple[float, float, float]:
+def _normal(size: Array, chance: Array, right: float) -> tuple[float, float, float]:
     """The same by the normal distribution, with a correction for whole numbers."""
     n, mean, sigma = size.sum(), (size * chance).sum(), np.sqrt((size * chance * (1 - chance)).sum())
     low, high = np.clip([mean - BAND_SIGMA * sigma, mean + BAND_SIGMA * sigma], 0, n)

@@ -117,7 +117,8 @@ def calibrate(
         check_output(output, repair, learn, force=force)
         for file in _beside(output):
             check_file(file, force)
-        if {s.path.resolve() for s in learn.sources} & {s.path.resolve() for s in repair.sources}:
+        files = [{(source.path.resolve(), source.part) for source in t.sources} for t in (learn, repair)]
+        if files[0] & files[1]:
             note("Warning: --fit and --apply share a file, so the numbers after are too good", style=None)
         fitted = _fit(method, learn, keep)
     _repair(repair, fitted, output, bins, as_json)

@@ -45,7 +45,10 @@ def shift(
         doublehead shift calib_features.npy new_features.npy
     """
     clean = read_features(calib)
-    found = list(watch(clean, read_features(new, clean), window, rate))
+    features = read_features(new, clean)
+    if len(clean) < 2 * window:
+        raise ValueError(f"{calib} must hold at least two windows of {window} rows, got {len(clean)} rows")
+    found = list(watch(clean, features, window, rate))
     rows = [["rows", "alarm", "p-value", "strength"]]
     for one in found:
         alarm = "ALARM" if one.alarm else ""

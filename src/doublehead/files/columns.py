@@ -28,10 +28,11 @@ PREDICTED = (
     r"|(pred(icted|iction)?|class|label|top|rank)_?1(_?(class|label|pred|name))?"
 )
 CONFIDENCE = rf"conf(idence)?|(max|top|pred(icted)?)_{PROBABILITY}|msp|((top|rank)_?1_?)?{PROBABILITY}_?1?"
-WHOLE = re.compile(r"-?\d+")
+WHOLE, WHOLE_FLOAT = re.compile(r"-?\d+"), re.compile(r"^(-?\d+)\.0+$")
 LAST_NUMBER, FIRST_NUMBER = re.compile(r"(\d+)[)\]]?$"), re.compile(r"(\d+)[_\-. ]")
 BETWEEN_WORDS = re.compile(r"[\s\-.]+")
 CORRECT = r"(is_)?correct|is_right|hit"
+NO_YES = (("no", "yes"), ("negative", "positive"), ("neg", "pos"), ("n", "y"), ("false", "true"))
 TOP_LABEL = "|".join((CONFIDENCE, PREDICTED, CORRECT))
 
 
@@ -42,7 +43,7 @@ class Layout:
     `scores` are K columns of one number each, one column of lists of K numbers, one column of a binary model's
     single score, or the confidence in the predicted class where nothing else is known. `classes` are the names of the
     classes where the columns have names, else empty. `base` is the label of the first class where labels are numbers,
-    None where numbers are names of classes: columns 10, 20, 30.
+    None where numbers are names of classes: columns 10, 20, 30, or yes before no.
     Where samples have several labels the scores are `independent`, one for each label, which is 0 or 1: in as many
     columns `labels`, or in lists in `label`.
     """
@@ -154,11 +155,23 @@ def with_classes(layout: Layout, classes: tuple[str, ...], base: int | None = No
     for names in (layout.labels, without_prefix(layout.labels)):
         if names and sorted(names) == sorted(classes):  # each label belongs to the score of its name
             layout = replace(layout, labels=tuple(layout.labels[names.index(name)] for name in classes))
-    numbers = [int(name) for name in classes if WHOLE.fullmatch(name)]
+    numbers = no_yes(classes) or [int(name) for name in classes if WHOLE.fullmatch(name)]
     first: int | None = 0
     if numbers:
         first = numbers[0] if numbers == [*range(numbers[0], numbers[0] + len(classes))] else None
     return replace(layout, classes=classes, base=first if base is None else base)
+
+
+def no_yes(classes: tuple[str, ...]) -> list[int]:
+    """0 for no and 1 for yes where these are the two classes, as labels may call them, else nothing.
+
+    >>> no_yes(("True", "False")), no_yes(("cat", "dog"))
+    ([1, 0], [])
+    """
+    folded = [name.casefold() for name in classes]
+    return next(
+        ([pair.index(name) for name in folded] for pair in NO_YES if sorted(pair) == sorted(folded)), []
+    )
 
 
 def in_order(layout: Layout, classes: Sequence[str]) -> Layout | None:
@@ -315,7 +328,7 @@ def _guess_scores(columns: Mapping[str, str], where: str, kind: str | None) -> t
 def _score_pattern(kind: str | None) -> re.Pattern[str]:
     words = "|".join(sorted(filter(None, PREFIXES[kind]), key=len, reverse=True))
     forms = (
-        r"(?P<number>-?\d+)",
+        r"(?P<number>-?\d+(?:\.0+)?)",
         rf"(?P<p>{words})[(\[](?:\w+\s*=\s*)?(?P<bracketed>.+)[)\]]",
         rf"(?P<q>{words})(?:[_\-. ]|(?=\d))(?P<after>.+)",
         rf"(?P<before>.+)[_\-. ](?P<r>{words})",
@@ -326,6 +339,8 @@ def _score_pattern(kind: str | None) -> re.Pattern[str]:
 def split_score(name: str, kind: str | None) -> tuple[str, str | None]:
     """The prefix and the class of the name of a score column; no class where it is not one.
 
+    A class called 2.0, as in a DataFrame whose columns are `classes_` of a model fitted to floats, is 2.
+
     >>> split_score("prob_cat", "probs"), split_score("Prob(y=cat)", "probs"), split_score("cat_prob", "probs")
     (('prob', 'cat'), ('prob', 'cat'), ('prob', 'cat'))
     """
@@ -333,7 +348,8 @@ def split_score(name: str, kind: str | None) -> tuple[str, str | None]:
     if found is None:
         return name, None
     prefix = found["p"] or found["q"] or found["r"] or ""
-    return prefix.lower(), found["number"] or found["bracketed"] or found["after"] or found["before"]
+    of_class = found["number"] or found["bracketed"] or found["after"] or found["before"]
+    return prefix.lower(), WHOLE_FLOAT.sub(r"\1", of_class)
 
 
 def _number(name: str) -> int | None:

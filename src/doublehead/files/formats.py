@@ -31,6 +31,7 @@ LABELS_AND_SCORES = "list<item: struct<label: string, score: double>>"  # as pip
 BOM = b"\xef\xbb\xbf"
 DECIMAL = re.compile(r"-?\d*[.,]\d+([eE][-+]?\d+)?")
 NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?|[-+]?(nan|inf)", re.IGNORECASE)
+QUOTED = re.compile(r'"[^"]*"')
 
 
 def open_source(source: Source) -> Reader:
@@ -73,7 +74,7 @@ class CsvReader(TableReader):
             if lines[0].lower().startswith("sep="):  # as Excel writes it
                 self.before, lines = self.before + 1, lines[1:]
             lines = lines[:2] or [""]
-            self.delimiter = max("\t;|,", key=lines[0].count)
+            self.delimiter = max("\t;|,", key=lambda mark: _regular(lines, mark))
             if self.delimiter not in lines[0] and " " in lines[0].strip():
                 self.delimiter = " "
             second = lines[-1].split(self.delimiter)
@@ -251,6 +252,12 @@ class CsvReader(TableReader):
                 column_types=types, include_columns=columns, decimal_point=self.decimal_point
             ),
         )
+
+
+def _regular(lines: list[str], mark: str) -> tuple[bool, int]:
+    """Whether all lines have as many of these marks outside quotes, and how many: names may hold some too."""
+    counts = [QUOTED.sub("", line).count(mark) for line in lines]
+    return 0 < min(counts) == max(counts), min(counts)
 
 
 class JsonReader(TableReader):

@@ -20,7 +20,6 @@ from doublehead.system import require
 SAMPLES = (
     "sample", "sample_id", "id", "example", "example_id", "item", "item_id", "image", "image_id", "row", "index", "uid",
 )  # fmt: skip
-NO_YES = (("no", "yes"), ("negative", "positive"), ("neg", "pos"), ("n", "y"))
 CALLED = "as they are called"
 NAMED: dict[Kind, tuple[str, ...]] = {"logits": LOGITS, "probs": PROBS}  # names that state a kind
 CLASSES = ("class", "class_name", "class_id", "candidate", "option", "choice", "category")
@@ -150,13 +149,14 @@ def _check_binary(scores: Array, labels: Array, name: str, source: Source) -> No
 def _binary_classes(labels: Array, layout: Layout, source: Source) -> Layout:
     """The layout with the names of no and yes where labels are words: yes is the class in the name of the column."""
     names = {text.casefold(): text for text in set(labels.tolist()) if text != MISSING}
-    if all(text in values.WORDS or values.is_number(text) for text in names.values()):
-        return layout
     named = (columns.split_score(layout.scores[0], None)[1] or "").casefold()
+    if all(text in values.WORDS or values.is_number(text) for text in names.values()):
+        pair = next((pair for pair in columns.NO_YES if pair[0] == named != "n"), None)
+        return layout if pair is None else columns.with_classes(layout, pair[::-1])  # it is the score of no
     if named in names and len(names) <= 2:
         no = next((text for folded, text in names.items() if folded != named), f"not {names[named]}")
         return replace(layout, classes=(no, names[named]))
-    for pair in NO_YES:
+    for pair in columns.NO_YES:
         if {*names} <= {*pair}:
             return replace(layout, classes=tuple(names.get(word, word) for word in pair))
     got = ", ".join(map(quoted, sorted(names.values())[:5]))

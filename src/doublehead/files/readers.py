@@ -354,7 +354,8 @@ def to_numpy(column: Any) -> Array:
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if kind == "whole" and not column.null_count:
-        return np.from_dlpack(column.cast("uint8") if types.is_boolean(column.type) else column)
+        is_bool = types.is_boolean(column.type)
+        return np.from_dlpack(column.cast("uint8")).astype(bool) if is_bool else np.from_dlpack(column)
     if kind in ("number", "whole"):  # not by to_numpy, which imports pandas where it is installed
         column = column if str(column.type) in SIMPLE else column.cast("float64")
         return np.from_dlpack(compute.fill_null(column, np.nan) if column.null_count else column)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from doublehead.files.columns import WHOLE, Layout, quoted, without_prefix
+from doublehead.files.columns import WHOLE, Layout, no_yes, quoted, split_score, without_prefix
 from doublehead.files.readers import Batch
 from doublehead.files.sources import Array, TableError
 from doublehead.score_arrays import ROUNDED, rounding_error
@@ -193,7 +194,10 @@ def to_text(column: Array) -> Array:
 def _tell(value: object) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else MISSING if math.isnan(value) else str(value)
-    return MISSING if value is None or value == "" else str(value).strip()
+    text = MISSING if value is None or value == "" else str(value).strip()
+    return (
+        text.removesuffix(" 00:00:00") if isinstance(value, datetime) else text
+    )  # a day, as CSV files write it
 
 
 def _are_names(column: Array, layout: Layout) -> bool:
@@ -219,7 +223,10 @@ def is_number(text: str) -> bool:
 def _places(layout: Layout) -> dict[str, int]:
     """The number of each class by the names that labels may call it; the first ones go before the others."""
     forms = [layout.classes, layout.scores, without_prefix(layout.scores)]
+    forms.append(tuple(split_score(name, None)[1] or name for name in layout.scores))
     forms += [tuple(map(str.casefold, names)) for names in forms]
+    for words in (("0", "1"), ("false", "true")):
+        forms.append(tuple(words[number] for number in no_yes(layout.classes)))
     places: dict[str, int] = {}
     for names in forms:
         if len(set(names)) == len(names) > 1:  # no two classes that differ by case alone

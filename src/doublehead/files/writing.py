@@ -222,6 +222,7 @@ def _write_arrays(table: PredictionTable, target: Path, pairs: Iterator[tuple[Ch
         if isinstance(reader, NpzReader):
             arrays: dict[str, Any] = {probs_name(name, table): probs}
             arrays |= {key: array for key, array in reader.arrays.items() if key != name}
+            arrays |= {"classes": np.array(reader.classes)} if reader.classes else {}
             np.savez_compressed(file, **arrays)
         else:
             np.save(file, probs, allow_pickle=False)

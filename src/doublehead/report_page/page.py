@@ -103,16 +103,16 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
     if len(methods) == 1:
         return f"“{methods[0].name}”: {methods[0].summary.verdict}"
     if any(pair is None for row in pairs for pair in row):
-        grades = "; ".join(f"“{m.name}” is {m.summary.grade.word}" for m in methods)
-        why = "were measured on different samples"
-        if any("nll" not in m.summary.metrics for m in methods):
-            why = "are known by their confidence alone"
-        return f"The methods {why} and cannot be compared sample by sample. {grades}."
+        grades = "; ".join(f"“{m.name}”: {m.summary.grade.word}" for m in methods)
+        why = "they were measured on different samples"
+        if short := [f"“{m.name}”" for m in methods if "nll" not in m.summary.metrics]:
+            why = f"only the confidence of {' and '.join(short)} is known"
+        return f"The methods cannot be compared sample by sample: {why}. {grades}."
     best = _best(methods)
     equal = [m for m, pair in zip(methods, pairs[best]) if m is methods[best] or not (pair and pair.is_clear)]
     # of those that chance alone may rank, the one to improve on if it is there
     first, found = equal[0], pairs[0][best]
-    names = " and ".join(f"“{m.name}”" for m in equal)
+    names = " and ".join(filter(None, [", ".join(f"“{m.name}”" for m in equal[:-1]), f"“{equal[-1].name}”"]))
     if len(equal) > 1:
         sentence = f"{names} have the lowest NLL; the difference between them is within chance."
     elif best == 0 or found is None:

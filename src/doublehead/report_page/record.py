@@ -47,7 +47,8 @@ class ErrorRow(NamedTuple):
     row: int  # of the file, from 1
     source: str
     shown: str  # the text, path or id of the sample, where the file has one
-    group: str  # or the label, of a sample that has several
+    group: str
+    about: str  # the label, of a sample that has several
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,11 @@ class Record:
         """The record of predictions in memory."""
         p = p.with_countable_weights()
         samples = np.arange(len(p) // (p.n_labels or 1)) + 1
-        return _gathered([_Part(p, row_groups(p, by), samples, "", None, times)], n_bins)
+        if times is not None and times.shape != samples.shape:
+            raise ValueError(
+                f"time must hold one time for each of {len(samples)} samples, got shape {times.shape}"
+            )
+        return _gathered([_Part(p, row_groups(p, by), row_groups(p), samples, "", None, times)], n_bins)
 
     @classmethod
     def of_table(cls, table: PredictionTable, n_bins: int = 15, time: str | None = None) -> Record:
@@ -84,24 +89,29 @@ class Record:
             batch, source = chunk.batch, str(chunk.batch.source)
             texts = None if shown is None else to_text(batch.columns[shown])
             times = None if time is None else as_times(batch.columns[time], time, source)
-            return _Part(chunk.labelled(), chunk.groups, batch.numbers, source, texts, times)
+            p = chunk.labelled()
+            labels = None if isinstance(p, Outcomes) else row_groups(p, names=layout.labels)
+            return _Part(p, chunk.groups, labels, batch.numbers, source, texts, times)
 
         return _gathered(map(part, table.chunks()), n_bins)
 
     @property
     def notes(self) -> list[str]:
         """What a reader of the page must know about its numbers, in sentences."""
+        notes = ["Tables count each sample by its weight."] if self.outcomes.weights is not None else []
         if len(self.outcomes) == self.tally.n:
-            return []
+            return notes
         return [
+            *notes,
             f"Equal-mass ECE, AURC, error by coverage, confused classes, changed predictions and periods are those of "
-            f"{len(self.outcomes):,} samples drawn at random, all other numbers those of all {self.tally.n:,}."
+            f"{len(self.outcomes):,} samples drawn at random, all other numbers those of all {self.tally.n:,}.",
         ]
 
 
 class _Part(NamedTuple):
     predictions: Predictions | Outcomes
     groups: Array | None
+    labels: Array | None  # what each prediction is about, where samples have several labels
     rows: Array  # of the file, one for each sample; `shown` and `times` likewise
     source: str
     shown: Array | None
@@ -134,8 +144,8 @@ def _errors(found: Outcomes, part: _Part, several: int) -> Iterator[ErrorRow]:
     wrong = (~found.correct).nonzero()[:, 0]
     for i in wrong[found.confidence[wrong].argsort(descending=True, stable=True)[:MAX_ERRORS]].tolist():
         label, predicted, group = told(found.labels, i), told(found.predicted, i), told(part.groups, i)
-        row, shown = int(part.rows[i // several]), told(part.shown, i // several)
-        yield ErrorRow(float(found.confidence[i]), label, predicted, row, part.source, shown, group)
+        row, shown, about = int(part.rows[i // several]), told(part.shown, i // several), told(part.labels, i)
+        yield ErrorRow(float(found.confidence[i]), label, predicted, row, part.source, shown, group, about)
 
 
 def as_times(column: Array, name: str, source: str) -> Array:

@@ -114,7 +114,7 @@ def drift(periods: Summary) -> str:
     gaps = periods.group_gaps
     if gaps is None or len(gaps.counts) < 2:
         return "All samples are of one time."
-    sizes = np.array([float(g.bins.effective.sum()) for g in periods.groups.values()])
+    sizes = np.array([float(g.bins.coarsen(1).effective) for g in periods.groups.values()])
     right = (gaps.accuracy * sizes + 0.5) / (sizes + 1)  # never 0 or 1, so that no variance is 0
     weight = sizes / (right * (1 - right))
     excess = float((weight * (gaps.gap - np.average(gaps.gap, weights=weight)) ** 2).sum())
