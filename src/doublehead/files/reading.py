@@ -74,8 +74,7 @@ class PredictionTable:
     @property
     def n_bytes(self) -> int:
         """The size of all files."""
-        files = [path for s in self.sources if s.arrays is None for path in (s.path, s.partner)]
-        return sum(path.stat().st_size for path in files if path is not None)
+        return sum(source.n_bytes for source in self.sources)
 
     @property
     def reader(self) -> Reader:

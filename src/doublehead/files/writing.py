@@ -33,8 +33,7 @@ def check_output(out: Path, table: PredictionTable, *others: PredictionTable, fo
         raise TableError(
             f"{table.name} cannot be written back: give a file with a row for each sample to --apply"
         )
-    sources = [source for each in (table, *others) for source in each.sources]
-    inputs = {path.resolve() for source in sources for path in (source.path, source.partner) if path}
+    inputs = {file.resolve() for each in (table, *others) for source in each.sources for file in source.files}
     if out.resolve() in inputs:
         raise TableError(f"{out} is one of the files to read: give another name to --output")
     if len(table.sources) > 1:
