@@ -165,20 +165,14 @@ class NpyReader(ArraysReader):
     """A pair of .npy, one with scores (N, K) and one with labels (N,), read through a memory map."""
 
     def __init__(self, source: Source) -> None:
-        if source.partner is None:
-            raise TableError(
-                f"{source} is an .npy array without a partner: give one of scores and one of labels"
-            )
         arrays: dict[str, Array] = {}
         for path in source.files:
             with reading(Source(path)):
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             arrays["scores" if array.dtype.kind == "f" and array.ndim > 1 else "labels"] = array
         if len(arrays) < 2:
-            raise TableError(
-                f"{source.path} and {source.partner} must be scores (N, K) and labels (N,), got two "
-                f"of {next(iter(arrays))}"
-            )
+            got = " and ".join(map(str, source.files))
+            raise TableError(f".npy files must be pairs of scores (N, K) and labels (N,), got {got}")
         super().__init__(source, arrays)
 
 
