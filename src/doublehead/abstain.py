@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import takewhile
 from typing import Any, TypeAlias
 
@@ -80,9 +80,7 @@ def choose_threshold(
     @cache
     def passes(i: int) -> bool:
         errors, kept = wrong[i], accepted[i]
-        return (
-            errors < max_error * kept and _chance_at_most(_log_counts(errors, kept), kept, max_error) <= level
-        )
+        return errors < max_error * kept and _chance_at_most(errors, kept, max_error) <= level
 
     # The last threshold reached from any start while every one on the way passes the test.
     reached = [i for start in starts for i in [*takewhile(passes, range(start, len(accepted)))][-1:]]
@@ -108,11 +106,10 @@ def clopper_pearson_upper(errors: int, n: int, level: float) -> float:
         raise ValueError(f"errors must lie in 0..n = {n}, got {errors}")
     if errors == n:
         return 1.0
-    counts = _log_counts(errors, n)
     low, high = errors / n, 1.0
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _chance_at_most(counts, n, middle) > level else (low, middle)
+        low, high = (middle, high) if _chance_at_most(errors, n, middle) > level else (low, middle)
     return high
 
 
@@ -122,6 +119,7 @@ def _rounded_up(threshold: float) -> str:
     return f"{math.ceil(threshold * 10**digits) / 10**digits:.{digits}g}"
 
 
+@lru_cache(maxsize=1)
 def _log_counts(k: int, n: int) -> Array:
     """(k + 1,) the logarithms of n over 0 .. n over k."""
     i = torch.arange(k + 1, dtype=torch.float64)
@@ -129,10 +127,10 @@ def _log_counts(k: int, n: int) -> Array:
     return logs
 
 
-def _chance_at_most(log_counts: Array, n: int, rate: float) -> float:
-    """P(X <= k) for X binomial(n, rate) with 0 < rate < 1 and k + 1 = len(log_counts)."""
-    i = np.arange(len(log_counts))
-    terms = log_counts + i * math.log(rate) + (n - i) * math.log1p(-rate)
+def _chance_at_most(k: int, n: int, rate: float) -> float:
+    """P(X <= k) for X binomial(n, rate) with 0 < rate < 1."""
+    i = np.arange(k + 1)
+    terms = _log_counts(k, n) + i * math.log(rate) + (n - i) * math.log1p(-rate)
     largest = terms.max()  # below the mean the terms increase, so no term that matters underflows
     return float(np.exp(terms - largest).sum() * math.exp(largest))
 
@@ -145,12 +143,15 @@ def _grid() -> tuple[Tensor, list[int]]:
     return torch.from_numpy(highest_first), [int(np.abs(highest_first - start).argmin()) for start in STARTS]
 
 
-def threshold_counts(confidence: Tensor, correct: Tensor) -> Tensor:
-    """(2, T) int64: samples by the highest threshold (falling, the last is 0) that accepts them, and the wrong ones."""
-    thresholds, _ = _grid()
-    confidence, correct = confidence.cpu(), correct.cpu()
-    n_at_most = torch.bucketize(confidence.double(), thresholds.flip(0).double(), right=True)
-    highest = len(thresholds) - n_at_most
-    return torch.stack(
-        [torch.bincount(place, minlength=len(thresholds)) for place in (highest, highest[~correct])]
-    )
+def threshold_counts(
+    confidence: Tensor, correct: Tensor, thresholds: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """(2, T): samples (or weight) by the highest threshold that accepts them, and the wrong ones among them.
+
+    Thresholds fall to 0; they are those of `choose_threshold` if not given.
+    """
+    thresholds = _grid()[0] if thresholds is None else thresholds
+    n_at_most = torch.bucketize(confidence.cpu().double(), thresholds.flip(0).double(), right=True)
+    highest, wrong = len(thresholds) - n_at_most, ~correct.cpu()
+    parts = ((highest, weights), (highest[wrong], None if weights is None else weights[wrong]))
+    return torch.stack([torch.bincount(*part, minlength=len(thresholds)) for part in parts])

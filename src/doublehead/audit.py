@@ -178,9 +178,8 @@ class Inputs:
         command: str = "",
     ) -> Page:
         """The report, with where its numbers come from: files with their sizes and hashes, command, version, date."""
-        sources = [source for table in self.tables for source in table.sources]
-        files = {path for source in sources for path in (source.path, source.partner) if path is not None}
-        facts = [(str(path), _fingerprint(path)) for path in sorted(files) if path.is_file()]
+        files = {file for table in self.tables for source in table.sources for file in source.files}
+        facts = [(str(file), _fingerprint(file)) for file in sorted(files) if file.is_file()]
         for name, record in self.methods.items():
             facts.append((name, f"{record.tally.n // record.several:,} samples"))
         facts += [("Command", command)] if command else []

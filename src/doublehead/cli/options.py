@@ -86,16 +86,16 @@ def how_to_read(
 
 def parse_pairs(given: Sequence[str], option: str, form: str) -> dict[str, str]:
     """{"site": "A"} from ["site=A"]."""
+    pairs: dict[str, str] = {}
     for text in given:
-        if text.find("=") < 1:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
             raise ValueError(f"{option} must read {form}, got {text!r}")
-    pairs = dict(text.split("=", 1) for text in given)
-    if len(pairs) < len(given):
-        names = [text.partition("=")[0] for text in given]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(
-            f"{option} must be given once for each {form.partition('=')[0]}, got {twice!r} twice"
-        )
+        if name in pairs:
+            raise ValueError(
+                f"{option} must be given once for each {form.partition('=')[0]}, got {name!r} twice"
+            )
+        pairs[name] = value
     return pairs
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import NamedTuple
 
 from doublehead.files.sources import Kind, TableError
 
@@ -89,60 +88,56 @@ class Layout:
         return [*named, *self.labels]
 
 
-class Given(NamedTuple):
-    """What the caller says about the columns of a file."""
+def choose_layout(
+    columns: Mapping[str, str],
+    where: str,
+    kind: Kind | None = None,
+    label: str | None = None,
+    labels: tuple[str, ...] = (),
+    scores: str | Sequence[str] | None = None,
+    base: int | None = None,
+    taken: Sequence[str] = (),
+    label_needed: bool = True,
+    independent: bool = False,
+) -> Layout:
+    """The layout of a file called `where` with these columns (name -> what it holds), of which some are `taken`.
 
-    kind: Kind | None = None
-    label: str | None = None
-    labels: tuple[str, ...] = ()
-    scores: str | Sequence[str] | None = None
-    base: int | None = None
-    taken: Sequence[str] = ()  # columns that are no scores
-    label_needed: bool = True
-    independent: bool = False
-
-
-def choose_layout(columns: Mapping[str, str], where: str, given: Given) -> Layout:
-    """The layout of a file called `where` with these columns (name -> what it holds).
-
-    >>> found = choose_layout(
-    ...     {"id": "whole", "y": "whole", "logit_1": "number", "logit_0": "number"}, "a.csv", Given("logits")
-    ... )
+    >>> columns = {"id": "whole", "y": "whole", "logit_1": "number", "logit_0": "number"}
+    >>> found = choose_layout(columns, "a.csv", "logits")
     >>> found.label, found.scores, found.guesses
     ('y', ('logit_0', 'logit_1'), ("label column 'y'", "score columns 'logit_0' .. 'logit_1' (2 classes)"))
     """
-    kind, label, labels, independent = given.kind, given.label, given.labels, given.independent
     guessed: tuple[str, ...] = ()
     if label is None and not labels:
         label = find([name for name in columns if not independent or columns[name] in SEVERAL], LABELS)
         guessed = ("label",) if label != "labels" else ()
     elif label is not None and label not in columns:
-        if given.label_needed:
+        if label_needed:
             raise TableError(f"{where} has no column {label!r} for the label, it has {listed(columns)}")
         label = None
     independent = independent or bool(labels) or columns.get(label or "") in SEVERAL
-    if not independent and given.scores is None and kind != "logits":
+    if not independent and scores is None and kind != "logits":
         # Also where rows are grouped by the predicted class.
         rest = {name: columns[name] for name in columns if name != label}
         if (top_only := _top_label(rest, where, kind, label)) is not None:
             return top_only
-    if label is None and given.label_needed and not labels:
+    if label is None and label_needed and not labels:
         raise TableError(
             f"{where} has no column that looks like the label: name it with label (on the command line --label), "
             f"it has {listed(columns)}"
         )
-    left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *given.taken)}
+    left = {name: holds for name, holds in columns.items() if name not in (label, *labels, *taken)}
     unnamed = False
-    if given.scores is not None:
-        scores = named_columns(split_names(given.scores, left), left, where, "scores")
+    if scores is not None:
+        chosen = named_columns(split_names(scores, left), left, where, "scores")
     else:
         family = score_family(left, where, kind)
-        scores = family or _guess_scores(left, where, kind)
-        unnamed = family is None and len(scores) > 1
-        guessed += ("scores",) if scores != (kind,) else ()
-    binary = len(scores) == 1 and columns[scores[0]] != "matrix"
+        chosen = family or _guess_scores(left, where, kind)
+        unnamed = family is None and len(chosen) > 1
+        guessed += ("scores",) if chosen != (kind,) else ()
+    binary = len(chosen) == 1 and columns[chosen[0]] != "matrix"
     layout = Layout(label, (), (), 0, guessed, binary, unnamed, labels=labels, independent=independent)
-    return with_scores(layout, scores, given.base)
+    return with_scores(layout, chosen, base)
 
 
 def with_scores(layout: Layout, scores: tuple[str, ...], base: int | None = None) -> Layout:

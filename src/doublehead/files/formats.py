@@ -67,27 +67,29 @@ class CsvReader(TableReader):
         with reading(source):
             start = self._start()
             self._encoding = _encoding(start, source)
+            if self._encoding == "cp1252":
+                self.guesses = ("Windows-1252 text",)
             self.has_bom = start.startswith(BOM) or self._encoding != "utf8"
             text = start.decode(self._encoding, errors="ignore").removeprefix("\ufeff")
             self.before = text[: len(text) - len(text.lstrip("\r\n"))].count("\n")  # lines above the header
-            lines = re.split(r"[\r\n]+", text.lstrip("\r\n"), maxsplit=3)[:3]
+            lines = [*re.split(r"[\r\n]+", text.lstrip("\r\n"), maxsplit=3)[:3], "", ""]
             if lines[0].lower().startswith("sep="):  # as Excel writes it
                 self.before, lines = self.before + 1, lines[1:]
-            lines = lines[:2] or [""]
-            self.delimiter = max("\t;|,", key=lambda mark: _regular(lines, mark))
+            lines = lines[:2]
+            filled = [line for line in lines if line] or [""]
+            self.delimiter = max("	;|,", key=lambda mark: _regular(filled, mark))
             if self.delimiter not in lines[0] and " " in lines[0].strip():
                 self.delimiter = " "
-            second = lines[-1].split(self.delimiter)
-            commas = any(re.fullmatch(r"\s*-?\d+,\d+(e-?\d+)?\s*", cell) for cell in second)
+            names, row = (next(csv.reader([line], delimiter=self.delimiter), []) for line in lines)
+            self.header = 1
+            self._names = self._header(names, row)
+            self.empty = self.header == 1 and not lines[1].strip()
+            row = row if self.header else names
+            commas = any("," in cell and DECIMAL.fullmatch(cell.strip()) for cell in row)
             self.decimal_point = "," if commas and self.delimiter != "," else "."
             self._block = min(max(BLOCK, 100 * max(map(len, lines))), WIDEST_BLOCK)
-            self.header = 1
-            if self._encoding == "cp1252":
-                self.guesses = ("Windows-1252 text",)
-            self._names = self._header(lines)
-            self.empty = self.header == 1 and not "".join(lines[1:]).strip()
-            self._describe(*self._columns_of(lines, text, len(start)))
-            signs = [name for name, cell in zip(self.names, second) if cell.strip('" ').endswith("%")]
+            self._describe(*self._columns_of(self._names or names, row, len(start)))
+            signs = [name for name, cell in zip(self.names, row) if cell.strip().endswith("%")]
             if signs and "number" not in self.columns.values():
                 problem = f"{source}, column {signs[0]!r} must hold numbers: divide percentages by 100"
                 self.mixed = signs[0], problem
@@ -102,18 +104,16 @@ class CsvReader(TableReader):
             raise TableError(f"{self.source} has a line of more than {WIDEST_BLOCK >> 20} MB")
         return start
 
-    def _columns_of(self, lines: list[str], text: str, block: int) -> tuple[list[str], list[Any]]:
-        """The names of the columns, and their types by the beginning of the text."""
+    def _columns_of(self, names: list[str], row: list[str], block: int) -> tuple[list[str], list[Any]]:
+        """The names of the columns, and their types by the first row and the beginning of the text."""
         number = self._arrow.float64()
-        names = self._names or next(csv.reader(lines[:1], delimiter=self.delimiter), [])
         if self.empty:  # Arrow refuses a header without a line break
             return names, [self._arrow.string()] * len(names)
-        first = lines[-1].split(self.delimiter)
-        places = [i for i, cell in enumerate(first) if DECIMAL.fullmatch(cell.strip())]
-        if len(set(names)) == len(names) == len(first) >= WIDE and len(places) > 1:
+        places = [i for i, cell in enumerate(row) if DECIMAL.fullmatch(cell.strip())]
+        if len(set(names)) == len(names) == len(row) >= WIDE and len(places) > 1:
             # all numbers from the first to the last decimal one: zeros may be written as 0
             scores = range(places[0], places[-1] + 1)
-            types = {names[i]: number for i in scores if NUMBER.fullmatch(first[i].strip())}
+            types = {names[i]: number for i in scores if NUMBER.fullmatch(row[i].strip())}
             if rest := [name for name in names if name not in types]:
                 with self._reader(
                     {}, block, rest
@@ -122,7 +122,7 @@ class CsvReader(TableReader):
             return names, [types[name] for name in names]
         with self._reader({}, block) as reader:
             names, kinds = reader.schema.names, reader.schema.types
-        mixed = [names[i] for i in places if len(names) == len(first) and kinds[i] != number]
+        mixed = [names[i] for i in places if len(names) == len(row) and kinds[i] != number]
         if mixed:
             try:
                 self._reader({mixed[0]: number}, block).close()
@@ -130,10 +130,9 @@ class CsvReader(TableReader):
                 self.mixed = mixed[0], explain(str(error), self.source, names, self.header + self.before)
         return names, kinds
 
-    def _header(self, lines: list[str]) -> list[str] | None:
+    def _header(self, names: list[str], row: list[str]) -> list[str] | None:
         """Names for the columns where the file has none or one too few, or where its own are padded; else None."""
-        parts = lines[0].split(self.delimiter)
-        cells = [part.strip().strip('"').strip() for part in parts]
+        cells = [name.strip().strip('"').strip() for name in names]
         numbers = [cell for cell in cells if NUMBER.fullmatch(cell)]
         decimals = [cell for cell in cells if re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*(e-?\d+)?", cell.lower())]
         repeated = len(numbers) > len(set(numbers))  # no names of columns
@@ -142,16 +141,12 @@ class CsvReader(TableReader):
             self.header, self.guesses = 0, (*self.guesses, "no header")
             whole = [i for i, cell in enumerate(cells) if not re.search(r"[.,]\d", cell)]
             if len(whole) == 1 and whole[0] in (0, len(cells) - 1):
-                names = [f"score_{i - (i > whole[0])}" for i in range(len(cells))]
-                names[whole[0]] = "label"
-                return names
+                scores = [f"score_{i}" for i in range(len(cells) - 1)]
+                return ["label", *scores] if whole[0] == 0 else [*scores, "label"]
             return [f"column_{i + 1}" for i in range(len(cells))]
-        row = next(csv.reader(lines[1:], delimiter=self.delimiter), [])
-        names = next(csv.reader(lines, delimiter=self.delimiter), [])
         if len(row) == len(names) + 1 and row[-1].strip():
-            return ["row", *(name.strip() for name in names)]  # R leaves out the name of the row names
-        padded = any(part != part.strip() for part in parts)
-        return cells if padded and '"' not in lines[0] else None
+            return ["row", *cells]  # R leaves out the name of the row names
+        return cells if cells != names else None
 
     def _tables(self, names: list[str], wanted: Wanted) -> Iterator[tuple[Any, int]]:
         types = self._types(self.columns, wanted)

@@ -18,6 +18,7 @@ from doublehead.llm_answers import read_answers
 from doublehead.system import require
 
 SIMPLE = ("float", "double")  # Arrow types of scores that need no conversion
+NUMBERS = ("number", "whole", "matrix", "labels")  # what columns of scores may hold
 CLASS_LISTS = ("classes", "class_names", "label_names")
 MAX_UNPACKED = 1 << 30  # bytes of an .npz that compresses suspiciously well
 
@@ -68,6 +69,7 @@ class Reader:
 
     # name -> "number" (decimal), "whole", "text", "matrix" (of decimals), "labels" (a matrix of whole numbers), "other"
     columns: dict[str, str]
+    is_text = False  # then what must be a number is parsed as one
     states: Kind | None = None  # "logits" or "probs" where the file itself says it
     first_row: int = 0  # of the file, where only some row groups are read
     scores: tuple[str, ...] | None = None  # the score columns where the file itself names them
@@ -78,12 +80,17 @@ class Reader:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.n_bytes = 0 if source.arrays is not None else source.path.stat().st_size
+        self.n_bytes = source.n_bytes
 
     def batches(self, wanted: Wanted) -> Generator[Batch, None, None]:
         """One after the other."""
+        if self.empty:
+            return
+        for name in wanted.scores:
+            if (holds := self.columns[name]) not in NUMBERS and not self.is_text:
+                raise TableError(f"{self.source}: column {name!r} must hold numbers, got {holds}")
         first = self.first_row
-        for raw in () if self.empty else self._read(wanted):
+        for raw in self._read(wanted):
             n = len(raw[0])
             yield Batch(self.source, np.arange(first, first + n) + 1, *raw)
             first += n
@@ -114,18 +121,12 @@ class ArraysReader(Reader):
         self.columns = {name: _array_kind(array) for name, array in arrays.items()}
 
     def _read(self, wanted: Wanted) -> Iterator[Raw]:
-        for name in wanted.scores:
-            found = self.arrays[name]
-            if found.dtype.kind not in "fiub" or found.ndim > 2:
-                got = f"{found.dtype} of shape {found.shape}"
-                raise TableError(f"{self.source}: {name!r} must hold numbers (N,) or (N, K), got {got}")
         n = next(iter(self.arrays.values())).shape[0]
         for first in range(0, n, wanted.rows):
             last = min(n, first + wanted.rows)
             scores = [np.asarray(self.arrays[name][first:last]) for name in wanted.scores]
             others = {name: np.asarray(self.arrays[name][first:last]) for name in wanted.others}
-            table = scores[0] if scores[0].ndim == 2 else np.stack(scores, 1)
-            yield table, others, None, self.n_bytes * last // n
+            yield stacked(scores), others, None, self.n_bytes * last // n
 
 
 class NpzReader(ArraysReader):
@@ -164,22 +165,15 @@ class NpyReader(ArraysReader):
     """A pair of .npy, one with scores (N, K) and one with labels (N,), read through a memory map."""
 
     def __init__(self, source: Source) -> None:
-        if source.partner is None:
-            raise TableError(
-                f"{source} is an .npy array without a partner: give one of scores and one of labels"
-            )
         arrays: dict[str, Array] = {}
-        for path in (source.path, source.partner):
+        for path in source.files:
             with reading(Source(path)):
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             arrays["scores" if array.dtype.kind == "f" and array.ndim > 1 else "labels"] = array
         if len(arrays) < 2:
-            raise TableError(
-                f"{source.path} and {source.partner} must be scores (N, K) and labels (N,), got two "
-                f"of {next(iter(arrays))}"
-            )
+            got = " and ".join(map(str, source.files))
+            raise TableError(f".npy files must be pairs of scores (N, K) and labels (N,), got {got}")
         super().__init__(source, arrays)
-        self.n_bytes += source.partner.stat().st_size
 
 
 class AnswersReader(ArraysReader):
@@ -204,7 +198,6 @@ class TableReader(Reader):
     """What the formats that Arrow reads have in common; `_tables` yields its batches and the bytes read so far."""
 
     names: list[str]
-    is_text = False  # then what must be a number is parsed as one
 
     def __init__(self, source: Source, zipped: bool = False) -> None:
         super().__init__(source)
@@ -228,11 +221,6 @@ class TableReader(Reader):
         self.columns |= {name: "text" for name, _ in self.source.folders}
 
     def _read(self, wanted: Wanted) -> Iterator[Raw]:
-        for name in wanted.scores:
-            if self.columns[name] not in ("number", "whole", "matrix") and not self.is_text:
-                raise TableError(
-                    f"{self.source}: column {name!r} must hold numbers, got {self.columns[name]}"
-                )
         others = [name for name in wanted.others if name not in dict(self.source.folders)]
         names = self.names if wanted.keep else list(dict.fromkeys([*wanted.scores, *others]))
         for batch, done in self._tables(names, wanted):
@@ -337,8 +325,12 @@ def _score_table(batch: Any) -> Array:
     if all(str(kind) in SIMPLE for kind in set(batch.schema.types)):
         table: Array = batch.to_tensor(null_to_nan=True).to_numpy()
         return table
-    arrays = [to_numpy(column) for column in batch.columns]
-    return arrays[0] if arrays[0].ndim == 2 else np.stack(arrays, 1)
+    return stacked([to_numpy(column) for column in batch.columns])
+
+
+def stacked(columns: Sequence[Array]) -> Array:
+    """(B, K) from K columns of numbers, or from one of lists."""
+    return columns[0] if columns[0].ndim == 2 else np.stack(columns, 1)
 
 
 def to_numpy(column: Any) -> Array:

@@ -74,8 +74,7 @@ class PredictionTable:
     @property
     def n_bytes(self) -> int:
         """The size of all files."""
-        files = [path for s in self.sources if s.arrays is None for path in (s.path, s.partner)]
-        return sum(path.stat().st_size for path in files if path is not None)
+        return sum(source.n_bytes for source in self.sources)
 
     @property
     def reader(self) -> Reader:
@@ -288,8 +287,8 @@ def read_predictions(
         if not named and column not in (label, *labels, *others):
             raise TableError(f"{problem}; name the score columns with --scores if it is not one of them")
     independent = independent or (like is not None and like.layout.independent)
-    given = columns.Given(stated, label, labels, scores, base, others, label_needed, independent)
-    layout = columns.choose_layout(reader.columns, str(reader.source), given)
+    given = (stated, label, labels, scores, base, others, label_needed, independent)
+    layout = columns.choose_layout(reader.columns, str(reader.source), *given)
     if reader.classes and not layout.classes:
         layout = columns.with_classes(layout, reader.classes, base)
     layout = replace(layout, notes=reader.guesses)

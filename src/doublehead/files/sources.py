@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import csv
 import re
 import shutil
-import struct
 import sys
 import tempfile
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +23,6 @@ ARROW = (".arrow", ".feather")
 FORMATS = (*CSV, *JSON_LINES, ".parquet", *ARROW, ".xlsx", ".npz", ".npy")
 MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz"}
 GZIP = b"\x1f\x8b"
-# What numpy and Arrow raise on damaged files.
-DAMAGED = (
-    ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, OSError, RuntimeError,
-    SyntaxError, TypeError, ValueError, struct.error, csv.Error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
 
 
 class TableError(ValueError):
@@ -53,6 +43,16 @@ class Source(NamedTuple):
     arrays: dict[str, Array] | None = None  # in memory; `path` is then only a name for messages
     folders: tuple[tuple[str, str], ...] = ()  # ("site", "A") where the file lies in a folder called site=A
     name: str = ""  # in messages, where it is not the path
+
+    @property
+    def files(self) -> list[Path]:
+        """Where it is on disk, or was before it was taken into memory."""
+        return [path for path in (self.path, self.partner) if path is not None]
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of its files; 0 in memory."""
+        return 0 if self.arrays is not None else sum(file.stat().st_size for file in self.files)
 
     def __str__(self) -> str:
         return self.name or (f"{self.path}:{self.part}" if self.part else str(self.path))
@@ -118,7 +118,7 @@ def reading(source: Source, names: Sequence[str] = (), header: int = 1) -> Itera
     """Turn what the libraries raise on a bad file into a `TableError`; rows are counted below `header` lines."""
     try:
         yield
-    except TableError:
+    except (TableError, ImportError):
         raise
     except FileNotFoundError as error:
         raise TableError(f"{error.filename or source} does not exist") from error
@@ -127,7 +127,7 @@ def reading(source: Source, names: Sequence[str] = (), header: int = 1) -> Itera
     except UnicodeDecodeError as error:
         got = bytes(error.object[error.start : error.end])
         raise TableError(f"{source} must be UTF-8 text, got {got!r}; save it as such") from error
-    except DAMAGED as error:
+    except Exception as error:  # numpy, Arrow, zipfile and gzip raise almost anything on damaged files
         raise TableError(explain(str(error), source, names, header)) from error
 
 

@@ -29,12 +29,13 @@ Calibrate = Callable[[Chunk], Tensor]  # -> probs (B, K)
 
 def check_output(out: Path, table: PredictionTable, *others: PredictionTable, force: bool = False) -> None:
     """Refuse an output that cannot be written, is an input, or exists and may not be replaced, before any work."""
-    if any(source.arrays is not None for source in table.sources):
+    suffixes = {format_of(source.path) for source in table.sources}
+    in_memory = any(source.arrays is not None for source in table.sources)
+    if in_memory or ".xlsx" in suffixes or getattr(table.reader, "is_list", False):
         raise TableError(
-            f"{table.name} cannot be written back: give a file with a row for each sample to --apply"
+            f"{table.name} cannot be written back: save it first as CSV or JSON Lines with a row for each sample"
         )
-    sources = [source for each in (table, *others) for source in each.sources]
-    inputs = {path.resolve() for source in sources for path in (source.path, source.partner) if path}
+    inputs = {file.resolve() for each in (table, *others) for source in each.sources for file in source.files}
     if out.resolve() in inputs:
         raise TableError(f"{out} is one of the files to read: give another name to --output")
     if len(table.sources) > 1:
@@ -44,10 +45,8 @@ def check_output(out: Path, table: PredictionTable, *others: PredictionTable, fo
             )
         _check_folder(out)
         return
-    wanted = format_of(table.sources[0].path)
-    if wanted == ".xlsx" or getattr(table.reader, "is_list", False):
-        raise TableError(f"{table.name} cannot be written back: save it as CSV or JSON Lines first")
     check_file(out, force)
+    (wanted,) = suffixes
     if not out.name.lower().endswith(wanted):
         raise TableError(
             f"{out} must end in {wanted} like the file it is made from, {table.sources[0].path.name}"

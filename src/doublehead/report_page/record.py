@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from doublehead import metrics
+from doublehead.abstain import threshold_counts
 from doublehead.curves import Reliability, reliability, risk_coverage_curve
 from doublehead.files.reading import Chunk, PredictionTable
 from doublehead.files.sources import TableError
@@ -247,15 +248,10 @@ def measure(index: int, name: str, record: Record) -> Method:
 def at_thresholds(p: Outcomes, thresholds: Array) -> tuple[Array, Array]:
     """How many samples (or what weight) have at least each confidence, and how many of these are wrong."""
     # 0.7 in float32 is at least 0.7, though as a float64 it is less
-    edges = torch.from_numpy(thresholds).to(p.confidence.dtype)
-    reached = torch.bucketize(p.confidence, edges, right=True).numpy()  # (N,) so many
-
-    def at_least(rows: Array) -> Array:
-        weights = None if p.weights is None else p.weights.numpy()[rows]
-        counts: Array = np.bincount(reached[rows], weights, minlength=len(thresholds) + 1)
-        return counts[:0:-1].cumsum()[::-1]
-
-    return at_least(np.arange(len(p))), at_least(np.flatnonzero(~p.correct))
+    falling = torch.from_numpy(thresholds).to(p.confidence.dtype).flip(0)
+    counts = threshold_counts(p.confidence, p.correct, falling, p.weights)
+    accepted, wrong = counts.cumsum(1).flip(1).numpy()
+    return accepted, wrong
 
 
 def compare_methods(methods: Sequence[Method]) -> list[list[Comparison | None]]:
