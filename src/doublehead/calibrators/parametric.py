@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, one_hot
 
-from doublehead.calibrators.base import Calibrator, keep_top, log_odds
+from doublehead.calibration_head import keep_top
+from doublehead.calibrators.base import Calibrator, log_odds
 from doublehead.calibrators.choose import Choice, Scores, choose
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.optimise import fit_logistic, minimise

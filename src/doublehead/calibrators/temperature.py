@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from doublehead.calibration_head import keep_top
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.optimise import minimise
 from doublehead.metrics import ece
@@ -121,7 +122,8 @@ class EnsembleTemperature(Calibrator):
     def _transform(self, logits: Tensor) -> Tensor:
         parts = _log_parts(logits, self.temperature_.to(logits.dtype).reciprocal())
         log_weights = self.weights_.to(logits.dtype).log()
-        return torch.stack([part + weight for part, weight in zip(parts, log_weights)]).logsumexp(0)
+        mixed = torch.stack([part + weight for part, weight in zip(parts, log_weights)]).logsumexp(0)
+        return keep_top(mixed, logits)
 
 
 def _log_parts(logits: Tensor, inverse: Tensor | float) -> list[Tensor]:
