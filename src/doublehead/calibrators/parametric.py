@@ -101,7 +101,8 @@ class Matrix(Vector):
 
     `prior` is the standard deviation of the diagonal about the temperature's scale and of the shifts about 0; that of
     the K - 1 other weights of a row is prior / sqrt(K). `odir=(l, m)` asks for the penalty of Kull et al. (2019)
-    instead: l times the mean square of the off-diagonal weights plus m times that of the shifts, the diagonal free.
+    instead, on the weights of tempered logits: l times the mean square of those off the diagonal plus m times that of
+    the shifts, the diagonal free.
     """
 
     weight_: Tensor  # (K, K)
