@@ -146,6 +146,26 @@ def test_ensemble_weights_are_the_best_of_a_fine_grid() -> None:
     assert float(cross_entropy(fitted(p.logits), labels)) == pytest.approx(float(own), abs=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_ensemble_weights_reach_the_lowest_nll(seed: int) -> None:
+    """Also small weights do, whose gradient in the logarithm is small wherever they are."""
+    optimize = pytest.importorskip("scipy.optimize")
+    generator = torch.Generator().manual_seed(seed)
+    logits = 5 * torch.randn(400, 5, generator=generator, dtype=torch.float64)
+    p = Predictions(logits, (logits / 2).softmax(1).multinomial(1, generator=generator)[:, 0])
+    fitted = calibrators.EnsembleTemperature().fit(p)
+    parts = [p.logits / fitted.temperature_, p.logits, torch.zeros_like(p.logits)]
+    at_label = torch.stack([part.softmax(1).gather(1, p.labels[:, None])[:, 0] for part in parts]).numpy()
+
+    def nll(weights: np.ndarray) -> float:
+        return -float(np.log(np.maximum(weights @ at_label, 1e-300)).mean())
+
+    sum_to_one = {"type": "eq", "fun": lambda weights: weights.sum() - 1}
+    options = {"bounds": [(0, 1)] * 3, "constraints": [sum_to_one], "options": {"ftol": 1e-13}}
+    best = optimize.minimize(nll, np.ones(3) / 3, method="SLSQP", **options).fun
+    assert nll(fitted.weights_.numpy()) <= best + 1e-7
+
+
 def test_minimise_finds_the_valley_of_rosenbrock() -> None:
     found = minimise(lambda v: 100 * (v[1] - v[0] ** 2) ** 2 + (1 - v[0]) ** 2, [torch.tensor([-1.2, 1.0])])
     assert found.converged

@@ -69,6 +69,16 @@ def test_what_could_not_be_fitted_is_listed_and_never_chosen() -> None:
         choose({"failed": None}, [], notes={"failed": "no data"})
 
 
+def test_a_choice_takes_arrays_and_names_what_does_not_fit() -> None:
+    choice = choose({"none": np.array([1.0, 1.2, 1.1]), "temperature": [0.5, 0.6, 0.4]}, ["none"])
+    assert choice.chosen == "temperature"
+    for nlls in ({"none": [1.0, 2.0], "b": [1.0]}, {"none": []}, {"none": [[1.0]]}):
+        with pytest.raises(ValueError, match="nlls must hold one number for each of the same samples"):
+            choose(nlls, ["none"])
+    with pytest.raises(ValueError, match=r"one of the baselines \['none', 'temperature'\], got \['spline'\]"):
+        choose({"spline": [1.0]})
+
+
 def test_choosing_a_calibrator_skips_what_fails() -> None:
     class Failing(Temperature):
         def _learn(self, predictions: Predictions) -> dict[str, object]:

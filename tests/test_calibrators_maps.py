@@ -135,6 +135,25 @@ def _beta_loss(p: Predictions, a: float, b: float, c: float) -> float:
     return float(torch.nn.functional.binary_cross_entropy_with_logits(odds, p.labels.double()))
 
 
+def test_beta_of_certain_predictions_is_their_accuracy() -> None:
+    """Two values of a score do not tell three weights apart, but the frequencies at both are known."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(400, 5, generator=generator)
+    labels = (logits / 2).softmax(1).multinomial(1, generator=generator)[:, 0]
+    certain = torch.nn.functional.one_hot(logits.argmax(1), 5)
+    p = Predictions.from_probs(certain.double(), labels)
+    fitted = Beta().fit(p)
+    assert bool(fitted.converged_)
+    odds = base.log_odds(p.logits)
+    for k, (a, b, c) in enumerate(fitted.weights_):
+        found = (a * logsigmoid(odds[:, k]) - b * logsigmoid(-odds[:, k]) + c).sigmoid()
+        for value in (0, 1):
+            rows = certain[:, k] == value
+            torch.testing.assert_close(
+                found[rows].mean(), (labels[rows] == k).double().mean(), rtol=0, atol=1e-4
+            )
+
+
 def test_beta_of_several_classes_is_one_map_each_then_normalised() -> None:
     p = several()
     fitted = Beta().fit(p)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import doublehead as dh
 from doublehead import metrics
 from doublehead.calibrators import NotConverged, Temperature, TemperatureGrid, fit_inverse_temperature
 from doublehead.calibrators.temperature import SAMPLE_ROWS
@@ -192,3 +193,24 @@ def test_grid_takes_the_first_of_equals_and_includes_its_ends() -> None:
     assert float(TemperatureGrid().fit(flat).temperature_) == pytest.approx(0.1)
     half = Predictions([[1.0, 0.0]] * 4, [0, 1, 0, 1])
     assert float(TemperatureGrid().fit(half).temperature_) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("method", ["temperature", "ensemble_temperature", "head"])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e30])
+def test_predictions_are_kept_where_logits_are_worth_nothing(method: str, scale: float) -> None:
+    """A temperature of a million brings them so close together that their log-probabilities round to the same."""
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(600, 5, generator=generator)
+    labels = (-logits / scale).softmax(1).multinomial(1, generator=generator)[:, 0]
+    model = dh.calibrate(torch.nn.Identity(), (logits, labels), method=method, outputs="logits")
+    assert torch.equal(model(logits).argmax(1), logits.argmax(1))
+    assert torch.equal(model.head(logits).softmax(1).argmax(1), logits.argmax(1)) or method == "temperature"
+
+
+def test_one_class_that_is_left_stays_on_top_without_nan() -> None:
+    p = overconfident(300, 3)
+    only = torch.tensor([[-math.inf, 2.0, -math.inf]])
+    for method in ("temperature", "ensemble_temperature"):
+        network = torch.nn.Identity()
+        model = dh.calibrate(network, (p.logits, p.labels), method=method, outputs="logits")
+        assert model(only).exp().tolist() == [[0, 1, 0]]

@@ -1025,3 +1025,24 @@ def test_warnings_point_at_the_users_line() -> None:
         with pytest.warns(UserWarning) as caught:
             call()
         assert [warning.filename for warning in caught] == [__file__] * n
+
+
+@pytest.mark.parametrize("form", [lambda x, y: (x, y), lambda x, y: (x.numpy(), y.numpy()), TensorDataset])
+def test_arrays_that_share_memory_with_the_training_data_are_found(form: Any) -> None:
+    x, y = torch.randn(400, 3), torch.randint(2, (400,))
+    network = nn.Linear(3, 2)
+    disjoint = form(x[:200], y[:200]), form(x[200:], y[200:])
+    calibrate(network, disjoint[0], train_data=disjoint[1])
+    for rows, shared in ((slice(0, 200), 200), (slice(150, 350), 50), (slice(1, None, 2), 100)):
+        calib = form(x[rows], y[rows])
+        with pytest.raises(ValueError, match=f"at least {shared} of 200 calibration samples are in both"):
+            calibrate(network, calib, train_data=form(x[:200], y[:200]))
+
+
+def test_arrays_that_cannot_be_written_are_not_taken_for_each_other() -> None:
+    x, y = np.random.default_rng(0).normal(size=(400, 3)).astype(np.float32), np.arange(400) % 2
+    x.flags.writeable = False
+    network = nn.Linear(3, 2)
+    calibrate(network, (x[:200], y[:200]), train_data=(x[200:], y[200:]))
+    with pytest.raises(ValueError, match="at least 200 of 200"):
+        calibrate(network, (x[:200], y[:200]), train_data=(x, y))

@@ -163,6 +163,7 @@ def test_an_export_that_answers_differently_is_not_kept(tmp_path: Path) -> None:
         export_model(model.network, tmp_path, x[:2])
 
 
+@pytest.mark.filterwarnings("error:No complete tensor")
 def test_a_guard_round_a_network_alone(tmp_path: Path) -> None:
     alone, x = network(), data()[0][:40]
     guard = guarded(alone)

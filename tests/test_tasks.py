@@ -622,6 +622,21 @@ def test_positions_take_labels_of_any_integer_type(dtype: torch.dtype) -> None:
     assert len(p) == stream.summary().n == 2 * 64 - 8
 
 
+@pytest.mark.parametrize("are_probs", [False, True])
+def test_a_stream_takes_pixels_with_one_logit(are_probs: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(4, 1, 9, 9, generator=generator)
+    masks = (torch.rand(4, 1, 9, 9, generator=generator) < logits.sigmoid()).float()
+    want = dh.Summary.of(dh.Predictions.from_binary(logits.flatten(), masks.flatten().long()))
+    for labels in (masks, masks[:, 0].long()):
+        stream = dh.Stream(are_probs=are_probs)
+        stream.add(logits.sigmoid() if are_probs else logits, labels)
+        found = stream.summary()
+        assert (found.n, found.n_classes) == (4 * 81, 2)
+        for name in ("accuracy", "ece", "nll", "brier"):
+            assert found.values[name] == pytest.approx(want.values[name], abs=1e-6)
+
+
 def test_a_stream_takes_a_probability_of_0_as_predictions_do() -> None:
     probs = torch.randn(200, 4, generator=torch.Generator().manual_seed(0)).mul(3).softmax(1).mul(50).round()
     probs /= probs.sum(1, keepdim=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from doublehead.calibration_data import BATCH_SIZE, ToPair, as_batches, length_of, until_repeated
-from doublehead.calibration_head import CalibrationHead
+from doublehead.calibration_head import CalibrationHead, keep_top
 from doublehead.network import POSITIONS, Answer, Reader, Readings
 from doublehead.torch_tools import evaluating, from_every_process, n_processes
 
@@ -76,7 +76,9 @@ class Calibrated(nn.Module):
             if numbers is not None and numbers.shape[-1]:
                 options["numbers"] = numbers
             calibrated: Tensor = self.head(main, features, **options)
-            return calibrated.float().log_softmax(-1)
+            log_probs = calibrated.float().log_softmax(-1)
+            # Logits that a large temperature brings close together are equal after rounding.
+            return keep_top(log_probs, main) if getattr(self.head, "keeps_order", False) else log_probs
 
     @torch.no_grad()
     def report(

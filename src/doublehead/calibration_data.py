@@ -124,8 +124,7 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
     >>> [len(y) for x, y in as_batches((torch.randn(5, 3), torch.arange(5)), 2)]
     [2, 2, 1]
     """
-    of_arrays = isinstance(data, (tuple, list)) and all(map(_is_array, data))
-    if of_arrays and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1:
+    if _are_arrays(data) and len(data) in (2, 3) and data[1].ndim >= 1 and data[-1].ndim >= 1:
         arrays = [_as_tensor(part) for part in data]
         if len({len(part) for part in arrays}) > 1:
             lengths = " and ".join(str(len(part)) for part in arrays)
@@ -153,6 +152,10 @@ def as_batches(data: Any, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and hasattr(value, "ndim")
+
+
+def _are_arrays(data: Any) -> bool:
+    return isinstance(data, (tuple, list)) and all(map(_is_array, data))
 
 
 def _as_tensor(array: Any) -> Tensor:
@@ -363,8 +366,8 @@ def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Ite
 def check_disjoint(calib: Any, train: Any) -> None:
     """Raise where the calibration and the training data, loaders or data sets, certainly share samples.
 
-    It detects the same data set, Subsets of one with common indices, and tensors that share memory. Copies of
-    samples are not detected.
+    It detects the same data set, Subsets of one with common indices, and tensors or arrays that share memory. Copies
+    of samples are not detected.
 
     >>> data = TensorDataset(torch.arange(10))
     >>> check_disjoint(Subset(data, [8, 9]), Subset(data, range(8)))
@@ -409,14 +412,18 @@ def _rows_of_one(data: Any) -> dict[Any, Sequence[int]]:
         )
     if hasattr(data, "dataset"):  # a loader
         return _rows_by_base(data.dataset)
-    n = length_of(data)
-    if isinstance(data, TensorDataset) and data.tensors[0].numel():
-        # A piece of memory, and places of rows in it.
-        first = data.tensors[0]
-        start, step = int(first.storage_offset()), max(1, first.stride(0))
-        return {("memory", first.untyped_storage().data_ptr()): range(start, start + n * step, step)}
+    arrays: Sequence[Any] = (
+        data.tensors if isinstance(data, TensorDataset) else data if _are_arrays(data) else ()
+    )
+    # Where rows begin in memory; nothing is copied, since another copy may take the place of one that is gone.
+    if arrays and isinstance(first := arrays[0], Tensor) and first.ndim and first.numel():
+        device, start, step = str(first.device), first.data_ptr(), first.stride(0) * first.element_size()
+        return {("memory", device): range(start, start + len(first) * (step or 1), step or 1)}
+    if arrays and isinstance(first, np.ndarray) and first.ndim and first.size:
+        start, step = int(first.ctypes.data), first.strides[0]
+        return {("memory", "cpu"): range(start, start + len(first) * (step or 1), step or 1)}
     # Hugging Face data sets with the same content have the same fingerprint.
-    return {getattr(data, "_fingerprint", None) or id(data): range(n)}
+    return {getattr(data, "_fingerprint", None) or id(data): range(length_of(data))}
 
 
 def length_of(data: Any) -> int:

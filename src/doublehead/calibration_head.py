@@ -370,3 +370,14 @@ def _initial(n_in: int, hidden: int, n_out: int, seed: int) -> list[Tensor]:
         layers = [nn.Linear(n_in, hidden, dtype=torch.float32)] if hidden else []
         layers.append(nn.Linear(hidden or n_in, n_out, dtype=torch.float32))
     return [part.detach() for layer in layers for part in (layer.weight, layer.bias)]
+
+
+def keep_top(changed: Tensor, logits: Tensor) -> Tensor:
+    """Raise the class that `logits` predict by a rounding where `changed` no longer has it strictly on top."""
+    top = logits.argmax(-1, keepdim=True)
+    info = torch.finfo(changed.dtype)
+    best = changed.scatter(-1, top, -torch.inf).amax(
+        -1, keepdim=True
+    )  # of the others, -inf if all are excluded
+    above = best + 4 * info.eps * (1 + best.abs()).clamp(max=info.max)
+    return changed.scatter(-1, top, torch.maximum(changed.gather(-1, top), above))

@@ -362,7 +362,8 @@ def design(rows: Tensor, n_far: int) -> Tensor:
 def mean_and_precision(far: Tensor, ridge: float = TINY**0.5) -> tuple[Tensor, Tensor]:
     """The mean (D,) and inverse covariance (D, D) of distances (N, D)."""
     mean, eye = far.mean(0), torch.eye(far.shape[1]).to(far)
-    return mean, torch.linalg.inv((far - mean).mT @ (far - mean) / len(far) + ridge * eye)
+    inverse = torch.linalg.inv((far - mean).mT @ (far - mean) / len(far) + ridge * eye)
+    return mean, inverse.contiguous()  # torch.export warns of columns that lie together
 
 
 def hotelling(off: Tensor, precision: Tensor) -> Tensor:

@@ -291,6 +291,9 @@ class Stream:
             raise ValueError(
                 "outputs must be scores of classes, (B, K), (B, T, K) or (B, K, H, W), got one per label"
             )
+        if task == "pixels" and outputs.shape[1] == 1:  # one logit: of yes against no
+            no = 1 - outputs if self.are_probs else torch.zeros_like(outputs)
+            outputs = torch.cat([no, outputs], 1)
         n_classes = outputs.shape[-1] if task == "tokens" else outputs.shape[1]
         targets = targets_of(labels.to(outputs.device), task, n_classes, self.ignore_index)
         if targets.ndim != 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from doublehead.calibration_head import keep_top
 from doublehead.predictions import Predictions
 from doublehead.system import warn
 from doublehead.torch_tools import StaysFloat32
@@ -247,14 +248,6 @@ def with_top_odds(logits: Tensor, odds: Tensor) -> Tensor:
     odds = torch.maximum(odds, rest.amax(-1))[..., None]
     both = torch.nn.functional.logsigmoid(-odds) + rest
     return keep_top(both.scatter(-1, top, torch.nn.functional.logsigmoid(odds)), logits)
-
-
-def keep_top(changed: Tensor, logits: Tensor) -> Tensor:
-    """Raise the class that `logits` predict by a rounding where `changed` no longer has it strictly on top."""
-    top = logits.argmax(-1, keepdim=True)
-    best = changed.scatter(-1, top, -torch.inf).amax(-1, keepdim=True)  # the best of the others
-    above = best + 4 * torch.finfo(changed.dtype).eps * (1 + best.abs())
-    return changed.scatter(-1, top, torch.maximum(changed.gather(-1, top), above))
 
 
 def _rows(columns: Tensor, like: Tensor) -> Tensor:

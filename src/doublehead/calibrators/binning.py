@@ -10,9 +10,9 @@ from torch.nn.functional import one_hot, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from doublehead.bins import check_n_bins
+from doublehead.calibration_head import keep_top
 from doublehead.calibrators.base import (
     Calibrator,
-    keep_top,
     lines,
     log_normalise,
     log_odds,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from doublehead import metrics
 from doublehead.predictions import Predictions
+from doublehead.score_arrays import ArrayLike, as_tensor
 
 MARGIN = 2.5  # standard errors by which a candidate must beat the best baseline; of a dozen some win by 2 by chance
 
@@ -80,7 +81,7 @@ class Choice:
 
 
 def choose(
-    nlls: Mapping[str, Tensor | None],
+    nlls: Mapping[str, ArrayLike | None],
     baseline: Sequence[str] = ("none", "temperature"),
     margin: float = MARGIN,
     notes: Mapping[str, str] | None = None,
@@ -99,7 +100,12 @@ def choose(
     >>> choose(nlls, baseline=["none"]).chosen
     'temperature'
     """
-    fitted = {name: values.double() for name, values in nlls.items() if values is not None}
+    fitted = {name: as_tensor(values, "nlls").double() for name, values in nlls.items() if values is not None}
+    shapes = {name: tuple(values.shape) for name, values in fitted.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 or not shape[0] for shape in shapes.values()):
+        raise ValueError(f"nlls must hold one number for each of the same samples, got shapes {shapes}")
+    if baseline and not set(baseline) & set(nlls):
+        raise ValueError(f"nlls must have one of the baselines {list(baseline)}, got {list(nlls)}")
     able = {name: values for name, values in fitted.items() if bool(torch.isfinite(values).all())}
     known = [name for name in baseline if name in able]
     if not able or (baseline and not known):

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from doublehead.calibration_head import MIN_LOGIT, feature_numbers, statistics
+from doublehead.calibration_head import MIN_LOGIT, feature_numbers, keep_top, statistics
 from doublehead.calibrators import head_stages as stages
-from doublehead.calibrators.base import Calibrator, keep_top
+from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.choose import Choice, Scores, choose, stratified_folds
 from doublehead.calibrators.head_stages import OF_FEATURES, OWN, STAGES, Evidence, Params
 from doublehead.predictions import Predictions
@@ -156,7 +156,7 @@ class Head(Calibrator):
             if is_open:
                 outputs[name] = stages.apply(name, params, stages.reads(name, outputs, evidence))
         z = next(reversed(outputs.values()))
-        return keep_top(z, wide) if self._open[-1] else z
+        return keep_top(z, logits) if self._open[-1] else z
 
     def _evidence(
         self, logits: Tensor, features: Tensor | None, opinion: Opinion, numbers: Tensor | None

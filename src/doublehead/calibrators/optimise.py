@@ -68,10 +68,12 @@ def minimise(
 
 
 def newton(
-    evaluate: Callable[[Tensor], tuple[float, Tensor, Tensor]], weights: Tensor, max_steps: int = 30
+    evaluate: Callable[[Tensor], tuple[float, Tensor, Tensor]],
+    weights: Tensor,
+    max_steps: int = 30,
+    damping: float = 1e-4,
 ) -> Tensor:
     """Weights (P,) in float64 where a loss is lowest; `evaluate` gives it, its gradient (P,) and curvature (P, P)."""
-    damping = 1e-4
     loss, gradient, curvature = evaluate(weights)
     for _ in range(max_steps):
         for _ in range(12):
@@ -113,7 +115,8 @@ def fit_logistic(
         curvature = x.mT @ (x * (share * probs * (1 - probs))[:, None]) + pull.diag()
         return float(loss), x.mT @ (share * (probs - y)) + pull * off, curvature
 
-    found = newton(evaluate, towards, max_steps=100)
+    # Damped steps promise little, and end, where the features hardly tell weights apart: end with undamped ones.
+    found = newton(evaluate, newton(evaluate, towards, max_steps=100), damping=1e-9)
     loss, gradient, _ = evaluate(found)
     return (found / scale).to(device), loss, bool(gradient.abs().max() <= GRADIENT)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, one_hot
 
-from doublehead.calibrators.base import Calibrator, keep_top, log_odds
+from doublehead.calibration_head import keep_top
+from doublehead.calibrators.base import Calibrator, log_odds
 from doublehead.calibrators.choose import Choice, Scores, choose
 from doublehead.calibrators.head import Head
 from doublehead.calibrators.optimise import fit_logistic, minimise
@@ -100,7 +101,8 @@ class Matrix(Vector):
 
     `prior` is the standard deviation of the diagonal about the temperature's scale and of the shifts about 0; that of
     the K - 1 other weights of a row is prior / sqrt(K). `odir=(l, m)` asks for the penalty of Kull et al. (2019)
-    instead: l times the mean square of the off-diagonal weights plus m times that of the shifts, the diagonal free.
+    instead, on the weights of tempered logits: l times the mean square of those off the diagonal plus m times that of
+    the shifts, the diagonal free.
     """
 
     weight_: Tensor  # (K, K)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from doublehead.calibration_head import keep_top
 from doublehead.calibrators.base import Calibrator
 from doublehead.calibrators.optimise import minimise
 from doublehead.metrics import ece
@@ -21,6 +22,7 @@ MAX_PASSES = 200
 COARSE = 1e-3  # once a step in log(s) is this small, the passes go on in float64
 FINE = 1e-6  # Newton squares the error: after a step this small it is about 1e-12
 EXCESS = 1e-6  # where the optimum is at 0 or infinity, stop when the mean NLL is this close to its limit
+SHARP = 1000.0  # times the NLL: a small weight has a small gradient, however far it is from its best value
 SAMPLE_ROWS = 1000  # rows that give the starting point when there are many more
 
 
@@ -113,15 +115,17 @@ class EnsembleTemperature(Calibrator):
         at_label = torch.stack([predictions.target.of(part) for part in parts])  # (3, N)
 
         def loss(log_weights: Tensor) -> Tensor:
-            return -(log_weights.log_softmax(0)[:, None] + at_label).logsumexp(0).mean()
+            return -SHARP * (log_weights.log_softmax(0)[:, None] + at_label).logsumexp(0).mean()
 
         found = minimise(loss, [at_label.new_zeros(3)])
-        return {"temperature_": 1 / inverse, "weights_": found.values[0].softmax(0), **found.verdict()}
+        verdict = found._replace(loss=found.loss / SHARP).verdict()
+        return {"temperature_": 1 / inverse, "weights_": found.values[0].softmax(0), **verdict}
 
     def _transform(self, logits: Tensor) -> Tensor:
         parts = _log_parts(logits, self.temperature_.to(logits.dtype).reciprocal())
         log_weights = self.weights_.to(logits.dtype).log()
-        return torch.stack([part + weight for part, weight in zip(parts, log_weights)]).logsumexp(0)
+        mixed = torch.stack([part + weight for part, weight in zip(parts, log_weights)]).logsumexp(0)
+        return keep_top(mixed, logits)
 
 
 def _log_parts(logits: Tensor, inverse: Tensor | float) -> list[Tensor]:
