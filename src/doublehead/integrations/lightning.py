@@ -153,9 +153,11 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         """Fit the calibration to the weights that the network has now, where that is not done."""
         network = find_classifier(pl_module, self.classifier)
         is_known = self.double is not None and self.double.network is network and self.settled
-        if not all(from_every_process(is_known)):  # all processes fit together
-            self.double = self._make_double(trainer, pl_module)
-            self._finish(trainer)
+        if all(from_every_process(is_known)):  # all processes fit together
+            self._loaded = {}  # a checkpoint of these weights, or none: the heads are beyond it
+            return
+        self.double = self._make_double(trainer, pl_module)
+        self._finish(trainer)
 
     on_predict_start = on_test_start
 
