@@ -140,7 +140,8 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
                     )
                 self._model = double.finish()
             else:
-                with seeded(double.seed, device_of(network)), trainer.precision_plugin.val_step_context():
+                drawn = seeded(double.seed, device_of(network), double.calib_data)
+                with drawn, trainer.precision_plugin.val_step_context():
                     readings = read(double.reader, double.calib_data, double.to_pair, skip=True)
                 beside = double if is_trained else None
                 self._model = fit(network, double.reader, readings, beside=beside, seed=double.seed)
