@@ -28,6 +28,9 @@ def test_choice_by_hand() -> None:
     assert choice.gain == pytest.approx(0.1)
     assert choice.gain_error == pytest.approx(0.0, abs=1e-7)
     assert list(choice.nlls) == ["better", "noisy", "none"]
+    assert "0.1000 below none" in str(choice)
+    worse = choose({"none": base, "worse": 2 * base - noisy}, ["none"], margin=-1.0)
+    assert "0.0500 above none" in str(worse)
     assert choose({"none": base, "noisy": noisy}, ["none"]).chosen == "none"
     assert choose({"none": base, "noisy": noisy}, ["none"], margin=0.0).chosen == "noisy"
     assert choose({"a": base, "b": noisy}, []).chosen == "b"  # without a baseline the lowest

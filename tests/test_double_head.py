@@ -366,6 +366,25 @@ def test_the_state_of_another_process_brings_its_training_alone(monkeypatch: pyt
     assert not torch.equal(seen[-1], seen[-2])
 
 
+def test_a_generator_that_loaders_may_share_is_left_as_it_was() -> None:
+    """PyTorch's recipe for reproducible runs gives all loaders one generator."""
+    net = small_net()
+    draw, again = (torch.Generator().manual_seed(3) for _ in range(2))
+    loaders = [DataLoader(some_data(32, 1), 8, shuffle=True, generator=one) for one in (draw, again)]
+    before, everywhere = draw.get_state(), torch.get_rng_state()
+    double, other = (DoubleHead(net, one, every=1) for one in loaders)
+    for _ in range(6):  # into the second pass
+        double.step()
+    other.load_state_dict(double.state_dict())
+    for _ in range(5):  # into the third
+        double.step()
+        other.step()
+    assert_same(double.bank.state_dict(), other.bank.state_dict())
+    double.finish().report(DataLoader(some_data(32, 9), 8, shuffle=True))
+    assert torch.equal(draw.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), everywhere)
+
+
 def rate(double: DoubleHead) -> float:
     return double.training.schedule.now()
 

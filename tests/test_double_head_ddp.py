@@ -119,6 +119,8 @@ def processes_of_all_kinds(rank: int, folder: Path) -> None:
         refused = pytest.raises(RuntimeError, match="called by all 2 processes")
         with refused, pytest.warns(UserWarning, match=r"all 2 processes, got no call from \[1\]"):
             calibrate(network, data(5, 401))
+        with pytest.raises(RuntimeError, match=r"DistributedSampler.*called by all 2 processes"):
+            together.report(calib_loader(rank, 401))
 
 
 def sharded(rank: int, folder: Path) -> None:

@@ -291,7 +291,10 @@ def test_a_checkpoint_after_training_is_loaded_with_its_calibration(
     images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callback = DoubleHeadCallback(loader(images["calib"]), every=2)
-    trainer = fit(images, tmp_path, callback).fitted_by
+    module = fit(images, tmp_path, callback, enable_checkpointing=True)
+    trainer = module.fitted_by
+    best = trainer.checkpoint_callback.best_model_path  # of the weights at the end, without a calibration
+    trainer.test(module, loader(images["test"]), ckpt_path=best, verbose=False, weights_only=True)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     x = images["test"].tensors[0]

@@ -105,7 +105,7 @@ def _calibrate_network(
     if train_data is not None:
         check_disjoint(calib_data, train_data)
     inner = unwrapped(network)
-    with seeded(seed, device_of(inner)):
+    with seeded(seed, device_of(inner), calib_data):
         if beside is not None:
             to_pair = to_pair or beside.to_pair
             stated = {name: value for name, value in form.items() if value is not None}

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from doublehead.calibration_data import BATCH_SIZE, ToPair, as_batches, length_of, until_repeated
 from doublehead.calibration_head import CalibrationHead, keep_top
 from doublehead.network import POSITIONS, Answer, Reader, Readings
-from doublehead.torch_tools import evaluating, from_every_process, n_processes
+from doublehead.torch_tools import device_of, evaluating, from_every_process, meet, n_processes, seeded
 
 ROWS_AT_ONCE = 1 << 17  # calibrated together: a large image has more
 MAX_SAMPLES = 20_000  # read from calibration data that does not know its length and may be endless
@@ -91,7 +91,7 @@ class Calibrated(nn.Module):
         """
         from doublehead.audit import summaries
 
-        with evaluating(self):
+        with evaluating(self), seeded(0, device_of(self.network), data):
             readings = read(self.reader, data, to_pair)
             parts = (readings.logits, readings.features, readings.numbers)
             calib = in_parts(self._calibrated, *parts, at_once=BATCH_SIZE)
@@ -155,6 +155,7 @@ def read(
     sampler = getattr(batches, "sampler", None)
     if alone or n_processes() == 1 or not isinstance(sampler, DistributedSampler):
         return own
+    meet("report, or calibrate, with a DistributedSampler")
     n = n_own = len(own.features)
     if reader.task not in ("tokens", "pixels"):  # more samples are there to fill up
         n_own = len(range(sampler.rank, length_of(sampler.dataset), sampler.num_replicas))

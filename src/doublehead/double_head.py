@@ -104,7 +104,7 @@ class DoubleHead:
         batches = as_batches(calib_data, batch_size, shuffle=True)
         only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
         own_seed = seed + rank()
-        self._randomness = Randomness(own_seed, device, only_torch)
+        self._randomness = Randomness(own_seed, device, only_torch, batches)
         with self._randomness:
             first = unpack(first_of(batches), device, to_pair)
             form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}

@@ -119,7 +119,7 @@ class ShiftGuard(nn.Module):
         larger one guards single samples more and costs more on clean data. By default it is the largest one that costs
         at most 0.1 % of the NLL of held-back clean samples, by the upper 95 % bound.
         """
-        with seeded(seed, device_of(self)):
+        with seeded(seed, device_of(self), calib_data):
             clean, perturbed = self.observe(calib_data, perturb, views)
         self.guard.fit(clean, perturbed, prior=prior, seed=seed)
         return self.eval()

@@ -163,10 +163,11 @@ class Randomness:
     """A second set of random number generators (torch, CUDA, numpy, Python), seeded, to swap in: `with randomness:`.
 
     With `only_torch` numpy's and Python's are left alone: swapping numpy's takes longer than a small network's step.
+    Generators of `loader` belong to the set too. They are not seeded: from its making on the set draws what they would.
     """
 
-    def __init__(self, seed: int, device: torch.device, only_torch: bool = False) -> None:
-        self.device, self.only_torch = device, only_torch
+    def __init__(self, seed: int, device: torch.device, only_torch: bool = False, loader: Any = None) -> None:
+        self.device, self.only_torch, self.own = device, only_torch, generators_of(loader)
         theirs = get_random(device)
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -179,21 +180,35 @@ class Randomness:
 
     def now(self) -> dict[str, Any]:
         """The state of the generators that are in use at present."""
-        return get_random(self.device, self.only_torch)
+        state = get_random(self.device, self.only_torch)
+        return {**state, "loader": [own.get_state() for own in self.own]} if self.own else state
 
     def __enter__(self) -> None:
         """Draw from this set inside the block; afterwards the caller's generators are as they were."""
-        self._theirs = get_random(self.device, self.only_torch)
-        set_random(self.state, self.device)
+        self._theirs = self.now()
+        self._set(self.state)
 
     def __exit__(self, *_: object) -> None:
-        self.state = get_random(self.device, self.only_torch)
-        set_random(self._theirs, self.device)
+        self.state = self.now()
+        self._set(self._theirs)
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        set_random(state, self.device)
+        for own, value in zip(self.own, state.get("loader", ())):
+            own.set_state(value.cpu())
 
 
-def seeded(seed: int, device: torch.device | None = None) -> Randomness:
-    """Every generator seeded with `seed` inside the block; afterwards the caller's are as they were."""
-    return Randomness(seed, device or torch.device("cpu"))
+def seeded(seed: int, device: torch.device | None = None, loader: Any = None) -> Randomness:
+    """Every generator seeded with `seed` inside the block; afterwards the caller's, and the loader's, are as before."""
+    return Randomness(seed, device or torch.device("cpu"), loader=loader)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a DataLoader and its samplers draw from, which other loaders may share."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+    found = (getattr(part, "generator", None) for part in parts)
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 def get_random(device: torch.device, only_torch: bool = False) -> dict[str, Any]:

@@ -140,7 +140,8 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
                     )
                 self._model = double.finish()
             else:
-                with seeded(double.seed, device_of(network)), trainer.precision_plugin.val_step_context():
+                drawn = seeded(double.seed, device_of(network), double.calib_data)
+                with drawn, trainer.precision_plugin.val_step_context():
                     readings = read(double.reader, double.calib_data, double.to_pair, skip=True)
                 beside = double if is_trained else None
                 self._model = fit(network, double.reader, readings, beside=beside, seed=double.seed)
@@ -153,9 +154,11 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         """Fit the calibration to the weights that the network has now, where that is not done."""
         network = find_classifier(pl_module, self.classifier)
         is_known = self.double is not None and self.double.network is network and self.settled
-        if not all(from_every_process(is_known)):  # all processes fit together
-            self.double = self._make_double(trainer, pl_module)
-            self._finish(trainer)
+        if all(from_every_process(is_known)):  # all processes fit together
+            self._loaded = {}  # a checkpoint of these weights, or none: the heads are beyond it
+            return
+        self.double = self._make_double(trainer, pl_module)
+        self._finish(trainer)
 
     on_predict_start = on_test_start
 
