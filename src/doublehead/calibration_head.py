@@ -376,8 +376,6 @@ def keep_top(changed: Tensor, logits: Tensor) -> Tensor:
     """Raise the class that `logits` predict by a rounding where `changed` no longer has it strictly on top."""
     top = logits.argmax(-1, keepdim=True)
     info = torch.finfo(changed.dtype)
-    best = changed.scatter(-1, top, -torch.inf).amax(
-        -1, keepdim=True
-    )  # of the others, -inf if all are excluded
+    best = changed.scatter(-1, top, -torch.inf).amax(-1, keepdim=True)  # of the others, which may all be -inf
     above = best + 4 * info.eps * (1 + best.abs()).clamp(max=info.max)
     return changed.scatter(-1, top, torch.maximum(changed.gather(-1, top), above))

@@ -73,9 +73,8 @@ class Choice:
     def __str__(self) -> str:
         text = f"{self.chosen}: held-back NLL {self.nll:.4f} on {self.n:,} samples"
         if self.chosen != self.baseline:
-            side = (
-                "above" if self.gain < 0 else "below"
-            )  # a negative margin lets a candidate be a little worse
+            # With a negative margin a candidate may be a little worse.
+            side = "above" if self.gain < 0 else "below"
             text += f", {abs(self.gain):.4f} {side} {self.baseline} (standard error {self.gain_error:.4f})"
         parts = [text, score_table(self.scores)] if self.scores else [text]
         return "\n".join(
