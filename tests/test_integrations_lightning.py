@@ -200,10 +200,10 @@ def test_testing_and_predicting_are_calibrated_by_hooks(images: Images, tmp_path
     assert list(module.state_dict()) == names == list(Classifier().state_dict())
 
 
-def test_a_checkpoint_brings_the_heads_to_a_new_process(images: Images, tmp_path: Path) -> None:
-    """One head; for several see the best checkpoint below."""
+@pytest.mark.parametrize("heads", [None, PAPER])
+def test_a_checkpoint_brings_the_heads_to_a_new_process(images: Images, tmp_path: Path, heads: Any) -> None:
     calib = loader(images["calib"], shuffle=True)
-    callback, again = (DoubleHeadCallback(calib, every=2, heads=PAPER) for _ in range(2))
+    callback, again = (DoubleHeadCallback(calib, every=2, heads=heads) for _ in range(2))
     module = fit(images, tmp_path, callback, max_epochs=1)
     module.fitted_by.save_checkpoint(tmp_path / "last.ckpt")
     with pytest.raises(RuntimeError, match="has no model yet"):
@@ -211,6 +211,7 @@ def test_a_checkpoint_brings_the_heads_to_a_new_process(images: Images, tmp_path
     trainer = quiet_trainer(tmp_path, callbacks=[again])
     found = trainer.predict(Classifier(), loader(images["test"]), ckpt_path=tmp_path / "last.ckpt")
     torch.testing.assert_close(torch.cat(found), callback.model.eval()(images["test"].tensors[0]))
+    assert_same(callback.double.bank.state_dict(), again.double.bank.state_dict())
 
 
 def test_the_calibration_is_that_of_finish(images: Images, tmp_path: Path, caplog: Any) -> None:

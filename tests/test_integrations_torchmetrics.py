@@ -38,7 +38,7 @@ def test_probabilities_are_stated():
     metric, p = CalibrationError(are_probs=True), Predictions(logits, labels)
     first = metric(p.probs[:100], labels[:100])  # of the batch
     assert float(first) == metrics.ece(p[:100])
-    metric.update(p.probs[100:], labels[100:])
+    metric(p.probs[100:], labels[100:])
     assert float(metric.compute()) == metrics.ece(p)
     refused("probs must lie in 0..1", metric.update, logits, labels)
     metric.reset()

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,14 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_logits_of_is_given_again(tmp_path: Path) -> None:
-    """Of a network that returns its logits second."""
-    model, fresh = (Formed(network(), lambda logits: (-logits, logits)) for _ in range(2))
-    model = calibrate(model, data(), logits_of=lambda output: output[1])
+@pytest.mark.parametrize(
+    ("form", "place"), [(lambda logits: (-logits, logits), 1), (lambda logits: {"out": logits}, "out")]
+)
+def test_logits_of_is_given_again(form: Any, place: Any, tmp_path: Path) -> None:
+    model, fresh = (Formed(network(), form) for _ in range(2))
+    model = calibrate(model, data(), logits_of=itemgetter(place))
     model.save(tmp_path)
     with pytest.raises(TypeError, match="logits_of must be the function with which the saved model was made"):
         load(tmp_path, fresh)
-    again = load(tmp_path, fresh, logits_of=lambda output: output[1])
+    again = load(tmp_path, fresh, logits_of=itemgetter(place))
     assert torch.equal(log_probs(again), log_probs(model))

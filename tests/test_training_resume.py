@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from doublehead import HeadSpec
 from doublehead.data import Splits, catalog, fashion_subset
@@ -170,6 +171,7 @@ def test_checkpoints_may_be_rarer_than_epochs(tmp_path: Path) -> None:
     stop_after(config, tmp_path / "rare", epochs=3, checkpoint_seconds=1e9)
     assert not (tmp_path / "rare" / "checkpoint.pt").exists()
     assert len(RunFolder(tmp_path / "rare").lines()) == 3  # written, and to be written again
+    random.random(), np.random.rand(3), torch.rand(3)  # noqa: NPY002
     run(config, tmp_path / "rare", checkpoint_seconds=1e9)
     assert_same(tmp_path / "calm", tmp_path / "rare")
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from doublehead import Predictions
 from doublehead.training import run_folder
 from doublehead.training.config import Config
 from doublehead.training.run_folder import RunError, RunFolder, commit, environment
-from samples import Bomb
+from samples import Bomb, refused
 
 
 def test_the_message_of_a_locked_folder(tmp_path: Path) -> None:
@@ -86,14 +87,15 @@ def test_a_folder_in_which_nothing_happened_and_a_place_that_is_none(tmp_path: P
 
 
 def test_a_full_disk_and_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    def fill(file: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     RunFolder(tmp_path).write_text("metrics.jsonl", "old")
-    with pytest.raises(RunError, match=r"could not write .*metrics.jsonl \(No space left on device\)"):
-        RunFolder(tmp_path).write("metrics.jsonl", fill)
-    assert (tmp_path / "metrics.jsonl").read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for raised, error, message in (
+        (full, RunError, r"could not write .*metrics.jsonl \(No space left on device\)"),
+        (ValueError("no"), ValueError, "^no$"),  # a writer that fails
+    ):
+        refused(message, RunFolder(tmp_path).write, "metrics.jsonl", Mock(side_effect=raised), error=error)
+        assert (tmp_path / "metrics.jsonl").read_text() == "old"
+        assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
     (tmp_path / "predictions").touch()
     with pytest.raises(RunError, match=r"could not write .*test-main.npz \("):
         RunFolder(tmp_path).save_predictions("test-main", Predictions(torch.eye(2), torch.arange(2)))
