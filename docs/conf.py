@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from typing import Any
@@ -53,8 +54,17 @@ def _as_rst(block: str) -> str:
     if DOCTEST.search(block):
         return block
     if LITERAL.fullmatch(block):
-        return "::\n\n" + textwrap.indent(block, "    ")
+        return f".. code-block:: {_language(block)}\n\n" + textwrap.indent(block, "    ")
     return _escaped(block)
+
+
+def _language(block: str) -> str:
+    """Whether a block is Python; a table or a list of files is plain text."""
+    try:
+        ast.parse(textwrap.dedent(block))
+    except SyntaxError:
+        return "text"
+    return "python"
 
 
 def _escaped(text: str) -> str:
@@ -80,13 +90,15 @@ def skip_generated(*event: Any) -> bool | None:
 def list_results(_app: Any, docname: str, source: list[str]) -> None:
     """Put the pages under results/, most of them generated, into the navigation below their index."""
     if docname == "results/index":
-        source[0] += "\n\n```{toctree}\n:hidden:\n:glob:\n\n**\n```\n"
+        pages = "\n".join(("methods", "stages", "versus", "safety", "paper", "runs", "notes/*"))
+        source[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\n```\n"
 
 
 def write_math(translator: Any, node: nodes.Element) -> None:
     """Formulas as MathML, which browsers draw themselves."""
     display = "block" if isinstance(node, nodes.math_block) else "inline"
-    translator.body.append(convert(node.astext(), display=display))
+    formula = convert(node.astext(), display=display)
+    translator.body.append(formula.replace("<mi>log</mi>", '<mi>log</mi><mspace width="0.17em"/>'))
     raise nodes.SkipNode
 
 

@@ -96,6 +96,7 @@ def test_export_command_of_the_automatic_head(
     card = (tmp_path / "README.md").read_text()
     method = card.split("**Method.**")[1].split("\n")[0]
     assert "staged head" in method
+    assert ("second opinion" in method) == ("pool" in method.split("stages in use:")[1])
     assert "guard" not in method
     (code,) = re.findall("```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -152,7 +152,7 @@ def test_groups_times_errors_and_provenance(folder: Path) -> None:
     run("test.csv", "--by", "site", "--time", "taken")
     page = text_of("report.html")
     assert "<bdi>south</bdi>" in page
-    assert "1 of 2 groups deviate by more than chance explains" in page
+    assert "1 of 2 groups deviates by more than chance explains" in page
     assert "changes over time by more than chance" in re.sub(r"\s+", " ", page)
     assert "<bdi>2024-12-11</bdi>" in page
     summary = evaluate(str(file), by="site")
@@ -176,7 +176,7 @@ def test_several_labels_are_told_apart(folder: Path) -> None:
     for options, headings in ([], 0), (["--by", "site"], 1):
         run("several.csv", "--label", "y_*", *options)
         page = text_of("report.html")
-        assert "60 samples, 2 labels of each" in page
+        assert "60 samples, 2 labels each" in page
         (errors,) = re.findall(r"The most confident errors.*?</table>", page, re.DOTALL)
         assert {"y_red", "y_new"} <= set(re.findall(r"<bdi>(\w+)</bdi>", errors))
         assert errors.count('class="name">Label</th>') == 1
@@ -291,7 +291,7 @@ def test_classes_in_another_order_are_put_in_that_of_the_first_file(folder: Path
     assert found["b"]["nll"] == pytest.approx(metrics.nll(q))
     page = text_of("report.html")
     assert "different samples" not in page
-    (classes,) = re.findall(r"Classes of <bdi>b</bdi>.*?</table>", page, re.DOTALL)
+    (classes,) = re.findall(r"Classes of “<bdi>b</bdi>”.*?</table>", page, re.DOTALL)
     counts = dict(re.findall(r"<bdi>(\w+)</bdi></td><td>(\d+)</td>", classes))
     assert counts == {name: str(int((q.predicted == k).sum())) for k, name in enumerate(names)}
     sets = {"probs": q.probs[:, [2, 0, 1]], "labels": (q.labels + 1) % 3, "classes": names[[2, 0, 1]]}

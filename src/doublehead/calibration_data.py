@@ -364,7 +364,7 @@ def until_repeated(batches: Iterable[Any], to_pair: ToPair | None = None) -> Ite
 
 
 def check_disjoint(calib: Any, train: Any) -> None:
-    """Raise where the calibration and the training data, loaders or data sets, certainly share samples.
+    """Raise an error if calibration and training data, loaders or data sets, are known to share samples.
 
     It detects the same data set, Subsets of one with common indices, and tensors or arrays that share memory. Copies
     of samples are not detected.

@@ -272,7 +272,7 @@ class DoubleHead:
         return model
 
     def close(self) -> None:
-        """Take the hook off the network."""
+        """Remove the hook from the network."""
         self.reader.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class DoubleHead:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken, given the same calibration data.
+        """Resume exactly where `state_dict` was taken, given the same calibration data.
 
         Of another process's state only the training is taken: each process draws its own calibration batches.
         """

@@ -161,7 +161,7 @@ class HeadTraining:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken."""
+        """Resume exactly where `state_dict` was taken."""
         self._waiting.clear()
         self.bank.load_state_dict(state["bank"])
         for stack, saved in zip(self._stacks, state["velocity"], strict=True):

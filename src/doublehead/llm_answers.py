@@ -1,4 +1,4 @@
-"""Log-probabilities of the likeliest tokens, as servers of language models return them, read as scores of options.
+"""Log-probabilities of the most likely tokens, as servers of language models return them, read as scores of options.
 
 In files they are JSON Lines with a label:
 

@@ -326,7 +326,7 @@ class Reader:
         return replace(self, network=network)
 
     def close(self) -> None:
-        """Take the hook off the network, unless another reader uses it; a second call does nothing."""
+        """Remove the hook from the network unless another reader uses it; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self.tap.remove()
@@ -392,7 +392,7 @@ class FeatureTap(Tap):
         return output, self.collect()
 
     def remove(self) -> None:
-        """Take the hook off once nobody uses it."""
+        """Remove the hook once nothing uses it."""
         self._users -= 1
         if self._handle is not None and self._users <= 0:
             self._handle.remove()

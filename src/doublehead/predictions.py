@@ -190,14 +190,15 @@ class Predictions:
         rest: Literal["share", "other"] = "share",
         weights: ArrayLike | None = None,
     ) -> Predictions:
-        """Take a language model's log-probabilities of the likeliest tokens, where the answer is one of some options.
+        """Take a language model's log-probabilities of the most likely tokens; the answer is one of several options.
 
         An entry of `top_k` is one question's answer as a server returns it: a dict of log-probabilities by token, or
         the forms of `llm_answers.token_logprobs`. `options` are the tokens to choose from, by default those of the
         labels. Options that are not listed share the probability that is left. `rest="share"` reads probabilities
         given that the answer is an option; with "other" any other answer is a class of its own, the last.
 
-        >>> p = Predictions.from_logprobs([{"A": -0.2, "B": -2.0}, {"B": -0.1}], ["A", "C"], options=["A", "B", "C"])
+        >>> top_k = [{"A": -0.2, "B": -2.0}, {"B": -0.1}]
+        >>> p = Predictions.from_logprobs(top_k, ["A", "C"], options=["A", "B", "C"])
         >>> p.n_classes, p.correct.tolist()
         (3, [True, False])
         """

@@ -174,10 +174,12 @@ class Summary:
         if self.classes is not None and self.n_classes_off:
             n_predicted = int((self.classes.counts > 0).sum())
             parts.append(
-                f"{self.n_classes_off} of {n_predicted} predicted classes deviate by more than chance"
+                f"{self.n_classes_off} of {n_predicted} predicted classes {deviate(self.n_classes_off)}"
             )
         if self.groups_off:
-            parts.append(f"{len(self.groups_off)} of {len(self.groups)} groups deviate by more than chance")
+            parts.append(
+                f"{len(self.groups_off)} of {len(self.groups)} groups {deviate(len(self.groups_off))}"
+            )
         return f"{capital(grade.word)}: {'; '.join([*parts, ece])}, {perfect} ({chance})."
 
     @property
@@ -225,10 +227,13 @@ class Summary:
 
         return draw_reliability(reliability(self.bins, self.n_bins), ax, title=title)
 
+    @property
+    def _size(self) -> str:
+        n = f"{self.n:,} prediction{'s' if self.n > 1 else ''}"
+        return f"{n} of {self.n_classes} classes" if self.n_classes else n
+
     def __str__(self) -> str:
-        head = f"{self.n:,} prediction{'s' if self.n > 1 else ''}"
-        head += f" of {self.n_classes} classes" if self.n_classes else ""
-        parts = [head, side_by_side({"value": self}, meanings=True)]
+        parts = [self._size, side_by_side({"value": self}, meanings=True)]
         if self.groups:
             parts.append(aligned(self._group_rows()))
         return "\n\n".join([*parts, self.verdict, *self.notes])
@@ -236,7 +241,7 @@ class Summary:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        html = html_table(summary_rows({"value": self}, meanings=True))
+        html = f"<p>{self._size}</p>" + html_table(summary_rows({"value": self}, meanings=True))
         html += html_table(self._group_rows()) if self.groups else ""
         return html + "".join(f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes))
 
@@ -371,6 +376,11 @@ def shown_interval(value: Interval, is_share: bool) -> str:
     if math.isnan(value.low):
         return ""
     return span(value.low, value.high) if is_share else f"{value.low:.4f} to {value.high:.4f}"
+
+
+def deviate(n: int) -> str:
+    """The verb of `n` classes or groups that a verdict counts."""
+    return f"deviate{'s' if n == 1 else ''} by more than chance"
 
 
 def capital(text: str) -> str:

@@ -26,7 +26,7 @@ class NotFitted(RuntimeError):
 
 
 class NotConverged(UserWarning):
-    """A fit stopped before it reached its optimum; the message says how far it came."""
+    """A fit stopped before it reached its optimum; the message says how far it got."""
 
 
 class Calibrator(StaysFloat32):

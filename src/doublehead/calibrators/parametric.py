@@ -340,7 +340,7 @@ class PerLabel(Calibrator):
 
     @property
     def keeps_argmax(self) -> bool:
-        """Whether no yes becomes a no."""
+        """Whether the predicted labels never change."""
         return self.keep == "predictions"
 
     def _n_classes(self) -> int | None:

@@ -80,11 +80,9 @@ def calibrate(
 
     Examples:
 
-        doublehead calibrate --fit val.csv --apply test.csv --logits -o repaired.csv
-
-        doublehead calibrate --fit val.parquet --apply new/ --probs --method auto -o repaired/
-
-        doublehead calibrate --use repaired.calibrator.safetensors --apply tomorrow.csv --logits -o tomorrow_fixed.csv
+        doublehead calibrate --fit val.csv --apply test.csv -o new.csv
+        doublehead calibrate --fit val.csv --apply june/ --method auto -o new/
+        doublehead calibrate --use new.calibrator.safetensors --apply b.csv -o c.csv
     """
     how = options.how_to_read(logits, probs, label, scores, weights, label_base, tolerance)
     names = ["auto", *CALIBRATORS]

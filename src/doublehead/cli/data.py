@@ -12,7 +12,7 @@ from doublehead import data
 from doublehead.cli.output import bar, note, show
 from doublehead.summary import aligned
 
-Name = Annotated[str, typer.Argument(help="A data set of `doublehead data list`.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A name in `doublehead data list`.")]
 Root = Annotated[
     Path | None, typer.Option(help="The folder of data sets [default: $DOUBLEHEAD_DATA, or else data].")
 ]

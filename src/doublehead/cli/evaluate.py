@@ -53,7 +53,8 @@ def evaluate(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Work on a Dask cluster: the address of its scheduler, or 'local' for all cores here."
+            help="Use a Dask cluster: the address of its scheduler, such as tcp://10.0.0.1:8786, or 'local' for all "
+            "cores of this machine."
         ),
     ] = None,
 ) -> None:
@@ -66,12 +67,9 @@ def evaluate(
     Examples:
 
         doublehead evaluate test.csv
-
         doublehead evaluate test.csv --logits --abstain 0.01
-
-        doublehead evaluate monday/ tuesday/ --probs --label diagnosis --by hospital
-
-        doublehead evaluate predictions/ --probs --cluster tcp://10.0.0.1:8786 --json
+        doublehead evaluate monday/ tuesday/ --probs --label finding --by hospital
+        doublehead evaluate predictions/ --probs --cluster local --json
     """
     if abstain is not None and not 0 < abstain < 1:
         raise ValueError(f"--abstain must lie between 0 and 1 (0.01 is 1 %), got {abstain:g}")

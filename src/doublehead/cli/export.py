@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, cast
 
 import torch
 import typer
@@ -14,6 +14,7 @@ from torch import Tensor
 from doublehead.calibrated import Calibrated
 from doublehead.calibration_data import unpack
 from doublehead.calibration_head import HeadBank
+from doublehead.calibrators import Head
 from doublehead.cli.options import importable_here
 from doublehead.cli.output import note, show
 from doublehead.integrations.export import ALONE, FILES, Form, export_model, model_card
@@ -29,7 +30,7 @@ from doublehead.training.run_folder import RunError, RunFolder
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     to: Annotated[str, typer.Option(help=f"One of {', '.join(FILES)}.")] = "onnx",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder to write [default: RUN/export].")
@@ -165,7 +166,7 @@ def card(found: RunModel, to: Form = "onnx") -> str:
         config.name,
         dataset=config.data,
         data=f"{config.data}: {counts}; inputs are {reads}.",
-        method=" ".join(_method(config, found.head)),
+        method=" ".join(_method(found)),
         test=test,
         before=main,
         classes=inputs.splits.class_names,
@@ -176,8 +177,9 @@ def card(found: RunModel, to: Form = "onnx") -> str:
     )
 
 
-def _method(config: Config, head: str) -> Iterator[str]:
+def _method(found: RunModel) -> Iterator[str]:
     """How the network was trained, and what calibrates it."""
+    config, head = found.inputs.config, found.head
     epochs = f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
     yield f"{config.model}, trained for {epochs} with {config.loss.replace('_', ' ')}."
     if head in config.heads:
@@ -187,10 +189,14 @@ def _method(config: Config, head: str) -> Iterator[str]:
             f"data that the network never saw, one step for every {every} of the network."
         )
     else:
+        model = found.model.model if isinstance(found.model, ShiftGuard) else found.model
+        stages = cast(Head, model.head).in_words()
         yield (
             "Its logits are calibrated by doublehead's staged head ('auto'), fitted to calibration data that the "
-            "network never saw, with a second opinion from five heads that were trained beside it."
+            f"network never saw. The stages in use: {stages}."
         )
+        if model.opinion is not None and "pool" in stages:
+            yield "The pool includes a second opinion from five heads that were trained beside the network."
     if head in config.guarded():
         yield (
             f"A shift guard ('{head}') lowers the confidence where the inputs of the network's layers lie far from the "

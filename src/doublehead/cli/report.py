@@ -73,9 +73,7 @@ def report(
     Examples:
 
         doublehead report test.csv --by site --time taken -o report.html
-
-        doublehead report before=test.csv after=probs:repaired.csv --logits -o report.html
-
+        doublehead report before=test.csv after=probs:new.csv --logits
         doublehead report runs/cifar10-resnet50 --title "ResNet-50 on CIFAR-10"
     """
     audit.check_page_path(output, "--output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ Settings = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Run folders go here.")]
 Devices = Annotated[int, typer.Option(help="Devices to train with on this machine, a process each.")]
-Nodes = Annotated[int, typer.Option(help="Machines to train with: start the command on each by torchrun.")]
+Nodes = Annotated[int, typer.Option(help="Machines to train with: start the command on each with torchrun.")]
 Accelerator = Annotated[str, typer.Option(help="cpu, cuda, or auto for the best available.")]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", metavar="", help="Also write TensorBoard files.")]
@@ -57,6 +58,7 @@ OF_THE_METHOD = ("loss", "loss_options", "mixup", "auto", "guards", "heads", "au
 NOT_SET = ("data", "model", "loss", "auto", "heads")  # by --set: they have options of their own
 # Methods of the demo, and titles of their rows.
 DEMO = ("cross-entropy", "annealing-double-head", "auto")
+COMPARED = "cross-entropy,mmce,brier,focal,double-head,annealing-double-head,auto"
 ROWS = ("network", "temperature scaling", "paper's head", "doublehead")
 
 
@@ -84,7 +86,6 @@ def train(
     Examples:
 
         doublehead train --data cifar10 --root data
-
         doublehead train --data table:reviews.csv --model textcnn --method auto
     """
     asked = method_called(method)
@@ -104,9 +105,13 @@ def train(
 def compare(
     data: Data = "cifar10",
     model: Model = None,
-    methods: Annotated[str, typer.Option(help=f"Comma-separated names: {', '.join(METHODS)}.")] = (
-        "cross-entropy,mmce,brier,focal,double-head,annealing-double-head,auto"
-    ),
+    methods: Annotated[
+        str,
+        typer.Option(
+            help=f"Comma-separated names: {', '.join(METHODS)}. By default {COMPARED.replace(',', ', ')}.",
+            show_default=False,
+        ),
+    ] = COMPARED,
     root: Root = None,
     settings: Settings = None,
     output: Output = Path("runs"),
@@ -123,8 +128,7 @@ def compare(
     Examples:
 
         doublehead compare --data cifar10 --root data --set epochs=30
-
-        doublehead compare --data folder:photos --model timm/convnext_tiny --methods cross-entropy,auto
+        doublehead compare --data folder:photos --methods cross-entropy,auto
     """
     config = change(recipe(data, model), settings)
     names = [name.strip() for name in methods.split(",") if name.strip()]
@@ -179,7 +183,7 @@ def list_settings(function: Callable[..., None], *left_out: str) -> None:
         usual[name] = ",".join(f"{part:.4g}" for part in value) if isinstance(value, tuple) else value
     listed = ", ".join(f"`{name}={value}`" for name, value in usual.items())
     about = f"Settings for --set, here with the values for CIFAR-10: {listed}"
-    function.__doc__ = f"{function.__doc__}\n\n{about}"
+    function.__doc__ = f"{inspect.getdoc(function)}\n\n{about}"
 
 
 list_settings(train, *NOT_SET)

@@ -169,7 +169,7 @@ class Attachment:
         return state if self.replace else {**state, "answer": None, "active": False}
 
     def detach(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

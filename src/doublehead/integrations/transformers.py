@@ -245,7 +245,7 @@ def _without_part(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 
 
 def detach(model: nn.Module) -> None:
-    """Take off again what `attach` attached; a model without a calibration stays as it is."""
+    """Remove what `attach` added; a model without a calibration is left unchanged."""
     inner = _base(model)
     config = getattr(model, "config", None)
     if hasattr(config, FACTS):

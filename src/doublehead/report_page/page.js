@@ -149,10 +149,10 @@
       hide("[data-after]", (band) => band.dataset.after !== after.value);
       const found = data.pairs[Number(before.value)][Number(after.value)];
       byId("pair-sentence").textContent = found === null
-        ? `${a.name} and ${b.name} cannot be compared sample by sample.`
-        : `NLL of ${b.name} minus that of ${a.name}: ${fixed(found.nll[0], 4)} (95\u00a0% interval ` +
+        ? `“${a.name}” and “${b.name}” cannot be compared sample by sample.`
+        : `NLL of “${b.name}” minus that of “${a.name}”: ${fixed(found.nll[0], 4)} (95\u00a0% interval ` +
           `${fixed(found.nll[1], 4)} to ${fixed(found.nll[2], 4)}, paired by sample). ` +
-          `${found.n_changed.toLocaleString("en")} of ${found.n.toLocaleString("en")} predicted classes differ.`;
+          `${found.n_changed.toLocaleString("en")} of ${found.n.toLocaleString("en")} predicted classes differ${found.n_changed === 1 ? "s" : ""}.`;
     };
     follow([before, after], apply);
   }

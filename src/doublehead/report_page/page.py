@@ -123,8 +123,9 @@ def page_verdict(methods: Sequence[Method], pairs: Sequence[Sequence[Comparison 
         sentence = f"{names} has the lowest NLL, {below}."
     if found is not None and best > 0:
         drawn = " (a random sample)" if found.n < first.summary.n else ""
+        differ = "differs" if found.n_changed == 1 else "differ"
         sentence += (
-            f" {found.n_changed:,} of {found.n:,} predicted classes{drawn} differ from “{methods[0].name}”."
+            f" {found.n_changed:,} of {found.n:,} predicted classes{drawn} {differ} from “{methods[0].name}”."
         )
     return f"{sentence} “{first.name}”: {first.summary.verdict}"
 
@@ -210,7 +211,7 @@ def _meta(methods: Sequence[Method]) -> str:
     n_classes = [m.summary.n_classes for m in methods]
     n = [m.summary.n // m.record.several for m in methods]
     parts = [f"{each(n)} sample{'s' if max(n) > 1 else ''}"]
-    parts += [f"{several} labels of each"] if several > 1 else []
+    parts += [f"{several} labels each"] if several > 1 else []
     parts += ["weighted"] if any(m.record.outcomes.weights is not None for m in methods) else []
     parts += [f"{each(n_classes)} classes"] if several == 1 and max(n_classes) else []
     parts += [f"{len(methods)} methods"] if len(methods) > 1 else []

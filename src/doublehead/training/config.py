@@ -146,7 +146,7 @@ class Config:
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
     def to_json(self) -> str:
-        """One setting a line."""
+        """One setting per line."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod

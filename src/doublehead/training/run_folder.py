@@ -1,9 +1,14 @@
 """The files of a run, written so that a process may be killed at any moment; the devices and processes that run it.
 
-config.json        the settings                  checkpoint.pt      the newest state, until the run is finished
-metrics.jsonl      a line per epoch              predictions/       {split}-{output}.npz, float16 logits and labels
-model.safetensors  network and heads             gradients.npz      norms of the heads' gradients, where asked for
-results.json       written last: the run is finished
+A run folder holds:
+
+    config.json         the settings
+    checkpoint.pt       the newest state, until the run is finished
+    metrics.jsonl       a line per epoch
+    predictions/        {split}-{output}.npz, float16 logits and labels
+    model.safetensors   network and heads
+    gradients.npz       norms of the heads' gradients, where asked for
+    results.json        written last: the run is finished
 """
 
 from __future__ import annotations
