@@ -46,7 +46,7 @@ DRAWN = ("cifar10-resnet50-cross_entropy-e80-s0", "cifar10-resnet50-cross_entrop
          "svhn-resnet50-cross_entropy-e40-s0")  # fmt: skip
 # Parts of our runs by the end of their training: until settings of stages were fixed, and until stages were pooled.
 ENDED = {"development": "2026-11-16T07:00", "later": "2026-11-16T13:16", "new": "9"}
-ANIMALS, VEHICLES, CAT_DOG = [2, 3, 4, 5, 6, 7], [0, 1, 8, 9], [3, 5]  # of CIFAR-10
+PAIRS = {"cat or dog": ([3], [5]), "vehicle or animal": ([0, 1, 8, 9], [2, 3, 4, 5, 6, 7])}  # of CIFAR-10
 WORSE = 0.002  # a loss that counts
 LEVEL = 5e-5  # differences of the NLL that are level whatever their interval: not visible in four digits
 DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages"]
@@ -178,12 +178,11 @@ def networks(shared: Path | None) -> Iterator[tuple[str, Predictions]]:
         p = Predictions.joined([part.predictions for part in splits])
         yield name, p
         if name in (DRAWN[0], "cifar10-resnet110"):
-            pair = p[torch.isin(p.labels, torch.tensor(CAT_DOG))]
-            is_dog = (pair.labels == CAT_DOG[1]).long()
-            yield f"{name}, cat or dog", Predictions(pair.logits[:, CAT_DOG], is_dog)
-            groups = torch.stack([p.logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
-            is_animal = torch.isin(p.labels, torch.tensor(ANIMALS)).long()
-            yield f"{name}, vehicle or animal", Predictions(groups, is_animal)
+            for title, pair in PAIRS.items():
+                own = p[torch.isin(p.labels, torch.tensor(pair[0] + pair[1]))]
+                logits = torch.stack([own.logits[:, group].logsumexp(1) for group in pair], 1)
+                is_second = torch.isin(own.labels, torch.tensor(pair[1])).long()
+                yield f"{name}, {title}", Predictions(logits, is_second)
     if shared:
         yield "imagenet-resnet50", imagenet(shared)[0]
 

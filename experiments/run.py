@@ -2,7 +2,6 @@
 
     python experiments/run.py cifar10-resnet50-cross_entropy-e80-s1 --seeds 3 4 --root data
     python experiments/run.py cifar10-resnet50-focal-e80-s0 --change '{"model": "densenet121"}' --root data
-    python experiments/run.py sst-fine-tree_lstm-cross_entropy-e6-s0 --accelerator cpu --root data
 
 The settings are those of the certificate experiments/runs/NAME.json. The run is trained in the folder runs; a finished
 run is not trained again, and a stopped one continues. Arrays and certificate go to experiments/logits and
