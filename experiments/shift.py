@@ -12,7 +12,7 @@ false alarms with few calibration samples: each set has a guard that sees window
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from matplotlib.figure import Figure
 from post_hoc import mean_of
 from results import HERE, arguments, where_computed
-from shift_sets import KINDS, Seen, read
+from shift_sets import KINDS, Sets, read
 from tables import Tables, percent, publish
 from torch import Tensor
 
@@ -54,7 +54,6 @@ CHANNELS = {"normal": [128] * 18, "heavy tails": [128] * 18, "sparse": [100, 100
 SHIFTS = {"normal": 0.015, "heavy tails": 0.3, "sparse": 0.05}
 NEW, WINDOWS = 10_000, 20_000  # samples, and windows drawn from them
 
-Sets = dict[str, Seen]
 Method = Callable[[str], Tensor]  # the name of a set, a stream of inputs -> logits (N, K)
 
 
@@ -65,18 +64,12 @@ class Given(torch.nn.Identity):
     set_usual = torch.nn.Identity.forward
 
 
-def guard_of(clean: Seen, *perturbed: Seen, window: int = WINDOW, prior: float | None = None) -> Guard:
+def guard_of(clean: Observed, *perturbed: Observed, window: int = WINDOW, **how: Any) -> Guard:
     """A guard that learned from these sets, each of the perturbed ones a group."""
-    guard = Guard([1] * clean.far.shape[1], window)
+    guard = Guard([1] * clean.stages.shape[1], window)
     guard.distances = Given()
-    guard.fit(observed(clean), observed(*perturbed) if perturbed else None, prior=prior)
+    guard.fit(clean, joined(*perturbed) if perturbed else None, **how)
     return guard
-
-
-def observed(*sets: Seen) -> Observed:
-    z, far, labels, samples = joined(sets)
-    groups = torch.cat([torch.full_like(one.labels, i) for i, one in enumerate(sets)])
-    return Observed(far, z, labels, groups, samples)
 
 
 def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str, Method]:
@@ -84,9 +77,9 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
     clean = sets["calib/clean"]
     head, temperature = fitted(clean, "head"), fitted(clean)
     by_head = {name: one._replace(logits=head(one.logits)) for name, one in sets.items()}
-    density = density_aware(temperature(clean.logits), clean.labels, clean.far)
+    density = density_aware(temperature(clean.logits), clean.labels, clean.stages)
     others = [cell for other in KINDS if other != kind for cell in cells_of("calib", other) if cell in sets]
-    perturbed = fitted(joined([*(first(sets[cell]) for cell in others), *[clean] * 6]))
+    perturbed = fitted(joined(*(first(sets[cell]) for cell in others), *[clean] * 6))
     seen = [by_head["calib/clean"], *(first(by_head[cell]) for cell in others)]
     guards = {"single": guard_of(*seen, window=0)}
     guards |= {f"window-{window}": guard_of(*seen, window=window) for window in (64, 256)}
@@ -94,14 +87,14 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
 
     def guarded(guard: Guard, name: str) -> Tensor:
         guard.reset()
-        parts = zip(by_head[name].far.split(BATCH), by_head[name].logits.split(BATCH))
+        parts = zip(by_head[name].stages.split(BATCH), by_head[name].logits.split(BATCH))
         return torch.cat([guard(far, z) for far, z in parts])
 
     methods: dict[str, Method] = {
         "head": lambda name: by_head[name].logits,
         "temperature": lambda name: temperature(sets[name].logits),
         "perturbed": lambda name: perturbed(sets[name].logits),
-        "density": lambda name: temperature(sets[name].logits) * density(sets[name].far),
+        "density": lambda name: temperature(sets[name].logits) * density(sets[name].stages),
         # Fitted to the labels that it is measured on: no temperature does better.
         "perfect": lambda name: fitted(by_head[name])(by_head[name].logits),
     }
@@ -137,16 +130,18 @@ def cells_of(split: str, kind: str) -> list[str]:
     return [f"{split}/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
 
 
-def joined(sets: Iterable[Seen]) -> Seen:
-    return Seen(*(torch.cat(parts) for parts in zip(*sets)))
+def joined(*sets: Observed) -> Observed:
+    """Several sets, each a group."""
+    whole = Observed(*(torch.cat(parts) for parts in zip(*sets)))
+    return whole._replace(groups=torch.cat([torch.full_like(one.labels, i) for i, one in enumerate(sets)]))
 
 
-def first(seen: Seen) -> Seen:
+def first(seen: Observed) -> Observed:
     """The inputs of a set that methods learn from."""
-    return Seen(*(part[:500] for part in seen))
+    return Observed(*(part[:500] for part in seen))
 
 
-def fitted(seen: Seen, name: str = "temperature") -> Calibrator:
+def fitted(seen: Observed, name: str = "temperature") -> Calibrator:
     return make(name).fit(Predictions(seen.logits, seen.labels))
 
 
@@ -193,7 +188,7 @@ def alarms(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
         for _ in range(n):
             rows = torch.randperm(len(one.labels), generator=generator)[:WINDOW]
             guard.reset()
-            guard(one.far[rows], one.logits[rows])
+            guard(one.stages[rows], one.logits[rows])
             raised += guard.shift.alarm
         cell = name.partition("/")[2]
         yield {"run": run, "left_out": "all", "method": "alarm-64", "cell": cell, "alarms": raised / n}
@@ -259,14 +254,15 @@ def frontier(table: pd.DataFrame) -> Figure:
 def stream(sets: Sets) -> Figure:
     """Confidence, accuracy and alarm over a stream that drifts from clean to corrupted images and back."""
     cells = ["test/clean", *(f"test/gaussian_blur/{level}" for level in range(1, 6)), "test/clean"]
-    whole = joined(Seen(*(p[600 * (i > 5) :][:400] for p in sets[cell])) for i, cell in enumerate(cells))
+    parts = (Observed(*(p[600 * (i > 5) :][:400] for p in sets[cell])) for i, cell in enumerate(cells))
+    whole = joined(*parts)
     methods = fit_methods({**sets, "stream": whole}, "blurs")
     correct = (whole.logits.argmax(1) == whole.labels).double()
     lines = pd.DataFrame({"accuracy": correct})
     for name, label in (("temperature", "temperature scaling"), ("window-64", "guard")):
         lines[f"confidence, {label}"] = methods[name]("stream").softmax(1).amax(1).double()
     guard, alarm = guard_of(sets["calib/clean"]), []
-    for far, z in zip(whole.far.split(1), whole.logits.split(1)):
+    for far, z in zip(whole.stages.split(1), whole.logits.split(1)):
         guard(far, z)
         alarm.append(guard.shift.alarm)
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
