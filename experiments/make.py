@@ -6,8 +6,6 @@ python experiments/make.py --keep  # tables and figures from results.csv as it i
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pandas as pd
 import rivals
@@ -18,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from post_hoc import METHODS, PEERS, Numbers, ensemble_numbers, ensembles, run_numbers
-from results import COLUMNS, HERE, TABLE, StoredRun, arguments, read_table, stored_runs
+from results import COLUMNS, HERE, TABLE, StoredRun, arguments, stored_runs
 from tables import REFERENCE, Runs, means, row_of, title_of
 
 from doublehead import curves, plots
@@ -26,8 +24,6 @@ from doublehead.metrics import fine_bins
 from doublehead.training.config import BETAS
 
 OUTPUT = HERE.parent / "docs" / "results"
-
-# --- figures, from results.csv, certificates and committed logits
 
 GAINS = ("annealing-double-head", "head", "head+opinion", "head+mirror")
 HEADS = ("main", "double-head", "annealing-double-head")
@@ -126,16 +122,13 @@ def reliability(table: pd.DataFrame, runs: Runs) -> Figure:
     return figure
 
 
-# --- everything
-
-
-def measure(runs: Runs, before: pd.DataFrame) -> None:
+def measure(runs: Runs) -> None:
     """Write the long table. Kept are rows of packages that are not installed here."""
     found: Numbers = {}
+    before = pd.read_csv(TABLE)
     for run in runs:
-        began = time.perf_counter()
         found |= run_numbers(run)
-        print(f"{run.name}: {time.perf_counter() - began:.0f} s", flush=True)
+        print(run.name, flush=True)
     for name, members in ensembles(runs):
         found |= ensemble_numbers(name, members)
     of_peers = before.output.isin(PEERS) | before.metric.str.endswith(PEERS)
@@ -152,8 +145,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     runs = stored_runs()
     if not options.keep:
-        measure(runs, read_table())
-    table = read_table()
+        measure(runs)
+    table = pd.read_csv(TABLE)
     tables.publish(tables.TABLES | rivals.TABLES, table, runs)
     for figure in (gains, epochs, beta, gradients, reliability):
         plots.save(figure(table, runs), OUTPUT / "figures" / f"{figure.__name__}.png", dpi=90)

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from results import Scores, Split, Splits, StoredRun
@@ -31,7 +31,6 @@ CALIBRATORS = (
 )  # fmt: skip
 PEERS = ("svs", "sms")  # of probmetrics: structured vector and matrix scaling
 RIVALS = {"temperature": "temperature", "svs": "SVS", "sms": "SMS"}
-MIN_MEMBERS = 3  # of an ensemble
 Classifier = StoredRun | Splits
 Numbers = dict[tuple[str, str], dict[str, float]]  # by run and output
 
@@ -52,10 +51,7 @@ def peer(name: str, run: Classifier) -> Scores:
 
 
 def staged_head(
-    run: Classifier,
-    reads: Collection[str] = (),
-    stages: Sequence[str] = STAGES,
-    keep: Literal["predictions", "best"] = "predictions",
+    run: Classifier, reads: Collection[str] = (), stages: Sequence[str] = STAGES, keep: str = "predictions"
 ) -> Scores | None:
     """The staged head that reads these fields of a `Split`; None where one was not stored."""
     if any(getattr(run.test, field) is None for field in reads):
@@ -117,7 +113,6 @@ def against(run: Classifier, scores: Mapping[str, Scores]) -> dict[str, float]:
 
 
 def run_numbers(run: StoredRun) -> Numbers:
-    """The numbers of every method."""
     scores = all_scores(run)
     usual = scores["none"], scores["temperature"]
     found = {(run.name, name): one.numbers(*usual) for name, one in scores.items()}
@@ -125,13 +120,10 @@ def run_numbers(run: StoredRun) -> Numbers:
     return found
 
 
-# --- ensembles
-
-
 def ensembles(runs: Sequence[StoredRun]) -> Iterator[tuple[str, list[StoredRun]]]:
     """Runs that differ in their seed alone, three or more, with a name for them."""
     for row, found in groupby(runs, lambda run: row_of(run.name)):
-        if len(members := list(found)) >= MIN_MEMBERS:
+        if len(members := list(found)) >= 3:
             yield f"{row}-ensemble{len(members)}", members
 
 
@@ -147,15 +139,12 @@ def mean_of(members: Sequence[Tensor]) -> Tensor:
 
 def ensemble_numbers(name: str, members: Sequence[Classifier]) -> Numbers:
     """`phi` and `delta` compare with the average member, raw and after temperature scaling."""
-    means, usual = [], []
+    means, usual = [], {}
     for own in ([run.calib for run in members], [run.test for run in members]):
         if any(not torch.equal(one.labels, own[0].labels) for one in own):
             raise ValueError(f"members of {name} must have predicted the same samples in the same order")
         means.append(Split(own[0].labels, mean_of([one.main for one in own])))
     for method in ("none", "temperature"):
         scores = [calibrated(method, run) for run in members]
-        usual.append(scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0)))
-    ensemble = Splits(*means)
-    return {
-        (name, method): calibrated(method, ensemble).numbers(*usual) for method in ("none", "temperature")
-    }
+        usual[method] = scores[0]._replace(nll=torch.stack([one.nll for one in scores]).mean(0))
+    return {(name, method): calibrated(method, Splits(*means)).numbers(*usual.values()) for method in usual}

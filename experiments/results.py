@@ -16,13 +16,11 @@ import argparse
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -61,9 +59,6 @@ def where_computed() -> dict[str, Any]:
     return {key: value for key, value in environment(torch.device("cpu")).items() if key != "command"}
 
 
-# --- numbers
-
-
 class Scores(NamedTuple):
     """Per test sample: NLL, Brier score, 1 - confidence, and whether the prediction is right, (N,) each.
 
@@ -85,7 +80,6 @@ class Scores(NamedTuple):
         return cls(found["nll"], found["brier"], 1 - p.confidence, p.correct, pooled)
 
     def bins(self, n_bins: int = 15) -> Bins:
-        """The counts behind a reliability diagram."""
         return Bins.of(1 - self.doubt.double(), self.correct, n_bins)
 
     def gap(self, other: Scores) -> tuple[float, float]:
@@ -113,14 +107,6 @@ class Scores(NamedTuple):
         }
 
 
-def read_table() -> pd.DataFrame:
-    """The committed table."""
-    return pd.read_csv(TABLE)
-
-
-# --- runs
-
-
 class Split(NamedTuple):
     """What is known of the samples of one split; None where it was not stored."""
 
@@ -134,7 +120,6 @@ class Split(NamedTuple):
 
     @property
     def predictions(self) -> Predictions:
-        """Of the network as it is."""
         return Predictions(self.main, self.labels)
 
 
@@ -145,24 +130,15 @@ class Splits(NamedTuple):
     test: Split
 
 
-@dataclass(frozen=True)
 class StoredRun:
-    """A committed run."""
+    """A committed run: arrays in `file`, the certificate in `text`."""
 
-    name: str
-    folder: Path = HERE
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "logits" / f"{self.name}.npz"
-
-    @property
-    def text(self) -> Path:
-        return self.folder / "runs" / f"{self.name}.json"
+    def __init__(self, name: str, folder: Path = HERE) -> None:
+        self.name = name
+        self.file, self.text = folder / "logits" / f"{name}.npz", folder / "runs" / f"{name}.json"
 
     @cached_property
     def certificate(self) -> dict[str, Any]:
-        """All that is not computed from logits."""
         return json.loads(self.text.read_text())
 
     @cached_property
@@ -171,7 +147,9 @@ class StoredRun:
 
     @cached_property
     def splits(self) -> Splits:
-        return read_splits(self.file)
+        with np.load(self.file) as stored:
+            arrays = {name: stored[name] for name in stored if not name.startswith("heads/")}
+        return Splits(*(unpack(arrays, part) for part in Splits._fields))
 
     calib = property(lambda self: self.splits.calib)
     test = property(lambda self: self.splits.test)
@@ -190,20 +168,15 @@ def stored_runs(folder: Path = HERE) -> list[StoredRun]:
 
 
 def store(run: StoredRun, splits: Splits, heads: Mapping[str, Scores], certificate: dict[str, Any]) -> None:
-    """Write a run's arrays and certificate."""
+    """Write a run's certificate, and its arrays as np.savez does but compressed by LZMA: equal ones as equal files."""
     about = as_plain(certificate) | {"config": certificate["config"]}
-    run.text.parent.mkdir(parents=True, exist_ok=True)
+    for path in (run.text, run.file):
+        path.parent.mkdir(parents=True, exist_ok=True)
     run.text.write_text(json.dumps(about, separators=(",", ":")) + "\n")
     arrays = pack(splits)
     for head, scores in heads.items():
         arrays |= pack_scores(scores, f"heads/{head}")
-    write_npz(run.file, arrays)
-
-
-def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
-    """As np.savez, compressed by LZMA; np.load reads it. Equal arrays give equal files."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
+    with zipfile.ZipFile(run.file, "w", zipfile.ZIP_LZMA) as file:
         for name, value in arrays.items():
             with file.open(f"{name}.npy", "w") as entry:
                 np.lib.format.write_array(entry, np.ascontiguousarray(value), allow_pickle=False)
@@ -214,44 +187,35 @@ def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
 
 def pack(splits: Splits) -> Arrays:
     """What is stored of two splits."""
-    packed: dict[str, Arrays] = {"weights": {}}
-    for name, part in splits._asdict().items():
-        labels, top = part.labels.numpy().astype(np.uint8), part.main.amax(1).numpy().astype(np.float16)
-        packed[name] = {"labels": labels, "top": top}
-    parts = [packed[name] for name in Splits._fields]
+    weights: Arrays = {}
+    parts = [{"labels": own.labels.byte().numpy(), "top": own.main.amax(1).half().numpy()} for own in splits]
     orders, known = [packed_order(own) for own in parts], [np.zeros((len(own["top"]), 0)) for own in parts]
     for field in [field for field in LEVELS if getattr(splits.calib, field) is not None]:
         steps = [quantise(getattr(part, field), LEVELS[field]) for part in splits]
-        left, packed["weights"][field] = encode(steps, known)
+        left, weights[field] = encode(steps, known)
         for own, one, order in zip(parts, left, orders):
             own[field] = one[:, order]
         known = steps if field == "main" else known
     if (numbers := splits.calib.numbers) is not None:
         mean, step = numbers.mean(0), numbers.std(0).clamp(min=1e-6) / PER_DEVIATION
-        packed["weights"]["numbers"] = torch.stack([mean, step]).numpy()
+        weights["numbers"] = torch.stack([mean, step]).numpy()
         for own, part, order in zip(parts, splits, orders):
             scaled = ((part.numbers - mean) / step).round().clamp(-127, 127)
             own["numbers"] = scaled.to(torch.int8).numpy().T[:, order]
-    return {f"{group}/{name}": value for group, own in packed.items() for name, value in own.items()}
-
-
-def read_splits(file: Path) -> Splits:
-    """What `pack` was given."""
-    with np.load(file) as stored:
-        arrays = {name: stored[name] for name in stored if not name.startswith("heads/")}
-    return Splits(*(unpack(arrays, part) for part in Splits._fields))
+    groups = zip(("weights", *Splits._fields), (weights, *parts))
+    return {f"{group}/{name}": value for group, own in groups for name, value in own.items()}
 
 
 def unpack(arrays: Arrays, part: str) -> Split:
     """What `pack` was given for the part "calib" or "test"."""
     own = under(arrays, f"{part}/")
-    found = {"labels": torch.from_numpy(own["labels"].astype(np.int64))}
+    found = {"labels": torch.from_numpy(own["labels"]).long()}
     known, back = np.zeros((len(found["labels"]), 0)), np.argsort(packed_order(own))
     for field in [field for field in LEVELS if field in own]:
         steps = decode(own[field][:, back], arrays[f"weights/{field}"], known)
         found[field] = dequantise(steps, LEVELS[field])
         known = steps if field == "main" else known
-    found["main"] += torch.from_numpy(own["top"].astype(np.float32))[:, None]
+    found["main"] += torch.from_numpy(own["top"]).float()[:, None]
     if "numbers" in own:
         mean, step = torch.from_numpy(arrays["weights/numbers"])
         found["numbers"] = torch.from_numpy(own["numbers"][:, back].T.astype(np.float32)) * step + mean

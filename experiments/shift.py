@@ -12,8 +12,9 @@ false alarms with few calibration samples: each set has a guard that sees window
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 from matplotlib.figure import Figure
 from post_hoc import mean_of
 from results import HERE, arguments, where_computed
-from shift_sets import KINDS, Seen, read
-from tables import Tables, markdown, percent, publish
+from shift_sets import KINDS, Sets, read
+from tables import Tables, percent, publish
 from torch import Tensor
 
 from doublehead import Predictions, metrics, plots
@@ -53,38 +54,22 @@ CHANNELS = {"normal": [128] * 18, "heavy tails": [128] * 18, "sparse": [100, 100
 SHIFTS = {"normal": 0.015, "heavy tails": 0.3, "sparse": 0.05}
 NEW, WINDOWS = 10_000, 20_000  # samples, and windows drawn from them
 
-Sets = dict[str, Seen]
 Method = Callable[[str], Tensor]  # the name of a set, a stream of inputs -> logits (N, K)
 
 
-# --- methods
-
-
-class Given(torch.nn.Module):
+class Given(torch.nn.Identity):
     """In place of a guard's distances: the stages are distances already."""
 
     widths = (128,)  # channels of the layers that they were measured on, at most
-
-    def forward(self, far: Tensor) -> Tensor:
-        return far
-
-    set_usual = forward
+    set_usual = torch.nn.Identity.forward
 
 
-def guard_of(
-    clean: Seen, perturbed: Sequence[Seen] = (), window: int = WINDOW, prior: float | None = None
-) -> Guard:
+def guard_of(clean: Observed, *perturbed: Observed, window: int = WINDOW, **how: Any) -> Guard:
     """A guard that learned from these sets, each of the perturbed ones a group."""
-    guard = Guard([1] * clean.far.shape[1], window)
+    guard = Guard([1] * clean.stages.shape[1], window)
     guard.distances = Given()
-    guard.fit(observed([clean]), observed(perturbed) if perturbed else None, prior=prior)
+    guard.fit(clean, joined(*perturbed) if perturbed else None, **how)
     return guard
-
-
-def observed(sets: Sequence[Seen]) -> Observed:
-    z, far, labels, samples = joined(sets)
-    sizes = torch.tensor([len(one.labels) for one in sets])
-    return Observed(far, z, labels, torch.arange(len(sets)).repeat_interleave(sizes), samples)
 
 
 def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str, Method]:
@@ -92,25 +77,24 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
     clean = sets["calib/clean"]
     head, temperature = fitted(clean, "head"), fitted(clean)
     by_head = {name: one._replace(logits=head(one.logits)) for name, one in sets.items()}
-    density = density_aware(temperature(clean.logits), clean.labels, clean.far)
+    density = density_aware(temperature(clean.logits), clean.labels, clean.stages)
     others = [cell for other in KINDS if other != kind for cell in cells_of("calib", other) if cell in sets]
-    perturbed = fitted(joined([*(first(sets[cell]) for cell in others), *[clean] * 6]))
+    perturbed = fitted(joined(*(first(sets[cell]) for cell in others), *[clean] * 6))
+    seen = [by_head["calib/clean"], *(first(by_head[cell]) for cell in others)]
+    guards = {"single": guard_of(*seen, window=0)}
+    guards |= {f"window-{window}": guard_of(*seen, window=window) for window in (64, 256)}
+    guards |= {f"single-{prior:g}": guard_of(*seen, window=0, prior=prior) for prior in PRIORS}
 
-    def guarded(window: int, prior: float | None = None) -> Method:
-        guard = guard_of(by_head["calib/clean"], [first(by_head[cell]) for cell in others], window, prior)
-
-        def through(name: str) -> Tensor:
-            guard.reset()
-            parts = zip(by_head[name].far.split(BATCH), by_head[name].logits.split(BATCH))
-            return torch.cat([guard(far, z) for far, z in parts])
-
-        return through
+    def guarded(guard: Guard, name: str) -> Tensor:
+        guard.reset()
+        parts = zip(by_head[name].stages.split(BATCH), by_head[name].logits.split(BATCH))
+        return torch.cat([guard(far, z) for far, z in parts])
 
     methods: dict[str, Method] = {
         "head": lambda name: by_head[name].logits,
         "temperature": lambda name: temperature(sets[name].logits),
         "perturbed": lambda name: perturbed(sets[name].logits),
-        "density": lambda name: temperature(sets[name].logits) * density(sets[name].far),
+        "density": lambda name: temperature(sets[name].logits) * density(sets[name].stages),
         # Fitted to the labels that it is measured on: no temperature does better.
         "perfect": lambda name: fitted(by_head[name])(by_head[name].logits),
     }
@@ -118,8 +102,7 @@ def fit_methods(sets: Sets, kind: str, members: Sequence[Sets] = ()) -> dict[str
         mean = {name: mean_of([one[name].logits for one in members]).float() for name in sets}
         pooled = fitted(clean._replace(logits=mean["calib/clean"]))
         methods["ensemble"] = lambda name: pooled(mean[name])
-    methods |= {"single": guarded(0), "window-64": guarded(64), "window-256": guarded(256)}
-    return methods | {f"single-{prior:g}": guarded(0, prior) for prior in PRIORS}
+    return methods | {name: partial(guarded, guard) for name, guard in guards.items()}
 
 
 def density_aware(logits: Tensor, labels: Tensor, far: Tensor) -> Callable[[Tensor], Tensor]:
@@ -134,13 +117,12 @@ def density_aware(logits: Tensor, labels: Tensor, far: Tensor) -> Callable[[Tens
 
     design = inputs(far)
     kept = torch.ones(design.shape[1], dtype=torch.bool)
-    while True:
-        weights = torch.zeros(design.shape[1])
-        ridge = torch.full((int(kept.sum()),), 30.0)
-        weights[kept] = fit_log_scale(logits, labels, design[:, kept], ridge)
-        if (weights[:-1] <= 0).all():
-            return lambda far: (inputs(far) @ weights).exp()[:, None]
+    weights = kept.float()
+    while (weights[:-1] > 0).any():
+        found = fit_log_scale(logits, labels, design[:, kept], torch.full((int(kept.sum()),), 30.0))
+        weights = torch.zeros(len(kept)).masked_scatter(kept, found)
         kept[weights[:-1].argmax()] = False
+    return lambda far: (inputs(far) @ weights).exp()[:, None]
 
 
 def cells_of(split: str, kind: str) -> list[str]:
@@ -148,18 +130,18 @@ def cells_of(split: str, kind: str) -> list[str]:
     return [f"{split}/{family}/{level}" for family in KINDS[kind] for level in range(1, 6)]
 
 
-def joined(sets: Iterable[Seen]) -> Seen:
-    """All inputs of several sets."""
-    return Seen(*(torch.cat(parts) for parts in zip(*sets)))
+def joined(*sets: Observed) -> Observed:
+    """Several sets, each a group."""
+    whole = Observed(*(torch.cat(parts) for parts in zip(*sets)))
+    return whole._replace(groups=torch.cat([torch.full_like(one.labels, i) for i, one in enumerate(sets)]))
 
 
-def first(seen: Seen) -> Seen:
+def first(seen: Observed) -> Observed:
     """The inputs of a set that methods learn from."""
-    return Seen(*(part[:500] for part in seen))
+    return Observed(*(part[:500] for part in seen))
 
 
-def fitted(seen: Seen, name: str = "temperature") -> Calibrator:
-    """A calibrator of the package that learned from a set."""
+def fitted(seen: Observed, name: str = "temperature") -> Calibrator:
     return make(name).fit(Predictions(seen.logits, seen.labels))
 
 
@@ -171,21 +153,21 @@ def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
     """One row for each run, kind left out, method and cell; `more` runs are only members of ensembles."""
     runs = {file.stem: read(file) for file in [*files, *more]}
     rows: list[dict[str, Any]] = []
-    for run, sets in list(runs.items())[: len(files)]:
+    for run in (file.stem for file in files):
+        sets = runs[run]
         members = [other for other in runs.values() if same_inputs(sets, other)]
         for kind in (kind for kind in KINDS if cells_of("test", kind)[0] in sets):
             methods = fit_methods(sets, kind, members)
-            head = Predictions(methods["head"]("test/clean"), sets["test/clean"].labels)
-            by_head = metrics.per_sample(head)["nll"]
-            for name, method in methods.items():
-                for cell in ("test/clean", *cells_of("test", kind)):
-                    found = Predictions(method(cell), sets[cell].labels)
-                    nll = metrics.per_sample(found)["nll"]
-                    row = {"run": run, "left_out": kind, "method": name, "cell": cell.partition("/")[2]}
-                    row |= {"ece": metrics.ece(found), "nll": float(nll.mean())}
-                    if cell == "test/clean":
-                        row["cost"], row["cost_error"] = mean_and_error(nll - by_head)
-                    rows.append(row)
+            clean = Predictions(methods["head"]("test/clean"), sets["test/clean"].labels)
+            by_head = metrics.per_sample(clean)["nll"]
+            for (name, method), cell in product(methods.items(), ("test/clean", *cells_of("test", kind))):
+                found = Predictions(method(cell), sets[cell].labels)
+                nll = metrics.per_sample(found)["nll"]
+                row = {"run": run, "left_out": kind, "method": name, "cell": cell.partition("/")[2]}
+                row |= {"ece": metrics.ece(found), "nll": float(nll.mean())}
+                if cell == "test/clean":
+                    row["cost"], row["cost_error"] = mean_and_error(nll - by_head)
+                rows.append(row)
             print(run, kind, flush=True)
         rows += alarms(sets, run)
     return pd.DataFrame(rows)
@@ -193,10 +175,9 @@ def measure(files: Sequence[Path], more: Sequence[Path] = ()) -> pd.DataFrame:
 
 def same_inputs(one: Sets, other: Sets) -> bool:
     """Whether two runs saw the same inputs of the same classes."""
-    return one.keys() == other.keys() and all(
-        a.logits.shape == b.logits.shape and all(map(torch.equal, a[2:], b[2:]))
-        for a, b in zip(one.values(), other.values())
-    )
+    pairs = zip(one.values(), other.values())
+    alike = (a.logits.shape == b.logits.shape and all(map(torch.equal, a[2:], b[2:])) for a, b in pairs)
+    return one.keys() == other.keys() and all(alike)
 
 
 def alarms(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
@@ -207,13 +188,13 @@ def alarms(sets: Sets, run: str) -> Iterator[dict[str, Any]]:
         for _ in range(n):
             rows = torch.randperm(len(one.labels), generator=generator)[:WINDOW]
             guard.reset()
-            guard(one.far[rows], one.logits[rows])
+            guard(one.stages[rows], one.logits[rows])
             raised += guard.shift.alarm
         cell = name.partition("/")[2]
         yield {"run": run, "left_out": "all", "method": "alarm-64", "cell": cell, "alarms": raised / n}
 
 
-# --- figures
+# --- table and figures
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -224,11 +205,11 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     ece = kinds.groupby(["run", "method"], sort=False).mean()
     head, cost = clean.nll.mean().xs("head", level="method"), clean.cost.mean()
     high = cost + NORMAL * clean.cost_error.mean()
-    columns = {"ece": ece, "share": ece / ece.xs("temperature", level="method")}
-    return pd.DataFrame(columns | {"cost": 100 * cost / head, "cost_high": 100 * high / head})
+    made = {"ece": ece, "share": ece / ece.xs("temperature", level="method")}
+    return pd.DataFrame(made | {"cost": 100 * cost / head, "cost_high": 100 * high / head})
 
 
-def shift_table() -> str:
+def shift_table() -> pd.DataFrame:
     """A row for each method, a column for each network."""
     table = pd.read_csv(TABLE)
     found = summary(table)
@@ -239,7 +220,7 @@ def shift_table() -> str:
     for title, shares in (("ECE of temperature scaling", ece), ("clean windows of 64 with an alarm", clean)):
         shown.loc[f"*{title}*"] = shares.map("{:.1%}".format).str.replace("%", " %")
     shown.columns = shown.columns.str.partition("-cross").get_level_values(0)
-    return markdown(shown.rename_axis("method").reset_index())
+    return shown.rename_axis("method").reset_index()
 
 
 def frontier(table: pd.DataFrame) -> Figure:
@@ -273,14 +254,15 @@ def frontier(table: pd.DataFrame) -> Figure:
 def stream(sets: Sets) -> Figure:
     """Confidence, accuracy and alarm over a stream that drifts from clean to corrupted images and back."""
     cells = ["test/clean", *(f"test/gaussian_blur/{level}" for level in range(1, 6)), "test/clean"]
-    whole = joined(Seen(*(p[600 * (i > 5) :][:400] for p in sets[cell])) for i, cell in enumerate(cells))
+    parts = (Observed(*(p[600 * (i > 5) :][:400] for p in sets[cell])) for i, cell in enumerate(cells))
+    whole = joined(*parts)
     methods = fit_methods({**sets, "stream": whole}, "blurs")
     correct = (whole.logits.argmax(1) == whole.labels).double()
     lines = pd.DataFrame({"accuracy": correct})
     for name, label in (("temperature", "temperature scaling"), ("window-64", "guard")):
         lines[f"confidence, {label}"] = methods[name]("stream").softmax(1).amax(1).double()
     guard, alarm = guard_of(sets["calib/clean"]), []
-    for far, z in zip(whole.far.split(1), whole.logits.split(1)):
+    for far, z in zip(whole.stages.split(1), whole.logits.split(1)):
         guard(far, z)
         alarm.append(guard.shift.alarm)
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
@@ -334,7 +316,7 @@ def simulate(kind: str, samples: int, sets: int) -> Iterator[dict[str, Any]]:
     print(kind, samples, flush=True)
 
 
-def alarms_table() -> str:
+def alarms_table() -> pd.DataFrame:
     """False alarms of simulated guards, in percent."""
     groups = pd.read_csv(ALARMS).groupby(["stages", "samples"], sort=False)
     mean, whole = groups[["false", "seen", "known"]].mean(), partial(percent, digits=0)
@@ -344,10 +326,8 @@ def alarms_table() -> str:
         "alarms": mean.seen.map(whole),
         "of a perfect test": mean.known.map(whole),
     }
-    return markdown(pd.DataFrame(made).rename("{:,}".format, level="samples").reset_index())
+    return pd.DataFrame(made).rename("{:,}".format, level="samples").reset_index()
 
-
-# --- everything
 
 TABLES: Tables = {"shift": ("docs/shift.md", shift_table), "shift-alarms": ("docs/shift.md", alarms_table)}
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from results import arguments
 from run import reopened
-from torch import Tensor
 
 from doublehead import ShiftGuard
 from doublehead.data import FAMILIES, Images, Texts, load_test
 from doublehead.data.text import tokens_of
+from doublehead.guard import Observed
 from doublehead.training.evaluation import corrupted
 from doublehead.training.run import Run
 from doublehead.training.run_folder import RunFolder
@@ -42,19 +42,12 @@ SHARES = (0.1, 0.2, 0.3, 0.45, 0.6)  # of words that are changed, by severity
 Words = list[str]
 # Name, batches (inputs, labels), labels (N,) and sample numbers (N,).
 Set = tuple[str, Iterable[Any], Any, Any]
-
-
-class Seen(NamedTuple):
-    """Logits (N, K), stage distances (N, D), labels (N,) and sample numbers (N,) of one set of inputs."""
-
-    logits: Tensor
-    far: Tensor
-    labels: Tensor
-    samples: Tensor
+# What was seen of each set, by name: calib/clean, test/contrast/5, unknown/svhn, ... The stages are distances (N, D).
+Sets = dict[str, Observed]
 
 
 @torch.no_grad()
-def observe(folder: RunFolder, root: str) -> dict[str, Seen]:
+def observe(folder: RunFolder, root: str) -> Sets:
     """Run the network of a finished run over all sets of inputs."""
     run = reopened(folder, root)
     guard, sets = ShiftGuard(run.net.eval()), {}
@@ -63,20 +56,23 @@ def observe(folder: RunFolder, root: str) -> dict[str, Seen]:
         found, _ = guard.observe((x, torch.zeros(len(x)).long()) for x, _ in batches)
         stages, distances = found.stages.cpu(), guard.guard.distances.cpu()
         far = distances(stages) if sets else distances.set_usual(stages)  # type: ignore[operator]
-        sets[name] = Seen(found.logits.cpu(), far, torch.as_tensor(labels), torch.as_tensor(rows))
+        known = torch.as_tensor(labels), torch.zeros(len(rows)).long(), torch.as_tensor(rows)
+        sets[name] = Observed(far, found.logits.cpu(), *known)
         print(name, len(rows), flush=True)
     return sets
 
 
-def write(file: Path, sets: dict[str, Seen]) -> None:
+def write(file: Path, sets: Sets) -> None:
     """Store the sets, numbers in half precision."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: (z.half(), far.half(), *known) for name, (z, far, *known) in sets.items()}, file)
+    kept = {name: (z.half(), far.half(), y, rows) for name, (far, z, y, _, rows) in sets.items()}
+    torch.save(kept, file)
 
 
-def read(file: Path) -> dict[str, Seen]:
-    """The sets of inputs by name: calib/clean, test/contrast/5, unknown/svhn, ..."""
-    return {name: Seen(z.float(), far.float(), *known) for name, (z, far, *known) in torch.load(file).items()}
+def read(file: Path) -> Sets:
+    """What `write` stored."""
+    kept = torch.load(file).items()
+    return {name: Observed(far.float(), z.float(), y, 0 * y, rows) for name, (z, far, y, rows) in kept}
 
 
 def some_rows(n: int, split: str, wanted: int) -> Any:

@@ -8,7 +8,7 @@ Networks, by Guo, Draper and De Iorio. Nothing in it was measured here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, product
 from typing import Any
@@ -70,9 +70,7 @@ OVERVIEW = {
 }
 Runs = Sequence[StoredRun]
 Cell = Callable[[pd.Series], str]
-
-
-# --- rows and cells
+Lines = Iterator[dict[str, str]]  # by the titles of the columns
 
 
 def row_of(run: str) -> str:
@@ -125,9 +123,8 @@ def percent(value: float, digits: int = 2) -> str:
 
 def ece_cell(row: pd.Series) -> str:
     """1.23 (0.40 to 0.80), bold where not above the band; percent."""
-    ece = percent(row.ece)
-    strong = f"**{ece}**" if row.ece <= row.ece_high else ece
-    return f"{strong} ({percent(row.ece_low)} to {percent(row.ece_high)})"
+    ece, low, high = map(percent, row[["ece", "ece_low", "ece_high"]])
+    return f"**{ece}** ({low} to {high})" if row.ece <= row.ece_high else f"{ece} ({low} to {high})"
 
 
 def cells(found: pd.DataFrame) -> pd.DataFrame:
@@ -150,9 +147,6 @@ def cells(found: pd.DataFrame) -> pd.DataFrame:
     return found.apply(line, axis=1, result_type="expand")
 
 
-# --- methods
-
-
 def methods_table(table: pd.DataFrame, runs: Runs) -> str:
     """All post-hoc methods on the cross-entropy network of each row, under a heading each."""
     parts, every = [], cells(means(table)).drop(columns="short")
@@ -168,42 +162,36 @@ def methods_table(table: pd.DataFrame, runs: Runs) -> str:
     return "\n".join(parts)
 
 
-def readme_table(table: pd.DataFrame, runs: Runs) -> str:
+def readme_table(table: pd.DataFrame, runs: Runs) -> Lines:
     """The README's table: two networks, four methods."""
-    lines, found = [], cells(means(table)).replace(r"\*", "", regex=True)
+    found = cells(means(table)).replace(r"\*", "", regex=True)[["accuracy", "NLL", "ECE"]]
     methods = ("temperature", "sms", "annealing-double-head", "head+opinion")
     for data, method in product(("cifar10", "cifar100"), methods):
-        own = found.loc[f"{data}-resnet50-cross_entropy-e80", method]
         line = {"network": f"{DATA[data]}, ResNet-50", "method": METHODS[method]}
-        lines.append(line | own[["accuracy", "NLL", "ECE"]].to_dict())
-    return markdown(lines)
+        yield line | found.loc[f"{data}-resnet50-cross_entropy-e80", method].to_dict()
 
 
-def overview_table(table: pd.DataFrame, runs: Runs) -> str:
+def overview_table(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
     """NLL and ECE of a few methods on every cross-entropy network."""
     found, firsts = cells(means(table)), networks(runs)
     shown = found.short.unstack().loc[list(firsts), list(OVERVIEW)].fillna("-").rename(columns=OVERVIEW)
     own = found.xs("none", level="output").loc[shown.index]
     about = {"network": [*map(title_of, firsts.values())], "seeds": own["runs"], "accuracy": own["accuracy"]}
-    return markdown(pd.DataFrame(about).join(shown))
+    return pd.DataFrame(about).join(shown)
 
 
-def losses_table(table: pd.DataFrame, runs: Runs) -> str:
+def losses_table(table: pd.DataFrame, runs: Runs) -> Lines:
     """The training losses on the same network, before and after calibration."""
-    lines, found = [], cells(means(table))
+    found = cells(means(table))
     by_row = {row: run.config for row, run in rows(runs).items() if run.config.model == "resnet50"}
     several = {config.data for config in by_row.values() if config.loss != "cross_entropy"}
-    for row, config in sorted(by_row.items(), key=lambda one: (one[1].data, one[1].loss)):
+    for row, config in by_row.items():
         if config.data in several:
             own = found.loc[row]
             loss = {"flsd53": "FLSD-53", "mmce": "MMCE"}.get(config.loss, config.loss.replace("_", " "))
             line = {"data": DATA[config.data], "loss": loss, "accuracy": own.accuracy["none"]}
             line |= {OVERVIEW[name]: own.short[name] for name in ("none", "temperature", "head")}
-            lines.append(line | {"seeds": own.runs["none"]})
-    return markdown(lines)
-
-
-# --- the paper
+            yield line | {"seeds": own.runs["none"]}
 
 
 def paper(number: int) -> pd.DataFrame:
@@ -211,9 +199,9 @@ def paper(number: int) -> pd.DataFrame:
     return pd.read_csv(HERE / "paper.csv").set_index(["table", "data", "model", "method"]).loc[number]
 
 
-def eces_table(number: int, cell: Cell, table: pd.DataFrame, runs: Runs) -> str:
+def eces_table(number: int, cell: Cell, table: pd.DataFrame, runs: Runs) -> Lines:
     """The paper's Table 1 or 4: the rows that were run here, ours before theirs."""
-    printed, lines, every = paper(number), [], means(table)
+    printed, every = paper(number), means(table)
     for row, first in rows(runs).items():
         where, loss = (first.config.data, first.config.model), first.config.loss.replace("_", "-")
         if (*where, loss) not in printed.index:
@@ -229,8 +217,7 @@ def eces_table(number: int, cell: Cell, table: pd.DataFrame, runs: Runs) -> str:
         for name, title in (("double-head", "no annealing"), ("annealing-double-head", "beta0 1.2")):
             trained = loss == "cross-entropy"
             line[title] = _beside(found, name, printed.before[(*where, name)], cell) if trained else ""
-        lines.append(line)
-    return markdown(lines)
+        yield line
 
 
 def _beside(found: pd.DataFrame, output: str, printed: float, cell: Cell = ece_cell) -> str:
@@ -238,10 +225,10 @@ def _beside(found: pd.DataFrame, output: str, printed: float, cell: Cell = ece_c
     return f"{ours} / {printed:.2f}"
 
 
-def aurocs_table(table: pd.DataFrame, runs: Runs) -> str:
+def aurocs_table(table: pd.DataFrame, runs: Runs) -> Lines:
     """The paper's Table 2: how well confidence tells clean test images from shifted ones, by network and method."""
     printed = paper(2).rename(columns={"before": "", "after": "+T"})
-    accuracies, lines = table[table.metric == "accuracy"].set_index(["run", "output"]).value, []
+    accuracies = table[table.metric == "accuracy"].set_index(["run", "output"]).value
     for run in [run for run in runs if run.certificate.get("shift")]:
         measured, loss = run.certificate["shift"], run.config.loss.replace("_", "-")
         for output in [name for name in SHIFTED if name in measured["ood:svhn"]]:
@@ -252,40 +239,37 @@ def aurocs_table(table: pd.DataFrame, runs: Runs) -> str:
                 where = (shift, run.config.model, method)
                 theirs = f" / {printed.loc[where, suffix]:.2f}" if where in printed.index else ""
                 line[SHIFTS[shift] + suffix.replace("+", ", ")] = percent(found[output + suffix]) + theirs
-            lines.append(line)
-    return markdown(lines)
+            yield line
 
 
-def periods_table(table: pd.DataFrame, runs: Runs) -> str:
+def periods_table(table: pd.DataFrame, runs: Runs) -> Lines:
     """The paper's Table 3."""
-    found, lines = means(table[table.run == REFERENCE]).loc[row_of(REFERENCE)], []
+    found = means(table[table.run == REFERENCE]).loc[row_of(REFERENCE)]
     for (_, _, name), printed in paper(3).iterrows():
-        line = {"k": name.partition("-k")[2] or "10"}
-        line["ECE, percent / the paper's"] = _beside(found, name, printed.before)
-        line |= {"NLL": f"{found.nll[name]:.4f}", "the paper's overhead, percent": f"{printed.after:.2f}"}
-        lines.append(line)
-    return markdown(lines)
+        yield {
+            "k": name.partition("-k")[2] or "10",
+            "ECE, percent / the paper's": _beside(found, name, printed.before),
+            "NLL": f"{found.nll[name]:.4f}",
+            "the paper's overhead, percent": f"{printed.after:.2f}",
+        }
 
 
-def runs_table(table: pd.DataFrame, runs: Runs) -> str:
+def runs_table(table: pd.DataFrame, runs: Runs) -> Lines:
     """One line per run: what was trained, how long, on what, by which code."""
-    lines, accuracies = [], table[table.metric == "accuracy"].set_index(["run", "output"]).value
+    accuracies = table[table.metric == "accuracy"].set_index(["run", "output"]).value
     for run in runs:
         about, place = run.certificate, run.certificate["environment"]
-        line = {"run": f"`{run.name}`", "train accuracy": percent(about["train_accuracy"])}
-        line |= {
+        yield {
+            "run": f"`{run.name}`",
+            "train accuracy": percent(about["train_accuracy"]),
             "test accuracy": percent(accuracies[run.name, "none"]),
             "seconds": f"{about['train_seconds']:.0f}",
+            **{key: place[key] for key in ("device", "torch", "commit")},
+            "date": place["time"][:10],
         }
-        line |= {key: place[key] for key in ("device", "torch", "commit")}
-        lines.append(line | {"date": place["time"][:10]})
-    return markdown(lines)
 
 
-# --- the staged head
-
-
-def stages_table(table: pd.DataFrame, runs: Runs) -> str:
+def stages_table(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
     """What each stage of the staged head is worth."""
     wide, firsts = table.pivot_table("value", ["run", "output"], "metric"), networks(runs)
     wide["change"] = wide.nll / wide.nll.xs("temperature", level="output") - 1
@@ -293,10 +277,10 @@ def stages_table(table: pd.DataFrame, runs: Runs) -> str:
     cells = by_row.apply(lambda one: f"{100 * one.change:+.2f} / {percent(one.ece)}", axis=1)
     found = cells.unstack("output").loc[list(firsts), list(STAGES)].fillna("-").rename(columns=STAGES)
     found.insert(0, "network", [*map(title_of, firsts.values())])
-    return markdown(found)
+    return found
 
 
-def kept_table(table: pd.DataFrame, runs: Runs) -> str:
+def kept_table(table: pd.DataFrame, runs: Runs) -> pd.DataFrame:
     """What keeping the predictions costs."""
     found = []
     for output in ("head+opinion", "head+opinion, best"):
@@ -304,12 +288,10 @@ def kept_table(table: pd.DataFrame, runs: Runs) -> str:
         shown = {"NLL": own.nll.map("{:.4f}".format)}
         shown |= {"ECE": own.ece.map(percent), "accuracy": own.accuracy.map(percent)}
         found.append(pd.DataFrame(shown).rename("`{}`".format))
-    return markdown((found[0] + " / " + found[1]).reset_index())
+    return (found[0] + " / " + found[1]).reset_index()
 
 
-# --- pages
-
-Tables = Mapping[str, tuple[str, Callable[..., str]]]  # by name: page and function of what `publish` is given
+Tables = Mapping[str, tuple[str, Callable[..., Any]]]  # by name: page and function of what `publish` is given
 TABLES: Tables = {
     "readme": ("README.md", readme_table),
     "overview": ("docs/results/index.md", overview_table),
@@ -332,12 +314,12 @@ def publish(tables: Tables, *data: Any) -> None:
         page.write_text(fill(page.read_text(), name, made(*data)))
 
 
-def fill(page: str, name: str, text: str) -> str:
-    """The page with `text` between `<!-- results: name -->` and the next `<!-- end -->`.
+def fill(page: str, name: str, shown: Any) -> str:
+    """The page with a text or table between `<!-- results: name -->` and the next `<!-- end -->`.
 
     >>> fill("a <!-- results: x -->old<!-- end -->", "x", "new")
     'a <!-- results: x -->\\n\\nnew\\n\\n<!-- end -->'
     """
     before, _, rest = page.partition(f"<!-- results: {name} -->")
-    after = rest.partition("<!-- end -->")[2]
+    after, text = rest.partition("<!-- end -->")[2], shown if isinstance(shown, str) else markdown(shown)
     return f"{before}<!-- results: {name} -->\n\n{text.strip()}\n\n<!-- end -->{after}"

@@ -43,9 +43,6 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
          "text.color": INK, "lines.linewidth": 1.8}  # fmt: skip
 
 
-# --- the theorems
-
-
 class Theorem1(NamedTuple):
     """Gradient factors gamma and their claimed bounds, (..., K), in logarithms to avoid overflow."""
 
@@ -126,9 +123,6 @@ def theorem2_of(values: Tensor, mass: Tensor, accuracy: Tensor) -> Theorem2:
     return Theorem2(squared.sqrt(), shannon, constant - 2 * shannon, constant + 2 * shannon, brier)
 
 
-# --- numbers
-
-
 def random_logits(n: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Logit vectors of 2 to 50 classes with scales from 0.001 to 300."""
     for _ in range(n):
@@ -167,9 +161,6 @@ def count_theorem2(t: Theorem2) -> dict[str, int]:
         "violated_literal": int(t.exceeds(t.squared_literal).sum()),
         "violated_brier": int(t.exceeds(t.brier).sum()),
     }
-
-
-# --- pictures
 
 
 def draw_bounds(ax: Axes, logits: Tensor, rank: int, title: str, bounds: str) -> None:
@@ -274,18 +265,12 @@ def write(path: Path, output: Path = RESULTS) -> None:
     vectors = [*random_logits(N_VECTORS, generator)]
     half, zero = (random_distributions(N_RANDOM, least, generator) for least in (0.5, 0.0))
     sides = {name: round(float(side), 6) for name, side in theorem2(*COUNTEREXAMPLE)._asdict().items()}
-    numbers: dict[str, Any] = {
-        "certificate": {"seed": 0, "logits": path.name, **where_computed()},
-        "theorem1": {
-            "random": {"vectors": N_VECTORS} | count_theorem1(vectors),
-            "real": {"vectors": len(p)} | count_theorem1([p.logits.double()]),
-        },
-        "theorem2": {
-            "confidences_from_a_half": count_theorem2(half),
-            "confidences_from_zero": count_theorem2(zero),
-            "counterexample": dict(zip(("confidence", "correct"), COUNTEREXAMPLE)) | sides,
-        },
-    }
+    first = {"random": {"vectors": N_VECTORS} | count_theorem1(vectors)}
+    first["real"] = {"vectors": len(p)} | count_theorem1([p.logits.double()])
+    second = {"confidences_from_a_half": count_theorem2(half), "confidences_from_zero": count_theorem2(zero)}
+    second["counterexample"] = dict(zip(("confidence", "correct"), COUNTEREXAMPLE)) | sides
+    about = {"seed": 0, "logits": path.name, **where_computed()}
+    numbers = {"certificate": about, "theorem1": first, "theorem2": second}
     (output / "theory.json").write_text(json.dumps(numbers, indent=1) + "\n")
     draw(p, half, output)
 

@@ -17,14 +17,14 @@ import results  # noqa: E402
 import rivals  # noqa: E402
 import run as run_script  # noqa: E402
 import tables  # noqa: E402
-from results import LEVELS, Scores, Split, Splits, StoredRun, read_table, stored_runs  # noqa: E402
+from results import LEVELS, Scores, Split, Splits, StoredRun, stored_runs  # noqa: E402
 
 from doublehead import PAPER, Predictions, metrics  # noqa: E402
 from doublehead.training.config import Config  # noqa: E402
 from doublehead.training.loop import train  # noqa: E402
 from doublehead.training.run_folder import RunFolder  # noqa: E402
 
-RUNS = stored_runs()
+RUNS, TABLE = stored_runs(), pd.read_csv(results.TABLE)
 TABLES = tables.TABLES | rivals.TABLES
 
 
@@ -169,8 +169,7 @@ def test_every_run_has_arrays_and_a_certificate() -> None:
 def test_the_table_is_what_the_arrays_give() -> None:
     """The cheap rows of the smallest run; `make results` computes all of them."""
     run = min(RUNS, key=lambda run: run.file.stat().st_size)
-    table = read_table()
-    own = table[table.run == run.name].pivot(index="output", columns="metric", values="value")
+    own = TABLE[TABLE.run == run.name].pivot(index="output", columns="metric", values="value")
     scores = post_hoc.all_scores(run, ["none", "temperature", "vector", "head+opinion"])
     for name, one in scores.items():
         found = one.numbers(scores["none"], scores["temperature"])
@@ -181,12 +180,11 @@ def test_the_table_is_what_the_arrays_give() -> None:
 
 
 def test_the_table_has_every_run_and_method() -> None:
-    table = read_table()
-    assert not table.duplicated(["run", "output", "metric"]).any()
+    assert not TABLE.duplicated(["run", "output", "metric"]).any()
     for run in RUNS:
-        outputs = set(table.output[table.run == run.name])
+        outputs = set(TABLE.output[TABLE.run == run.name])
         assert {"none", "temperature", "head", *heads_of(run)} <= outputs
-    assert set(table.run) == {run.name for run in RUNS} | {name for name, _ in post_hoc.ensembles(RUNS)}
+    assert set(TABLE.run) == {run.name for run in RUNS} | {name for name, _ in post_hoc.ensembles(RUNS)}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -194,7 +192,7 @@ def test_pages_show_the_committed_numbers(name: str) -> None:
     file, made = TABLES[name]
     page = (ROOT / file).read_text()
     assert f"<!-- results: {name} -->" in page
-    assert tables.fill(page, name, made(read_table(), RUNS)) == page
+    assert tables.fill(page, name, made(TABLE, RUNS)) == page
 
 
 # --- tables
@@ -227,10 +225,8 @@ def test_means_are_over_the_seeds_of_a_row() -> None:
 
 def test_a_run_is_trained_with_the_settings_of_its_certificate() -> None:
     for run in RUNS:
-        assert (
-            replace(run_script.config_like(run.name, {}), predict_train=run.config.predict_train)
-            == run.config
-        )
+        like = run_script.config_like(run.name, {})
+        assert replace(like, predict_train=run.config.predict_train) == run.config
     full = run_script.config_like("cifar10-resnet50-cross_entropy-e80-s0", {})
     assert {"mlp-0.6", "mlp-1.5", "annealing-double-head-k70"} <= set(full.heads)
     change = {"model": "densenet121", "epochs": 40, "seed": 1}

@@ -14,6 +14,8 @@ import shift  # noqa: E402
 import shift_sets  # noqa: E402
 import tables  # noqa: E402
 
+from doublehead.guard import Observed  # noqa: E402
+
 WORDS = ["the", "film", "is", "not", "as", "good", "as", "the", "book", "that", "it", "was", "made", "from"]
 
 
@@ -41,7 +43,7 @@ def dump(file: Path, seed: int) -> Path:
         labels = torch.multinomial((logits * 0.75**level).softmax(1), 1, generator=generator)[:, 0]
         labels = torch.full_like(labels, shift_sets.UNKNOWN) if name == "unknown/x" else labels
         far = 0.3 * torch.randn(n, 4, generator=generator) + 0.5 * level
-        sets[name] = shift_sets.Seen(logits, far, labels, torch.arange(n))
+        sets[name] = Observed(far, logits, labels, torch.zeros_like(labels), torch.arange(n))
     shift_sets.write(file, sets)
     return file
 

@@ -114,13 +114,16 @@ def test_a_stream_against_a_slow_reference(batch: int) -> None:
         assert since[39] == next(i for i in range(20, 40) if all(alarms[i:40]))
 
 
+def alone(stages: Tensor) -> Observed:
+    """Stages (N, S) without anything that is known of the samples."""
+    n, none = len(stages), torch.zeros(len(stages), dtype=torch.int64)
+    return Observed(stages, torch.zeros(n, 2), none, none, torch.arange(n))
+
+
 def stages_of(kind: str, n: int, generator: torch.Generator) -> Observed:
     """Stages of two layers with ten channels each; sparse ones are 0 in most samples, or in all calibration data."""
     stages = torch.randn(n, 20, generator=generator)
-    if kind == "sparse":
-        stages = (stages - torch.linspace(0, 3, 20)).clamp(min=0)
-    none = torch.zeros(n, dtype=torch.int64)
-    return Observed(stages, torch.zeros(n, 2), none, none, torch.arange(n))
+    return alone((stages - torch.linspace(0, 3, 20)).clamp(min=0) if kind == "sparse" else stages)
 
 
 @pytest.mark.parametrize(("kind", "n"), [("normal", 40), ("sparse", 100), ("normal", 4000)])
@@ -158,8 +161,7 @@ def test_few_samples_of_wide_layers_raise_no_false_alarm() -> None:
     mix = torch.randn(256, 256, generator=generator)
 
     def observe(n: int) -> Observed:
-        none, stages = torch.zeros(n, dtype=torch.int64), torch.randn(n, 256, generator=generator) @ mix
-        return Observed(stages, torch.zeros(n, 2), none, none, torch.arange(n))
+        return alone(torch.randn(n, 256, generator=generator) @ mix)
 
     guard, alarms = Guard([128, 128]), 0
     guard.fit(observe(40))
@@ -189,8 +191,8 @@ def test_few_samples_and_many_distances_still_give_an_alarm() -> None:
         values *= (0.4 * torch.randn(n, 1, 1, generator=generator)).exp()  # samples differ, and layers
         return (values * (0.2 * torch.randn(n, 18, 1, generator=generator)).exp()).flatten(1)
 
-    guard, none = Guard([32] * 18, window=16), torch.zeros(40, dtype=torch.int64)
-    guard.fit(Observed(stages(40), torch.zeros(40, 2), none, none, torch.arange(40)))
+    guard = Guard([32] * 18, window=16)
+    guard.fit(alone(stages(40)))
     guard(stages(16), torch.zeros(16, 2))
     assert not guard.shift.alarm
     guard(stages(16, 20.0), torch.zeros(16, 2))
