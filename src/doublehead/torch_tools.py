@@ -32,6 +32,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` wrapped the module, or `module.compile()` replaced its call."""
+    return uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
+
+
 # By name, so that nothing is imported: the wrappers of torch, Fabric, timm and torchvision keep the user's in `module`.
 WRAPPERS = {
     "DistributedDataParallel",
