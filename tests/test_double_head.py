@@ -880,9 +880,63 @@ def test_a_network_in_float64() -> None:
     assert double.finish()(x.double()).dtype == torch.float32
 
 
-def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
+class Observer(nn.Module):
+    """Keeps the largest values it sees, in evaluation mode too, and limits its outputs by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("top", torch.zeros(1))
+        self.register_buffer("tops", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.top.copy_(torch.maximum(self.top, x.detach().max()))
+        self.tops = torch.cat([self.tops, self.top])
+        return x.clamp(max=0.9 * float(self.top))
+
+
+def prepared_for_quantisation() -> nn.Module:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    return torch.ao.quantization.prepare_qat(net)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["observer", "quantisation"])
+def test_buffers_that_change_in_evaluation_mode_are_as_without_the_companion(kind: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), Observer(), nn.ReLU(), nn.Linear(16, 3))
+    if kind == "quantisation":
+        net = prepared_for_quantisation()
+    x, y, alone = torch.randn(96, 8), torch.randint(3, (96,)), copy.deepcopy(net)
+    double = DoubleHead(net, (3 * x, y), every=1)
+    for trained in (net, alone):
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        for batch, labels in zip(x.split(32), y.split(32)):
+            F.cross_entropy(trained(batch), labels).backward()
+            optimizer.step()
+            if trained is net:
+                assert double.step()
+    double.finish()
+    torch.testing.assert_close(net.train().state_dict(), alone.state_dict(), rtol=0, atol=0)
+
+
+def test_companions_hook_the_network_only_while_they_read_it() -> None:
     net, data = small_net(), some_data(32, 2)
-    one, other = DoubleHead(net, data), DoubleHead(net, data, heads=PAPER)
+    seen: list[int] = []
+    net[0].register_forward_hook(lambda *_: seen.append(len(net[8]._forward_hooks)))
+    pair = DoubleHead(net, data, every=1), DoubleHead(net, data, heads=PAPER, every=1)
+    seen.clear()
+    for double in pair:
+        assert not net[8]._forward_hooks
+        assert double.step()
+        double.close()
+    assert seen == [1, 1]
+    assert not any(module._forward_hooks for module in list(net.modules())[2:])
+
+
+def test_companions_on_a_compiled_network_share_a_hook_and_take_it_off() -> None:
+    net, data = small_net(), some_data(32, 2)
+    compiled = torch.compile(net, backend="eager")
+    one, other = DoubleHead(compiled, data), DoubleHead(compiled, data, heads=PAPER)
     assert one.reader.tap is other.reader.tap
     assert len(net[8]._forward_hooks) == 1
     one.close()
@@ -890,6 +944,24 @@ def test_companions_on_one_network_share_a_hook_and_take_it_off() -> None:
     other.close()
     assert not any(module._forward_hooks for module in net.modules())
     torch.jit.script(net)
+
+
+@pytest.mark.parametrize("when", ["before the companion", "after it"])
+def test_networks_compiled_in_their_place(when: str) -> None:
+    net, (x, y) = small_net().eval(), some_data(32, 1)[:]
+    plain = DoubleHead(copy.deepcopy(net), [(x, y)], every=1, heads=PAPER)
+    if when == "before the companion":
+        net.compile(backend="eager")
+        net(x)
+    double = DoubleHead(net, [(x, y)], every=1, heads=PAPER)
+    if when == "after it":
+        net.compile(backend="eager")
+        with torch.no_grad():
+            net(x)  # in the mode of a reading, so that this code runs again
+    for one in (plain, double):
+        assert one.step()
+        assert one.step()
+    torch.testing.assert_close(double.bank.state_dict(), plain.bank.state_dict())
 
 
 @pytest.mark.parametrize("heads", [None, PAPER])

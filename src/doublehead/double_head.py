@@ -109,6 +109,7 @@ class DoubleHead:
             first = unpack(first_of(batches), device, to_pair)
             form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}
             self.reader = Reader.of(network, first, ignore_index=ignore_index, **form)  # type: ignore[arg-type]
+            self.reader.tap.rest(network)
         self._is_opinion = heads is None
         if heads is None:
             heads = second_opinion(self.reader.n_features)

@@ -132,13 +132,16 @@ class HeadTraining:
         weights = [stack.weigh(known, torch.stack(folds)) for stack in self._stacks]  # (T, H, 1, B) each
         betas = [stack.betas(progress) for stack in self._stacks]  # (T, H, 1, 1) each
         pulls = [(beta, own * beta) for beta, own in zip(betas, weights)]
-        fine = []
-        for t, step in enumerate(map(_Step, shares, main, features, targets, sane)):
+        # To ask another device would mean to wait for it.
+        known_sane = sane.tolist() if sane.device.type == "cpu" else [False] * len(main)
+        norms = []
+        for t, step in enumerate(map(_Step, shares, main, features, targets, sane, known_sane)):
             found = (stack.step(step, beta[t], pull[t]) for stack, (beta, pull) in zip(self._stacks, pulls))
-            logits, norms, finite = zip(*found)
-            fine.append(self.bank.in_order(finite))
-        self._flags.send(torch.stack(fine).flatten(1) & fit.isfinite().unsqueeze(1))
-        self.grad_norms, self.progress = self.bank.in_order(norms).flatten(), progress[-1]
+            logits, of_stacks = zip(*found)
+            norms.append(self.bank.in_order(of_stacks))
+        sizes = torch.stack(norms).flatten(1)  # (T, H)
+        self._flags.send(sizes.isfinite() & fit.isfinite().unsqueeze(1))
+        self.grad_norms, self.progress = sizes[-1], progress[-1]
         parts = [_losses(some.log_softmax(1), targets[-1], own[-1]) for some, own in zip(logits, weights)]
         return average_over_processes(self.bank.in_order(parts))
 
@@ -179,6 +182,7 @@ class _Step(NamedTuple):
     features: Tensor  # (B, F)
     targets: Tensor  # (K, B)
     sane: Tensor  # (), whether heads may learn from it
+    known_sane: bool  # True where it is known without waiting for a device
 
 
 class _Stack:
@@ -203,11 +207,13 @@ class _Stack:
         blind_folds = torch.tensor(blind, device=self.weights.device)
         self.blind = blind_folds[:, None, None]  # (H, 1, 1) each head's unseen fold
         self.beta0 = self.weights.new_tensor([spec.beta0 for spec in head.specs])[:, None, None]  # (H, 1, 1)
+        self.clip, self.weight_decay = clip, weight_decay
+        self._unclipped = min(clip, torch.finfo(self.weights.dtype).max)  # the largest norm, below infinity
+        rates = {spec.lr for spec in head.specs}
+        self._rate = rates.pop() if len(rates) == 1 else None  # of all heads
         # Rate, momentum, weight decay, share of the gradient, (4, H, 1), of heads that move and of those that do not.
-        rates = [[(spec.lr, MOMENTUM, weight_decay, 1.0), (0.0, 1.0, 0.0, 0.0)] for spec in head.specs]
-        self._moving, self._idle = self.weights.new_tensor(rates).permute(1, 2, 0).unsqueeze(3)
-        # Tensors, since an operation with a number takes a microsecond longer.
-        self._clip, self._infinity = self.weights.new_tensor([clip, math.inf])
+        table = [[(spec.lr, MOMENTUM, weight_decay, 1.0), (0.0, 1.0, 0.0, 0.0)] for spec in head.specs]
+        self._moving, self._idle = self.weights.new_tensor(table).permute(1, 2, 0).unsqueeze(3)
 
     def weigh(self, known: Tensor, folds: Tensor) -> Tensor:
         """(T, H, 1, B) the weight of each sample in a head's loss, from weights and folds of samples, (T, B) each."""
@@ -219,8 +225,8 @@ class _Stack:
         """(T, H, 1, 1) of T steps."""
         return anneal(self.beta0, self.weights.new_tensor(progress).view(-1, 1, 1, 1))
 
-    def step(self, step: _Step, beta: Tensor, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the heads; annealed logits (H, K, B) before, norms of gradients, and which are finite, (H, 1).
+    def step(self, step: _Step, beta: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
+        """Move the heads; annealed logits (H, K, B) before, and the norms of gradients, (H, 1).
 
         `pull` (H, 1, B) are the weights of samples times beta: what turns errors of probabilities into slopes.
         """
@@ -232,20 +238,26 @@ class _Stack:
         torch.cat(self.rows, 1, out=self.gradient)
         average_over_processes(self.gradient)
         norms = torch.linalg.vector_norm(self.gradient, dim=1, keepdim=True)
-        finite = norms < self._infinity  # a nan loss has a nan gradient
-        self._move(finite & step.sane, norms, step.share)
-        return logits, norms, finite
+        rate = self._rate if step.known_sane else None
+        if rate is not None and all(norm <= self._unclipped for (norm,) in norms.tolist()):
+            self._move_all(rate * step.share)
+        else:
+            self._move(norms.isfinite() & step.sane, norms, step.share)  # a nan loss has a nan gradient
+        return logits, norms
+
+    def _move_all(self, rate: float) -> None:
+        """What `_move` does nearly always, in one pass over the memory: no head is left out, no gradient clipped."""
+        torch._fused_sgd_(
+            [self.weights], [self.gradient], [self.velocity], lr=rate, momentum=MOMENTUM, nesterov=True,
+            weight_decay=self.weight_decay, dampening=0.0, maximize=False, is_first_step=False,
+        )  # fmt: skip
 
     def _move(self, moves: Tensor, norms: Tensor, share: float) -> None:
         """Nesterov SGD for the heads that move, (H, 1) bool, whose gradients have these norms, (H, 1)."""
-        # As nearly always. To ask another device would mean to wait for it.
-        all_move = moves.device.type == "cpu" and bool(moves.all())
-        rates = self._moving if all_move else torch.where(moves, self._moving, self._idle)
+        rates = torch.where(moves, self._moving, self._idle)
         rate, momentum, decay, share_of_gradient = rates.unbind()  # (H, 1) each
-        shrink = share_of_gradient / (norms / self._clip).clamp_(min=1.0)  # nan where a norm is
-        step = self.gradient.mul_(shrink)
-        if not all_move:
-            step.nan_to_num_(0.0, 0.0, 0.0)
+        shrink = share_of_gradient / (norms / self.clip).clamp_(min=1.0)  # nan where a norm is
+        step = self.gradient.mul_(shrink).nan_to_num_(0.0, 0.0, 0.0)
         step.addcmul_(self.weights, decay)
         torch.addcmul(step, self.velocity, momentum, out=self.velocity)
         step.add_(self.velocity, alpha=MOMENTUM)

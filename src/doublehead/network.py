@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from doublehead.calibration_data import Batch, ToPair, fold_of, unpack
 from doublehead.system import warn
@@ -28,7 +29,7 @@ from doublehead.tasks import (
     targets_of,
     with_logits,
 )
-from doublehead.torch_tools import Tap, device_of, evaluating, n_processes, uncompiled, unwrapped
+from doublehead.torch_tools import Tap, device_of, evaluating, is_compiled, n_processes, unwrapped
 
 View = Callable[[Any], Any]
 Caught = tuple[Tensor, Tensor]  # the input and the output of a layer
@@ -363,9 +364,10 @@ class FeatureTap(Tap):
 
     def __init__(self, layer: nn.Module | None = None, name: str = "") -> None:
         super().__init__()
-        self.name = name
-        self._handle = None if layer is None else layer.register_forward_hook(self._catch)
-        self._users = 1
+        self.name, self._layer, self._users = name, layer, 1
+        self._rests = False
+        self._handle: RemovableHandle | None = None
+        self.wake()
 
     @classmethod
     def on(cls, network: nn.Module, layer: nn.Module, name: str) -> FeatureTap:
@@ -376,26 +378,51 @@ class FeatureTap(Tap):
                 tap._users += 1
                 return tap
         made = cls(layer, name)
-        if any(module is not uncompiled(module) for module in network.modules()):
+        if any(map(is_compiled, network.modules())):
             torch.compiler.reset()  # what was compiled before does not know the hook and would not call it
         return made
+
+    def wake(self) -> None:
+        """Put the hook on the layer for good."""
+        self._rests = False
+        self._handle = self._handle or self._hooked()
+
+    def rest(self, network: nn.Module) -> None:
+        """Keep the hook on the layer in `run` alone: the network is then as fast as without it.
+
+        Not where others use it too, nor in a compiled network, which would not see it come back.
+        """
+        if self._users == 1 and self._handle is not None and not any(map(is_compiled, network.modules())):
+            self._handle.remove()
+            self._handle, self._rests = None, True
 
     def run(
         self, network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Caught | None]:
         """The network's output, and the layer's input and output."""
+        lent = self._hooked() if self._rests else None
         self.record(True)
         try:
             output = network(*args, **kwargs)
         finally:
             self.record(False)
-        return output, self.collect()
+            if lent is not None:
+                lent.remove()
+        caught = self.collect()
+        if lent is not None and caught is None:  # the network was compiled in its place meanwhile
+            self.wake()
+            torch.compiler.reset()
+            return self.run(network, args, kwargs)
+        return output, caught
 
     def remove(self) -> None:
         """Remove the hook once nothing uses it."""
         self._users -= 1
         if self._handle is not None and self._users <= 0:
             self._handle.remove()
+
+    def _hooked(self) -> RemovableHandle | None:
+        return None if self._layer is None else self._layer.register_forward_hook(self._catch)
 
     def _catch(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.now.recording:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from doublehead.system import warn
 
@@ -30,6 +31,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped, or the model itself."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` wrapped the module, or `module.compile()` replaced its call."""
+    return uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
 
 
 # By name, so that nothing is imported: the wrappers of torch, Fabric, timm and torchvision keep the user's in `module`.
@@ -57,7 +63,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 class evaluating:
     """Evaluation mode inside the block; each module gets back the mode it had, and what FSDP gathered is sharded.
 
-    Beside a small network's forward the usual ways to do this would take longer than the forward.
+    Buffers get back their values: some change in evaluation mode too, as those of observers in quantisation-aware
+    training. Beside a small network's forward the usual ways to do all this would take longer than the forward.
     """
 
     def __init__(self, *models: nn.Module) -> None:
@@ -73,11 +80,23 @@ class evaluating:
         self._training = [module for module in modules if module.training]
         for module in self._training:
             object.__setattr__(module, "training", False)
+        self._buffers = [
+            (module, name, value, value.detach().clone())
+            for module in modules
+            if module._buffers and not isinstance(module, _NormBase)  # whose averages rest in evaluation mode
+            for name, value in module._buffers.items()
+            if value is not None and value.is_contiguous() and not value.is_inference()
+        ]
 
     def __exit__(self, *_: object) -> None:
         """Switch it on again there."""
         for module in self._training:
             object.__setattr__(module, "training", True)
+        for module, name, value, before in self._buffers:
+            module._buffers[name] = value
+            if value.shape != before.shape:
+                value.data.resize_(before.shape)
+            value.data.copy_(before)  # data: autograd need not know
         for model in self.models if self._is_sharded else ():
             # A forward without a backward leaves the weights of FSDP2's root gathered.
             if hasattr(model, "reshard"):

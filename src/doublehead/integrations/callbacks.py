@@ -119,6 +119,7 @@ class Attachment:
     ) -> None:
         self.network, self.reader, self.answer = network, reader, answer
         self.replace, self.seen, self.active = replace, seen, True
+        reader.tap.wake()  # for every forward in evaluation mode, whoever calls it
         self._handles = [
             network.register_forward_pre_hook(self._before),
             network.register_forward_hook(self._after, with_kwargs=True),
