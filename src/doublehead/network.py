@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from doublehead.calibration_data import Batch, ToPair, fold_of, unpack
 from doublehead.system import warn
@@ -364,10 +363,9 @@ class FeatureTap(Tap):
 
     def __init__(self, layer: nn.Module | None = None, name: str = "") -> None:
         super().__init__()
-        self.name, self._layer, self._users = name, layer, 1
-        self._rests = False
-        self._handle: RemovableHandle | None = None
-        self.wake()
+        self.name, self._users, self._rests = name, 1, False
+        self._handle = None if layer is None else layer.register_forward_hook(self._catch)
+        self._hooks: dict[int, Any] = {} if layer is None else layer._forward_hooks
 
     @classmethod
     def on(cls, network: nn.Module, layer: nn.Module, name: str) -> FeatureTap:
@@ -384,32 +382,35 @@ class FeatureTap(Tap):
 
     def wake(self) -> None:
         """Put the hook on the layer for good."""
-        self._rests = False
-        self._handle = self._handle or self._hooked()
+        if self._rests:
+            self._rests = False
+            self._put_on()
 
     def rest(self, network: nn.Module) -> None:
         """Keep the hook on the layer in `run` alone: the network is then as fast as without it.
 
         Not where others use it too, nor in a compiled network, which would not see it come back.
         """
-        if self._users == 1 and self._handle is not None and not any(map(is_compiled, network.modules())):
-            self._handle.remove()
-            self._handle, self._rests = None, True
+        if self._handle and self._users == 1 and not any(map(is_compiled, network.modules())):
+            self._rests = True
+            self._take_off()
 
     def run(
         self, network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Caught | None]:
         """The network's output, and the layer's input and output."""
-        lent = self._hooked() if self._rests else None
+        rests = self._rests
+        if rests:
+            self._put_on()
         self.record(True)
         try:
             output = network(*args, **kwargs)
         finally:
             self.record(False)
-            if lent is not None:
-                lent.remove()
+            if rests:
+                self._take_off()
         caught = self.collect()
-        if lent is not None and caught is None:  # the network was compiled in its place meanwhile
+        if rests and caught is None:  # the network was compiled in its place meanwhile
             self.wake()
             torch.compiler.reset()
             return self.run(network, args, kwargs)
@@ -418,11 +419,16 @@ class FeatureTap(Tap):
     def remove(self) -> None:
         """Remove the hook once nothing uses it."""
         self._users -= 1
-        if self._handle is not None and self._users <= 0:
-            self._handle.remove()
+        if self._users <= 0:
+            self._take_off()
 
-    def _hooked(self) -> RemovableHandle | None:
-        return None if self._layer is None else self._layer.register_forward_hook(self._catch)
+    def _put_on(self) -> None:  # `register_forward_hook` takes as long as a small layer
+        if self._handle:
+            self._hooks[self._handle.id] = self._catch
+
+    def _take_off(self) -> None:
+        if self._handle:
+            self._hooks.pop(self._handle.id, None)
 
     def _catch(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.now.recording:

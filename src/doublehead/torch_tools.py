@@ -95,7 +95,7 @@ class evaluating:
         for module, name, value, before in self._buffers:
             module._buffers[name] = value
             if value.shape != before.shape:
-                value.data.resize_(before.shape)
+                value.resize_(before.shape)
             value.data.copy_(before)  # data: autograd need not know
         for model in self.models if self._is_sharded else ():
             # A forward without a backward leaves the weights of FSDP2's root gathered.
