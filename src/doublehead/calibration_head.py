@@ -131,7 +131,8 @@ class CalibrationHead(StaysFloat32):
         )  # fmt: skip
         usual = max(1 if spec.kind == "mlp" else MIN_HIDDEN, self.size // 2)
         self.hidden = usual if spec.hidden is None else spec.hidden
-        self._dropout = torch.tensor(spec.dropout, dtype=torch.float32)  # comparing with a number is slower
+        # Tensors, since comparing with a number is slower.
+        self._dropout, self._zero = torch.tensor([spec.dropout, 0.0], dtype=torch.float32)
         # Features come in a moderate range; logits and their statistics do not.
         self.standardise = Standardise(self.size) if self.reads != ("features",) else None
         n_out = n_logits if spec.kind == "mlp" else 1
@@ -213,7 +214,7 @@ class CalibrationHead(StaysFloat32):
         if first:
             weight, bias = first
             back = torch.baddbmm(passed.hidden, slopes.mT, self.last_weight, **scaled)  # (H, B, hidden)
-            back.mul_(passed.hidden.sign())
+            back.mul_(passed.hidden.gt_(self._zero))  # 0 or 1, in its place: torch.sign is slow
             torch.bmm(back.mT, passed.inputs, out=weight)
             torch.sum(back, 1, out=bias)
 

@@ -208,7 +208,6 @@ class _Stack:
         self.blind = blind_folds[:, None, None]  # (H, 1, 1) each head's unseen fold
         self.beta0 = self.weights.new_tensor([spec.beta0 for spec in head.specs])[:, None, None]  # (H, 1, 1)
         self.clip, self.weight_decay = clip, weight_decay
-        self._unclipped = min(clip, torch.finfo(self.weights.dtype).max)  # the largest norm, below infinity
         rates = {spec.lr for spec in head.specs}
         self._rate = rates.pop() if len(rates) == 1 else None  # of all heads
         # Rate, momentum, weight decay, share of the gradient, (4, H, 1), of heads that move and of those that do not.
@@ -238,15 +237,17 @@ class _Stack:
         torch.cat(self.rows, 1, out=self.gradient)
         average_over_processes(self.gradient)
         norms = torch.linalg.vector_norm(self.gradient, dim=1, keepdim=True)
-        rate = self._rate if step.known_sane else None
-        if rate is not None and all(norm <= self._unclipped for (norm,) in norms.tolist()):
-            self._move_all(rate * step.share)
+        sizes = norms.flatten().tolist() if step.known_sane else [math.inf]
+        if self._rate is not None and all(map(math.isfinite, sizes)):
+            self._move_all(norms, max(sizes), self._rate * step.share)
         else:
             self._move(norms.isfinite() & step.sane, norms, step.share)  # a nan loss has a nan gradient
         return logits, norms
 
-    def _move_all(self, rate: float) -> None:
-        """What `_move` does nearly always, in one pass over the memory: no head is left out, no gradient clipped."""
+    def _move_all(self, norms: Tensor, largest: float, rate: float) -> None:
+        """`_move` where no head is left out, as nearly always, in one pass over the memory."""
+        if largest > self.clip:
+            self.gradient.div_((norms / self.clip).clamp_(min=1.0))
         torch._fused_sgd_(
             [self.weights], [self.gradient], [self.velocity], lr=rate, momentum=MOMENTUM, nesterov=True,
             weight_decay=self.weight_decay, dampening=0.0, maximize=False, is_first_step=False,
