@@ -680,6 +680,10 @@ def test_a_module_that_is_the_classifier_itself(images: Images, tmp_path: Path) 
     assert callback.model.network is module
     want = callback.model.eval()(images["test"].tensors[0]).detach()
     torch.testing.assert_close(predicted, want, rtol=1e-5, atol=1e-4)
+    module.predict_step = lambda batch, batch_idx: module.forward(batch[0])
+    with pytest.warns(UserWarning, match="not calibrated") as caught:
+        trainer.predict(module, loader(images["test"]))
+    assert sum("not calibrated" in str(one.message) for one in caught) == 1
 
 
 def test_bad_use_is_named(images: Images, tmp_path: Path) -> None:

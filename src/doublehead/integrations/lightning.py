@@ -18,7 +18,7 @@ from doublehead.calibration_data import ToPair, check_disjoint, n_shared, unpack
 from doublehead.double_head import DoubleHead
 from doublehead.integrations.callbacks import Attachment, CompanionCallback, RunningMetrics, log_reliability
 from doublehead.saving import describe, rebuild
-from doublehead.system import require
+from doublehead.system import require, warn
 from doublehead.torch_tools import device_of, evaluating, from_every_process, seeded
 
 Callback: Any = require("lightning.pytorch", extra="lightning").Callback
@@ -63,6 +63,7 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         self._fitted_to: int | None = None  # key of the weights to which the calibration was fitted
         self._loaded: dict[str, Any] = {}  # state of the DoubleHead from a checkpoint, until there is one
         self._global_step = 0
+        self._has_warned = False  # that a step did not call the network
 
     @property
     def settled(self) -> bool:
@@ -209,6 +210,20 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
         self._detach()
 
     on_predict_epoch_end = on_test_epoch_end
+
+    def on_test_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Warn once if no hook of the network was called, which `self.forward(x)` does not do."""
+        if self._seen is None and not self._has_warned:
+            self._has_warned = True
+            warn(
+                "the step's outputs are not calibrated: it did not call the classifier itself. Write self(x), or "
+                "self.model(x), instead of self.forward(x), which skips all hooks"
+            )
+        self._seen = None
+
+    on_predict_batch_end = on_test_batch_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the module as it was."""
