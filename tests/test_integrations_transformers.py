@@ -382,7 +382,9 @@ def test_folds_do_not_depend_on_padding() -> None:
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_calibration_data_keeps_the_columns_of_the_trainer(texts: Any, tokenizer: Any, remove: bool) -> None:
+def test_calibration_data_keeps_the_columns_of_the_trainer(
+    texts: Any, tokenizer: Any, trained: Any, remove: bool
+) -> None:
     """A transform makes columns that `column_names` does not list; the Trainer removes none then."""
 
     class Columns(list):
@@ -391,7 +393,8 @@ def test_calibration_data_keeps_the_columns_of_the_trainer(texts: Any, tokenizer
     collate = hf.DataCollatorWithPadding(tokenizer)
     train_batches = DataLoader(Columns(texts["train"]), 16, collate_fn=collate)
     rows = [{**row, "text": "which no tensor can hold"} if remove else row for row in texts["calib"]]
-    args = hf.TrainingArguments(use_cpu=True, per_device_train_batch_size=16, remove_unused_columns=remove)
+    args = copy.copy(trained[0].args)  # new ones would reset what all Accelerators of the process share
+    args.remove_unused_columns = remove
     batches = DoubleHeadTrainerCallback(rows)._batches(args, train_batches)
     assert set(next(iter(batches))) == {"input_ids", "attention_mask", "labels"}
 

@@ -190,24 +190,29 @@ def saved_and_resumed(script: Script) -> nn.Module:
 
 def under_accelerate(script: Script, precision: str = "no", accumulate: int = 1) -> nn.Module:
     accelerate = require("accelerate", extra="transformers")
-    accelerate.state.AcceleratorState._reset_state(True)  # another test of this process may have set it
     how = {"mixed_precision": precision, "gradient_accumulation_steps": accumulate}
-    accelerator = accelerate.Accelerator(cpu=True, **how)
-    net = small_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, batches = accelerator.prepare(net, optimizer, script.batches)
-    script.start(model, optimizer)
-    for _ in range(3):
-        model.train()
-        for x, y in batches:
-            with accelerator.accumulate(model):
-                accelerator.backward(F.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-            with accelerator.autocast():
-                script.step()
-    script.finish()
-    accelerate.state.AcceleratorState._reset_state(True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (
+            "AcceleratorState",
+            "PartialState",
+            "GradientState",
+        ):  # those of other tests stay as they are
+            patch.setattr(getattr(accelerate.state, name), "_shared_state", {})
+        accelerator = accelerate.Accelerator(cpu=True, **how)
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer, batches = accelerator.prepare(net, optimizer, script.batches)
+        script.start(model, optimizer)
+        for _ in range(3):
+            model.train()
+            for x, y in batches:
+                with accelerator.accumulate(model):
+                    accelerator.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with accelerator.autocast():
+                    script.step()
+        script.finish()
     return net
 
 
