@@ -199,7 +199,8 @@ class CalibrationHead(StaysFloat32):
     def gradients(self, passed: Pass, slopes: Tensor, into: Sequence[Tensor]) -> None:
         """Write all parameters' gradients, given those of the loss by the logits, `slopes` (H, K, B), into `into`.
 
-        Autograd gives the same, but for a small network its overhead takes longer than the gradients.
+        Autograd gives the same, but for a small network its overhead takes longer than the gradients. `passed.hidden`
+        is overwritten.
         """
         spec = self.specs[0]
         if spec.kind == "temperature":

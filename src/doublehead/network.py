@@ -409,12 +409,7 @@ class FeatureTap(Tap):
             self.record(False)
             if rests:
                 self._take_off()
-        caught = self.collect()
-        if rests and caught is None:  # the network was compiled in its place meanwhile
-            self.wake()
-            torch.compiler.reset()
-            return self.run(network, args, kwargs)
-        return output, caught
+        return output, self.collect()
 
     def remove(self) -> None:
         """Remove the hook once nothing uses it."""
