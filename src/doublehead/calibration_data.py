@@ -21,12 +21,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from doublehead.torch_tools import Randomness
+from doublehead.torch_tools import Randomness, RandomnessOfRows
 
 N_FOLDS = 5
 BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
 MIXER = -0x61C8864680B583EB  # odd: 2^64 by the golden ratio, as a signed number
-MAX_AHEAD = 2**17  # numbers of inputs that are taken from memory together, for up to 8 batches
+MAX_AHEAD = 2**17  # numbers that are taken from memory together
 
 ToPair = Callable[[Any], Any]
 
@@ -186,6 +186,7 @@ class Rows:
         self.tensors, self.batch_size, self.shuffle, self.drop_last = tensors, batch_size, shuffle, drop_last
         self.weights = weights
         self.known: Sequence[Tensor] = ()  # (N, rows of a sample, ...): where it is set, batches are Ready
+        self.generator: torch.Generator | None = None  # of the order
 
     def whole(self, device: torch.device, folds: bool) -> Batch:
         """Labels, weights and `folds` of all samples."""
@@ -201,20 +202,25 @@ class Rows:
 
     def __iter__(self) -> Iterator[Any]:
         n = len(self.tensors[0])
-        order = torch.randperm(n) if self.shuffle else torch.arange(n)
-        order = order[: len(self) * self.batch_size].to(self.tensors[0].device)
-        batch_numel = self.batch_size * max(1, self.tensors[0][:1].numel())
-        n_ahead = max(1, min(8, MAX_AHEAD // batch_numel))  # so that a batch of a small network costs little
+        order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
+        order = order[: len(self) * self.batch_size]
         own = self.tensors if self.weights is None else (*self.tensors, self.weights)
-        parts = (self.tensors[0], *self.known) if self.known else own
-        for rows in order.split(n_ahead * self.batch_size):
-            taken = (part.index_select(0, rows.to(part.device)).split(self.batch_size) for part in parts)
-            yield from list(map(self._batch, *taken))
+        if not self.known:
+            for x, *others in zip(*(self._ahead(part, order) for part in own)):
+                yield [x, *others] if self.weights is None else Batch((x,), {}, *others)
+            return
+        device = self.known[0].device
+        known = (self._ahead(part, order, flat=True) for part in self.known)
+        for x, *others in zip(self._ahead(self.tensors[0], order), *known):
+            yield Ready((x.to(device),), {}, None, others)
 
-    def _batch(self, x: Tensor, *others: Tensor) -> Any:
-        if self.known:
-            return Ready((x.to(self.known[0].device),), {}, None, [part.flatten(0, 1) for part in others])
-        return [x, *others] if self.weights is None else Batch((x,), {}, *others)
+    def _ahead(self, part: Tensor, order: Tensor, flat: bool = False) -> Iterator[Tensor]:
+        """Each batch's rows of a tensor, taken from memory for several batches at once: small ones then cost little."""
+        n_ahead = max(1, MAX_AHEAD // (self.batch_size * max(1, part[:1].numel())))
+        size = self.batch_size * (part.shape[1] if flat else 1)
+        for rows in order.to(part.device).split(n_ahead * self.batch_size):
+            taken = part.index_select(0, rows)
+            yield from (taken.flatten(0, 1) if flat else taken).split(size)
 
 
 def _takes_rows(data: Any) -> bool:
@@ -234,7 +240,7 @@ def _takes_rows(data: Any) -> bool:
 class Endless:
     """Batch after batch, pass after pass, with a position that can be saved and restored."""
 
-    def __init__(self, batches: Iterable[Any], randomness: Randomness) -> None:
+    def __init__(self, batches: Iterable[Any], randomness: Randomness | RandomnessOfRows) -> None:
         self.batches, self.randomness = batches, randomness
         self.iterator: Iterator[Any] | None = None
         self.taken, self.start = 0, randomness.state

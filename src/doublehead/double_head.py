@@ -29,6 +29,7 @@ from doublehead.system import warn
 from doublehead.tasks import IGNORE_INDEX, LogitsOf, Outputs, Task
 from doublehead.torch_tools import (
     Randomness,
+    RandomnessOfRows,
     device_of,
     evaluating,
     meet,
@@ -102,9 +103,8 @@ class DoubleHead:
         self._device = device = device_of(network)
         self._is_compiled = network is not uncompiled(network)
         batches = as_batches(calib_data, batch_size, shuffle=True)
-        only_torch = isinstance(batches, Rows) and augment is None and to_pair is None
         own_seed = seed + rank()
-        self._randomness = Randomness(own_seed, device, only_torch, batches)
+        self._randomness: Randomness | RandomnessOfRows = Randomness(own_seed, device, batches)
         with self._randomness:
             first = unpack(first_of(batches), device, to_pair)
             form = {"layer": layer, "logits_of": logits_of, "outputs": outputs, "task": task}
@@ -119,7 +119,6 @@ class DoubleHead:
         self._training = HeadTraining(
             bank, follow=follow, weight_decay=weight_decay, clip=clip, seed=own_seed
         )
-        self._batches = Endless(batches, self._randomness)
         self._has_folds = any(spec.fold is not None for spec in specs)
         if isinstance(batches, Rows) and to_pair is None:
             whole = batches.whole(device, self._has_folds)
@@ -128,6 +127,10 @@ class DoubleHead:
             if self.reader.task not in ("tokens", "pixels"):
                 known = per_row(whole, targets, None, self._has_folds)
                 batches.known = [part.unflatten(0, (len(whole.labels), -1)) for part in known]
+                if augment is None:
+                    batches.generator = torch.Generator().manual_seed(own_seed)
+                    self._randomness = RandomnessOfRows(batches.generator, device)
+        self._batches = Endless(batches, self._randomness)
         self.calls = self._failed = self._failed_in_a_row = 0
         self._has_warned = False
         self.active = True  # False once training the heads was given up

@@ -60,7 +60,9 @@ class HeadTraining:
         self._classes = torch.arange(n_classes, device=bank.order.device)[:, None]  # (K, 1)
         self._min_fit = -WORSE_THAN_GUESSING * math.log(n_classes)
         self._waiting: list[tuple[Any, ...]] = []  # progress, share of the peak rate, and a batch
-        self._form: list[Any] = []  # shapes and types of the parts of a batch, the same in all that wait
+        self._form: Any = ()  # shapes and types of the parts of a batch, the same in all that wait
+        # Of logits and features that wait, of two forms: with new memory each time the network's steps take longer.
+        self._copies: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         self._burst = 1  # batches of this form that are learned from together
         self.losses: Tensor | None = None  # (H,) of the last step
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
@@ -82,7 +84,7 @@ class HeadTraining:
         features may be overwritten afterwards.
         """
         anneal(1.0, progress)  # what cannot be learned from raises an error now, not in a later call
-        form = [(part.shape, part.dtype) for part in batch]
+        form = tuple([(part.shape, part.dtype) for part in batch])
         if form != self._form:
             for stack in self._stacks:
                 stack.head.check(*batch[:3])
@@ -90,9 +92,17 @@ class HeadTraining:
             # One of several processes may be asked for its heads alone, and a step needs all of them.
             numel = max(1, batch[0].numel() + batch[1].numel())
             self._form, self._burst = form, min(BURST, MAX_WAITING // numel) if self._is_alone else 1
+            if form not in self._copies and len(self._copies) > 1:  # a pass has a last batch of another size
+                self._copies.clear()
+            self._copies.setdefault(form, [])
         main, features, *known = batch
         if self._burst > 1:  # compiled networks and some loaders use memory again
-            main, features = main.clone(), features.clone()
+            copies, place = self._copies[form], len(self._waiting)
+            if place < len(copies):
+                main, features = copies[place][0].copy_(main), copies[place][1].copy_(features)
+            else:
+                main, features = main.clone(), features.clone()
+                copies.append((main, features))
         self._waiting.append((progress, self.schedule.now(), main, features, *known))
         if len(self._waiting) >= self._burst:
             self.catch_up()
@@ -131,7 +141,7 @@ class HeadTraining:
         sane = average_over_processes(fit) > self._min_fit
         weights = [stack.weigh(known, torch.stack(folds)) for stack in self._stacks]  # (T, H, 1, B) each
         betas = [stack.betas(progress) for stack in self._stacks]  # (T, H, 1, 1) each
-        pulls = [(beta, own * beta) for beta, own in zip(betas, weights)]
+        pulls = [(beta.unbind(), (own * beta).unbind()) for beta, own in zip(betas, weights)]
         # To ask another device would mean to wait for it.
         known_sane = sane.tolist() if sane.device.type == "cpu" else [False] * len(main)
         norms = []

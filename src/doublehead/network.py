@@ -399,17 +399,26 @@ class FeatureTap(Tap):
         self, network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Caught | None]:
         """The network's output, and the layer's input and output."""
-        rests = self._rests
-        if rests:
-            self._put_on()
-        self.record(True)
+        if not self._rests:
+            self.record(True)
+            try:
+                output = network(*args, **kwargs)
+            finally:
+                self.record(False)
+            return output, self.collect()
+        # The same, as short as can be: beside a small network every call counts.
+        notes, compiled = self._of_thread, self._compiled  # parts of the network may have been compiled since
+        notes.recording = compiled.recording = True
+        self._put_on()
         try:
             output = network(*args, **kwargs)
         finally:
-            self.record(False)
-            if rests:
-                self._take_off()
-        return output, self.collect()
+            notes.recording = compiled.recording = False
+            self._take_off()
+        if notes.caught is None:
+            return output, self.collect()
+        caught, notes.caught = notes.caught, None
+        return output, caught
 
     def remove(self) -> None:
         """Remove the hook once nothing uses it."""

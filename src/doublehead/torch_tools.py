@@ -73,20 +73,24 @@ class evaluating:
     def __enter__(self) -> None:
         """Switch off training mode where it is on."""
         modules = list(self.models)
+        self._training: list[nn.Module] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._is_sharded = False
         for module in modules:  # which grows on the way
             if module._modules:
                 modules += [child for child in module._modules.values() if child is not None]
-        self._is_sharded = any(hasattr(type(module), "reshard") for module in modules)
-        self._training = [module for module in modules if module.training]
-        for module in self._training:
-            object.__setattr__(module, "training", False)
-        self._buffers = [
-            (module, name, value, value.detach().clone())
-            for module in modules
-            if module._buffers and not isinstance(module, _NormBase)  # whose averages rest in evaluation mode
-            for name, value in module._buffers.items()
-            if value is not None and value.is_contiguous() and not value.is_inference()
-        ]
+            if module.training:
+                self._training.append(module)
+                object.__setattr__(module, "training", False)
+            self._is_sharded = self._is_sharded or hasattr(type(module), "reshard")
+            if module._buffers and not isinstance(
+                module, _NormBase
+            ):  # whose averages rest in evaluation mode
+                self._buffers += [
+                    (module, name, value, value.detach().clone())
+                    for name, value in module._buffers.items()
+                    if value is not None and value.is_contiguous() and not value.is_inference()
+                ]
 
     def __exit__(self, *_: object) -> None:
         """Switch it on again there."""
@@ -181,12 +185,11 @@ class Tap:
 class Randomness:
     """A second set of random number generators (torch, CUDA, numpy, Python), seeded, to swap in: `with randomness:`.
 
-    With `only_torch` numpy's and Python's are left alone: swapping numpy's takes longer than a small network's step.
     Generators of `loader` belong to the set too. They are not seeded: from its making on the set draws what they would.
     """
 
-    def __init__(self, seed: int, device: torch.device, only_torch: bool = False, loader: Any = None) -> None:
-        self.device, self.only_torch, self.own = device, only_torch, generators_of(loader)
+    def __init__(self, seed: int, device: torch.device, loader: Any = None) -> None:
+        self.device, self.own = device, generators_of(loader)
         theirs = get_random(device)
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -199,7 +202,7 @@ class Randomness:
 
     def now(self) -> dict[str, Any]:
         """The state of the generators that are in use at present."""
-        state = get_random(self.device, self.only_torch)
+        state = get_random(self.device)
         return {**state, "loader": [own.get_state() for own in self.own]} if self.own else state
 
     def __enter__(self) -> None:
@@ -215,6 +218,36 @@ class Randomness:
         set_random(state, self.device)
         for own, value in zip(self.own, state.get("loader", ())):
             own.set_state(value.cpu())
+
+
+class RandomnessOfRows:
+    """`Randomness` for data that draw from one `generator`, which is quicker: all others are put back after the block.
+
+    Beside a small network's step, swapping takes long. Torch's are the only others that a network draws from.
+    """
+
+    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
+        self.generator, self.device = generator, device
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """That of the generator, at present."""
+        return {"rows": self.generator.get_state()}
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        self.generator.set_state(state["rows"].cpu())
+
+    def now(self) -> dict[str, Any]:
+        """The same as `state`."""
+        return self.state
+
+    def __enter__(self) -> None:
+        """Note the state of the caller's generators."""
+        self._theirs = get_random(self.device, only_torch=True)
+
+    def __exit__(self, *_: object) -> None:
+        set_random(self._theirs, self.device)
 
 
 def seeded(seed: int, device: torch.device | None = None, loader: Any = None) -> Randomness:
