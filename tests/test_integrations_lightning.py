@@ -455,6 +455,9 @@ class Rank(DoubleHeadCallback):
         torch.save({**state, **fitted}, self.folder / f"{trainer.global_rank}.pt")
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a forked process cannot use CUDA again, and Lightning does"
+)
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes(images: Images, tmp_path: Path) -> None:
     callback = Rank(loader(images["calib"], shuffle=True), every=2)

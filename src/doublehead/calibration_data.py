@@ -212,13 +212,13 @@ class Rows:
         device = self.known[0].device
         known = (self._ahead(part, order, flat=True) for part in self.known)
         for x, *others in zip(self._ahead(self.tensors[0], order), *known):
-            yield Ready((x.to(device),), {}, None, others)
+            yield Ready((_to(x, device),), {}, None, others)
 
     def _ahead(self, part: Tensor, order: Tensor, flat: bool = False) -> Iterator[Tensor]:
         """Each batch's rows of a tensor, taken from memory for several batches at once: small ones then cost little."""
         n_ahead = max(1, MAX_AHEAD // (self.batch_size * max(1, part[:1].numel())))
         size = self.batch_size * (part.shape[1] if flat else 1)
-        for rows in order.to(part.device).split(n_ahead * self.batch_size):
+        for rows in order.to(part.device, non_blocking=part.is_cuda).split(n_ahead * self.batch_size):
             taken = part.index_select(0, rows)
             yield from (taken.flatten(0, 1) if flat else taken).split(size)
 

@@ -232,7 +232,8 @@ class _Stack:
 
     def betas(self, progress: Sequence[float]) -> Tensor:
         """(T, H, 1, 1) of T steps."""
-        return anneal(self.beta0, self.weights.new_tensor(progress).view(-1, 1, 1, 1))
+        shares = torch.tensor(progress, dtype=self.weights.dtype).view(-1, 1, 1, 1)
+        return anneal(self.beta0, shares.to(self.weights.device, non_blocking=True))
 
     def step(self, step: _Step, beta: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
         """Move the heads; annealed logits (H, K, B) before, and the norms of gradients, (H, 1).
