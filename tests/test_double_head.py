@@ -483,9 +483,8 @@ def test_classes_masked_with_infinity_are_noticed_while_training() -> None:
     assert not double.active
 
 
-def test_processes_give_up_at_the_same_call_however_late_their_flags_arrive(monkeypatch: Any) -> None:
+def test_processes_give_up_at_the_same_call_however_late_their_flags_arrive() -> None:
     """One that went on alone would wait for the others' gradients."""
-    monkeypatch.setattr("doublehead.double_head.n_processes", lambda: 2)
 
     class Late(AsyncFlags):
         def arrived(self, wait: bool = False) -> Iterator[bool]:
@@ -495,7 +494,7 @@ def test_processes_give_up_at_the_same_call_however_late_their_flags_arrive(monk
     ends = []
     for flags in (AsyncFlags(), Late()):
         double = DoubleHead(small_net(), [(x, y), *[(x * math.nan, y)] * 99], every=1)
-        double._training._flags, double._training._is_alone = flags, False
+        double._training._flags, double._training.is_alone = flags, False
         with pytest.warns(UserWarning, match="no longer trained"):
             for _ in range(30):
                 double.step()

@@ -33,7 +33,6 @@ from doublehead.torch_tools import (
     device_of,
     evaluating,
     meet,
-    n_processes,
     rank,
     uncompiled,
     unwrapped,
@@ -102,6 +101,10 @@ class DoubleHead:
         self.batch_size = batch_size
         self._device = device = device_of(network)
         self._is_compiled = network is not uncompiled(network)
+        # The forward of the one changes buffers of all processes but the first, that of the other runs copies of the
+        # network, which have one tap for all.
+        is_spread = isinstance(network, (DistributedDataParallel, nn.DataParallel))
+        self._inner: nn.Module = network.module if is_spread else network  # type: ignore[assignment]
         batches = as_batches(calib_data, batch_size, shuffle=True)
         own_seed = seed + rank()
         self._randomness: Randomness | RandomnessOfRows = Randomness(own_seed, device, batches)
@@ -166,7 +169,7 @@ class DoubleHead:
         self.calls += 1
         if self.calls % self.every or not self.active:
             return False
-        several = n_processes() > 1
+        several = not self._training.is_alone
         if several:  # of the steps before this one, so that all processes stop at the same call
             self._training.count_skipped(wait=True)
         with self._randomness:
@@ -199,11 +202,7 @@ class DoubleHead:
         if self.augment is not None:
             args = (self.augment(args[0]), *args[1:]) if args else args
             kwargs = kwargs if args else self.augment(kwargs)
-        network = self.network
-        # The forward of the one changes buffers of all processes but the first, that of the other runs copies of the
-        # network, which have one tap for all.
-        if isinstance(network, (DistributedDataParallel, nn.DataParallel)):
-            network = network.module
+        network = self._inner
         with torch.set_grad_enabled(False), evaluating(network):  # no_grad is slower
             if self._is_compiled:
                 torch.compiler.cudagraph_mark_step_begin()  # what the network's last step returned is used up

@@ -51,7 +51,7 @@ class HeadTraining:
         seed: int = 0,
     ) -> None:
         self.bank, self.schedule = bank, ScheduleShape(follow)
-        self._is_alone = n_processes() == 1
+        self.is_alone = n_processes() == 1
         same_on_all_processes(bank)
         self.generator = torch.Generator(bank.order.device).manual_seed(seed)  # of dropout
         how = weight_decay, clip, self.generator
@@ -91,7 +91,7 @@ class HeadTraining:
             self.catch_up()
             # One of several processes may be asked for its heads alone, and a step needs all of them.
             numel = max(1, batch[0].numel() + batch[1].numel())
-            self._form, self._burst = form, min(BURST, MAX_WAITING // numel) if self._is_alone else 1
+            self._form, self._burst = form, min(BURST, MAX_WAITING // numel) if self.is_alone else 1
             if form not in self._copies and len(self._copies) > 1:  # a pass has a last batch of another size
                 self._copies.clear()
             self._copies.setdefault(form, [])
@@ -302,7 +302,7 @@ class ScheduleShape:
         """The share of the peak at present."""
         if self.optimizer is None:
             return 1.0
-        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        rate = max([float(group["lr"]) for group in self.optimizer.param_groups])
         self.peak = max(self.peak, rate)
         return rate / self.peak if rate else 0.0
 

@@ -435,8 +435,9 @@ class FeatureTap(Tap):
             self._hooks.pop(self._handle.id, None)
 
     def _catch(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.now.recording:
-            self.now.caught = args[0], output
+        now = self.now
+        if now.recording:
+            now.caught = args[0], output
 
 
 @torch.no_grad()
