@@ -271,7 +271,7 @@ def stream(sets: Sets) -> Figure:
     ax.fill_between(lines.index, 0, 1, where=alarm, alpha=0.15, label="alarm")
     for edge in range(400, len(alarm), 400):
         ax.axvline(edge, color=plots.INK, linewidth=0.5, linestyle=":")
-    ax.set(xlabel="image", ylim=(0.2, 1.02), xlim=(0, len(alarm)))
+    ax.set(xlabel="image", ylim=(0, 1.02), xlim=(0, len(alarm)))
     ax.legend(loc="lower left", fontsize=8)
     ax.spines[["top", "right"]].set_visible(False)
     return figure

@@ -229,7 +229,7 @@ def aurocs_table(table: pd.DataFrame, runs: Runs) -> Lines:
     """The paper's Table 2: how well confidence tells clean test images from shifted ones, by network and method."""
     printed = paper(2).rename(columns={"before": "", "after": "+T"})
     accuracies = table[table.metric == "accuracy"].set_index(["run", "output"]).value
-    for run in [run for run in runs if run.certificate.get("shift")]:
+    for run in [run for run in runs if "ood:svhn" in run.certificate.get("shift", {})]:
         measured, loss = run.certificate["shift"], run.config.loss.replace("_", "-")
         for output in [name for name in SHIFTED if name in measured["ood:svhn"]]:
             method, title = (loss, loss) if output == "main" else (output, SHIFTED[output])
