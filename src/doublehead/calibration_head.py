@@ -214,7 +214,8 @@ class CalibrationHead(StaysFloat32):
         torch.baddbmm(last_weight, slopes, passed.hidden, out=last_weight, **scaled)
         if first:
             weight, bias = first
-            back = torch.baddbmm(passed.hidden, slopes.mT, self.last_weight, **scaled)  # (H, B, hidden)
+            last: Any = self._parameters["last_weight"]
+            back = torch.baddbmm(passed.hidden, slopes.mT, last, **scaled)  # (H, B, hidden)
             back.mul_(passed.hidden.gt_(self._zero))  # 0 or 1, in its place: torch.sign is slow
             torch.bmm(back.mT, passed.inputs, out=weight)
             torch.sum(back, 1, out=bias)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from doublehead.torch_tools import (
 
 B0 = TypeVar("B0", float, Tensor)
 MOMENTUM = 0.9
-BURST = 32  # batches that are learned from together, at most
+BURST = 64  # batches that are learned from together, at most
 MAX_WAITING = 2**23  # logits and features of all batches that wait: 32 MiB
 # Times: the network's BatchNorm averages have not settled; such batches are left out.
 WORSE_THAN_GUESSING = 10
@@ -59,11 +61,11 @@ class HeadTraining:
         n_classes = self._stacks[0].head.n_classes
         self._classes = torch.arange(n_classes, device=bank.order.device)[:, None]  # (K, 1)
         self._min_fit = -WORSE_THAN_GUESSING * math.log(n_classes)
-        self._waiting: list[tuple[Any, ...]] = []  # progress, share of the peak rate, and a batch
-        self._form: Any = ()  # shapes and types of the parts of a batch, the same in all that wait
-        # Of logits and features that wait, of two forms: with new memory each time the network's steps take longer.
-        self._copies: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-        self._burst = 1  # batches of this form that are learned from together
+        self._waiting: list[tuple[Any, ...]] = []  # form, progress, share of the peak rate, and a batch
+        self._form: Any = ()  # shapes and types of the parts of the last batch
+        self._n_waiting = 0  # logits and features that wait
+        # Form and memory of those: with new memory each time, the network's steps take longer.
+        self._copies: list[tuple[Any, Tensor, Tensor]] = []
         self.losses: Tensor | None = None  # (H,) of the last step
         self.grad_norms: Tensor | None = None  # (H,) of the last step, before clipping
         self.progress: float | None = None  # of the last step
@@ -84,37 +86,41 @@ class HeadTraining:
         features may be overwritten afterwards.
         """
         anneal(1.0, progress)  # what cannot be learned from raises an error now, not in a later call
-        form = tuple([(part.shape, part.dtype) for part in batch])
+        form = [(part.shape, part.dtype) for part in batch]
         if form != self._form:
             for stack in self._stacks:
                 stack.head.check(*batch[:3])
-            self.catch_up()
-            # One of several processes may be asked for its heads alone, and a step needs all of them.
-            numel = max(1, batch[0].numel() + batch[1].numel())
-            self._form, self._burst = form, min(BURST, MAX_WAITING // numel) if self.is_alone else 1
-            if form not in self._copies and len(self._copies) > 1:  # a pass has a last batch of another size
-                self._copies.clear()
-            self._copies.setdefault(form, [])
+            self._form = form
         main, features, *known = batch
-        if self._burst > 1:  # compiled networks and some loaders use memory again
-            copies, place = self._copies[form], len(self._waiting)
-            if place < len(copies):
-                main, features = copies[place][0].copy_(main), copies[place][1].copy_(features)
-            else:
-                main, features = main.clone(), features.clone()
-                copies.append((main, features))
-        self._waiting.append((progress, self.schedule.now(), main, features, *known))
-        if len(self._waiting) >= self._burst:
+        self._n_waiting += main.numel() + features.numel()
+        # One of several processes may be asked for its heads alone, and a step needs all of them.
+        waits = self.is_alone and self._n_waiting < MAX_WAITING
+        if waits:  # compiled networks and some loaders use memory again
+            main, features = self._copied(main, features)
+        self._waiting.append((self._form, progress, self.schedule.now(), main, features, *known))
+        if not waits or len(self._waiting) >= BURST:
             self.catch_up()
+
+    def _copied(self, main: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        place = len(self._waiting)
+        if place < len(self._copies) and self._copies[place][0] == self._form:
+            _, own_main, own_features = self._copies[place]
+            return own_main.copy_(main), own_features.copy_(features)
+        copies = main.clone(), features.clone()
+        self._copies[place : place + 1] = [(self._form, *copies)]
+        return copies
 
     def catch_up(self) -> None:
         """Make the steps on the batches that wait, in order."""
         if not self._waiting:
             return
-        waiting, device_type = zip(*self._waiting), self._classes.device.type
-        self._waiting.clear()
+        waiting, device_type = self._waiting, self._classes.device.type
+        self._waiting, self._n_waiting = [], 0
+        del self._copies[len(waiting) :]  # so that all are never more than MAX_WAITING
         with torch.inference_mode(), without_autocast(device_type):  # no_grad is a little slower
-            losses = self._learn(*waiting)
+            for _, alike in groupby(waiting, itemgetter(0)):
+                _, *parts = zip(*alike)
+                losses = self._learn(*parts)
         self.losses = losses.clone()  # as an ordinary tensor
 
     def _learn(
@@ -144,14 +150,17 @@ class HeadTraining:
         pulls = [(beta.unbind(), (own * beta).unbind()) for beta, own in zip(betas, weights)]
         # To ask another device would mean to wait for it.
         known_sane = sane.tolist() if sane.device.type == "cpu" else [False] * len(main)
-        norms = []
-        for t, step in enumerate(map(_Step, shares, main, features, targets, sane, known_sane)):
-            found = (stack.step(step, beta[t], pull[t]) for stack, (beta, pull) in zip(self._stacks, pulls))
-            logits, of_stacks = zip(*found)
-            norms.append(self.bank.in_order(of_stacks))
-        sizes = torch.stack(norms).flatten(1)  # (T, H)
-        self._flags.send(sizes.isfinite() & fit.isfinite().unsqueeze(1))
-        self.grad_norms, self.progress = sizes[-1], progress[-1]
+        logits: list[Tensor] = []
+        norms: list[list[Tensor]] = [[] for _ in self._stacks]
+        for t, step in enumerate(zip(shares, main, features, targets, sane, known_sane)):
+            logits.clear()
+            for stack, some, (beta, pull) in zip(self._stacks, norms, pulls):
+                answer, norm = stack.step(beta[t], pull[t], *step)
+                logits.append(answer)
+                some.append(norm)
+        sizes = self.bank.in_order([torch.stack(some, 1).squeeze(2) for some in norms])  # (H, T)
+        self._flags.send((sizes.isfinite() & fit.isfinite()).T)
+        self.grad_norms, self.progress = sizes[:, -1], progress[-1]
         parts = [_losses(some.log_softmax(1), targets[-1], own[-1]) for some, own in zip(logits, weights)]
         return average_over_processes(self.bank.in_order(parts))
 
@@ -175,24 +184,13 @@ class HeadTraining:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume exactly where `state_dict` was taken."""
-        self._waiting.clear()
+        self._waiting, self._n_waiting = [], 0
         self.bank.load_state_dict(state["bank"])
         for stack, saved in zip(self._stacks, state["velocity"], strict=True):
             stack.velocity.copy_(saved)
         self.schedule.peak = state["schedule"]
         self._flags = AsyncFlags()  # those under way are of the steps before
         self.skipped, self.skipped_in_a_row = state["skipped"]
-
-
-class _Step(NamedTuple):
-    """A batch and when it is learned from."""
-
-    share: float  # of the peak rate
-    main: Tensor  # (B, K)
-    features: Tensor  # (B, F)
-    targets: Tensor  # (K, B)
-    sane: Tensor  # (), whether heads may learn from it
-    known_sane: bool  # True where it is known without waiting for a device
 
 
 class _Stack:
@@ -205,6 +203,7 @@ class _Stack:
     def __init__(
         self, head: CalibrationHead, weight_decay: float, clip: float, generator: torch.Generator
     ) -> None:
+        self.is_alone = n_processes() == 1
         self.head, self.generator, parameters = head, generator, list(head.parameters())
         self.weights = torch.cat([parameter.detach().flatten(1) for parameter in parameters], 1)
         self.gradient, self.velocity = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
@@ -235,24 +234,37 @@ class _Stack:
         shares = torch.tensor(progress, dtype=self.weights.dtype).view(-1, 1, 1, 1)
         return anneal(self.beta0, shares.to(self.weights.device, non_blocking=True))
 
-    def step(self, step: _Step, beta: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
+    def step(
+        self,
+        beta: Tensor,
+        pull: Tensor,
+        share: float,
+        main: Tensor,
+        features: Tensor,
+        targets: Tensor,
+        sane: Tensor,
+        known_sane: bool,
+    ) -> tuple[Tensor, Tensor]:
         """Move the heads; annealed logits (H, K, B) before, and the norms of gradients, (H, 1).
 
-        `pull` (H, 1, B) are the weights of samples times beta: what turns errors of probabilities into slopes.
+        `pull` (H, 1, B) are the weights of samples times beta: what turns errors of probabilities into slopes. `share`
+        is that of the peak rate. Heads learn from a batch if it is `sane`, a bool tensor (); `known_sane` is True where
+        that is known without waiting for a device.
         """
-        self.head.follow(step.main, step.features, step.sane)
-        passed = self.head.run(step.main, step.features, self.generator)
+        self.head.follow(main, features, sane)
+        passed = self.head.run(main, features, self.generator)
         logits = passed.logits * beta  # (H, K, B)
-        slopes = logits.softmax(1).sub_(step.targets).mul_(pull)
+        slopes = logits.softmax(1).sub_(targets).mul_(pull)
         self.head.gradients(passed, slopes, self.gradients)
         torch.cat(self.rows, 1, out=self.gradient)
-        average_over_processes(self.gradient)
+        if not self.is_alone:
+            average_over_processes(self.gradient)
         norms = torch.linalg.vector_norm(self.gradient, dim=1, keepdim=True)
-        sizes = norms.flatten().tolist() if step.known_sane else [math.inf]
+        sizes = norms.flatten().tolist() if known_sane else [math.inf]
         if self._rate is not None and all(map(math.isfinite, sizes)):
-            self._move_all(norms, max(sizes), self._rate * step.share)
+            self._move_all(norms, max(sizes), self._rate * share)
         else:
-            self._move(norms.isfinite() & step.sane, norms, step.share)  # a nan loss has a nan gradient
+            self._move(norms.isfinite() & sane, norms, share)  # a nan loss has a nan gradient
         return logits, norms
 
     def _move_all(self, norms: Tensor, largest: float, rate: float) -> None:
