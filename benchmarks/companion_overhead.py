@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from doublehead import DoubleHead
 
-STEPS = 320  # in an epoch: 32 calibration batches, which the heads learn from in one burst
+STEPS = 640  # in an epoch: 64 calibration batches, which the heads learn from in one burst
 NETWORKS = {  # name: inputs, classes, batch size, layers
     "20-32-3": (20, 3, 32, lambda: [nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 3)]),
     "784-256-10": (784, 10, 64, lambda: [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)]),

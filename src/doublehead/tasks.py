@@ -92,6 +92,8 @@ def class_scores(values: Tensor, task: Task, outputs: Outputs = "logits") -> Ten
     >>> class_scores(torch.tensor([[0.5]]), "binary", "probs")
     tensor([[0., 0.]])
     """
+    if task == "classes" and outputs != "probs":
+        return values
     if _is_one_logit(values.shape, task):
         column = values.reshape(-1) if task == "binary" else values  # also of one sample, squeezed
         column = column.squeeze(1) if task == "pixels" else column
