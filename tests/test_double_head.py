@@ -366,6 +366,26 @@ def test_the_state_of_another_process_brings_its_training_alone(monkeypatch: pyt
     assert not torch.equal(seen[-1], seen[-2])
 
 
+def test_a_network_that_always_draws_leaves_the_callers_generators_alone_beside_arrays() -> None:
+    x, y = some_data(64, 2)[:]
+    net = Formed(small_net(), lambda logits: F.dropout(logits, 0.2))
+    before = torch.get_rng_state()
+    doubles = [DoubleHead(net, (x, y), every=1, batch_size=16, seed=seed) for seed in (0, 0, 1)]
+    for _ in range(6):  # into the second pass
+        for double in doubles:
+            assert double.step()
+    assert torch.equal(torch.get_rng_state(), before)
+    orders = [double.state_dict()["randomness"]["rows"] for double in doubles]
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+    first, second, _ = doubles
+    second.load_state_dict(first.state_dict())  # in the middle of a pass
+    for _ in range(6):
+        first.step()
+        second.step()
+    assert_same(first.bank.state_dict(), second.bank.state_dict())
+
+
 def test_a_generator_that_loaders_may_share_is_left_as_it_was() -> None:
     """PyTorch's recipe for reproducible runs gives all loaders one generator."""
     net = small_net()
