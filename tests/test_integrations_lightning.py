@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator
 from itertools import cycle, product
@@ -701,6 +702,22 @@ def test_bad_use_is_named(images: Images, tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, callbacks=[DoubleHeadCallback(images["calib"])], max_epochs=1)
     with pytest.warns(UserWarning, match="the validation data holds calibration data"):
         trainer.fit(Classifier(), loader(images["train"]), loader(images["calib"]))
+
+
+def test_without_matplotlib_the_figure_is_refused_before_training(
+    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for figure in (True, False):
+        callback = DoubleHeadCallback(loader(images["calib"]), figure=figure, every=2)
+        how: Any = {"logger": CSVLogger(tmp_path), "max_epochs": 1}
+        if figure:
+            with pytest.raises(ImportError, match=r"needs the package 'matplotlib'.*doublehead\[plots\]"):
+                fit(images, tmp_path, callback, **how)
+            assert callback.double is None
+        else:
+            fit(images, tmp_path, callback, **how)
 
 
 def test_training_data_of_unknown_length(images: Images, tmp_path: Path) -> None:

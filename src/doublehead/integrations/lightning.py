@@ -75,6 +75,8 @@ class DoubleHeadCallback(CompanionCallback, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the DoubleHead, now that optimizers and devices are settled."""
         check_disjoint(self.calib_data, trainer.train_dataloader)
+        if self.figure and trainer.loggers:
+            require("matplotlib.figure", extra="plots")  # now, not after an epoch
         if trainer.val_dataloaders is not None and n_shared(trainer.val_dataloaders, self.calib_data):
             warnings.warn(
                 "the validation data holds calibration data: val_ece_calib is measured on what the heads learned from",

@@ -84,6 +84,8 @@ class DoubleHeadTrainerCallback(CompanionCallback, TrainerCallback):  # type: ig
         """Make the companion, or go on with that of the checkpoint."""
         _check_classifier(model)
         check_disjoint(self.calib_data, train_dataloader)
+        if self.figure and args.report_to:
+            require("matplotlib.figure", extra="plots")  # now, not after an epoch
         self._detach()  # of a training that was stopped
         detach(model)
         saved = _load(_checkpoint(args, state)) if state.global_step else None
