@@ -192,11 +192,8 @@ def under_accelerate(script: Script, precision: str = "no", accumulate: int = 1)
     accelerate = require("accelerate", extra="transformers")
     how = {"mixed_precision": precision, "gradient_accumulation_steps": accumulate}
     with pytest.MonkeyPatch.context() as patch:
-        for name in (
-            "AcceleratorState",
-            "PartialState",
-            "GradientState",
-        ):  # those of other tests stay as they are
+        # Those of other tests stay as they are.
+        for name in ("AcceleratorState", "PartialState", "GradientState"):
             patch.setattr(getattr(accelerate.state, name), "_shared_state", {})
         accelerator = accelerate.Accelerator(cpu=True, **how)
         net = small_net()

@@ -26,7 +26,7 @@ from doublehead.torch_tools import Randomness, RandomnessOfRows
 N_FOLDS = 5
 BATCH_SIZE = 128  # of batches made here from a Dataset or arrays
 MIXER = -0x61C8864680B583EB  # odd: 2^64 by the golden ratio, as a signed number
-MAX_AHEAD = 2**17  # numbers that are taken from memory together
+MAX_AHEAD = 2**17  # numbers of one tensor that are taken from memory together
 
 ToPair = Callable[[Any], Any]
 

@@ -101,8 +101,8 @@ class DoubleHead:
         self.batch_size = batch_size
         self._device = device = device_of(network)
         self._is_compiled = network is not uncompiled(network)
-        # The forward of the one changes buffers of all processes but the first, that of the other runs copies of the
-        # network, which have one tap for all.
+        # What calibration batches are shown to. The forward of DistributedDataParallel changes buffers of all processes
+        # but the first, that of DataParallel runs copies of the network, which have one tap for all.
         is_spread = isinstance(network, (DistributedDataParallel, nn.DataParallel))
         self._inner: nn.Module = network.module if is_spread else network  # type: ignore[assignment]
         batches = as_batches(calib_data, batch_size, shuffle=True)

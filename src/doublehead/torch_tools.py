@@ -83,9 +83,8 @@ class evaluating:
                 self._training.append(module)
                 object.__setattr__(module, "training", False)
             self._is_sharded = self._is_sharded or hasattr(type(module), "reshard")
-            if module._buffers and not isinstance(
-                module, _NormBase
-            ):  # whose averages rest in evaluation mode
+            # The averages of normalisation layers rest in evaluation mode.
+            if module._buffers and not isinstance(module, _NormBase):
                 self._buffers += [
                     (module, name, value, value.detach().clone())
                     for name, value in module._buffers.items()
