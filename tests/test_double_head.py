@@ -297,7 +297,9 @@ def test_a_batch_may_be_overwritten_once_it_is_read() -> None:
         inputs, labels = x.clone(), y.clone()
         torch.manual_seed(0)
         double = DoubleHead(nn.Linear(6, 3), [(inputs, labels)], heads=PAPER, every=1)
-        double.step(0.0)  # the features are the inputs themselves
+        for progress in (0.0, 0.5):  # the second time in memory that is there already
+            assert torch.isfinite(double.bank.take(0).last_bias).all()
+            double.step(progress)  # the features are the inputs themselves
         if overwrites:
             inputs.zero_()
             labels.zero_()
